@@ -1,0 +1,1 @@
+"""The built-in backends, each a plugin of the kind that a third party would ship."""

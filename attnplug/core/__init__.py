@@ -1,0 +1,113 @@
+"""The contract between engines and attention backends. Imports nothing else of attnplug, and no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnplug.core._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from attnplug.core.backend import AttentionBackend as AttentionBackend
+    from attnplug.core.backend import subclass_attention_backend as subclass_attention_backend
+    from attnplug.core.backend import (
+        subclass_attention_backend_with_overrides as subclass_attention_backend_with_overrides,
+    )
+    from attnplug.core.blocks import MultipleOf as MultipleOf
+    from attnplug.core.config import BuilderConfig as BuilderConfig
+    from attnplug.core.device import Device as Device
+    from attnplug.core.dtypes import is_quantized_kv_cache as is_quantized_kv_cache
+    from attnplug.core.features import Feature as Feature
+    from attnplug.core.impl import AttentionImpl as AttentionImpl
+    from attnplug.core.impl import AttentionLayer as AttentionLayer
+    from attnplug.core.impl import LayerTensors as LayerTensors
+    from attnplug.core.impl import MLAAttentionImpl as MLAAttentionImpl
+    from attnplug.core.kv_cache_spec import ChunkedLocalAttentionSpec as ChunkedLocalAttentionSpec
+    from attnplug.core.kv_cache_spec import CrossAttentionSpec as CrossAttentionSpec
+    from attnplug.core.kv_cache_spec import FullAttentionSpec as FullAttentionSpec
+    from attnplug.core.kv_cache_spec import KVCacheConfig as KVCacheConfig
+    from attnplug.core.kv_cache_spec import KVCacheGroupSpec as KVCacheGroupSpec
+    from attnplug.core.kv_cache_spec import KVCacheSpec as KVCacheSpec
+    from attnplug.core.kv_cache_spec import KVCacheTensor as KVCacheTensor
+    from attnplug.core.kv_cache_spec import MLAAttentionSpec as MLAAttentionSpec
+    from attnplug.core.kv_cache_spec import SlidingWindowSpec as SlidingWindowSpec
+    from attnplug.core.metadata import PAD_SLOT_ID as PAD_SLOT_ID
+    from attnplug.core.metadata import AttentionCGSupport as AttentionCGSupport
+    from attnplug.core.metadata import AttentionMetadata as AttentionMetadata
+    from attnplug.core.metadata import AttentionMetadataBuilder as AttentionMetadataBuilder
+    from attnplug.core.metadata import CommonAttentionMetadata as CommonAttentionMetadata
+    from attnplug.core.reasons import Reason as Reason
+    from attnplug.core.spec import AttentionType as AttentionType
+    from attnplug.core.spec import LayerSpec as LayerSpec
+    from attnplug.core.spec import MLADims as MLADims
+    from attnplug.core.spec import Phase as Phase
+
+__all__ = [
+    "PAD_SLOT_ID",
+    "AttentionBackend",
+    "AttentionCGSupport",
+    "AttentionImpl",
+    "AttentionLayer",
+    "AttentionMetadata",
+    "AttentionMetadataBuilder",
+    "AttentionType",
+    "BuilderConfig",
+    "ChunkedLocalAttentionSpec",
+    "CommonAttentionMetadata",
+    "CrossAttentionSpec",
+    "Device",
+    "Feature",
+    "FullAttentionSpec",
+    "KVCacheConfig",
+    "KVCacheGroupSpec",
+    "KVCacheSpec",
+    "KVCacheTensor",
+    "LayerSpec",
+    "LayerTensors",
+    "MLAAttentionImpl",
+    "MLAAttentionSpec",
+    "MLADims",
+    "MultipleOf",
+    "Phase",
+    "Reason",
+    "SlidingWindowSpec",
+    "is_quantized_kv_cache",
+    "subclass_attention_backend",
+    "subclass_attention_backend_with_overrides",
+]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "PAD_SLOT_ID": "metadata",
+        "AttentionBackend": "backend",
+        "AttentionCGSupport": "metadata",
+        "AttentionImpl": "impl",
+        "AttentionLayer": "impl",
+        "AttentionMetadata": "metadata",
+        "AttentionMetadataBuilder": "metadata",
+        "AttentionType": "spec",
+        "BuilderConfig": "config",
+        "ChunkedLocalAttentionSpec": "kv_cache_spec",
+        "CommonAttentionMetadata": "metadata",
+        "CrossAttentionSpec": "kv_cache_spec",
+        "Device": "device",
+        "Feature": "features",
+        "FullAttentionSpec": "kv_cache_spec",
+        "KVCacheConfig": "kv_cache_spec",
+        "KVCacheGroupSpec": "kv_cache_spec",
+        "KVCacheSpec": "kv_cache_spec",
+        "KVCacheTensor": "kv_cache_spec",
+        "LayerSpec": "spec",
+        "LayerTensors": "impl",
+        "MLAAttentionImpl": "impl",
+        "MLAAttentionSpec": "kv_cache_spec",
+        "MLADims": "spec",
+        "MultipleOf": "blocks",
+        "Phase": "spec",
+        "Reason": "reasons",
+        "SlidingWindowSpec": "kv_cache_spec",
+        "is_quantized_kv_cache": "dtypes",
+        "subclass_attention_backend": "backend",
+        "subclass_attention_backend_with_overrides": "backend",
+    },
+)

@@ -1,0 +1,256 @@
+"""What one backend can do: a class that only declares, light to import, heavy behind its doors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attnplug.core.blocks import MultipleOf
+from attnplug.core.features import Feature
+from attnplug.core.spec import AttentionType, LayerSpec, Phase
+from attnplug.core.validation import validate
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnplug.core.device import Device
+    from attnplug.core.impl import AttentionImpl
+    from attnplug.core.metadata import AttentionMetadataBuilder
+    from attnplug.core.reasons import Reason
+
+__all__ = [
+    "AttentionBackend",
+    "subclass_attention_backend",
+    "subclass_attention_backend_with_overrides",
+]
+
+
+class AttentionBackend(ABC):
+    """Declares one backend. Never instantiated; its module imports no torch and no kernel library.
+
+    A subclass overrides what is true of it: whatever it does not declare, it does not serve.
+    """
+
+    family: ClassVar[str | None] = None
+    """A name shared by several backends, as "FLASH_ATTN" for three generations of one library."""
+    requires: ClassVar[Sequence[str | tuple[str, ...]]] = ()
+    """Installed distributions it needs, as PEP 508 strings; a tuple gives alternatives."""
+    device_types: ClassVar[Sequence[str]] = ("cuda",)
+    """The Device types it runs on."""
+    supported_dtypes: ClassVar[Sequence[object]] = ("float16", "bfloat16")
+    """Element types of queries, keys, values and outputs, as names or torch dtypes."""
+    supported_kv_cache_dtypes: ClassVar[Sequence[str]] = ("auto",)
+    """Storage types of the KV cache; "auto" stores K and V as they are computed."""
+    supported_phases: ClassVar[Sequence[Phase | str]] = (Phase.DECODE, Phase.PREFILL)
+    """The phases it serves; both are needed where a layer is served by one backend."""
+    features: ClassVar[Feature] = Feature(0)
+    """Everything a layer may ask of it beyond sizes and dtypes."""
+    step_safe: ClassVar[bool] = False
+    """Neither build nor forward makes the host wait or allocates memory that grows with context."""
+    Options: ClassVar[type[Any] | None] = None
+    """A frozen dataclass of the options a user may set, where there are any."""
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> str:
+        """The name by which users ask for it, as "TORCH"."""
+
+    @classmethod
+    @abstractmethod
+    def get_impl_cls(cls) -> type[AttentionImpl[Any]]:
+        """The class that runs a layer; imports the heavy module when called."""
+
+    @classmethod
+    @abstractmethod
+    def get_builder_cls(cls) -> type[AttentionMetadataBuilder[Any]]:
+        """The class that builds a step's metadata; imports the heavy module when called."""
+
+    @classmethod
+    def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
+        """Its place in the automatic order, 1 to 999 (higher first); built-ins: TORCH 0, TRITON 100, vendors 200 up."""
+        return 50
+
+    # Limits
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
+        """Head sizes it serves, as numbers or MultipleOf; an empty sequence is no limit."""
+        return ()
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Whether `get_supported_head_sizes` allows a head size."""
+        sizes = cls.get_supported_head_sizes()
+        return not sizes or MultipleOf.allows(sizes, head_size)
+
+    @classmethod
+    def get_supported_kernel_block_sizes(
+        cls, spec: LayerSpec | None = None, device: Device | None = None
+    ) -> Sequence[int | MultipleOf]:
+        """Tokens per KV page it can read, as numbers or MultipleOf; without arguments the union over all specs."""
+        return (MultipleOf(1),)
+
+    @classmethod
+    def get_preferred_block_size(
+        cls, spec: LayerSpec | None = None, device: Device | None = None, default: int = 16
+    ) -> int:
+        """The block size it takes where the engine leaves the choice: `default`, or the nearest it can read."""
+        return MultipleOf.nearest(cls.get_supported_kernel_block_sizes(spec, device), default)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: tuple[int, int]) -> bool:
+        """Whether it runs on a GPU of this compute capability `(major, minor)`."""
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: AttentionType) -> bool:
+        """Whether it serves who-attends-whom of this kind; decoders only unless features say more."""
+        if attn_type is AttentionType.DECODER:
+            return True
+        cross = attn_type is AttentionType.ENCODER_DECODER
+        return (Feature.CROSS if cross else Feature.ENCODER) in cls.features
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """Whether it serves multi-head latent attention, and only that."""
+        return Feature.MLA in cls.features
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        """Whether it serves sparse attention, and only that."""
+        return Feature.SPARSE in cls.features
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Whether it honours sinks."""
+        return Feature.SINKS in cls.features
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Whether it honours spans that see each other in both directions."""
+        return Feature.MM_PREFIX in cls.features
+
+    @classmethod
+    def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
+        """Why it cannot serve this spec though each attribute alone is fine; None where it can."""
+        return None
+
+    @classmethod
+    def validate_configuration(
+        cls, spec: LayerSpec, device: Device, phase: Phase | None = None
+    ) -> list[Reason]:
+        """Every reason for which it does not serve `spec` on `device` in `phase`, in a fixed order.
+
+        An empty list is a promise: the layer is served in full. Denies by default: a feature that a
+        spec asks and the class has not declared is refused. `phase=None` asks for both phases.
+        """
+        return validate(cls, spec, device, phase)
+
+    # KV cache
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype: str = "auto",
+        head_size_v: int | None = None,
+    ) -> tuple[int, ...]:
+        """Logical shape of one layer's cache: `(num_blocks, 2, block_size, num_kv_heads, head_size)`.
+
+        Where `head_size_v` differs: `(num_blocks, block_size, num_kv_heads, head_size + head_size_v)`,
+        K first. With MLA: `(num_blocks, block_size, head_size)`.
+        """
+        if cls.is_mla():
+            return (num_blocks, block_size, head_size)
+        if head_size_v not in (None, head_size):
+            return (num_blocks, block_size, num_kv_heads, head_size + (head_size_v or 0))
+        return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+    @classmethod
+    def split_kv(cls, kv_cache: torch.Tensor, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """K `[num_blocks, block_size, num_kv_heads, head_size]` and V as strided views of a cache.
+
+        With MLA both are `[num_blocks, block_size, 1, ...]` views of the one latent.
+        """
+        if spec.mla is not None:
+            latent = kv_cache.unsqueeze(2)
+            return latent, latent[..., : spec.head_size_v]
+        if spec.head_size_v != spec.head_size:
+            return kv_cache[..., : spec.head_size], kv_cache[..., spec.head_size :]
+        return kv_cache[:, 0], kv_cache[:, 1]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> Sequence[str]:
+        """Physical orders it can read, preferred first: "NHD" (token, head) and "HND" (head, token)."""
+        return ("NHD", "HND")
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str | None:
+        """The only layout it can read, or None where there is a choice."""
+        layouts = cls.supported_kv_cache_layouts()
+        return layouts[0] if len(layouts) == 1 else None
+
+    @classmethod
+    def get_kv_cache_stride_order(
+        cls,
+        include_num_layers_dimension: bool = False,
+        *,
+        layout: str | None = None,
+        spec: LayerSpec | None = None,
+    ) -> tuple[int, ...]:
+        """The logical dimensions in physical order, outermost first.
+
+        With `include_num_layers_dimension` the logical shape has the number of layers in front, and
+        a block's layers lie together. `layout` defaults to the preferred one; `spec` tells the
+        shape where it is not the usual one (another `head_size_v`, MLA).
+        """
+        hnd = (layout or cls.supported_kv_cache_layouts()[0]) == "HND"
+        if spec.mla is not None if spec is not None else cls.is_mla():
+            order: tuple[int, ...] = (0, 1, 2)
+        elif spec is not None and spec.head_size_v != spec.head_size:
+            order = (0, 2, 1, 3) if hnd else (0, 1, 2, 3)
+        else:
+            order = (0, 1, 3, 2, 4) if hnd else (0, 1, 2, 3, 4)
+        if include_num_layers_dimension:
+            return (1, 0, *(dim + 1 for dim in order[1:]))
+        return order
+
+
+def subclass_attention_backend(
+    name_prefix: str,
+    attention_backend_cls: type[AttentionBackend],
+    builder_cls: type[AttentionMetadataBuilder[Any]],
+) -> type[AttentionBackend]:
+    """A subclass named `name_prefix` + the backend's class name that builds with `builder_cls`."""
+
+    def get_builder_cls(cls: type[AttentionBackend]) -> type[AttentionMetadataBuilder[Any]]:
+        return builder_cls
+
+    return subclass_attention_backend_with_overrides(
+        name_prefix, attention_backend_cls, {"get_builder_cls": classmethod(get_builder_cls)}
+    )
+
+
+def subclass_attention_backend_with_overrides(
+    name_prefix: str,
+    attention_backend_cls: type[AttentionBackend],
+    overrides: Mapping[str, Any],
+) -> type[AttentionBackend]:
+    """A subclass named `name_prefix` + the backend's class name, with attributes replaced.
+
+    Functions in `overrides` become static methods unless they are wrapped already.
+    """
+    namespace = {
+        name: staticmethod(value) if _is_plain_function(value) else value for name, value in overrides.items()
+    }
+    name = name_prefix + attention_backend_cls.__name__
+    namespace.setdefault("__module__", attention_backend_cls.__module__)
+    return type(name, (attention_backend_cls,), namespace)
+
+
+def _is_plain_function(value: object) -> bool:
+    return callable(value) and not isinstance(value, (type, staticmethod, classmethod))

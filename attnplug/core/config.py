@@ -1,0 +1,57 @@
+"""The little that a metadata builder must know of the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from attnplug.core.errors import SpecError
+
+if TYPE_CHECKING:
+    from attnplug.core.impl import AttentionLayer
+
+__all__ = ["BuilderConfig"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BuilderConfig:
+    """What a builder is told once, when it is made.
+
+    Args:
+        layers: the layers of the model by name; each has its `impl`.
+        num_speculative_tokens: draft tokens verified per decode step; 0 without speculation.
+        decode_context_parallel_size: ranks that share one request's KV.
+        max_num_seqs: most requests in a step.
+        max_num_batched_tokens: most tokens in a step.
+        max_model_len: longest sequence; None where there is no limit.
+        cudagraph_batch_sizes: batch sizes to be captured; empty without CUDA graphs.
+
+    Raises:
+        SpecError: a count below its limit.
+
+    """
+
+    layers: Mapping[str, AttentionLayer] = dataclasses.field(default_factory=dict)
+    num_speculative_tokens: int = 0
+    decode_context_parallel_size: int = 1
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int | None = None
+    cudagraph_batch_sizes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        limits = {
+            "num_speculative_tokens": 0,
+            "decode_context_parallel_size": 1,
+            "max_num_seqs": 1,
+            "max_num_batched_tokens": 1,
+            "max_model_len": 1,
+        }
+        for name, limit in limits.items():
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < limit):
+                raise SpecError(name, value, f"must be an integer of at least {limit}")
+        if any(type(size) is not int or size < 1 for size in self.cudagraph_batch_sizes):
+            sizes = self.cudagraph_batch_sizes
+            raise SpecError("cudagraph_batch_sizes", sizes, "must be integers of at least 1")

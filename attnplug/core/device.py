@@ -1,0 +1,111 @@
+"""The device a layer runs on, named without asking it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from attnplug.core.errors import SpecError
+
+__all__ = ["Device"]
+
+_FORMS = "such as 'cpu', 'sm90', 'cuda:9.0', 'rocm:9.4' or 'current'"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Device:
+    """A kind of device: its type, compute capability and name.
+
+    Nothing is touched by making one, so `Device("cuda", (9, 0))` can be asked about from a laptop.
+
+    Args:
+        type: "cpu", "cuda", "rocm", "xpu", "mps", ...
+        capability: compute capability `(major, minor)`, where the type has one.
+        name: the marketing name, where it is known ("NVIDIA H200").
+
+    """
+
+    type: str
+    capability: tuple[int, int] | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.type, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", self.type):
+            raise SpecError("device.type", self.type, f"must be a device type in lower case, {_FORMS}")
+        if self.capability is None:
+            return
+        pair = tuple(self.capability)
+        if len(pair) != 2 or not all(type(part) is int and part >= 0 for part in pair):
+            raise SpecError("device.capability", self.capability, "must be (major, minor), as (9, 0)")
+        object.__setattr__(self, "capability", pair)
+
+    @classmethod
+    def current(cls) -> Device:
+        """The device torch would run on now: the current GPU where there is one, else the CPU."""
+        return _probe(_current_index())
+
+    @classmethod
+    def parse(cls, text: str) -> Device:
+        """Read "cpu", "cuda", "cuda:9.0", "rocm:9.4", "sm90" (also "sm_90a"), or "current".
+
+        Only "current" asks torch. SpecError for any other text.
+        """
+        if not isinstance(text, str):
+            raise SpecError("device", text, f"must be text {_FORMS}")
+        word = text.strip().lower()
+        if word == "current":
+            return cls.current()
+        if match := re.fullmatch(r"sm_?(\d{1,2})(\d)[a-z]?", word):
+            return cls("cuda", (int(match[1]), int(match[2])))
+        if match := re.fullmatch(r"(cuda|rocm|xpu):(\d+)\.(\d+)", word):
+            return cls(match[1], (int(match[2]), int(match[3])))
+        if word in ("cpu", "cuda", "rocm", "mps", "xpu", "hpu", "tpu", "npu"):
+            return cls(word)
+        raise SpecError("device", text, f"is no device; name one {_FORMS}")
+
+    def matches(self, other: Device) -> bool:
+        """Whether both can be the same device: what either leaves open (capability, name) agrees."""
+        return (
+            self.type == other.type
+            and (self.capability is None or other.capability in (None, self.capability))
+            and (self.name is None or other.name in (None, self.name))
+        )
+
+    def __str__(self) -> str:
+        if self.capability is None:
+            return self.type
+        major, minor = self.capability
+        return f"sm{major}{minor}" if self.type == "cuda" else f"{self.type}:{major}.{minor}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON object: `type`, `capability`, `name`."""
+        capability = None if self.capability is None else list(self.capability)
+        return {"type": self.type, "capability": capability, "name": self.name}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Device:
+        """The device that `to_dict` wrote."""
+        capability = data.get("capability")
+        return cls(data["type"], capability and (capability[0], capability[1]), data.get("name"))
+
+
+def _current_index() -> int | None:
+    import torch
+
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
+@functools.cache
+def _probe(index: int | None) -> Device:
+    import torch
+
+    if index is not None:
+        kind = "rocm" if torch.version.hip else "cuda"
+        capability = torch.cuda.get_device_capability(index)
+        return Device(kind, capability, torch.cuda.get_device_name(index))
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        return Device("xpu", None, torch.xpu.get_device_name())
+    return Device("cpu")

@@ -1,0 +1,55 @@
+"""Names of element types, without importing torch."""
+
+from __future__ import annotations
+
+import difflib
+
+from attnplug.core.errors import SpecError
+
+__all__ = ["DTYPES", "dtype_name", "element_size", "is_quantized_kv_cache", "kv_cache_dtype_name"]
+
+DTYPES: tuple[str, ...] = ("float16", "bfloat16", "float32")
+"""What queries, keys, values and outputs may be."""
+
+_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1, "int8": 1, "uint8": 1}
+_TORCH_FP8 = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
+
+
+def _bare_name(value: object, field: str) -> str:
+    if isinstance(value, str):
+        return value.removeprefix("torch.")
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    raise SpecError(field, value, "must be a dtype name such as 'bfloat16', or a torch.dtype")
+
+
+def dtype_name(value: object, field: str = "dtype") -> str:
+    """The name in DTYPES for a name or a `torch.dtype`; SpecError for anything else."""
+    name = _bare_name(value, field)
+    if name not in DTYPES:
+        near = difflib.get_close_matches(name, DTYPES, 1)
+        hint = f"did you mean {near[0]!r}?" if near else None
+        raise SpecError(field, value, f"must be one of {', '.join(DTYPES)}", hint)
+    return name
+
+
+def kv_cache_dtype_name(value: object) -> str:
+    """A KV cache dtype as an open string: "auto", "fp8_e4m3", ...; a `torch.dtype` becomes its name."""
+    name = _bare_name(value, "kv_cache_dtype")
+    if not name:
+        raise SpecError("kv_cache_dtype", value, "must be 'auto' or the name of a storage dtype")
+    return _TORCH_FP8.get(name, name)
+
+
+def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
+    """Whether stored values differ from the computed ones by a scale ("fp8", "fp8_e5m2", "int8")."""
+    return kv_cache_dtype.startswith(("fp8", "int8", "nvfp4"))
+
+
+def element_size(dtype: str) -> int:
+    """Bytes per element of a dtype or KV cache dtype name; SpecError where the name says no size."""
+    size = _SIZES.get("fp8" if dtype.startswith("fp8") else dtype)
+    if size is None:
+        known = ", ".join(_SIZES)
+        raise SpecError("dtype", dtype, f"has no known element size; known are {known}")
+    return size

@@ -1,0 +1,104 @@
+"""Every error attnplug raises, in one tree.
+
+AttnplugError
+├── SpecError (ValueError)              a LayerSpec or Device that means nothing
+├── BatchError (ValueError)             a batch that its layers cannot serve
+├── LayoutError (ValueError)            KV cache shapes, strides or layouts that do not fit
+├── PolicyError (ValueError)            a backend rule, an option or an environment variable that means nothing
+│   └── UnknownBackendError (LookupError)   a name that no loaded plugin offers
+├── ModelConfigError (ValueError)       a model configuration that cannot be read
+├── PluginError                         a plugin asked for by name, or under strict mode, that did not load
+└── NoBackendError                      no backend serves a layer; carries the Decision
+    └── BackendUnavailableError         the backend asked for by name does not serve it
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attnplug.core.reasons import Reason
+
+__all__ = [
+    "AttnplugError",
+    "BackendUnavailableError",
+    "BatchError",
+    "LayoutError",
+    "ModelConfigError",
+    "NoBackendError",
+    "PluginError",
+    "PolicyError",
+    "SpecError",
+    "UnknownBackendError",
+]
+
+
+class AttnplugError(Exception):
+    """The root: `except AttnplugError` catches whatever attnplug raises on purpose."""
+
+
+class _ArgumentError(AttnplugError, ValueError):
+    """An argument, the value found, its limit, and what to do about it."""
+
+    def __init__(self, field: str, value: object, limit: str, remedy: str | None = None) -> None:
+        self.field = field
+        self.value = value
+        self.limit = limit
+        self.remedy = remedy
+        text = f"{field}={value!r}: {limit}"
+        super().__init__(f"{text}; {remedy}" if remedy else text)
+
+    def __reduce__(self) -> tuple[type[_ArgumentError], tuple[object, ...]]:
+        return type(self), (self.field, self.value, self.limit, self.remedy)
+
+
+class SpecError(_ArgumentError):
+    """A LayerSpec or Device field whose value means nothing: `field`, `value`, `limit`, `remedy`."""
+
+
+class BatchError(_ArgumentError):
+    """A batch argument out of its limits, or one that its layers' specs do not allow."""
+
+
+class LayoutError(_ArgumentError):
+    """A KV cache whose shape, strides, bytes or layout do not fit together."""
+
+
+class PolicyError(_ArgumentError):
+    """A backend rule, option or environment variable that means nothing here."""
+
+
+class UnknownBackendError(PolicyError, LookupError):
+    """A backend name that no loaded plugin offers."""
+
+
+class ModelConfigError(AttnplugError, ValueError):
+    """A model configuration that cannot be read, or asks for attention that no LayerSpec can say."""
+
+
+class PluginError(AttnplugError):
+    """A plugin that did not load, where it was asked for by name or strict mode is on."""
+
+
+class NoBackendError(AttnplugError):
+    """No backend serves a layer. `decision` holds every candidate with its reasons."""
+
+    def __init__(self, message: str, decision: object = None) -> None:
+        self.decision = decision
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[NoBackendError], tuple[object, ...]]:
+        return type(self), (str(self), self.decision)
+
+
+class BackendUnavailableError(NoBackendError):
+    """The backend asked for by name does not serve the layer; `reasons` says why."""
+
+    def __init__(self, message: str, decision: object = None, reasons: Sequence[Reason] = ()) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__(message, decision)
+
+    def __reduce__(self) -> tuple[type[BackendUnavailableError], tuple[object, ...]]:
+        return type(self), (str(self), self.decision, self.reasons)

@@ -1,0 +1,306 @@
+"""What runs a layer: writes its KV cache and attends."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, runtime_checkable
+
+import torch
+
+from attnplug.core.errors import SpecError
+from attnplug.core.metadata import AttentionMetadata
+from attnplug.core.spec import AttentionType, LayerSpec
+
+__all__ = ["AttentionImpl", "AttentionLayer", "LayerTensors", "MLAAttentionImpl"]
+
+_M = TypeVar("_M", bound=AttentionMetadata)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LayerTensors:
+    """The learned or calibrated tensors of one layer.
+
+    Args:
+        sinks: float32 `[num_heads]`, in natural logit units.
+        alibi_slopes: float32 `[num_heads]`.
+        k_scale: stored key x k_scale = key; a one-element tensor or a float, fixed at load.
+        v_scale: the same for values.
+
+    """
+
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    k_scale: torch.Tensor | float = 1.0
+    v_scale: torch.Tensor | float = 1.0
+
+    def check(self, spec: LayerSpec) -> None:
+        """SpecError unless exactly the tensors that `spec` asks for are here, in their shapes."""
+        for field, tensor, asked in (
+            ("sinks", self.sinks, spec.has_sinks),
+            ("alibi_slopes", self.alibi_slopes, spec.has_alibi),
+        ):
+            flag = "has_sinks" if field == "sinks" else "has_alibi"
+            if asked and tensor is None:
+                raise SpecError(field, None, f"is required: the spec says {flag}=True")
+            if tensor is None:
+                continue
+            if not asked:
+                raise SpecError(field, tuple(tensor.shape), f"was given but the spec says {flag}=False")
+            if tensor.dtype != torch.float32 or tensor.shape != (spec.num_heads,):
+                found = f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise SpecError(field, found, f"must be torch.float32 ({spec.num_heads},)")
+
+
+@runtime_checkable
+class AttentionLayer(Protocol):
+    """What an engine's layer object offers its impl: scales as device tensors and host floats."""
+
+    impl: Any
+    _q_scale: torch.Tensor
+    _k_scale: torch.Tensor
+    _v_scale: torch.Tensor
+    _prob_scale: torch.Tensor
+    _q_scale_float: float
+    _k_scale_float: float
+    _v_scale_float: float
+
+
+class AttentionImpl(ABC, Generic[_M]):
+    """Runs one layer on one backend. Made by `from_spec`, which is all the framework calls.
+
+    The constructor is the one that authors know from vLLM, for ports; what it cannot say (chunks,
+    sinks, two-sided windows, value head sizes) is in `self.spec` and `self.tensors`.
+    """
+
+    can_return_lse_for_decode: ClassVar[bool] = False
+    """Whether decodes can write `output_lse`, as context parallelism needs."""
+    supports_pcp: ClassVar[bool] = False
+    """Whether prefill context parallelism is supported."""
+    supports_quant_query_input: ClassVar[bool] = False
+    """Whether queries may come quantised, with the layer's q scale."""
+
+    need_to_return_lse_for_decode: bool = False
+    """Whether this process must: it can, and shares requests' KV with other ranks."""
+    dcp_world_size: int
+    dcp_rank: int
+
+    spec: LayerSpec
+    tensors: LayerTensors
+    layer_name: str
+    options: Any
+    kv_sharing_target_layer_name: str | None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Read rank and world size for context parallelism, so that no subclass can forget to."""
+        self = super().__new__(cls)
+        self.dcp_rank, self.dcp_world_size = _rank_and_world_size()
+        self.need_to_return_lse_for_decode = self.dcp_world_size > 1 and cls.can_return_lse_for_decode
+        return self
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+    ) -> None:
+        self.spec = LayerSpec(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads or num_heads,
+            head_size=head_size,
+            scale=scale,
+            sliding_window=sliding_window,
+            kv_cache_dtype=kv_cache_dtype,
+            logits_soft_cap=logits_soft_cap,
+            attn_type=attn_type,
+            has_alibi=alibi_slopes is not None,
+        )
+        slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self._bind(self.spec, "", LayerTensors(alibi_slopes=slopes), kv_sharing_target_layer_name)
+
+    @classmethod
+    def from_spec(
+        cls,
+        spec: LayerSpec,
+        *,
+        layer_name: str,
+        tensors: LayerTensors | None = None,
+        kv_sharing_target_layer_name: str | None = None,
+        options: Any = None,
+    ) -> Self:
+        """The impl of one layer.
+
+        Args:
+            spec: what the layer needs; the backend has accepted it.
+            layer_name: its name, as in the plan.
+            tensors: sinks, slopes and scales; each that the spec asks for must be here.
+            kv_sharing_target_layer_name: the layer whose KV cache this one reads, writing none.
+            options: the backend's Options.
+
+        Raises:
+            SpecError: a tensor missing, not asked for, or of another shape.
+
+        """
+        tensors = tensors or LayerTensors()
+        tensors.check(spec)
+        self = cls(
+            num_heads=spec.num_heads,
+            head_size=spec.head_size,
+            scale=spec.scale,
+            num_kv_heads=spec.num_kv_heads,
+            kv_cache_dtype=spec.kv_cache_dtype,
+            alibi_slopes=None if tensors.alibi_slopes is None else tensors.alibi_slopes.tolist(),
+            sliding_window=spec.sliding_window,
+            logits_soft_cap=spec.logits_soft_cap,
+            attn_type=spec.attn_type,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+        )
+        self._bind(spec, layer_name, tensors, kv_sharing_target_layer_name, options)
+        return self
+
+    def _bind(
+        self,
+        spec: LayerSpec,
+        layer_name: str,
+        tensors: LayerTensors,
+        kv_sharing_target_layer_name: str | None = None,
+        options: Any = None,
+    ) -> None:
+        self.spec = spec
+        self.layer_name = layer_name
+        self.tensors = tensors
+        self.options = options
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Called once when the model's weights are loaded, for impls that repack any."""
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Whether `output_scale` can be applied inside, for outputs quantised as `quant_key` says."""
+        return False
+
+    @abstractmethod
+    def update_kv_cache(
+        self,
+        layer: AttentionLayer | None,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write `key [T, Hkv, D]` and `value [T, Hkv, Dv]` where `slot_mapping` (int64) says; -1 is not written."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: AttentionLayer | None,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+        attn_metadata: _M,
+        output: torch.Tensor,
+        *,
+        output_lse: torch.Tensor | None = None,
+        use_sinks: bool = True,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend `query [T, H, D]` and write `output [T, H, Dv]`; reads the KV cache, writes none.
+
+        Args:
+            layer: the engine's layer, where it has scales of its own.
+            query: rows past the batch's tokens are not read.
+            key: the new tokens' keys; with direct KV all keys; None where the pages hold them.
+            value: as `key`.
+            kv_cache: the layer's cache in logical order; None with direct KV.
+            attn_metadata: what this backend's builder made of the step.
+            output: rows past the batch's tokens are not written.
+            output_lse: float32 `[T, H]`, written where given; legal where the spec needs LSE.
+            use_sinks: whether sinks enter the denominator; exactly one of several partial results has them.
+            output_scale: for outputs quantised inside; see `fused_output_quant_supported`.
+            output_block_scale: the same, per block.
+
+        Returns:
+            `output`.
+
+        """
+
+    def forward(
+        self,
+        layer: AttentionLayer | None,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+        attn_metadata: _M,
+        output: torch.Tensor | None = None,
+        *,
+        output_lse: torch.Tensor | None = None,
+        use_sinks: bool = True,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`update_kv_cache`, then `attend`. A layer that shares another's KV writes none."""
+        if output is None:
+            output = query.new_empty(query.shape[0], self.spec.num_heads, self.spec.head_size_v)
+        writes = kv_cache is not None and self.kv_sharing_target_layer_name is None
+        if writes and key is not None and value is not None and kv_cache is not None:
+            self.update_kv_cache(layer, key, value, kv_cache, attn_metadata.slot_mapping)
+        return self.attend(
+            layer,
+            query,
+            key,
+            value,
+            kv_cache,
+            attn_metadata,
+            output,
+            output_lse=output_lse,
+            use_sinks=use_sinks,
+            output_scale=output_scale,
+            output_block_scale=output_block_scale,
+        )
+
+
+class MLAAttentionImpl(AttentionImpl[_M], Generic[_M]):
+    """Runs a layer of multi-head latent attention.
+
+    `attend` takes absorbed queries `[T, H, kv_lora_rank + rope]` and gives `[T, H, kv_lora_rank]`;
+    `key` is the latent `[T, 1, kv_lora_rank + rope]` and `value` None.
+    """
+
+    @abstractmethod
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: _M,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """Prefill with K and V expanded: `q [T, H, nope + rope]`, `output [T, H, v_head_dim]`."""
+
+    @abstractmethod
+    def forward_mqa(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: _M,
+        layer: AttentionLayer | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Decode on the latents: `[T, H, kv_lora_rank]`, and the LSE `[T, H]` where it is asked."""
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1

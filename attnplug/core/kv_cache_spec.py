@@ -1,0 +1,146 @@
+"""What the KV cache of one layer holds, and how many bytes its pages take."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from attnplug.core.dtypes import element_size
+from attnplug.core.errors import SpecError
+from attnplug.core.spec import AttentionType, LayerSpec
+
+__all__ = [
+    "ChunkedLocalAttentionSpec",
+    "CrossAttentionSpec",
+    "FullAttentionSpec",
+    "KVCacheConfig",
+    "KVCacheGroupSpec",
+    "KVCacheSpec",
+    "KVCacheTensor",
+    "MLAAttentionSpec",
+    "SlidingWindowSpec",
+    "kv_cache_spec_for",
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheSpec:
+    """One layer's KV cache; the subclass says which tokens must stay in it.
+
+    Args:
+        block_size: tokens per page.
+        num_kv_heads: key and value heads on this rank.
+        head_size: elements per key head.
+        head_size_v: elements per value head; 0 stands for `head_size`.
+        dtype: storage dtype name, as "bfloat16" or "fp8_e4m3".
+        scale_bytes: bytes of quantisation scales stored inside each page; 0 for per-tensor scales.
+
+    """
+
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int = 0
+    dtype: str
+    scale_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.head_size_v:
+            object.__setattr__(self, "head_size_v", self.head_size)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "dtype":
+                element_size(value)
+            elif type(value) is not int or value < (field.name != "scale_bytes"):
+                raise SpecError(field.name, value, "must be a positive integer")
+
+    @property
+    def elements_per_token(self) -> int:
+        """Elements stored for one token: K and V of every head."""
+        return self.num_kv_heads * (self.head_size + self.head_size_v)
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one page of this layer: K and V of `block_size` tokens, and scales stored with them."""
+        return self.block_size * self.elements_per_token * element_size(self.dtype) + self.scale_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FullAttentionSpec(KVCacheSpec):
+    """Every token stays."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindowSpec(KVCacheSpec):
+    """Only the last `sliding_window` tokens are needed, the query's own included."""
+
+    sliding_window: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedLocalAttentionSpec(KVCacheSpec):
+    """Only the tokens of the current chunk of `chunk` positions are needed."""
+
+    chunk: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MLAAttentionSpec(KVCacheSpec):
+    """One latent vector of `head_size` elements per token instead of K and V."""
+
+    @property
+    def elements_per_token(self) -> int:
+        """Elements stored for one token: the latent, of which the value is a part."""
+        return self.num_kv_heads * self.head_size
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CrossAttentionSpec(KVCacheSpec):
+    """The encoder's tokens, written once per request."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVCacheTensor:
+    """One raw allocation of `size` bytes, viewed by each of the layers in `shared_by`."""
+
+    size: int
+    shared_by: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVCacheGroupSpec:
+    """Layers that share one block table and slot mapping."""
+
+    layer_names: tuple[str, ...]
+    kv_cache_spec: KVCacheSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    """Everything needed to allocate the caches: blocks per group, raw tensors, groups."""
+
+    num_blocks: int
+    kv_cache_tensors: tuple[KVCacheTensor, ...]
+    kv_cache_groups: tuple[KVCacheGroupSpec, ...]
+
+
+def kv_cache_spec_for(spec: LayerSpec, block_size: int) -> KVCacheSpec | None:
+    """The cache that a layer keeps, in pages of `block_size` tokens; None with direct K and V."""
+    if spec.direct_kv:
+        return None
+    common: dict[str, Any] = {
+        "block_size": block_size,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_size": spec.head_size,
+        "head_size_v": spec.head_size_v,
+        "dtype": spec.resolved_kv_cache_dtype,
+    }
+    if spec.mla is not None:
+        return MLAAttentionSpec(**common)
+    if spec.attn_type is AttentionType.ENCODER_DECODER:
+        return CrossAttentionSpec(**common)
+    if spec.sliding_window is not None:
+        return SlidingWindowSpec(**common, sliding_window=spec.sliding_window)
+    if spec.chunk_size is not None:
+        return ChunkedLocalAttentionSpec(**common, chunk=spec.chunk_size)
+    return FullAttentionSpec(**common)

@@ -1,0 +1,260 @@
+"""One step's batch, and what a backend makes of it before the layers run."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+
+import torch
+from typing_extensions import deprecated
+
+from attnplug.core.errors import BatchError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from attnplug.core.config import BuilderConfig
+    from attnplug.core.kv_cache_spec import KVCacheSpec
+
+__all__ = [
+    "PAD_SLOT_ID",
+    "AttentionCGSupport",
+    "AttentionMetadata",
+    "AttentionMetadataBuilder",
+    "CommonAttentionMetadata",
+]
+
+PAD_SLOT_ID = -1
+"""The slot of a token whose K and V are not written."""
+
+
+@dataclasses.dataclass
+class CommonAttentionMetadata:
+    """One step's batch of R requests and T tokens, shared by all layers.
+
+    `query_start_loc` (int32 `[R + 1]`) and `seq_lens` (int32 `[R]`) are on the device, as are
+    `block_table_tensor` (int32 `[R, max_blocks]`) and `slot_mapping` (int64 `[T]`);
+    `query_start_loc_cpu` is the same on the host. Row j of a request with q new tokens and s tokens
+    in all stands at position s - q + j.
+    """
+
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    """Tokens of the batch; rows past it are neither read nor written."""
+    max_query_len: int
+    max_seq_len: int
+    """The longest sequence, or an upper bound."""
+    block_table_tensor: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool = True
+    """May only narrow what the layers' specs declare."""
+
+    logits_indices_padded: torch.Tensor | None = None
+    num_logits_indices: int | None = None
+    encoder_seq_lens: torch.Tensor | None = None
+    encoder_seq_lens_cpu: npt.NDArray[np.int32] | None = None
+    key_start_loc: torch.Tensor | None = None
+    """Direct KV: where each request's keys start in the given key, int32 `[R + 1]`."""
+    key_start_loc_cpu: torch.Tensor | None = None
+    dcp_local_seq_lens: torch.Tensor | None = None
+    dcp_local_seq_lens_cpu: torch.Tensor | None = None
+
+    seq_lens_host: npt.NDArray[np.int32] | None = None
+    """Lengths known to the host, given by whoever builds the batch; never copied from the device."""
+    seq_lens_host_exact: bool = True
+    """Whether `seq_lens_host` is exact, not an upper bound."""
+
+    _seq_lens_cpu: torch.Tensor | None = None
+    _num_computed_tokens_cpu: torch.Tensor | None = None
+    _num_computed_tokens: torch.Tensor | None = None
+
+    @property
+    @deprecated("seq_lens_cpu can stall the device: give the batch seq_lens_host instead")
+    def seq_lens_cpu(self) -> torch.Tensor:
+        """The lengths on the host, copied from the device on first use."""
+        if self._seq_lens_cpu is None:
+            self._seq_lens_cpu = self.seq_lens.to("cpu")
+        return self._seq_lens_cpu
+
+    @property
+    @deprecated("num_computed_tokens_cpu can stall the device: give the batch seq_lens_host instead")
+    def num_computed_tokens_cpu(self) -> torch.Tensor:
+        """Tokens with K and V already cached, per request, on the host."""
+        if self._num_computed_tokens_cpu is None:
+            lengths = self._seq_lens_cpu
+            if lengths is None:
+                lengths = self._seq_lens_cpu = self.seq_lens.to("cpu")
+            self._num_computed_tokens_cpu = lengths - self.query_start_loc_cpu.diff()
+        return self._num_computed_tokens_cpu
+
+    def compute_num_computed_tokens(self) -> torch.Tensor:
+        """Tokens with K and V already cached, int32 `[R]` on the device; computed once."""
+        if self._num_computed_tokens is None:
+            self._num_computed_tokens = self.seq_lens - self.query_start_loc.diff()
+        return self._num_computed_tokens
+
+    def unpadded(self, num_actual_tokens: int, num_actual_reqs: int) -> CommonAttentionMetadata:
+        """A view of the first requests and tokens, without graph padding; no tensor is copied.
+
+        Raises:
+            BatchError: more tokens or requests than the batch has.
+
+        """
+        for name, value, limit in (
+            ("num_actual_tokens", num_actual_tokens, self.slot_mapping.shape[0]),
+            ("num_actual_reqs", num_actual_reqs, self.num_reqs),
+        ):
+            if not 0 <= value <= limit:
+                raise BatchError(name, value, f"must lie in 0 .. {limit}, the size of the batch")
+        reqs, starts, tokens = num_actual_reqs, num_actual_reqs + 1, num_actual_tokens
+        ends = {
+            "query_start_loc": starts,
+            "query_start_loc_cpu": starts,
+            "key_start_loc": starts,
+            "key_start_loc_cpu": starts,
+            "slot_mapping": tokens,
+            "seq_lens": reqs,
+            "block_table_tensor": reqs,
+            "encoder_seq_lens": reqs,
+            "encoder_seq_lens_cpu": reqs,
+            "dcp_local_seq_lens": reqs,
+            "dcp_local_seq_lens_cpu": reqs,
+            "seq_lens_host": reqs,
+            "_seq_lens_cpu": reqs,
+            "_num_computed_tokens_cpu": reqs,
+            "_num_computed_tokens": reqs,
+        }
+        cut: dict[str, Any] = {"num_reqs": reqs, "num_actual_tokens": tokens}
+        for name, end in ends.items():
+            value = getattr(self, name)
+            cut[name] = None if value is None else value[:end]
+        return dataclasses.replace(self, **cut)
+
+
+class AttentionMetadata:
+    """What a backend's builder hands to its impl; `slot_mapping` is where new K and V go."""
+
+    slot_mapping: torch.Tensor
+
+
+class AttentionCGSupport(enum.IntEnum):
+    """How much of a builder's work may stand inside a CUDA graph; higher includes lower."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    """Decodes of one token each."""
+    UNIFORM_BATCH = 2
+    """Decodes of one common length, as in speculative verification."""
+    ALWAYS = 3
+    """Any batch."""
+
+
+_M = TypeVar("_M", bound=AttentionMetadata)
+_Builder = TypeVar("_Builder", bound="AttentionMetadataBuilder[Any]")
+
+
+class AttentionMetadataBuilder(ABC, Generic[_M]):
+    """Turns a step's batch into one backend's metadata, once per step and group of layers.
+
+    Args:
+        kv_cache_spec: the cache of the layers served.
+        layer_names: their names.
+        config: what the engine has fixed.
+        device: where the metadata lives.
+
+    """
+
+    reorder_batch_threshold: int | None = None
+    """Query length up to which a request is a decode and goes to the front; None: no reordering."""
+    supports_update_block_table: ClassVar[bool] = False
+    """Whether `update_block_table` stands in for a second build."""
+    needs_host_seq_lens: ClassVar[Literal["none", "upper_bound", "exact"]] = "none"
+    """What `build` asks of `CommonAttentionMetadata.seq_lens_host`."""
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: Sequence[str],
+        config: BuilderConfig,
+        device: torch.device,
+    ) -> None:
+        self.kv_cache_spec = kv_cache_spec
+        self.layer_names = list(layer_names)
+        self.config = config
+        self.device = device
+
+    @classmethod
+    def get_cudagraph_support(cls, config: BuilderConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
+        """How much may be captured under this configuration."""
+        return cls.cudagraph_support
+
+    def _init_reorder_batch_threshold(
+        self,
+        threshold: int | None = 1,
+        supports_spec_as_decode: bool = False,
+        supports_dcp_with_varlen: bool = False,
+    ) -> None:
+        """Set `reorder_batch_threshold`, raised to cover speculative decodes where they are decodes.
+
+        Under decode context parallelism it falls back to 1 unless varlen decodes are supported.
+        """
+        if threshold is not None and supports_spec_as_decode:
+            threshold = max(threshold, 1 + self.config.num_speculative_tokens)
+        if (
+            threshold is not None
+            and self.config.decode_context_parallel_size > 1
+            and not supports_dcp_with_varlen
+        ):
+            threshold = 1
+        self.reorder_batch_threshold = threshold
+
+    @abstractmethod
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> _M:
+        """The metadata of one step; `fast_build` prefers cheap building over fast running."""
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> _M:
+        """The metadata of a step that is captured in a CUDA graph."""
+        return self.build(0, common_attn_metadata)
+
+    def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> _M:
+        """The metadata of draft step `draft_index` in speculative decoding."""
+        return self.build(0, common_attn_metadata, fast_build=True)
+
+    def update_block_table(self, metadata: _M, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> _M:
+        """`metadata` for another KV group of the same batch: a new table and slots, no rebuild.
+
+        Raises:
+            TypeError: the builder does not set `supports_update_block_table`.
+
+        """
+        raise TypeError(
+            f"{type(self).__name__} cannot swap block tables: supports_update_block_table is False"
+        )
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: npt.NDArray[np.int32],
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        use_local_attention: bool,
+        num_sms: int,
+        dcp_world_size: int,
+    ) -> bool:
+        """Whether a prefix common to all requests is worth a kernel of its own."""
+        return False

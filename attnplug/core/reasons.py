@@ -1,0 +1,134 @@
+"""A refusal, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+__all__ = ["REASON_CODES", "Reason"]
+
+REASON_CODES: tuple[str, ...] = (
+    "head_size",
+    "dtype",
+    "kv_cache_dtype",
+    "block_size",
+    "mla",
+    "sink",
+    "sparse",
+    "mm_prefix",
+    "compute_capability",
+    "device_type",
+    "attn_type",
+    "phase",
+    "combination",
+    "feature",
+    "host_lengths",
+    "kv_cache_layout",
+    "not_installed",
+    "version",
+    "import_failed",
+    "blocked",
+    "conflict",
+    "api_version",
+    "plugin_error",
+    "policy",
+)
+"""Every stable code, in the order in which reasons are listed. Features report `feature.<name>`."""
+
+
+class Reason(str):
+    """One cause for which a backend does not serve a layer: a sentence that carries its facts.
+
+    The sentence reads fact, value and limit, remedy:
+    `head_size not supported: 80 is not one of 64, 128`. Being a `str`, a list of reasons is also
+    the list of sentences that callers of vLLM's `validate_configuration` expect.
+    """
+
+    __slots__ = ("code", "field", "remedy", "requested", "supported")
+
+    code: str
+    """Stable name of the cause, one of REASON_CODES or `feature.<name>`."""
+    field: str | None
+    """The LayerSpec or Device field at fault, where one is."""
+    requested: str | None
+    """What was asked for."""
+    supported: str | None
+    """What there is instead."""
+    remedy: str | None
+    """What the user can do, where anything can be done."""
+
+    def __new__(
+        cls,
+        fact: str,
+        *,
+        code: str,
+        field: str | None = None,
+        requested: object = None,
+        supported: object = None,
+        remedy: str | None = None,
+    ) -> Reason:
+        """Compose the sentence from the plain `fact`, the value against its limit, and the remedy."""
+        asked = None if requested is None else _words(requested)
+        limit = None if supported is None else _words(supported)
+        text = fact
+        if asked is not None and limit is not None:
+            text += f": {asked} is not {'one of ' if ', ' in limit else ''}{limit}"
+        elif asked is not None:
+            text += f": {asked}"
+        elif limit is not None:
+            text += f": {limit}"
+        if remedy:
+            text += f"; {remedy}"
+        return cls._restore(text, code, field, asked, limit, remedy)
+
+    @classmethod
+    def _restore(
+        cls,
+        text: str,
+        code: str,
+        field: str | None,
+        requested: str | None,
+        supported: str | None,
+        remedy: str | None,
+    ) -> Reason:
+        self = str.__new__(cls, text)
+        self.code = code
+        self.field = field
+        self.requested = requested
+        self.supported = supported
+        self.remedy = remedy
+        return self
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        facts = (self.code, self.field, self.requested, self.supported, self.remedy)
+        return type(self)._restore, (str(self), *facts)
+
+    def to_dict(self) -> dict[str, str | None]:
+        """A JSON object: `text`, `code`, `field`, `requested`, `supported`, `remedy`."""
+        return {
+            "text": str(self),
+            "code": self.code,
+            "field": self.field,
+            "requested": self.requested,
+            "supported": self.supported,
+            "remedy": self.remedy,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, str | None]) -> Reason:
+        """The reason that `to_dict` wrote."""
+        return cls._restore(
+            data["text"] or "",
+            data["code"] or "",
+            data.get("field"),
+            data.get("requested"),
+            data.get("supported"),
+            data.get("remedy"),
+        )
+
+
+def _words(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Iterable):
+        return ", ".join(str(item) for item in value)
+    return str(value)

@@ -1,0 +1,389 @@
+"""What one attention layer needs: a frozen, hashable, torch-free value."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from attnplug.core.device import Device
+from attnplug.core.dtypes import dtype_name, is_quantized_kv_cache, kv_cache_dtype_name
+from attnplug.core.errors import SpecError
+from attnplug.core.features import Feature
+
+__all__ = ["KINDS", "AttentionType", "Device", "LayerSpec", "MLADims", "Phase"]
+
+_E = TypeVar("_E", bound=enum.StrEnum)
+
+KINDS: tuple[str, ...] = ("full", "sliding", "chunked", "cross", "encoder", "mla")
+"""The kinds of layer that a backend rule can name; see LayerSpec.kinds."""
+
+
+class Phase(enum.StrEnum):
+    """The two kinds of work in a step; None, where a phase is asked for, means both."""
+
+    DECODE = "decode"
+    """Query lengths up to the builder's reorder threshold."""
+    PREFILL = "prefill"
+    """Everything else, extends included."""
+
+
+class AttentionType(enum.StrEnum):
+    """Who attends whom."""
+
+    DECODER = "decoder"
+    """Self-attention of a decoder."""
+    ENCODER = "encoder"
+    """Self-attention of the encoder in an encoder-decoder model."""
+    ENCODER_ONLY = "encoder_only"
+    """Self-attention of an encoder-only model."""
+    ENCODER_DECODER = "encoder_decoder"
+    """Cross-attention: decoder queries, encoder keys."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MLADims:
+    """Dimensions of multi-head latent attention, as model configurations name them."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    def __post_init__(self) -> None:
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            value = getattr(self, name)
+            if name != "q_lora_rank" or value is not None:
+                object.__setattr__(self, name, _size(f"mla.{name}", value))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, init=False)
+class LayerSpec:
+    """What one attention layer asks of its backend, per rank.
+
+    Every value is checked when the spec is made: a spec that exists is meaningful. Attributes hold
+    exact values; what was left out is filled in (`scale`, `head_size_v`, `causal`).
+
+    Args:
+        num_heads: query heads on this rank; a multiple of `num_kv_heads`.
+        num_kv_heads: key and value heads on this rank; 1 with `mla`.
+        head_size: elements per query and key head; with `mla` kv_lora_rank + qk_rope_head_dim.
+        head_size_v: elements per value head; default `head_size`, with `mla` kv_lora_rank.
+        dtype: "float16", "bfloat16" or "float32", or the `torch.dtype` of that name.
+        kv_cache_dtype: "auto" (= `dtype`), "fp8", "fp8_e4m3", "fp8_e5m2", ...; an open string.
+        block_size: tokens per KV page; None lets the backend choose.
+        attn_type: an AttentionType or its value.
+        causal: None is True for a decoder and False otherwise.
+        scale: softmax scale; default `head_size ** -0.5`, with `mla` (nope + rope) ** -0.5.
+        window: (left, right): how many keys before and after the query's own position are seen,
+            itself not counted; -1 is no limit; causal makes right 0.
+        sliding_window: W as model configurations count it, W keys including the query's own, for
+            causal layers: the same as `window=(W - 1, 0)`.
+        chunk_size: c, for chunked local attention: position p sees keys floor(p / c) * c .. p.
+        logits_soft_cap: c > 0: logits become c * tanh(logits / c).
+        has_sinks: one learned logit per head enters the softmax denominator only.
+        has_alibi: `-slope * abs(key_pos - query_pos)` is added to the logits.
+        mla: dimensions of multi-head latent attention.
+        sparse: only keys picked by an indexer are seen.
+        mm_prefix: spans of multimodal tokens see each other in both directions.
+        direct_kv: K and V come with the call, not from pages.
+        needs_lse: the engine merges partial results and needs the log-sum-exp.
+
+    The order is fixed: scale, soft cap, ALiBi, mask, sinks.
+
+    Raises:
+        SpecError: a value out of its limits; it names the field, the value and the limit.
+
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+    dtype: str
+    kv_cache_dtype: str
+    block_size: int | None
+    attn_type: AttentionType
+    causal: bool
+    scale: float
+    window: tuple[int, int]
+    chunk_size: int | None
+    logits_soft_cap: float | None
+    has_sinks: bool
+    has_alibi: bool
+    mla: MLADims | None
+    sparse: bool
+    mm_prefix: bool
+    direct_kv: bool
+    needs_lse: bool
+    _derived: frozenset[str] = dataclasses.field(init=False, repr=False, compare=False)
+    _hash: int = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        head_size_v: int | None = None,
+        dtype: object = "bfloat16",
+        kv_cache_dtype: object = "auto",
+        block_size: int | None = None,
+        attn_type: AttentionType | str = AttentionType.DECODER,
+        causal: bool | None = None,
+        scale: float | None = None,
+        window: Sequence[int] = (-1, -1),
+        sliding_window: int | None = None,
+        chunk_size: int | None = None,
+        logits_soft_cap: float | None = None,
+        has_sinks: bool = False,
+        has_alibi: bool = False,
+        mla: MLADims | None = None,
+        sparse: bool = False,
+        mm_prefix: bool = False,
+        direct_kv: bool = False,
+        needs_lse: bool = False,
+    ) -> None:
+        kind = _member(AttentionType, "attn_type", attn_type)
+        decoder = kind is AttentionType.DECODER
+        is_causal = decoder if causal is None else _flag("causal", causal)
+        if is_causal and kind is AttentionType.ENCODER_DECODER:
+            raise SpecError(
+                "causal", causal, "must be False for cross attention: encoder keys have no order to it"
+            )
+        heads, kv_heads, size = (
+            _size("num_heads", num_heads),
+            _size("num_kv_heads", num_kv_heads),
+            _size("head_size", head_size),
+        )
+        if heads % kv_heads:
+            raise SpecError("num_heads", heads, f"must be a multiple of num_kv_heads={kv_heads}")
+        if mla is not None:
+            _check_mla(mla, kind, kv_heads, size, head_size_v)
+        chunk = None if chunk_size is None else _size("chunk_size", chunk_size)
+        reach = _window(window, sliding_window, is_causal)
+        if chunk is not None and not is_causal:
+            raise SpecError("chunk_size", chunk, "needs a causal layer: a chunk ends at the query")
+        if chunk is not None and reach != (-1, 0):
+            raise SpecError("chunk_size", chunk, f"cannot stand with window={reach}", "give one of the two")
+        values: dict[str, Any] = {
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_size": size,
+            "head_size_v": _default_head_size_v(size, mla)
+            if head_size_v is None
+            else _size("head_size_v", head_size_v),
+            "dtype": dtype_name(dtype),
+            "kv_cache_dtype": kv_cache_dtype_name(kv_cache_dtype),
+            "block_size": None if block_size is None else _size("block_size", block_size),
+            "attn_type": kind,
+            "causal": is_causal,
+            "scale": _default_scale(size, mla) if scale is None else _positive("scale", scale),
+            "window": reach,
+            "chunk_size": chunk,
+            "logits_soft_cap": None
+            if logits_soft_cap is None
+            else _positive("logits_soft_cap", logits_soft_cap, "None means no cap"),
+            "has_sinks": _flag("has_sinks", has_sinks),
+            "has_alibi": _flag("has_alibi", has_alibi),
+            "mla": mla,
+            "sparse": _flag("sparse", sparse),
+            "mm_prefix": _flag("mm_prefix", mm_prefix),
+            "direct_kv": _flag("direct_kv", direct_kv),
+            "needs_lse": _flag("needs_lse", needs_lse),
+        }
+        given = {"head_size_v": head_size_v, "scale": scale, "causal": causal}
+        values["_hash"] = hash(tuple(values.values()))
+        values["_derived"] = frozenset(name for name, value in given.items() if value is None)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, tuple[type[LayerSpec], dict[str, Any]]]:
+        return _rebuild, (type(self), self._given())
+
+    def _given(self) -> dict[str, Any]:
+        names = (f.name for f in dataclasses.fields(self) if f.init)
+        return {name: getattr(self, name) for name in names if name not in self._derived}
+
+    def replace(self, **changes: Any) -> LayerSpec:
+        """A copy with some arguments changed; defaults that were filled in follow the change.
+
+        `spec.replace(head_size=64)` has the scale and value head size of a spec made with 64, unless
+        they had been given. (`dataclasses.replace` copies every attribute as it stands.)
+        """
+        given = self._given()
+        if changes.get("sliding_window") is not None:
+            del given["window"]
+        return type(self)(**{**given, **changes})
+
+    __replace__ = replace
+
+    @property
+    def sliding_window(self) -> int | None:
+        """W as model configurations count it (itself included), or None without a causal window."""
+        left, _ = self.window
+        return left + 1 if self.causal and left >= 0 else None
+
+    @property
+    def resolved_kv_cache_dtype(self) -> str:
+        """The storage dtype that `kv_cache_dtype` stands for: "auto" is `dtype`, "fp8" "fp8_e4m3"."""
+        return {"auto": self.dtype, "fp8": "fp8_e4m3"}.get(self.kv_cache_dtype, self.kv_cache_dtype)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds that describe this layer, most specific first, of KINDS.
+
+        Who attends whom comes first ("mla", "cross", "encoder"), then which keys are seen
+        ("sliding", "chunked"); "full" is a decoder layer of which nothing of that can be said.
+        """
+        kinds = []
+        if self.mla is not None:
+            kinds.append("mla")
+        if self.attn_type is AttentionType.ENCODER_DECODER:
+            kinds.append("cross")
+        elif self.attn_type is not AttentionType.DECODER:
+            kinds.append("encoder")
+        if self.is_windowed:
+            kinds.append("sliding")
+        if self.chunk_size is not None:
+            kinds.append("chunked")
+        return tuple(kinds) or ("full",)
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether the window hides any key that causality does not."""
+        left, right = self.window
+        return left >= 0 or (right >= 0 and not self.causal)
+
+    def required_features(self) -> Feature:
+        """The flags of everything this layer asks beyond sizes and dtypes."""
+        asked = (
+            (self.is_windowed, Feature.SLIDING_WINDOW),
+            (self.chunk_size is not None, Feature.CHUNKED_LOCAL),
+            (self.logits_soft_cap is not None, Feature.SOFT_CAP),
+            (self.has_sinks, Feature.SINKS),
+            (self.has_alibi, Feature.ALIBI),
+            (self.mla is not None, Feature.MLA),
+            (self.sparse, Feature.SPARSE),
+            (self.mm_prefix, Feature.MM_PREFIX),
+            (self.needs_lse, Feature.LSE),
+            (self.head_size_v != self.head_size and self.mla is None, Feature.HEAD_SIZE_V),
+            (not self.causal, Feature.NON_CAUSAL),
+            (self.direct_kv, Feature.DIRECT_KV),
+            (self.resolved_kv_cache_dtype.startswith("fp8"), Feature.FP8_KV),
+            (self.attn_type is AttentionType.ENCODER_DECODER, Feature.CROSS),
+            (self.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY), Feature.ENCODER),
+        )
+        return Feature(sum(flag.value for wanted, flag in asked if wanted))
+
+    @property
+    def has_quantized_kv_cache(self) -> bool:
+        """Whether the KV cache stores values that differ from the computed ones by a scale."""
+        return is_quantized_kv_cache(self.resolved_kv_cache_dtype)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON object with every field."""
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+        data["attn_type"] = str(self.attn_type)
+        data["window"] = list(self.window)
+        data["mla"] = None if self.mla is None else dataclasses.asdict(self.mla)
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LayerSpec:
+        """The spec that `to_dict` wrote; fields left out take their defaults. SpecError for an unknown one."""
+        known = [f.name for f in dataclasses.fields(cls) if f.init] + ["sliding_window"]
+        for name in data:
+            if name not in known:
+                raise SpecError(
+                    name, data[name], f"is no field of a LayerSpec; fields are {', '.join(known)}"
+                )
+        for name in ("num_heads", "num_kv_heads", "head_size"):
+            if name not in data:
+                raise SpecError(name, None, "is required")
+        mla = data.get("mla")
+        return cls(**{**data, "mla": mla if mla is None else MLADims(**mla)})
+
+
+def _rebuild(cls: type[LayerSpec], given: dict[str, Any]) -> LayerSpec:
+    return cls(**given)
+
+
+def _size(field: str, value: object) -> int:
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(value, bool):
+        raise SpecError(field, value, "must be an integer of at least 1")
+    return number
+
+
+def _positive(field: str, value: object, remedy: str | None = None) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number > 0) or isinstance(value, (bool, str)):
+        raise SpecError(field, value, "must be a finite number above 0", remedy)
+    return number
+
+
+def _flag(field: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise SpecError(field, value, "must be True or False")
+    return value
+
+
+def _member(kind: type[_E], field: str, value: object) -> _E:
+    try:
+        return kind(value)
+    except ValueError:
+        raise SpecError(field, value, f"must be one of {', '.join(kind)}") from None
+
+
+def _window(window: Sequence[int], sliding_window: int | None, causal: bool) -> tuple[int, int]:
+    try:
+        left, right = (operator.index(side) for side in window)
+    except (TypeError, ValueError):
+        raise SpecError("window", window, "must be (left, right), two integers") from None
+    if min(left, right) < -1:
+        raise SpecError("window", (left, right), "must not go below -1, which means no limit")
+    if sliding_window is not None:
+        if not causal:
+            remedy = "state both sides: window=(left, right)"
+            raise SpecError("sliding_window", sliding_window, "is for causal layers", remedy)
+        if left >= 0 or right > 0:
+            raise SpecError("sliding_window", sliding_window, f"cannot stand with window={(left, right)}")
+        left = _size("sliding_window", sliding_window) - 1
+    return left, 0 if causal else right
+
+
+def _check_mla(mla: object, kind: AttentionType, kv_heads: int, size: int, size_v: int | None) -> None:
+    if not isinstance(mla, MLADims):
+        raise SpecError("mla", mla, "must be an MLADims or None")
+    if kind is not AttentionType.DECODER:
+        raise SpecError("mla", mla, f"is for decoder layers, not {kind}")
+    latent = mla.kv_lora_rank + mla.qk_rope_head_dim
+    if kv_heads != 1:
+        raise SpecError("num_kv_heads", kv_heads, "must be 1 with mla: all heads share one latent")
+    if size != latent:
+        raise SpecError("head_size", size, f"must be kv_lora_rank + qk_rope_head_dim = {latent} with mla")
+    if size_v not in (None, mla.kv_lora_rank):
+        raise SpecError("head_size_v", size_v, f"must be kv_lora_rank = {mla.kv_lora_rank} with mla")
+
+
+def _default_head_size_v(head_size: int, mla: MLADims | None) -> int:
+    return head_size if mla is None else mla.kv_lora_rank
+
+
+def _default_scale(head_size: int, mla: MLADims | None) -> float:
+    size = head_size if mla is None else mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    return float(size**-0.5)

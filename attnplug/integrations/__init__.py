@@ -1,0 +1,1 @@
+"""attnplug for models and engines that others wrote."""

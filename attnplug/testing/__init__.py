@@ -1,0 +1,1 @@
+"""For authors of backends: the float64 oracle."""
