@@ -1,0 +1,54 @@
+"""Fixtures for all tests: scratch environments with plugins in them, and the `gpu` marker."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+from plugin_env import InstallPlugins, PluginEnvironments, RunWithPlugins
+
+
+@pytest.fixture(scope="session")
+def plugin_environments(tmp_path_factory: pytest.TempPathFactory) -> PluginEnvironments:
+    """One root of scratch environments for the session, shared by all workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    return PluginEnvironments(base / "plugin-environments")
+
+
+@pytest.fixture(scope="session")
+def plugin_wheels(plugin_environments: PluginEnvironments) -> dict[str, Path]:
+    """The wheel of every distribution under tests/plugins, by distribution name."""
+    return plugin_environments.wheels()
+
+
+@pytest.fixture(scope="session")
+def install_plugins(plugin_environments: PluginEnvironments) -> InstallPlugins:
+    """`install_plugins(*names)`: a folder into which pip installed them, made once per set."""
+    return plugin_environments.install
+
+
+@pytest.fixture(scope="session")
+def run_with_plugins(plugin_environments: PluginEnvironments) -> RunWithPlugins:
+    """`run_with_plugins(names, code_or_arguments, env={}, timeout=s)`: Python in a child that sees them."""
+    return plugin_environments.run
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is none; torch is imported only if there are such tests."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _has_gpu():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a broken driver warns; the skip says enough
+        return torch.cuda.is_available()

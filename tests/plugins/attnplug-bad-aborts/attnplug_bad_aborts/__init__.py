@@ -1,0 +1,44 @@
+"""Kills the process when its impl is asked for."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from attnplug import AttentionBackend, hookimpl
+
+if TYPE_CHECKING:
+    from attnplug.core.impl import AttentionImpl
+    from attnplug.core.metadata import AttentionMetadataBuilder
+
+ATTNPLUG_API = (1, 1)
+
+
+class BadAborts(AttentionBackend):
+    """Would serve everything plain, on any device."""
+
+    device_types = ("cpu", "cuda")
+    supported_dtypes = ("float16", "bfloat16", "float32")
+
+    @staticmethod
+    def get_name() -> str:
+        """Its name."""
+        return "BAD_ABORTS"
+
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl[Any]]:
+        """Kills the process, as a library does that finds its CUDA runtime broken."""
+        os.abort()
+
+    @classmethod
+    def get_builder_cls(cls) -> type[AttentionMetadataBuilder[Any]]:
+        """The builder of TORCH."""
+        from attnplug.backends.torch_native.backend import TorchBackend
+
+        return TorchBackend.get_builder_cls()
+
+
+@hookimpl
+def attnplug_backends() -> list[type[AttentionBackend]]:
+    """Offers BAD_ABORTS."""
+    return [BadAborts]
