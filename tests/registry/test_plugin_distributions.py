@@ -22,6 +22,56 @@ for backend in module.attnplug_backends():
     print(backend.get_name())
 print("torch" in sys.modules)
 """
+# What each bad module does, seen from outside attnplug; opening a door is not part of it.
+EXAMINE = """
+import importlib, json, sys
+from attnplug import AttentionBackend, Device, LayerSpec
+spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float32")
+
+def answer(call, *arguments):
+    try:
+        return call(*arguments)
+    except Exception as error:
+        return type(error).__name__
+
+def examine(name):
+    try:
+        module = importlib.import_module(name)
+    except (ImportError, SystemExit) as error:
+        return {"raises": type(error).__name__}
+    hooks = [key for key in vars(module) if key.startswith("attnplug_")]
+    offered = getattr(module, hooks[0])()
+    found = {"api": getattr(module, "ATTNPLUG_API", None), "hooks": hooks, "offers": offered}
+    if isinstance(offered, list):
+        (backend,) = offered
+        found["offers"] = backend.get_name()
+        found["is_backend"] = issubclass(backend, AttentionBackend)
+    if found.get("is_backend"):
+        found["refuses"] = answer(backend.validate_configuration, spec, Device("cpu"))
+    return found
+
+print(json.dumps({name: examine(name) for name in sys.argv[1:]}))
+"""
+LOOKS_SOUND = {
+    "attnplug-bad-aborts",
+    "attnplug-bad-door-hangs",
+    "attnplug-bad-missing-symbol",
+    "attnplug-bad-imports-torch",
+}
+WRONG: dict[str, dict[str, object]] = {
+    "attnplug-bad-api-range": {"api": [97, 99]},
+    "attnplug-bad-future-hook": {"hooks": ["attnplug_backends", "attnplug_rank"]},
+    "attnplug-bad-misspelt": {"hooks": ["attnplug_backend"]},
+    "attnplug-bad-no-api": {"api": None},
+    "attnplug-bad-not-a-backend": {"is_backend": False},
+    "attnplug-bad-not-a-sequence": {"offers": 1},
+    "attnplug-bad-raises": {"refuses": "RuntimeError"},
+    "attnplug-bad-ranks": {"hooks": ["attnplug_backends", "attnplug_rank"]},
+    "attnplug-bad-returns-string": {"refuses": "layer not supported on Tuesdays"},
+    "attnplug-bad-squats-torch": {"offers": "TORCH"},
+    "attnplug-bad-twin-a": {"offers": "TWIN"},
+    "attnplug-bad-twin-b": {"offers": "TWIN"},
+}
 
 
 @pytest.mark.parametrize("name", distribution_names())
@@ -83,3 +133,29 @@ def test_the_readme_has_one_line_for_each_distribution() -> None:
     lines = (PLUGINS / "README.md").read_text(encoding="utf-8").splitlines()
     rows = [line.split("|")[1].strip().strip("`") for line in lines if line.startswith("| `attnplug-")]
     assert sorted(rows) == distribution_names()
+
+
+def test_each_bad_plugin_does_one_thing_wrong_and_is_sound_but_for_that(
+    run_with_plugins: RunWithPlugins,
+) -> None:
+    names = sorted(LOOKS_SOUND.union(WRONG))
+    done = run_with_plugins(names, ["-c", EXAMINE, *(name.replace("-", "_") for name in names)])
+    found = json.loads(done.stdout)
+    for name in names:
+        offers = name.removeprefix("attnplug-").upper().replace("-", "_")
+        sound = {
+            "api": [1, 1],
+            "hooks": ["attnplug_backends"],
+            "offers": offers,
+            "is_backend": True,
+            "refuses": [],
+        }
+        assert {**sound, **found[name.replace("-", "_")]} == {**sound, **WRONG.get(name, {})}, name
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("attnplug-bad-import", "ImportError"), ("attnplug-bad-exit", "SystemExit")]
+)
+def test_two_bad_plugins_raise_when_imported(name: str, error: str, run_with_plugins: RunWithPlugins) -> None:
+    module = name.replace("-", "_")
+    assert json.loads(run_with_plugins([name], ["-c", EXAMINE, module]).stdout) == {module: {"raises": error}}
