@@ -109,6 +109,11 @@ def test_the_good_plugins_offer_a_backend_without_importing_torch(
     assert done.stdout.split() == [module.removeprefix("attnplug_").upper(), "False"], done.stderr
 
 
+def test_one_bad_plugin_imports_torch_to_say_what_it_offers(run_with_plugins: RunWithPlugins) -> None:
+    done = run_with_plugins(["attnplug-bad-imports-torch"], ["-c", OFFER, "attnplug_bad_imports_torch"])
+    assert done.stdout.split() == ["BAD_IMPORTS_TORCH", "True"], done.stderr
+
+
 def test_switches_of_the_surrounding_shell_do_not_reach_the_child(
     run_with_plugins: RunWithPlugins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
