@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attnplug.core.blocks import MultipleOf
+from attnplug.core.errors import LayoutError
 from attnplug.core.features import Feature
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.core.validation import validate
@@ -106,10 +107,13 @@ class AttentionBackend(ABC):
     @classmethod
     def supports_attn_type(cls, attn_type: AttentionType) -> bool:
         """Whether it serves who-attends-whom of this kind; decoders only unless features say more."""
-        if attn_type is AttentionType.DECODER:
-            return True
-        cross = attn_type is AttentionType.ENCODER_DECODER
-        return (Feature.CROSS if cross else Feature.ENCODER) in cls.features
+        asked = {
+            AttentionType.DECODER: Feature(0),
+            AttentionType.ENCODER: Feature.ENCODER,
+            AttentionType.ENCODER_ONLY: Feature.ENCODER,
+            AttentionType.ENCODER_DECODER: Feature.CROSS,
+        }.get(attn_type)
+        return asked is not None and asked in cls.features
 
     @classmethod
     def is_mla(cls) -> bool:
@@ -207,8 +211,15 @@ class AttentionBackend(ABC):
         With `include_num_layers_dimension` the logical shape has the number of layers in front, and
         a block's layers lie together. `layout` defaults to the preferred one; `spec` tells the
         shape where it is not the usual one (another `head_size_v`, MLA).
+
+        Raises:
+            LayoutError: a `layout` that it cannot read.
+
         """
-        hnd = (layout or cls.supported_kv_cache_layouts()[0]) == "HND"
+        layouts = cls.supported_kv_cache_layouts()
+        if layout is not None and layout not in layouts:
+            raise LayoutError("layout", layout, f"{cls.get_name()} reads {', '.join(layouts)}")
+        hnd = (layout or layouts[0]) == "HND"
         if spec.mla is not None if spec is not None else cls.is_mla():
             order: tuple[int, ...] = (0, 1, 2)
         elif spec is not None and spec.head_size_v != spec.head_size:

@@ -34,8 +34,9 @@ class MultipleOf:
     @staticmethod
     def nearest(sizes: Sequence[int | MultipleOf], wanted: int) -> int:
         """The smallest allowed size of at least `wanted`, or the largest below it."""
+        least = max(wanted, 1)
         found = [
-            -(-wanted // item.base) * item.base if isinstance(item, MultipleOf) else item for item in sizes
+            -(-least // item.base) * item.base if isinstance(item, MultipleOf) else item for item in sizes
         ]
         if not found:
             raise SpecError("sizes", list(sizes), "must name at least one size")

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from attnplug.core.errors import SpecError
+from attnplug.core.checks import check_size
 
 if TYPE_CHECKING:
     from attnplug.core.impl import AttentionLayer
@@ -50,8 +50,7 @@ class BuilderConfig:
         }
         for name, limit in limits.items():
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < limit):
-                raise SpecError(name, value, f"must be an integer of at least {limit}")
-        if any(type(size) is not int or size < 1 for size in self.cudagraph_batch_sizes):
-            sizes = self.cudagraph_batch_sizes
-            raise SpecError("cudagraph_batch_sizes", sizes, "must be integers of at least 1")
+            if value is not None or name != "max_model_len":
+                object.__setattr__(self, name, check_size(name, value, limit))
+        sizes = tuple(check_size("cudagraph_batch_sizes", size) for size in self.cudagraph_batch_sizes)
+        object.__setattr__(self, "cudagraph_batch_sizes", sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attnplug.core.errors import SpecError
@@ -35,9 +35,11 @@ class Device:
     def __post_init__(self) -> None:
         if not isinstance(self.type, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", self.type):
             raise SpecError("device.type", self.type, f"must be a device type in lower case, {_FORMS}")
+        if self.name is not None and not isinstance(self.name, str):
+            raise SpecError("device.name", self.name, "must be text, or None where it is not known")
         if self.capability is None:
             return
-        pair = tuple(self.capability)
+        pair = tuple(self.capability) if isinstance(self.capability, Sequence) else ()
         if len(pair) != 2 or not all(type(part) is int and part >= 0 for part in pair):
             raise SpecError("device.capability", self.capability, "must be (major, minor), as (9, 0)")
         object.__setattr__(self, "capability", pair)
@@ -87,9 +89,14 @@ class Device:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Device:
-        """The device that `to_dict` wrote."""
-        capability = data.get("capability")
-        return cls(data["type"], capability and (capability[0], capability[1]), data.get("name"))
+        """The device that `to_dict` wrote. SpecError for a missing type or an unknown field."""
+        fields = [field.name for field in dataclasses.fields(cls)]
+        for name in data:
+            if name not in fields:
+                raise SpecError(name, data[name], f"is no field of a Device; fields are {', '.join(fields)}")
+        if "type" not in data:
+            raise SpecError("device.type", None, "is required")
+        return cls(**data)
 
 
 def _current_index() -> int | None:

@@ -6,16 +6,24 @@ import difflib
 
 from attnplug.core.errors import SpecError
 
-__all__ = ["DTYPES", "dtype_name", "element_size", "is_quantized_kv_cache", "kv_cache_dtype_name"]
+__all__ = [
+    "DTYPES",
+    "bare_dtype_name",
+    "dtype_name",
+    "element_size",
+    "is_quantized_kv_cache",
+    "kv_cache_dtype_name",
+]
 
 DTYPES: tuple[str, ...] = ("float16", "bfloat16", "float32")
 """What queries, keys, values and outputs may be."""
 
 _SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1, "int8": 1, "uint8": 1}
-_TORCH_FP8 = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
+_TORCH_FP8 = {"float8_e4m3fn": "fp8_e4m3"}
 
 
-def _bare_name(value: object, field: str) -> str:
+def bare_dtype_name(value: object, field: str) -> str:
+    """The name of any dtype, given by name or as a `torch.dtype`; SpecError for what is neither."""
     if isinstance(value, str):
         return value.removeprefix("torch.")
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
@@ -25,7 +33,7 @@ def _bare_name(value: object, field: str) -> str:
 
 def dtype_name(value: object, field: str = "dtype") -> str:
     """The name in DTYPES for a name or a `torch.dtype`; SpecError for anything else."""
-    name = _bare_name(value, field)
+    name = bare_dtype_name(value, field)
     if name not in DTYPES:
         near = difflib.get_close_matches(name, DTYPES, 1)
         hint = f"did you mean {near[0]!r}?" if near else None
@@ -33,12 +41,12 @@ def dtype_name(value: object, field: str = "dtype") -> str:
     return name
 
 
-def kv_cache_dtype_name(value: object) -> str:
+def kv_cache_dtype_name(value: object, field: str = "kv_cache_dtype") -> str:
     """A KV cache dtype as an open string: "auto", "fp8_e4m3", ...; a `torch.dtype` becomes its name."""
-    name = _bare_name(value, "kv_cache_dtype")
+    name = bare_dtype_name(value, field)
     if not name:
-        raise SpecError("kv_cache_dtype", value, "must be 'auto' or the name of a storage dtype")
-    return _TORCH_FP8.get(name, name)
+        raise SpecError(field, value, "must be 'auto' or the name of a storage dtype")
+    return _TORCH_FP8.get(name, name.replace("float8_", "fp8_"))
 
 
 def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 
-from attnplug.core.errors import SpecError
+from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.spec import AttentionType, LayerSpec
 
@@ -35,7 +36,10 @@ class LayerTensors:
     v_scale: torch.Tensor | float = 1.0
 
     def check(self, spec: LayerSpec) -> None:
-        """SpecError unless exactly the tensors that `spec` asks for are here, in their shapes."""
+        """SpecError unless exactly the tensors that `spec` asks for are here, in their shapes.
+
+        The value of a scale that is a tensor is not read: it may be on a device.
+        """
         for field, tensor, asked in (
             ("sinks", self.sinks, spec.has_sinks),
             ("alibi_slopes", self.alibi_slopes, spec.has_alibi),
@@ -45,11 +49,19 @@ class LayerTensors:
                 raise SpecError(field, None, f"is required: the spec says {flag}=True")
             if tensor is None:
                 continue
+            if not isinstance(tensor, torch.Tensor):
+                raise SpecError(field, tensor, f"must be a float32 tensor of {spec.num_heads} elements")
             if not asked:
                 raise SpecError(field, tuple(tensor.shape), f"was given but the spec says {flag}=False")
             if tensor.dtype != torch.float32 or tensor.shape != (spec.num_heads,):
                 found = f"{tensor.dtype} {tuple(tensor.shape)}"
                 raise SpecError(field, found, f"must be torch.float32 ({spec.num_heads},)")
+        for field, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
+            if isinstance(scale, torch.Tensor):
+                if scale.numel() != 1:
+                    raise SpecError(field, tuple(scale.shape), "must hold one element: scales are per tensor")
+            elif not isinstance(scale, (int, float)) or not (math.isfinite(scale) and scale > 0):
+                raise SpecError(field, scale, "must be a finite number above 0")
 
 
 @runtime_checkable
@@ -70,7 +82,8 @@ class AttentionImpl(ABC, Generic[_M]):
     """Runs one layer on one backend. Made by `from_spec`, which is all the framework calls.
 
     The constructor is the one that authors know from vLLM, for ports; what it cannot say (chunks,
-    sinks, two-sided windows, value head sizes) is in `self.spec` and `self.tensors`.
+    sinks, two-sided windows, value head sizes) is in `self.spec` and `self.tensors`, which
+    `from_spec` sets before it calls the constructor.
     """
 
     can_return_lse_for_decode: ClassVar[bool] = False
@@ -111,9 +124,11 @@ class AttentionImpl(ABC, Generic[_M]):
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
     ) -> None:
-        self.spec = LayerSpec(
+        if hasattr(self, "spec"):
+            return  # from_spec has bound what these arguments can only say in part
+        spec = LayerSpec(
             num_heads=num_heads,
-            num_kv_heads=num_kv_heads or num_heads,
+            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
             head_size=head_size,
             scale=scale,
             sliding_window=sliding_window,
@@ -123,7 +138,9 @@ class AttentionImpl(ABC, Generic[_M]):
             has_alibi=alibi_slopes is not None,
         )
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        self._bind(self.spec, "", LayerTensors(alibi_slopes=slopes), kv_sharing_target_layer_name)
+        tensors = LayerTensors(alibi_slopes=slopes)
+        tensors.check(spec)
+        self._bind(spec, "", tensors, kv_sharing_target_layer_name)
 
     @classmethod
     def from_spec(
@@ -150,7 +167,10 @@ class AttentionImpl(ABC, Generic[_M]):
         """
         tensors = tensors or LayerTensors()
         tensors.check(spec)
-        self = cls(
+        self = cls.__new__(cls)
+        self._bind(spec, layer_name, tensors, kv_sharing_target_layer_name, options)
+        cls.__init__(
+            self,
             num_heads=spec.num_heads,
             head_size=spec.head_size,
             scale=spec.scale,
@@ -162,7 +182,6 @@ class AttentionImpl(ABC, Generic[_M]):
             attn_type=spec.attn_type,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
         )
-        self._bind(spec, layer_name, tensors, kv_sharing_target_layer_name, options)
         return self
 
     def _bind(
@@ -248,12 +267,21 @@ class AttentionImpl(ABC, Generic[_M]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`update_kv_cache`, then `attend`. A layer that shares another's KV writes none."""
+        """`update_kv_cache`, then `attend`. A layer that shares another's KV writes none.
+
+        With MLA, where `value` is None, the value written is the latent's own part of `key`.
+
+        Raises:
+            BatchError: a key to be written without its value.
+
+        """
         if output is None:
             output = query.new_empty(query.shape[0], self.spec.num_heads, self.spec.head_size_v)
-        writes = kv_cache is not None and self.kv_sharing_target_layer_name is None
-        if writes and key is not None and value is not None and kv_cache is not None:
-            self.update_kv_cache(layer, key, value, kv_cache, attn_metadata.slot_mapping)
+        if kv_cache is not None and key is not None and self.kv_sharing_target_layer_name is None:
+            written = key[..., : self.spec.head_size_v] if value is None and self.spec.mla else value
+            if written is None:
+                raise BatchError("value", None, "is required where a key is written")
+            self.update_kv_cache(layer, key, written, kv_cache, attn_metadata.slot_mapping)
         return self.attend(
             layer,
             query,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from attnplug.core.dtypes import element_size
+from attnplug.core.checks import check_size
+from attnplug.core.dtypes import element_size, kv_cache_dtype_name
 from attnplug.core.errors import SpecError
 from attnplug.core.spec import AttentionType, LayerSpec
 
@@ -32,7 +33,7 @@ class KVCacheSpec:
         num_kv_heads: key and value heads on this rank.
         head_size: elements per key head.
         head_size_v: elements per value head; 0 stands for `head_size`.
-        dtype: storage dtype name, as "bfloat16" or "fp8_e4m3".
+        dtype: storage dtype, as "bfloat16" or "fp8_e4m3"; a torch.dtype becomes its name.
         scale_bytes: bytes of quantisation scales stored inside each page; 0 for per-tensor scales.
 
     """
@@ -45,14 +46,16 @@ class KVCacheSpec:
     scale_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if not self.head_size_v:
+        if self.head_size_v == 0 and self.head_size_v is not False:
             object.__setattr__(self, "head_size_v", self.head_size)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name == "dtype":
+                value = kv_cache_dtype_name(value, "dtype")
                 element_size(value)
-            elif type(value) is not int or value < (field.name != "scale_bytes"):
-                raise SpecError(field.name, value, "must be a positive integer")
+            else:
+                value = check_size(field.name, value, 0 if field.name == "scale_bytes" else 1)
+            object.__setattr__(self, field.name, value)
 
     @property
     def elements_per_token(self) -> int:
@@ -125,9 +128,16 @@ class KVCacheConfig:
 
 
 def kv_cache_spec_for(spec: LayerSpec, block_size: int) -> KVCacheSpec | None:
-    """The cache that a layer keeps, in pages of `block_size` tokens; None with direct K and V."""
+    """The cache that a layer keeps, in pages of `block_size` tokens; None with direct K and V.
+
+    Raises:
+        SpecError: the spec has fixed another block size.
+
+    """
     if spec.direct_kv:
         return None
+    if spec.block_size not in (None, block_size):
+        raise SpecError("block_size", block_size, f"is not the layer's own block_size={spec.block_size}")
     common: dict[str, Any] = {
         "block_size": block_size,
         "num_kv_heads": spec.num_kv_heads,

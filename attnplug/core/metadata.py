@@ -73,7 +73,7 @@ class CommonAttentionMetadata:
 
     _seq_lens_cpu: torch.Tensor | None = None
     _num_computed_tokens_cpu: torch.Tensor | None = None
-    _num_computed_tokens: torch.Tensor | None = None
+    _num_computed_tokens: torch.Tensor | None = dataclasses.field(default=None, init=False, repr=False)
 
     @property
     @deprecated("seq_lens_cpu can stall the device: give the batch seq_lens_host instead")
@@ -129,7 +129,6 @@ class CommonAttentionMetadata:
             "seq_lens_host": reqs,
             "_seq_lens_cpu": reqs,
             "_num_computed_tokens_cpu": reqs,
-            "_num_computed_tokens": reqs,
         }
         cut: dict[str, Any] = {"num_reqs": reqs, "num_actual_tokens": tokens}
         for name, end in ends.items():

@@ -67,11 +67,10 @@ class Reason(str):
         remedy: str | None = None,
     ) -> Reason:
         """Compose the sentence from the plain `fact`, the value against its limit, and the remedy."""
-        asked = None if requested is None else _words(requested)
-        limit = None if supported is None else _words(supported)
+        asked, limit = _words(requested), _words(supported)
         text = fact
         if asked is not None and limit is not None:
-            text += f": {asked} is not {'one of ' if ', ' in limit else ''}{limit}"
+            text += f": {asked} is not {_limit(limit)}"
         elif asked is not None:
             text += f": {asked}"
         elif limit is not None:
@@ -126,9 +125,13 @@ class Reason(str):
         )
 
 
-def _words(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Iterable):
-        return ", ".join(str(item) for item in value)
-    return str(value)
+def _words(value: object) -> str | None:
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        value = ", ".join(str(item) for item in value)
+    return None if value in (None, "") else str(value)
+
+
+def _limit(words: str) -> str:
+    if ", " in words:
+        return f"one of {words}"
+    return words.replace("multiples of", "a multiple of")

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
-import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
+from attnplug.core.checks import check_flag, check_member, check_positive, check_size, check_window
 from attnplug.core.device import Device
 from attnplug.core.dtypes import dtype_name, is_quantized_kv_cache, kv_cache_dtype_name
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 
 __all__ = ["KINDS", "AttentionType", "Device", "LayerSpec", "MLADims", "Phase"]
-
-_E = TypeVar("_E", bound=enum.StrEnum)
 
 KINDS: tuple[str, ...] = ("full", "sliding", "chunked", "cross", "encoder", "mla")
 """The kinds of layer that a backend rule can name; see LayerSpec.kinds."""
@@ -58,7 +55,7 @@ class MLADims:
         for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
             value = getattr(self, name)
             if name != "q_lora_rank" or value is not None:
-                object.__setattr__(self, name, _size(f"mla.{name}", value))
+                object.__setattr__(self, name, check_size(f"mla.{name}", value))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, init=False)
@@ -148,24 +145,24 @@ class LayerSpec:
         direct_kv: bool = False,
         needs_lse: bool = False,
     ) -> None:
-        kind = _member(AttentionType, "attn_type", attn_type)
+        kind = check_member(AttentionType, "attn_type", attn_type)
         decoder = kind is AttentionType.DECODER
-        is_causal = decoder if causal is None else _flag("causal", causal)
+        is_causal = decoder if causal is None else check_flag("causal", causal)
         if is_causal and kind is AttentionType.ENCODER_DECODER:
             raise SpecError(
                 "causal", causal, "must be False for cross attention: encoder keys have no order to it"
             )
         heads, kv_heads, size = (
-            _size("num_heads", num_heads),
-            _size("num_kv_heads", num_kv_heads),
-            _size("head_size", head_size),
+            check_size("num_heads", num_heads),
+            check_size("num_kv_heads", num_kv_heads),
+            check_size("head_size", head_size),
         )
         if heads % kv_heads:
             raise SpecError("num_heads", heads, f"must be a multiple of num_kv_heads={kv_heads}")
         if mla is not None:
             _check_mla(mla, kind, kv_heads, size, head_size_v)
-        chunk = None if chunk_size is None else _size("chunk_size", chunk_size)
-        reach = _window(window, sliding_window, is_causal)
+        chunk = None if chunk_size is None else check_size("chunk_size", chunk_size)
+        reach = check_window(window, sliding_window, is_causal)
         if chunk is not None and not is_causal:
             raise SpecError("chunk_size", chunk, "needs a causal layer: a chunk ends at the query")
         if chunk is not None and reach != (-1, 0):
@@ -176,25 +173,25 @@ class LayerSpec:
             "head_size": size,
             "head_size_v": _default_head_size_v(size, mla)
             if head_size_v is None
-            else _size("head_size_v", head_size_v),
+            else check_size("head_size_v", head_size_v),
             "dtype": dtype_name(dtype),
             "kv_cache_dtype": kv_cache_dtype_name(kv_cache_dtype),
-            "block_size": None if block_size is None else _size("block_size", block_size),
+            "block_size": None if block_size is None else check_size("block_size", block_size),
             "attn_type": kind,
             "causal": is_causal,
-            "scale": _default_scale(size, mla) if scale is None else _positive("scale", scale),
+            "scale": _default_scale(size, mla) if scale is None else check_positive("scale", scale),
             "window": reach,
             "chunk_size": chunk,
             "logits_soft_cap": None
             if logits_soft_cap is None
-            else _positive("logits_soft_cap", logits_soft_cap, "None means no cap"),
-            "has_sinks": _flag("has_sinks", has_sinks),
-            "has_alibi": _flag("has_alibi", has_alibi),
+            else check_positive("logits_soft_cap", logits_soft_cap, "None means no cap"),
+            "has_sinks": check_flag("has_sinks", has_sinks),
+            "has_alibi": check_flag("has_alibi", has_alibi),
             "mla": mla,
-            "sparse": _flag("sparse", sparse),
-            "mm_prefix": _flag("mm_prefix", mm_prefix),
-            "direct_kv": _flag("direct_kv", direct_kv),
-            "needs_lse": _flag("needs_lse", needs_lse),
+            "sparse": check_flag("sparse", sparse),
+            "mm_prefix": check_flag("mm_prefix", mm_prefix),
+            "direct_kv": check_flag("direct_kv", direct_kv),
+            "needs_lse": check_flag("needs_lse", needs_lse),
         }
         given = {"head_size_v": head_size_v, "scale": scale, "causal": causal}
         values["_hash"] = hash(tuple(values.values()))
@@ -219,8 +216,10 @@ class LayerSpec:
         they had been given. (`dataclasses.replace` copies every attribute as it stands.)
         """
         given = self._given()
-        if changes.get("sliding_window") is not None:
-            del given["window"]
+        if self.causal or changes.get("sliding_window") is not None:
+            del given["window"]  # its right side may be causality's, not the caller's
+        if self.causal and "window" not in changes:
+            given["sliding_window"] = self.sliding_window
         return type(self)(**{**given, **changes})
 
     __replace__ = replace
@@ -309,61 +308,16 @@ class LayerSpec:
             if name not in data:
                 raise SpecError(name, None, "is required")
         mla = data.get("mla")
-        return cls(**{**data, "mla": mla if mla is None else MLADims(**mla)})
+        if isinstance(mla, Mapping):
+            names = {f.name for f in dataclasses.fields(MLADims)}
+            if set(mla) != names:
+                raise SpecError("mla", dict(mla), f"must name exactly {', '.join(sorted(names))}")
+            mla = MLADims(**mla)
+        return cls(**{**data, "mla": mla})
 
 
 def _rebuild(cls: type[LayerSpec], given: dict[str, Any]) -> LayerSpec:
     return cls(**given)
-
-
-def _size(field: str, value: object) -> int:
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = 0
-    if number < 1 or isinstance(value, bool):
-        raise SpecError(field, value, "must be an integer of at least 1")
-    return number
-
-
-def _positive(field: str, value: object, remedy: str | None = None) -> float:
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = math.nan
-    if not (math.isfinite(number) and number > 0) or isinstance(value, (bool, str)):
-        raise SpecError(field, value, "must be a finite number above 0", remedy)
-    return number
-
-
-def _flag(field: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise SpecError(field, value, "must be True or False")
-    return value
-
-
-def _member(kind: type[_E], field: str, value: object) -> _E:
-    try:
-        return kind(value)
-    except ValueError:
-        raise SpecError(field, value, f"must be one of {', '.join(kind)}") from None
-
-
-def _window(window: Sequence[int], sliding_window: int | None, causal: bool) -> tuple[int, int]:
-    try:
-        left, right = (operator.index(side) for side in window)
-    except (TypeError, ValueError):
-        raise SpecError("window", window, "must be (left, right), two integers") from None
-    if min(left, right) < -1:
-        raise SpecError("window", (left, right), "must not go below -1, which means no limit")
-    if sliding_window is not None:
-        if not causal:
-            remedy = "state both sides: window=(left, right)"
-            raise SpecError("sliding_window", sliding_window, "is for causal layers", remedy)
-        if left >= 0 or right > 0:
-            raise SpecError("sliding_window", sliding_window, f"cannot stand with window={(left, right)}")
-        left = _size("sliding_window", sliding_window) - 1
-    return left, 0 if causal else right
 
 
 def _check_mla(mla: object, kind: AttentionType, kv_heads: int, size: int, size_v: int | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from attnplug.core.blocks import MultipleOf
-from attnplug.core.dtypes import dtype_name
+from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name
 from attnplug.core.features import Feature
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import AttentionType
@@ -40,9 +40,10 @@ def validate(
 
 
 def _sizes_and_dtypes(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> Iterator[Reason]:
-    for field in ("head_size", "head_size_v") if spec.mla is None else ("head_size",):
+    values_differ = Feature.HEAD_SIZE_V in spec.required_features() & backend.features
+    for field in ("head_size", "head_size_v") if values_differ else ("head_size",):
         size = getattr(spec, field)
-        if (field == "head_size" or size != spec.head_size) and not backend.supports_head_size(size):
+        if not backend.supports_head_size(size):
             yield Reason(
                 f"{field} not supported",
                 code="head_size",
@@ -50,7 +51,7 @@ def _sizes_and_dtypes(backend: type[AttentionBackend], spec: LayerSpec, device: 
                 requested=size,
                 supported=backend.get_supported_head_sizes(),
             )
-    dtypes = [dtype_name(dtype) for dtype in backend.supported_dtypes]
+    dtypes = [bare_dtype_name(dtype, "supported_dtypes") for dtype in backend.supported_dtypes]
     if spec.dtype not in dtypes:
         yield Reason(
             "dtype not supported", code="dtype", field="dtype", requested=spec.dtype, supported=dtypes
@@ -78,9 +79,12 @@ def _sizes_and_dtypes(backend: type[AttentionBackend], spec: LayerSpec, device: 
 def _stores(backend: type[AttentionBackend], spec: LayerSpec) -> bool:
     stored = spec.resolved_kv_cache_dtype
     names = {spec.kv_cache_dtype, stored, "auto" if stored == spec.dtype else stored}
-    return any(
-        name in names or {"fp8": "fp8_e4m3"}.get(name) in names for name in backend.supported_kv_cache_dtypes
-    )
+    offered = {
+        kv_cache_dtype_name(each, "supported_kv_cache_dtypes") for each in backend.supported_kv_cache_dtypes
+    }
+    if "fp8" in offered:
+        offered.add("fp8_e4m3")
+    return bool(names & offered)
 
 
 def _kinds(backend: type[AttentionBackend], spec: LayerSpec) -> Iterator[Reason]:

@@ -1,0 +1,81 @@
+"""Checks of single values, which give back the exact type that a frozen value keeps."""
+
+from __future__ import annotations
+
+import enum
+import math
+import operator
+from collections.abc import Sequence
+from typing import TypeVar
+
+from attnplug.core.errors import SpecError
+
+__all__ = ["check_flag", "check_member", "check_positive", "check_size", "check_window"]
+
+_E = TypeVar("_E", bound=enum.StrEnum)
+
+
+def check_size(field: str, value: object, least: int = 1) -> int:
+    """`value` as an int of at least `least`; SpecError for less, for a bool, for what is no integer."""
+    try:
+        number = _index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise SpecError(field, value, f"must be an integer of at least {least}")
+    return number
+
+
+def check_positive(field: str, value: object, remedy: str | None = None) -> float:
+    """`value` as a float above 0; SpecError for anything else, infinity, nan and text included."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not (math.isfinite(number) and number > 0) or isinstance(value, (bool, str, bytes)):
+        raise SpecError(field, value, "must be a finite number above 0", remedy)
+    return number
+
+
+def check_flag(field: str, value: object) -> bool:
+    """`value`, if it is True or False itself; SpecError for what is only like one."""
+    if not isinstance(value, bool):
+        raise SpecError(field, value, "must be True or False")
+    return value
+
+
+def check_member(kind: type[_E], field: str, value: str) -> _E:
+    """The member of `kind` that `value` is or names; SpecError with the list of members."""
+    try:
+        return kind(value)
+    except ValueError:
+        raise SpecError(field, value, f"must be one of {', '.join(kind)}") from None
+
+
+def check_window(window: Sequence[int], sliding_window: int | None, causal: bool) -> tuple[int, int]:
+    """(left, right) from either way of saying it; a causal window sees nothing to the right.
+
+    Raises:
+        SpecError: not two integers of at least -1, or both ways at once.
+
+    """
+    try:
+        left, right = (_index(side) for side in window)
+    except (TypeError, ValueError):
+        raise SpecError("window", window, "must be (left, right), two integers") from None
+    if min(left, right) < -1:
+        raise SpecError("window", (left, right), "must not go below -1, which means no limit")
+    if sliding_window is not None:
+        if not causal:
+            remedy = "state both sides: window=(left, right)"
+            raise SpecError("sliding_window", sliding_window, "is for causal layers", remedy)
+        if left >= 0 or right > 0:
+            raise SpecError("sliding_window", sliding_window, f"cannot stand with window={(left, right)}")
+        left = check_size("sliding_window", sliding_window) - 1
+    return left, 0 if causal else right
+
+
+def _index(value: object) -> int:
+    if isinstance(value, bool):
+        raise TypeError("a bool is no number here")
+    return operator.index(value)  # type: ignore[arg-type]
