@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from attnplug.core.spec import LayerSpec as LayerSpec
     from attnplug.core.spec import Phase as Phase
     from attnplug.registry.decision import Decision as Decision
+    from attnplug.registry.default import backends as backends
+    from attnplug.registry.default import explain as explain
+    from attnplug.registry.default import register as register
+    from attnplug.registry.default import select as select
+    from attnplug.registry.default import select_layers as select_layers
     from attnplug.registry.hookspecs import hookimpl as hookimpl
     from attnplug.registry.policy import use as use
     from attnplug.registry.registry import Registry as Registry
-    from attnplug.registry.selector import backends as backends
-    from attnplug.registry.selector import explain as explain
-    from attnplug.registry.selector import register as register
-    from attnplug.registry.selector import select as select
-    from attnplug.registry.selector import select_layers as select_layers
 
 __all__ = [
     "AttentionBackend",
@@ -64,14 +64,14 @@ __getattr__, __dir__ = lazy_exports(
         "Phase": "core.spec",
         "Reason": "core.reasons",
         "Registry": "registry.registry",
-        "backends": "registry.selector",
+        "backends": "registry.default",
         "core": "",
         "errors": "",
-        "explain": "registry.selector",
+        "explain": "registry.default",
         "hookimpl": "registry.hookspecs",
-        "register": "registry.selector",
-        "select": "registry.selector",
-        "select_layers": "registry.selector",
+        "register": "registry.default",
+        "select": "registry.default",
+        "select_layers": "registry.default",
         "testing": "",
         "use": "registry.policy",
     },

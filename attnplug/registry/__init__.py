@@ -1,0 +1,72 @@
+"""Finds plugins, judges them, chooses. Loads no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnplug.core._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from attnplug.registry.decision import Candidate as Candidate
+    from attnplug.registry.decision import Decision as Decision
+    from attnplug.registry.decision import Gate as Gate
+    from attnplug.registry.default import backends as backends
+    from attnplug.registry.default import explain as explain
+    from attnplug.registry.default import get_registry as get_registry
+    from attnplug.registry.default import register as register
+    from attnplug.registry.default import select as select
+    from attnplug.registry.default import select_layers as select_layers
+    from attnplug.registry.hookspecs import API_VERSION as API_VERSION
+    from attnplug.registry.hookspecs import ENTRY_POINT_GROUP as ENTRY_POINT_GROUP
+    from attnplug.registry.hookspecs import hookimpl as hookimpl
+    from attnplug.registry.policy import Rule as Rule
+    from attnplug.registry.policy import parse_rules as parse_rules
+    from attnplug.registry.policy import use as use
+    from attnplug.registry.records import PluginRecord as PluginRecord
+    from attnplug.registry.records import PluginStatus as PluginStatus
+    from attnplug.registry.registry import Registry as Registry
+
+__all__ = [
+    "API_VERSION",
+    "ENTRY_POINT_GROUP",
+    "Candidate",
+    "Decision",
+    "Gate",
+    "PluginRecord",
+    "PluginStatus",
+    "Registry",
+    "Rule",
+    "backends",
+    "explain",
+    "get_registry",
+    "hookimpl",
+    "parse_rules",
+    "register",
+    "select",
+    "select_layers",
+    "use",
+]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "API_VERSION": "hookspecs",
+        "ENTRY_POINT_GROUP": "hookspecs",
+        "Candidate": "decision",
+        "Decision": "decision",
+        "Gate": "decision",
+        "PluginRecord": "records",
+        "PluginStatus": "records",
+        "Registry": "registry",
+        "Rule": "policy",
+        "backends": "default",
+        "explain": "default",
+        "get_registry": "default",
+        "hookimpl": "hookspecs",
+        "parse_rules": "policy",
+        "register": "default",
+        "select": "default",
+        "select_layers": "default",
+        "use": "policy",
+    },
+)

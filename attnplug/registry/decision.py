@@ -1,0 +1,269 @@
+"""Who was chosen for a spec on a device in a phase, and why each other was not."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import io
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+from attnplug.core.device import Device
+from attnplug.core.errors import NoBackendError, PluginError
+from attnplug.core.reasons import Reason
+from attnplug.core.spec import LayerSpec, Phase
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from attnplug.core.backend import AttentionBackend
+
+__all__ = ["Candidate", "Decision", "Gate"]
+
+_SCHEMA = 1
+
+
+class Gate(enum.StrEnum):
+    """The four gates, in the order in which they are passed."""
+
+    PLUGIN = "plugin"
+    """The plugin loaded."""
+    INSTALLED = "installed"
+    """The distributions it requires are installed."""
+    CONFIGURATION = "configuration"
+    """It serves the spec on the device."""
+    IMPORT = "import"
+    """Its parts import on this machine."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """One backend as it was judged.
+
+    Args:
+        name: the backend's name, or the plugin's where it did not load.
+        distribution: who ships it; None for one registered in code.
+        version: the distribution's version.
+        priority: its place in the automatic order, higher first; None where it was not asked.
+        refused_at: the first gate it failed, or None where it passed them.
+        reasons: every reason against it; empty where it was accepted.
+    """
+
+    name: str
+    distribution: str | None = None
+    version: str | None = None
+    priority: int | None = None
+    refused_at: Gate | None = None
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def accepted(self) -> bool:
+        """Whether it passed every gate it was shown."""
+        return self.refused_at is None
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The codes of the reasons against it."""
+        return tuple(reason.code for reason in self.reasons)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON object with every field."""
+        return {
+            "name": self.name,
+            "distribution": self.distribution,
+            "version": self.version,
+            "priority": self.priority,
+            "accepted": self.accepted,
+            "refused_at": self.refused_at and str(self.refused_at),
+            "reasons": [reason.to_dict() for reason in self.reasons],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The candidate that `to_dict` wrote."""
+        return cls(
+            data["name"],
+            data["distribution"],
+            data["version"],
+            data["priority"],
+            data["refused_at"] and Gate(data["refused_at"]),
+            tuple(Reason.from_dict(reason) for reason in data["reasons"]),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """The outcome of a selection: every candidate with its gate, priority and reasons.
+
+    Args:
+        spec: the layer asked about.
+        device: the device asked about.
+        phase: the phase asked about; None for both.
+        backend: the chosen backend's name, or None where none serves the layer.
+        candidates: all of them: accepted ones first, in ranking order.
+        layer_name: the layer's name, where the question had one.
+        level: "usable" where the chosen one's parts were imported here, else "declared".
+        chosen_by: what settled it: "priority", "rank", or where the rule came from.
+        rule: the rule that asked for the backend, or None.
+        ranked_by: the plugins whose `attnplug_rank` reordered the candidates.
+        block_size: tokens per KV page; None without a backend or pages.
+        kv_cache_layout: "NHD" or "HND"; None without a backend or pages.
+        options: the chosen backend's options by name, where it has any.
+        assumed: versions assumed instead of the installed ones: "all", pairs, or None.
+        notes: what went wrong on the way without changing who can be chosen.
+    """
+
+    spec: LayerSpec
+    device: Device
+    phase: Phase | None
+    backend: str | None
+    candidates: tuple[Candidate, ...]
+    layer_name: str | None = None
+    level: str = "declared"
+    chosen_by: str | None = None
+    rule: str | None = None
+    ranked_by: tuple[str, ...] = ()
+    block_size: int | None = None
+    kv_cache_layout: str | None = None
+    options: tuple[tuple[str, Any], ...] | None = None
+    assumed: Any = None
+    notes: tuple[str, ...] = ()
+    backend_cls: type[AttentionBackend] | None = dataclasses.field(default=None, repr=False, compare=False)
+    """The chosen class; None without one, or where the decision was read from JSON."""
+
+    def __bool__(self) -> bool:
+        return self.backend is not None
+
+    def get_backend_cls(self) -> type[AttentionBackend]:
+        """The chosen backend's class.
+
+        Raises:
+            NoBackendError: none was chosen.
+            PluginError: the decision was read from JSON; ask `attnplug.backends()` for the class.
+        """
+        if self.backend is None:
+            raise NoBackendError(f"no backend was chosen: {self.explanation()}", self)
+        if self.backend_cls is None:
+            raise PluginError(
+                f"a decision read from JSON knows the name {self.backend} only; "
+                "attnplug.backends() has the classes loaded here"
+            )
+        return self.backend_cls
+
+    def get_options(self) -> Any:
+        """The chosen backend's `Options` as they were set, for its impl; None where it has none."""
+        declared = self.get_backend_cls().Options
+        return None if declared is None else declared(**dict(self.options or ()))
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The candidate that was chosen."""
+        return next((c for c in self.candidates if c.accepted and c.name == self.backend), None)
+
+    @property
+    def refused(self) -> tuple[Candidate, ...]:
+        """The candidates that do not serve the layer."""
+        return tuple(candidate for candidate in self.candidates if not candidate.accepted)
+
+    def explanation(self) -> str:
+        """Every refused candidate with its reasons, in one line each."""
+        lines = [f"{c.name}: {'; '.join(c.reasons)}" for c in self.refused]
+        return "\n".join(lines) if lines else "no backend is installed"
+
+    def table(self) -> Table:
+        """A rich table: candidate, priority, verdict and reasons."""
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column("backend", no_wrap=True)
+        table.add_column("priority", justify="right")
+        table.add_column("verdict", no_wrap=True)
+        table.add_column("why")
+        for candidate in self.candidates:
+            won = candidate is self.chosen
+            verdict = "chosen" if won else "accepted" if candidate.accepted else "refused"
+            why = "\n".join(candidate.reasons)
+            if won:
+                why = f"{self.level}; {self._settled()}"
+            priority = "" if candidate.priority is None else str(candidate.priority)
+            table.add_row(candidate.name, priority, verdict, why)
+        return table
+
+    def _settled(self) -> str:
+        if self.rule is not None:
+            return f"asked for by {self.chosen_by} ({self.rule})"
+        return f"first by {', '.join(self.ranked_by) or self.chosen_by}"
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        console = Console(file=text, width=100, color_system=None, legacy_windows=False)
+        phase = f" in {self.phase}" if self.phase else ""
+        layer = f"{self.layer_name}: " if self.layer_name else ""
+        console.print(f"{layer}{self.backend or 'no backend'} on {self.device}{phase}", markup=False)
+        console.print(self.table())
+        for note in self.notes:
+            console.print(note, markup=False)
+        return text.getvalue().rstrip("\n")
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON object with every field but the class, and the number of its schema."""
+        return {
+            "schema": _SCHEMA,
+            "layer_name": self.layer_name,
+            "backend": self.backend,
+            "level": self.level,
+            "chosen_by": self.chosen_by,
+            "rule": self.rule,
+            "ranked_by": list(self.ranked_by),
+            "block_size": self.block_size,
+            "kv_cache_layout": self.kv_cache_layout,
+            "options": None if self.options is None else dict(self.options),
+            "assumed": self.assumed,
+            "notes": list(self.notes),
+            "spec": self.spec.to_dict(),
+            "device": self.device.to_dict(),
+            "phase": self.phase and str(self.phase),
+            "candidates": [candidate.to_dict() for candidate in self.candidates],
+        }
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The decision that `to_dict` wrote; it equals the one written.
+
+        Raises:
+            ValueError: another schema.
+        """
+        if data.get("schema") != _SCHEMA:
+            raise ValueError(f"schema={data.get('schema')!r}: this attnplug reads schema {_SCHEMA}")
+        assumed, options = data["assumed"], data["options"]
+        if isinstance(assumed, list):
+            assumed = tuple((name, version) for name, version in assumed)
+        return cls(
+            spec=LayerSpec.from_dict(data["spec"]),
+            device=Device.from_dict(data["device"]),
+            phase=data["phase"] and Phase(data["phase"]),
+            backend=data["backend"],
+            candidates=tuple(Candidate.from_dict(item) for item in data["candidates"]),
+            layer_name=data["layer_name"],
+            level=data["level"],
+            chosen_by=data["chosen_by"],
+            rule=data["rule"],
+            ranked_by=tuple(data["ranked_by"]),
+            block_size=data["block_size"],
+            kv_cache_layout=data["kv_cache_layout"],
+            options=options if options is None else tuple(sorted(options.items())),
+            assumed=assumed,
+            notes=tuple(data["notes"]),
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The decision that `to_json` wrote."""
+        return cls.from_dict(json.loads(text))

@@ -1,0 +1,134 @@
+"""The process's registry, and the functions that ask it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from attnplug.registry.devices import DeviceLike
+from attnplug.registry.installed import AssumeInstalled
+from attnplug.registry.registry import Registry, Rules
+
+if TYPE_CHECKING:
+    from attnplug.core.backend import AttentionBackend
+    from attnplug.core.spec import LayerSpec, Phase
+    from attnplug.registry.decision import Decision
+    from attnplug.registry.records import PluginRecord
+
+__all__ = ["backends", "explain", "get_registry", "register", "select", "select_layers"]
+
+_lock = threading.Lock()
+_registry: Registry | None = None
+
+
+def get_registry() -> Registry:
+    """The process's registry of installed plugins, built when first asked for.
+
+    Raises:
+        PolicyError: an environment variable whose value means nothing.
+        PluginError: a plugin that did not load, under ATTNPLUG_STRICT.
+    """
+    global _registry  # noqa: PLW0603  (the one instance)
+    if _registry is None:
+        with _lock:
+            if _registry is None:
+                _registry = Registry()
+    return _registry
+
+
+def select(
+    spec: LayerSpec,
+    device: DeviceLike = None,
+    phase: Phase | str | None = None,
+    *,
+    layer_name: str | None = None,
+    backend: Rules = None,
+    options: Any = None,
+    assume_installed: AssumeInstalled = None,
+) -> Decision:
+    """The backend for one layer.
+
+    Args:
+        spec: what the layer needs.
+        device: a Device, text such as "sm90" or "cpu", a torch.device, or None for the current one.
+        phase: "decode" or "prefill"; None asks for a backend that serves both.
+        layer_name: the layer's name, for rules by name and for messages.
+        backend: a backend or family name, `name@distribution`, or rules such as
+            "FLASH_ATTN,sliding=TRITON,decode=FLASHINFER", or a mapping of rules. Comes before
+            `attnplug.use(...)`, which comes before ATTNPLUG_BACKEND.
+        options: options by backend name, or of the one backend asked for.
+        assume_installed: "all", or a mapping of distribution to version, to ask what would be
+            chosen if those were installed; the answer is then "declared", not "usable".
+
+    Raises:
+        NoBackendError: none serves it; the message lists every candidate with its reasons.
+        BackendUnavailableError: the one asked for does not serve it. No other takes its place.
+        UnknownBackendError: no plugin offers the name asked for.
+        PolicyError: rules, options or versions that mean nothing.
+        PluginError: the plugin asked for by name did not load.
+    """
+    return get_registry().select(
+        spec,
+        device,
+        phase,
+        layer_name=layer_name,
+        backend=backend,
+        options=options,
+        assume_installed=assume_installed,
+    )
+
+
+def explain(
+    spec: LayerSpec,
+    device: DeviceLike = None,
+    phase: Phase | str | None = None,
+    *,
+    layer_name: str | None = None,
+    backend: Rules = None,
+    options: Any = None,
+    assume_installed: AssumeInstalled = None,
+) -> Decision:
+    """As `select`, but imports no backend's parts and never raises for lack of a backend."""
+    return get_registry().explain(
+        spec,
+        device,
+        phase,
+        layer_name=layer_name,
+        backend=backend,
+        options=options,
+        assume_installed=assume_installed,
+    )
+
+
+def select_layers(
+    specs: Mapping[str, LayerSpec],
+    device: DeviceLike = None,
+    phase: Phase | str | None = None,
+    *,
+    backend: Rules = None,
+    options: Any = None,
+    assume_installed: AssumeInstalled = None,
+) -> dict[str, Decision]:
+    """A backend for each layer of a model, with one block size and KV layout for like caches.
+
+    Takes what `select` takes; layer-name rules are matched against the keys of `specs`.
+
+    Raises:
+        NoBackendError, BackendUnavailableError: for the first layer that cannot be served.
+        PolicyError: as `select`, and for a rule that matches no layer.
+        LayoutError: layers with like caches whose backends agree on no block size or layout.
+    """
+    return get_registry().select_layers(
+        specs, device, phase, backend=backend, options=options, assume_installed=assume_installed
+    )
+
+
+def backends() -> Mapping[str, type[AttentionBackend]]:
+    """The loaded backends by name."""
+    return get_registry().backends()
+
+
+def register(plugin: object, name: str | None = None) -> PluginRecord:
+    """Add a module or object with a plugin's hooks to the process's registry; see `Registry.register`."""
+    return get_registry().register(plugin, name)

@@ -1,0 +1,44 @@
+"""Which Device a caller means, and whether it is one of this machine."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, TypeAlias
+
+from attnplug.core.device import Device
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DeviceLike", "is_here", "resolve_device"]
+
+DeviceLike: TypeAlias = "Device | str | torch.device | None"
+"""A Device, text that Device.parse reads, a torch.device, or None for the current device."""
+
+
+def resolve_device(device: DeviceLike) -> Device:
+    """The Device meant. A GPU without a capability is the current one, where that has the type."""
+    if device is None:
+        return Device.current()
+    if not isinstance(device, Device):
+        device = _parse(device if isinstance(device, str) else device.type)
+    if device.capability is None and device.type in ("cuda", "rocm"):
+        current = Device.current()
+        if device.matches(current):
+            return current
+    return device
+
+
+def _parse(text: str) -> Device:
+    # "current" may change with the current GPU, so it is asked every time.
+    return Device.current() if text == "current" else _parse_once(text)
+
+
+@functools.lru_cache(maxsize=64)
+def _parse_once(text: str) -> Device:
+    return Device.parse(text)
+
+
+def is_here(device: Device) -> bool:
+    """Whether this machine has the device, so that a backend's parts can be tried on it."""
+    return device.type == "cpu" or Device.current().matches(device)

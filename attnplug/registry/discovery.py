@@ -1,0 +1,212 @@
+"""Finds plugins, loads each alone, and keeps a record of what became of it.
+
+A loop of our own, not pluggy's `load_setuptools_entrypoints`, which stops at the first plugin that
+raises. Whatever a plugin does wrong is charged to it and the next one is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pluggy
+
+from attnplug.core.backend import AttentionBackend
+from attnplug.core.errors import PluginError
+from attnplug.registry.containment import attempt, describe
+from attnplug.registry.hookspecs import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendHooks
+from attnplug.registry.records import Offer, PluginRecord, PluginStatus
+
+__all__ = ["RESERVED_NAMES", "Host", "Installed", "Loaded", "installed_plugins", "raise_strict"]
+
+RESERVED_NAMES = frozenset(
+    {"TORCH", "TRITON", "FLASH_ATTN", "FLASH_ATTN_2", "FLASH_ATTN_3", "FLASH_ATTN_4", "FLASHINFER"}
+)
+"""Backend and family names that only attnplug itself may offer."""
+
+_HEAVY = ("torch", "triton", "flash_attn", "flashinfer", "jax", "transformers")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Installed:
+    """A plugin found among the installed distributions, not run yet."""
+
+    record: PluginRecord
+    entry_point: importlib.metadata.EntryPoint
+
+    @property
+    def is_builtin(self) -> bool:
+        """Whether attnplug itself ships it."""
+        return self.record.distribution == PROJECT
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """A plugin that was run: its record, the object with the hooks, and what it offers."""
+
+    record: PluginRecord
+    plugin: object = None
+    offers: tuple[Offer, ...] = ()
+
+
+class _Rejected(Exception):  # noqa: N818  (a verdict, not an error anybody sees)
+    def __init__(self, status: PluginStatus, reason: str) -> None:
+        self.status = status
+        super().__init__(reason)
+
+
+def installed_plugins() -> list[Installed]:
+    """Every entry point of the group `attnplug.backends`, sorted by name; runs none of them."""
+    found: dict[str, Installed] = {}
+    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        dist = entry_point.dist
+        distribution = dist.name if dist else "unknown"
+        name = f"{distribution}:{entry_point.name}"
+        version = dist.version if dist else None
+        record = PluginRecord(name, distribution, version, PluginStatus.BLOCKED, f"{name} was not run")
+        found.setdefault(name, Installed(record, entry_point))
+    return [found[name] for name in sorted(found)]
+
+
+class Host:
+    """Holds the loaded plugins in pluggy and calls each of them alone."""
+
+    def __init__(self) -> None:
+        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager.add_hookspecs(BackendHooks)
+
+    def load(self, found: Installed) -> Loaded:
+        """Import and admit an installed plugin; whatever it raises becomes its record."""
+        before = {name for name in _HEAVY if name in sys.modules}
+        plugin, error = attempt(found.entry_point.load)
+        if error is not None:
+            reason = f"{found.record.name} raised {describe(error)} when imported"
+            return Loaded(dataclasses.replace(found.record, status=PluginStatus.BROKEN, reason=reason))
+        loaded = self.admit(found.record, plugin)
+        heavy = [name for name in _HEAVY if name in sys.modules and name not in before]
+        if heavy and loaded.record.status is PluginStatus.LOADED:
+            warning = (
+                f"{found.record.name} imports {', '.join(heavy)} when listed; move that behind its doors"
+            )
+            return dataclasses.replace(loaded, record=dataclasses.replace(loaded.record, reason=warning))
+        return loaded
+
+    def admit(self, record: PluginRecord, plugin: object) -> Loaded:
+        """Check a plugin object against the interface and ask it for its backends."""
+        try:
+            _check_api(plugin)
+            offers = self._offers(record, plugin)
+        except _Rejected as verdict:
+            reason = f"{record.name} {verdict}"
+            return Loaded(dataclasses.replace(record, status=verdict.status, reason=reason), plugin)
+        names = tuple(offer.name for offer in offers)
+        admitted = dataclasses.replace(record, status=PluginStatus.LOADED, reason=None, backends=names)
+        return Loaded(admitted, plugin, offers)
+
+    def call(self, hook: str, plugin: object, **arguments: Any) -> Any:
+        """What one plugin's hook returns, the others left alone; None where it has no such hook."""
+        others = [other for other in self._manager.get_plugins() if other is not plugin]
+        results = self._manager.subset_hook_caller(hook, others)(**arguments)
+        return results[0] if results else None
+
+    def has_hook(self, hook: str, plugin: object) -> bool:
+        """Whether a loaded plugin implements `hook`."""
+        callers = self._manager.get_hookcallers(plugin) or ()
+        return any(caller.name == hook for caller in callers)
+
+    def forget(self, plugin: object) -> None:
+        """Take a plugin out again."""
+        if self._manager.is_registered(plugin):
+            self._manager.unregister(plugin)
+
+    def _offers(self, record: PluginRecord, plugin: object) -> tuple[Offer, ...]:
+        if self._manager.is_registered(plugin):
+            twin = self._manager.get_name(plugin)
+            raise _Rejected(PluginStatus.BROKEN, f"is the same module as {twin}, which is loaded")
+        try:
+            return self._ask(record, plugin)
+        except _Rejected:
+            self.forget(plugin)
+            raise
+
+    def _ask(self, record: PluginRecord, plugin: object) -> tuple[Offer, ...]:
+        try:
+            self._manager.register(plugin, record.name)
+            self._manager.check_pending()
+        except pluggy.PluginValidationError as invalid:
+            text = re.sub(r" in plugin <.*>| for hook", "", " ".join(str(invalid).split()))
+            raise _Rejected(PluginStatus.BROKEN, f"does not follow the hooks: {text}") from invalid
+        if not self.has_hook("attnplug_backends", plugin):
+            if self.has_hook("attnplug_rank", plugin):
+                return ()
+            raise _Rejected(PluginStatus.BROKEN, "has no hook attnplug_backends")
+        offered, error = attempt(self.call, "attnplug_backends", plugin)
+        if error is not None:
+            what = f"raised {describe(error)} in attnplug_backends"
+            raise _Rejected(PluginStatus.BROKEN, what) from error
+        return tuple(_checked(record, offered))
+
+
+def _check_api(plugin: object) -> None:
+    line = f"ATTNPLUG_API = ({API_VERSION}, {API_VERSION})"
+    api = getattr(plugin, "ATTNPLUG_API", None)
+    if api is None:
+        raise _Rejected(PluginStatus.BROKEN, f"does not say which interface it is for; add {line}")
+    if not (isinstance(api, tuple) and len(api) == 2 and all(type(part) is int for part in api)):
+        raise _Rejected(PluginStatus.BROKEN, f"has ATTNPLUG_API = {api!r}; it must read {line}")
+    low, high = api
+    if not low <= API_VERSION <= high:
+        raise _Rejected(
+            PluginStatus.INCOMPATIBLE,
+            f"is for plugin interface {low} to {high}; this attnplug offers {API_VERSION}",
+        )
+
+
+def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
+    if not isinstance(offered, Sequence) or isinstance(offered, (str, bytes)):
+        raise _Rejected(
+            PluginStatus.BROKEN,
+            f"returned {offered!r} from attnplug_backends; it must be a sequence of backend classes",
+        )
+    seen: set[str] = set()
+    for backend in offered:
+        name = _backend_name(backend)
+        if record.distribution != PROJECT and name in RESERVED_NAMES:
+            raise _Rejected(
+                PluginStatus.CONFLICT, f"offers {name}, a name reserved for attnplug's own backend"
+            )
+        if name in seen:
+            raise _Rejected(PluginStatus.BROKEN, f"offers {name} twice")
+        seen.add(name)
+        yield Offer(name, backend, record.name, record.distribution, record.version)
+
+
+def _backend_name(backend: object) -> str:
+    if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
+        raise _Rejected(PluginStatus.BROKEN, f"offers {backend!r}, which is no subclass of AttentionBackend")
+    if inspect.isabstract(backend):
+        missing = ", ".join(sorted(backend.__abstractmethods__))
+        raise _Rejected(PluginStatus.BROKEN, f"offers {backend.__name__}, which lacks {missing}")
+    name, error = attempt(backend.get_name)
+    if error is not None:
+        what = f"raised {describe(error)} in {backend.__name__}.get_name"
+        raise _Rejected(PluginStatus.BROKEN, what)
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", name):
+        raise _Rejected(
+            PluginStatus.BROKEN,
+            f"names a backend {name!r}; a name has letters, digits and _ . - and begins with a letter",
+        )
+    return name
+
+
+def raise_strict(records: Sequence[PluginRecord]) -> None:
+    """PluginError naming every plugin that should have loaded and did not."""
+    kept = (PluginStatus.LOADED, PluginStatus.BLOCKED)
+    bad = [record.reason or record.name for record in records if record.status not in kept]
+    if bad:
+        raise PluginError("ATTNPLUG_STRICT is set and plugins did not load: " + "; ".join(bad))

@@ -1,0 +1,121 @@
+"""What each gate says of a candidate; whatever a backend raises becomes a reason against it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from attnplug.core.reasons import Reason
+from attnplug.registry.containment import attempt, describe
+from attnplug.registry.decision import Candidate, Gate
+from attnplug.registry.hookspecs import PROJECT
+from attnplug.registry.installed import Assumed, unmet
+from attnplug.registry.records import Offer, PluginRecord, PluginStatus
+
+if TYPE_CHECKING:
+    from attnplug.core.backend import AttentionBackend
+    from attnplug.core.device import Device
+    from attnplug.core.spec import LayerSpec, Phase
+
+__all__ = ["conflicting", "examine", "import_parts", "not_loaded", "refuse_import"]
+
+_CODES = {
+    PluginStatus.BLOCKED: "blocked",
+    PluginStatus.INCOMPATIBLE: "api_version",
+    PluginStatus.CONFLICT: "conflict",
+    PluginStatus.BROKEN: "import_failed",
+}
+
+
+def not_loaded(record: PluginRecord) -> Candidate:
+    """Gate 1: the candidate that stands for a plugin which did not load."""
+    reason = Reason(record.reason or f"{record.name} was not loaded", code=_CODES[record.status])
+    return Candidate(record.name, record.distribution, record.version, None, Gate.PLUGIN, (reason,))
+
+
+def conflicting(offer: Offer, rivals: Sequence[Offer]) -> Candidate:
+    """Gate 1: an offer whose name another distribution offers too."""
+    names = " or ".join(rival.full_name for rival in rivals)
+    reason = Reason(
+        f"{offer.name} is offered by more than one distribution",
+        code="conflict",
+        remedy=f"ask for {names}",
+    )
+    return Candidate(offer.full_name, offer.distribution, offer.version, None, Gate.PLUGIN, (reason,))
+
+
+def examine(
+    offer: Offer, spec: LayerSpec, device: Device, phase: Phase | None, assumed: Assumed
+) -> Candidate:
+    """Gates 2 and 3, and the priority. Both gates leave their reasons, the spec's first."""
+    backend = offer.backend
+    configuration = _validated(backend, spec, device, phase)
+    installed = _installed(backend, assumed)
+    priority = _priority(offer, spec, device, phase)
+    if isinstance(priority, Reason):
+        configuration.append(priority)
+    refused_at = Gate.INSTALLED if installed else Gate.CONFIGURATION if configuration else None
+    return Candidate(
+        offer.name,
+        offer.distribution,
+        offer.version,
+        None if isinstance(priority, Reason) else priority,
+        refused_at,
+        (*configuration, *installed),
+    )
+
+
+def import_parts(backend: type[AttentionBackend]) -> Reason | None:
+    """Gate 4: import the impl and the builder; the reason why that failed, or None."""
+    for door in ("get_impl_cls", "get_builder_cls"):
+        _, error = attempt(getattr(backend, door))
+        if error is not None:
+            return Reason(
+                f"{backend.get_name()} cannot be imported here",
+                code="import_failed",
+                requested=f"{door} raised {describe(error)}",
+                remedy=f"attnplug doctor {backend.get_name()} shows more",
+            )
+    return None
+
+
+def refuse_import(candidate: Candidate, reason: Reason) -> Candidate:
+    """The candidate after it failed gate 4."""
+    return dataclasses.replace(candidate, refused_at=Gate.IMPORT, reasons=(reason,))
+
+
+def _validated(
+    backend: type[AttentionBackend], spec: LayerSpec, device: Device, phase: Phase | None
+) -> list[Reason]:
+    found, error = attempt(backend.validate_configuration, spec, device, phase)
+    if error is not None:
+        return [_fault(backend, f"raised {describe(error)} in validate_configuration")]
+    if isinstance(found, str) or not isinstance(found, Sequence):
+        what = f"returned {found!r} from validate_configuration, which must be a list of reasons"
+        return [_fault(backend, what)]
+    # Backends ported from vLLM return plain sentences.
+    return [item if isinstance(item, Reason) else Reason(str(item), code="combination") for item in found]
+
+
+def _installed(backend: type[AttentionBackend], assumed: Assumed) -> list[Reason]:
+    reasons, error = attempt(unmet, backend.requires, assumed)
+    if error is not None:
+        return [_fault(backend, f"has requires={backend.requires!r}: {describe(error)}")]
+    return list(reasons)
+
+
+def _priority(offer: Offer, spec: LayerSpec, device: Device, phase: Phase | None) -> int | Reason:
+    backend = offer.backend
+    priority, error = attempt(backend.get_priority, spec, device, phase)
+    if error is not None:
+        return _fault(backend, f"raised {describe(error)} in get_priority")
+    lowest = 0 if offer.distribution == PROJECT else 1
+    if type(priority) is not int or not lowest <= priority <= 999:
+        return _fault(backend, f"has priority {priority!r}; it must be an integer from {lowest} to 999")
+    return int(priority)
+
+
+def _fault(backend: type[AttentionBackend], what: str) -> Reason:
+    owner = f"{backend.__module__}.{backend.__qualname__}"
+    return Reason(f"{owner} {what}", code="plugin_error", remedy="tell its author")

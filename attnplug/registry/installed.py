@@ -1,0 +1,119 @@
+"""The second gate: whether the distributions that a backend requires are installed, in fitting versions."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from attnplug.core.errors import PolicyError
+from attnplug.core.reasons import Reason
+from attnplug.registry.records import canonical_name
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+__all__ = ["AssumeInstalled", "Assumed", "forget_versions", "freeze_assumed", "unmet"]
+
+AssumeInstalled: TypeAlias = Mapping[str, str] | Literal["all"] | None
+"""Versions to assume for a what-if query: a whole mapping, "all" of everything, or None to look."""
+Assumed: TypeAlias = tuple[tuple[str, str], ...] | Literal["all"] | None
+
+
+def freeze_assumed(assume_installed: AssumeInstalled) -> Assumed:
+    """The argument as a hashable value; PolicyError for a version or a form that means nothing."""
+    from packaging.version import InvalidVersion, Version
+
+    if assume_installed is None or assume_installed == "all":
+        return assume_installed
+    if not isinstance(assume_installed, Mapping):
+        limit = "must be 'all' or a mapping of distribution to version"
+        raise PolicyError("assume_installed", assume_installed, limit, "as {'flash-attn': '2.8.3'}")
+    for name, version in assume_installed.items():
+        try:
+            Version(version)
+        except (InvalidVersion, TypeError):
+            raise PolicyError(f"assume_installed[{name!r}]", version, "is no version") from None
+    return tuple(sorted((canonical_name(name), version) for name, version in assume_installed.items()))
+
+
+def unmet(requires: Sequence[str | tuple[str, ...]], assumed: Assumed = None) -> list[Reason]:
+    """A reason for each requirement that no installed (or assumed) distribution meets.
+
+    Args:
+        requires: PEP 508 strings; a tuple is met by any one of its alternatives.
+        assumed: versions to judge by instead of the installed ones.
+    """
+    if assumed == "all":
+        return []
+    reasons = []
+    for entry in (requires,) if isinstance(requires, str) else requires:
+        choices = (entry,) if isinstance(entry, str) else tuple(entry)
+        found = [_unmet_one(choice, assumed) for choice in choices]
+        refused = [reason for reason in found if reason is not None]
+        if choices and len(refused) == len(choices):
+            # A wrong version says more than an absent alternative.
+            refused.sort(key=lambda reason: reason.code != "version")
+            reasons.append(refused[0] if len(refused) == 1 else _joined(refused))
+    return reasons
+
+
+def _unmet_one(text: str, assumed: Assumed) -> Reason | None:
+    requirement = _parse(text)
+    if requirement.marker is not None and not requirement.marker.evaluate():
+        return None
+    remedy = f"pip install '{requirement.name}{requirement.specifier}'"
+    version = _version(requirement.name, assumed)
+    if version is None:
+        return Reason(
+            f"{requirement.name} not installed",
+            code="not_installed",
+            field="requires",
+            requested=text,
+            remedy=remedy,
+        )
+    # Prereleases count only where the requirement names one, whatever pip would do.
+    prereleases = bool(requirement.specifier.prereleases)
+    if requirement.specifier.contains(version, prereleases=prereleases):
+        return None
+    return Reason(
+        f"{requirement.name} version not supported",
+        code="version",
+        field="requires",
+        requested=version,
+        supported=str(requirement.specifier).replace(",", " and "),
+        remedy=remedy,
+    )
+
+
+def _joined(refused: Sequence[Reason]) -> Reason:
+    first = refused[0]
+    others = " or ".join(reason.remedy for reason in refused[1:] if reason.remedy)
+    return Reason(str(first), code=first.code, field="requires", remedy=f"or {others}")
+
+
+@functools.lru_cache(maxsize=256)
+def _parse(text: str) -> Requirement:
+    from packaging.requirements import Requirement
+
+    return Requirement(text)
+
+
+def _version(name: str, assumed: Assumed) -> str | None:
+    if isinstance(assumed, tuple):
+        return dict(assumed).get(canonical_name(name))
+    return _installed_version(name)
+
+
+@functools.lru_cache(maxsize=256)
+def _installed_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def forget_versions() -> None:
+    """Look at the installed distributions again."""
+    _installed_version.cache_clear()

@@ -1,0 +1,110 @@
+"""Options that a user sets for a backend, checked against what the backend declares."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from attnplug.core.errors import PolicyError
+
+if TYPE_CHECKING:
+    from attnplug.core.backend import AttentionBackend
+
+__all__ = ["build_options", "by_backend", "freeze"]
+
+
+def by_backend(
+    options: Any, asked: str | None, known: Mapping[str, type[AttentionBackend]]
+) -> dict[str, Any]:
+    """Options sorted by the backend or family they are for.
+
+    Args:
+        options: a mapping from backend or family name to its options; or an instance of a backend's
+            `Options`; or, where one backend is asked for by name, a plain mapping of its options.
+        asked: the one name asked for, if any.
+        known: the backends by name.
+
+    Raises:
+        PolicyError: options of which it cannot be said whose they are.
+    """
+    if options is None:
+        return {}
+    families = {backend.family for backend in known.values() if backend.family}
+    if not isinstance(options, Mapping):
+        owners = [n for n, b in known.items() if b.Options is not None and isinstance(options, b.Options)]
+        if not owners:
+            raise PolicyError("options", options, "is no Options of any backend, and no mapping")
+        return dict.fromkeys(owners, options)
+    if all(isinstance(name, str) and (name in known or name in families) for name in options):
+        return dict(options)
+    if asked is None:
+        names = ", ".join(sorted({*known, *families}))
+        remedy = "write {'NAME': {...}}, or ask for one backend by name"
+        raise PolicyError("options", options, f"has keys that are no backends; there are: {names}", remedy)
+    return {asked: options}
+
+
+def freeze(options: Any) -> Any:
+    """Options as a hashable value; PolicyError where one cannot be hashed."""
+    if isinstance(options, Mapping):
+        return tuple(sorted((str(name), freeze(value)) for name, value in options.items()))
+    try:
+        hash(options)
+    except TypeError:
+        raise PolicyError("options", options, "must have hashable values") from None
+    return options
+
+
+def build_options(backend: type[AttentionBackend], given: Any) -> Any:
+    """An instance of `backend.Options` with `given` in it; None where there are no options at all.
+
+    Raises:
+        PolicyError: an unknown option, or a value of the wrong type; it lists what exists.
+    """
+    name = backend.get_name()
+    declared = backend.Options
+    if declared is None:
+        if given:
+            raise PolicyError("options", given, f"{name} has no options")
+        return None
+    if isinstance(given, declared):
+        return given
+    if given is not None and not isinstance(given, Mapping):
+        limit = f"must be the {declared.__qualname__} of {name}, or a mapping"
+        raise PolicyError("options", given, limit)
+    hints = typing.get_type_hints(declared)
+    fields = {field.name: hints[field.name] for field in dataclasses.fields(declared)}
+    exists = ", ".join(f"{field}: {_type_name(hint)}" for field, hint in fields.items()) or "none"
+    for option, value in (given or {}).items():
+        if option not in fields:
+            raise PolicyError(
+                f"options[{option!r}]", value, f"{name} has no such option; there are: {exists}"
+            )
+        if not _fits(value, fields[option]):
+            limit = f"must be {_type_name(fields[option])}; options of {name} are: {exists}"
+            raise PolicyError(f"options[{option!r}]", value, limit)
+    return declared(**(given or {}))
+
+
+def _fits(value: object, hint: Any) -> bool:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return value in arguments
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, each) for each in arguments)
+    if hint is None or hint is type(None):
+        return value is None
+    if hint is Any:
+        return True
+    if isinstance(value, bool) and hint is not bool:
+        return False
+    if hint is float:
+        return isinstance(value, (int, float))
+    return isinstance(value, origin or hint)
+
+
+def _type_name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

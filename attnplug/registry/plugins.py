@@ -1,0 +1,205 @@
+"""The plugins of one registry, and what the names of backends stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from attnplug.core.errors import PluginError, UnknownBackendError
+from attnplug.registry.discovery import Host, Loaded, installed_plugins, raise_strict
+from attnplug.registry.gates import conflicting, import_parts, not_loaded
+from attnplug.registry.records import Offer, PluginRecord, PluginStatus
+from attnplug.registry.switches import Switches
+
+if TYPE_CHECKING:
+    from attnplug.core.backend import AttentionBackend
+    from attnplug.core.reasons import Reason
+    from attnplug.registry.decision import Candidate
+    from attnplug.registry.policy import Rule
+
+__all__ = ["PluginSet"]
+
+
+class PluginSet:
+    """Holds plugins: which of them loaded, what each offers, and what a name stands for.
+
+    Args:
+        plugins: as `Registry` takes them.
+
+    Raises:
+        PolicyError, PluginError: as `Registry` raises them.
+    """
+
+    def __init__(self, plugins: Mapping[str, object] | Iterable[object] | None = None) -> None:
+        self._host = Host()
+        self._loaded: dict[str, Loaded] = {}
+        self._in_code: list[str] = []
+        self._import_failures: dict[type[AttentionBackend], Reason | None] = {}
+        self._switches = Switches.read()
+        if plugins is None:
+            self._discover()
+        elif isinstance(plugins, Mapping):
+            for name, plugin in plugins.items():
+                self.register(plugin, name)
+        else:
+            for plugin in plugins:
+                self.register(plugin)
+        self._settle()
+        if self._switches.strict:
+            raise_strict(self.records)
+
+    def _discover(self) -> None:
+        found = installed_plugins()
+        others = [plugin.record for plugin in found if not plugin.is_builtin]
+        self._switches.check_known(others)
+        for plugin in found:
+            variable = None if plugin.is_builtin else self._switches.blocked_by(plugin.record)
+            if variable is None:
+                loaded = self._host.load(plugin)
+            else:
+                reason = f"{plugin.record.name} is left out by {variable}"
+                loaded = Loaded(dataclasses.replace(plugin.record, reason=reason))
+            self._loaded[plugin.record.name] = loaded
+
+    def register(self, plugin: object, name: str | None = None) -> PluginRecord:
+        """Take in a plugin object through the same checks; see `Registry.register`."""
+        title = name or getattr(plugin, "__name__", None) or type(plugin).__name__
+        if title in self._loaded and title not in self._in_code:
+            raise PluginError(f"{title} is the name of an installed plugin; give another name")
+        before = self._loaded.pop(title, None)
+        if before is not None:
+            self._host.forget(before.plugin)
+        record = PluginRecord(title, None, None, PluginStatus.BLOCKED)
+        loaded = self._host.admit(record, plugin)
+        if loaded.record.status is not PluginStatus.LOADED:
+            raise PluginError(str(loaded.record.reason))
+        taken = {o.name: o for each in self._loaded.values() for o in each.offers}
+        for offer in loaded.offers:
+            if offer.name in taken:
+                self._host.forget(plugin)
+                rival = taken[offer.name].plugin
+                raise PluginError(f"{title} offers {offer.name}, which {rival} offers already")
+        self._loaded[title] = loaded
+        if title not in self._in_code:
+            self._in_code.append(title)
+        self._settle()
+        return loaded.record
+
+    def _settle(self) -> None:
+        """Work out what follows from the loaded plugins: names, conflicts, candidates out of the race."""
+        by_name: dict[str, list[Offer]] = {}
+        for loaded in self._loaded.values():
+            for offer in loaded.offers:
+                by_name.setdefault(offer.name, []).append(offer)
+        self._conflicts = {name: rivals for name, rivals in by_name.items() if len(rivals) > 1}
+        for rivals in self._conflicts.values():
+            for offer in rivals:
+                self._mark_conflict(offer, rivals)
+        self._offers = tuple(rivals[0] for rivals in by_name.values() if len(rivals) == 1)
+        bad = (entry.record for entry in self._loaded.values())
+        self._unavailable = (
+            *(conflicting(o, rivals) for rivals in self._conflicts.values() for o in rivals),
+            *(not_loaded(record) for record in bad if not self._loaded[record.name].offers),
+        )
+        self._backends = MappingProxyType({o.name: o.backend for o in self._offers})
+
+    def _mark_conflict(self, offer: Offer, rivals: Sequence[Offer]) -> None:
+        loaded = self._loaded[offer.plugin]
+        others = ", ".join(rival.plugin for rival in rivals if rival.plugin != offer.plugin)
+        reason = (
+            f"{offer.plugin} offers {offer.name}, and so does {others}: "
+            f"neither is chosen automatically; ask for {offer.full_name}"
+        )
+        record = dataclasses.replace(loaded.record, status=PluginStatus.CONFLICT, reason=reason)
+        self._loaded[offer.plugin] = dataclasses.replace(loaded, record=record)
+
+    @property
+    def records(self) -> tuple[PluginRecord, ...]:
+        """What became of each plugin."""
+        return tuple(self._noted(loaded.record) for loaded in self._loaded.values())
+
+    def _noted(self, record: PluginRecord) -> PluginRecord:
+        uninvited = (
+            record.status is PluginStatus.LOADED
+            and not self._may_rank(record)
+            and self._host.has_hook("attnplug_rank", self._loaded[record.name].plugin)
+        )
+        if not uninvited:
+            return record
+        note = f"{record.name} has a hook attnplug_rank that is not called: ATTNPLUG_RANK does not name it"
+        return dataclasses.replace(record, reason=f"{record.reason}; {note}" if record.reason else note)
+
+    @property
+    def offers(self) -> tuple[Offer, ...]:
+        """The backends that can be chosen automatically."""
+        return self._offers
+
+    @property
+    def unavailable(self) -> tuple[Candidate, ...]:
+        """Candidates that stand for plugins out of the race: not loaded, or in conflict."""
+        return self._unavailable
+
+    @property
+    def backends(self) -> Mapping[str, type[AttentionBackend]]:
+        """The backends that can be chosen automatically, by name; a read-only view."""
+        return self._backends
+
+    def rankers(self) -> list[tuple[str, Callable[..., Any]]]:
+        """The plugins that may reorder candidates: those named in ATTNPLUG_RANK, then registered ones."""
+        named = [r for n in self._switches.rank for r in self.records if r.answers_to(n)]
+        in_code = [self._loaded[name].record for name in self._in_code]
+        return [
+            (record.name, functools.partial(self._host.call, "attnplug_rank", plugin))
+            for record in dict.fromkeys((*named, *in_code))
+            if record.status is PluginStatus.LOADED
+            and self._host.has_hook("attnplug_rank", plugin := self._loaded[record.name].plugin)
+        ]
+
+    def _may_rank(self, record: PluginRecord) -> bool:
+        named = any(record.answers_to(name) for name in self._switches.rank)
+        return named or record.name in self._in_code
+
+    def import_failure(self, backend: type[AttentionBackend]) -> Reason | None:
+        """Gate 4, remembered: why a backend's parts do not import here, or None."""
+        if backend not in self._import_failures:
+            self._import_failures[backend] = import_parts(backend)
+        return self._import_failures[backend]
+
+    def resolve(self, rule: Rule) -> tuple[Offer, ...]:
+        """The offers that a rule's name stands for: one backend, or a family's members.
+
+        Raises:
+            PluginError: the plugin meant did not load, or the name is in conflict.
+            UnknownBackendError: no plugin offers the name; it suggests near ones.
+        """
+        name = rule.backend
+        every = [offer for loaded in self._loaded.values() for offer in loaded.offers]
+        if "@" in name:
+            found = [offer for offer in every if offer.full_name == name]
+        else:
+            found = [o for o in self._offers if o.name == name]
+            found = found or [o for o in self._offers if o.backend.family == name]
+        if found:
+            return tuple(found)
+        if name in self._conflicts:
+            choices = " or ".join(offer.full_name for offer in self._conflicts[name])
+            raise PluginError(f"{name} is offered by more than one distribution; ask for {choices}")
+        for candidate, loaded in ((entry.record, entry) for entry in self._loaded.values()):
+            if not loaded.offers and candidate.answers_to(name):
+                raise PluginError(f"{name}, asked for by {rule.source}, did not load: {candidate.reason}")
+        raise self._unknown(rule, every)
+
+    def _unknown(self, rule: Rule, every: Sequence[Offer]) -> UnknownBackendError:
+        families = {o.backend.family for o in every if o.backend.family}
+        names = sorted({offer.name for offer in every} | families)
+        near = difflib.get_close_matches(rule.backend.upper(), names, 3, 0.5)
+        limit = f"is no backend; loaded are {', '.join(names) or 'none'}"
+        failed = [str(r.reason) for r in self.records if not self._loaded[r.name].offers]
+        if failed:
+            limit += f"; not loaded: {'; '.join(failed)}"
+        remedy = f"did you mean {' or '.join(near)}?" if near else None
+        return UnknownBackendError(rule.source, rule.backend, limit, remedy)

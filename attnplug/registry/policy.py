@@ -1,0 +1,151 @@
+"""What the user asked for: backend rules from an argument, `use(...)` and the environment."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from attnplug.core.errors import PolicyError
+from attnplug.core.spec import KINDS, LayerSpec, Phase
+from attnplug.registry.switches import BACKEND
+
+__all__ = ["ARGUMENT", "ENVIRONMENT", "USE", "Rule", "parse_rules", "rule_for", "use", "used"]
+
+ARGUMENT = "backend"
+"""Where a rule came from: the argument, or --backend."""
+USE = "attnplug.use"
+ENVIRONMENT = BACKEND
+
+_RANK = {"layer": 0, "kind": 1, "phase": 2, "default": 3}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """One line of what was asked: this backend for these layers.
+
+    Args:
+        backend: a backend or family name, or `name@distribution`.
+        scope: "layer", "kind", "phase", or "default" for everything.
+        pattern: the layer-name glob, kind or phase; "*" for the default.
+        source: "backend" (the argument), "attnplug.use" or "ATTNPLUG_BACKEND".
+    """
+
+    backend: str
+    scope: str
+    pattern: str
+    source: str
+
+    def __str__(self) -> str:
+        return self.backend if self.scope == "default" else f"{self.pattern}={self.backend}"
+
+    def matches(self, spec: LayerSpec, phase: Phase | None, layer_name: str | None) -> bool:
+        """Whether the rule speaks of this layer in this phase."""
+        if self.scope == "layer":
+            return layer_name is not None and fnmatch.fnmatchcase(layer_name, self.pattern)
+        if self.scope == "kind":
+            return self.pattern in spec.kinds
+        if self.scope == "phase":
+            return phase is not None and self.pattern == phase
+        return True
+
+
+def parse_rules(given: str | Mapping[str, str] | None, source: str = ARGUMENT) -> tuple[Rule, ...]:
+    """Rules, most specific first, from "FLASH_ATTN,sliding=TRITON,decode=FLASHINFER" or a mapping.
+
+    A key is a kind of layer (KINDS), a phase, or else a layer-name glob (the longest first); a bare
+    name, or the key "*", is for everything else.
+
+    Raises:
+        PolicyError: an empty or repeated part, or something that is no text.
+    """
+    if given is None or given == "":
+        return ()
+    if isinstance(given, str):
+        return _parse_text(given, source)
+    if not isinstance(given, Mapping):
+        remedy = "as 'TORCH', 'TORCH,sliding=TRITON' or {'sliding': 'TRITON'}"
+        raise PolicyError(source, given, "must be a backend name, rules, or a mapping of rules", remedy)
+    return _ordered(given.items(), given, source)
+
+
+@functools.lru_cache(maxsize=256)
+def _parse_text(text: str, source: str) -> tuple[Rule, ...]:
+    pairs = []
+    for part in text.split(","):
+        key, equals, name = part.rpartition("=")
+        pairs.append((key if equals else "*", name))
+    return _ordered(pairs, text, source)
+
+
+def _ordered(pairs: Any, given: object, source: str) -> tuple[Rule, ...]:
+    rules: dict[str, Rule] = {}
+    for key, name in pairs:
+        if not (isinstance(key, str) and isinstance(name, str) and key.strip() and name.strip()):
+            raise PolicyError(source, given, "has an empty part; write NAME or KEY=NAME, with commas between")
+        pattern = key.strip()
+        if pattern in rules:
+            raise PolicyError(source, given, f"has two rules for {pattern!r}")
+        rules[pattern] = Rule(name.strip(), _scope(pattern), pattern, source)
+    return tuple(sorted(rules.values(), key=lambda rule: (_RANK[rule.scope], -len(rule.pattern))))
+
+
+def _scope(pattern: str) -> str:
+    if pattern == "*":
+        return "default"
+    if pattern in KINDS:
+        return "kind"
+    return "phase" if pattern in tuple(Phase) else "layer"
+
+
+def rule_for(
+    rule_sets: Sequence[tuple[Rule, ...]],
+    spec: LayerSpec,
+    phase: Phase | None,
+    layer_name: str | None,
+) -> Rule | None:
+    """The first rule that matches, looking through the sets in order: argument, `use`, environment."""
+    for rules in rule_sets:
+        for rule in rules:
+            if rule.matches(spec, phase, layer_name):
+                return rule
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Used:
+    rules: tuple[Rule, ...]
+    options: Any
+
+
+_USED: ContextVar[tuple[_Used, ...]] = ContextVar("attnplug_use", default=())
+
+
+def used() -> tuple[_Used, ...]:
+    """What the `use` blocks around this point ask for, innermost first."""
+    return _USED.get()
+
+
+@contextlib.contextmanager
+def use(backend: str | Mapping[str, str] | None = None, *, options: Any = None) -> Iterator[None]:
+    """Ask for a backend, or rules, for every selection made inside the block.
+
+    Held in a context variable: other threads and tasks do not see it. Blocks nest; the inner one is
+    asked first. An argument of `select` comes before both, `ATTNPLUG_BACKEND` after.
+
+    Args:
+        backend: a backend or family name, rules as text, or a mapping of rules.
+        options: options as `select` takes them.
+
+    Raises:
+        PolicyError: rules that cannot be read.
+    """
+    token = _USED.set((_Used(parse_rules(backend, USE), options), *_USED.get()))
+    try:
+        yield
+    finally:
+        _USED.reset(token)

@@ -1,0 +1,79 @@
+"""What became of each plugin."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnplug.core.backend import AttentionBackend
+
+__all__ = ["Offer", "PluginRecord", "PluginStatus", "canonical_name"]
+
+
+class PluginStatus(enum.StrEnum):
+    """How far a plugin came."""
+
+    LOADED = "loaded"
+    BLOCKED = "blocked"
+    """Left out by ATTNPLUG_PLUGINS or ATTNPLUG_BLOCK_PLUGINS, or not run on request."""
+    BROKEN = "broken"
+    """Raised, or does not follow the interface."""
+    INCOMPATIBLE = "incompatible"
+    """Made for another version of the interface."""
+    CONFLICT = "conflict"
+    """Offers a name that another distribution offers too, or a reserved one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PluginRecord:
+    """One plugin: who ships it, what became of it and why.
+
+    `name` is `distribution:entry-point`, or the name given to `register`. `reason` is a sentence
+    that names the plugin; a loaded one may have one too, as a warning.
+    """
+
+    name: str
+    distribution: str | None
+    version: str | None
+    status: PluginStatus
+    reason: str | None = None
+    backends: tuple[str, ...] = ()
+
+    @property
+    def entry_point(self) -> str:
+        """The entry point's own name."""
+        return self.name.rpartition(":")[2]
+
+    def answers_to(self, name: str) -> bool:
+        """Whether a user may call the plugin `name`: its own, its entry point's or its distribution's."""
+        wanted = canonical_name(name)
+        known = (self.name, self.entry_point, self.distribution)
+        return any(item is not None and canonical_name(item) == wanted for item in known)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON object with every field."""
+        return {**dataclasses.asdict(self), "status": str(self.status), "backends": list(self.backends)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Offer:
+    """One backend class as one plugin offers it."""
+
+    name: str
+    backend: type[AttentionBackend]
+    plugin: str
+    distribution: str | None
+    version: str | None
+
+    @property
+    def full_name(self) -> str:
+        """`name@distribution`, which no other offer has."""
+        return f"{self.name}@{self.distribution or self.plugin}"
+
+
+def canonical_name(name: str) -> str:
+    """A distribution or plugin name with case and -, _, . made alike (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,233 @@
+"""Chooses among the backends that plugins offer, and remembers what it chose."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
+
+from attnplug.core.errors import PolicyError
+from attnplug.core.spec import KINDS, LayerSpec, Phase
+from attnplug.registry.devices import DeviceLike, resolve_device
+from attnplug.registry.installed import AssumeInstalled, freeze_assumed
+from attnplug.registry.options import by_backend, freeze
+from attnplug.registry.plugins import PluginSet
+from attnplug.registry.policy import ARGUMENT, ENVIRONMENT, Rule, parse_rules, rule_for, used
+from attnplug.registry.selector import AUTOMATIC, Policy, decide, negotiated, refusal
+
+if TYPE_CHECKING:
+    from attnplug.core.backend import AttentionBackend
+    from attnplug.registry.decision import Decision
+    from attnplug.registry.records import PluginRecord
+
+__all__ = ["Asked", "Registry", "Rules"]
+
+Rules: TypeAlias = str | Mapping[str, str] | None
+"""One backend name for everything, rules as text, or a mapping of rules; see `parse_rules`."""
+
+_log = logging.getLogger("attnplug")
+_MOST_DECISIONS = 16_384
+
+
+class Asked(TypedDict, total=False):
+    """The keywords by which a user steers a selection; see `attnplug.select`."""
+
+    backend: Rules
+    options: Any
+    assume_installed: AssumeInstalled
+
+
+class Registry:
+    """Holds plugins and chooses among the backends they offer. Safe to use from several threads.
+
+    Args:
+        plugins: plugin objects to hold, by name or in order (named by their `__name__`); None finds
+            the installed ones, attnplug's own among them.
+
+    Raises:
+        PolicyError: an environment variable whose value means nothing.
+        PluginError: a plugin that did not load, under ATTNPLUG_STRICT or given in `plugins`.
+    """
+
+    def __init__(self, plugins: Mapping[str, object] | Iterable[object] | None = None) -> None:
+        self._plugins = PluginSet(plugins)
+        self._lock = threading.RLock()
+        self._cache: dict[Any, Decision] = {}
+
+    @property
+    def records(self) -> tuple[PluginRecord, ...]:
+        """What became of each plugin."""
+        return self._plugins.records
+
+    def backends(self) -> Mapping[str, type[AttentionBackend]]:
+        """The backends that can be chosen automatically, by name; a read-only view."""
+        return self._plugins.backends
+
+    def register(self, plugin: object, name: str | None = None) -> PluginRecord:
+        """Take in a module or object with the hooks of a plugin, through the same checks.
+
+        One registered before under the same name is replaced. It may also rank.
+
+        Args:
+            plugin: the module or object; it states ATTNPLUG_API.
+            name: what to call it; its `__name__` or class name by default.
+
+        Raises:
+            PluginError: it does not follow the interface, or offers a name that is taken.
+        """
+        with self._lock:
+            try:
+                return self._plugins.register(plugin, name)
+            finally:
+                self._cache.clear()
+
+    def select(
+        self,
+        spec: LayerSpec,
+        device: DeviceLike = None,
+        phase: Phase | str | None = None,
+        *,
+        layer_name: str | None = None,
+        **asked: Unpack[Asked],
+    ) -> Decision:
+        """As `attnplug.select`, among the backends of this registry."""
+        decision, rule = self._decision(spec, device, phase, layer_name, True, **asked)
+        if decision.backend is None:
+            raise refusal(decision, rule)
+        return decision
+
+    def explain(
+        self,
+        spec: LayerSpec,
+        device: DeviceLike = None,
+        phase: Phase | str | None = None,
+        *,
+        layer_name: str | None = None,
+        **asked: Unpack[Asked],
+    ) -> Decision:
+        """As `attnplug.explain`, among the backends of this registry."""
+        return self._decision(spec, device, phase, layer_name, False, **asked)[0]
+
+    def select_layers(
+        self,
+        specs: Mapping[str, LayerSpec],
+        device: DeviceLike = None,
+        phase: Phase | str | None = None,
+        **asked: Unpack[Asked],
+    ) -> dict[str, Decision]:
+        """As `attnplug.select_layers`, among the backends of this registry."""
+        decisions = self.judge_layers(specs, device, phase, **asked)
+        for name, decision in decisions.items():
+            if decision.backend is None:
+                sets = self._rule_sets(asked.get("backend"))
+                raise refusal(decision, rule_for(sets, decision.spec, decision.phase, name))
+        return decisions
+
+    def judge_layers(
+        self,
+        specs: Mapping[str, LayerSpec],
+        device: DeviceLike = None,
+        phase: Phase | str | None = None,
+        **asked: Unpack[Asked],
+    ) -> dict[str, Decision]:
+        """As `select_layers`, with a decision also for each layer that no backend serves."""
+        when = None if phase is None else Phase(phase)
+        for rules in self._rule_sets(asked.get("backend")):
+            for rule in rules:
+                _check_matches(rule, specs, when)
+        where = resolve_device(device)
+        return negotiated(
+            {name: self._decision(spec, where, when, name, True, **asked)[0] for name, spec in specs.items()}
+        )
+
+    def _rule_sets(self, backend: Rules) -> tuple[tuple[Rule, ...], ...]:
+        environment = os.environ.get(ENVIRONMENT)
+        return (
+            parse_rules(backend, ARGUMENT),
+            *(block.rules for block in used()),
+            parse_rules(environment, ENVIRONMENT),
+        )
+
+    def _policy(
+        self,
+        spec: LayerSpec,
+        phase: Phase | None,
+        layer_name: str | None,
+        backend: Rules,
+        options: Any,
+        assume_installed: AssumeInstalled,
+    ) -> Policy:
+        sets = self._rule_sets(backend)
+        if layer_name is None:
+            by_name = next((rule for rule in sets[0] if rule.scope == "layer"), None)
+            if by_name is not None:
+                limit = f"is no kind ({', '.join(KINDS)}) and no phase, so it needs layer_name"
+                raise PolicyError(by_name.source, str(by_name), limit)
+        merged: dict[str, Any] = {}
+        asked_here = ((sets[0], options), *((block.rules, block.options) for block in used()))
+        for rules, given in reversed(asked_here):
+            only = rules[0].backend if len(rules) == 1 else None
+            merged.update(by_backend(given, only, self._plugins.backends))
+        rule = rule_for(sets, spec, phase, layer_name)
+        return Policy(rule, freeze(merged), freeze_assumed(assume_installed))
+
+    def _decision(
+        self,
+        spec: LayerSpec,
+        device: DeviceLike,
+        phase: Phase | str | None,
+        layer_name: str | None,
+        usable: bool,
+        backend: Rules = None,
+        options: Any = None,
+        assume_installed: AssumeInstalled = None,
+    ) -> tuple[Decision, Rule | None]:
+        where = resolve_device(device)
+        when = phase if phase is None or isinstance(phase, Phase) else Phase(phase)
+        policy = AUTOMATIC
+        if (
+            backend is not None
+            or options is not None
+            or assume_installed is not None
+            or used()
+            or os.environ.get(ENVIRONMENT)
+        ):
+            policy = self._policy(spec, when, layer_name, backend, options, assume_installed)
+        key = (spec, where, when, policy, usable)
+        decision = self._cache.get(key)
+        if decision is None:
+            decision = self._decide_once(key)
+        if layer_name is not None:
+            decision = dataclasses.replace(decision, layer_name=layer_name)
+        return decision, policy.rule
+
+    def _decide_once(self, key: tuple[LayerSpec, Any, Any, Policy, bool]) -> Decision:
+        spec, device, phase, policy, usable = key
+        with self._lock:
+            decision = decide(self._plugins, spec, device, phase, policy, usable=usable)
+            if len(self._cache) >= _MOST_DECISIONS:
+                self._cache.clear()
+            self._cache[key] = decision
+        _log.info("%s", decision)
+        return decision
+
+
+def _check_matches(rule: Rule, specs: Mapping[str, LayerSpec], phase: Phase | None) -> None:
+    if any(rule.matches(spec, phase, name) for name, spec in specs.items()):
+        return
+    remedy = None
+    if rule.scope == "phase" and phase is None:
+        remedy = "select for a phase"
+    elif rule.scope == "layer":
+        near = difflib.get_close_matches(rule.pattern, (*KINDS, *Phase), 1)
+        remedy = f"did you mean {near[0]}={rule.backend}?" if near else None
+    kinds = sorted({kind for spec in specs.values() for kind in spec.kinds})
+    limit = f"matches none of {len(specs)} layers (kinds here: {', '.join(kinds) or 'none'})"
+    error = PolicyError(rule.source, str(rule), limit, remedy)
+    if rule.source != ENVIRONMENT:
+        raise error
+    _log.warning("%s", error)

@@ -1,0 +1,257 @@
+"""Chooses one backend for one layer: gates, then ranking, then a Decision that explains itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from attnplug.core.blocks import MultipleOf
+from attnplug.core.errors import BackendUnavailableError, LayoutError, NoBackendError
+from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.registry.containment import attempt, describe
+from attnplug.registry.decision import Candidate, Decision
+from attnplug.registry.devices import is_here
+from attnplug.registry.gates import examine, refuse_import
+from attnplug.registry.options import build_options
+
+if TYPE_CHECKING:
+    from attnplug.core.backend import AttentionBackend
+    from attnplug.core.device import Device
+    from attnplug.core.reasons import Reason
+    from attnplug.core.spec import LayerSpec, Phase
+    from attnplug.registry.installed import Assumed
+    from attnplug.registry.plugins import PluginSet
+    from attnplug.registry.policy import Rule
+    from attnplug.registry.records import Offer
+
+__all__ = ["AUTOMATIC", "Policy", "decide", "negotiated", "refusal"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Policy:
+    """Everything but spec, device and phase that a selection depends on."""
+
+    rule: Rule | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    assumed: Assumed = None
+
+
+AUTOMATIC = Policy()
+"""Nothing was asked: ranking decides."""
+
+
+def decide(
+    plugins: PluginSet,
+    spec: LayerSpec,
+    device: Device,
+    phase: Phase | None,
+    policy: Policy,
+    *,
+    usable: bool,
+) -> Decision:
+    """Judge every candidate and choose. Never raises for lack of a backend.
+
+    Args:
+        plugins: the plugins to choose among.
+        spec: the layer.
+        device: the device it runs on.
+        phase: the phase, or None for both.
+        policy: what the user asked for.
+        usable: whether gate 4 is to be passed, where the device is of this machine.
+
+    Raises:
+        PolicyError, PluginError: a rule or options that cannot be followed by anybody.
+    """
+    asked = None if policy.rule is None else plugins.resolve(policy.rule)
+    offers = dict.fromkeys((*plugins.offers, *(asked or ())))
+    judged = {offer: examine(offer, spec, device, phase, policy.assumed) for offer in offers}
+    order = sorted(
+        (offer for offer, candidate in judged.items() if candidate.accepted),
+        key=lambda offer: (-(judged[offer].priority or 0), offer.full_name),
+    )
+    ranked_by: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    if asked is None:
+        order, ranked_by, notes = _ranked(plugins, order, spec, device, phase)
+    else:
+        order.sort(key=lambda offer: offer not in asked)
+    winner, level = None, "declared"
+    try_parts = usable and policy.assumed is None and bool(order) and is_here(device)
+    for offer in order:
+        if asked is not None and offer not in asked:
+            break
+        reason = plugins.import_failure(offer.backend) if try_parts else None
+        if reason is None:
+            winner, level = offer, "usable" if try_parts else "declared"
+            break
+        judged[offer] = refuse_import(judged[offer], reason)
+    return Decision(
+        spec=spec,
+        device=device,
+        phase=phase,
+        backend=None if winner is None else winner.name,
+        candidates=_listed(plugins, judged, order, winner),
+        level=level,
+        chosen_by=_settled_by(policy, ranked_by, winner),
+        rule=None if policy.rule is None else str(policy.rule),
+        ranked_by=ranked_by,
+        options=None if winner is None else _options(winner, policy),
+        assumed=policy.assumed,
+        notes=notes,
+        backend_cls=None if winner is None else winner.backend,
+        **({} if winner is None else _pages(winner.backend, spec, device)),
+    )
+
+
+def _ranked(
+    plugins: PluginSet,
+    order: list[Offer],
+    spec: LayerSpec,
+    device: Device,
+    phase: Phase | None,
+) -> tuple[list[Offer], tuple[str, ...], tuple[str, ...]]:
+    """The order after each plugin that may rank was asked, who changed it, and what went wrong."""
+    ranked_by, notes = [], []
+    for name, rank in plugins.rankers():
+        before = tuple(offer.name for offer in order)
+        wanted, error = attempt(rank, spec=spec, device=device, phase=phase, candidates=before)
+        if error is not None:
+            notes.append(f"{name} raised {describe(error)} in attnplug_rank; ignored")
+            continue
+        if wanted is None:
+            continue
+        names = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted]
+        unknown = [str(item) for item in names if item not in before]
+        if unknown:
+            notes.append(f"{name} ranks {', '.join(unknown)}, no candidate here; ignored")
+            continue
+        ranked_by.append(name)
+        place = {item: index for index, item in enumerate(reversed(names))}
+        order = sorted(order, key=lambda offer: -place.get(offer.name, -1))
+    return order, tuple(ranked_by), tuple(notes)
+
+
+def _settled_by(policy: Policy, ranked_by: tuple[str, ...], winner: Offer | None) -> str | None:
+    if policy.rule is not None:
+        return policy.rule.source
+    if winner is None:
+        return None
+    return "rank" if ranked_by else "priority"
+
+
+def _listed(
+    plugins: PluginSet,
+    judged: Mapping[Offer, Candidate],
+    order: Sequence[Offer],
+    winner: Offer | None,
+) -> tuple[Candidate, ...]:
+    first = [judged[winner]] if winner is not None else []
+    accepted = [judged[o] for o in order if o is not winner and judged[o].accepted]
+    refused = sorted(
+        (candidate for candidate in judged.values() if not candidate.accepted),
+        key=lambda candidate: (-(candidate.priority or 0), candidate.name),
+    )
+    named = {offer.full_name for offer in judged}
+    out = (candidate for candidate in plugins.unavailable if candidate.name not in named)
+    return (*first, *accepted, *refused, *out)
+
+
+def _options(winner: Offer, policy: Policy) -> tuple[tuple[str, Any], ...] | None:
+    given = dict(policy.options)
+    asked = policy.rule.backend if policy.rule is not None else winner.name
+    names = (asked, winner.full_name, winner.name, winner.backend.family)
+    own = next((given[name] for name in names if name in given), None)
+    built = build_options(winner.backend, dict(own) if isinstance(own, tuple) else own)
+    if built is None:
+        return None
+    return tuple(sorted((f.name, getattr(built, f.name)) for f in dataclasses.fields(built)))
+
+
+def _pages(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> dict[str, Any]:
+    if spec.direct_kv:
+        return {}
+    size = spec.block_size or backend.get_preferred_block_size(spec, device)
+    return {"block_size": size, "kv_cache_layout": backend.supported_kv_cache_layouts()[0]}
+
+
+def refusal(decision: Decision, rule: Rule | None) -> NoBackendError:
+    """The error to raise for a decision without a backend."""
+    layer = f"layer {decision.layer_name}" if decision.layer_name else "this layer"
+    where = f"{layer} on {decision.device}" + (f" in {decision.phase}" if decision.phase else "")
+    if rule is None:
+        lines = decision.explanation().replace("\n", "\n  ")
+        return NoBackendError(f"no backend serves {where}\n  {lines}", decision)
+    reasons: list[Reason] = []
+    lines = ""
+    for candidate in decision.refused:
+        if _is_asked(candidate, rule):
+            reasons += candidate.reasons
+            lines += f"\n  {candidate.name}: {'; '.join(candidate.reasons)}"
+    message = f"{rule.backend}, asked for by {rule.source}, does not serve {where}{lines}"
+    return BackendUnavailableError(message, decision, reasons)
+
+
+def _is_asked(candidate: Candidate, rule: Rule) -> bool:
+    return candidate.name == rule.backend.partition("@")[0]
+
+
+def negotiated(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
+    """The decisions with one block size and one KV layout for all layers whose caches are alike.
+
+    Raises:
+        LayoutError: backends of like layers that no size or layout suits; it names them.
+    """
+    groups: dict[Any, list[str]] = {}
+    for name, decision in decisions.items():
+        if decision.backend is not None and decision.block_size is not None:
+            cache = kv_cache_spec_for(decision.spec, decision.spec.block_size or 1)
+            groups.setdefault((cache, decision.spec.block_size), []).append(name)
+    settled = dict(decisions)
+    for names in groups.values():
+        members = {name: decisions[name] for name in names}
+        if len({decision.backend_cls for decision in members.values()}) > 1:
+            pages: dict[str, Any] = {
+                "block_size": _common_size(members),
+                "kv_cache_layout": _common_layout(members),
+            }
+            for name, decision in members.items():
+                settled[name] = dataclasses.replace(decision, **pages)
+    return settled
+
+
+def _common_size(members: Mapping[str, Decision]) -> int:
+    allowed = {
+        name: tuple(d.get_backend_cls().get_supported_kernel_block_sizes(d.spec, d.device))
+        for name, d in members.items()
+    }
+    entries = {size for sizes in allowed.values() for size in sizes}
+    bases = [item.base for item in entries if isinstance(item, MultipleOf)]
+    lcm = functools.reduce(math.lcm, bases, 1)
+    wanted = [d.block_size for d in members.values() if d.block_size is not None]
+    tries = (*wanted, *sorted(item for item in entries if isinstance(item, int)), lcm)
+    for size in tries:
+        if all(MultipleOf.allows(sizes, size) for sizes in allowed.values()):
+            return size
+    raise _clash("block_size", members, {n: ", ".join(map(str, s)) for n, s in allowed.items()})
+
+
+def _common_layout(members: Mapping[str, Decision]) -> str:
+    readable = {n: tuple(d.get_backend_cls().supported_kv_cache_layouts()) for n, d in members.items()}
+    for layout in next(iter(readable.values())):
+        if all(layout in layouts for layouts in readable.values()):
+            return layout
+    raise _clash("kv_cache_layout", members, {n: ", ".join(s) for n, s in readable.items()})
+
+
+def _clash(field: str, members: Mapping[str, Decision], allowed: Mapping[str, str]) -> LayoutError:
+    by_backend = {str(members[name].backend): (name, limit) for name, limit in allowed.items()}
+    sides = [f"{b} (layer {name}) takes {limit}" for b, (name, limit) in by_backend.items()]
+    return LayoutError(
+        field,
+        None,
+        "cannot be agreed on by layers with like caches: " + "; ".join(sides),
+        "ask for one backend for all of them",
+    )

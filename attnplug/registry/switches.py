@@ -1,0 +1,82 @@
+"""The environment variables that steer discovery and selection."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Self
+
+from attnplug.core.errors import PolicyError
+
+if TYPE_CHECKING:
+    from attnplug.registry.records import PluginRecord
+
+__all__ = ["ALLOW", "BACKEND", "BLOCK", "RANK", "STRICT", "Switches"]
+
+BACKEND = "ATTNPLUG_BACKEND"
+ALLOW = "ATTNPLUG_PLUGINS"
+BLOCK = "ATTNPLUG_BLOCK_PLUGINS"
+RANK = "ATTNPLUG_RANK"
+STRICT = "ATTNPLUG_STRICT"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Switches:
+    """What the environment says of plugins, read once when a registry is built.
+
+    `allow` is None where ATTNPLUG_PLUGINS is unset (everything may load); set but empty it leaves
+    the built-in backends alone.
+    """
+
+    allow: tuple[str, ...] | None = None
+    block: tuple[str, ...] = ()
+    rank: tuple[str, ...] = ()
+    strict: bool = False
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """Read the variables; PolicyError names the one whose value means nothing."""
+        env = os.environ if environ is None else environ
+        allow = env.get(ALLOW)
+        return cls(
+            allow=None if allow is None else _names(ALLOW, allow),
+            block=_names(BLOCK, env.get(BLOCK, "")),
+            rank=_names(RANK, env.get(RANK, "")),
+            strict=_boolean(STRICT, env.get(STRICT, "")),
+        )
+
+    def blocked_by(self, plugin: PluginRecord) -> str | None:
+        """The variable that keeps a plugin out, or None."""
+        if any(plugin.answers_to(name) for name in self.block):
+            return BLOCK
+        if self.allow is not None and not any(plugin.answers_to(name) for name in self.allow):
+            return ALLOW
+        return None
+
+    def check_known(self, plugins: Iterable[PluginRecord]) -> None:
+        """PolicyError where a list that brings plugins in names one that is not installed."""
+        known = tuple(plugins)
+        for variable, names in ((ALLOW, self.allow or ()), (RANK, self.rank)):
+            for name in names:
+                if not any(plugin.answers_to(name) for plugin in known):
+                    found = ", ".join(plugin.name for plugin in known) or "none"
+                    raise PolicyError(variable, name, f"names no installed plugin; there are: {found}")
+
+
+def _names(variable: str, text: str) -> tuple[str, ...]:
+    if not text.strip():
+        return ()
+    names = tuple(part.strip() for part in text.split(","))
+    if not all(names):
+        raise PolicyError(variable, text, "must be plugin names with commas between them")
+    return names
+
+
+def _boolean(variable: str, text: str) -> bool:
+    word = text.strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("", "0", "false", "no", "off"):
+        return False
+    raise PolicyError(variable, text, "must be 1 or 0")
