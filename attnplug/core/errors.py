@@ -47,7 +47,7 @@ class _ArgumentError(AttnplugError, ValueError):
         self.value = value
         self.limit = limit
         self.remedy = remedy
-        text = f"{field}={value!r}: {limit}"
+        text = f"{field}={value!r} {limit}"
         super().__init__(f"{text}; {remedy}" if remedy else text)
 
     def __reduce__(self) -> tuple[type[_ArgumentError], tuple[object, ...]]:

@@ -15,6 +15,7 @@ from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
     from attnplug.core.backend import AttentionBackend
@@ -195,18 +196,21 @@ class Decision:
             return f"asked for by {self.chosen_by} ({self.rule})"
         return f"first by {', '.join(self.ranked_by) or self.chosen_by}"
 
+    def __rich__(self) -> Group:
+        from rich.console import Group
+
+        phase = f" in {self.phase}" if self.phase else ""
+        layer = f"{self.layer_name}: " if self.layer_name else ""
+        title = f"{layer}{self.backend or 'no backend'} on {self.device}{phase}"
+        return Group(title, self.table(), *self.notes)
+
     def __str__(self) -> str:
         from rich.console import Console
 
         text = io.StringIO()
-        console = Console(file=text, width=100, color_system=None, legacy_windows=False)
-        phase = f" in {self.phase}" if self.phase else ""
-        layer = f"{self.layer_name}: " if self.layer_name else ""
-        console.print(f"{layer}{self.backend or 'no backend'} on {self.device}{phase}", markup=False)
-        console.print(self.table())
-        for note in self.notes:
-            console.print(note, markup=False)
-        return text.getvalue().rstrip("\n")
+        console = Console(file=text, width=100, color_system=None, markup=False, highlight=False)
+        console.print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON object with every field but the class, and the number of its schema."""

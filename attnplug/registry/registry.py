@@ -7,7 +7,7 @@ import difflib
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 from attnplug.core.errors import PolicyError
@@ -54,18 +54,19 @@ class Registry:
     """
 
     def __init__(self, plugins: Mapping[str, object] | Iterable[object] | None = None) -> None:
-        self._plugins = PluginSet(plugins)
+        self.plugins = PluginSet(plugins)
+        """The plugins held, and what the names of backends stand for."""
         self._lock = threading.RLock()
         self._cache: dict[Any, Decision] = {}
 
     @property
     def records(self) -> tuple[PluginRecord, ...]:
         """What became of each plugin."""
-        return self._plugins.records
+        return self.plugins.records
 
     def backends(self) -> Mapping[str, type[AttentionBackend]]:
         """The backends that can be chosen automatically, by name; a read-only view."""
-        return self._plugins.backends
+        return self.plugins.backends
 
     def register(self, plugin: object, name: str | None = None) -> PluginRecord:
         """Take in a module or object with the hooks of a plugin, through the same checks.
@@ -81,7 +82,7 @@ class Registry:
         """
         with self._lock:
             try:
-                return self._plugins.register(plugin, name)
+                return self.plugins.register(plugin, name)
             finally:
                 self._cache.clear()
 
@@ -120,29 +121,37 @@ class Registry:
         **asked: Unpack[Asked],
     ) -> dict[str, Decision]:
         """As `attnplug.select_layers`, among the backends of this registry."""
-        decisions = self.judge_layers(specs, device, phase, **asked)
+        when = None if phase is None else Phase(phase)
+        decisions = self.judge_layers(specs, device, (when,), **asked)[when]
         for name, decision in decisions.items():
             if decision.backend is None:
                 sets = self._rule_sets(asked.get("backend"))
-                raise refusal(decision, rule_for(sets, decision.spec, decision.phase, name))
+                raise refusal(decision, rule_for(sets, decision.spec, when, name))
         return decisions
 
     def judge_layers(
         self,
         specs: Mapping[str, LayerSpec],
         device: DeviceLike = None,
-        phase: Phase | str | None = None,
+        phases: Sequence[Phase | None] = (None,),
         **asked: Unpack[Asked],
-    ) -> dict[str, Decision]:
-        """As `select_layers`, with a decision also for each layer that no backend serves."""
-        when = None if phase is None else Phase(phase)
+    ) -> dict[Phase | None, dict[str, Decision]]:
+        """A decision for each phase asked about and each layer, also those that no backend serves.
+
+        Raises:
+            PolicyError, PluginError, LayoutError: as `attnplug.select_layers`.
+        """
         for rules in self._rule_sets(asked.get("backend")):
             for rule in rules:
-                _check_matches(rule, specs, when)
+                _check_matches(rule, specs, phases)
         where = resolve_device(device)
-        return negotiated(
-            {name: self._decision(spec, where, when, name, True, **asked)[0] for name, spec in specs.items()}
-        )
+        every = {
+            (phase, name): self._decision(spec, where, phase, name, True, **asked)[0]
+            for phase in phases
+            for name, spec in specs.items()
+        }
+        settled = negotiated(every)
+        return {phase: {name: settled[phase, name] for name in specs} for phase in phases}
 
     def _rule_sets(self, backend: Rules) -> tuple[tuple[Rule, ...], ...]:
         environment = os.environ.get(ENVIRONMENT)
@@ -171,7 +180,7 @@ class Registry:
         asked_here = ((sets[0], options), *((block.rules, block.options) for block in used()))
         for rules, given in reversed(asked_here):
             only = rules[0].backend if len(rules) == 1 else None
-            merged.update(by_backend(given, only, self._plugins.backends))
+            merged.update(by_backend(given, only, self.plugins.backends))
         rule = rule_for(sets, spec, phase, layer_name)
         return Policy(rule, freeze(merged), freeze_assumed(assume_installed))
 
@@ -208,7 +217,7 @@ class Registry:
     def _decide_once(self, key: tuple[LayerSpec, Any, Any, Policy, bool]) -> Decision:
         spec, device, phase, policy, usable = key
         with self._lock:
-            decision = decide(self._plugins, spec, device, phase, policy, usable=usable)
+            decision = decide(self.plugins, spec, device, phase, policy, usable=usable)
             if len(self._cache) >= _MOST_DECISIONS:
                 self._cache.clear()
             self._cache[key] = decision
@@ -216,11 +225,12 @@ class Registry:
         return decision
 
 
-def _check_matches(rule: Rule, specs: Mapping[str, LayerSpec], phase: Phase | None) -> None:
-    if any(rule.matches(spec, phase, name) for name, spec in specs.items()):
+def _check_matches(rule: Rule, specs: Mapping[str, LayerSpec], phases: Sequence[Phase | None]) -> None:
+    every = ((phase, name, spec) for phase in phases for name, spec in specs.items())
+    if any(rule.matches(spec, phase, name) for phase, name, spec in every):
         return
     remedy = None
-    if rule.scope == "phase" and phase is None:
+    if rule.scope == "phase" and None in phases:
         remedy = "select for a phase"
     elif rule.scope == "layer":
         near = difflib.get_close_matches(rule.pattern, (*KINDS, *Phase), 1)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.errors import BackendUnavailableError, LayoutError, NoBackendError
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from attnplug.registry.plugins import PluginSet
     from attnplug.registry.policy import Rule
     from attnplug.registry.records import Offer
+
+_K = TypeVar("_K")
 
 __all__ = ["AUTOMATIC", "Policy", "decide", "negotiated", "refusal"]
 
@@ -198,57 +199,53 @@ def _is_asked(candidate: Candidate, rule: Rule) -> bool:
     return candidate.name == rule.backend.partition("@")[0]
 
 
-def negotiated(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
+def negotiated(decisions: Mapping[_K, Decision]) -> dict[_K, Decision]:
     """The decisions with one block size and one KV layout for all layers whose caches are alike.
 
     Raises:
         LayoutError: backends of like layers that no size or layout suits; it names them.
     """
-    groups: dict[Any, list[str]] = {}
-    for name, decision in decisions.items():
+    groups: dict[Any, list[_K]] = {}
+    for key, decision in decisions.items():
         if decision.backend is not None and decision.block_size is not None:
             cache = kv_cache_spec_for(decision.spec, decision.spec.block_size or 1)
-            groups.setdefault((cache, decision.spec.block_size), []).append(name)
+            groups.setdefault((cache, decision.spec.block_size), []).append(key)
     settled = dict(decisions)
-    for names in groups.values():
-        members = {name: decisions[name] for name in names}
-        if len({decision.backend_cls for decision in members.values()}) > 1:
-            pages: dict[str, Any] = {
-                "block_size": _common_size(members),
-                "kv_cache_layout": _common_layout(members),
-            }
-            for name, decision in members.items():
-                settled[name] = dataclasses.replace(decision, **pages)
+    for keys in groups.values():
+        members = [decisions[key] for key in keys]
+        if len({decision.backend_cls for decision in members}) > 1:
+            size, layout = _common_size(members), _common_layout(members)
+            for key in keys:
+                settled[key] = dataclasses.replace(decisions[key], block_size=size, kv_cache_layout=layout)
     return settled
 
 
-def _common_size(members: Mapping[str, Decision]) -> int:
-    allowed = {
-        name: tuple(d.get_backend_cls().get_supported_kernel_block_sizes(d.spec, d.device))
-        for name, d in members.items()
-    }
-    entries = {size for sizes in allowed.values() for size in sizes}
+def _common_size(members: Sequence[Decision]) -> int:
+    allowed = [tuple(d.get_backend_cls().get_supported_kernel_block_sizes(d.spec, d.device)) for d in members]
+    entries = {size for sizes in allowed for size in sizes}
     bases = [item.base for item in entries if isinstance(item, MultipleOf)]
-    lcm = functools.reduce(math.lcm, bases, 1)
-    wanted = [d.block_size for d in members.values() if d.block_size is not None]
-    tries = (*wanted, *sorted(item for item in entries if isinstance(item, int)), lcm)
-    for size in tries:
-        if all(MultipleOf.allows(sizes, size) for sizes in allowed.values()):
+    wanted = [d.block_size for d in members if d.block_size is not None]
+    fixed = sorted(item for item in entries if isinstance(item, int))
+    for size in (*wanted, *fixed, math.lcm(*bases)):
+        if all(MultipleOf.allows(sizes, size) for sizes in allowed):
             return size
-    raise _clash("block_size", members, {n: ", ".join(map(str, s)) for n, s in allowed.items()})
+    raise _clash("block_size", members, allowed)
 
 
-def _common_layout(members: Mapping[str, Decision]) -> str:
-    readable = {n: tuple(d.get_backend_cls().supported_kv_cache_layouts()) for n, d in members.items()}
-    for layout in next(iter(readable.values())):
-        if all(layout in layouts for layouts in readable.values()):
+def _common_layout(members: Sequence[Decision]) -> str:
+    readable = [tuple(d.get_backend_cls().supported_kv_cache_layouts()) for d in members]
+    for layout in readable[0]:
+        if all(layout in layouts for layouts in readable):
             return layout
-    raise _clash("kv_cache_layout", members, {n: ", ".join(s) for n, s in readable.items()})
+    raise _clash("kv_cache_layout", members, readable)
 
 
-def _clash(field: str, members: Mapping[str, Decision], allowed: Mapping[str, str]) -> LayoutError:
-    by_backend = {str(members[name].backend): (name, limit) for name, limit in allowed.items()}
-    sides = [f"{b} (layer {name}) takes {limit}" for b, (name, limit) in by_backend.items()]
+def _clash(field: str, members: Sequence[Decision], allowed: Sequence[Sequence[object]]) -> LayoutError:
+    one_each = {d.backend: (d, limit) for d, limit in zip(members, allowed, strict=True)}
+    sides = [
+        f"{d.backend} (layer {d.layer_name}) takes {', '.join(map(str, limit))}"
+        for d, limit in one_each.values()
+    ]
     return LayoutError(
         field,
         None,

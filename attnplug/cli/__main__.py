@@ -1,0 +1,5 @@
+"""`python -m attnplug.cli`."""
+
+from attnplug.cli.app import main
+
+main()

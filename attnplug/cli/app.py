@@ -1,0 +1,70 @@
+"""The `attnplug` program: its commands, and how errors become words and exit codes."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from attnplug.cli.doctor import doctor
+from attnplug.cli.explain import explain
+from attnplug.cli.list import list_backends
+from attnplug.cli.output import error
+from attnplug.cli.select import select
+from attnplug.cli.show import show
+from attnplug.core.errors import AttnplugError, NoBackendError, PolicyError, SpecError
+
+__all__ = ["app", "main"]
+
+NO_BACKEND = 3
+BAD_USAGE = 2
+FAILED = 1
+
+app = typer.Typer(
+    name="attnplug",
+    help="Which attention backend serves which layer, and why not the others.",
+    epilog="Exit codes: 0 chosen, 3 no backend for some layer, 2 bad usage, 1 anything else.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("list")(list_backends)
+app.command("show")(show)
+app.command("select")(select)
+app.command("explain")(explain)
+app.command("doctor")(doctor)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"attnplug {version('attnplug')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Which attention backend serves which layer, and why not the others."""
+
+
+def main() -> None:
+    """Run the program; every error attnplug raises on purpose is one message and an exit code."""
+    try:
+        app()
+    except NoBackendError as problem:
+        sys.exit(error(problem, NO_BACKEND))
+    except (PolicyError, SpecError) as problem:
+        sys.exit(error(problem, BAD_USAGE))
+    except AttnplugError as problem:
+        sys.exit(error(problem, FAILED))
+    except BrokenPipeError:
+        # The reader of our output has gone, as in `attnplug list | head`.
+        sys.stderr.close()
+        sys.exit(FAILED)

@@ -1,0 +1,73 @@
+"""Options that several commands share, and what their text means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, TypeAlias
+
+import typer
+
+from attnplug.core.errors import PolicyError
+from attnplug.core.spec import Phase
+from attnplug.registry.installed import AssumeInstalled
+
+__all__ = [
+    "AsJson",
+    "AssumedVersions",
+    "BackendRules",
+    "BlockSize",
+    "DeviceText",
+    "KVCacheDtype",
+    "PhaseChoice",
+    "assumed",
+]
+
+DeviceText: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--device", metavar="DEVICE", help="The device asked about: current, cpu, sm90, rocm:9.4, ..."
+    ),
+]
+BackendRules: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        metavar="RULES",
+        help="A backend for everything, or rules by layer name, kind or phase: "
+        "'FLASH_ATTN,sliding=TRITON,decode=FLASHINFER'.",
+    ),
+]
+PhaseChoice: TypeAlias = Annotated[
+    Phase | None, typer.Option("--phase", help="Ask for one phase; a backend must serve both otherwise.")
+]
+KVCacheDtype: TypeAlias = Annotated[
+    str, typer.Option("--kv-cache-dtype", metavar="DTYPE", help="auto, fp8, fp8_e4m3, fp8_e5m2, ...")
+]
+BlockSize: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--block-size", metavar="TOKENS", help="Tokens per KV page; the backend chooses otherwise."),
+]
+AssumedVersions: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--assume-installed",
+        metavar="all|DIST=VERSION",
+        help="Ask what would be chosen if these were installed; may be repeated.",
+    ),
+]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def assumed(given: Sequence[str] | None) -> AssumeInstalled:
+    """The versions that `--assume-installed` names; PolicyError for text of another form."""
+    if not given:
+        return None
+    if list(given) == ["all"]:
+        return "all"
+    versions = {}
+    for part in (part for text in given for part in text.split(",")):
+        name, equals, version = part.partition("=")
+        if not (name and equals and version):
+            raise PolicyError("--assume-installed", part, "must be all, or DISTRIBUTION=VERSION")
+        versions[name.strip()] = version.lstrip("=").strip()
+    return versions

@@ -1,0 +1,51 @@
+"""The child process of `attnplug doctor`: loads one plugin, or opens one backend's doors, and reports each step.
+
+Run as `python -m attnplug.cli.probe REPORT PLUGIN [BACKEND]`. Each step is appended to REPORT as a
+JSON line before it is taken, so that the parent knows how far a child came that crashed or hung.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main"]
+
+
+def main(report: str, plugin: str, backend: str | None = None) -> None:
+    """Take the steps; raises whatever the plugin raises."""
+    from attnplug.registry.discovery import Host, installed_plugins
+
+    _note(report, step=f"importing {plugin}")
+    found = next(item for item in installed_plugins() if item.record.name == plugin)
+    loaded = Host().load(found)
+    offers = {offer.name: offer for offer in loaded.offers}
+    _note(
+        report,
+        step=f"loaded {plugin}",
+        status=str(loaded.record.status),
+        reason=loaded.record.reason,
+        backends={name: offer.backend.family for name, offer in offers.items()},
+    )
+    if backend is None:
+        return
+    chosen = offers[backend].backend
+    from attnplug.registry.installed import unmet
+
+    _note(report, step="checking what it requires", unmet=[str(reason) for reason in unmet(chosen.requires)])
+    for door in ("get_impl_cls", "get_builder_cls"):
+        _note(report, step=f"in {door}")
+        part = getattr(chosen, door)()
+        _note(report, step=f"after {door}", **{door: part.__qualname__})
+    _note(report, step="done")
+
+
+def _note(report: str, **facts: Any) -> None:
+    with Path(report).open("a") as file:
+        file.write(json.dumps(facts) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,64 @@
+"""Specs and layers in few words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from attnplug.core.features import Feature
+from attnplug.core.spec import AttentionType, LayerSpec
+
+__all__ = ["features_in_words", "indices", "layers_in_words"]
+
+
+def features_in_words(spec: LayerSpec) -> str:
+    """What a layer asks for beyond sizes, as "sliding 1024, sinks"; "full" where there is nothing."""
+    left, right = spec.window
+    said = {
+        Feature.SLIDING_WINDOW: f"sliding {spec.sliding_window}"
+        if spec.sliding_window is not None
+        else f"window {left},{right}",
+        Feature.CHUNKED_LOCAL: f"chunk {spec.chunk_size}",
+        Feature.SOFT_CAP: f"soft cap {spec.logits_soft_cap:g}" if spec.logits_soft_cap else "",
+        Feature.FP8_KV: f"{spec.kv_cache_dtype} KV",
+        Feature.HEAD_SIZE_V: f"head size v {spec.head_size_v}",
+        Feature.ENCODER: str(spec.attn_type).replace("_", "-"),
+        Feature.CROSS: "cross",
+        Feature.DIRECT_KV: "direct KV",
+        Feature.NON_CAUSAL: "non-causal",
+        Feature.MLA: "MLA",
+        Feature.LSE: "LSE",
+        Feature.ALIBI: "ALiBi",
+        Feature.SINKS: "sinks",
+    }
+    asked = spec.required_features()
+    if spec.attn_type is not AttentionType.DECODER:
+        # Encoders and cross attention are non-causal by nature, encoders keep no cache.
+        asked &= ~Feature.NON_CAUSAL & ~Feature.DIRECT_KV
+    words = [said.get(flag, str(flag.name).lower()) for flag in Feature if flag in asked]
+    masks = Feature.SLIDING_WINDOW | Feature.CHUNKED_LOCAL | Feature.CROSS | Feature.ENCODER
+    return ", ".join(words if asked & masks or spec.mla else ["full", *words])
+
+
+def layers_in_words(names: Sequence[str], limit: int = 4) -> str:
+    """Layer names by their numbers, as "0-4, 6-10, 12-16, ..."; a lone name as it stands."""
+    numbers = indices(names)
+    if numbers is None:
+        return names[0] if len(names) == 1 else f"{names[0]}, ..."
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    parts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(parts[:limit]) + (", ..." if len(parts) > limit else "")
+
+
+def indices(names: Iterable[str]) -> list[int] | None:
+    """The one number in each name, where all have exactly one and none comes twice."""
+    found = [re.findall(r"(?<![^.])\d+(?![^.])", name) for name in names]
+    if any(len(numbers) != 1 for numbers in found):
+        return None
+    values = [int(numbers[0]) for numbers in found]
+    return sorted(values) if len(set(values)) == len(values) else None
