@@ -1,1 +1,60 @@
-"""For authors of backends: the float64 oracle."""
+"""For authors of backends: the float64 oracle, batches with traps, and how near is near enough."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnplug.core._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from attnplug.testing.batches import Batch as Batch
+    from attnplug.testing.batches import direct_batch as direct_batch
+    from attnplug.testing.batches import layer_tensors as layer_tensors
+    from attnplug.testing.batches import paged_batch as paged_batch
+    from attnplug.testing.comparison import Tolerance as Tolerance
+    from attnplug.testing.comparison import assert_close as assert_close
+    from attnplug.testing.comparison import assert_lse_close as assert_lse_close
+    from attnplug.testing.comparison import tolerance as tolerance
+    from attnplug.testing.oracle import OracleResult as OracleResult
+    from attnplug.testing.oracle import attention_oracle as attention_oracle
+    from attnplug.testing.oracle import request_oracle as request_oracle
+    from attnplug.testing.oracle import stored_values as stored_values
+    from attnplug.testing.oracle import visible_keys as visible_keys
+    from attnplug.testing.running import run_batch as run_batch
+
+__all__ = [
+    "Batch",
+    "OracleResult",
+    "Tolerance",
+    "assert_close",
+    "assert_lse_close",
+    "attention_oracle",
+    "direct_batch",
+    "layer_tensors",
+    "paged_batch",
+    "request_oracle",
+    "run_batch",
+    "stored_values",
+    "tolerance",
+    "visible_keys",
+]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "Batch": "batches",
+        "OracleResult": "oracle",
+        "Tolerance": "comparison",
+        "assert_close": "comparison",
+        "assert_lse_close": "comparison",
+        "attention_oracle": "oracle",
+        "direct_batch": "batches",
+        "layer_tensors": "batches",
+        "paged_batch": "batches",
+        "request_oracle": "oracle",
+        "run_batch": "running",
+        "stored_values": "oracle",
+        "tolerance": "comparison",
+        "visible_keys": "oracle",
+    },
+)

@@ -1,0 +1,82 @@
+"""What TORCH can do: everything but MLA, sparse attention and multimodal spans."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from attnplug.core.backend import AttentionBackend
+from attnplug.core.features import Feature
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attnplug.backends.torch_native.builder import TorchMetadataBuilder
+    from attnplug.backends.torch_native.impl import TorchImpl
+    from attnplug.core.device import Device
+    from attnplug.core.spec import LayerSpec, Phase
+
+__all__ = ["TorchBackend"]
+
+
+class TorchBackend(AttentionBackend):
+    """Attention in plain PyTorch: any device, any head size, any block size.
+
+    Last in the automatic order: it reads host lengths and gathers pages, so it is not `step_safe`.
+    """
+
+    device_types: ClassVar[Sequence[str]] = ("cpu", "cuda", "rocm", "xpu", "mps")
+    supported_dtypes: ClassVar[Sequence[object]] = ("float16", "bfloat16", "float32")
+    supported_kv_cache_dtypes: ClassVar[Sequence[str]] = (
+        "auto",
+        "float16",
+        "bfloat16",
+        "float32",
+        "fp8",
+        "fp8_e4m3",
+        "fp8_e5m2",
+    )
+    features: ClassVar[Feature] = (
+        Feature.SLIDING_WINDOW
+        | Feature.CHUNKED_LOCAL
+        | Feature.SOFT_CAP
+        | Feature.SINKS
+        | Feature.ALIBI
+        | Feature.LSE
+        | Feature.HEAD_SIZE_V
+        | Feature.NON_CAUSAL
+        | Feature.DIRECT_KV
+        | Feature.FP8_KV
+        | Feature.CROSS
+        | Feature.ENCODER
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        """The name, "TORCH"."""
+        return "TORCH"
+
+    @classmethod
+    def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
+        """0: any other backend that serves the layer comes first."""
+        return 0
+
+    @classmethod
+    def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
+        """Direct K and V are never stored, so they have no storage dtype of their own."""
+        if spec.direct_kv and spec.resolved_kv_cache_dtype != spec.dtype:
+            return f"direct_kv stores nothing, so kv_cache_dtype={spec.kv_cache_dtype!r} cannot be honoured"
+        return None
+
+    @classmethod
+    def get_impl_cls(cls) -> type[TorchImpl]:
+        """TorchImpl."""
+        from attnplug.backends.torch_native.impl import TorchImpl
+
+        return TorchImpl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[TorchMetadataBuilder]:
+        """TorchMetadataBuilder."""
+        from attnplug.backends.torch_native.builder import TorchMetadataBuilder
+
+        return TorchMetadataBuilder

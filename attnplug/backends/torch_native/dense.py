@@ -1,0 +1,167 @@
+"""One request at a time: prefill, extend, encoders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from attnplug.backends.torch_native.softmax import Scoring
+
+__all__ = ["attend_request"]
+
+_Ints = npt.NDArray[np.int64]
+
+_SCORES_CPU = 1 << 21
+_SCORES_DEVICE = 1 << 26
+_FUSED_HEAD_SIZE = 256
+
+
+def attend_request(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: tuple[_Ints, _Ints],
+    offset: int,
+    scoring: Scoring,
+    output: torch.Tensor,
+    output_lse: torch.Tensor | None,
+) -> None:
+    """Attend the n queries of one request, a tile of rows at a time, over the keys each tile can see.
+
+    Args:
+        query: `[n, H, D]`.
+        key: `[Hkv, m, D]` in the dtype to compute in.
+        value: `[Hkv, m, Dv]`.
+        bounds: `[low, high)`, int64 `[n]` each: the keys each row sees; neither ever decreases.
+        offset: the first query's place on the keys' axis.
+        scoring: how scores become weights.
+        output: `[n, H, Dv]`, written.
+        output_lse: float32 `[n, H]`, written where given.
+
+    """
+    low, high = bounds
+    fused = scoring.is_plain and output_lse is None and key.shape[-1] == value.shape[-1]
+    if not fused:
+        key, value = key.float(), value.float()
+    tiles = _fused_tiles(low, high, key) if fused else _explicit_tiles(low, high, query)
+    for start, stop in tiles:
+        rows = slice(start, stop)
+        keys = slice(int(low[start]), int(high[stop - 1]))
+        out = output[rows]
+        lse = None if output_lse is None else output_lse[rows]
+        if keys.stop <= keys.start:
+            scoring.fill_empty(out, lse)
+            continue
+        reach = (low[rows] - keys.start, high[rows] - keys.start)
+        k, v = key[:, keys], value[:, keys]
+        if fused:
+            out.copy_(_fused(query[rows], k, v, reach, scoring))
+        else:
+            _explicit(query[rows], k, v, reach, offset + start - keys.start, scoring, out, lse)
+
+
+def _fused(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, reach: tuple[_Ints, _Ints], scoring: Scoring
+) -> torch.Tensor:
+    rows, heads, size = query.shape
+    groups = heads // key.shape[0]
+    # KV heads take the place of the batch, so that grouped queries share keys without copying them.
+    grouped = query.to(key.dtype).view(rows, -1, groups, size).permute(1, 2, 0, 3)
+    keys = key[:, None].expand(-1, groups, -1, -1)
+    values = value[:, None].expand(-1, groups, -1, -1)
+    causal = _is_square_causal(*reach)
+    hidden = None if causal else _hidden(reach, key.shape[1], key.device)
+    mask = None if hidden is None else ~hidden
+    out = functional.scaled_dot_product_attention(
+        grouped, keys, values, attn_mask=mask, is_causal=causal, scale=scoring.scale
+    )
+    out = out.permute(2, 0, 1, 3).reshape(rows, heads, -1)
+    if scoring.value_scale != 1.0:
+        out = out * scoring.value_scale
+    empty = reach[1] <= reach[0]
+    if empty.any():
+        out = out.masked_fill(torch.from_numpy(empty).to(out.device)[:, None, None], 0.0)
+    return out
+
+
+def _explicit(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    reach: tuple[_Ints, _Ints],
+    offset: int,
+    scoring: Scoring,
+    output: torch.Tensor,
+    output_lse: torch.Tensor | None,
+) -> None:
+    rows, heads, size = query.shape
+    kv_heads, keys, _ = key.shape
+    groups = heads // kv_heads
+    grouped = (query.float() * scoring.scale).view(rows, kv_heads, groups, size).permute(1, 2, 0, 3)
+    scores = torch.bmm(grouped.reshape(kv_heads, groups * rows, size), key.transpose(1, 2))
+    scores = scores.view(1, kv_heads, groups, rows, keys)
+    hidden = _hidden(reach, keys, key.device)
+    scoring.shape(
+        scores,
+        _distance(rows, keys, offset, key.device) if scoring.slopes is not None else None,
+        None if hidden is None else hidden[None],
+    )
+    empty = bool((reach[1] <= reach[0]).any())
+    weights, lse = scoring.normalise(scores, output_lse is not None, empty)
+    out = torch.bmm(weights.view(kv_heads, groups * rows, keys), value)
+    if scoring.value_scale != 1.0:
+        out *= scoring.value_scale
+    output.copy_(out.view(kv_heads, groups, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads, -1))
+    if output_lse is not None and lse is not None:
+        output_lse.copy_(lse[0].permute(2, 0, 1).reshape(rows, heads))
+
+
+def _distance(rows: int, keys: int, offset: int, device: torch.device) -> torch.Tensor:
+    queries = torch.arange(offset, offset + rows, device=device)
+    return (torch.arange(keys, device=device) - queries[:, None]).abs_().float()[None]
+
+
+def _hidden(reach: tuple[_Ints, _Ints], keys: int, device: torch.device) -> torch.Tensor | None:
+    low, high = reach
+    if (low <= 0).all() and (high >= keys).all():
+        return None
+    places = torch.arange(keys, device=device)
+    lows, highs = (torch.from_numpy(bound).to(device)[:, None] for bound in (low, high))
+    return (places < lows) | (places >= highs)
+
+
+def _is_square_causal(low: _Ints, high: _Ints) -> bool:
+    return bool(low[-1] == low[0]) and np.array_equal(high - low[0], np.arange(1, low.size + 1))
+
+
+def _is_simple(low: _Ints, high: _Ints) -> bool:
+    return bool(low[-1] == low[0]) and (bool(high[-1] == high[0]) or _is_square_causal(low, high))
+
+
+def _fused_tiles(low: _Ints, high: _Ints, key: torch.Tensor) -> Iterator[tuple[int, int]]:
+    # No fused kernel of a GPU takes such heads, and without one whole score matrices are made.
+    whole = key.device.type == "cpu" or key.shape[-1] <= _FUSED_HEAD_SIZE
+    rows = low.size
+    edges = np.flatnonzero(np.diff(low)) + 1
+    if edges.size > rows // 64:
+        edges = edges[:0]
+    for start, stop in zip([0, *edges.tolist()], [*edges.tolist(), rows], strict=True):
+        step = stop - start
+        if not (whole and _is_simple(low[start:stop], high[start:stop])):
+            span = int((high[start:stop] - low[start:stop]).max())
+            step = min(max(span // 2, 64), 512)
+        for first in range(start, stop, step):
+            yield first, min(first + step, stop)
+
+
+def _explicit_tiles(low: _Ints, high: _Ints, query: torch.Tensor) -> Iterator[tuple[int, int]]:
+    rows, heads, _ = query.shape
+    budget = _SCORES_CPU if query.device.type == "cpu" else _SCORES_DEVICE
+    span = int((high - low).max())
+    step = min(max(budget // (heads * max(span, 1)), 1), 128 if query.device.type == "cpu" else 1024)
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)

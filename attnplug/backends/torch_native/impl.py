@@ -1,0 +1,211 @@
+"""Runs a layer on TORCH: writes its pages, and attends short queries together, long ones in turn."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+
+from attnplug.backends.torch_native.backend import TorchBackend
+from attnplug.backends.torch_native.builder import TorchMetadata
+from attnplug.backends.torch_native.checks import check_cache, check_keys, check_rows, refuse_output_scales
+from attnplug.backends.torch_native.decode import SHORT_QUERY, attend_short
+from attnplug.backends.torch_native.dense import attend_request
+from attnplug.backends.torch_native.kv_cache import compute_dtype, storage_dtype, typed_view, write
+from attnplug.backends.torch_native.reach import Reach
+from attnplug.backends.torch_native.softmax import Scoring
+from attnplug.backends.torch_native.source import KeySource, PackedKeys, PagedKeys
+from attnplug.core.errors import BatchError, LayoutError
+from attnplug.core.impl import AttentionImpl, AttentionLayer
+from attnplug.core.spec import AttentionType
+
+__all__ = ["TorchImpl"]
+
+
+class TorchImpl(AttentionImpl[TorchMetadata]):
+    """Attention in plain PyTorch."""
+
+    can_return_lse_for_decode = True
+
+    @torch.no_grad()
+    def update_kv_cache(
+        self,
+        layer: AttentionLayer | None,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write new keys and values; fp8 storage divides by the scales and clamps.
+
+        Raises:
+            BatchError: key or value of another shape or dtype, or fewer rows than slots.
+            LayoutError: a cache of another shape or dtype.
+
+        """
+        slots = slot_mapping.shape[0]
+        key, value = check_keys(key, value, slots, self.spec, self._dtype)
+        k, v = self._pages(kv_cache)
+        key, value = key[:slots], value[:slots]
+        kept = slot_mapping >= 0
+        if not bool(kept.all()):
+            slot_mapping, key, value = slot_mapping[kept], key[kept], value[kept]
+        k_scale, v_scale = self._scales(layer)
+        write(k, key, slot_mapping, k_scale)
+        write(v, value, slot_mapping, v_scale)
+
+    @torch.no_grad()
+    def attend(
+        self,
+        layer: AttentionLayer | None,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+        attn_metadata: TorchMetadata,
+        output: torch.Tensor,
+        *,
+        output_lse: torch.Tensor | None = None,
+        use_sinks: bool = True,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend and write `output`, as AttentionImpl.attend says.
+
+        Raises:
+            BatchError: tensors that do not fit the spec or the batch, an LSE the spec did not
+                declare, a batch that is not causal for a causal layer, an output scale.
+            LayoutError: a cache of another shape or dtype, or one where K and V are given.
+
+        """
+        self._check(query, attn_metadata, output, output_lse)
+        refuse_output_scales(output_scale=output_scale, output_block_scale=output_block_scale)
+        reach = Reach.of(self.spec, attn_metadata.causal)
+        source = self._source(key, value, kv_cache, attn_metadata)
+        given = self._given(key, value, attn_metadata) if isinstance(source, PagedKeys) else None
+        stored = source.k.dtype
+        scoring = self._scoring(layer, query.device, use_sinks, stored)
+
+        lens = attn_metadata.query_lens
+        short = np.flatnonzero((lens > 0) & (lens <= SHORT_QUERY))
+        if short.size:
+            attend_short(query, short, source, attn_metadata, reach, scoring, output, output_lse)
+        for request in np.flatnonzero(lens > SHORT_QUERY).tolist():
+            is_new = lens[request] == attn_metadata.seq_lens[request]
+            keys = given if given is not None and is_new else source
+            self._attend_long(request, query, keys, attn_metadata, reach, scoring, output, output_lse)
+        return output
+
+    def _attend_long(
+        self,
+        request: int,
+        query: torch.Tensor,
+        source: KeySource,
+        metadata: TorchMetadata,
+        reach: Reach,
+        scoring: Scoring,
+        output: torch.Tensor,
+        output_lse: torch.Tensor | None,
+    ) -> None:
+        start, stop = metadata.query_starts[request : request + 2].tolist()
+        first, end = source.first[request], source.end[request]
+        position = int(metadata.seq_lens[request]) - (stop - start)
+        low, high = reach.bounds(np.arange(position, position + stop - start), first, end)
+        lowest, highest = int(low[0]), max(int(high[-1]), int(low[0]))
+        key, value = source.of_request(request, lowest, highest)
+        computed = self._computed(key.dtype)
+        attend_request(
+            query[start:stop],
+            key.to(computed),
+            value.to(computed),
+            (low - lowest, high - lowest),
+            position - lowest,
+            scoring,
+            output[start:stop],
+            None if output_lse is None else output_lse[start:stop],
+        )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return compute_dtype(self.spec)
+
+    def _computed(self, stored: torch.dtype) -> torch.dtype:
+        """What to multiply in: fp8 widens exactly to the layer's dtype, another float to float32."""
+        return self._dtype if stored == self._dtype or stored.itemsize == 1 else torch.float32
+
+    def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        check_cache(kv_cache, self.spec)
+        return TorchBackend.split_kv(typed_view(kv_cache, self.spec), self.spec)
+
+    def _source(
+        self,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+        metadata: TorchMetadata,
+    ) -> KeySource:
+        spec = self.spec
+        encodes = spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+        if kv_cache is not None:
+            if spec.direct_kv:
+                raise LayoutError("kv_cache", tuple(kv_cache.shape), "must be None with direct_kv=True")
+            k, v = self._pages(kv_cache)
+            return PagedKeys(k, v, metadata.block_table, metadata.seq_lens)
+        if not (spec.direct_kv or encodes):
+            remedy = "declare the layer with direct_kv=True to give K and V with the call"
+            raise LayoutError("kv_cache", None, "is required", remedy)
+        starts = metadata.query_starts if metadata.key_starts is None else metadata.key_starts
+        key, value = check_keys(key, value, int(starts[-1]), spec, self._dtype)
+        return PackedKeys.checked(key, value, starts, metadata.seq_lens)
+
+    def _given(
+        self, key: torch.Tensor | None, value: torch.Tensor | None, metadata: TorchMetadata
+    ) -> PackedKeys | None:
+        """The new tokens' keys, where requests without computed tokens may attend them."""
+        spec = self.spec
+        own = (
+            spec.attn_type is not AttentionType.ENCODER_DECODER and self.kv_sharing_target_layer_name is None
+        )
+        if key is None or value is None or not own or storage_dtype(spec) != self._dtype:
+            return None
+        check_keys(key, value, int(metadata.query_starts[-1]), spec, self._dtype)
+        return PackedKeys(key, value, metadata.query_starts, metadata.seq_lens)
+
+    def _check(
+        self,
+        query: torch.Tensor,
+        metadata: TorchMetadata,
+        output: torch.Tensor,
+        output_lse: torch.Tensor | None,
+    ) -> None:
+        spec, tokens = self.spec, metadata.num_actual_tokens
+        check_rows("query", query, tokens, (spec.num_heads, spec.head_size), self._dtype)
+        check_rows("output", output, tokens, (spec.num_heads, spec.head_size_v), self._dtype)
+        if output_lse is None:
+            return
+        if not spec.needs_lse:
+            remedy = "declare the layer with needs_lse=True"
+            raise BatchError("output_lse", tuple(output_lse.shape), "must be None", remedy)
+        check_rows("output_lse", output_lse, tokens, (spec.num_heads,), torch.float32)
+
+    def _scoring(
+        self, layer: AttentionLayer | None, device: torch.device, use_sinks: bool, stored: torch.dtype
+    ) -> Scoring:
+        spec, tensors = self.spec, self.tensors
+        grouped = (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads)
+        slopes = None if tensors.alibi_slopes is None else tensors.alibi_slopes.to(device).view(grouped)
+        sinks = None
+        if use_sinks and tensors.sinks is not None:
+            sinks = tensors.sinks.to(device).view(grouped)
+        k_scale, v_scale = self._scales(layer) if stored.itemsize == 1 else (1.0, 1.0)
+        return Scoring(spec.scale * k_scale, v_scale, spec.logits_soft_cap, slopes, sinks)
+
+    def _scales(self, layer: AttentionLayer | None) -> tuple[float, float]:
+        if layer is not None and hasattr(layer, "_k_scale_float") and hasattr(layer, "_v_scale_float"):
+            return float(layer._k_scale_float), float(layer._v_scale_float)
+        return self._own_scales
+
+    @functools.cached_property
+    def _own_scales(self) -> tuple[float, float]:
+        return float(self.tensors.k_scale), float(self.tensors.v_scale)

@@ -1,0 +1,115 @@
+"""Storing K and V in pages, and reading any tokens of any layout back as rows of one head each."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from attnplug.core.errors import LayoutError
+from attnplug.core.spec import LayerSpec
+
+__all__ = ["HeadRows", "compute_dtype", "storage_dtype", "typed_view", "write"]
+
+_STORAGE = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def compute_dtype(spec: LayerSpec) -> torch.dtype:
+    """The torch dtype of the layer's queries, keys, values and outputs."""
+    return _STORAGE[spec.dtype]
+
+
+def storage_dtype(spec: LayerSpec) -> torch.dtype:
+    """The element type of the layer's cache; LayoutError for one that TORCH does not store."""
+    dtype = _STORAGE.get(spec.resolved_kv_cache_dtype)
+    if dtype is None:
+        raise LayoutError("kv_cache_dtype", spec.kv_cache_dtype, f"must be one of {', '.join(_STORAGE)}")
+    return dtype
+
+
+def typed_view(kv_cache: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+    """The cache as its element type; a raw fp8 pool may come as uint8.
+
+    Raises:
+        LayoutError: a cache of another element type.
+
+    """
+    dtype = storage_dtype(spec)
+    if kv_cache.dtype == dtype:
+        return kv_cache
+    if kv_cache.dtype == torch.uint8 and spec.has_quantized_kv_cache:
+        return kv_cache.view(dtype)
+    limit = f"must be {dtype}" + (" or torch.uint8" if spec.has_quantized_kv_cache else "")
+    raise LayoutError(
+        "kv_cache.dtype", kv_cache.dtype, f"{limit} with kv_cache_dtype={spec.kv_cache_dtype!r}"
+    )
+
+
+def write(pages: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, scale: float) -> None:
+    """Write `tokens [T, Hkv, D]` to `pages [num_blocks, block_size, Hkv, D]` of any strides.
+
+    Args:
+        pages: an fp8 type stores `tokens / scale`, clamped to its finite maximum.
+        tokens: keys or values.
+        slots: int64 `[T]`, none negative.
+        scale: stored value x scale = value.
+
+    """
+    if pages.dtype.itemsize == 1:
+        limit = torch.finfo(pages.dtype).max
+        stored = tokens.float().div_(scale) if tokens.dtype != torch.float32 else tokens / scale
+        tokens = stored.clamp_(-limit, limit).to(pages.dtype).view(torch.uint8)
+        pages = pages.view(torch.uint8)
+    block_size = pages.shape[1]
+    pages.index_put_((slots // block_size, slots % block_size), tokens.to(pages.dtype))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class HeadRows:
+    """`[num_blocks, block_size, Hkv, D]` of any strides, as rows of D elements that one index picks.
+
+    Row `block * steps[0] + offset * steps[1] + head * steps[2]` is one head of one token. With one
+    flat index a tile is gathered head by head, so that batched matrix products need no further copy.
+    """
+
+    rows: torch.Tensor
+    steps: tuple[int, int, int]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, pages: torch.Tensor) -> HeadRows:
+        """The rows of `pages`; shares its storage."""
+        blocks, block_size, heads, size = pages.shape
+        dtype = pages.dtype
+        if dtype.itemsize == 1:
+            pages = pages.view(torch.uint8)
+        # A dimension of one element is never stepped along, whatever its stride says.
+        outer = [pages.stride(dim) if pages.shape[dim] > 1 else 0 for dim in range(3)]
+        unit = math.gcd(*outer) or 1
+        block_step, offset_step, head_step = (stride // unit for stride in outer)
+        last = (blocks - 1) * block_step + (block_size - 1) * offset_step + (heads - 1) * head_step
+        rows = pages.as_strided((max(last, 0) + 1, size), (unit, pages.stride(3)), pages.storage_offset())
+        return cls(rows, (block_step, offset_step, head_step), dtype)
+
+    def index(self, tokens: torch.Tensor, heads: int) -> torch.Tensor:
+        """Rows `[B, heads, L]` of every head of `tokens [B, L]` (rows of their first heads)."""
+        offsets = torch.arange(heads, device=tokens.device) * self.steps[2]
+        return tokens[:, None] + offsets[:, None]
+
+    def gather(self, index: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
+        """`[*index.shape, D]` in the storage dtype, in `buffer` (flat, of `rows.dtype`) where one is given."""
+        size = self.rows.shape[1]
+        flat = index.reshape(-1)
+        if buffer is None:
+            picked = self.rows.index_select(0, flat)
+        else:
+            picked = buffer[: flat.numel() * size].view(-1, size)
+            torch.index_select(self.rows, 0, flat, out=picked)
+        return picked.view(self.dtype).view(*index.shape, size)

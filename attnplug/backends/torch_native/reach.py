@@ -1,0 +1,53 @@
+"""Which keys a query sees: causality, windows and chunks all leave one run of positions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from attnplug.core.errors import BatchError
+from attnplug.core.spec import LayerSpec
+
+__all__ = ["Reach"]
+
+_Ints = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reach:
+    """How far a query at position p sees: `p - left .. p + right`, within its chunk; -1 is no limit."""
+
+    left: int
+    right: int
+    chunk: int | None
+
+    @classmethod
+    def of(cls, spec: LayerSpec, causal: bool) -> Reach:
+        """The reach of a layer in a batch that says `causal`.
+
+        Raises:
+            BatchError: a batch that is not causal, for a layer that is.
+
+        """
+        left, right = spec.window
+        if spec.causal and not causal:
+            remedy = "declare the layer with causal=False"
+            raise BatchError("causal", causal, "cannot widen a causal layer", remedy)
+        return cls(left, 0 if causal else right, spec.chunk_size)
+
+    def bounds(self, positions: _Ints, first: _Ints, end: _Ints) -> tuple[_Ints, _Ints]:
+        """`[low, high)`, the positions of the keys seen from `positions`, given keys `[first, end)`.
+
+        Broadcasts; `high <= low` where nothing is seen.
+        """
+        low = np.broadcast_to(first, positions.shape)
+        high = np.broadcast_to(end, positions.shape)
+        if self.left >= 0:
+            low = np.maximum(low, positions - self.left)
+        if self.chunk is not None:
+            low = np.maximum(low, positions // self.chunk * self.chunk)
+        if self.right >= 0:
+            high = np.minimum(high, positions + self.right + 1)
+        return low, high

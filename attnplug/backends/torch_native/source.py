@@ -1,0 +1,138 @@
+"""Where the keys of a batch are: in pages, or packed in the tensors of the call."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attnplug.backends.torch_native.kv_cache import HeadRows
+from attnplug.core.errors import BatchError
+
+__all__ = ["KeySource", "PackedKeys", "PagedKeys"]
+
+_Ints = npt.NDArray[np.int64]
+
+
+class KeySource(Protocol):
+    """K and V of R requests; request i holds the positions `first[i] .. end[i] - 1`."""
+
+    first: _Ints
+    end: _Ints
+
+    @property
+    def k(self) -> torch.Tensor:
+        """Keys as `[blocks, block_size, Hkv, D]`."""
+
+    @property
+    def v(self) -> torch.Tensor:
+        """Values as `[blocks, block_size, Hkv, Dv]`."""
+
+    def locate(self, requests: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block and offset, int64 `[B, L]`, of `positions [B, L]` in `requests [B]`."""
+
+    def of_request(self, request: int, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V `[Hkv, high - low, D]` of the positions `low .. high - 1` of one request."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class PagedKeys:
+    """Keys in pages.
+
+    Args:
+        k: pages `[num_blocks, block_size, Hkv, D]`.
+        v: pages `[num_blocks, block_size, Hkv, Dv]`.
+        block_table: `[R, max_blocks]`; entries past a request's pages are not followed.
+        end: lengths of the requests, host int64 `[R]`.
+
+    Raises:
+        BatchError: a length that needs more pages than the table has columns.
+
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    block_table: torch.Tensor
+    end: _Ints
+    first: _Ints = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first = np.zeros_like(self.end)
+        held = self.block_table.shape[1] * self.k.shape[1]
+        if self.end.size and int(self.end.max()) > held:
+            limit = f"is past the {held} tokens of {self.block_table.shape[1]} pages per request"
+            raise BatchError("seq_lens", int(self.end.max()), limit, "widen block_table_tensor")
+
+    def locate(self, requests: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block and offset of positions that the requests hold."""
+        block_size = self.k.shape[1]
+        page = positions // block_size
+        return self.block_table[requests[:, None], page].long(), positions - page * block_size
+
+    def of_request(self, request: int, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V gathered from the pages of one request."""
+        device = self.block_table.device
+        positions = torch.arange(low, high, device=device)[None]
+        block, offset = self.locate(torch.tensor([request], device=device), positions)
+        tensors = []
+        for pages in (self.k, self.v):
+            rows = HeadRows.of(pages)
+            index = rows.index(block * rows.steps[0] + offset * rows.steps[1], pages.shape[2])
+            tensors.append(rows.gather(index)[0])
+        return tensors[0], tensors[1]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class PackedKeys:
+    """Keys given with the call, request after request.
+
+    Args:
+        key: `[Tk, Hkv, D]`.
+        value: `[Tk, Hkv, Dv]`.
+        starts: host int64 `[R + 1]`, where each request's keys start.
+        end: lengths of the requests, host int64 `[R]`; the keys are the last ones.
+
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    starts: _Ints
+    end: _Ints
+    first: _Ints = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first = self.end - np.diff(self.starts)
+
+    @classmethod
+    def checked(cls, key: torch.Tensor, value: torch.Tensor, starts: _Ints, end: _Ints) -> PackedKeys:
+        """The source; BatchError where a request has more keys than it is long."""
+        source = cls(key, value, starts, end)
+        if (source.first < 0).any():
+            worst = int(source.first.argmin())
+            limit = f"request {worst} has more keys than its {end[worst]} tokens"
+            raise BatchError("key_start_loc", starts.tolist(), limit)
+        return source
+
+    @property
+    def k(self) -> torch.Tensor:
+        """Keys as one block."""
+        return self.key[None]
+
+    @property
+    def v(self) -> torch.Tensor:
+        """Values as one block."""
+        return self.value[None]
+
+    def locate(self, requests: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block 0, and the row of each position."""
+        shift = torch.from_numpy(self.starts[:-1] - self.first).to(positions.device)
+        return torch.zeros_like(positions), positions + shift[requests][:, None]
+
+    def of_request(self, request: int, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the keys and values of one request."""
+        shift = int(self.starts[request] - self.first[request])
+        rows = slice(low + shift, high + shift)
+        return self.key[rows].transpose(0, 1), self.value[rows].transpose(0, 1)

@@ -1,0 +1,74 @@
+"""How near to the oracle is near enough."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from attnplug.core.spec import LayerSpec
+
+__all__ = ["Tolerance", "assert_close", "assert_lse_close", "tolerance"]
+
+_OUTPUT = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+_FP8 = 5e-2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Bounds of the error against the oracle.
+
+    Args:
+        output: of each element relative to its row's magnitude, and of `||out - ref|| / ||ref||`.
+        lse: of each log-sum-exp, absolute, or relative where it is larger than 1.
+
+    """
+
+    output: float
+    lse: float
+
+
+def tolerance(spec: LayerSpec) -> Tolerance:
+    """The bounds for a layer: those of its dtype, or of fp8 where the cache holds it."""
+    lse = 1e-4 if spec.dtype == "float32" else 1e-3
+    stored = spec.resolved_kv_cache_dtype
+    return Tolerance(_FP8 if stored.startswith("fp8") else _OUTPUT[spec.dtype], lse)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, bound: float, name: str = "output") -> None:
+    """AssertionError unless `found [n, H, D]` is within `bound` of `expected`, by element and as a whole.
+
+    An element's error is relative to the largest magnitude in its row (the last dimension); a row
+    of zeros must be zeros. NaN never passes.
+    """
+    found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
+    if found.shape != expected.shape:
+        raise AssertionError(f"{name}: shape {tuple(found.shape)} is not {tuple(expected.shape)}")
+    if found.numel() == 0:
+        return
+    if not bool(found.isfinite().all()):
+        raise AssertionError(f"{name}: {int((~found.isfinite()).sum())} elements are NaN or infinite")
+    error = (found - expected).abs()
+    worst = error - bound * expected.abs().amax(-1, keepdim=True)
+    if not bool((worst <= 0).all()):
+        place = tuple(int(index) for index in torch.unravel_index(worst.argmax(), worst.shape))
+        values = f"{found[place].item():.6g} is not {expected[place].item():.6g}"
+        raise AssertionError(f"{name}{list(place)}: {values} within {bound} of its row's magnitude")
+    relative = float(error.norm() / expected.norm()) if bool(expected.any()) else 0.0
+    if not relative <= bound:
+        raise AssertionError(f"{name}: relative error {relative:.3g} is above {bound}")
+
+
+def assert_lse_close(found: torch.Tensor, expected: torch.Tensor, bound: float, name: str = "lse") -> None:
+    """AssertionError unless `found [n, H]` is within `bound` of `expected`; -inf equals only -inf."""
+    found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
+    if found.shape != expected.shape:
+        raise AssertionError(f"{name}: shape {tuple(found.shape)} is not {tuple(expected.shape)}")
+    empty = expected == -math.inf
+    if not bool(((found == -math.inf) == empty).all()):
+        raise AssertionError(f"{name}: -inf stands elsewhere than in the {int(empty.sum())} empty rows")
+    found, expected = found.masked_fill(empty, 0.0), expected.masked_fill(empty, 0.0)
+    error = (found - expected).abs() / expected.abs().clamp_min(1.0)
+    if not bool((error <= bound).all()):
+        raise AssertionError(f"{name}: error {float(error.max()):.3g} is above {bound}")

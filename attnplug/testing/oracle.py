@@ -1,0 +1,142 @@
+"""What attention ought to give: one request at a time, in float64, with an explicit mask."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+from attnplug.core.errors import BatchError
+from attnplug.core.impl import LayerTensors
+from attnplug.core.spec import LayerSpec
+
+__all__ = ["OracleResult", "attention_oracle", "request_oracle", "stored_values", "visible_keys"]
+
+_FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class OracleResult:
+    """The true answer, packed as the queries are.
+
+    Args:
+        output: float64 `[T, H, Dv]`.
+        lse: float64 `[T, H]`, natural log; -inf where nothing is seen and there is no sink.
+
+    """
+
+    output: torch.Tensor
+    lse: torch.Tensor
+
+
+def visible_keys(
+    spec: LayerSpec, query_positions: torch.Tensor, key_positions: torch.Tensor, causal: bool | None = None
+) -> torch.Tensor:
+    """Which keys `[m]` each query `[n]` sees, bool `[n, m]`; `causal=True` narrows a layer that is not."""
+    query, key = query_positions[:, None], key_positions[None, :]
+    left, right = spec.window
+    seen = torch.ones(query.shape[0], key.shape[1], dtype=torch.bool)
+    if spec.causal or causal:
+        seen &= key <= query
+    if left >= 0:
+        seen &= key >= query - left
+    if right >= 0:
+        seen &= key <= query + right
+    if spec.chunk_size is not None:
+        seen &= key // spec.chunk_size == query // spec.chunk_size
+    return seen
+
+
+def request_oracle(
+    spec: LayerSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seq_len: int,
+    *,
+    tensors: LayerTensors | None = None,
+    use_sinks: bool = True,
+    causal: bool | None = None,
+) -> OracleResult:
+    """The answer for one request of `seq_len` tokens.
+
+    Args:
+        spec: the layer; its dtypes do not matter here.
+        query: `[n, H, D]`; row j stands at position `seq_len - n + j`.
+        key: `[m, Hkv, D]`, the last m keys; key j stands at position `seq_len - m + j`.
+        value: `[m, Hkv, Dv]`, dequantised as `stored_values` does where the cache is.
+        seq_len: tokens of the request, dropped ones included.
+        tensors: sinks and slopes, where the spec asks for them.
+        use_sinks: whether sinks enter the denominator.
+        causal: what the batch says, where it narrows the spec.
+
+    """
+    tensors = tensors or LayerTensors()
+    tensors.check(spec)
+    groups = spec.num_heads // spec.num_kv_heads
+    q = query.detach().cpu().double().transpose(0, 1)
+    k, v = (
+        tensor.detach().cpu().double().repeat_interleave(groups, dim=1).transpose(0, 1)
+        for tensor in (key, value)
+    )
+    query_positions = torch.arange(q.shape[1]) + seq_len - q.shape[1]
+    key_positions = torch.arange(k.shape[1]) + seq_len - k.shape[1]
+
+    logits = q @ k.transpose(1, 2) * spec.scale
+    if spec.logits_soft_cap is not None:
+        logits = spec.logits_soft_cap * torch.tanh(logits / spec.logits_soft_cap)
+    if tensors.alibi_slopes is not None:
+        distance = (key_positions[None, :] - query_positions[:, None]).abs()
+        logits = logits - tensors.alibi_slopes.cpu().double()[:, None, None] * distance
+    seen = visible_keys(spec, query_positions, key_positions, causal)
+    logits = logits.masked_fill(~seen, -math.inf)
+    terms = logits
+    if tensors.sinks is not None and use_sinks:
+        sinks = tensors.sinks.cpu().double()[:, None, None].expand(-1, q.shape[1], 1)
+        terms = torch.cat([logits, sinks], dim=2)
+    lse = torch.logsumexp(terms, dim=2)
+    weights = torch.exp(logits - lse[:, :, None].nan_to_num(neginf=0.0))
+    return OracleResult((weights @ v).transpose(0, 1), lse.transpose(0, 1))
+
+
+def attention_oracle(
+    spec: LayerSpec,
+    queries: Sequence[torch.Tensor],
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    seq_lens: Sequence[int],
+    *,
+    tensors: LayerTensors | None = None,
+    use_sinks: bool = True,
+    causal: bool | None = None,
+) -> OracleResult:
+    """The answers of a batch, one after another; the arguments are `request_oracle`'s, per request.
+
+    Raises:
+        BatchError: sequences of different lengths.
+
+    """
+    counts = [len(part) for part in (queries, keys, values, seq_lens)]
+    if len(set(counts)) != 1:
+        raise BatchError("requests", counts, "queries, keys, values and seq_lens must be as many")
+    parts = [
+        request_oracle(spec, *request, tensors=tensors, use_sinks=use_sinks, causal=causal)
+        for request in zip(queries, keys, values, seq_lens, strict=True)
+    ]
+    nothing = torch.empty(0, spec.num_heads, spec.head_size_v, dtype=torch.float64)
+    return OracleResult(
+        torch.cat([nothing, *(part.output for part in parts)]),
+        torch.cat([nothing[:, :, 0], *(part.lse for part in parts)]),
+    )
+
+
+def stored_values(tensor: torch.Tensor, spec: LayerSpec, scale: float = 1.0) -> torch.Tensor:
+    """What a KV cache of `spec` gives back for `tensor`: rounded, or quantised with `scale`; float64."""
+    name = spec.resolved_kv_cache_dtype
+    fp8 = _FP8.get(name)
+    if fp8 is None:
+        return tensor.to(getattr(torch, name)).double()
+    limit = torch.finfo(fp8).max
+    return (tensor.float() / scale).clamp(-limit, limit).to(fp8).double() * scale
