@@ -53,7 +53,7 @@ def test_an_argument_error_names_argument_value_limit_and_remedy(
     kind: type[errors.SpecError], remedy: str | None
 ) -> None:
     error = kind("head_size", 80, "must be 64", remedy)
-    assert str(error) == "head_size=80: must be 64" + ("; do this" if remedy else "")
+    assert str(error) == "head_size=80 must be 64" + ("; do this" if remedy else "")
     for same in (error, pickle.loads(pickle.dumps(error))):
         assert type(same) is kind
         assert (same.field, same.value, same.limit, same.remedy) == ("head_size", 80, "must be 64", remedy)

@@ -56,7 +56,7 @@ def test_arguments_go_by_name_only() -> None:
 def test_a_size_is_an_integer_of_at_least_one(field: str, value: object) -> None:
     error = refusal(**{field: value})
     assert (error.field, error.value) == (field, value) or value is math.nan
-    assert str(error) == f"{field}={value!r}: must be an integer of at least 1"
+    assert str(error) == f"{field}={value!r} must be an integer of at least 1"
 
 
 def test_sizes_of_numpy_become_ints() -> None:
@@ -66,7 +66,7 @@ def test_sizes_of_numpy_become_ints() -> None:
 
 
 def test_heads_must_divide_among_the_kv_heads() -> None:
-    assert str(refusal(num_heads=7)) == "num_heads=7: must be a multiple of num_kv_heads=2"
+    assert str(refusal(num_heads=7)) == "num_heads=7 must be a multiple of num_kv_heads=2"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_heads_must_divide_among_the_kv_heads() -> None:
 )
 def test_an_unknown_dtype_is_refused_with_the_nearest_name(wrong: str, right: str | None) -> None:
     error = refusal(dtype=wrong)
-    assert str(error).startswith(f"dtype={wrong!r}: must be one of float16, bfloat16, float32")
+    assert str(error).startswith(f"dtype={wrong!r} must be one of float16, bfloat16, float32")
     assert error.remedy is None if right is None else error.remedy == f"did you mean {right!r}?"
 
 
@@ -219,9 +219,9 @@ class TestMLA:
     @pytest.mark.parametrize(
         ("changes", "text"),
         [
-            ({"num_kv_heads": 2}, "num_kv_heads=2: must be 1 with mla"),
-            ({"head_size": 128}, "head_size=128: must be kv_lora_rank + qk_rope_head_dim = 576 with mla"),
-            ({"head_size_v": 128}, "head_size_v=128: must be kv_lora_rank = 512 with mla"),
+            ({"num_kv_heads": 2}, "num_kv_heads=2 must be 1 with mla"),
+            ({"head_size": 128}, "head_size=128 must be kv_lora_rank + qk_rope_head_dim = 576 with mla"),
+            ({"head_size_v": 128}, "head_size_v=128 must be kv_lora_rank = 512 with mla"),
             ({"mla": {"kv_lora_rank": 512}}, "must be an MLADims or None"),
             ({"attn_type": "encoder"}, "is for decoder layers, not encoder"),
         ],

@@ -74,14 +74,14 @@ def test_a_window_without_limits_may_stand_beside_a_sliding_window() -> None:
 
 @pytest.mark.parametrize("window", [(-2, 0), (0, -2), (-2, -2)])
 def test_minus_one_is_the_only_negative_side(window: tuple[int, int]) -> None:
-    assert str(refusal(window=window)) == f"window={window}: must not go below -1, which means no limit"
+    assert str(refusal(window=window)) == f"window={window} must not go below -1, which means no limit"
 
 
 @pytest.mark.parametrize(
     "window", [None, 4, (4,), (1, 2, 3), (1.0, 2), ("1", "2"), "12", (True, 0), (4, None)]
 )
 def test_a_window_is_two_integers(window: object) -> None:
-    assert str(refusal(window=window)) == f"window={window!r}: must be (left, right), two integers"
+    assert str(refusal(window=window)) == f"window={window!r} must be (left, right), two integers"
 
 
 @given(sides, sides, st.sampled_from(AttentionType))
