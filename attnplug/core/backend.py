@@ -214,11 +214,12 @@ class AttentionBackend(ABC):
 
         Raises:
             LayoutError: a `layout` that it cannot read.
-
         """
         layouts = cls.supported_kv_cache_layouts()
         if layout is not None and layout not in layouts:
-            raise LayoutError("layout", layout, f"{cls.get_name()} reads {', '.join(layouts)}")
+            raise LayoutError(
+                "layout", layout, f"must be one that {cls.get_name()} reads: {', '.join(layouts)}"
+            )
         hnd = (layout or layouts[0]) == "HND"
         if spec.mla is not None if spec is not None else cls.is_mla():
             order: tuple[int, ...] = (0, 1, 2)

@@ -57,7 +57,6 @@ def check_window(window: Sequence[int], sliding_window: int | None, causal: bool
 
     Raises:
         SpecError: not two integers of at least -1, or both ways at once.
-
     """
     try:
         left, right = (_index(side) for side in window)

@@ -29,7 +29,6 @@ class BuilderConfig:
 
     Raises:
         SpecError: a count below its limit.
-
     """
 
     layers: Mapping[str, AttentionLayer] = dataclasses.field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attnplug.core.errors import SpecError
@@ -25,7 +25,6 @@ class Device:
         type: "cpu", "cuda", "rocm", "xpu", "mps", ...
         capability: compute capability `(major, minor)`, where the type has one.
         name: the marketing name, where it is known ("NVIDIA H200").
-
     """
 
     type: str
@@ -100,9 +99,16 @@ class Device:
 
 
 def _current_index() -> int | None:
+    ask = _gpu_index()
+    return None if ask is None else ask()
+
+
+@functools.cache
+def _gpu_index() -> Callable[[], int] | None:
+    # Asked once: whether there is a GPU does not change, and asking costs more than a selection.
     import torch
 
-    return torch.cuda.current_device() if torch.cuda.is_available() else None
+    return torch.cuda.current_device if torch.cuda.is_available() else None
 
 
 @functools.cache

@@ -27,7 +27,6 @@ class LayerTensors:
         alibi_slopes: float32 `[num_heads]`.
         k_scale: stored key x k_scale = key; a one-element tensor or a float, fixed at load.
         v_scale: the same for values.
-
     """
 
     sinks: torch.Tensor | None = None
@@ -163,7 +162,6 @@ class AttentionImpl(ABC, Generic[_M]):
 
         Raises:
             SpecError: a tensor missing, not asked for, or of another shape.
-
         """
         tensors = tensors or LayerTensors()
         tensors.check(spec)
@@ -249,7 +247,6 @@ class AttentionImpl(ABC, Generic[_M]):
 
         Returns:
             `output`.
-
         """
 
     def forward(
@@ -273,7 +270,6 @@ class AttentionImpl(ABC, Generic[_M]):
 
         Raises:
             BatchError: a key to be written without its value.
-
         """
         if output is None:
             output = query.new_empty(query.shape[0], self.spec.num_heads, self.spec.head_size_v)

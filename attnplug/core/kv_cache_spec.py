@@ -35,7 +35,6 @@ class KVCacheSpec:
         head_size_v: elements per value head; 0 stands for `head_size`.
         dtype: storage dtype, as "bfloat16" or "fp8_e4m3"; a torch.dtype becomes its name.
         scale_bytes: bytes of quantisation scales stored inside each page; 0 for per-tensor scales.
-
     """
 
     block_size: int
@@ -132,7 +131,6 @@ def kv_cache_spec_for(spec: LayerSpec, block_size: int) -> KVCacheSpec | None:
 
     Raises:
         SpecError: the spec has fixed another block size.
-
     """
     if spec.direct_kv:
         return None

@@ -105,7 +105,6 @@ class CommonAttentionMetadata:
 
         Raises:
             BatchError: more tokens or requests than the batch has.
-
         """
         for name, value, limit in (
             ("num_actual_tokens", num_actual_tokens, self.slot_mapping.shape[0]),
@@ -167,7 +166,6 @@ class AttentionMetadataBuilder(ABC, Generic[_M]):
         layer_names: their names.
         config: what the engine has fixed.
         device: where the metadata lives.
-
     """
 
     reorder_batch_threshold: int | None = None
@@ -237,7 +235,6 @@ class AttentionMetadataBuilder(ABC, Generic[_M]):
 
         Raises:
             TypeError: the builder does not set `supports_update_block_table`.
-
         """
         raise TypeError(
             f"{type(self).__name__} cannot swap block tables: supports_update_block_table is False"

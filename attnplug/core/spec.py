@@ -94,7 +94,6 @@ class LayerSpec:
 
     Raises:
         SpecError: a value out of its limits; it names the field, the value and the limit.
-
     """
 
     num_heads: int

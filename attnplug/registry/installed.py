@@ -25,8 +25,10 @@ def freeze_assumed(assume_installed: AssumeInstalled) -> Assumed:
     """The argument as a hashable value; PolicyError for a version or a form that means nothing."""
     from packaging.version import InvalidVersion, Version
 
-    if assume_installed is None or assume_installed == "all":
-        return assume_installed
+    if assume_installed is None:
+        return None
+    if assume_installed == "all":
+        return "all"
     if not isinstance(assume_installed, Mapping):
         limit = "must be 'all' or a mapping of distribution to version"
         raise PolicyError("assume_installed", assume_installed, limit, "as {'flash-attn': '2.8.3'}")

@@ -44,7 +44,7 @@ class PluginSet:
             self._discover()
         elif isinstance(plugins, Mapping):
             for name, plugin in plugins.items():
-                self.register(plugin, name)
+                self.register(plugin, str(name))
         else:
             for plugin in plugins:
                 self.register(plugin)
