@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from spec_strategies import MLA_SIZES, SIZES, spec_arguments
 
-from attnplug.core import AttentionType, LayerSpec, MLADims
+from attnplug.core import AttentionType, LayerSpec, MLADims, Phase
 from attnplug.core.checks import check_positive
 from attnplug.errors import SpecError
 
@@ -171,6 +171,12 @@ def test_only_decoders_are_causal_by_default(kind: AttentionType) -> None:
     spec = LayerSpec(**SIZES, attn_type=kind.value)
     assert spec.attn_type is kind
     assert spec.causal is (kind is AttentionType.DECODER)
+
+
+@pytest.mark.parametrize("member", [*AttentionType, *Phase])
+def test_members_are_the_text_they_stand_for(member: AttentionType | Phase) -> None:
+    assert isinstance(member, str)
+    assert (str(member), f"{member}", {member: 1}[member.value]) == (member.value, member.value, 1)
 
 
 def test_causality_can_be_stated_against_the_default() -> None:
