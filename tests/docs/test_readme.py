@@ -1,0 +1,77 @@
+"""The README does what it says: every command and every line of Python in it is run."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attnplug
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+TEXT = README.read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[tuple[str, str]]:
+    """Each `$ command` of the console blocks with the output shown below it."""
+    found = []
+    for block in blocks("console"):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, output = part.partition("\n")
+            found.append((command, output))
+    return found
+
+
+@pytest.mark.parametrize(("command", "shown"), commands(), ids=[command for command, _ in commands()])
+def test_a_command_prints_what_the_readme_shows(command: str, shown: str) -> None:
+    program, *arguments = command.split()
+    assert program == "attnplug"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ATTNPLUG_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "attnplug", *arguments],
+        cwd=ROOT,
+        env={**environment, "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode in (0, 3), done.stderr
+    printed = "".join(line.rstrip() + "\n" for line in done.stdout.splitlines())
+    assert printed == shown
+
+
+def test_the_python_session_gives_what_the_readme_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    sessions = [block for block in blocks("python") if block.startswith(">>>")]
+    test = doctest.DocTestParser().get_doctest("".join(sessions), {}, "README.md", "README.md", 0)
+    result = doctest.DocTestRunner().run(test)
+    assert result.attempted > 5
+    assert result.failed == 0
+
+
+def test_the_backend_shown_loads_and_is_refused_only_for_what_is_not_installed() -> None:
+    (code,) = (block for block in blocks("python") if not block.startswith(">>>"))
+    namespace: dict[str, object] = {"__name__": "attnplug_acme"}
+    exec(code, namespace)
+    module = type(sys)("attnplug_acme")
+    vars(module).update(namespace)
+    registry = attnplug.Registry(plugins=[module])
+    spec = attnplug.LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+    (acme,) = registry.explain(spec, "sm90").candidates
+    assert acme.codes == ("not_installed",)
+    assert registry.explain(spec, "sm90", assume_installed="all").backend == "ACME"
+
+
+def test_the_two_set_up_lines_stand_as_they_are_run() -> None:
+    assert "\npip install -c constraints.txt -e '.[test]' && pytest\n" in TEXT
+    assert re.search(r"^pip install -c constraints.txt -e '\.\[models\]' && attnplug select \S+$", TEXT, re.MULTILINE)
