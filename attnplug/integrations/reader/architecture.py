@@ -1,0 +1,96 @@
+"""Which model class a configuration belongs to, and that class built without weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from attnplug.core.errors import ModelConfigError
+from attnplug.integrations.reader.quiet import one_line
+
+__all__ = ["build", "model_class"]
+
+_TOWERS = ("vision_config", "audio_config", "speech_config")
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that `architectures` names, or else the family's own for what the configuration is."""
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+            raise ModelConfigError(
+                f"architectures names {name}, which transformers {transformers.__version__} does not have; "
+                f"remove it to read the family's own {config.model_type} class"
+            )
+        return found
+    for mapping in _mappings(config):
+        found = mapping.get(type(config), None)
+        if found is not None:
+            chosen: type[PreTrainedModel] = found[0] if isinstance(found, (tuple, list)) else found
+            return chosen
+    raise ModelConfigError(
+        f"transformers {transformers.__version__} has no model class for {config.model_type}"
+    )
+
+
+def _mappings(config: PreTrainedConfig) -> Iterator[Any]:
+    if getattr(config, "is_encoder_decoder", False):
+        yield modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+        yield modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+    elif any(name in config.sub_configs for name in _TOWERS):
+        yield modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        yield modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING
+        yield modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    elif getattr(config, "is_decoder", False):
+        yield modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    else:
+        yield modeling_auto.MODEL_FOR_MASKED_LM_MAPPING
+        yield modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    yield modeling_auto.MODEL_MAPPING
+
+
+def build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """The model on the meta device, in evaluation mode, with the attention function of that name.
+
+    `config` is copied, not changed. ModelConfigError where the class cannot be built from it.
+    """
+    cls: Any = model_class(config)
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    if text is not config and cls.config_class is type(text):
+        config = text
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = cls._from_config(
+                config, attn_implementation=attention, dtype=_dtype(config)
+            )
+    except Exception as error:
+        if type(error) is KeyError and error.args == (attention,):
+            raise
+        raise ModelConfigError(_why_not_built(cls, error)) from error
+    return model.eval()
+
+
+def _dtype(config: PreTrainedConfig) -> torch.dtype:
+    dtype = config.dtype if config.dtype is not None else config.get_text_config().dtype
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    if dtype is None:
+        return torch.bfloat16
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ModelConfigError(
+            f"dtype={str(dtype).removeprefix('torch.')}: must be float16, bfloat16 or float32"
+        )
+    return dtype
+
+
+def _why_not_built(cls: type[PreTrainedModel], error: Exception) -> str:
+    if isinstance(error, AttributeError) and isinstance(error.obj, PreTrainedConfig):
+        return f"the {error.obj.model_type} configuration lacks the field {error.name}, which {cls.__name__} needs"
+    return f"transformers {transformers.__version__} cannot build {cls.__name__} from it: {one_line(error)}"

@@ -1,0 +1,106 @@
+"""From a path to a PreTrainedConfig: local files only, and a sentence for everything that can be wrong."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+from attnplug.core.errors import ModelConfigError
+from attnplug.integrations.reader.quiet import one_line, quiet_transformers
+
+__all__ = ["load_config"]
+
+_SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+
+
+def load_config(source: str | os.PathLike[str] | PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration object that `source` is or holds. ModelConfigError where there is none."""
+    if isinstance(source, PreTrainedConfig):
+        if not source.model_type:
+            raise ModelConfigError(
+                f"{type(source).__name__} has no model_type, so no model class belongs to it"
+            )
+        return source
+    if not isinstance(source, (str, os.PathLike)):
+        raise ModelConfigError(
+            f"a path or a PreTrainedConfig is needed, not {type(source).__name__}; "
+            "transformers.AutoConfig makes one from a dictionary"
+        )
+    path = _config_path(Path(source))
+    data = _parse(path)
+    _check_model_type(path, data)
+    try:
+        with quiet_transformers():
+            config: PreTrainedConfig = AutoConfig.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:
+        raise ModelConfigError(
+            f"{path}: transformers {transformers.__version__} cannot read this "
+            f"{data['model_type']} configuration: {one_line(error)}"
+        ) from error
+    _check_sizes(path, data, config)
+    return config
+
+
+def _config_path(path: Path) -> Path:
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelConfigError(f"{path}: the folder holds no config.json")
+        return path / "config.json"
+    if not path.exists():
+        raise ModelConfigError(
+            f"{path}: no such file; give the path of a config.json (nothing is downloaded)"
+        )
+    return path
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelConfigError(f"{path}: cannot be read as text: {one_line(error)}") from error
+    if not text.strip():
+        raise ModelConfigError(f"{path}: the file is empty; a model configuration is a JSON object")
+    try:
+        data = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ModelConfigError(f"{path}: not JSON: {one_line(error)}") from error
+    if not isinstance(data, dict):
+        kind = {list: "list", str: "string", type(None): "null", bool: "boolean"}.get(type(data), "number")
+        raise ModelConfigError(f"{path}: holds a JSON {kind}; a model configuration is a JSON object")
+    return data
+
+
+def _check_model_type(path: Path, data: dict[str, Any]) -> None:
+    name = data.get("model_type")
+    if not isinstance(name, str) or not name:
+        found = "has no field model_type" if name is None else f"has model_type={name!r}, not a name"
+        raise ModelConfigError(f'{path}: {found}; it names the family, as in "model_type": "llama"')
+    if name not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(name, list(CONFIG_MAPPING), n=3)
+        meant = f"near names are {', '.join(near)}; " if near else ""
+        raise ModelConfigError(
+            f"{path}: model_type {name!r} is unknown to transformers {transformers.__version__}; {meant}"
+            "a newer transformers may know it, and models of remote code cannot be read"
+        )
+
+
+def _check_sizes(path: Path, data: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Refuse a file that leaves a size out: the family's default would stand for a model of another size."""
+    if config.sub_configs:
+        return
+    for name in _SIZES:
+        if isinstance(getattr(type(config), name, None), property) or not hasattr(config, name):
+            continue
+        stored = config.attribute_map.get(name, name)
+        if name not in data and stored not in data:
+            raise ModelConfigError(
+                f"{path}: this {data['model_type']} configuration lacks the field {stored}"
+            )

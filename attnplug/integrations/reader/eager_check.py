@@ -1,0 +1,105 @@
+"""Whether a modelling file's own attention gives the numbers that scale, soft cap, mask and sinks describe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnplug.integrations.reader.trace import AttentionCall
+
+__all__ = ["CheckFailedError", "check_eager"]
+
+_TOKENS = 6
+
+
+class CheckFailedError(Exception):
+    """The file's own attention does something that the call does not say."""
+
+
+def check_eager(call: AttentionCall) -> bool:
+    """Run the file's own attention on small random tensors and compare; True where it uses sinks.
+
+    A function that reads a parameter of its module (sinks) is given random ones of the same shape.
+    CheckFailedError where the result is not softmax attention with what the call passes.
+    """
+    if call.eager is None:
+        raise CheckFailedError("the modelling file has no attention function of its own to compare with")
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    module = _Standin(call.module, generator)
+    keywords = {name: module.real(value) for name, value in call.keywords.items()}
+    heads, kv_heads = call.query.shape[1], call.key.shape[1]
+    size, size_v = call.query.shape[3], call.value.shape[3]
+    with torch.device("cpu"), torch.no_grad():
+        query = torch.randn(1, heads, _TOKENS, size, generator=generator)
+        key = torch.randn(1, kv_heads, _TOKENS, size, generator=generator)
+        value = torch.randn(1, kv_heads, _TOKENS, size_v, generator=generator)
+        mask = torch.full((_TOKENS, _TOKENS), -1e9).triu(1)[None, None]
+        try:
+            found, _ = call.eager(
+                module, query, key, value, mask, dropout=0.0, scaling=call.scaling, **keywords
+            )
+        except Exception as error:
+            raise CheckFailedError(f"its attention function cannot be run ({error})") from error
+        sinks = keywords.get("s_aux")
+        if sinks is None:
+            sinks = module.sinks_read(heads)
+        scale = size**-0.5 if call.scaling is None else call.scaling
+        expected = _attention(query * scale, key, value, mask, keywords.get("softcap"), sinks)
+    if found.shape != expected.shape or not torch.allclose(found.float(), expected, rtol=1e-3, atol=1e-4):
+        raise CheckFailedError("its attention function gives other numbers than its arguments say")
+    return sinks is not None
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    cap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`[1, T, H, Dv]` of scaled `query [1, H, T, D]` and `key`, `value` `[1, Hkv, T, D or Dv]`."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    logits = query @ key.transpose(2, 3)
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    logits = logits + mask
+    if sinks is not None:
+        column = sinks.reshape(1, -1, 1, 1).expand(1, query.shape[1], query.shape[2], 1)
+        logits = torch.cat([logits, column], dim=-1)
+    weights = logits.softmax(dim=-1)[..., : key.shape[2]]
+    return (weights @ value).transpose(1, 2)
+
+
+class _Standin:
+    """An attention module with real random tensors in place of its meta ones, and a note of those read."""
+
+    def __init__(self, module: torch.nn.Module, generator: torch.Generator) -> None:
+        self._module = module
+        self._generator = generator
+        self._real: dict[int, torch.Tensor] = {}
+        self._read: list[torch.Tensor] = []
+
+    def real(self, value: Any) -> Any:
+        """`value`, or for a meta tensor the random tensor that stands for it here."""
+        if not (isinstance(value, torch.Tensor) and value.is_meta):
+            return value
+        if id(value) not in self._real:
+            shape = tuple(value.shape)
+            drawn = torch.randn(shape, generator=self._generator, device="cpu")
+            self._real[id(value)] = drawn if value.is_floating_point() else drawn.to(value.dtype)
+        return self._real[id(value)]
+
+    def sinks_read(self, heads: int) -> torch.Tensor | None:
+        """The tensor of one number per head that the function took from its module, if any."""
+        found = [tensor for tensor in self._read if tensor.numel() == heads]
+        return found[0] if found else None
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if isinstance(value, torch.Tensor):
+            value = self.real(value)
+            self._read.append(value)
+        return value

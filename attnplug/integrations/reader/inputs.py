@@ -1,0 +1,68 @@
+"""Inputs on the meta device with which a model runs once, and the lengths they are told apart by."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+__all__ = ["DECODER_LENGTH", "ENCODER_LENGTH", "key_lengths", "variants"]
+
+DECODER_LENGTH = 61
+"""Tokens of a decoder, or of a model without one: a prime, to be no other dimension by chance."""
+ENCODER_LENGTH = 43
+"""Tokens given to an encoder that a decoder reads."""
+
+
+def key_lengths(model: PreTrainedModel) -> frozenset[int]:
+    """The numbers of keys that attention over these inputs can have."""
+    config: Any = model.config
+    lengths = {DECODER_LENGTH, ENCODER_LENGTH, getattr(config, "max_source_positions", None)}
+    return frozenset(length for length in lengths if isinstance(length, int))
+
+
+def variants(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
+    """Keyword arguments to try in turn, until the model runs: the first says most about it."""
+    accepted = inspect.signature(model.forward).parameters
+    plain = _tokens(model)
+    if "use_cache" in accepted:
+        plain["use_cache"] = True
+    # Token types bring out the spans of tokens that see each other in both directions.
+    kinds = {
+        name: _ids(DECODER_LENGTH) for name in ("token_type_ids", "mm_token_type_ids") if name in accepted
+    }
+    length = DECODER_LENGTH if "decoder_input_ids" not in plain else ENCODER_LENGTH
+    whole = {"attention_mask": _ids(length)} if "input_ids" in plain and "attention_mask" in accepted else {}
+    yield {**plain, **kinds}
+    if whole:
+        yield {**plain, **kinds, **whole}
+    if kinds:
+        yield plain
+        yield {**plain, **whole}
+    if "use_cache" in plain:
+        yield {**plain, "use_cache": False}
+        yield {**plain, **whole, "use_cache": False}
+
+
+def _tokens(model: PreTrainedModel) -> dict[str, Any]:
+    config: Any = model.config
+    name = model.main_input_name
+    if (
+        name == "input_features"
+        and hasattr(config, "num_mel_bins")
+        and hasattr(config, "max_source_positions")
+    ):
+        frames = 2 * config.max_source_positions
+        given = {name: torch.zeros(1, config.num_mel_bins, frames, dtype=model.dtype, device="meta")}
+    elif config.is_encoder_decoder:
+        given = {"input_ids": _ids(ENCODER_LENGTH)}
+    else:
+        return {"input_ids": _ids(DECODER_LENGTH)}
+    return {**given, "decoder_input_ids": _ids(DECODER_LENGTH)}
+
+
+def _ids(length: int) -> torch.Tensor:
+    return torch.zeros(1, length, dtype=torch.int64, device="meta")

@@ -1,0 +1,201 @@
+"""From a recorded attention call to a LayerSpec, refusing whatever a LayerSpec cannot say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from attnplug.core.errors import ModelConfigError, SpecError
+from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.integrations.reader.eager_check import CheckFailedError, check_eager
+from attnplug.integrations.reader.latent import latent_dims
+from attnplug.integrations.reader.mask_pattern import MaskPattern
+from attnplug.integrations.reader.trace import AttentionCall
+
+__all__ = ["SpecMaker", "make_spec"]
+
+_UNDERSTOOD = frozenset({"sliding_window", "softcap", "s_aux", "is_causal", "indices"})
+_BOOKKEEPING = frozenset(
+    {
+        "cache_position",
+        "layer_idx",
+        "logits_to_keep",
+        "past_key_values",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+_EXPLAINED = {
+    "position_bias": "adds a relative position bias to its logits",
+    "block_indices": "selects whole blocks of keys",
+}
+
+
+class SpecMaker:
+    """Makes the specs of one model: `is_encoder_decoder`, ranks, and the dtype of its paged caches."""
+
+    def __init__(
+        self, *, is_encoder_decoder: bool, query_length: int, ranks: int, kv_cache_dtype: str
+    ) -> None:
+        self._is_encoder_decoder = is_encoder_decoder
+        self._query_length = query_length
+        self._ranks = ranks
+        self._kv_cache_dtype = kv_cache_dtype
+        self._checked: dict[object, bool] = {}
+
+    def spec(self, call: AttentionCall) -> LayerSpec:
+        """The spec of `call`. ModelConfigError names the layer and what no LayerSpec can say of it."""
+        _check_keywords(call)
+        _check_shapes(call)
+        pattern = _pattern(call)
+        kind = self._kind(call, pattern)
+        paged = kind in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+        has_sinks = self._verified(call)
+        heads, kv_heads = call.query.shape[1], call.key.shape[1]
+        mla = latent_dims(call)
+        if mla is None:
+            sizes = {"head_size": call.query.shape[3], "head_size_v": call.value.shape[3]}
+        else:
+            kv_heads = 1
+            sizes = {"head_size": mla.kv_lora_rank + mla.qk_rope_head_dim}
+        return make_spec(
+            call.path,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            ranks=self._ranks,
+            dtype=_dtype(call),
+            kv_cache_dtype=self._kv_cache_dtype if paged else "auto",
+            attn_type=kind,
+            causal=pattern.causal,
+            scale=_scale(call),
+            window=pattern.window,
+            chunk_size=pattern.chunk_size,
+            logits_soft_cap=call.keywords.get("softcap"),
+            has_sinks=has_sinks,
+            mla=mla,
+            sparse="indices" in call.keywords,
+            mm_prefix=pattern.blockwise,
+            direct_kv=not paged,
+            **sizes,
+        )
+
+    def _kind(self, call: AttentionCall, pattern: MaskPattern) -> AttentionType:
+        queries, keys = call.query.shape[2], call.key.shape[2]
+        if queries != keys:
+            if not self._is_encoder_decoder or queries != self._query_length:
+                raise _refused(call, f"gives {queries} queries {keys} keys, which is no plain attention")
+            if pattern.window != (-1, -1):
+                raise _refused(call, "hides encoder keys from cross attention")
+            return AttentionType.ENCODER_DECODER
+        if pattern.causal:
+            return AttentionType.DECODER
+        if not self._is_encoder_decoder:
+            return AttentionType.ENCODER_ONLY
+        if queries == self._query_length:
+            raise _refused(call, "is not causal in the decoder")
+        return AttentionType.ENCODER
+
+    def _verified(self, call: AttentionCall) -> bool:
+        key = (
+            call.eager,
+            type(call.module),
+            call.query.shape[1:],
+            call.key.shape[1:],
+            call.value.shape[1:],
+            call.scaling,
+            tuple(
+                (name, tuple(value.shape) if isinstance(value, torch.Tensor) else repr(value))
+                for name, value in sorted(call.keywords.items())
+            ),
+            tuple(name for name, _ in call.module.named_parameters(recurse=False)),
+        )
+        if key not in self._checked:
+            try:
+                self._checked[key] = check_eager(call)
+            except CheckFailedError as error:
+                raise _refused(call, f"cannot be verified: {error}") from error
+        return self._checked[key]
+
+
+def make_spec(path: str, *, num_heads: int, num_kv_heads: int, ranks: int, **fields: Any) -> LayerSpec:
+    """A spec with the heads divided among `ranks`, KV heads replicated where they are fewer."""
+    if num_heads % ranks:
+        raise ModelConfigError(
+            f"{path}: tensor_parallel_size={ranks} does not divide the {num_heads} attention heads"
+        )
+    few, many = sorted((num_kv_heads, ranks))
+    if many % few:
+        raise ModelConfigError(
+            f"{path}: tensor_parallel_size={ranks} and the {num_kv_heads} KV heads must divide one another"
+        )
+    try:
+        return LayerSpec(num_heads=num_heads // ranks, num_kv_heads=max(1, num_kv_heads // ranks), **fields)
+    except SpecError as error:
+        raise ModelConfigError(f"{path}: {error}") from error
+
+
+def _refused(call: AttentionCall, reason: str) -> ModelConfigError:
+    return ModelConfigError(f"{call.path}: {type(call.module).__name__} {reason}; no LayerSpec can say that")
+
+
+def _check_keywords(call: AttentionCall) -> None:
+    for name, value in call.keywords.items():
+        if name in _UNDERSTOOD or name in _BOOKKEEPING or name.startswith("output_"):
+            continue
+        if isinstance(value, bool) and not value:
+            continue
+        reason = _EXPLAINED.get(name, f"passes {name} to attention, which the reader does not know")
+        raise _refused(call, reason)
+
+
+def _check_shapes(call: AttentionCall) -> None:
+    query, key, value = call.query.shape, call.key.shape, call.value.shape
+    if query[0] != 1 or key[0] != 1 or key[:3] != value[:3] or query[3] != key[3] or query[1] % key[1]:
+        shapes = f"query {tuple(query)}, key {tuple(key)}, value {tuple(value)}"
+        raise _refused(call, f"folds other dimensions into batch or heads ({shapes})")
+    groups = getattr(call.module, "num_key_value_groups", None)
+    if isinstance(groups, int) and query[1] != key[1] * groups:
+        raise _refused(
+            call, f"gives {query[1]} query heads {key[1]} KV heads, and says it has {groups} to each"
+        )
+
+
+def _pattern(call: AttentionCall) -> MaskPattern:
+    if isinstance(call.mask, str):
+        raise _refused(call, f"has a mask that cannot be read: {call.mask}")
+    if call.mask is None:
+        causal = call.keywords.get("is_causal", getattr(call.module, "is_causal", None))
+        if call.query.shape[2] == call.key.shape[2] and causal is not False:
+            raise _refused(call, "is given no mask and does not say whether it is causal")
+        return MaskPattern((-1, -1))
+    window = call.keywords.get("sliding_window")
+    if window is not None and call.mask.causal and call.mask.window != (window - 1, 0):
+        raise _refused(call, f"passes sliding_window={window} beside a mask that says otherwise")
+    return call.mask
+
+
+def _scale(call: AttentionCall) -> float:
+    if call.scaling is None:
+        return float(call.query.shape[3] ** -0.5)
+    scale = float(call.scaling)
+    # Some modules multiply their queries first and leave 1.0 to attention; the model's scale is the product.
+    own = getattr(call.module, "scaling", None)
+    if scale == 1.0 and isinstance(own, float) and own in call.factors:
+        return own
+    return scale
+
+
+def _dtype(call: AttentionCall) -> str:
+    names: Mapping[torch.dtype, str] = {
+        torch.float16: "float16",
+        torch.bfloat16: "bfloat16",
+        torch.float32: "float32",
+    }
+    dtypes = {call.query.dtype, call.key.dtype, call.value.dtype}
+    if len(dtypes) > 1 or not dtypes <= set(names) or not math.isfinite(_scale(call)):
+        raise _refused(call, f"mixes dtypes ({', '.join(sorted(map(str, dtypes)))})")
+    return names[dtypes.pop()]

@@ -1,0 +1,152 @@
+"""Which keys a query sees, found by evaluating the mask function that a model passes to transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["MaskPattern", "UnknownMaskError", "read_mask"]
+
+MaskFunction = Callable[[Any, Any, Any, Any], torch.Tensor]
+
+_FAR = 1 << 24
+"""A position so late in a sequence that no window of a real model reaches its beginning."""
+
+
+class UnknownMaskError(Exception):
+    """A mask that is neither full, causal, a window nor chunks."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MaskPattern:
+    """Keys seen by a query: `window` (left, right) around it, -1 without limit, or its own chunk's.
+
+    `blockwise` says that spans of multimodal tokens see each other besides.
+    """
+
+    window: tuple[int, int]
+    chunk_size: int | None = None
+    blockwise: bool = False
+
+    @property
+    def causal(self) -> bool:
+        """Whether no key after the query is seen."""
+        return self.window[1] == 0
+
+    def seen(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Bool, broadcast over the positions `query` and `key` (int64)."""
+        left, right = self.window
+        mask = torch.ones_like(query - key, dtype=torch.bool)
+        if left >= 0:
+            mask &= key >= query - left
+        if right >= 0:
+            mask &= key <= query + right
+        if self.chunk_size is not None:
+            mask &= key // self.chunk_size == query // self.chunk_size
+        return mask
+
+
+def read_mask(function: MaskFunction) -> MaskPattern:
+    """The pattern of a transformers mask function `f(batch, head, query, key)`.
+
+    Window and chunk are measured at a far position; the pattern found must then agree with the function
+    on a dense grid near the start and around every edge. UnknownMaskError where it does not.
+    """
+    with torch.device("cpu"):
+        return _measure(*_on_cpu(function))
+
+
+def _measure(function: MaskFunction, blockwise: bool) -> MaskPattern:
+    def sees(query: int, key: int) -> bool:
+        return bool(_evaluate(function, [query], [key])[0, 0])
+
+    if not sees(_FAR, _FAR):
+        raise UnknownMaskError("a query does not see its own key")
+    left = _reach(lambda d: sees(_FAR, _FAR - d), _FAR)
+    right = _reach(lambda d: sees(_FAR, _FAR + d), _FAR)
+    pattern = MaskPattern((-1 if left == _FAR else left, -1 if right == _FAR else right), None, blockwise)
+    if not _agrees(pattern, function) and pattern.causal and 0 <= left < _FAR:
+        start = _FAR - left
+        size = 1 + _reach(lambda d: sees(start - 1, start - 1 - d), start - 1)
+        pattern = MaskPattern((-1, 0), size, blockwise)
+    if not _agrees(pattern, function):
+        raise UnknownMaskError("its mask is neither full, causal, a window nor chunks")
+    return pattern
+
+
+def _reach(sees: Callable[[int], bool], limit: int) -> int:
+    """The largest d up to `limit` for which `sees(d)`, taking it to hold for every smaller one."""
+    if sees(limit):
+        return limit
+    low, high = 0, limit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if sees(middle) else (low, middle)
+    return low
+
+
+def _agrees(pattern: MaskPattern, function: MaskFunction) -> bool:
+    edges = [pattern.window[0], pattern.window[1], pattern.chunk_size or 0]
+    near = [e + d for e in edges if e >= 0 for d in (-2, -1, 0, 1, 2)] + [1, 2, 3, 5, 17, 97, 4093, 65537]
+    for base in (_FAR, _FAR + 1, _FAR // 2 + 12345):
+        keys = sorted({base + sign * d for d in near for sign in (-1, 1)} | {base})
+        queries = sorted({base + d for d in (0, 1, 2, 7)})
+        if not _same(pattern, function, queries, keys):
+            return False
+    return _same(pattern, function, range(160), range(160))
+
+
+def _same(pattern: MaskPattern, function: MaskFunction, queries: Iterable[int], keys: Iterable[int]) -> bool:
+    queries, keys = list(queries), list(keys)
+    expected = pattern.seen(torch.tensor(queries)[:, None], torch.tensor(keys)[None, :])
+    return bool(torch.equal(expected, _evaluate(function, queries, keys)))
+
+
+def _evaluate(function: MaskFunction, queries: list[int], keys: list[int]) -> torch.Tensor:
+    """Bool `[len(queries), len(keys)]`."""
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+    seen = function(zero, zero, torch.tensor(queries)[:, None], torch.tensor(keys)[None, :])
+    return torch.broadcast_to(seen, (len(queries), len(keys))).to(torch.bool)
+
+
+def _on_cpu(function: MaskFunction) -> tuple[MaskFunction, bool]:
+    """`function` with the meta tensors it closes over made real, and whether one was a span of blocks."""
+    blockwise = False
+
+    def convert(value: Any, name: str) -> Any:
+        nonlocal blockwise
+        if isinstance(value, tuple):
+            return tuple(convert(item, name) for item in value)
+        if isinstance(value, types.FunctionType) and value.__closure__:
+            return rebuild(value)
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            if name == "left_padding":
+                return torch.zeros(value.shape, dtype=value.dtype)
+            if name == "block_sequence_ids":
+                blockwise = True
+                return _NoBlocks()
+            raise UnknownMaskError(f"its mask depends on the tensor {name}")
+        return value
+
+    def rebuild(value: types.FunctionType) -> types.FunctionType:
+        cells = tuple(
+            types.CellType(convert(cell.cell_contents, name))
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        )
+        return types.FunctionType(
+            value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
+        )
+
+    converted: MaskFunction = convert(function, "")
+    return converted, blockwise
+
+
+class _NoBlocks:
+    """Stands for block ids of text alone: -1 wherever it is looked up."""
+
+    def __getitem__(self, index: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return torch.full_like(index[-1], -1)

@@ -1,0 +1,90 @@
+"""Families whose modelling files compute attention without transformers' attention interface.
+
+Their attention cannot be recorded, so each is read by hand; every other such class is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from attnplug.core.errors import ModelConfigError
+
+__all__ = ["OwnAttention", "read_own_attention"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OwnAttention:
+    """Causal self-attention of a class read by hand, over all ranks."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    has_alibi: bool
+
+
+def _bloom(module: Any, config: Any) -> OwnAttention:
+    # Bloom adds slope * key_pos; per row that differs from -slope * (query_pos - key_pos) by a constant.
+    return OwnAttention(
+        num_heads=module.num_heads,
+        num_kv_heads=module.num_heads,
+        head_size=module.head_dim,
+        scale=module.inv_norm_factor,
+        has_alibi=True,
+    )
+
+
+def _falcon(module: Any, config: Any) -> OwnAttention:
+    # The new architecture repeats each KV head for its group before the cache: those are copies.
+    return OwnAttention(
+        num_heads=module.num_heads,
+        num_kv_heads=module.num_kv_heads,
+        head_size=module.head_dim,
+        scale=module.inv_norm_factor,
+        has_alibi=bool(config.alibi),
+    )
+
+
+def _mpt(module: Any, config: Any) -> OwnAttention:
+    attention = config.attn_config
+    ignored = {
+        "attn_type": attention.attn_type != "multihead_attention",
+        "prefix_lm": attention.prefix_lm,
+        "qk_ln": attention.qk_ln,
+        "attn_uses_sequence_id": attention.attn_uses_sequence_id,
+        "alibi": not attention.alibi,
+    }
+    for name, asked in ignored.items():
+        if asked:
+            raise ModelConfigError(
+                f"attn_config.{name}={getattr(attention, name)!r}: transformers' MPT ignores it, "
+                "so the model's own attention cannot be read"
+            )
+    return OwnAttention(
+        num_heads=module.n_heads,
+        num_kv_heads=module.n_heads,
+        head_size=module.head_dim,
+        scale=module.softmax_scale,
+        has_alibi=True,
+    )
+
+
+_READERS: dict[tuple[str, str], Callable[[Any, Any], OwnAttention]] = {
+    ("transformers.models.bloom.modeling_bloom", "BloomAttention"): _bloom,
+    ("transformers.models.falcon.modeling_falcon", "FalconAttention"): _falcon,
+    ("transformers.models.mpt.modeling_mpt", "MptAttention"): _mpt,
+}
+
+
+def read_own_attention(path: str, module: Any, config: Any) -> OwnAttention:
+    """What the module at `path`, which computes its attention itself, asks for. ModelConfigError if unknown."""
+    cls = type(module)
+    reader = _READERS.get((cls.__module__, cls.__name__))
+    if reader is None:
+        raise ModelConfigError(
+            f"{path}: {cls.__name__} computes attention of its own, which cannot be checked "
+            "against what a LayerSpec can say"
+        )
+    return reader(module, config)

@@ -1,0 +1,221 @@
+"""One run of a model on the meta device, with every call that it makes to attention on record."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from attnplug.integrations.reader.mask_pattern import MaskPattern, UnknownMaskError, read_mask
+
+__all__ = ["PROBE", "AttentionCall", "Trace", "probe_registered", "run"]
+
+PROBE = "attnplug_reader"
+"""The name under which the recording attention and mask functions are registered with transformers."""
+
+_current: contextvars.ContextVar[Trace] = contextvars.ContextVar("attnplug_reader_trace")
+_registration = threading.Lock()
+
+
+@dataclasses.dataclass(eq=False, slots=True, kw_only=True)
+class AttentionCall:
+    """One call of the attention function, tensors on the meta device.
+
+    `mask` is the pattern, None where the model passed no mask, or the sentence why it is not known.
+    `eager` is the modelling file's own attention, `factors` the numbers that the module has multiplied
+    tensors by before the call, `visit` the run of the module's forward in which it happened.
+    """
+
+    path: str
+    module: torch.nn.Module
+    visit: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: MaskPattern | str | None
+    scaling: float | None
+    keywords: Mapping[str, Any]
+    eager: Callable[..., Any] | None
+    factors: frozenset[float]
+
+
+class Trace:
+    """What one run did: `calls` in order, `own_attention` paths, and the modules that ran (`executed`)."""
+
+    def __init__(self, model: PreTrainedModel, lengths: frozenset[int]) -> None:
+        self.model = model
+        self.lengths = lengths
+        self.calls: list[AttentionCall] = []
+        self.own_attention: dict[str, None] = {}
+        self.executed: set[str] = set()
+        self.stack: list[tuple[str, int, set[float]]] = []
+        self._visits = 0
+        self._masks: dict[int, tuple[torch.Tensor, MaskPattern | str]] = {}
+        self._paths: dict[int, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            self._paths.setdefault(id(module), []).append(path)
+        self._seen: dict[int, int] = {}
+
+    def enter(self, module: torch.nn.Module) -> None:
+        """A module's forward begins; the n-th run of a shared module takes its n-th path."""
+        paths = self._paths[id(module)]
+        run = self._seen.get(id(module), 0)
+        self._seen[id(module)] = run + 1
+        parent = self.stack[-1][0] if self.stack else ""
+        inside = [path for path in paths if path.startswith(f"{parent}.")] or paths
+        path = inside[0] if len(inside) < len(paths) else paths[min(run, len(paths) - 1)]
+        self._visits += 1
+        self.executed.add(path)
+        self.stack.append((path, self._visits, set()))
+
+    def leave(self) -> None:
+        """The forward that was entered last ends."""
+        self.stack.pop()
+
+    def path_of(self, module: torch.nn.Module) -> str:
+        """Where `module` is running, or the first path it has."""
+        paths = self._paths.get(id(module), [""])
+        running = [path for path, _, _ in reversed(self.stack) if path in paths]
+        return running[0] if running else paths[0]
+
+    def frame_of(self, path: str) -> tuple[int, set[float]]:
+        """The visit and the factors of the innermost running forward at `path`."""
+        return next(((visit, f) for p, visit, f in reversed(self.stack) if p == path), (0, set()))
+
+    def add_mask(self, tensor: torch.Tensor, function: Any) -> None:
+        """Remember that `tensor` stands for the mask `function` describes."""
+        try:
+            pattern: MaskPattern | str = read_mask(function)
+        except UnknownMaskError as error:
+            pattern = str(error)
+        except Exception as error:  # noqa: BLE001 - a mask function is the model's code
+            pattern = f"its mask function cannot be evaluated ({type(error).__name__}: {error})"
+        self._masks[id(tensor)] = (tensor, pattern)
+
+    def mask_of(self, tensor: torch.Tensor | None) -> MaskPattern | str | None:
+        """The pattern of a mask made by `add_mask`; a sentence for a tensor that is none."""
+        if tensor is None:
+            return None
+        known = self._masks.get(id(tensor))
+        return known[1] if known else "the model alters the mask or adds a bias of its own to it"
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *rest: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """Stands in for attention: records the call and gives an output of the right shape."""
+    trace = _current.get()
+    if rest:
+        keywords["positional arguments"] = rest
+    caller = sys._getframe(1)
+    names = [n for n in caller.f_code.co_names if n.endswith("eager_attention_forward")]
+    path = trace.path_of(module)
+    visit, factors = trace.frame_of(path)
+    trace.calls.append(
+        AttentionCall(
+            path=path,
+            module=module,
+            visit=visit,
+            query=query,
+            key=key,
+            value=value,
+            mask=trace.mask_of(attention_mask),
+            scaling=scaling,
+            keywords={name: given for name, given in keywords.items() if given is not None},
+            eager=caller.f_globals.get(names[0]) if len(names) == 1 else None,
+            factors=frozenset(factors),
+        )
+    )
+    shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    return query.new_empty(shape), None
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Stands in for a mask: a meta tensor that the trace can tell from any other."""
+    tensor = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+    _current.get().add_mask(tensor, mask_function)
+    return tensor
+
+
+@contextlib.contextmanager
+def probe_registered() -> Iterator[None]:
+    """Transformers knows PROBE inside the block, one block of the process at a time."""
+    with _registration:
+        AttentionInterface.register(PROBE, _attention)
+        AttentionMaskInterface.register(PROBE, _mask)
+        try:
+            yield
+        finally:
+            AttentionInterface._global_mapping.pop(PROBE, None)
+            AttentionMaskInterface._global_mapping.pop(PROBE, None)
+
+
+class _Watch(TorchFunctionMode):
+    """Sees attention that a module computes itself, and the numbers it multiplies tensors by."""
+
+    _ALWAYS = ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention")
+    _TIMES = ("mul", "__mul__", "__rmul__", "mul_", "__imul__")
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        stack = self._trace.stack
+        if stack and name in self._TIMES and len(args) == 2 and isinstance(args[1], float):
+            stack[-1][2].add(args[1])
+        if name in self._ALWAYS or (name == "softmax" and self._over_keys(args, kwargs or {})):
+            self._trace.own_attention[stack[-1][0] if stack else ""] = None
+        return func(*args, **(kwargs or {}))
+
+    def _over_keys(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        tensor = args[0] if args else kwargs["input"]
+        return tensor.dim() >= 3 and tensor.shape[-1] in self._trace.lengths
+
+
+def run(model: PreTrainedModel, inputs: Mapping[str, Any], lengths: frozenset[int]) -> Trace:
+    """Run `model(**inputs)` and record it; whatever the model raises is raised.
+
+    `lengths` are the numbers of keys by which a softmax is known for attention.
+    """
+    trace = Trace(model, lengths)
+    token = _current.set(trace)
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(lambda m, _: trace.enter(m)))
+        handles.append(module.register_forward_hook(lambda *_: trace.leave(), always_call=True))
+    try:
+        with torch.no_grad(), torch.device("meta"), _Watch(trace):
+            model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+        _current.reset(token)
+    return trace
