@@ -105,7 +105,8 @@ def paged_batch(
     Args:
         spec: the layer; of a cross layer `seq_lens` are the encoder's, all of them written now.
         query_lens: new tokens of each request.
-        seq_lens: all tokens of each request.
+        seq_lens: all tokens of each request; fewer than new ones make a padding request, whose first
+            rows stand before position 0, see nothing and are not stored.
         block_size: tokens per page; default the spec's, else 16.
         layout: physical order of the cache, "NHD" or "HND".
         causal: `common.causal`; default the spec's.
@@ -131,8 +132,9 @@ def paged_batch(
     for row, (seq_len, new) in enumerate(zip(seq_lens, new_lens, strict=True)):
         positions = torch.arange(seq_len)
         blocks = table[row].long()[positions // size]
-        slots.append((blocks * size + positions % size)[seq_len - new :])
-        old = slice(0, seq_len - new)
+        missing = torch.full((max(new - seq_len, 0),), PAD_SLOT_ID)
+        old = slice(0, max(seq_len - new, 0))
+        slots += [missing, (blocks * size + positions % size)[old.stop :]]
         for pages, tokens, scale in (
             (k_pages, drawn.keys[row], k_scale),
             (v_pages, drawn.values[row], v_scale),
@@ -143,8 +145,8 @@ def paged_batch(
         for row, (seq_len, new) in enumerate(zip(seq_lens, new_lens, strict=True)):
             table[row, : max(seq_len - new - spec.window[0], 0) // size] = 0
 
-    new_keys = [tokens[tokens.shape[0] - new :] for tokens, new in zip(drawn.keys, new_lens, strict=True)]
-    new_values = [tokens[tokens.shape[0] - new :] for tokens, new in zip(drawn.values, new_lens, strict=True)]
+    new_keys = [_last(tokens, new) for tokens, new in zip(drawn.keys, new_lens, strict=True)]
+    new_values = [_last(tokens, new) for tokens, new in zip(drawn.values, new_lens, strict=True)]
     pad_slots = torch.full((padding,), PAD_SLOT_ID)
     return Batch(
         spec=spec,
@@ -268,6 +270,12 @@ def _put(pages: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, store
     if pages.dtype.itemsize == 1:
         pages, tokens = pages.view(torch.uint8), tokens.view(torch.uint8)
     pages[blocks, offsets] = tokens
+
+
+def _last(tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """The last `count` tokens; NaN stands for those that a padding request does not have."""
+    missing = tokens.new_full((max(count - tokens.shape[0], 0), *tokens.shape[1:]), torch.nan)
+    return torch.cat([missing, tokens[max(tokens.shape[0] - count, 0) :]])
 
 
 def _pack(

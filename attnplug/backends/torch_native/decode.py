@@ -19,7 +19,7 @@ SHORT_QUERY = 16
 """The longest query attended together with others."""
 
 _TILE_BYTES_CPU = 1 << 21
-_TILE_BYTES_DEVICE = 1 << 28
+_TILE_BYTES_DEVICE = 1 << 26
 
 
 def attend_short(
@@ -52,6 +52,7 @@ def attend_short(
     if tiles is None:
         tiles = plan_tiles(metadata, requests, source, steps, reach, tokens, query.device)
         metadata.plans[key] = tiles
+    gatherer.reserve(tiles)
     for tile in tiles:
         grouped = query.index_select(0, tile.queries).float()
         out, lse = _attend_tile(grouped, tile, gatherer, scoring, output_lse is not None)
@@ -67,13 +68,18 @@ class _Gatherer:
         self.k, self.v = HeadRows.of(source.k), HeadRows.of(source.v)
         self.heads = source.k.shape[2]
         self.sizes = source.k.shape[3], source.v.shape[3]
-        token = self.heads * max(self.sizes)
+        self._token = self.heads * max(self.sizes)
         budget = _TILE_BYTES_CPU if device.type == "cpu" else _TILE_BYTES_DEVICE
-        self.tile_tokens = max(budget // (4 * token), 1)
-        elements = self.tile_tokens * token
-        self._stored = torch.empty(elements, dtype=self.k.rows.dtype, device=device)
-        widens = self.k.dtype != torch.float32
-        self._wide = torch.empty(elements, dtype=torch.float32, device=device) if widens else None
+        self.tile_tokens = max(budget // (4 * self._token), 1)
+        self._stored = self.k.rows.new_empty(0)
+        self._wide: torch.Tensor | None = None
+
+    def reserve(self, tiles: list[Tile]) -> None:
+        """Make the buffer large enough for any of `tiles`."""
+        tokens = max(tile.keys.shape[0] * min(tile.keys.shape[1], self.tile_tokens) for tile in tiles)
+        self._stored = self.k.rows.new_empty(tokens * self._token)
+        if self.k.dtype != torch.float32:
+            self._wide = self._stored.new_empty(tokens * self._token, dtype=torch.float32)
 
     def indices(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows `[B, Hkv, L]` of the tile's keys and values; one tensor where they are the same."""
