@@ -124,7 +124,7 @@ def _table(groups: Sequence[Sequence[Decision]]) -> Table:
         spec, chosen = first.spec, first.chosen
         cells = [
             str(len(members)),
-            layers_in_words([str(decision.layer_name) for decision in members], 2),
+            layers_in_words([str(decision.layer_name) for decision in members], 3),
             f"{spec.num_heads}/{spec.num_kv_heads}",
             str(spec.head_size),
             features_in_words(spec),

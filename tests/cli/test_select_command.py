@@ -1,0 +1,138 @@
+"""`attnplug select` on the example models, and what it says of files that are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from attnplug import Decision
+
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+LLAMA = MODELS / "llama-3.1-8b.json"
+LAYERS = {
+    "bert-base-uncased": 12,
+    "bloom-7b1": 30,
+    "deepseek-v3": 61,
+    "gemma-2-9b": 42,
+    "gemma-3-27b-text": 62,
+    "gpt-oss-20b": 24,
+    "llama-3.1-70b": 80,
+    "llama-3.1-8b": 32,
+    "llama-4-scout-text": 48,
+    "mistral-7b-v0.1": 32,
+    "phi-3-mini-4k": 32,
+    "qwen3-30b-a3b": 48,
+    "qwen3-8b": 36,
+    "whisper-large-v3": 96,
+}
+
+
+def test_every_example_model_is_tried_here():
+    assert sorted(path.stem for path in MODELS.glob("*.json")) == sorted(LAYERS)
+
+
+@pytest.mark.parametrize("model", LAYERS)
+def test_every_layer_of_a_model_is_listed(run, model):
+    outcome = run("select", MODELS / f"{model}.json", "--device", "cpu", "--json")
+    decisions = [Decision.from_dict(item) for item in outcome.json["decisions"]]
+    assert len({decision.layer_name for decision in decisions}) == LAYERS[model]
+    if model == "deepseek-v3":
+        assert outcome.code == 3
+        assert {candidate.codes for d in decisions for candidate in d.refused} == {("mla",)}
+    else:
+        assert outcome.code == 0
+        assert {decision.backend for decision in decisions} == {"TORCH"}
+
+
+def test_the_table_groups_like_layers_and_fits_80_columns(run):
+    outcome = run("select", MODELS / "gemma-3-27b-text.json", "--device", "cpu")
+    rows = [line.split() for line in outcome.out.splitlines()]
+    assert [row[0] for row in rows if row and "TORCH" in row] == ["52", "10"]
+    assert "sliding 1024" in outcome.out
+    assert max(map(len, outcome.out.splitlines())) <= 80
+    assert "\x1b" not in outcome.out
+
+
+def test_a_refused_layer_shows_its_reasons_without_being_asked(run):
+    outcome = run("select", MODELS / "deepseek-v3.json", "--device", "cpu")
+    assert outcome.code == 3
+    assert "MLA not supported" in outcome.out
+    assert "No backend for 61 of 61 layers." in outcome.out
+
+
+def test_tensor_parallelism_divides_the_heads(run):
+    outcome = run("select", LLAMA, "--device", "cpu", "--tp", 4, "--json")
+    spec = outcome.json["decisions"][0]["spec"]
+    assert (spec["num_heads"], spec["num_kv_heads"]) == (8, 2)
+
+
+def test_kv_dtype_and_block_size_reach_the_layers_that_have_pages(run):
+    options = ("--kv-cache-dtype", "fp8", "--block-size", 32, "--device", "cpu", "--json")
+    decisions = run("select", MODELS / "whisper-large-v3.json", *options).json["decisions"]
+    asked = {(d["spec"]["attn_type"], d["spec"]["kv_cache_dtype"], d["block_size"]) for d in decisions}
+    assert asked == {("encoder", "auto", None), ("decoder", "fp8", 32), ("encoder_decoder", "fp8", 32)}
+
+
+def test_a_rule_for_a_phase_gives_rows_for_both_phases(run):
+    outcome = run("select", LLAMA, "--device", "cpu", "--backend", "decode=TORCH", "--json")
+    settled = {(d["phase"], d["chosen_by"]) for d in outcome.json["decisions"]}
+    assert settled == {("decode", "backend"), ("prefill", "priority")}
+
+
+def test_a_rule_that_matches_no_layer_is_bad_usage(run):
+    outcome = run("select", LLAMA, "--device", "cpu", "--backend", "sliding=TORCH")
+    assert outcome.code == 2
+    assert "sliding=TORCH" in outcome.err
+    assert "matches none of 32 layers (kinds here: full)" in outcome.err
+
+
+def test_a_misspelt_backend_is_bad_usage_with_a_suggestion(run):
+    outcome = run("select", LLAMA, "--device", "cpu", "--backend", "TROCH")
+    assert outcome.code == 2
+    assert "did you mean TORCH?" in outcome.err
+
+
+def test_a_bad_variable_is_named(run, monkeypatch):
+    monkeypatch.setenv("ATTNPLUG_STRICT", "maybe")
+    outcome = run("list")
+    assert outcome.code == 2
+    assert "ATTNPLUG_STRICT='maybe' must be 1 or 0" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "no such"), ("", "empty"), ("{not json", "JSON"), ("[1, 2]", "list"), ('{"a": 1}', "model_type")],
+    ids=["missing", "empty", "not JSON", "a list", "an object of something else"],
+)
+def test_a_file_that_is_no_configuration_is_one_sentence(run, tmp_path, content, said):
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_text(content)
+    outcome = run("select", path, "--device", "cpu")
+    assert outcome.code == 1
+    assert outcome.err.count("\n") == 1
+    assert said.lower() in outcome.err.lower()
+    assert "Traceback" not in outcome.err
+
+
+def test_a_device_that_is_none_is_bad_usage(run):
+    outcome = run("select", LLAMA, "--device", "gpu9")
+    assert outcome.code == 2
+    assert "gpu9" in outcome.err
+
+
+def test_with_two_more_backends_installed_why_shows_the_choice_among_three(run_with_plugins):
+    done = run_with_plugins(
+        ["attnplug-acme-sm80", "attnplug-acme-decode"],
+        ["-m", "attnplug", "select", str(LLAMA), "--device", "sm90", "--assume-installed", "all", "--why"],
+        env={"COLUMNS": "80"},
+    )
+    assert done.returncode == 0, done.stderr
+    verdicts = dict(
+        line.split()[:3:2] for line in done.stdout.splitlines() if "TORCH  " in line or "ACME" in line
+    )
+    assert verdicts["ACME_SM80"] == "chosen"
+    assert verdicts["TORCH"] == "accepted"
+    assert verdicts["ACME_DECODE"] == "refused"
+    assert "phase not supported" in done.stdout
