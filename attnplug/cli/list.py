@@ -41,14 +41,13 @@ def list_backends(
         fixed=("backend",),
     )
     for row in rows:
-        needs = "; ".join(row["unmet"]) or ("installed" if row["requires"] else "nothing")
         shown.add_row(
             row["name"],
             "-" if row["priority"] is None else str(row["priority"]),
             row["distribution"] or "this process",
             row["version"] or "-",
             ", ".join(row["device_types"]),
-            needs,
+            _needs(row),
         )
     out.print(shown)
     _print_troubled(troubled)
@@ -57,10 +56,19 @@ def list_backends(
 def _print_troubled(records: list[PluginRecord]) -> None:
     if not records:
         return
-    out = console()
-    out.print("\nPlugins with something to say:")
+    shown = table(("plugins", "with something to say"), fixed=("plugins",))
     for record in records:
-        out.print(f"  {record.status:<12}  {record.reason}")
+        shown.add_row(str(record.status), record.reason)
+    out = console()
+    out.print()
+    out.print(shown)
+
+
+def _needs(row: dict[str, Any]) -> str:
+    if not row["requires"]:
+        return "nothing"
+    wanted = ", ".join(item if isinstance(item, str) else " or ".join(item) for item in row["requires"])
+    return f"{wanted} ({'missing' if row['unmet'] else 'installed'})"
 
 
 def _backends() -> list[dict[str, Any]]:

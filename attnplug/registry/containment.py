@@ -8,15 +8,21 @@ from typing import Any
 __all__ = ["attempt", "describe"]
 
 
-def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Exception | SystemExit | None]:
-    """The result of a call and None, or None and what it raised; SystemExit is contained too."""
+def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, BaseException | None]:
+    """The result of a call and None, or None and what it raised, SystemExit included.
+
+    KeyboardInterrupt passes: it is the user's.
+    """
     try:
         return call(*args, **kwargs), None
-    except (Exception, SystemExit) as error:  # noqa: BLE001  (a plugin may raise anything)
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001  (a panic in a Rust extension is no Exception)
         return None, error
 
 
 def describe(error: BaseException) -> str:
     """An exception in one line: its type and its message."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    text, failure = attempt(str, error)
+    words = " ".join(text.split()) if failure is None else "its message cannot be had"
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__

@@ -262,7 +262,9 @@ class Decision:
             ranked_by=tuple(data["ranked_by"]),
             block_size=data["block_size"],
             kv_cache_layout=data["kv_cache_layout"],
-            options=options if options is None else tuple(sorted(options.items())),
+            options=options
+            if options is None
+            else tuple(sorted((k, _tuples(v)) for k, v in options.items())),
             assumed=assumed,
             notes=tuple(data["notes"]),
         )
@@ -271,3 +273,8 @@ class Decision:
     def from_json(cls, text: str) -> Self:
         """The decision that `to_json` wrote."""
         return cls.from_dict(json.loads(text))
+
+
+def _tuples(value: Any) -> Any:
+    # JSON has no tuples, and options have nothing but tuples: they are hashable.
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

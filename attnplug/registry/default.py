@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from attnplug.core.errors import PluginError
 from attnplug.registry.devices import DeviceLike
 from attnplug.registry.installed import AssumeInstalled
 from attnplug.registry.registry import Registry, Rules
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["backends", "explain", "get_registry", "register", "select", "select_layers"]
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _registry: Registry | None = None
+_building = False
 
 
 def get_registry() -> Registry:
@@ -27,13 +29,20 @@ def get_registry() -> Registry:
 
     Raises:
         PolicyError: an environment variable whose value means nothing.
-        PluginError: a plugin that did not load, under ATTNPLUG_STRICT.
+        PluginError: a plugin that did not load, under ATTNPLUG_STRICT; or a plugin that asks while
+            it is being loaded itself.
     """
-    global _registry  # noqa: PLW0603  (the one instance)
+    global _building, _registry  # noqa: PLW0603  (the one instance)
     if _registry is None:
         with _lock:
+            if _building:
+                raise PluginError("the registry is being built; a plugin cannot ask it while it is loaded")
             if _registry is None:
-                _registry = Registry()
+                _building = True
+                try:
+                    _registry = Registry()
+                finally:
+                    _building = False
     return _registry
 
 

@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, TypeAlias
 
 from attnplug.core.device import Device
+from attnplug.core.errors import SpecError
 
 if TYPE_CHECKING:
     import torch
@@ -17,11 +18,19 @@ DeviceLike: TypeAlias = "Device | str | torch.device | None"
 
 
 def resolve_device(device: DeviceLike) -> Device:
-    """The Device meant. A GPU without a capability is the current one, where that has the type."""
+    """The Device meant. A GPU without a capability is the current one, where that has the type.
+
+    Raises:
+        SpecError: text that names no device, or something that is none.
+    """
     if device is None:
         return Device.current()
     if not isinstance(device, Device):
-        device = _parse(device if isinstance(device, str) else device.type)
+        # A torch.device is known by its type, without importing torch.
+        text = device if isinstance(device, str) else getattr(device, "type", None)
+        if not isinstance(text, str):
+            raise SpecError("device", device, "must be a Device, text, a torch.device or None")
+        device = _parse(text)
     if device.capability is None and device.type in ("cuda", "rocm"):
         current = Device.current()
         if device.matches(current):

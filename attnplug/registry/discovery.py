@@ -65,7 +65,7 @@ def installed_plugins() -> list[Installed]:
     found: dict[str, Installed] = {}
     for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         dist = entry_point.dist
-        distribution = dist.name if dist else "unknown"
+        distribution = (dist.name if dist else None) or "unknown"
         name = f"{distribution}:{entry_point.name}"
         version = dist.version if dist else None
         record = PluginRecord(name, distribution, version, PluginStatus.BLOCKED, f"{name} was not run")
@@ -73,12 +73,27 @@ def installed_plugins() -> list[Installed]:
     return [found[name] for name in sorted(found)]
 
 
+class Held(pluggy.PluginManager):
+    """A pluggy manager that holds one plugin, so that none is called, or blamed, for another."""
+
+    def __init__(self, plugin: object, name: str) -> None:
+        super().__init__(PROJECT)
+        self.add_hookspecs(BackendHooks)
+        self.plugin = plugin
+        self.name = name
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
+        """What a hook's decorator says; None where `name` is no function of the plugin."""
+        # Older pluggy gets every attribute, which runs the lazy exports of a plugin's package.
+        found = inspect.getattr_static(plugin, name, None)
+        return super().parse_hookimpl_opts(plugin, name) if inspect.isroutine(found) else None
+
+
 class Host:
     """Holds the loaded plugins in pluggy and calls each of them alone."""
 
     def __init__(self) -> None:
-        self._manager = pluggy.PluginManager(PROJECT)
-        self._manager.add_hookspecs(BackendHooks)
+        self._held: list[Held] = []
 
     def load(self, found: Installed) -> Loaded:
         """Import and admit an installed plugin; whatever it raises becomes its record."""
@@ -98,46 +113,58 @@ class Host:
 
     def admit(self, record: PluginRecord, plugin: object) -> Loaded:
         """Check a plugin object against the interface and ask it for its backends."""
-        try:
-            _check_api(plugin)
-            offers = self._offers(record, plugin)
-        except _Rejected as verdict:
-            reason = f"{record.name} {verdict}"
-            return Loaded(dataclasses.replace(record, status=verdict.status, reason=reason), plugin)
+        offers, error = attempt(self._offers, record, plugin)
+        if error is not None:
+            status = error.status if isinstance(error, _Rejected) else PluginStatus.BROKEN
+            what = str(error) if isinstance(error, _Rejected) else f"raised {describe(error)} when examined"
+            rejected = dataclasses.replace(record, status=status, reason=f"{record.name} {what}")
+            return Loaded(rejected, plugin)
         names = tuple(offer.name for offer in offers)
         admitted = dataclasses.replace(record, status=PluginStatus.LOADED, reason=None, backends=names)
         return Loaded(admitted, plugin, offers)
 
     def call(self, hook: str, plugin: object, **arguments: Any) -> Any:
         """What one plugin's hook returns, the others left alone; None where it has no such hook."""
-        others = [other for other in self._manager.get_plugins() if other is not plugin]
-        results = self._manager.subset_hook_caller(hook, others)(**arguments)
+        held = self._find(plugin)
+        results = None if held is None else getattr(held.hook, hook)(**arguments)
         return results[0] if results else None
 
     def has_hook(self, hook: str, plugin: object) -> bool:
         """Whether a loaded plugin implements `hook`."""
-        callers = self._manager.get_hookcallers(plugin) or ()
-        return any(caller.name == hook for caller in callers)
+        held = self._find(plugin)
+        return held is not None and bool(getattr(held.hook, hook).get_hookimpls())
 
-    def forget(self, plugin: object) -> None:
-        """Take a plugin out again."""
-        if self._manager.is_registered(plugin):
-            self._manager.unregister(plugin)
+    def forget(self, plugin: object) -> Held | None:
+        """Take a plugin out; what `restore` takes to put it back, None where it was not held."""
+        held = self._find(plugin)
+        if held is not None:
+            self._held.remove(held)
+        return held
+
+    def restore(self, held: Held) -> None:
+        """Put back a plugin that was forgotten."""
+        self._held.append(held)
+
+    def _find(self, plugin: object) -> Held | None:
+        return next((held for held in self._held if held.plugin is plugin), None)
 
     def _offers(self, record: PluginRecord, plugin: object) -> tuple[Offer, ...]:
-        if self._manager.is_registered(plugin):
-            twin = self._manager.get_name(plugin)
-            raise _Rejected(PluginStatus.BROKEN, f"is the same module as {twin}, which is loaded")
+        _check_api(plugin)
+        twin = self._find(plugin)
+        if twin is not None:
+            raise _Rejected(PluginStatus.BROKEN, f"is the same module as {twin.name}, which is loaded")
         try:
             return self._ask(record, plugin)
-        except _Rejected:
+        except BaseException:
             self.forget(plugin)
             raise
 
     def _ask(self, record: PluginRecord, plugin: object) -> tuple[Offer, ...]:
+        held = Held(plugin, record.name)
+        self.restore(held)
         try:
-            self._manager.register(plugin, record.name)
-            self._manager.check_pending()
+            held.register(plugin, record.name)
+            held.check_pending()
         except pluggy.PluginValidationError as invalid:
             text = re.sub(r" in plugin <.*>| for hook", "", " ".join(str(invalid).split()))
             raise _Rejected(PluginStatus.BROKEN, f"does not follow the hooks: {text}") from invalid
@@ -176,10 +203,14 @@ def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
     seen: set[str] = set()
     for backend in offered:
         name = _backend_name(backend)
-        if record.distribution != PROJECT and name in RESERVED_NAMES:
-            raise _Rejected(
-                PluginStatus.CONFLICT, f"offers {name}, a name reserved for attnplug's own backend"
-            )
+        family = backend.family
+        if not (family is None or (isinstance(family, str) and family)):
+            raise _Rejected(PluginStatus.BROKEN, f"offers {name} of family {family!r}, which is no name")
+        for each in (name, family or ""):
+            if record.distribution != PROJECT and each.upper() in RESERVED_NAMES:
+                raise _Rejected(
+                    PluginStatus.CONFLICT, f"offers {each}, a name reserved for attnplug's own backend"
+                )
         if name in seen:
             raise _Rejected(PluginStatus.BROKEN, f"offers {name} twice")
         seen.add(name)

@@ -11,6 +11,7 @@ from attnplug.registry.containment import attempt, describe
 from attnplug.registry.decision import Candidate, Gate
 from attnplug.registry.hookspecs import PROJECT
 from attnplug.registry.installed import Assumed, unmet
+from attnplug.registry.options import build_options
 from attnplug.registry.records import Offer, PluginRecord, PluginStatus
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec, Phase
 
-__all__ = ["conflicting", "examine", "import_parts", "not_loaded", "refuse_import"]
+__all__ = ["conflicting", "examine", "import_parts", "not_loaded", "pages", "refuse_import"]
 
 _CODES = {
     PluginStatus.BLOCKED: "blocked",
@@ -55,6 +56,7 @@ def examine(
     priority = _priority(offer, spec, device, phase)
     if isinstance(priority, Reason):
         configuration.append(priority)
+    configuration += () if configuration else _unfit(backend, spec, device)
     refused_at = Gate.INSTALLED if installed else Gate.CONFIGURATION if configuration else None
     return Candidate(
         offer.name,
@@ -69,15 +71,24 @@ def examine(
 def import_parts(backend: type[AttentionBackend]) -> Reason | None:
     """Gate 4: import the impl and the builder; the reason why that failed, or None."""
     for door in ("get_impl_cls", "get_builder_cls"):
-        _, error = attempt(getattr(backend, door))
-        if error is not None:
+        part, error = attempt(getattr(backend, door))
+        if error is not None or not isinstance(part, type):
+            did = f"returned {part!r}, which is no class" if error is None else f"raised {describe(error)}"
             return Reason(
                 f"{backend.get_name()} cannot be imported here",
                 code="import_failed",
-                requested=f"{door} raised {describe(error)}",
+                requested=f"{door} {did}",
                 remedy=f"attnplug doctor {backend.get_name()} shows more",
             )
     return None
+
+
+def pages(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> tuple[int, str] | None:
+    """The block size and the layout that a backend prefers for a layer's pages; None without pages."""
+    if spec.direct_kv:
+        return None
+    size = spec.block_size or backend.get_preferred_block_size(spec, device)
+    return size, backend.supported_kv_cache_layouts()[0]
 
 
 def refuse_import(candidate: Candidate, reason: Reason) -> Candidate:
@@ -114,6 +125,18 @@ def _priority(offer: Offer, spec: LayerSpec, device: Device, phase: Phase | None
     if type(priority) is not int or not lowest <= priority <= 999:
         return _fault(backend, f"has priority {priority!r}; it must be an integer from {lowest} to 999")
     return int(priority)
+
+
+def _unfit(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> list[Reason]:
+    """What of the backend's own declarations would fail once it is chosen."""
+    faults = []
+    _, error = attempt(pages, backend, spec, device)
+    if error is not None:
+        faults.append(_fault(backend, f"raised {describe(error)} for its block size and layout"))
+    _, error = attempt(build_options, backend, None)
+    if error is not None:
+        faults.append(_fault(backend, f"has Options that cannot be made: {describe(error)}"))
+    return faults
 
 
 def _fault(backend: type[AttentionBackend], what: str) -> Reason:

@@ -72,12 +72,11 @@ def _unmet_one(text: str, assumed: Assumed) -> Reason | None:
             f"{requirement.name} not installed",
             code="not_installed",
             field="requires",
-            requested=text,
             remedy=remedy,
         )
     # Prereleases count only where the requirement names one, whatever pip would do.
     prereleases = bool(requirement.specifier.prereleases)
-    if requirement.specifier.contains(version, prereleases=prereleases):
+    if not requirement.specifier or requirement.specifier.contains(version, prereleases=prereleases):
         return None
     return Reason(
         f"{requirement.name} version not supported",

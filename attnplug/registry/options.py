@@ -8,43 +8,64 @@ import typing
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from attnplug.core.errors import PolicyError
+from attnplug.core.errors import PluginError, PolicyError
+from attnplug.registry.containment import attempt, describe
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
+    from attnplug.registry.plugins import PluginSet
 
-__all__ = ["build_options", "by_backend", "freeze"]
+__all__ = ["build_options", "by_backend", "check_options", "freeze"]
 
 
-def by_backend(
-    options: Any, asked: str | None, known: Mapping[str, type[AttentionBackend]]
-) -> dict[str, Any]:
+def by_backend(options: Any, asked: str | None, plugins: PluginSet) -> dict[str, Any]:
     """Options sorted by the backend or family they are for.
 
     Args:
         options: a mapping from backend or family name to its options; or an instance of a backend's
             `Options`; or, where one backend is asked for by name, a plain mapping of its options.
         asked: the one name asked for, if any.
-        known: the backends by name.
+        plugins: says which names there are.
 
     Raises:
         PolicyError: options of which it cannot be said whose they are.
     """
     if options is None:
         return {}
-    families = {backend.family for backend in known.values() if backend.family}
     if not isinstance(options, Mapping):
-        owners = [n for n, b in known.items() if b.Options is not None and isinstance(options, b.Options)]
+        owners = [o.full_name for o in plugins.every_offer if _is_options_of(o.backend, options)]
         if not owners:
             raise PolicyError("options", options, "is no Options of any backend, and no mapping")
         return dict.fromkeys(owners, options)
-    if all(isinstance(name, str) and (name in known or name in families) for name in options):
+    if all(isinstance(name, str) and plugins.find(name) for name in options):
         return dict(options)
     if asked is None:
-        names = ", ".join(sorted({*known, *families}))
+        names = ", ".join(plugins.names) or "none"
         remedy = "write {'NAME': {...}}, or ask for one backend by name"
         raise PolicyError("options", options, f"has keys that are no backends; there are: {names}", remedy)
     return {asked: options}
+
+
+def check_options(options: Mapping[str, Any], plugins: PluginSet) -> None:
+    """Check options sorted `by_backend`, also those of backends that will not be chosen.
+
+    Raises:
+        PolicyError: as `build_options`; for a family, where no member takes them.
+    """
+    for name, given in options.items():
+        refused: list[PolicyError] = []
+        members = plugins.find(name)
+        for offer in members:
+            try:
+                build_options(offer.backend, given)
+            except PolicyError as error:
+                refused.append(error)
+        if refused and len(refused) == len(members):
+            raise refused[0]
+
+
+def _is_options_of(backend: type[AttentionBackend], options: object) -> bool:
+    return isinstance(backend.Options, type) and isinstance(options, backend.Options)
 
 
 def freeze(options: Any) -> Any:
@@ -62,7 +83,9 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
     """An instance of `backend.Options` with `given` in it; None where there are no options at all.
 
     Raises:
-        PolicyError: an unknown option, or a value of the wrong type; it lists what exists.
+        PolicyError: an unknown option, a value of the wrong type (it lists what exists), or values
+            that `Options` refuses.
+        PluginError: `Options` is no dataclass, or has annotations that mean nothing.
     """
     name = backend.get_name()
     declared = backend.Options
@@ -75,8 +98,7 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
     if given is not None and not isinstance(given, Mapping):
         limit = f"must be the {declared.__qualname__} of {name}, or a mapping"
         raise PolicyError("options", given, limit)
-    hints = typing.get_type_hints(declared)
-    fields = {field.name: hints[field.name] for field in dataclasses.fields(declared)}
+    fields = _fields(name, declared)
     exists = ", ".join(f"{field}: {_type_name(hint)}" for field, hint in fields.items()) or "none"
     for option, value in (given or {}).items():
         if option not in fields:
@@ -86,7 +108,18 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
         if not _fits(value, fields[option]):
             limit = f"must be {_type_name(fields[option])}; options of {name} are: {exists}"
             raise PolicyError(f"options[{option!r}]", value, limit)
-    return declared(**(given or {}))
+    built, error = attempt(declared, **(given or {}))
+    if error is not None:
+        raise PolicyError("options", given, f"{name} refuses them: {describe(error)}") from error
+    return built
+
+
+def _fields(name: str, declared: type[Any]) -> dict[str, Any]:
+    hints, error = attempt(typing.get_type_hints, declared)
+    if error is not None or not dataclasses.is_dataclass(declared):
+        why = "it is no dataclass" if error is None else describe(error)
+        raise PluginError(f"the Options of {name} cannot be read: {why}") from error
+    return {field.name: hints[field.name] for field in dataclasses.fields(declared) if field.init}
 
 
 def _fits(value: object, hint: Any) -> bool:

@@ -70,24 +70,32 @@ class PluginSet:
         title = name or getattr(plugin, "__name__", None) or type(plugin).__name__
         if title in self._loaded and title not in self._in_code:
             raise PluginError(f"{title} is the name of an installed plugin; give another name")
-        before = self._loaded.pop(title, None)
-        if before is not None:
-            self._host.forget(before.plugin)
-        record = PluginRecord(title, None, None, PluginStatus.BLOCKED)
-        loaded = self._host.admit(record, plugin)
+        others = {name: loaded for name, loaded in self._loaded.items() if name != title}
+        before = self._host.forget(self._loaded[title].plugin) if title in self._loaded else None
+        try:
+            loaded = self._admit(title, plugin, others)
+        except PluginError:
+            # The one before stays as it was.
+            if before is not None:
+                self._host.restore(before)
+            raise
+        self._loaded = {**others, title: loaded}
+        if title not in self._in_code:
+            self._in_code.append(title)
+        self._settle()
+        return loaded.record
+
+    def _admit(self, title: str, plugin: object, others: Mapping[str, Loaded]) -> Loaded:
+        loaded = self._host.admit(PluginRecord(title, None, None, PluginStatus.BLOCKED), plugin)
         if loaded.record.status is not PluginStatus.LOADED:
             raise PluginError(str(loaded.record.reason))
-        taken = {o.name: o for each in self._loaded.values() for o in each.offers}
+        taken = {o.name: o for each in others.values() for o in each.offers}
         for offer in loaded.offers:
             if offer.name in taken:
                 self._host.forget(plugin)
                 rival = taken[offer.name].plugin
                 raise PluginError(f"{title} offers {offer.name}, which {rival} offers already")
-        self._loaded[title] = loaded
-        if title not in self._in_code:
-            self._in_code.append(title)
-        self._settle()
-        return loaded.record
+        return loaded
 
     def _settle(self) -> None:
         """Work out what follows from the loaded plugins: names, conflicts, candidates out of the race."""
@@ -100,12 +108,16 @@ class PluginSet:
             for offer in rivals:
                 self._mark_conflict(offer, rivals)
         self._offers = tuple(rivals[0] for rivals in by_name.values() if len(rivals) == 1)
-        bad = (entry.record for entry in self._loaded.values())
         self._unavailable = (
             *(conflicting(o, rivals) for rivals in self._conflicts.values() for o in rivals),
-            *(not_loaded(record) for record in bad if not self._loaded[record.name].offers),
+            *(not_loaded(record) for record in self._not_loaded()),
         )
         self._backends = MappingProxyType({o.name: o.backend for o in self._offers})
+
+    def _not_loaded(self) -> list[PluginRecord]:
+        # A loaded plugin may offer nothing here, and one in conflict is there to be asked for by name.
+        entries = (entry for entry in self._loaded.values() if not entry.offers)
+        return [entry.record for entry in entries if entry.record.status is not PluginStatus.LOADED]
 
     def _mark_conflict(self, offer: Offer, rivals: Sequence[Offer]) -> None:
         loaded = self._loaded[offer.plugin]
@@ -137,6 +149,17 @@ class PluginSet:
     def offers(self) -> tuple[Offer, ...]:
         """The backends that can be chosen automatically."""
         return self._offers
+
+    @property
+    def every_offer(self) -> tuple[Offer, ...]:
+        """All backends of loaded plugins, those in conflict included."""
+        return tuple(offer for loaded in self._loaded.values() for offer in loaded.offers)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all backends and families, sorted."""
+        families = {o.backend.family for o in self.every_offer if o.backend.family}
+        return sorted({offer.name for offer in self.every_offer} | families)
 
     @property
     def unavailable(self) -> tuple[Candidate, ...]:
@@ -177,28 +200,33 @@ class PluginSet:
             UnknownBackendError: no plugin offers the name; it suggests near ones.
         """
         name = rule.backend
-        every = [offer for loaded in self._loaded.values() for offer in loaded.offers]
-        if "@" in name:
-            found = [offer for offer in every if offer.full_name == name]
-        else:
-            found = [o for o in self._offers if o.name == name]
-            found = found or [o for o in self._offers if o.backend.family == name]
+        found = self.find(name)
         if found:
-            return tuple(found)
+            return found
         if name in self._conflicts:
             choices = " or ".join(offer.full_name for offer in self._conflicts[name])
             raise PluginError(f"{name} is offered by more than one distribution; ask for {choices}")
-        for candidate, loaded in ((entry.record, entry) for entry in self._loaded.values()):
-            if not loaded.offers and candidate.answers_to(name):
-                raise PluginError(f"{name}, asked for by {rule.source}, did not load: {candidate.reason}")
-        raise self._unknown(rule, every)
+        for record in self._not_loaded():
+            if record.answers_to(name):
+                raise PluginError(f"{name}, asked for by {rule.source}, did not load: {record.reason}")
+        raise self._unknown(rule)
 
-    def _unknown(self, rule: Rule, every: Sequence[Offer]) -> UnknownBackendError:
-        families = {o.backend.family for o in every if o.backend.family}
-        names = sorted({offer.name for offer in every} | families)
+    def find(self, name: str) -> tuple[Offer, ...]:
+        """The offers called `name`: a backend, a family's members, or `name@distribution`; () for none."""
+        if "@" in name:
+            backend, _, owner = name.partition("@")
+            return tuple(o for o in self.every_offer if o.name == backend and self._ships(owner, o))
+        named = tuple(offer for offer in self._offers if offer.name == name)
+        return named or tuple(offer for offer in self._offers if offer.backend.family == name)
+
+    def _ships(self, owner: str, offer: Offer) -> bool:
+        return self._loaded[offer.plugin].record.answers_to(owner)
+
+    def _unknown(self, rule: Rule) -> UnknownBackendError:
+        names = self.names
         near = difflib.get_close_matches(rule.backend.upper(), names, 3, 0.5)
         limit = f"is no backend; loaded are {', '.join(names) or 'none'}"
-        failed = [str(r.reason) for r in self.records if not self._loaded[r.name].offers]
+        failed = [str(record.reason) for record in self._not_loaded()]
         if failed:
             limit += f"; not loaded: {'; '.join(failed)}"
         remedy = f"did you mean {' or '.join(near)}?" if near else None

@@ -58,7 +58,8 @@ def parse_rules(given: str | Mapping[str, str] | None, source: str = ARGUMENT) -
     """Rules, most specific first, from "FLASH_ATTN,sliding=TRITON,decode=FLASHINFER" or a mapping.
 
     A key is a kind of layer (KINDS), a phase, or else a layer-name glob (the longest first); a bare
-    name, or the key "*", is for everything else.
+    name, or the key "*", is for everything else. Of two kinds of one layer the one that
+    `LayerSpec.kinds` names first decides.
 
     Raises:
         PolicyError: an empty or repeated part, or something that is no text.
@@ -91,7 +92,13 @@ def _ordered(pairs: Any, given: object, source: str) -> tuple[Rule, ...]:
         if pattern in rules:
             raise PolicyError(source, given, f"has two rules for {pattern!r}")
         rules[pattern] = Rule(name.strip(), _scope(pattern), pattern, source)
-    return tuple(sorted(rules.values(), key=lambda rule: (_RANK[rule.scope], -len(rule.pattern))))
+    return tuple(sorted(rules.values(), key=_specificity))
+
+
+def _specificity(rule: Rule) -> tuple[int, int]:
+    # Kinds in the order of LayerSpec.kinds: who attends whom says more than which keys are seen.
+    within = KINDS.index(rule.pattern) if rule.scope == "kind" else len(rule.pattern)
+    return _RANK[rule.scope], -within
 
 
 def _scope(pattern: str) -> str:

@@ -10,14 +10,16 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
-from attnplug.core.errors import PolicyError
+from attnplug.core.checks import check_member
+from attnplug.core.errors import PolicyError, SpecError
 from attnplug.core.spec import KINDS, LayerSpec, Phase
 from attnplug.registry.devices import DeviceLike, resolve_device
 from attnplug.registry.installed import AssumeInstalled, freeze_assumed
-from attnplug.registry.options import by_backend, freeze
+from attnplug.registry.negotiation import negotiated
+from attnplug.registry.options import by_backend, check_options, freeze
 from attnplug.registry.plugins import PluginSet
 from attnplug.registry.policy import ARGUMENT, ENVIRONMENT, Rule, parse_rules, rule_for, used
-from attnplug.registry.selector import AUTOMATIC, Policy, decide, negotiated, refusal
+from attnplug.registry.selector import AUTOMATIC, Policy, decide, refusal
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -98,7 +100,7 @@ class Registry:
         """As `attnplug.select`, among the backends of this registry."""
         decision, rule = self._decision(spec, device, phase, layer_name, True, **asked)
         if decision.backend is None:
-            raise refusal(decision, rule)
+            raise refusal(decision, rule, self.plugins)
         return decision
 
     def explain(
@@ -121,12 +123,12 @@ class Registry:
         **asked: Unpack[Asked],
     ) -> dict[str, Decision]:
         """As `attnplug.select_layers`, among the backends of this registry."""
-        when = None if phase is None else Phase(phase)
+        when = None if phase is None else check_member(Phase, "phase", phase)
         decisions = self.judge_layers(specs, device, (when,), **asked)[when]
         for name, decision in decisions.items():
             if decision.backend is None:
-                sets = self._rule_sets(asked.get("backend"))
-                raise refusal(decision, rule_for(sets, decision.spec, when, name))
+                rule = rule_for(self._rule_sets(asked.get("backend")), decision.spec, when, name)
+                raise refusal(decision, rule, self.plugins)
         return decisions
 
     def judge_layers(
@@ -172,15 +174,13 @@ class Registry:
     ) -> Policy:
         sets = self._rule_sets(backend)
         if layer_name is None:
-            by_name = next((rule for rule in sets[0] if rule.scope == "layer"), None)
-            if by_name is not None:
-                limit = f"is no kind ({', '.join(KINDS)}) and no phase, so it needs layer_name"
-                raise PolicyError(by_name.source, str(by_name), limit)
+            _check_can_match(sets[0], phase)
         merged: dict[str, Any] = {}
         asked_here = ((sets[0], options), *((block.rules, block.options) for block in used()))
         for rules, given in reversed(asked_here):
             only = rules[0].backend if len(rules) == 1 else None
-            merged.update(by_backend(given, only, self.plugins.backends))
+            merged.update(by_backend(given, only, self.plugins))
+        check_options(merged, self.plugins)
         rule = rule_for(sets, spec, phase, layer_name)
         return Policy(rule, freeze(merged), freeze_assumed(assume_installed))
 
@@ -195,8 +195,10 @@ class Registry:
         options: Any = None,
         assume_installed: AssumeInstalled = None,
     ) -> tuple[Decision, Rule | None]:
+        if not isinstance(spec, LayerSpec):
+            raise SpecError("spec", spec, "must be a LayerSpec")
         where = resolve_device(device)
-        when = phase if phase is None or isinstance(phase, Phase) else Phase(phase)
+        when = phase if phase is None or isinstance(phase, Phase) else check_member(Phase, "phase", phase)
         policy = AUTOMATIC
         if (
             backend is not None
@@ -217,12 +219,26 @@ class Registry:
     def _decide_once(self, key: tuple[LayerSpec, Any, Any, Policy, bool]) -> Decision:
         spec, device, phase, policy, usable = key
         with self._lock:
+            known = self._cache.get(key)
+            if known is not None:
+                return known
             decision = decide(self.plugins, spec, device, phase, policy, usable=usable)
             if len(self._cache) >= _MOST_DECISIONS:
                 self._cache.clear()
             self._cache[key] = decision
-        _log.info("%s", decision)
+        if usable:
+            _log.info("%s", decision)
         return decision
+
+
+def _check_can_match(rules: Sequence[Rule], phase: Phase | None) -> None:
+    """PolicyError for a rule that no layer without a name can match in this phase."""
+    for rule in rules:
+        if rule.scope == "layer":
+            limit = f"is no kind ({', '.join(KINDS)}) and no phase, so it needs layer_name"
+            raise PolicyError(rule.source, str(rule), limit)
+        if rule.scope == "phase" and phase is None:
+            raise PolicyError(rule.source, str(rule), "is a rule for one phase", "select for a phase")
 
 
 def _check_matches(rule: Rule, specs: Mapping[str, LayerSpec], phases: Sequence[Phase | None]) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from attnplug.core.blocks import MultipleOf
-from attnplug.core.errors import BackendUnavailableError, LayoutError, NoBackendError
-from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.core.errors import BackendUnavailableError, NoBackendError
 from attnplug.registry.containment import attempt, describe
 from attnplug.registry.decision import Candidate, Decision
 from attnplug.registry.devices import is_here
-from attnplug.registry.gates import examine, refuse_import
+from attnplug.registry.gates import examine, pages, refuse_import
 from attnplug.registry.options import build_options
 
 if TYPE_CHECKING:
@@ -26,9 +23,7 @@ if TYPE_CHECKING:
     from attnplug.registry.policy import Rule
     from attnplug.registry.records import Offer
 
-_K = TypeVar("_K")
-
-__all__ = ["AUTOMATIC", "Policy", "decide", "negotiated", "refusal"]
+__all__ = ["AUTOMATIC", "Policy", "decide", "refusal"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +98,7 @@ def decide(
         assumed=policy.assumed,
         notes=notes,
         backend_cls=None if winner is None else winner.backend,
-        **({} if winner is None else _pages(winner.backend, spec, device)),
+        **({} if winner is None else _paged(winner.backend, spec, device)),
     )
 
 
@@ -162,24 +157,21 @@ def _listed(
 
 def _options(winner: Offer, policy: Policy) -> tuple[tuple[str, Any], ...] | None:
     given = dict(policy.options)
-    asked = policy.rule.backend if policy.rule is not None else winner.name
-    names = (asked, winner.full_name, winner.name, winner.backend.family)
+    names = (winner.full_name, winner.name, winner.backend.family)
     own = next((given[name] for name in names if name in given), None)
     built = build_options(winner.backend, dict(own) if isinstance(own, tuple) else own)
     if built is None:
         return None
-    return tuple(sorted((f.name, getattr(built, f.name)) for f in dataclasses.fields(built)))
+    return tuple(sorted((f.name, getattr(built, f.name)) for f in dataclasses.fields(built) if f.init))
 
 
-def _pages(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> dict[str, Any]:
-    if spec.direct_kv:
-        return {}
-    size = spec.block_size or backend.get_preferred_block_size(spec, device)
-    return {"block_size": size, "kv_cache_layout": backend.supported_kv_cache_layouts()[0]}
+def _paged(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> dict[str, Any]:
+    preferred = pages(backend, spec, device)
+    return {} if preferred is None else dict(zip(("block_size", "kv_cache_layout"), preferred, strict=True))
 
 
-def refusal(decision: Decision, rule: Rule | None) -> NoBackendError:
-    """The error to raise for a decision without a backend."""
+def refusal(decision: Decision, rule: Rule | None, plugins: PluginSet) -> NoBackendError:
+    """The error to raise for a decision without a backend, made under `rule` among `plugins`."""
     layer = f"layer {decision.layer_name}" if decision.layer_name else "this layer"
     where = f"{layer} on {decision.device}" + (f" in {decision.phase}" if decision.phase else "")
     if rule is None:
@@ -187,68 +179,10 @@ def refusal(decision: Decision, rule: Rule | None) -> NoBackendError:
         return NoBackendError(f"no backend serves {where}\n  {lines}", decision)
     reasons: list[Reason] = []
     lines = ""
+    asked = {offer.name for offer in plugins.find(rule.backend)}
     for candidate in decision.refused:
-        if _is_asked(candidate, rule):
+        if candidate.name in asked:
             reasons += candidate.reasons
             lines += f"\n  {candidate.name}: {'; '.join(candidate.reasons)}"
     message = f"{rule.backend}, asked for by {rule.source}, does not serve {where}{lines}"
     return BackendUnavailableError(message, decision, reasons)
-
-
-def _is_asked(candidate: Candidate, rule: Rule) -> bool:
-    return candidate.name == rule.backend.partition("@")[0]
-
-
-def negotiated(decisions: Mapping[_K, Decision]) -> dict[_K, Decision]:
-    """The decisions with one block size and one KV layout for all layers whose caches are alike.
-
-    Raises:
-        LayoutError: backends of like layers that no size or layout suits; it names them.
-    """
-    groups: dict[Any, list[_K]] = {}
-    for key, decision in decisions.items():
-        if decision.backend is not None and decision.block_size is not None:
-            cache = kv_cache_spec_for(decision.spec, decision.spec.block_size or 1)
-            groups.setdefault((cache, decision.spec.block_size), []).append(key)
-    settled = dict(decisions)
-    for keys in groups.values():
-        members = [decisions[key] for key in keys]
-        if len({decision.backend_cls for decision in members}) > 1:
-            size, layout = _common_size(members), _common_layout(members)
-            for key in keys:
-                settled[key] = dataclasses.replace(decisions[key], block_size=size, kv_cache_layout=layout)
-    return settled
-
-
-def _common_size(members: Sequence[Decision]) -> int:
-    allowed = [tuple(d.get_backend_cls().get_supported_kernel_block_sizes(d.spec, d.device)) for d in members]
-    entries = {size for sizes in allowed for size in sizes}
-    bases = [item.base for item in entries if isinstance(item, MultipleOf)]
-    wanted = [d.block_size for d in members if d.block_size is not None]
-    fixed = sorted(item for item in entries if isinstance(item, int))
-    for size in (*wanted, *fixed, math.lcm(*bases)):
-        if all(MultipleOf.allows(sizes, size) for sizes in allowed):
-            return size
-    raise _clash("block_size", members, allowed)
-
-
-def _common_layout(members: Sequence[Decision]) -> str:
-    readable = [tuple(d.get_backend_cls().supported_kv_cache_layouts()) for d in members]
-    for layout in readable[0]:
-        if all(layout in layouts for layouts in readable):
-            return layout
-    raise _clash("kv_cache_layout", members, readable)
-
-
-def _clash(field: str, members: Sequence[Decision], allowed: Sequence[Sequence[object]]) -> LayoutError:
-    one_each = {d.backend: (d, limit) for d, limit in zip(members, allowed, strict=True)}
-    sides = [
-        f"{d.backend} (layer {d.layer_name}) takes {', '.join(map(str, limit))}"
-        for d, limit in one_each.values()
-    ]
-    return LayoutError(
-        field,
-        None,
-        "cannot be agreed on by layers with like caches: " + "; ".join(sides),
-        "ask for one backend for all of them",
-    )
