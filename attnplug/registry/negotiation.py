@@ -1,0 +1,76 @@
+"""Makes layers with like caches agree on one block size and one KV layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from attnplug.core.blocks import MultipleOf
+from attnplug.core.errors import LayoutError
+from attnplug.core.kv_cache_spec import kv_cache_spec_for
+
+if TYPE_CHECKING:
+    from attnplug.registry.decision import Decision
+
+__all__ = ["negotiated"]
+
+_K = TypeVar("_K")
+
+
+def negotiated(decisions: Mapping[_K, Decision]) -> dict[_K, Decision]:
+    """The decisions with one block size and one KV layout for all layers whose caches are alike.
+
+    Raises:
+        LayoutError: backends of like layers that no size or layout suits; it names them.
+    """
+    groups: dict[Any, list[_K]] = {}
+    for key, decision in decisions.items():
+        if decision.backend is not None and decision.block_size is not None:
+            cache = kv_cache_spec_for(decision.spec, decision.spec.block_size or 1)
+            groups.setdefault((cache, decision.spec.block_size), []).append(key)
+    settled = dict(decisions)
+    for keys in groups.values():
+        members = [decisions[key] for key in keys]
+        # One class may prefer different sizes for different specs, so backends are not compared.
+        if len({(decision.block_size, decision.kv_cache_layout) for decision in members}) > 1:
+            size, layout = _common_size(members), _common_layout(members)
+            for key in keys:
+                settled[key] = dataclasses.replace(decisions[key], block_size=size, kv_cache_layout=layout)
+    return settled
+
+
+def _common_size(members: Sequence[Decision]) -> int:
+    allowed = [tuple(d.get_backend_cls().get_supported_kernel_block_sizes(d.spec, d.device)) for d in members]
+    entries = {size for sizes in allowed for size in sizes}
+    bases = [item.base for item in entries if isinstance(item, MultipleOf)]
+    wanted = [d.block_size for d in members if d.block_size is not None]
+    fixed = sorted(item for item in entries if isinstance(item, int))
+    for size in (*wanted, *fixed, math.lcm(*bases)):
+        if all(MultipleOf.allows(sizes, size) for sizes in allowed):
+            return size
+    raise _clash("block_size", members, allowed)
+
+
+def _common_layout(members: Sequence[Decision]) -> str:
+    readable = [tuple(d.get_backend_cls().supported_kv_cache_layouts()) for d in members]
+    for layout in readable[0]:
+        if all(layout in layouts for layouts in readable):
+            return layout
+    raise _clash("kv_cache_layout", members, readable)
+
+
+def _clash(field: str, members: Sequence[Decision], allowed: Sequence[Sequence[object]]) -> LayoutError:
+    pairs = zip(members, allowed, strict=True)
+    one_each = {(d.backend, tuple(limit)): d for d, limit in pairs}
+    sides = [
+        f"{name} (layer {d.layer_name}) takes {', '.join(map(str, limit))}"
+        for (name, limit), d in one_each.items()
+    ]
+    return LayoutError(
+        field,
+        None,
+        "cannot be agreed on by layers with like caches: " + "; ".join(sides),
+        "ask for one backend for all of them",
+    )
