@@ -55,10 +55,11 @@ def _mappings(config: PreTrainedConfig) -> Iterator[Any]:
     yield modeling_auto.MODEL_MAPPING
 
 
-def build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+def build(config: PreTrainedConfig, attention: str | dict[str, str]) -> PreTrainedModel:
     """The model on the meta device, in evaluation mode, with the attention function of that name.
 
-    `config` is copied, not changed. ModelConfigError where the class cannot be built from it.
+    `config` is copied, not changed. ModelConfigError where the class cannot be built from it; KeyError of
+    the name where the class has a table of attention functions that lacks it.
     """
     cls: Any = model_class(config)
     config = copy.deepcopy(config)
@@ -71,10 +72,12 @@ def build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
                 config, attn_implementation=attention, dtype=_dtype(config)
             )
     except Exception as error:
-        if type(error) is KeyError and error.args == (attention,):
+        names = attention.values() if isinstance(attention, dict) else (attention,)
+        if type(error) is KeyError and error.args[0] in names:
             raise
         raise ModelConfigError(_why_not_built(cls, error)) from error
-    return model.eval()
+    model.train(False)
+    return model
 
 
 def _dtype(config: PreTrainedConfig) -> torch.dtype:

@@ -96,11 +96,12 @@ def _check_sizes(path: Path, data: dict[str, Any], config: PreTrainedConfig) -> 
     """Refuse a file that leaves a size out: the family's default would stand for a model of another size."""
     if config.sub_configs:
         return
+    default = type(config)()
     for name in _SIZES:
-        if isinstance(getattr(type(config), name, None), property) or not hasattr(config, name):
-            continue
         stored = config.attribute_map.get(name, name)
-        if name not in data and stored not in data:
+        if name in data or stored in data or isinstance(getattr(type(config), name, None), property):
+            continue
+        if hasattr(config, name) and getattr(config, name) == getattr(default, name, None):
             raise ModelConfigError(
                 f"{path}: this {data['model_type']} configuration lacks the field {stored}"
             )

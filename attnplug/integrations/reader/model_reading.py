@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -46,11 +47,13 @@ def read_model(config: PreTrainedConfig, ranks: int, kv_cache_dtype: str) -> Rea
 
 
 def _build(config: PreTrainedConfig) -> PreTrainedModel:
-    try:
-        return build(config, PROBE)
-    except KeyError:
-        # A class with a table of its own implementations: its attention will be seen as its own.
-        return build(config, "eager")
+    # A class with a table of its own implementations takes no other name: in a tower that is nothing to
+    # the text model, and elsewhere the attention will be seen to be the class's own.
+    towers = {name: "eager" for name in config.sub_configs if name != "text_config"}
+    for attention in (PROBE, {"": PROBE, **towers}):
+        with contextlib.suppress(KeyError):
+            return build(config, attention)
+    return build(config, "eager")
 
 
 def _trace(model: PreTrainedModel) -> Trace:

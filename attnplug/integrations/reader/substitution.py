@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from attnplug.integrations.reader.other_layers import looks_like_attention
+from attnplug.integrations.reader.mixers import looks_like_attention
 
 __all__ = ["substituted"]
 

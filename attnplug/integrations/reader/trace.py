@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from attnplug.integrations.reader.mask_pattern import MaskPattern, UnknownMaskError, read_mask
+from attnplug.integrations.reader.mixers import looks_like_attention
 
 __all__ = ["PROBE", "AttentionCall", "Trace", "probe_registered", "run"]
 
@@ -192,8 +193,14 @@ class _Watch(TorchFunctionMode):
         if stack and name in self._TIMES and len(args) == 2 and isinstance(args[1], float):
             stack[-1][2].add(args[1])
         if name in self._ALWAYS or (name == "softmax" and self._over_keys(args, kwargs or {})):
-            self._trace.own_attention[stack[-1][0] if stack else ""] = None
+            self._trace.own_attention[self._owner()] = None
         return func(*args, **(kwargs or {}))
+
+    def _owner(self) -> str:
+        """The innermost running module that calls itself attention, or else the innermost of all."""
+        running = [path for path, _, _ in reversed(self._trace.stack)]
+        named = (p for p in running if looks_like_attention(self._trace.model.get_submodule(p)))
+        return next(named, running[0] if running else "")
 
     def _over_keys(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         tensor = args[0] if args else kwargs["input"]
