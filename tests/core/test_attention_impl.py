@@ -263,3 +263,4 @@ def test_what_an_author_may_leave() -> None:
     assert impl.process_weights_after_loading(torch.float16) is None
     assert impl.fused_output_quant_supported("fp8") is False
     assert (impl.supports_pcp, impl.supports_quant_query_input) == (False, False)
+    assert impl.can_return_lse_for_decode is False

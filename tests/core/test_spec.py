@@ -78,7 +78,7 @@ def test_an_unknown_dtype_is_refused_with_the_nearest_name(wrong: str, right: st
     assert error.remedy is None if right is None else error.remedy == f"did you mean {right!r}?"
 
 
-@pytest.mark.parametrize("value", [None, 16, np.float32, object()])
+@pytest.mark.parametrize("value", [None, 16, np.float32, object(), torch.device("cpu")])
 def test_what_is_no_dtype_at_all_is_refused(value: object) -> None:
     assert "must be a dtype name such as 'bfloat16', or a torch.dtype" in str(refusal(dtype=value))
 
