@@ -68,8 +68,8 @@ def test_any_grouping_of_heads_is_served(heads: int, kv_heads: int) -> None:
 
 def test_requests_longer_than_a_tile_are_gathered_in_pieces() -> None:
     spec = SPEC.replace(num_heads=8, num_kv_heads=8, head_size=256)
-    check(paged_batch(spec, [1, 2, 1], [700, 513, 20]))
-    check(paged_batch(spec.replace(kv_cache_dtype="bfloat16", has_alibi=True), [1, 2, 1], [700, 513, 20]))
+    check(paged_batch(spec, [1, 2, 1], [2100, 1025, 20]))
+    check(paged_batch(spec.replace(kv_cache_dtype="bfloat16", has_alibi=True), [1, 2, 1], [2100, 1025, 20]))
 
 
 def test_a_cache_that_is_a_layer_of_a_larger_tensor_is_used_in_place() -> None:

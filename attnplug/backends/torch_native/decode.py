@@ -18,7 +18,7 @@ __all__ = ["SHORT_QUERY", "attend_short"]
 SHORT_QUERY = 16
 """The longest query attended together with others."""
 
-_TILE_BYTES_CPU = 1 << 21
+_TILE_BYTES_CPU = 1 << 23
 _TILE_BYTES_DEVICE = 1 << 26
 
 
