@@ -30,6 +30,9 @@ def variants(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
     plain = _tokens(model)
     if "use_cache" in accepted:
         plain["use_cache"] = True
+    if getattr(model.config, "add_cross_attention", False) and "encoder_hidden_states" in accepted:
+        shape = (1, ENCODER_LENGTH, model.config.hidden_size)
+        plain.setdefault("encoder_hidden_states", torch.zeros(shape, dtype=model.dtype, device="meta"))
     # Token types bring out the spans of tokens that see each other in both directions.
     kinds = {
         name: _ids(DECODER_LENGTH) for name in ("token_type_ids", "mm_token_type_ids") if name in accepted

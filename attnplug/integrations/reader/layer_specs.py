@@ -36,12 +36,22 @@ _EXPLAINED = {
 
 
 class SpecMaker:
-    """Makes the specs of one model: `is_encoder_decoder`, ranks, and the dtype of its paged caches."""
+    """Makes the specs of one model: its shape, its ranks, and the dtype of its paged caches.
+
+    `query_length` is the number of tokens that its decoder was given.
+    """
 
     def __init__(
-        self, *, is_encoder_decoder: bool, query_length: int, ranks: int, kv_cache_dtype: str
+        self,
+        *,
+        is_encoder_decoder: bool,
+        has_cross_attention: bool,
+        query_length: int,
+        ranks: int,
+        kv_cache_dtype: str,
     ) -> None:
         self._is_encoder_decoder = is_encoder_decoder
+        self._has_cross_attention = has_cross_attention
         self._query_length = query_length
         self._ranks = ranks
         self._kv_cache_dtype = kv_cache_dtype
@@ -86,7 +96,7 @@ class SpecMaker:
     def _kind(self, call: AttentionCall, pattern: MaskPattern) -> AttentionType:
         queries, keys = call.query.shape[2], call.key.shape[2]
         if queries != keys:
-            if not self._is_encoder_decoder or queries != self._query_length:
+            if not self._has_cross_attention or queries != self._query_length:
                 raise _refused(call, f"gives {queries} queries {keys} keys, which is no plain attention")
             if pattern.window != (-1, -1):
                 raise _refused(call, "hides encoder keys from cross attention")
@@ -182,10 +192,11 @@ def _scale(call: AttentionCall) -> float:
     if call.scaling is None:
         return float(call.query.shape[3] ** -0.5)
     scale = float(call.scaling)
-    # Some modules multiply their queries first and leave 1.0 to attention; the model's scale is the product.
-    own = getattr(call.module, "scaling", None)
-    if scale == 1.0 and isinstance(own, float) and own in call.factors:
-        return own
+    if scale == 1.0:
+        # Some modules multiply their queries first and leave 1.0 to attention; the model's scale is the product.
+        for own in (getattr(call.module, "scaling", None), call.query.shape[3] ** -0.5):
+            if isinstance(own, float) and any(math.isclose(own, factor) for factor in call.factors):
+                return own
     return scale
 
 

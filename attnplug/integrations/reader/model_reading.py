@@ -49,8 +49,8 @@ def read_model(config: PreTrainedConfig, ranks: int, kv_cache_dtype: str) -> Rea
 def _build(config: PreTrainedConfig) -> PreTrainedModel:
     # A class with a table of its own implementations takes no other name: in a tower that is nothing to
     # the text model, and elsewhere the attention will be seen to be the class's own.
-    towers = {name: "eager" for name in config.sub_configs if name != "text_config"}
-    for attention in (PROBE, {"": PROBE, **towers}):
+    parts = {name: PROBE if name == "text_config" else "eager" for name in config.sub_configs}
+    for attention in (PROBE, {"": PROBE, **parts}):
         with contextlib.suppress(KeyError):
             return build(config, attention)
     return build(config, "eager")
@@ -76,6 +76,7 @@ def _read(trace: Trace, ranks: int, kv_cache_dtype: str) -> Reading:
     config: Any = trace.model.config
     maker = SpecMaker(
         is_encoder_decoder=bool(config.is_encoder_decoder),
+        has_cross_attention=bool(config.is_encoder_decoder or getattr(config, "add_cross_attention", False)),
         query_length=DECODER_LENGTH,
         ranks=ranks,
         kv_cache_dtype=kv_cache_dtype,

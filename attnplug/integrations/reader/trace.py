@@ -180,6 +180,7 @@ class _Watch(TorchFunctionMode):
 
     _ALWAYS = ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention")
     _TIMES = ("mul", "__mul__", "__rmul__", "mul_", "__imul__")
+    _OVER = ("div", "true_divide", "__truediv__", "div_", "__itruediv__")
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -190,8 +191,11 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         stack = self._trace.stack
-        if stack and name in self._TIMES and len(args) == 2 and isinstance(args[1], float):
-            stack[-1][2].add(args[1])
+        if stack and len(args) == 2 and isinstance(args[1], float) and args[1]:
+            if name in self._TIMES:
+                stack[-1][2].add(args[1])
+            elif name in self._OVER:
+                stack[-1][2].add(1 / args[1])
         if name in self._ALWAYS or (name == "softmax" and self._over_keys(args, kwargs or {})):
             self._trace.own_attention[self._owner()] = None
         return func(*args, **(kwargs or {}))
