@@ -1,0 +1,106 @@
+"""A batch as the host sees it: numpy views that share memory, checked, and never copied from a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attnplug.core.errors import BatchError
+from attnplug.core.metadata import CommonAttentionMetadata
+
+__all__ = [
+    "IntArray",
+    "check_count",
+    "exact_seq_lens",
+    "host_view",
+    "known_seq_lens",
+    "query_spans",
+    "to_device",
+]
+
+IntArray = npt.NDArray[Any]
+"""A one-dimensional array of some integer type."""
+
+
+def check_count(field: str, value: object, least: int) -> None:
+    """BatchError unless `value` is an integer of at least `least`."""
+    if not isinstance(value, (int, np.integer)) or value < least:
+        raise BatchError(field, value, f"must be an integer of at least {least}")
+
+
+def host_view(field: str, tensor: torch.Tensor) -> IntArray:
+    """The memory of a host tensor as numpy.
+
+    Raises:
+        BatchError: the tensor is on a device; reading it would wait for the device.
+    """
+    if tensor.device.type != "cpu":
+        raise BatchError(field, str(tensor.device), "must be on the host: a copy would wait for the device")
+    return tensor.numpy()
+
+
+def query_spans(common: CommonAttentionMetadata) -> tuple[IntArray, IntArray]:
+    """Start locations `[R + 1]` and query lengths `[R]` of a batch.
+
+    Raises:
+        BatchError: start locations that are not R + 1, or that decrease.
+    """
+    starts = host_view("query_start_loc_cpu", common.query_start_loc_cpu)
+    if starts.shape != (common.num_reqs + 1,):
+        raise BatchError("query_start_loc_cpu", starts.shape, f"must be of shape ({common.num_reqs + 1},)")
+    lengths = starts[1:] - starts[:-1]
+    if lengths.size and lengths.min() < 0:
+        row = int((lengths < 0).argmax())
+        raise BatchError(
+            "query_start_loc_cpu", int(lengths[row]), f"is the length of request {row}; least is 0"
+        )
+    return starts, lengths
+
+
+def known_seq_lens(common: CommonAttentionMetadata) -> IntArray | None:
+    """Sequence lengths `[R]` that the host knows exactly, or None.
+
+    Raises:
+        BatchError: not one length for each request.
+    """
+    field = "seq_lens"
+    if common.seq_lens_host is not None and common.seq_lens_host_exact:
+        field, lengths = "seq_lens_host", common.seq_lens_host
+    elif common._seq_lens_cpu is not None:
+        lengths = common._seq_lens_cpu.numpy()
+    elif common.seq_lens.device.type == "cpu":
+        lengths = common.seq_lens.numpy()
+    else:
+        return None
+    if lengths.shape != (common.num_reqs,):
+        raise BatchError(field, lengths.shape, f"must be of shape ({common.num_reqs},)")
+    return lengths
+
+
+def exact_seq_lens(common: CommonAttentionMetadata, query_lens: IntArray) -> IntArray:
+    """Sequence lengths `[R]`, none of them shorter than the request's query.
+
+    Raises:
+        BatchError: lengths that the host does not know exactly, that are ragged or too short.
+    """
+    lengths = known_seq_lens(common)
+    if lengths is None:
+        found = None if common.seq_lens_host is None else "an upper bound"
+        remedy = "give the batch exact seq_lens_host"
+        raise BatchError("seq_lens_host", found, "must be exact: a copy would wait for the device", remedy)
+    if lengths.size and (lengths - query_lens).min() < 0:
+        row = int((lengths < query_lens).argmax())
+        limit = f"of request {row} must be at least its query length {int(query_lens[row])}"
+        raise BatchError("seq_lens", int(lengths[row]), limit)
+    return lengths
+
+
+def to_device(array: IntArray, device: torch.device) -> torch.Tensor:
+    """`array` as a tensor on `device`: shared memory on the host, else a copy that nobody waits for."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,91 @@
+"""Bring a running batch into the order decode, extend, prefill with as few swaps as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from attnplug.core.errors import BatchError
+
+__all__ = ["InputBatch", "SchedulerOutput", "reorder_batch_to_split_decodes_and_prefills"]
+
+_DECODE, _EXTEND, _PREFILL = range(3)
+
+
+class InputBatch(Protocol):
+    """An engine's running batch: R requests in rows that can be swapped."""
+
+    @property
+    def req_ids(self) -> Sequence[str]:
+        """The request in each row."""
+
+    @property
+    def num_computed_tokens_cpu(self) -> npt.NDArray[Any]:
+        """Tokens whose K and V are cached, per row; rows past R are not read."""
+
+    def swap_states(self, i1: int, i2: int, /) -> None:
+        """Exchange everything in two rows."""
+
+
+class SchedulerOutput(Protocol):
+    """What the scheduler wants of the step."""
+
+    @property
+    def num_scheduled_tokens(self) -> Mapping[str, int]:
+        """New tokens of each request."""
+
+
+def reorder_batch_to_split_decodes_and_prefills(
+    input_batch: InputBatch, scheduler_output: SchedulerOutput, decode_threshold: int = 1
+) -> bool:
+    """Swap rows until decodes come first, then extends, then prefills; whether any was swapped.
+
+    A decode has at most `decode_threshold` tokens scheduled and something computed, an extend more
+    and something computed, a prefill nothing computed. Rows that are in their region stay, and the
+    swaps are the fewest possible.
+
+    Raises:
+        BatchError: a request without scheduled tokens, or rows without a number of computed ones.
+    """
+    region = _regions(input_batch, scheduler_output, decode_threshold)
+    counts = np.bincount(region, minlength=3)
+    target = np.repeat(np.arange(3, dtype=region.dtype), counts)
+    if (region == target).all():
+        return False
+    # misplaced[a, b]: rows of region a that hold a request of region b.
+    misplaced = {
+        (a, b): np.flatnonzero((target == a) & (region == b)).tolist()
+        for a in range(3)
+        for b in range(3)
+        if a != b
+    }
+    for a, b in ((_DECODE, _EXTEND), (_DECODE, _PREFILL), (_EXTEND, _PREFILL)):
+        one, other = misplaced[a, b], misplaced[b, a]
+        while one and other:  # one swap puts two requests in place
+            input_batch.swap_states(one.pop(), other.pop())
+    # What is left stands in circles through all three regions, and a circle takes two swaps.
+    for a, b, c in ((_DECODE, _EXTEND, _PREFILL), (_DECODE, _PREFILL, _EXTEND)):
+        for holds_b, holds_c, holds_a in zip(misplaced[a, b], misplaced[b, c], misplaced[c, a], strict=True):
+            input_batch.swap_states(holds_b, holds_a)
+            input_batch.swap_states(holds_a, holds_c)
+    return True
+
+
+def _regions(
+    input_batch: InputBatch, scheduler_output: SchedulerOutput, decode_threshold: int
+) -> npt.NDArray[np.int8]:
+    req_ids = input_batch.req_ids
+    try:
+        counts = list(map(scheduler_output.num_scheduled_tokens.__getitem__, req_ids))
+    except KeyError as missing:
+        raise BatchError("req_ids", missing.args[0], "has no num_scheduled_tokens") from None
+    scheduled = np.array(counts, dtype=np.int64)
+    computed = np.asarray(input_batch.num_computed_tokens_cpu)[: len(req_ids)]
+    if computed.shape != scheduled.shape:
+        raise BatchError("num_computed_tokens_cpu", computed.shape, f"must have {len(req_ids)} rows or more")
+    region = (scheduled > decode_threshold).astype(np.int8)
+    region[computed == 0] = _PREFILL
+    return region

@@ -1,0 +1,224 @@
+"""Where new tokens' K and V go: the slots of a whole batch at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attnplug.core.batch.host import IntArray, check_count
+from attnplug.core.errors import BatchError
+from attnplug.core.metadata import PAD_SLOT_ID
+
+__all__ = ["compute_slot_mapping", "compute_slot_mapping_start_idx", "is_block_tables_empty"]
+
+Slots = npt.NDArray[np.int64]
+
+
+def is_block_tables_empty(block_tables: object) -> TypeGuard[Mapping[Any, None] | None]:
+    """Whether there are no tables yet, as while memory is profiled: None, or a mapping to only None."""
+    if block_tables is None:
+        return True
+    return isinstance(block_tables, Mapping) and all(table is None for table in block_tables.values())
+
+
+def compute_slot_mapping_start_idx(
+    is_prompt: bool, query_len: int, context_len: int, sliding_window: int | None
+) -> int:
+    """The first position of a request that needs a slot: past what a prompt's window will never see.
+
+    Args:
+        is_prompt: whether the request's prompt is being computed.
+        query_len: its new tokens.
+        context_len: its computed tokens; they do not change where it starts.
+        sliding_window: W keys including the query's own, or None.
+    """
+    if not is_prompt or sliding_window is None:
+        return 0
+    return max(0, query_len - sliding_window)
+
+
+@overload
+def compute_slot_mapping(
+    block_table: IntArray | Mapping[Any, None] | None,
+    num_computed_tokens: IntArray,
+    num_new_tokens: IntArray,
+    block_size: int,
+    *,
+    start_idx: IntArray | None = None,
+    num_tokens: int | None = None,
+    out: Slots | None = None,
+) -> Slots: ...
+
+
+@overload
+def compute_slot_mapping(
+    block_table: torch.Tensor | Mapping[Any, None] | None,
+    num_computed_tokens: torch.Tensor,
+    num_new_tokens: torch.Tensor,
+    block_size: int,
+    *,
+    start_idx: torch.Tensor | None = None,
+    num_tokens: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor: ...
+
+
+def compute_slot_mapping(
+    block_table: Any,
+    num_computed_tokens: Any,
+    num_new_tokens: Any,
+    block_size: int,
+    *,
+    start_idx: Any = None,
+    num_tokens: int | None = None,
+    out: Any = None,
+) -> Any:
+    """The slot of every new token, request after request: `table[p // block] * block + p % block`.
+
+    Inputs are numpy arrays or tensors of any integer type, all of one kind. Host tensors are
+    computed in numpy; on a device nothing waits and values are not checked.
+
+    Args:
+        block_table: `[R, max_blocks]`; with none yet (`is_block_tables_empty`) every slot is -1.
+        num_computed_tokens: `[R]`; request i has new positions from here on.
+        num_new_tokens: `[R]`.
+        block_size: tokens per KV page.
+        start_idx: `[R]`: positions before it get -1; see `compute_slot_mapping_start_idx`.
+        num_tokens: slots to give, those past the new tokens being -1; default as many as there are
+            new tokens. Required on a device, where they cannot be counted without waiting.
+        out: int64, at least `num_tokens` long: the slots are written to its front.
+
+    Returns:
+        int64 `[num_tokens]`; a view of `out` where it is given.
+
+    Raises:
+        BatchError: ragged or negative counts, a position past the table's width, `num_tokens` or
+            `out` too small.
+    """
+    check_count("block_size", block_size, 1)
+    table = None if is_block_tables_empty(block_table) else block_table
+    _check_shapes(table, num_computed_tokens, num_new_tokens, start_idx)
+    given = (table, num_computed_tokens, num_new_tokens, start_idx, out)
+    kind = torch.Tensor if isinstance(num_new_tokens, torch.Tensor) else np.ndarray
+    for part in given:
+        if part is not None and not isinstance(part, kind):
+            raise BatchError("inputs", type(part).__name__, f"must be {kind.__name__}s, as num_new_tokens is")
+    if not isinstance(num_new_tokens, torch.Tensor):
+        return _on_host(block_size, num_tokens, *given)
+    if num_new_tokens.device.type != "cpu":
+        return _on_device(block_size, num_tokens, *given)
+    views: Any = [None if part is None else part.numpy() for part in given]
+    slots = _on_host(block_size, num_tokens, *views)
+    return torch.from_numpy(slots) if out is None else out[: slots.shape[0]]
+
+
+def _check_shapes(table: Any, computed: Any, new: Any, start_idx: Any) -> None:
+    if new.ndim != 1:
+        raise BatchError("num_new_tokens", tuple(new.shape), "must have one dimension")
+    for field, counts in (("num_computed_tokens", computed), ("start_idx", start_idx)):
+        if counts is not None and counts.shape != new.shape:
+            limit = f"must have the shape of num_new_tokens, {tuple(new.shape)}"
+            raise BatchError(field, tuple(counts.shape), limit)
+    if table is None:
+        return
+    shape = getattr(table, "shape", type(table).__name__)
+    if isinstance(shape, str) or len(shape) != 2 or shape[0] != new.shape[0]:
+        found = shape if isinstance(shape, str) else tuple(shape)
+        raise BatchError("block_table", found, f"must be of shape ({new.shape[0]}, max_blocks)")
+
+
+def _on_host(
+    block_size: int,
+    num_tokens: int | None,
+    table: IntArray | None,
+    computed: IntArray,
+    new: IntArray,
+    start_idx: IntArray | None,
+    out: Slots | None,
+) -> Slots:
+    for field, counts in (("num_new_tokens", new), ("num_computed_tokens", computed)):
+        if counts.size and counts.min() < 0:
+            row = int(counts.argmin())
+            raise BatchError(field, int(counts[row]), f"of request {row} must be at least 0")
+    total = int(new.sum())
+    slots = _slots_for(total if num_tokens is None else num_tokens, total, out)
+    if table is None or not total:
+        slots[:] = PAD_SLOT_ID
+        return slots
+    rows, positions = _positions(computed, new, total)
+    blocks = positions // block_size
+    width = table.shape[1]
+    last = blocks.argmax()
+    if blocks[last] >= width:
+        limit = f"of request {int(rows[last])} lies past its table: {width} blocks of {block_size} tokens"
+        raise BatchError("position", int(positions[last]), limit)
+    pages = table.take(rows * width + blocks) if table.flags.c_contiguous else table[rows, blocks]
+    written = slots[:total]
+    # block * block_size + position - position // block_size * block_size, in 64 bits
+    np.subtract(pages, blocks, out=written, dtype=np.int64)
+    written *= block_size
+    written += positions
+    if start_idx is not None:
+        written[positions < start_idx[rows]] = PAD_SLOT_ID
+    slots[total:] = PAD_SLOT_ID
+    return slots
+
+
+def _slots_for(num_tokens: int, total: int, out: Slots | None) -> Slots:
+    if num_tokens < total:
+        raise BatchError("num_tokens", num_tokens, f"must be at least {total}, the number of new tokens")
+    if out is None:
+        return np.empty(num_tokens, dtype=np.int64)
+    if out.dtype != np.int64 or out.ndim != 1 or out.shape[0] < num_tokens:
+        limit = f"must be int64 with at least {num_tokens} elements"
+        raise BatchError("out", f"{out.dtype} {out.shape}", limit)
+    return out[:num_tokens]
+
+
+def _positions(computed: IntArray, new: IntArray, total: int) -> tuple[IntArray, IntArray]:
+    """The request and the position of each new token, int64."""
+    num_reqs, each = new.shape[0], int(new[0])
+    requests = np.arange(num_reqs)
+    if each * num_reqs != total or (new != each).any():
+        rows = requests.repeat(new)
+        positions = (computed - new.cumsum() + new)[rows]
+        positions += np.arange(total)
+        return rows, positions
+    first = computed.astype(np.int64)
+    if each == 1:
+        return requests, first
+    return requests.repeat(each), (first[:, None] + np.arange(each)).ravel()
+
+
+def _on_device(
+    block_size: int,
+    num_tokens: int | None,
+    table: torch.Tensor | None,
+    computed: torch.Tensor,
+    new: torch.Tensor,
+    start_idx: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    if num_tokens is None:
+        raise BatchError("num_tokens", None, "is required on a device: counting would wait for it")
+    num_reqs = new.shape[0]
+    slots = torch.empty(num_tokens, dtype=torch.int64, device=new.device) if out is None else out[:num_tokens]
+    if table is None or not num_reqs or not table.shape[1]:
+        return slots.fill_(PAD_SLOT_ID)
+    ends = new.cumsum(0, dtype=torch.int64)
+    tokens = torch.arange(num_tokens, device=new.device)
+    rows = torch.searchsorted(ends, tokens, right=True)
+    padding = rows == num_reqs
+    rows.clamp_(max=num_reqs - 1)
+    positions = tokens + (computed - ends + new)[rows]
+    blocks = positions // block_size
+    pages = table[rows, blocks.clamp(max=table.shape[1] - 1)]
+    torch.sub(pages, blocks, out=slots)
+    slots.mul_(block_size).add_(positions)
+    if start_idx is not None:
+        padding |= positions < start_idx[rows]
+    return slots.masked_fill_(padding, PAD_SLOT_ID)

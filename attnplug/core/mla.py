@@ -1,0 +1,39 @@
+"""The dimensions of multi-head latent attention, read from a model's configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from attnplug.core.errors import ModelConfigError
+from attnplug.core.spec import MLADims
+
+__all__ = ["get_mla_dims"]
+
+
+def get_mla_dims(hf_config: Any) -> MLADims:
+    """The MLADims of a Hugging Face configuration, or of its text part.
+
+    Args:
+        hf_config: a configuration object, or the mapping of a config.json. `q_lora_rank` may be
+            absent or None: queries are then not compressed.
+
+    Raises:
+        ModelConfigError: a dimension is missing.
+        SpecError: a dimension that means nothing.
+    """
+    text = _get(hf_config, "text_config")
+    config = hf_config if text is None else text
+    dims = {field.name: _get(config, field.name) for field in dataclasses.fields(MLADims)}
+    missing = [name for name, value in dims.items() if value is None and name != "q_lora_rank"]
+    if missing:
+        kind = _get(config, "model_type") or type(config).__name__
+        raise ModelConfigError(
+            f"hf_config of {kind!r} has no {', '.join(missing)}: no latent attention in it"
+        )
+    return MLADims(**dims)
+
+
+def _get(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
