@@ -1,0 +1,102 @@
+"""What an engine would otherwise write itself: KV caches, batches, and metadata for all layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnplug.core._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from attnplug.runtime.allocation import allocate_kv_cache as allocate_kv_cache
+    from attnplug.runtime.allocation import bind_kv_cache as bind_kv_cache
+    from attnplug.runtime.allocation import init_kv_cache as init_kv_cache
+    from attnplug.runtime.allocation import reshape_kv_cache as reshape_kv_cache
+    from attnplug.runtime.allocation import view_kv_cache as view_kv_cache
+    from attnplug.runtime.attention_groups import AttentionGroup as AttentionGroup
+    from attnplug.runtime.attention_groups import WorkspaceUser as WorkspaceUser
+    from attnplug.runtime.attention_groups import build_attn_metadata as build_attn_metadata
+    from attnplug.runtime.attention_groups import cross_metadata as cross_metadata
+    from attnplug.runtime.attention_groups import init_attn_backend as init_attn_backend
+    from attnplug.runtime.budget import MemoryBudget as MemoryBudget
+    from attnplug.runtime.budget import blocks_needed as blocks_needed
+    from attnplug.runtime.budget import bytes_per_block as bytes_per_block
+    from attnplug.runtime.budget import fit_kv_cache as fit_kv_cache
+    from attnplug.runtime.budget import parse_memory as parse_memory
+    from attnplug.runtime.buffers import CpuGpuBuffer as CpuGpuBuffer
+    from attnplug.runtime.buffers import StagingRing as StagingRing
+    from attnplug.runtime.grouping import get_kv_cache_spec as get_kv_cache_spec
+    from attnplug.runtime.grouping import group_kv_caches as group_kv_caches
+    from attnplug.runtime.grouping import num_padding_layers as num_padding_layers
+    from attnplug.runtime.grouping import unify_page_sizes as unify_page_sizes
+    from attnplug.runtime.grouping import with_num_blocks as with_num_blocks
+    from attnplug.runtime.layout import KVCacheLayoutType as KVCacheLayoutType
+    from attnplug.runtime.layout import get_kv_cache_layout as get_kv_cache_layout
+    from attnplug.runtime.layout import is_valid_kv_cache_layout as is_valid_kv_cache_layout
+    from attnplug.runtime.layout import set_kv_cache_layout as set_kv_cache_layout
+    from attnplug.runtime.step_batch import StepBatch as StepBatch
+    from attnplug.runtime.step_batch import StepBatchBuilder as StepBatchBuilder
+
+__all__ = [
+    "AttentionGroup",
+    "CpuGpuBuffer",
+    "KVCacheLayoutType",
+    "MemoryBudget",
+    "StagingRing",
+    "StepBatch",
+    "StepBatchBuilder",
+    "WorkspaceUser",
+    "allocate_kv_cache",
+    "bind_kv_cache",
+    "blocks_needed",
+    "build_attn_metadata",
+    "bytes_per_block",
+    "cross_metadata",
+    "fit_kv_cache",
+    "get_kv_cache_layout",
+    "get_kv_cache_spec",
+    "group_kv_caches",
+    "init_attn_backend",
+    "init_kv_cache",
+    "is_valid_kv_cache_layout",
+    "num_padding_layers",
+    "parse_memory",
+    "reshape_kv_cache",
+    "set_kv_cache_layout",
+    "unify_page_sizes",
+    "view_kv_cache",
+    "with_num_blocks",
+]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "AttentionGroup": "attention_groups",
+        "CpuGpuBuffer": "buffers",
+        "KVCacheLayoutType": "layout",
+        "MemoryBudget": "budget",
+        "StagingRing": "buffers",
+        "StepBatch": "step_batch",
+        "StepBatchBuilder": "step_batch",
+        "WorkspaceUser": "attention_groups",
+        "allocate_kv_cache": "allocation",
+        "bind_kv_cache": "allocation",
+        "blocks_needed": "budget",
+        "build_attn_metadata": "attention_groups",
+        "bytes_per_block": "budget",
+        "cross_metadata": "attention_groups",
+        "fit_kv_cache": "budget",
+        "get_kv_cache_layout": "layout",
+        "get_kv_cache_spec": "grouping",
+        "group_kv_caches": "grouping",
+        "init_attn_backend": "attention_groups",
+        "init_kv_cache": "allocation",
+        "is_valid_kv_cache_layout": "layout",
+        "num_padding_layers": "grouping",
+        "parse_memory": "budget",
+        "reshape_kv_cache": "allocation",
+        "set_kv_cache_layout": "layout",
+        "unify_page_sizes": "grouping",
+        "view_kv_cache": "allocation",
+        "with_num_blocks": "grouping",
+    },
+)

@@ -1,0 +1,187 @@
+"""From a KVCacheConfig to the tensors that layers read and write."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, MutableSequence
+from typing import Any
+
+import torch
+
+from attnplug.core.backend import AttentionBackend
+from attnplug.core.errors import LayoutError
+from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheSpec
+from attnplug.core.spec import LayerSpec
+
+__all__ = [
+    "allocate_kv_cache",
+    "bind_kv_cache",
+    "init_kv_cache",
+    "reshape_kv_cache",
+    "view_kv_cache",
+]
+
+_STORAGE = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+
+
+def allocate_kv_cache(config: KVCacheConfig, device: torch.device | str) -> dict[str, torch.Tensor]:
+    """Zero-filled raw bytes (uint8, 1-D) for each layer; layers that share a tensor get the same object.
+
+    Raises:
+        LayoutError: a layer of a group without a tensor, a tensor for a layer of no group, a layer in
+            two tensors or two groups, or bytes that are no whole number of pages.
+    """
+    _check_names(config)
+    pages = {n: g.kv_cache_spec.page_size_bytes for g in config.kv_cache_groups for n in g.layer_names}
+    raw: dict[str, torch.Tensor] = {}
+    for tensor in config.kv_cache_tensors:
+        for name in tensor.shared_by:
+            if tensor.size % pages[name]:
+                limit = f"is no whole number of pages of {pages[name]} bytes (layer {name})"
+                raise LayoutError("kv_cache_tensors.size", tensor.size, limit)
+        data = torch.zeros(tensor.size, dtype=torch.uint8, device=device)
+        raw.update(dict.fromkeys(tensor.shared_by, data))
+    return raw
+
+
+def reshape_kv_cache(
+    config: KVCacheConfig,
+    raw: Mapping[str, torch.Tensor],
+    specs: Mapping[str, LayerSpec],
+    backends: Mapping[str, type[AttentionBackend]],
+    layouts: Mapping[str, str] | str | None = None,
+) -> dict[str, torch.Tensor]:
+    """Each layer's cache in its backend's logical shape over the physical order resolved for it.
+
+    Args:
+        config: the groups.
+        raw: the bytes, as `allocate_kv_cache` gives them.
+        specs: what each layer needs.
+        backends: who serves each layer.
+        layouts: "NHD" or "HND" per layer or for all; None takes each backend's first.
+
+    Raises:
+        LayoutError: bytes that are no whole number of pages, two layouts in one group, a layout that
+            a backend cannot read.
+    """
+    caches = {}
+    for group in config.kv_cache_groups:
+        chosen = {
+            n: layouts if layouts is None or isinstance(layouts, str) else layouts[n]
+            for n in group.layer_names
+        }
+        resolved = {n: c or backends[n].supported_kv_cache_layouts()[0] for n, c in chosen.items()}
+        if len(set(resolved.values())) > 1:
+            first: dict[str, str] = {}
+            for name, layout in resolved.items():
+                first.setdefault(layout, f"{layout} for layer {name} ({backends[name].get_name()})")
+            limit = f"must be one for the layers of a group: {', '.join(first.values())}"
+            raise LayoutError("kv_cache_layout", sorted(first), limit)
+        for name, layout in resolved.items():
+            caches[name] = view_kv_cache(raw[name], group.kv_cache_spec, specs[name], backends[name], layout)
+    return caches
+
+
+def view_kv_cache(
+    raw: torch.Tensor,
+    cache: KVCacheSpec,
+    spec: LayerSpec,
+    backend: type[AttentionBackend],
+    layout: str | None = None,
+    num_layers: int | None = None,
+) -> torch.Tensor:
+    """Raw bytes as one cache, in logical order with physical strides; nothing is copied.
+
+    Args:
+        raw: uint8, 1-D.
+        cache: what a page holds.
+        spec: the layer.
+        backend: who says shape and stride order.
+        layout: "NHD" or "HND"; None takes the backend's first.
+        num_layers: where given, `raw` holds that many layers, a block's layers together, and the
+            view has them as its first dimension.
+
+    Raises:
+        LayoutError: bytes that are no whole number of pages, or a layout the backend cannot read.
+    """
+    page = cache.page_size_bytes * (num_layers or 1)
+    num_blocks, rest = divmod(raw.numel() * raw.element_size(), page)
+    if rest or num_blocks == 0:
+        size = raw.numel() * raw.element_size()
+        raise LayoutError("raw", size, f"bytes are no whole number of pages of {page} bytes")
+    shape = backend.get_kv_cache_shape(
+        num_blocks,
+        cache.block_size,
+        cache.num_kv_heads,
+        cache.head_size,
+        spec.kv_cache_dtype,
+        cache.head_size_v,
+    )
+    stacked = num_layers is not None
+    if num_layers is not None:
+        shape = (num_layers, *shape)
+    order = backend.get_kv_cache_stride_order(stacked, layout=layout, spec=spec)
+    if sorted(order) != list(range(len(shape))):
+        raise LayoutError("stride_order", order, f"is no order of the {len(shape)} dimensions of {shape}")
+    physical = raw.view(_STORAGE[cache.dtype]).view([shape[dim] for dim in order])
+    return physical.permute([order.index(dim) for dim in range(len(shape))])
+
+
+def bind_kv_cache(
+    kv_caches: Mapping[str, torch.Tensor],
+    layers: Mapping[str, Any],
+    runner_kv_caches: MutableSequence[torch.Tensor],
+) -> None:
+    """Give each layer object its cache as `kv_cache`, and the runner's list all of them in layer order.
+
+    Raises:
+        LayoutError: a list that is not empty, or names that differ; it lists missing and extra ones.
+    """
+    if runner_kv_caches:
+        raise LayoutError("runner_kv_caches", len(runner_kv_caches), "must be empty")
+    _check_same("kv_caches", set(layers), Counter(kv_caches))
+    for name in sorted(kv_caches, key=_layer_order):
+        layers[name].kv_cache = kv_caches[name]
+        runner_kv_caches.append(kv_caches[name])
+
+
+def init_kv_cache(
+    config: KVCacheConfig,
+    specs: Mapping[str, LayerSpec],
+    backends: Mapping[str, type[AttentionBackend]],
+    device: torch.device | str,
+    layouts: Mapping[str, str] | str | None = None,
+) -> dict[str, torch.Tensor]:
+    """Allocate and reshape in one step: every layer's cache, zero-filled."""
+    return reshape_kv_cache(config, allocate_kv_cache(config, device), specs, backends, layouts)
+
+
+def _layer_order(name: str) -> tuple[list[int], str]:
+    return [int(number) for number in re.findall(r"\d+", name)], name
+
+
+def _check_names(config: KVCacheConfig) -> None:
+    grouped = Counter(name for group in config.kv_cache_groups for name in group.layer_names)
+    twice = sorted(name for name, count in grouped.items() if count > 1)
+    if twice:
+        raise LayoutError("kv_cache_groups", twice, "must name each layer in one group only")
+    held = Counter(name for tensor in config.kv_cache_tensors for name in tensor.shared_by)
+    _check_same("kv_cache_tensors", set(grouped), held)
+
+
+def _check_same(field: str, expected: set[str], found: Counter[str]) -> None:
+    missing, extra = sorted(expected - set(found)), sorted(set(found) - expected)
+    twice = sorted(name for name, count in found.items() if count > 1)
+    if missing or extra or twice:
+        limit = f"must name every layer exactly once: missing {missing}, extra {extra}, twice {twice}"
+        raise LayoutError(field, len(found), limit)

@@ -1,0 +1,125 @@
+"""How many blocks, and how many tokens of context, fit into some bytes of device memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from attnplug.core.errors import LayoutError
+from attnplug.core.kv_cache_spec import (
+    ChunkedLocalAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+from attnplug.runtime.grouping import num_padding_layers
+
+__all__ = ["MemoryBudget", "blocks_needed", "bytes_per_block", "fit_kv_cache", "parse_memory"]
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """What fits.
+
+    Args:
+        memory: bytes there are for the caches.
+        bytes_per_block: bytes of one block number over all raw tensors.
+        num_blocks: blocks that fit, the null block included.
+        max_tokens: the longest single sequence whose blocks fit at once, all groups together.
+        padding_layers: layers' worth of pages that no layer uses.
+        groups: the KV groups.
+    """
+
+    memory: int
+    bytes_per_block: int
+    num_blocks: int
+    max_tokens: int
+    padding_layers: int
+    groups: tuple[KVCacheGroupSpec, ...]
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks that can be handed out: all but the null block."""
+        return max(self.num_blocks - 1, 0)
+
+    def tokens_of(self, group: KVCacheGroupSpec) -> int:
+        """Tokens that the whole pool would hold if this group had it alone."""
+        return self.usable_blocks * group.kv_cache_spec.block_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON object."""
+        return {
+            "memory": self.memory,
+            "bytes_per_block": self.bytes_per_block,
+            "num_blocks": self.num_blocks,
+            "max_tokens": self.max_tokens,
+            "padding_layers": self.padding_layers,
+            "groups": [
+                {
+                    "kind": type(group.kv_cache_spec).__name__,
+                    "layers": list(group.layer_names),
+                    "block_size": group.kv_cache_spec.block_size,
+                    "page_size_bytes": group.kv_cache_spec.page_size_bytes,
+                    "tokens": self.tokens_of(group),
+                }
+                for group in self.groups
+            ],
+        }
+
+
+def parse_memory(text: str | int) -> int:
+    """Bytes that "80GiB", "80 GB", "512MiB" or a number say; LayoutError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(text).strip().lower())
+    if match is None:
+        raise LayoutError("memory", text, "must be bytes, or a number with KiB, MiB, GiB, GB, ...")
+    unit = match[2] or ""
+    return int(float(match[1]) * (_BINARY.get(unit) or _UNITS[unit]))
+
+
+def bytes_per_block(config: KVCacheConfig) -> int:
+    """Bytes that one block number takes over all raw tensors."""
+    return sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
+
+
+def blocks_needed(spec: KVCacheSpec, num_tokens: int) -> int:
+    """Most blocks that one sequence of `num_tokens` holds at once in a group of this spec.
+
+    A window or chunk need not begin at a page's edge, hence the block more.
+    """
+    whole = -(-num_tokens // spec.block_size)
+    if isinstance(spec, SlidingWindowSpec):
+        return min(whole, -(-(spec.sliding_window - 1) // spec.block_size) + 1)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return min(whole, -(-spec.chunk // spec.block_size) + (spec.chunk % spec.block_size > 0))
+    return whole
+
+
+def fit_kv_cache(config: KVCacheConfig, memory: int) -> MemoryBudget:
+    """What fits into `memory` bytes; the configuration's own number of blocks plays no part.
+
+    Raises:
+        LayoutError: not even the null block and one block more fit.
+    """
+    each = bytes_per_block(config)
+    blocks = memory // each if each else 0
+    if each and blocks < 2:
+        raise LayoutError("memory", memory, f"must hold at least two blocks of {each} bytes")
+    groups = config.kv_cache_groups
+    if not groups:
+        return MemoryBudget(memory, 0, 0, 0, 0, ())
+
+    def fits(num_tokens: int) -> bool:
+        return sum(blocks_needed(group.kv_cache_spec, num_tokens) for group in groups) < blocks
+
+    low, high = 0, 1
+    while fits(high) and high < 1 << 62:
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return MemoryBudget(memory, each, blocks, low, num_padding_layers(config), groups)

@@ -1,0 +1,161 @@
+"""Which layers share a block table, and which share memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from attnplug.core.errors import LayoutError
+from attnplug.core.kv_cache_spec import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    kv_cache_spec_for,
+)
+from attnplug.core.spec import LayerSpec
+
+__all__ = [
+    "get_kv_cache_spec",
+    "group_kv_caches",
+    "num_padding_layers",
+    "unify_page_sizes",
+    "with_num_blocks",
+]
+
+
+def get_kv_cache_spec(specs: Mapping[str, LayerSpec], block_size: int) -> dict[str, KVCacheSpec]:
+    """The cache of each layer, in pages of `block_size` tokens; layers with direct K and V keep none.
+
+    Raises:
+        SpecError: a layer that has fixed another block size.
+    """
+    caches = {name: kv_cache_spec_for(spec, block_size) for name, spec in specs.items()}
+    return {name: cache for name, cache in caches.items() if cache is not None}
+
+
+def unify_page_sizes(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """The same caches with pages of equal bytes: smaller ones get more tokens per page.
+
+    Raises:
+        LayoutError: a page whose bytes do not divide the largest one's.
+    """
+    largest = max((spec.page_size_bytes for spec in specs.values()), default=0)
+    unified = {}
+    for name, spec in specs.items():
+        times, rest = divmod(largest, spec.page_size_bytes)
+        if rest:
+            limit = f"bytes of layer {name} do not divide the largest page of {largest} bytes"
+            raise LayoutError(
+                "page_size_bytes", spec.page_size_bytes, limit, "choose block sizes with equal pages"
+            )
+        unified[name] = spec if times == 1 else dataclasses.replace(spec, block_size=spec.block_size * times)
+    return unified
+
+
+def group_kv_caches(
+    specs: Mapping[str, KVCacheSpec],
+    num_blocks: int = 1,
+    kv_sharing: Mapping[str, str] | None = None,
+) -> KVCacheConfig:
+    """Groups of layers with one block table, and the raw tensors that hold their pages.
+
+    Layers of one spec make a group with a tensor each. A hybrid model's kinds are split into groups
+    of near-equal layer counts; the p-th layer of every group shares tensor p, so that one pool of
+    equal pages serves all of them: a block number is in use by one group at a time. Layers of one
+    group never share memory.
+
+    Args:
+        specs: each layer's cache, in layer order.
+        num_blocks: blocks in the pool, the null block included.
+        kv_sharing: layers that read another layer's pages, to that layer; they get its tensor.
+
+    Raises:
+        LayoutError: kinds whose pages have unlike sizes (see `unify_page_sizes`), a sharing layer
+            whose target has no pages of its own or another cache, fewer than one block.
+    """
+    if num_blocks < 1:
+        raise LayoutError("num_blocks", num_blocks, "must be at least 1: block 0 is the null block")
+    sharing = dict(kv_sharing or {})
+    _check_sharing(specs, sharing)
+    kinds: dict[KVCacheSpec, list[str]] = {}
+    for name, spec in specs.items():
+        if name not in sharing:
+            kinds.setdefault(spec, []).append(name)
+    if not kinds:
+        return KVCacheConfig(num_blocks, (), ())
+    _check_pages(kinds)
+    groups = [(spec, part) for spec, names in kinds.items() for part in _split(names, _group_size(kinds))]
+    readers: dict[str, list[str]] = {}
+    for name, target in sharing.items():
+        readers.setdefault(target, []).append(name)
+    positions = max(len(names) for _, names in groups)
+    page = groups[0][0].page_size_bytes
+    owners = [[names[p] for _, names in groups if p < len(names)] for p in range(positions)]
+    tensors = tuple(
+        KVCacheTensor(page * num_blocks, tuple(n for owner in row for n in (owner, *readers.get(owner, ()))))
+        for row in owners
+    )
+    return KVCacheConfig(
+        num_blocks,
+        tensors,
+        tuple(
+            KVCacheGroupSpec((*names, *(r for owner in names for r in readers.get(owner, ()))), spec)
+            for spec, names in groups
+        ),
+    )
+
+
+def with_num_blocks(config: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
+    """The same groups over a pool of another size."""
+    if num_blocks < 1:
+        raise LayoutError("num_blocks", num_blocks, "must be at least 1: block 0 is the null block")
+    tensors = tuple(
+        dataclasses.replace(tensor, size=tensor.size // config.num_blocks * num_blocks)
+        for tensor in config.kv_cache_tensors
+    )
+    return dataclasses.replace(config, num_blocks=num_blocks, kv_cache_tensors=tensors)
+
+
+def num_padding_layers(config: KVCacheConfig) -> int:
+    """How many layers' worth of pages no layer uses, over all groups: the price of equal groups."""
+    used = Counter(len(set(names)) for names in _owners_by_group(config))
+    return sum((len(config.kv_cache_tensors) - count) * groups for count, groups in used.items())
+
+
+def _owners_by_group(config: KVCacheConfig) -> list[list[int]]:
+    home = {name: p for p, tensor in enumerate(config.kv_cache_tensors) for name in tensor.shared_by}
+    return [[home[name] for name in group.layer_names] for group in config.kv_cache_groups]
+
+
+def _check_sharing(specs: Mapping[str, KVCacheSpec], sharing: Mapping[str, str]) -> None:
+    for name, target in sharing.items():
+        if target not in specs or target in sharing:
+            raise LayoutError(f"kv_sharing[{name!r}]", target, "is no layer with pages of its own")
+        if name not in specs:
+            raise LayoutError("kv_sharing", name, "is no layer with a cache")
+        if specs[name] != specs[target]:
+            limit = f"has another cache than {name}: {specs[target]} and {specs[name]}"
+            raise LayoutError(f"kv_sharing[{name!r}]", target, limit)
+
+
+def _check_pages(kinds: Mapping[KVCacheSpec, Sequence[str]]) -> None:
+    pages = {spec.page_size_bytes: names[0] for spec, names in kinds.items()}
+    if len(pages) > 1:
+        found = ", ".join(f"{size} bytes (layer {name})" for size, name in pages.items())
+        remedy = "make them equal with unify_page_sizes, or choose other block sizes"
+        raise LayoutError(
+            "page_size_bytes", sorted(pages), f"must be one size for all layers: {found}", remedy
+        )
+
+
+def _group_size(kinds: Mapping[KVCacheSpec, Sequence[str]]) -> int:
+    counts = [len(names) for names in kinds.values()]
+    # Nearly equal kinds are padded to one group each; otherwise the smallest kind sets the size.
+    return max(counts) if max(counts) < 1.25 * min(counts) else min(counts)
+
+
+def _split(names: Sequence[str], size: int) -> list[list[str]]:
+    parts = -(-len(names) // size)
+    return [list(names[start::parts]) for start in range(parts)]
