@@ -14,7 +14,7 @@ from attnplug.cli.list import list_backends
 from attnplug.cli.output import error
 from attnplug.cli.select import select
 from attnplug.cli.show import show
-from attnplug.core.errors import AttnplugError, NoBackendError, PolicyError, SpecError
+from attnplug.core.errors import AttnplugError, LayoutError, NoBackendError, PolicyError, SpecError
 
 __all__ = ["app", "main"]
 
@@ -60,7 +60,7 @@ def main() -> None:
         app()
     except NoBackendError as problem:
         sys.exit(error(problem, NO_BACKEND))
-    except (PolicyError, SpecError) as problem:
+    except (LayoutError, PolicyError, SpecError) as problem:
         sys.exit(error(problem, BAD_USAGE))
     except AttnplugError as problem:
         sys.exit(error(problem, FAILED))

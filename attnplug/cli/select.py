@@ -19,6 +19,7 @@ from attnplug.cli.arguments import (
     PhaseChoice,
     assumed,
 )
+from attnplug.cli.memory import budget_for, print_budget
 from attnplug.cli.output import console, print_json, table
 from attnplug.cli.words import features_in_words, layers_in_words
 from attnplug.core.spec import LayerSpec, Phase
@@ -43,6 +44,12 @@ def select(
     backend: BackendRules = None,
     phase: PhaseChoice = None,
     assume_installed: AssumedVersions = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory", metavar="BYTES", help="Also say what fits: blocks and tokens in 80GiB, say."
+        ),
+    ] = None,
     why: Annotated[bool, typer.Option("--why", help="Show each refused candidate's reasons.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -60,11 +67,15 @@ def select(
     decisions = registry.judge_layers(
         specs, device, rounds, backend=backend, assume_installed=assumed(assume_installed)
     )
+    budget = budget_for(decisions[rounds[0]], model.kv_sharing, memory) if memory else None
     every = [d for per_layer in decisions.values() for d in per_layer.values()]
     if as_json:
-        print_json(_as_json(model, every))
+        data = _as_json(model, every)
+        print_json({**data, "budget": None if budget is None else budget.to_dict()} if memory else data)
     else:
         _print(config, model, every, why)
+        if memory:
+            print_budget(budget, memory)
     raise typer.Exit(0 if all(every) else 3)
 
 

@@ -61,6 +61,9 @@ class LayerTensors:
                     raise SpecError(field, tuple(scale.shape), "must hold one element: scales are per tensor")
             elif not isinstance(scale, (int, float)) or not (math.isfinite(scale) and scale > 0):
                 raise SpecError(field, scale, "must be a finite number above 0")
+            elif scale != 1 and not spec.has_quantized_kv_cache:
+                limit = f"would be ignored: kv_cache_dtype={spec.kv_cache_dtype!r} stores values as they are"
+                raise SpecError(field, scale, limit, "leave it at 1.0")
 
 
 @runtime_checkable

@@ -84,8 +84,14 @@ def test_a_scale_is_finite_and_above_zero(field: str, scale: object) -> None:
 @pytest.mark.parametrize("field", ["k_scale", "v_scale"])
 def test_a_scale_is_one_number_for_the_whole_tensor(field: str) -> None:
     for scale in (torch.tensor(0.5), torch.tensor([0.5]), 0.5, 2):
-        LayerTensors(**{field: scale}).check(PLAIN)
+        LayerTensors(**{field: scale}).check(PLAIN.replace(kv_cache_dtype="fp8"))
     assert "scales are per tensor" in refusal(PLAIN, **{field: torch.ones(HEADS)})
+
+
+@pytest.mark.parametrize("field", ["k_scale", "v_scale"])
+def test_a_scale_that_no_storage_would_use_is_refused(field: str) -> None:
+    assert "would be ignored" in refusal(PLAIN, **{field: 0.5})
+    LayerTensors(**{field: 1.0}).check(PLAIN)
 
 
 def test_any_object_with_an_impl_and_scales_is_a_layer() -> None:

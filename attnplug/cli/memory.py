@@ -1,0 +1,81 @@
+"""What fits into device memory: the part of `attnplug select` that `--memory` adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from attnplug.cli.output import console, table
+from attnplug.cli.words import layers_in_words
+
+if TYPE_CHECKING:
+    from attnplug.core.kv_cache_spec import KVCacheSpec
+    from attnplug.registry.decision import Decision
+    from attnplug.runtime.budget import MemoryBudget
+
+__all__ = ["budget_for", "print_budget"]
+
+_KINDS = {
+    "FullAttentionSpec": "full",
+    "SlidingWindowSpec": "sliding",
+    "ChunkedLocalAttentionSpec": "chunked",
+    "MLAAttentionSpec": "mla",
+    "CrossAttentionSpec": "cross",
+}
+
+
+def budget_for(
+    decisions: Mapping[str, Decision], kv_sharing: Mapping[str, str], memory: str
+) -> MemoryBudget | None:
+    """What fits of a model's caches; None where a layer has no backend that says its page size.
+
+    Raises:
+        LayoutError: memory that cannot be read or is too small, or pages that cannot be made equal.
+    """
+    from attnplug.core.kv_cache_spec import kv_cache_spec_for
+    from attnplug.runtime.budget import fit_kv_cache, parse_memory
+    from attnplug.runtime.grouping import group_kv_caches, unify_page_sizes
+
+    size = parse_memory(memory)
+    if not all(decisions.values()):
+        return None
+    caches: dict[str, KVCacheSpec] = {}
+    for name, decision in decisions.items():
+        cache = kv_cache_spec_for(decision.spec, decision.block_size or 1)
+        if cache is not None:
+            caches[name] = cache
+    return fit_kv_cache(group_kv_caches(unify_page_sizes(caches), kv_sharing=kv_sharing), size)
+
+
+def print_budget(budget: MemoryBudget | None, memory: str) -> None:
+    """Print groups, page bytes, blocks and tokens."""
+    out = console()
+    if budget is None:
+        out.print(f"\nNothing said of {memory}: a layer has no backend, and so no page size.")
+        return
+    if not budget.groups:
+        out.print(f"\nNothing said of {memory}: no layer keeps a KV cache.")
+        return
+    out.print(
+        f"\nKV cache in {memory}: {budget.num_blocks:,} blocks of {budget.bytes_per_block:,} bytes "
+        f"(one is the null block);\nthe longest sequence that fits has {budget.max_tokens:,} tokens.\n"
+    )
+    columns = ("group", "kind", "layers", "which", "block", "page bytes", "blocks", "tokens alone")
+    shown = table(columns, right=("group", "layers", "block", "page bytes", "blocks", "tokens alone"))
+    for index, group in enumerate(budget.groups):
+        cache = group.kv_cache_spec
+        shown.add_row(
+            str(index),
+            _KINDS[type(cache).__name__],
+            str(len(group.layer_names)),
+            layers_in_words(group.layer_names, 2),
+            str(cache.block_size),
+            f"{cache.page_size_bytes:,}",
+            f"{budget.usable_blocks:,}",
+            f"{budget.tokens_of(group):,}",
+        )
+    out.print(shown)
+    if budget.padding_layers:
+        out.print(
+            f"\nGroups of equal size cost the pages of {budget.padding_layers} layers that do not exist."
+        )
