@@ -72,15 +72,15 @@ class Batch:
 def layer_tensors(
     spec: LayerSpec, *, seed: int = 0, k_scale: float = 1.0, v_scale: float = 1.0, device: str = "cpu"
 ) -> LayerTensors:
-    """The tensors that `spec` asks for: sinks around 1, the usual geometric slopes, and the scales."""
+    """The tensors that `spec` asks for: sinks around 1, the usual geometric slopes, scales of fp8."""
     generator = torch.Generator().manual_seed(seed)
     sinks = torch.randn(spec.num_heads, generator=generator) + 1 if spec.has_sinks else None
     slopes = 2.0 ** (-8.0 * torch.arange(1, spec.num_heads + 1) / spec.num_heads) if spec.has_alibi else None
     return LayerTensors(
         sinks=None if sinks is None else sinks.to(device),
         alibi_slopes=None if slopes is None else slopes.float().to(device),
-        k_scale=k_scale,
-        v_scale=v_scale,
+        k_scale=k_scale if spec.has_quantized_kv_cache else 1.0,
+        v_scale=v_scale if spec.has_quantized_kv_cache else 1.0,
     )
 
 

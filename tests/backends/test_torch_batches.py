@@ -140,3 +140,18 @@ def test_a_layer_that_shares_kv_writes_none_and_reads_only_pages() -> None:
     junk = torch.full_like(batch.key, torch.nan)
     found = impl.forward(None, batch.query, junk, junk, batch.kv_cache, builder.build(0, batch.common))
     assert_close(found, batch.oracle().output, 1e-5)
+
+
+def test_layers_of_one_step_share_the_metadata_but_not_their_windows_or_layouts() -> None:
+    lens = [1, 3, 20], [70, 33, 61]
+    full = paged_batch(SPEC, *lens)
+    cache_spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=16, dtype="float32")
+    builder = TorchBackend.get_builder_cls()(cache_spec, ["x"], BuilderConfig(), torch.device("cpu"))
+    metadata = builder.build(0, full.common)
+    for changes in ({}, {"sliding_window": 5}, {"sliding_window": 9}, {"chunk_size": 16}):
+        for layout in ("NHD", "HND"):
+            batch = paged_batch(SPEC.replace(**changes), *lens, layout=layout)
+            assert torch.equal(batch.common.slot_mapping, full.common.slot_mapping)
+            impl = TorchBackend.get_impl_cls().from_spec(batch.spec, layer_name=layout)
+            found = impl.forward(None, batch.query, batch.key, batch.value, batch.kv_cache, metadata)
+            assert_close(found, batch.oracle().output, 1e-5)

@@ -78,7 +78,7 @@ def test_key_start_locations_are_read_from_the_device_where_the_host_has_none() 
 @pytest.mark.parametrize("features", [{}, {"has_sinks": True}, {"window": (3, 2)}], ids=str)
 def test_cross_attention_reads_the_encoders_tokens(block_size: int, features: dict[str, object]) -> None:
     spec = LayerSpec(**SIZES, attn_type="encoder_decoder", needs_lse=True, **features)
-    check(paged_batch(spec, [5, 1, 30, 2], [20, 7, 12, 0], block_size=block_size, padding=1))
+    check(paged_batch(spec, [5, 1, 30, 2, 20], [20, 7, 12, 0, 20], block_size=block_size, padding=1))
 
 
 def test_later_steps_of_cross_attention_come_without_keys() -> None:

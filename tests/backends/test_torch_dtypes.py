@@ -79,8 +79,9 @@ def test_scales_may_be_tensors_of_one_element() -> None:
     assert_close(found, batch.oracle().output, 1e-5)
 
 
-def test_scales_do_not_touch_a_cache_that_is_not_quantised() -> None:
+def test_a_layers_scales_do_not_touch_a_cache_that_is_not_quantised() -> None:
     spec = LayerSpec(**SIZES, dtype="float32")
-    batch = paged_batch(spec, *LENS, k_scale=0.125, v_scale=0.5)
-    found, _ = run_batch(TorchBackend, batch)
+    batch = paged_batch(spec, *LENS)
+    layer = SimpleNamespace(_k_scale_float=0.125, _v_scale_float=0.5)
+    found, _ = run_batch(TorchBackend, batch, layer=layer)
     assert_close(found, batch.oracle().output, 1e-5)

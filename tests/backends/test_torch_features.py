@@ -124,7 +124,7 @@ def test_a_window_reads_no_page_that_was_freed() -> None:
     check(batch)
 
 
-@pytest.mark.parametrize("features", [{}, {"has_sinks": True}], ids=["fused", "explicit"])
+@pytest.mark.parametrize("features", [{}, {"has_sinks": True, "has_alibi": True}], ids=["fused", "explicit"])
 @pytest.mark.parametrize(
     "reach",
     [
