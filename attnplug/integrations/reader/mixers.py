@@ -6,7 +6,7 @@ import re
 
 import torch
 
-__all__ = ["holds_attention", "looks_like_attention", "mixer_kind"]
+__all__ = ["holds_attention", "looks_like_attention", "mixer_kind", "works_on_single_tokens"]
 
 _KINDS = (
     (re.compile(r"[Mm]amba|SSM"), "mamba"),
@@ -22,6 +22,9 @@ _KINDS = (
 _ATTRIBUTES = {"mamba": "mamba", "ssm": "mamba", "linear_attn": "linear_attention"}
 _NO_MIXER = re.compile(r"norm|rotary|cache|embed", re.IGNORECASE)
 _ATTENTION = re.compile(r"atten|attn", re.IGNORECASE)
+_SINGLE = re.compile(
+    r"(mlp|moe(block|layer)?|experts?(gemm)?|router|gat(e|ing)|feedforward|ffn)$", re.IGNORECASE
+)
 
 
 def mixer_kind(module: torch.nn.Module, attribute: str = "") -> str | None:
@@ -45,3 +48,8 @@ def looks_like_attention(module: torch.nn.Module) -> bool:
 def holds_attention(module: torch.nn.Module) -> bool:
     """Whether the module or anything inside it calls itself attention, of whichever kind."""
     return any(_ATTENTION.search(type(child).__name__) for child in module.modules())
+
+
+def works_on_single_tokens(module: torch.nn.Module) -> bool:
+    """Whether the class says that it is an MLP, a mixture of experts or a part of one, and holds no attention."""
+    return bool(_SINGLE.search(type(module).__name__)) and not holds_attention(module)

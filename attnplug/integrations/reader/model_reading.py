@@ -104,7 +104,11 @@ def _read(trace: Trace, ranks: int, kv_cache_dtype: str) -> Reading:
         dtype = str(trace.model.dtype).removeprefix("torch.")
         layers[path] = make_spec(path, ranks=ranks, dtype=dtype, kv_cache_dtype=kv_cache_dtype, **fields)
     paths = frozenset(call.path for call in trace.calls) | frozenset(trace.own_attention)
-    return Reading(layers, find_other_layers(trace, paths), sharing, type(trace.model).__name__)
+    others = find_other_layers(trace, paths)
+    name = type(trace.model).__name__
+    if not layers and not others:
+        raise ModelConfigError(f"{name} has no layer that the reader knows, of attention or any other kind")
+    return Reading(layers, others, sharing, name)
 
 
 def _name(call: AttentionCall, taken: dict[str, LayerSpec]) -> str:

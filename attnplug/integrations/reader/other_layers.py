@@ -13,6 +13,7 @@ from attnplug.integrations.reader.trace import Trace
 
 __all__ = ["find_other_layers"]
 
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 _TOWERS = (
     ("vision", "vision encoder"),
     ("visual", "vision encoder"),
@@ -22,6 +23,7 @@ _TOWERS = (
     ("speech", "audio encoder"),
     ("acoustic", "audio encoder"),
 )
+_BLOCK_CLASS = re.compile(r"(layer|block)$", re.IGNORECASE)
 _TOWER_CLASS = re.compile(r"(encoder|tower|tokenizer|model|backbone)$", re.IGNORECASE)
 
 
@@ -40,8 +42,10 @@ def find_other_layers(trace: Trace, attention: frozenset[str]) -> dict[str, str]
             kind = "conv" if path in trace.executed and _convolves(module) else None
         elif path in trace.executed:
             kind = _executed_kind(path, module)
+        elif not isinstance(module, _CONTAINERS) and _parents_ran(path, trace):
+            kind = _tower_kind(path, module)
         else:
-            kind = _tower_kind(path, module) if _parents_ran(path, trace) else None
+            kind = None
         if kind is not None:
             others[path] = kind
     others.update(_other_blocks(trace, modules, attention, others))
@@ -56,9 +60,8 @@ def _parents(path: str) -> Iterator[str]:
 
 
 def _parents_ran(path: str, trace: Trace) -> bool:
-    containers = (torch.nn.ModuleList, torch.nn.ModuleDict)
     return all(
-        parent in trace.executed or isinstance(trace.model.get_submodule(parent), containers)
+        parent in trace.executed or isinstance(trace.model.get_submodule(parent), _CONTAINERS)
         for parent in _parents(path)
     )
 
@@ -117,10 +120,10 @@ def _other_blocks(
         if not isinstance(module, torch.nn.ModuleList) or any(p.isdigit() for p in path.split(".")):
             continue
         names = [f"{path}.{index}" for index in range(len(module))]
-        is_layers = len(module) == getattr(config, "num_hidden_layers", None) and "proj" not in path
         if not any(name in trace.executed for name in names):
             continue
-        if not is_layers and not any(name in served for name in names):
+        are_layers = any(_BLOCK_CLASS.search(type(block).__name__) for block in module)
+        if not are_layers and not any(name in served for name in names):
             continue
         for name, block, index in zip(names, module, range(len(names)), strict=True):
             if name in served:

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from attnplug.integrations.reader.mixers import looks_like_attention
+from attnplug.integrations.reader.mixers import works_on_single_tokens
 
 __all__ = ["substituted"]
 
 
 @contextlib.contextmanager
 def substituted(model: PreTrainedModel, active: bool) -> Iterator[None]:
-    """Inside the block, if `active`, a part without attention that fails gives its input back instead.
+    """Inside the block, if `active`, an MLP or mixture of experts that fails gives its input back instead.
 
     Only what attention is asked for is recorded, never a value, so the input serves as well as the
-    output where their shapes agree; where they do not, the next part fails, up to one with attention.
+    output where their shapes agree; where they do not, the part around it fails in turn.
     """
-    parts = [m for m in model.modules() if not any(looks_like_attention(child) for child in m.modules())]
+    parts = [module for module in model.modules() if works_on_single_tokens(module)]
     changed = []
     try:
         if active:

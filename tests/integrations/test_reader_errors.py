@@ -1,0 +1,140 @@
+"""Files that are no configuration: one sentence each."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from attnplug.errors import ModelConfigError
+from attnplug.integrations.transformers import read_config
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes text, or anything else as JSON, to a file."""
+
+    def write(content):
+        path = tmp_path / "config.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+        return path
+
+    return write
+
+
+def refusal(source):
+    with pytest.raises(ModelConfigError) as caught:
+        read_config(source)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_missing_file_is_named(tmp_path):
+    assert refusal(tmp_path / "none.json").startswith(f"{tmp_path / 'none.json'}: no such file")
+
+
+def test_a_name_of_the_hub_is_not_downloaded():
+    assert "nothing is downloaded" in refusal("some-organisation/some-model")
+
+
+def test_a_folder_without_a_configuration(tmp_path):
+    assert refusal(tmp_path) == f"{tmp_path}: the folder holds no config.json"
+
+
+def test_a_folder_with_a_configuration_is_read(small, tmp_path):
+    small("Llama").save_pretrained(tmp_path)
+
+    assert read_config(tmp_path) == read_config(str(tmp_path / "config.json"))
+
+
+def test_an_empty_file(written):
+    assert "the file is empty" in refusal(written(" \n"))
+
+
+def test_text_that_is_not_json(written):
+    assert "not JSON" in refusal(written("{model_type"))
+
+
+def test_bytes_that_are_not_text(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\xff\xfe\x00")
+
+    assert "cannot be read as text" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"), [([], "list"), ("3", "number"), ("null", "null"), ('"a"', "string")]
+)
+def test_json_of_something_else(content, kind, written):
+    assert f"holds a JSON {kind}; a model configuration is a JSON object" in refusal(written(content))
+
+
+def test_an_object_without_a_model_type_is_told_the_field(written):
+    assert "has no field model_type" in refusal(written({"hidden_size": 8}))
+
+
+def test_a_model_type_that_is_no_name(written):
+    assert "has model_type=7, not a name" in refusal(written({"model_type": 7}))
+
+
+def test_an_unknown_model_type_gets_near_names(written):
+    message = refusal(written({"model_type": "lama"}))
+
+    assert "model_type 'lama' is unknown to transformers" in message
+    assert "llama" in message.partition("near names are")[2]
+    assert "a newer transformers may know it" in message
+
+
+def test_remote_code_is_not_run(written):
+    content = {"model_type": "my_own", "auto_map": {"AutoConfig": "configuration.MyConfig"}}
+
+    assert "models of remote code cannot be read" in refusal(written(content))
+
+
+def test_a_missing_size_is_named(written):
+    assert "lacks the field num_attention_heads" in refusal(
+        written({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2})
+    )
+
+
+def test_a_missing_size_is_named_as_the_family_stores_it(written):
+    assert "lacks the field n_head" in refusal(written({"model_type": "gpt2", "n_embd": 64, "n_layer": 2}))
+
+
+def test_a_value_of_the_wrong_kind(written):
+    assert "cannot read this llama configuration" in refusal(
+        written(
+            {"model_type": "llama", "hidden_size": "big", "num_hidden_layers": 2, "num_attention_heads": 2}
+        )
+    )
+
+
+def test_sizes_that_do_not_fit_together(written):
+    content = {"model_type": "falcon", "hidden_size": 65, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+    assert "cannot build FalconForCausalLM" in refusal(written(content))
+
+
+def test_a_field_that_the_class_needs_is_named(small):
+    vision = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
+    config = small("Granite4Vision", text_config=small("Llama").to_dict(), vision_config=vision)
+
+    assert "lacks the field attention_multiplier" in refusal(config)
+
+
+def test_an_architecture_that_transformers_does_not_have(small):
+    config = small("Llama", architectures=["LlamaWithTricks"])
+
+    assert "architectures names LlamaWithTricks, which transformers" in refusal(config)
+
+
+def test_a_dictionary_is_no_configuration():
+    assert "a path or a PreTrainedConfig is needed, not dict" in refusal({"model_type": "llama"})
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+    assert refusal("x.json").endswith("pip install 'attnplug[models]'")

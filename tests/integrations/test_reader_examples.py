@@ -1,0 +1,97 @@
+"""The fourteen configurations of examples/models, read in full."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from attnplug.core.spec import LayerSpec, MLADims
+
+BF16 = {"dtype": "bfloat16"}
+DSV3 = MLADims(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+
+
+def heads(num_heads: int, num_kv_heads: int, head_size: int) -> dict[str, int]:
+    return {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
+
+
+EXPECTED = {
+    "llama-3.1-8b": {LayerSpec(**heads(32, 8, 128)): 32},
+    "llama-3.1-70b": {LayerSpec(**heads(64, 8, 128)): 80},
+    "qwen3-8b": {LayerSpec(**heads(32, 8, 128)): 36},
+    "qwen3-30b-a3b": {LayerSpec(**heads(32, 4, 128)): 48},
+    "mistral-7b-v0.1": {LayerSpec(**heads(32, 8, 128), window=(4095, 0)): 32},
+    "phi-3-mini-4k": {LayerSpec(**heads(32, 32, 96), window=(2046, 0)): 32},
+    "gemma-2-9b": {
+        LayerSpec(**heads(16, 8, 256), scale=256**-0.5, logits_soft_cap=50.0, window=(4095, 0)): 21,
+        LayerSpec(**heads(16, 8, 256), scale=256**-0.5, logits_soft_cap=50.0): 21,
+    },
+    "gemma-3-27b-text": {
+        LayerSpec(**heads(32, 16, 128), scale=168**-0.5, window=(1023, 0)): 52,
+        LayerSpec(**heads(32, 16, 128), scale=168**-0.5): 10,
+    },
+    "gpt-oss-20b": {
+        LayerSpec(**heads(64, 8, 64), has_sinks=True, window=(127, 0)): 12,
+        LayerSpec(**heads(64, 8, 64), has_sinks=True): 12,
+    },
+    "llama-4-scout-text": {
+        LayerSpec(**heads(40, 8, 128), chunk_size=8192): 36,
+        LayerSpec(**heads(40, 8, 128)): 12,
+    },
+    "deepseek-v3": {LayerSpec(**heads(128, 1, 576), mla=DSV3): 61},
+    "bloom-7b1": {LayerSpec(**heads(32, 32, 128), dtype="float16", scale=1 / 128**0.5, has_alibi=True): 30},
+    "bert-base-uncased": {
+        LayerSpec(**heads(12, 12, 64), dtype="float32", attn_type="encoder_only", direct_kv=True): 12
+    },
+    "whisper-large-v3": {
+        LayerSpec(**heads(20, 20, 64), dtype="float16", attn_type="encoder", direct_kv=True): 32,
+        LayerSpec(**heads(20, 20, 64), dtype="float16"): 32,
+        LayerSpec(**heads(20, 20, 64), dtype="float16", attn_type="encoder_decoder"): 32,
+    },
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_layer_of_the_example_is_read(name, example):
+    model = example(name)
+
+    assert Counter(model.layers.values()) == EXPECTED[name]
+    assert not model.other_layers
+    assert not model.kv_sharing
+
+
+def test_the_scale_of_multi_head_latent_attention_counts_both_parts_of_a_query(example):
+    assert {spec.scale for spec in example("deepseek-v3").layers.values()} == {192**-0.5}
+
+
+def test_gemma_3_attends_globally_in_every_sixth_layer(example):
+    windowed = [spec.is_windowed for spec in example("gemma-3-27b-text").layers.values()]
+
+    assert windowed == [(index + 1) % 6 != 0 for index in range(62)]
+
+
+def test_llama_4_attends_globally_in_every_fourth_layer(example):
+    chunks = [spec.chunk_size for spec in example("llama-4-scout-text").layers.values()]
+
+    assert chunks == [8192, 8192, 8192, None] * 12
+
+
+def test_layers_are_named_by_their_module_path_in_order(example):
+    assert list(example("llama-3.1-8b").layers)[:2] == [
+        "model.layers.0.self_attn",
+        "model.layers.1.self_attn",
+    ]
+
+
+def test_whisper_has_an_encoder_layer_and_two_decoder_layers_under_names_of_their_own(example):
+    names = list(example("whisper-large-v3").layers)
+
+    assert names[0] == "model.encoder.layers.0.self_attn"
+    assert names[32:34] == ["model.decoder.layers.0.self_attn", "model.decoder.layers.0.encoder_attn"]
+
+
+def test_a_model_says_which_class_it_was_read_from(example):
+    model = example("qwen3-30b-a3b")
+
+    assert (model.model_type, model.name) == ("qwen3_moe", "Qwen3MoeForCausalLM")

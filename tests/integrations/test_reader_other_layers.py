@@ -1,0 +1,118 @@
+"""Hybrid and multimodal models: attention is read, and everything else is named."""
+
+from __future__ import annotations
+
+from attnplug.integrations.transformers import read_config
+
+
+def test_jamba_names_its_mamba_layers(small):
+    model = read_config(small("Jamba", attn_layer_period=2, attn_layer_offset=1, num_experts=2))
+
+    assert list(model.layers) == ["model.layers.1.self_attn", "model.layers.3.self_attn"]
+    assert dict(model.other_layers) == {"model.layers.0.mamba": "mamba", "model.layers.2.mamba": "mamba"}
+
+
+def test_bamba_names_its_mamba_layers(small):
+    config = small("Bamba", attn_layer_indices=[2], mamba_n_heads=8, mamba_d_head=16)
+
+    model = read_config(config)
+
+    assert list(model.layers) == ["model.layers.2.self_attn"]
+    assert set(model.other_layers.values()) == {"mamba"}
+    assert len(model.other_layers) == 3
+
+
+def test_falcon_h1_has_attention_and_mamba_in_each_layer(small):
+    model = read_config(small("FalconH1", mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16))
+
+    assert list(model.layers) == [f"model.layers.{i}.self_attn" for i in range(4)]
+    assert dict(model.other_layers) == {f"model.layers.{i}.mamba": "mamba" for i in range(4)}
+
+
+def test_qwen_3_next_names_its_linear_attention(small):
+    config = small(
+        "Qwen3Next", linear_num_value_heads=4, linear_num_key_heads=2, num_experts=2, num_experts_per_tok=1
+    )
+
+    model = read_config(config)
+
+    assert list(model.layers) == ["model.layers.3.self_attn"]
+    assert dict(model.other_layers) == {f"model.layers.{i}.linear_attn": "linear_attention" for i in range(3)}
+
+
+def test_lfm_2_names_its_convolutions(small):
+    model = read_config(small("Lfm2", layer_types=["conv", "full_attention"] * 2))
+
+    assert dict(model.other_layers) == {"model.layers.0.conv": "conv", "model.layers.2.conv": "conv"}
+    assert len(model.layers) == 2
+
+
+def test_nemotron_h_names_layers_of_every_kind(small):
+    kinds = ["mamba", "moe", "attention", "mlp"]
+    config = small("NemotronH", layers_block_type=kinds, mamba_num_heads=8, mamba_head_dim=16)
+
+    model = read_config(config)
+
+    assert list(model.other_layers.values()) == ["mamba", "moe", "mlp"]
+    assert len(model.layers) == 1
+
+
+def test_a_model_of_mamba_alone_has_no_attention_layers(small):
+    model = read_config(small("Mamba"))
+
+    assert not model.layers
+    assert list(model.other_layers.values()) == ["mamba"] * 4
+
+
+def test_one_attention_shared_by_several_layers_is_read_at_each(small):
+    kinds = ["mamba", "hybrid"] * 2
+    config = small("Zamba2", layers_block_type=kinds, num_mem_blocks=1, head_dim=32)
+
+    model = read_config(config)
+
+    assert list(model.layers) == [f"model.layers.{i}.shared_transformer.self_attn" for i in (1, 3)]
+    assert list(model.other_layers.values()) == ["mamba"] * 4
+
+
+def test_convolutions_inside_attention_are_named_beside_it(small):
+    config = small("Zaya", num_hidden_layers=2, num_experts=2, layer_types=["hybrid"] * 2)
+
+    model = read_config(config)
+
+    assert len(model.layers) == 2
+    assert set(model.other_layers.values()) == {"conv"}
+
+
+def tiny_vision(**more):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return {**sizes, "image_size": 28, "patch_size": 14, **more}
+
+
+def test_gemma_3_with_images_reads_the_text_and_names_the_tower(small):
+    text = small("Gemma3Text", sliding_window=8).to_dict()
+    config = small("Gemma3", text_config=text, vision_config=tiny_vision(), mm_tokens_per_image=4)
+
+    model = read_config(config)
+
+    assert next(iter(model.layers)) == "model.language_model.layers.0.self_attn"
+    assert {spec.mm_prefix for spec in model.layers.values()} == {True}
+    assert dict(model.other_layers) == {"model.vision_tower": "vision encoder"}
+
+
+def test_a_model_whose_images_stay_causal_asks_for_no_spans(small):
+    config = small(
+        "Llava",
+        text_config=small("Llama").to_dict(),
+        vision_config=tiny_vision(model_type="clip_vision_model"),
+    )
+
+    model = read_config(config)
+
+    assert {spec.mm_prefix for spec in model.layers.values()} == {False}
+    assert dict(model.other_layers) == {"model.vision_tower": "vision encoder"}
+
+
+def test_prefixes_of_text_that_see_each_other_are_asked_for(small):
+    specs = [set(read_config(small("HrmText", prefix_lm=prefix)).layers.values()) for prefix in (True, False)]
+
+    assert [{spec.mm_prefix for spec in found} for found in specs] == [{True}, {False}]
