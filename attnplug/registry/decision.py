@@ -175,12 +175,13 @@ class Decision:
     def table(self) -> Table:
         """A rich table: candidate, priority, verdict and reasons."""
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("backend", no_wrap=True)
-        table.add_column("priority", justify="right")
+        table.add_column("backend", overflow="fold")
+        table.add_column("priority", justify="right", no_wrap=True)
         table.add_column("verdict", no_wrap=True)
-        table.add_column("why")
+        table.add_column("why", overflow="fold")
         for candidate in self.candidates:
             won = candidate is self.chosen
             verdict = "chosen" if won else "accepted" if candidate.accepted else "refused"
@@ -188,7 +189,8 @@ class Decision:
             if won:
                 why = f"{self.level}; {self._settled()}"
             priority = "" if candidate.priority is None else str(candidate.priority)
-            table.add_row(candidate.name, priority, verdict, why)
+            # Text: a bracket in a reason is no markup.
+            table.add_row(Text(candidate.name), priority, verdict, Text(why))
         return table
 
     def _settled(self) -> str:
@@ -198,11 +200,12 @@ class Decision:
 
     def __rich__(self) -> Group:
         from rich.console import Group
+        from rich.text import Text
 
         phase = f" in {self.phase}" if self.phase else ""
         layer = f"{self.layer_name}: " if self.layer_name else ""
         title = f"{layer}{self.backend or 'no backend'} on {self.device}{phase}"
-        return Group(title, self.table(), *self.notes)
+        return Group(Text(title), self.table(), *map(Text, self.notes))
 
     def __str__(self) -> str:
         from rich.console import Console

@@ -123,9 +123,10 @@ def _fields(name: str, declared: type[Any]) -> dict[str, Any]:
 
 
 def _fits(value: object, hint: Any) -> bool:
+    hint = getattr(hint, "__supertype__", hint)  # what a NewType stands for
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
-        return value in arguments
+        return any(type(value) is type(each) and value == each for each in arguments)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, each) for each in arguments)
     if hint is None or hint is type(None):
@@ -136,7 +137,8 @@ def _fits(value: object, hint: Any) -> bool:
         return False
     if hint is float:
         return isinstance(value, (int, float))
-    return isinstance(value, origin or hint)
+    kind = origin or hint
+    return not isinstance(kind, type) or isinstance(value, kind)
 
 
 def _type_name(hint: Any) -> str:
