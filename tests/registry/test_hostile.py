@@ -273,10 +273,10 @@ def test_doctor_gives_up_on_hostile_plugins_that_hang_and_names_them(
     run_with_plugins: RunWithPlugins,
 ) -> None:
     names = ["attnplug-bad-hang", "attnplug-bad-door-hangs"]
-    found = doctor(run_with_plugins, names, "--timeout", "3")
-    hung = "hung importing attnplug-bad-hang:bad-hang: killed after 3 s"
+    found = doctor(run_with_plugins, names, "--timeout", "2")
+    hung = "hung importing attnplug-bad-hang:bad-hang: killed after 2 s"
     assert found["attnplug-bad-hang:bad-hang"] == ("failed", hung)
-    assert found["BAD_DOOR_HANGS"] == ("failed", "hung in get_impl_cls: killed after 3 s")
+    assert found["BAD_DOOR_HANGS"] == ("failed", "hung in get_impl_cls: killed after 2 s")
 
 
 def test_doctor_survives_hostile_doors_and_gives_each_one_line(run_with_plugins: RunWithPlugins) -> None:

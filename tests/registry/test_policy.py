@@ -139,7 +139,7 @@ def test_an_unknown_name_suggests_near_ones_and_lists_what_is_loaded() -> None:
         "backend='acme_decod' is no backend; loaded are ACME, ACME_2, ACME_DECODE; "
         "did you mean ACME_DECODE or ACME_2 or ACME?"
     )
-    with pytest.raises(UnknownBackendError, match="loaded are ACME, ACME_2, ACME_DECODE$"):
+    with pytest.raises(UnknownBackendError, match=r"loaded are ACME, ACME_2, ACME_DECODE$"):
         found.explain(SPEC, CPU, backend="zzz")
     with pytest.raises(UnknownBackendError, match="is no backend; loaded are none"):
         Registry([]).select(SPEC, CPU, backend="A")
@@ -192,7 +192,7 @@ def test_a_backend_asked_for_is_never_swapped_for_another(monkeypatch: pytest.Mo
     )
     assert error.value.decision is not None
     monkeypatch.setenv("ATTNPLUG_BACKEND", "NARROW")
-    with pytest.raises(BackendUnavailableError, match="^NARROW, asked for by ATTNPLUG_BACKEND, does not"):
+    with pytest.raises(BackendUnavailableError, match=r"^NARROW, asked for by ATTNPLUG_BACKEND, does not"):
         found.select(SPEC, CPU)
     explained = found.explain(SPEC, CPU)
     assert (explained.backend, explained.chosen_by, bool(explained)) == (None, "ATTNPLUG_BACKEND", False)
@@ -259,6 +259,6 @@ def test_the_first_layer_that_cannot_be_served_is_named() -> None:
     found = Registry([plugin(backend("A", supported_dtypes=("float16",)), backend("B"))])
     layers = {"model.0": SPEC, "model.1": SPEC.replace(dtype="float16")}
     with pytest.raises(
-        BackendUnavailableError, match="A, asked for by backend, .* layer model.0 on cpu in dec"
+        BackendUnavailableError, match=r"A, asked for by backend, .* layer model.0 on cpu in dec"
     ):
         found.select_layers(layers, CPU, "decode", backend="A")

@@ -62,7 +62,7 @@ def test_a_blocked_plugin_says_by_which_variable_and_is_a_refused_candidate(
     (one,) = [c for c in registry.explain(SPEC, CPU).candidates if c.distribution == ACME]
     assert (one.codes, one.refused_at) == (("blocked",), "plugin")
     assert one.reasons == (f"{ACME}:acme-decode is left out by ATTNPLUG_BLOCK_PLUGINS",)
-    with pytest.raises(PluginError, match="did not load: .* is left out by ATTNPLUG_BLOCK_PLUGINS"):
+    with pytest.raises(PluginError, match=r"did not load: .* is left out by ATTNPLUG_BLOCK_PLUGINS"):
         registry.select(SPEC, CPU, backend="ACME_DECODE")
 
 
