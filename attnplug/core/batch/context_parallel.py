@@ -19,7 +19,7 @@ def get_dcp_local_seq_lens(
     """How many of each request's tokens a rank holds, where runs of tokens go round the ranks.
 
     Args:
-        seq_lens: lengths `[R]`, on any device; not copied from it.
+        seq_lens: lengths `[R]`, on any device; on the host they are checked.
         dcp_size: how many ranks there are.
         dcp_rank: the rank asked for; None asks for all.
         cp_kv_cache_interleave_size: tokens in a run.
@@ -29,12 +29,14 @@ def get_dcp_local_seq_lens(
         sum to the length.
 
     Raises:
-        BatchError: sizes below 1, or a rank that there is not.
+        BatchError: sizes below 1, a rank that there is not, negative lengths.
     """
     check_count("dcp_size", dcp_size, 1)
     check_count("cp_kv_cache_interleave_size", cp_kv_cache_interleave_size, 1)
     if seq_lens.ndim != 1:
         raise BatchError("seq_lens", tuple(seq_lens.shape), "must have one dimension")
+    if seq_lens.device.type == "cpu" and seq_lens.numpy().min(initial=0) < 0:
+        raise BatchError("seq_lens", int(seq_lens.min()), "must be at least 0")
     lengths = seq_lens.to(torch.int32)
     offset: torch.Tensor | int
     if dcp_rank is None and dcp_size > 1:

@@ -101,6 +101,7 @@ def exact_seq_lens(common: CommonAttentionMetadata, query_lens: IntArray) -> Int
 def to_device(array: IntArray, device: torch.device) -> torch.Tensor:
     """`array` as a tensor on `device`: shared memory on the host, else a copy that nobody waits for."""
     tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cuda":
+        # From memory that is not pinned, the copy itself would wait.
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -56,12 +56,10 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
             "logits_indices_padded", found, f"must lie in 0 .. {int(starts[-1]) - 1}, the batch's tokens"
         )
     wanted = indices.searchsorted(starts).astype(np.int32)
-    query_start_loc_cpu = torch.from_numpy(wanted)
-    device = common.query_start_loc.device
     return dataclasses.replace(
         common,
-        query_start_loc=query_start_loc_cpu if device.type == "cpu" else to_device(wanted, device),
-        query_start_loc_cpu=query_start_loc_cpu,
+        query_start_loc=to_device(wanted, common.query_start_loc.device),
+        query_start_loc_cpu=torch.from_numpy(wanted),
         num_actual_tokens=indices.size,
         max_query_len=int((wanted[1:] - wanted[:-1]).max(initial=0)),
         _num_computed_tokens_cpu=None,

@@ -50,11 +50,10 @@ def make_local_attention_virtual_batches(
 
     query_start_loc_cpu = torch.from_numpy(pieces.starts)
     seq_lens_cpu = torch.from_numpy(pieces.seq_lens)
-    on_host = device.type == "cpu"
     batch = CommonAttentionMetadata(
-        query_start_loc=query_start_loc_cpu if on_host else to_device(pieces.starts, device),
+        query_start_loc=to_device(pieces.starts, device),
         query_start_loc_cpu=query_start_loc_cpu,
-        seq_lens=seq_lens_cpu if on_host else to_device(pieces.seq_lens, device),
+        seq_lens=to_device(pieces.seq_lens, device),
         num_reqs=pieces.seq_lens.shape[0],
         num_actual_tokens=common.num_actual_tokens,
         max_query_len=int(pieces.query_lens.max(initial=0)),

@@ -147,8 +147,8 @@ def _check_order(lengths: IntArray, context: IntArray, first_extend: int, first_
     late[:first_extend] = False
     if late.any():
         row = int(late.argmax())
-        kind = "decode" if lengths[row] == 1 else "extend"
-        found = f"request {row}, a {kind} of {int(lengths[row])} tokens with {int(context[row])} computed"
-        after = "prefill" if row >= first_prefill else "extend"
+        kind = "a decode" if lengths[row] == 1 else "an extend"
+        found = f"request {row}, {kind} of {int(lengths[row])} tokens with {int(context[row])} computed"
+        after = "a prefill" if row >= first_prefill else "an extend"
         remedy = "reorder the batch: decodes, extends, prefills"
-        raise BatchError("common_attn_metadata", found, f"must not stand after a {after}", remedy)
+        raise BatchError("common_attn_metadata", found, f"must not stand after {after}", remedy)

@@ -57,9 +57,14 @@ def split_attn_metadata(
 
     Raises:
         BatchError: an empty slice or one that leaves its requests, or a cut inside a request where
-            tokens see later ones (`causal=False`) or lengths per rank are already fixed.
+            tokens see later ones (`causal=False`) or lengths per rank are already fixed;
+            start locations that decrease, lengths or a table that are not one per request.
     """
     starts, _ = query_spans(common_attn_metadata)
+    table = common_attn_metadata.block_table_tensor
+    if table.ndim != 2 or table.shape[0] != common_attn_metadata.num_reqs:
+        limit = f"must be of shape ({common_attn_metadata.num_reqs}, max_blocks)"
+        raise BatchError("block_table_tensor", tuple(table.shape), limit)
     lengths = known_seq_lens(common_attn_metadata)
     return [_micro_batch(part, common_attn_metadata, starts, lengths) for part in ubatch_slices]
 
@@ -83,10 +88,7 @@ def _micro_batch(
     start_locs = starts[bounds].clip(begin, end)
     start_locs -= begin
     query_start_loc_cpu = torch.from_numpy(start_locs)
-    if common.query_start_loc.device.type == "cpu":
-        query_start_loc = query_start_loc_cpu
-    else:
-        query_start_loc = common.query_start_loc[bounds].clamp(begin, end).sub_(begin)
+    query_start_loc = common.query_start_loc[bounds].clamp(begin, end).sub_(begin)
 
     host = common.seq_lens_host if known is None else known
     seq_lens, host = common.seq_lens[reqs], None if host is None else host[reqs]
