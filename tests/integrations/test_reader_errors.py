@@ -117,11 +117,13 @@ def test_sizes_that_do_not_fit_together(written):
     assert "cannot build FalconForCausalLM" in refusal(written(content))
 
 
-def test_a_field_that_the_class_needs_is_named(small):
-    vision = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
-    config = small("Granite4Vision", text_config=small("Llama").to_dict(), vision_config=vision)
+def test_a_field_that_the_class_needs_is_named(small, monkeypatch):
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    monkeypatch.setattr(modeling.LlamaMLP, "__init__", lambda self, config: config.expansion_rate)
 
-    assert "lacks the field attention_multiplier" in refusal(config)
+    assert refusal(small("Llama")) == (
+        "the llama configuration lacks the field expansion_rate, which LlamaForCausalLM needs"
+    )
 
 
 def test_an_architecture_that_transformers_does_not_have(small):

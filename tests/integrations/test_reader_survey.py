@@ -7,7 +7,8 @@ import pytest
 from attnplug.errors import ModelConfigError
 from attnplug.integrations.transformers import read_config
 
-pytestmark = pytest.mark.slow
+# Going through a mapping imports every modelling file, some of which use what torch deprecates.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 modeling_auto = pytest.importorskip("transformers.models.auto.modeling_auto")
 
