@@ -128,6 +128,30 @@ def test_gemma_3n_layers_read_the_keys_of_an_earlier_layer_of_their_kind(small):
     assert {spec.scale for spec in model.layers.values()} == {1.0}
 
 
+def test_gemma_4_shares_keys_and_has_larger_heads_where_it_attends_globally(small):
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = small(
+        "Gemma4Text",
+        layer_types=kinds,
+        num_kv_shared_layers=2,
+        sliding_window=8,
+        global_head_dim=32,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=128,
+    )
+
+    model = read_config(config)
+
+    assert dict(model.kv_sharing) == {
+        "model.layers.2.self_attn": "model.layers.0.self_attn",
+        "model.layers.3.self_attn": "model.layers.1.self_attn",
+    }
+    assert [(spec.head_size, spec.window) for spec in model.layers.values()] == [
+        (16, (7, 0)),
+        (32, (-1, 0)),
+    ] * 2
+
+
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,

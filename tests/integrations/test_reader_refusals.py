@@ -24,6 +24,11 @@ from attnplug.integrations.transformers import read_config
         ("LED", {}, "cannot be checked"),
         ("FNet", {"dtype": "float32"}, "mixes tokens"),
         ("DiffLlama", {}, "calls attention more than once"),
+        (
+            "MiniMaxM3VLText",
+            {"layer_types": ["minimax_m3_sparse"] * 4},
+            "selects whole blocks of keys",
+        ),
         ("Doge", {}, "alters the mask"),
         ("GPTJ", {"n_embd": 64, "n_layer": 1, "n_head": 4, "rotary_dim": 8}, "computes attention of its own"),
         ("Bert", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),

@@ -58,17 +58,19 @@ def _build(config: PreTrainedConfig) -> PreTrainedModel:
 
 def _trace(model: PreTrainedModel) -> Trace:
     lengths = key_lengths(model)
-    failure: Exception | None = None
+    failures: list[Exception] = []
     for lenient in (False, True):
         for inputs in variants(model):
             try:
                 with substituted(model, lenient):
                     return run(model, inputs, lengths)
             except Exception as error:  # noqa: BLE001 - a model's forward may raise anything
-                failure = failure or error
+                failures.append(error)
+    # What says more than that a value was asked for that is not there comes first.
+    failure = min(failures, key=lambda error: "meta" in str(error))
     raise ModelConfigError(
         f"{type(model).__name__} cannot be run without data, so its attention cannot be checked: "
-        f"{one_line(failure or RuntimeError())}"
+        f"{one_line(failure)}"
     ) from failure
 
 
