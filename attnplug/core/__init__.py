@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from attnplug.core.metadata import AttentionMetadata as AttentionMetadata
     from attnplug.core.metadata import AttentionMetadataBuilder as AttentionMetadataBuilder
     from attnplug.core.metadata import CommonAttentionMetadata as CommonAttentionMetadata
+    from attnplug.core.mla import get_mla_dims as get_mla_dims
     from attnplug.core.reasons import Reason as Reason
     from attnplug.core.spec import AttentionType as AttentionType
     from attnplug.core.spec import LayerSpec as LayerSpec
@@ -70,6 +71,7 @@ __all__ = [
     "Phase",
     "Reason",
     "SlidingWindowSpec",
+    "get_mla_dims",
     "is_quantized_kv_cache",
     "subclass_attention_backend",
     "subclass_attention_backend_with_overrides",
@@ -106,6 +108,7 @@ __getattr__, __dir__ = lazy_exports(
         "Phase": "spec",
         "Reason": "reasons",
         "SlidingWindowSpec": "kv_cache_spec",
+        "get_mla_dims": "mla",
         "is_quantized_kv_cache": "dtypes",
         "subclass_attention_backend": "backend",
         "subclass_attention_backend_with_overrides": "backend",

@@ -46,7 +46,8 @@ def query_spans(common: CommonAttentionMetadata) -> tuple[IntArray, IntArray]:
     """Start locations `[R + 1]` and query lengths `[R]` of a batch.
 
     Raises:
-        BatchError: start locations that are not R + 1, or that decrease.
+        BatchError: start locations that are not R + 1, do not start at 0, decrease, or go past
+            `num_actual_tokens`.
     """
     starts = host_view("query_start_loc_cpu", common.query_start_loc_cpu)
     if starts.shape != (common.num_reqs + 1,):
@@ -57,6 +58,12 @@ def query_spans(common: CommonAttentionMetadata) -> tuple[IntArray, IntArray]:
         raise BatchError(
             "query_start_loc_cpu", int(lengths[row]), f"is the length of request {row}; least is 0"
         )
+    if starts[0] != 0 or starts[-1] > common.num_actual_tokens:
+        found, limit = (
+            (int(starts[0]), int(starts[-1])),
+            f"must go from 0 to at most {common.num_actual_tokens}",
+        )
+        raise BatchError("query_start_loc_cpu", found, f"{limit}, num_actual_tokens")
     return starts, lengths
 
 

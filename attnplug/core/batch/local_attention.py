@@ -90,7 +90,8 @@ def _cut(chunk: int, starts: IntArray, query_lens: IntArray, seq_lens: IntArray)
     first_chunk = np.minimum(computed // chunk, last_chunk)
     extra = last_chunk - first_chunk
     if not extra.any():
-        return _Pieces(starts, query_lens, seq_lens - first_chunk * chunk, None, first_chunk)
+        keys = (seq_lens - first_chunk * chunk).astype(np.int32, copy=False)
+        return _Pieces(starts.astype(np.int32), query_lens, keys, None, first_chunk)
     ends = (extra + 1).cumsum()
     rows = np.repeat(np.arange(len(ends)), extra + 1)
     # A request's pieces count up to its last chunk.

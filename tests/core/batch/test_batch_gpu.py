@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,12 +31,11 @@ pytestmark = pytest.mark.gpu
 DEVICE_FIELDS = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping", "logits_indices_padded")
 
 
-@pytest.fixture
-def forbid_waiting() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+def waiting(mode: str) -> None:
+    """Whether torch raises where the host would wait for the device: "error" or "default"."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it may not notice every wait
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 HOST = common_of(
@@ -49,14 +49,17 @@ HOST = common_of(
 
 
 @pytest.fixture
-def on_gpu() -> CommonAttentionMetadata:
+def on_gpu() -> Iterator[CommonAttentionMetadata]:
+    """The batch on the GPU, and an error for whoever waits for it."""
     common = dataclasses.replace(HOST, **{name: getattr(HOST, name).cuda() for name in DEVICE_FIELDS})
     common.logits_indices_cpu = HOST.logits_indices_padded  # type: ignore[attr-defined]
-    return common
+    waiting("error")
+    yield common
+    waiting("default")
 
 
 def same(found: CommonAttentionMetadata, expected: CommonAttentionMetadata) -> None:
-    torch.cuda.set_sync_debug_mode("default")
+    waiting("default")
     for name in DEVICE_FIELDS:
         value, wanted = getattr(found, name), getattr(expected, name)
         assert (value is None) == (wanted is None), name
@@ -66,23 +69,20 @@ def same(found: CommonAttentionMetadata, expected: CommonAttentionMetadata) -> N
     assert found.query_start_loc_cpu.tolist() == expected.query_start_loc_cpu.tolist()
 
 
-@pytest.mark.usefixtures("forbid_waiting")
 def test_splits_do_not_wait(on_gpu: CommonAttentionMetadata) -> None:
     assert split_decodes_and_prefills(on_gpu) == (2, 3, 2, 62)
     assert split_decodes_prefills_and_extends(on_gpu) == (2, 1, 2, 2, 9, 53)
 
 
-@pytest.mark.usefixtures("forbid_waiting")
 def test_micro_batches_do_not_wait(on_gpu: CommonAttentionMetadata) -> None:
     parts = [UBatchSlice(slice(0, 4), slice(0, 18)), UBatchSlice(slice(3, 5), slice(18, 64))]
     for found, expected in zip(
         split_attn_metadata(parts, on_gpu), split_attn_metadata(parts, HOST), strict=True
     ):
         same(found, expected)
-        torch.cuda.set_sync_debug_mode("error")
+        waiting("error")
 
 
-@pytest.mark.usefixtures("forbid_waiting")
 def test_virtual_batches_do_not_wait(on_gpu: CommonAttentionMetadata) -> None:
     found, make_block_table = make_local_attention_virtual_batches(8, on_gpu, 2)
     other = make_block_table(on_gpu.block_table_tensor[:, :3] + 7)
@@ -91,25 +91,22 @@ def test_virtual_batches_do_not_wait(on_gpu: CommonAttentionMetadata) -> None:
     assert other.cpu().tolist() == make_expected(HOST.block_table_tensor[:, :3] + 7).tolist()
 
 
-@pytest.mark.usefixtures("forbid_waiting")
 def test_fast_prefill_does_not_wait(on_gpu: CommonAttentionMetadata) -> None:
     found = make_kv_sharing_fast_prefill_common_attn_metadata(on_gpu)
     same(found, make_kv_sharing_fast_prefill_common_attn_metadata(HOST))
 
 
-@pytest.mark.usefixtures("forbid_waiting")
 @pytest.mark.parametrize("blocks", [0, 2**27])
 def test_slots_do_not_wait(on_gpu: CommonAttentionMetadata, blocks: int) -> None:
     lengths, new = on_gpu.seq_lens, on_gpu.query_start_loc.diff()
     arguments: Any = (on_gpu.block_table_tensor + blocks, lengths - new, new)
     out = torch.empty(80, dtype=torch.int64, device="cuda")
     found = compute_slot_mapping(*arguments, 64, num_tokens=70, out=out)
-    torch.cuda.set_sync_debug_mode("default")
+    waiting("default")
     expected = compute_slot_mapping(*(part.cpu() for part in arguments), 64, num_tokens=70)
     assert found.cpu().tolist() == expected.tolist()
 
 
-@pytest.mark.usefixtures("forbid_waiting")
 def test_shares_shapes_and_programs_do_not_wait(on_gpu: CommonAttentionMetadata) -> None:
     shares = get_dcp_local_seq_lens(on_gpu.seq_lens, 4, None, 3)
     one = get_dcp_local_seq_lens(on_gpu.seq_lens, 4, 1, 3)
@@ -117,7 +114,7 @@ def test_shares_shapes_and_programs_do_not_wait(on_gpu: CommonAttentionMetadata)
     _, batch_ptr, offset_ptr = compute_causal_conv1d_metadata(
         HOST.query_start_loc_cpu, device=torch.device("cuda")
     )
-    torch.cuda.set_sync_debug_mode("default")
+    waiting("default")
     assert shaped.shape == (16, 4, 2, 4)
     assert shares.cpu().tolist() == get_dcp_local_seq_lens(HOST.seq_lens, 4, None, 3).tolist()
     assert one.cpu().tolist() == shares[:, 1].cpu().tolist()

@@ -122,6 +122,20 @@ def test_nothing_waits_for_the_device(drawn: Lengths) -> None:
     assert torch.equal(table[rows[:, None], columns], expected.block_table_tensor)
 
 
+def test_an_empty_batch_has_no_pieces() -> None:
+    pieces, _ = make_local_attention_virtual_batches(4, common_of([]), 2)
+    assert (pieces.num_reqs, pieces.max_query_len, pieces.max_seq_len) == (0, 0, 0)
+    assert pieces.block_table_tensor.shape == (0, 2)
+
+
+def test_a_batch_of_one_piece_each_shares_no_memory_with_its_pieces() -> None:
+    common = common_of([1, 1], [3, 6])
+    pieces, _ = make_local_attention_virtual_batches(4, common, 2)
+    with unmodified(common):
+        for tensor in (pieces.query_start_loc, pieces.seq_lens, pieces.block_table_tensor):
+            tensor += 1
+
+
 def test_wanted_logits_stay_with_the_tokens() -> None:
     indices = torch.tensor([1, 5])
     common = common_of([3, 3], [9, 9], logits_indices_padded=indices, num_logits_indices=2)
