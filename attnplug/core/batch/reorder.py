@@ -21,10 +21,12 @@ class InputBatch(Protocol):
     @property
     def req_ids(self) -> Sequence[str]:
         """The request in each row."""
+        ...
 
     @property
     def num_computed_tokens_cpu(self) -> npt.NDArray[Any]:
         """Tokens whose K and V are cached, per row; rows past R are not read."""
+        ...
 
     def swap_states(self, i1: int, i2: int, /) -> None:
         """Exchange everything in two rows."""
@@ -36,6 +38,7 @@ class SchedulerOutput(Protocol):
     @property
     def num_scheduled_tokens(self) -> Mapping[str, int]:
         """New tokens of each request."""
+        ...
 
 
 def reorder_batch_to_split_decodes_and_prefills(
