@@ -64,7 +64,7 @@ __getattr__, __dir__ = lazy_exports(
         "Phase": "core.spec",
         "Reason": "core.reasons",
         "Registry": "registry.registry",
-        "backends": "registry.default",
+        "backends": "",
         "core": "",
         "errors": "",
         "explain": "registry.default",

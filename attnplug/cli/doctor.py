@@ -77,7 +77,7 @@ def _examine(wanted: Sequence[str], timeout: float) -> list[Finding]:
     switches = Switches.read()
     findings, plugins = [], []
     for found in installed_plugins():
-        variable = None if found.is_builtin else switches.blocked_by(found.record)
+        variable = switches.blocked_by(found.record, found.is_builtin)
         if variable is None:
             plugins.append(found.record.name)
         elif not wanted:

@@ -109,13 +109,13 @@ def _list_entry_points(as_json: bool) -> None:
     switches = Switches.read()
     rows = []
     for plugin in installed_plugins():
-        blocked = None if plugin.is_builtin else switches.blocked_by(plugin.record)
+        blocked = switches.blocked_by(plugin.record, plugin.is_builtin)
         record = plugin.record
         rows.append(
             {
                 "plugin": record.name,
                 "version": record.version,
-                "module": plugin.entry_point.value,
+                "module": plugin.entry_point.value if plugin.entry_point else None,
                 "blocked_by": blocked,
             }
         )

@@ -56,9 +56,12 @@ def print_budget(budget: MemoryBudget | None, memory: str) -> None:
     if not budget.groups:
         out.print(f"\nNothing said of {memory}: no layer keeps a KV cache.")
         return
+    longest = "a sequence of any length fits"
+    if budget.max_tokens is not None:
+        longest = f"the longest sequence that fits has {budget.max_tokens:,} tokens"
     out.print(
         f"\nKV cache in {memory}: {budget.num_blocks:,} blocks of {budget.bytes_per_block:,} bytes "
-        f"(one is the null block);\nthe longest sequence that fits has {budget.max_tokens:,} tokens.\n"
+        f"(one is the null block);\n{longest}.\n"
     )
     columns = ("group", "kind", "layers", "which", "block", "page bytes", "blocks", "tokens alone")
     shown = table(columns, right=("group", "layers", "block", "page bytes", "blocks", "tokens alone"))

@@ -44,9 +44,13 @@ class Device:
         object.__setattr__(self, "capability", pair)
 
     @classmethod
-    def current(cls) -> Device:
-        """The device torch would run on now: the current GPU where there is one, else the CPU."""
-        return _probe(_current_index())
+    def current(cls, index: int | None = None) -> Device:
+        """The device torch would run on now, or GPU number `index`: the current GPU, else the CPU.
+
+        Raises:
+            SpecError: a GPU that this machine does not have.
+        """
+        return _probe(_current_index() if index is None else _checked_index(index))
 
     @classmethod
     def parse(cls, text: str) -> Device:
@@ -101,6 +105,15 @@ class Device:
 def _current_index() -> int | None:
     ask = _gpu_index()
     return None if ask is None else ask()
+
+
+def _checked_index(index: int) -> int:
+    import torch
+
+    count = torch.cuda.device_count() if _gpu_index() else 0
+    if not 0 <= index < count:
+        raise SpecError("device.index", index, f"must lie below {count}, the GPUs of this machine")
+    return index
 
 
 @functools.cache

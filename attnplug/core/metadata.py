@@ -58,6 +58,8 @@ class CommonAttentionMetadata:
 
     logits_indices_padded: torch.Tensor | None = None
     num_logits_indices: int | None = None
+    logits_indices_cpu: torch.Tensor | None = None
+    """KV-sharing fast prefill: the same indices on the host, so that nothing waits for the device."""
     encoder_seq_lens: torch.Tensor | None = None
     encoder_seq_lens_cpu: npt.NDArray[np.int32] | None = None
     key_start_loc: torch.Tensor | None = None

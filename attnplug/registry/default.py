@@ -68,7 +68,7 @@ def select(
             `attnplug.use(...)`, which comes before ATTNPLUG_BACKEND.
         options: options by backend name, or of the one backend asked for.
         assume_installed: "all", or a mapping of distribution to version, to ask what would be
-            chosen if those were installed; the answer is then "declared", not "usable".
+            chosen if those, and only those, were installed; the answer is "declared", not "usable".
 
     Raises:
         NoBackendError: none serves it; the message lists every candidate with its reasons.

@@ -18,18 +18,22 @@ DeviceLike: TypeAlias = "Device | str | torch.device | None"
 
 
 def resolve_device(device: DeviceLike) -> Device:
-    """The Device meant. A GPU without a capability is the current one, where that has the type.
+    """The Device meant. "cuda:1" is that GPU of this machine; one without a number is the current one.
 
     Raises:
-        SpecError: text that names no device, or something that is none.
+        SpecError: text that names no device, a GPU that is not here, or something that is none.
     """
     if device is None:
         return Device.current()
     if not isinstance(device, Device):
-        # A torch.device is known by its type, without importing torch.
+        # A torch.device is known by its attributes, without importing torch.
         text = device if isinstance(device, str) else getattr(device, "type", None)
         if not isinstance(text, str):
             raise SpecError("device", device, "must be a Device, text, a torch.device or None")
+        kind, _, number = text.partition(":")
+        index = getattr(device, "index", None) if text is not device else number
+        if kind in ("cuda", "rocm") and str(index).isdigit():
+            return Device.current(int(str(index)))
         device = _parse(text)
     if device.capability is None and device.type in ("cuda", "rocm"):
         current = Device.current()

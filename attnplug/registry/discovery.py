@@ -11,6 +11,7 @@ import importlib.metadata
 import inspect
 import re
 import sys
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ class Installed:
     """A plugin found among the installed distributions, not run yet."""
 
     record: PluginRecord
-    entry_point: importlib.metadata.EntryPoint
+    entry_point: importlib.metadata.EntryPoint | None
 
     @property
     def is_builtin(self) -> bool:
@@ -63,14 +64,31 @@ class _Rejected(Exception):  # noqa: N818  (a verdict, not an error anybody sees
 def installed_plugins() -> list[Installed]:
     """Every entry point of the group `attnplug.backends`, sorted by name; runs none of them."""
     found: dict[str, Installed] = {}
-    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        dist = entry_point.dist
-        distribution = (dist.name if dist else None) or "unknown"
-        name = f"{distribution}:{entry_point.name}"
-        version = dist.version if dist else None
-        record = PluginRecord(name, distribution, version, PluginStatus.BLOCKED, f"{name} was not run")
-        found.setdefault(name, Installed(record, entry_point))
+    for dist in importlib.metadata.distributions():
+        text, _ = attempt(dist.read_text, "entry_points.txt")
+        # Most distributions are none of ours, and one whose file cannot be parsed is no reason to fail.
+        if not text or ENTRY_POINT_GROUP not in text:
+            continue
+        distribution, version = _identity(dist)
+        entry_points, error = attempt(lambda: dist.entry_points.select(group=ENTRY_POINT_GROUP))  # noqa: B023
+        for entry_point in entry_points or ():
+            name = f"{distribution}:{entry_point.name}"
+            record = PluginRecord(name, distribution, version, PluginStatus.BLOCKED, f"{name} was not run")
+            found.setdefault(name, Installed(record, entry_point))
+        if error is not None:
+            name = f"{distribution}:entry_points.txt"
+            reason = f"{name} cannot be read: {describe(error)}"
+            record = PluginRecord(name, distribution, version, PluginStatus.BROKEN, reason)
+            found.setdefault(name, Installed(record, None))
     return [found[name] for name in sorted(found)]
+
+
+def _identity(dist: importlib.metadata.Distribution) -> tuple[str, str | None]:
+    """Name and version, from the head of the metadata: parsing all of it takes longer than the rest."""
+    text, _ = attempt(dist.read_text, "METADATA")
+    head = (text or "").partition("\n\n")[0]
+    name, version = (re.search(rf"^{field}: *(\S+)", head, re.MULTILINE) for field in ("Name", "Version"))
+    return name[1] if name else "unknown", version[1] if version else None
 
 
 class Held(pluggy.PluginManager):
@@ -85,6 +103,8 @@ class Held(pluggy.PluginManager):
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
         """What a hook's decorator says; None where `name` is no function of the plugin."""
         # Older pluggy gets every attribute, which runs the lazy exports of a plugin's package.
+        if isinstance(plugin, types.ModuleType) and not inspect.isfunction(vars(plugin).get(name)):
+            return None
         found = inspect.getattr_static(plugin, name, None)
         return super().parse_hookimpl_opts(plugin, name) if inspect.isroutine(found) else None
 
@@ -97,11 +117,15 @@ class Host:
 
     def load(self, found: Installed) -> Loaded:
         """Import and admit an installed plugin; whatever it raises becomes its record."""
+        if found.entry_point is None:
+            return Loaded(found.record)
+        if ":" in found.entry_point.value:
+            limit = f"names {found.entry_point.value}; an entry point of attnplug names a module, without ':'"
+            return _broken(found.record, limit)
         before = {name for name in _HEAVY if name in sys.modules}
         plugin, error = attempt(found.entry_point.load)
         if error is not None:
-            reason = f"{found.record.name} raised {describe(error)} when imported"
-            return Loaded(dataclasses.replace(found.record, status=PluginStatus.BROKEN, reason=reason))
+            return _broken(found.record, f"raised {describe(error)} when imported")
         loaded = self.admit(found.record, plugin)
         heavy = [name for name in _HEAVY if name in sys.modules and name not in before]
         if heavy and loaded.record.status is PluginStatus.LOADED:
@@ -179,6 +203,11 @@ class Host:
         return tuple(_checked(record, offered))
 
 
+def _broken(record: PluginRecord, what: str) -> Loaded:
+    reason = f"{record.name} {what}"
+    return Loaded(dataclasses.replace(record, status=PluginStatus.BROKEN, reason=reason))
+
+
 def _check_api(plugin: object) -> None:
     line = f"ATTNPLUG_API = ({API_VERSION}, {API_VERSION})"
     api = getattr(plugin, "ATTNPLUG_API", None)
@@ -207,7 +236,7 @@ def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
         if not (family is None or (isinstance(family, str) and family)):
             raise _Rejected(PluginStatus.BROKEN, f"offers {name} of family {family!r}, which is no name")
         for each in (name, family or ""):
-            if record.distribution != PROJECT and each.upper() in RESERVED_NAMES:
+            if each.upper() in RESERVED_NAMES and not _is_ours(record, backend):
                 raise _Rejected(
                     PluginStatus.CONFLICT, f"offers {each}, a name reserved for attnplug's own backend"
                 )
@@ -217,12 +246,24 @@ def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
         yield Offer(name, backend, record.name, record.distribution, record.version)
 
 
+def _is_ours(record: PluginRecord, backend: type[AttentionBackend]) -> bool:
+    # A registry made in code may hold attnplug's own modules: Registry(plugins=[torch_native]).
+    registered = record.distribution is None and backend.__module__.startswith(f"{ENTRY_POINT_GROUP}.")
+    return record.distribution == PROJECT or registered
+
+
 def _backend_name(backend: object) -> str:
     if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
         raise _Rejected(PluginStatus.BROKEN, f"offers {backend!r}, which is no subclass of AttentionBackend")
     if inspect.isabstract(backend):
         missing = ", ".join(sorted(backend.__abstractmethods__))
         raise _Rejected(PluginStatus.BROKEN, f"offers {backend.__name__}, which lacks {missing}")
+    for field in ("device_types", "supported_dtypes", "supported_kv_cache_dtypes", "supported_phases"):
+        if isinstance(getattr(backend, field), str):
+            what = (
+                f"offers {backend.__name__}, whose {field} is text; it must be a sequence: a comma is missing"
+            )
+            raise _Rejected(PluginStatus.BROKEN, what)
     name, error = attempt(backend.get_name)
     if error is not None:
         what = f"raised {describe(error)} in {backend.__name__}.get_name"

@@ -54,10 +54,9 @@ class PluginSet:
 
     def _discover(self) -> None:
         found = installed_plugins()
-        others = [plugin.record for plugin in found if not plugin.is_builtin]
-        self._switches.check_known(others)
+        self._switches.check_known([plugin.record for plugin in found])
         for plugin in found:
-            variable = None if plugin.is_builtin else self._switches.blocked_by(plugin.record)
+            variable = self._switches.blocked_by(plugin.record, plugin.is_builtin)
             if variable is None:
                 loaded = self._host.load(plugin)
             else:

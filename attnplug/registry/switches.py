@@ -46,11 +46,15 @@ class Switches:
             strict=_boolean(STRICT, env.get(STRICT, "")),
         )
 
-    def blocked_by(self, plugin: PluginRecord) -> str | None:
-        """The variable that keeps a plugin out, or None."""
+    def blocked_by(self, plugin: PluginRecord, is_builtin: bool = False) -> str | None:
+        """The variable that keeps a plugin out, or None; the allow list speaks of installed plugins only."""
         if any(plugin.answers_to(name) for name in self.block):
             return BLOCK
-        if self.allow is not None and not any(plugin.answers_to(name) for name in self.allow):
+        if (
+            self.allow is not None
+            and not is_builtin
+            and not any(plugin.answers_to(name) for name in self.allow)
+        ):
             return ALLOW
         return None
 

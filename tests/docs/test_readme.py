@@ -74,4 +74,6 @@ def test_the_backend_shown_loads_and_is_refused_only_for_what_is_not_installed()
 
 def test_the_two_set_up_lines_stand_as_they_are_run() -> None:
     assert "\npip install -c constraints.txt -e '.[test]' && pytest\n" in TEXT
-    assert re.search(r"^pip install -c constraints.txt -e '\.\[models\]' && attnplug select \S+$", TEXT, re.MULTILINE)
+    assert re.search(
+        r"^pip install -c constraints.txt -e '\.\[models\]' && attnplug select \S+$", TEXT, re.MULTILINE
+    )

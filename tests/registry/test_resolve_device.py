@@ -45,6 +45,26 @@ def test_a_torch_device_is_known_by_its_type(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_real_torch_device_is_taken() -> None:
     torch = pytest.importorskip("torch")
     assert resolve_device(torch.device("cpu")) == CPU
+    assert resolve_device(torch.device("cpu:0")) == CPU
+
+
+@pytest.mark.parametrize("form", ["text", "torch"])
+def test_a_numbered_gpu_is_that_one_not_the_current_one(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    asked: list[int | None] = []
+
+    def current(index: int | None = None) -> Device:
+        asked.append(index)
+        return H100
+
+    monkeypatch.setattr(Device, "current", staticmethod(current))
+    assert resolve_device("cuda:1" if form == "text" else torch.device("cuda", 1)) == H100
+    assert asked == [1]
+
+
+def test_a_gpu_that_is_not_here_is_an_error() -> None:
+    with pytest.raises(SpecError, match=r"device\.index=99 must lie below"):
+        resolve_device("cuda:99")
 
 
 @pytest.mark.parametrize("device", ["cuda", Device("cuda")])

@@ -75,7 +75,7 @@ def _host_indices(common: CommonAttentionMetadata) -> IntArray:
         raise BatchError(
             "num_logits_indices", count, f"must lie in 0 .. {padded.shape[0]}, the indices given"
         )
-    on_host = getattr(common, "logits_indices_cpu", None)
+    on_host = common.logits_indices_cpu
     return host_view("logits_indices_padded", padded if on_host is None else on_host)[:count]
 
 
