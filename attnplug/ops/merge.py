@@ -55,7 +55,7 @@ def merge(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tupl
     Raises:
         BatchError: no partial, or shapes that do not fit each other.
     """
-    if not outputs or len(outputs) != len(lses):
+    if not len(outputs) or len(outputs) != len(lses):
         raise BatchError("outputs", len(outputs), f"must be as many as lses ({len(lses)}), at least one")
     shape = outputs[0].shape
     for index, (out, lse) in enumerate(zip(outputs, lses, strict=True)):

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from attnplug.runtime.layout import get_kv_cache_layout as get_kv_cache_layout
     from attnplug.runtime.layout import is_valid_kv_cache_layout as is_valid_kv_cache_layout
     from attnplug.runtime.layout import set_kv_cache_layout as set_kv_cache_layout
+    from attnplug.runtime.placeholders import PlaceholderMap as PlaceholderMap
     from attnplug.runtime.step_batch import StepBatch as StepBatch
     from attnplug.runtime.step_batch import StepBatchBuilder as StepBatchBuilder
 
@@ -41,6 +42,7 @@ __all__ = [
     "CpuGpuBuffer",
     "KVCacheLayoutType",
     "MemoryBudget",
+    "PlaceholderMap",
     "StagingRing",
     "StepBatch",
     "StepBatchBuilder",
@@ -74,6 +76,7 @@ __getattr__, __dir__ = lazy_exports(
         "CpuGpuBuffer": "buffers",
         "KVCacheLayoutType": "layout",
         "MemoryBudget": "budget",
+        "PlaceholderMap": "placeholders",
         "StagingRing": "buffers",
         "StepBatch": "step_batch",
         "StepBatchBuilder": "step_batch",

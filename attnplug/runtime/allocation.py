@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, MutableSequence
@@ -28,7 +29,9 @@ _STORAGE = {
     "float32": torch.float32,
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
     "fp8_e5m2": torch.float8_e5m2,
+    "fp8_e5m2fnuz": torch.float8_e5m2fnuz,
     "int8": torch.int8,
     "uint8": torch.uint8,
 }
@@ -39,7 +42,8 @@ def allocate_kv_cache(config: KVCacheConfig, device: torch.device | str) -> dict
 
     Raises:
         LayoutError: a layer of a group without a tensor, a tensor for a layer of no group, a layer in
-            two tensors or two groups, or bytes that are no whole number of pages.
+            two tensors or two groups, bytes that are no whole number of pages, or fewer pages than
+            the configuration has blocks.
     """
     _check_names(config)
     pages = {n: g.kv_cache_spec.page_size_bytes for g in config.kv_cache_groups for n in g.layer_names}
@@ -48,6 +52,11 @@ def allocate_kv_cache(config: KVCacheConfig, device: torch.device | str) -> dict
         for name in tensor.shared_by:
             if tensor.size % pages[name]:
                 limit = f"is no whole number of pages of {pages[name]} bytes (layer {name})"
+                raise LayoutError("kv_cache_tensors.size", tensor.size, limit)
+            if tensor.size < config.num_blocks * pages[name]:
+                limit = (
+                    f"must hold num_blocks={config.num_blocks} pages of {pages[name]} bytes (layer {name})"
+                )
                 raise LayoutError("kv_cache_tensors.size", tensor.size, limit)
         data = torch.zeros(tensor.size, dtype=torch.uint8, device=device)
         raw.update(dict.fromkeys(tensor.shared_by, data))
@@ -71,16 +80,20 @@ def reshape_kv_cache(
         layouts: "NHD" or "HND" per layer or for all; None takes each backend's first.
 
     Raises:
-        LayoutError: bytes that are no whole number of pages, two layouts in one group, a layout that
-            a backend cannot read.
+        LayoutError: a layer missing from one of these, or bytes for a layer of no group; bytes that are no
+            whole number of pages, two layouts in one group, a layout that a backend cannot read, or
+            an order that mixes the pages of groups that share bytes.
     """
+    names = _check_names(config)
+    _check_same("raw", names, Counter(raw))
+    chosen: Mapping[str, str | None]
+    chosen = dict.fromkeys(names, layouts) if layouts is None or isinstance(layouts, str) else layouts
+    for field, given in (("specs", specs), ("backends", backends), ("layouts", chosen)):
+        if missing := sorted(names - set(given)):
+            raise LayoutError(field, missing, "are missing: every layer of a group needs one")
     caches = {}
     for group in config.kv_cache_groups:
-        chosen = {
-            n: layouts if layouts is None or isinstance(layouts, str) else layouts[n]
-            for n in group.layer_names
-        }
-        resolved = {n: c or backends[n].supported_kv_cache_layouts()[0] for n, c in chosen.items()}
+        resolved = {n: chosen[n] or backends[n].supported_kv_cache_layouts()[0] for n in group.layer_names}
         if len(set(resolved.values())) > 1:
             first: dict[str, str] = {}
             for name, layout in resolved.items():
@@ -89,6 +102,7 @@ def reshape_kv_cache(
             raise LayoutError("kv_cache_layout", sorted(first), limit)
         for name, layout in resolved.items():
             caches[name] = view_kv_cache(raw[name], group.kv_cache_spec, specs[name], backends[name], layout)
+    _check_shared_pages(config, caches)
     return caches
 
 
@@ -103,7 +117,7 @@ def view_kv_cache(
     """Raw bytes as one cache, in logical order with physical strides; nothing is copied.
 
     Args:
-        raw: uint8, 1-D.
+        raw: uint8, 1-D, contiguous.
         cache: what a page holds.
         spec: the layer.
         backend: who says shape and stride order.
@@ -112,13 +126,21 @@ def view_kv_cache(
             view has them as its first dimension.
 
     Raises:
-        LayoutError: bytes that are no whole number of pages, or a layout the backend cannot read.
+        LayoutError: what is not raw bytes, bytes that are no whole number of pages, a layout the backend
+            cannot read, or a backend whose shape is not that of the pages.
     """
+    if num_layers is not None and num_layers < 1:
+        raise LayoutError("num_layers", num_layers, "must be at least 1")
+    if raw.dtype != torch.uint8 or raw.ndim != 1 or not raw.is_contiguous():
+        raise LayoutError(
+            "raw", f"{raw.dtype} {tuple(raw.shape)}", "must be contiguous bytes: torch.uint8, 1-D"
+        )
+    if cache.dtype not in _STORAGE:
+        raise LayoutError("dtype", cache.dtype, f"must be one of {', '.join(_STORAGE)}")
     page = cache.page_size_bytes * (num_layers or 1)
-    num_blocks, rest = divmod(raw.numel() * raw.element_size(), page)
+    num_blocks, rest = divmod(raw.numel(), page)
     if rest or num_blocks == 0:
-        size = raw.numel() * raw.element_size()
-        raise LayoutError("raw", size, f"bytes are no whole number of pages of {page} bytes")
+        raise LayoutError("raw", raw.numel(), f"bytes are no whole number of pages of {page} bytes")
     shape = backend.get_kv_cache_shape(
         num_blocks,
         cache.block_size,
@@ -127,13 +149,16 @@ def view_kv_cache(
         spec.kv_cache_dtype,
         cache.head_size_v,
     )
-    stacked = num_layers is not None
     if num_layers is not None:
         shape = (num_layers, *shape)
-    order = backend.get_kv_cache_stride_order(stacked, layout=layout, spec=spec)
+    order = backend.get_kv_cache_stride_order(num_layers is not None, layout=layout, spec=spec)
     if sorted(order) != list(range(len(shape))):
         raise LayoutError("stride_order", order, f"is no order of the {len(shape)} dimensions of {shape}")
-    physical = raw.view(_STORAGE[cache.dtype]).view([shape[dim] for dim in order])
+    elements = raw.view(_STORAGE[cache.dtype])
+    if math.prod(shape) != elements.numel():
+        limit = f"of {backend.get_name()} is not that of {num_blocks} pages of {page} bytes ({cache})"
+        raise LayoutError("kv_cache_shape", tuple(shape), limit)
+    physical = elements.view([shape[dim] for dim in order])
     return physical.permute([order.index(dim) for dim in range(len(shape))])
 
 
@@ -170,13 +195,29 @@ def _layer_order(name: str) -> tuple[list[int], str]:
     return [int(number) for number in re.findall(r"\d+", name)], name
 
 
-def _check_names(config: KVCacheConfig) -> None:
+def _check_names(config: KVCacheConfig) -> set[str]:
+    """The layers of all groups, each in one group and one tensor."""
     grouped = Counter(name for group in config.kv_cache_groups for name in group.layer_names)
     twice = sorted(name for name, count in grouped.items() if count > 1)
     if twice:
         raise LayoutError("kv_cache_groups", twice, "must name each layer in one group only")
     held = Counter(name for tensor in config.kv_cache_tensors for name in tensor.shared_by)
     _check_same("kv_cache_tensors", set(grouped), held)
+    return set(grouped)
+
+
+def _check_shared_pages(config: KVCacheConfig, caches: Mapping[str, torch.Tensor]) -> None:
+    """A block number is one group's at a time, so its bytes must be the same for all that share them."""
+    home = {name: g for g, group in enumerate(config.kv_cache_groups) for name in group.layer_names}
+    for tensor in config.kv_cache_tensors:
+        if len({home[name] for name in tensor.shared_by}) < 2:
+            continue
+        for name in tensor.shared_by:
+            cache, page = caches[name], config.kv_cache_groups[home[name]].kv_cache_spec.page_size_bytes
+            if cache.stride(0) * cache.element_size() != page:
+                limit = f"of layer {name} spreads a page over bytes that layers of other groups share"
+                remedy = "give it an order that has the block first, or a tensor of its own"
+                raise LayoutError("strides", cache.stride(), limit, remedy)
 
 
 def _check_same(field: str, expected: set[str], found: Counter[str]) -> None:

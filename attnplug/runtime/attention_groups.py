@@ -10,11 +10,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from attnplug.core.backend import AttentionBackend
+from attnplug.core.blocks import MultipleOf
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError, LayoutError
-from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
-from attnplug.core.spec import LayerSpec
+from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.decision import Decision
 from attnplug.runtime.step_batch import StepBatch
 
@@ -27,6 +28,7 @@ class WorkspaceUser(Protocol):
 
     def get_workspace_buffer(self) -> torch.Tensor:
         """The buffer, made when first asked for."""
+        ...
 
     def set_workspace_buffer(self, buffer: torch.Tensor) -> None:
         """Take another builder's buffer instead of making one."""
@@ -42,6 +44,8 @@ class AttentionGroup:
         kv_cache_spec: what their pages hold.
         kv_cache_group_id: whose block table they read.
         builder: makes their metadata.
+        specs: what they ask of the backend.
+        phase: the phase it serves them in; None for both.
     """
 
     backend: type[AttentionBackend]
@@ -49,6 +53,8 @@ class AttentionGroup:
     kv_cache_spec: KVCacheSpec
     kv_cache_group_id: int
     builder: AttentionMetadataBuilder[Any]
+    specs: frozenset[LayerSpec]
+    phase: Phase | None = None
 
 
 def init_attn_backend(
@@ -59,7 +65,8 @@ def init_attn_backend(
 ) -> list[AttentionGroup]:
     """One builder for the layers of each KV group that agree in backend, number of heads and causality.
 
-    Make the impls first: builders read them from `config.layers`.
+    Make the impls first: builders read them from `config.layers`. Layers with direct K and V are in no
+    KV group and get no builder here. Builders with a workspace share one.
 
     Args:
         groups: the KV groups.
@@ -68,7 +75,9 @@ def init_attn_backend(
         device: where metadata lives.
 
     Raises:
-        LayoutError: a layer in no group or in two, or one without a decision.
+        LayoutError: a layer in no group or in two, one without a decision, or pages of a size that its
+            backend cannot read.
+        NoBackendError: a layer that no backend serves.
     """
     _check_layers(groups, decisions)
     made: list[AttentionGroup] = []
@@ -78,49 +87,56 @@ def init_attn_backend(
         alike: dict[Any, list[str]] = {}
         for name in group.layer_names:
             decision = decisions[name]
-            key = (decision.get_backend_cls(), decision.spec.num_heads, decision.spec.causal, decision.phase)
+            backend = decision.get_backend_cls()
+            _check_block_size(name, decision, backend, group.kv_cache_spec.block_size)
+            key = (backend, decision.phase, decision.spec.num_heads, decision.spec.causal)
             alike.setdefault(key, []).append(name)
-        for (backend, *_), names in alike.items():
-            builder = backend.get_builder_cls()(group.kv_cache_spec, names, config, where)
-            if isinstance(builder, WorkspaceUser):
-                if shared is None:
-                    shared = builder.get_workspace_buffer()
-                else:
-                    builder.set_workspace_buffer(shared)
-            made.append(AttentionGroup(backend, tuple(names), group.kv_cache_spec, group_id, builder))
+        for (backend, phase, *_), names in alike.items():
+            builder: AttentionMetadataBuilder[Any] = backend.get_builder_cls()(
+                group.kv_cache_spec, names, config, where
+            )
+            shared = _share_workspace(builder, shared)
+            specs = frozenset(decisions[name].spec for name in names)
+            made.append(
+                AttentionGroup(backend, tuple(names), group.kv_cache_spec, group_id, builder, specs, phase)
+            )
     return made
 
 
 def build_attn_metadata(
-    groups: Sequence[AttentionGroup], batch: StepBatch, kv_cache_config: KVCacheConfig
+    builders: Sequence[AttentionGroup], batch: StepBatch, kv_cache_config: KVCacheConfig
 ) -> dict[str, AttentionMetadata]:
     """Each layer's metadata of one step: built once per attention group, or updated where a twin was built.
 
-    Two groups with the same kind of builder and pages differ in block table and slots only; where the
-    builder supports it, the second gets them by `update_block_table`.
+    Two groups whose layers ask the same of the same backend, over the same kind of pages, differ in
+    block table and slots only; where the builder supports it, the second gets them by
+    `update_block_table`.
+
+    Args:
+        builders: the attention groups.
+        batch: the step.
+        kv_cache_config: the KV groups.
 
     Raises:
-        BatchError: a batch with another number of KV groups.
+        BatchError: a batch with another number of KV groups, or with other cross groups.
     """
-    count = len(kv_cache_config.kv_cache_groups)
-    found = batch.block_tables.shape[0]
-    if found != count:
-        raise BatchError("batch.block_tables", found, f"must be {count}, one for each KV group")
+    _check_groups(batch, kv_cache_config)
     commons: dict[int, CommonAttentionMetadata] = {}
     built: dict[Any, AttentionMetadata] = {}
     metadata: dict[str, AttentionMetadata] = {}
-    for group in groups:
+    for group in builders:
         at = group.kv_cache_group_id
-        table, slots = batch.of_group(at)
-        twin = (type(group.builder), group.kv_cache_spec)
+        # Cross groups have a CrossAttentionSpec, and so no twin among the others.
+        twin = (type(group.builder), group.backend, group.phase, group.kv_cache_spec, group.specs)
         if twin in built and group.builder.supports_update_block_table:
-            made = group.builder.update_block_table(built[twin], table, slots)
+            made: AttentionMetadata = group.builder.update_block_table(built[twin], *batch.of_group(at))
         else:
             if at not in commons:
                 commons[at] = _for_group(batch, at)
             made = group.builder.build(0, commons[at])
             built[twin] = made
-        metadata.update(dict.fromkeys(group.layer_names, made))
+        for name in group.layer_names:
+            metadata[name] = made
     return metadata
 
 
@@ -132,48 +148,82 @@ def cross_metadata(
     Raises:
         BatchError: a batch without encoder lengths.
     """
-    host = common.encoder_seq_lens_cpu
-    if common.encoder_seq_lens is None or host is None:
+    lengths, host = common.encoder_seq_lens, common.encoder_seq_lens_cpu
+    if lengths is None:
         raise BatchError("encoder_seq_lens", None, "is required for cross attention")
+    if host is None:
+        raise BatchError("encoder_seq_lens_cpu", None, "is required for cross attention")
     return dataclasses.replace(
         common,
-        seq_lens=common.encoder_seq_lens,
+        seq_lens=lengths,
         seq_lens_host=host,
         seq_lens_host_exact=True,
         max_seq_len=int(host.max(initial=0)),
         block_table_tensor=block_table,
         slot_mapping=slot_mapping,
         causal=False,
+        # What follows is said of the decoder's own keys.
+        key_start_loc=None,
+        key_start_loc_cpu=None,
+        dcp_local_seq_lens=None,
+        dcp_local_seq_lens_cpu=None,
         _seq_lens_cpu=None,
         _num_computed_tokens_cpu=None,
     )
 
 
+def _share_workspace(builder: object, shared: torch.Tensor | None) -> torch.Tensor | None:
+    """The buffer that the next builder is to use: the first one's."""
+    if not isinstance(builder, WorkspaceUser):
+        return shared
+    if shared is None:
+        return builder.get_workspace_buffer()
+    builder.set_workspace_buffer(shared)
+    return shared
+
+
 def _for_group(batch: StepBatch, group: int) -> CommonAttentionMetadata:
-    if group == batch.common_group:
-        return batch.common
     table, slots = batch.of_group(group)
     if group in batch.cross_groups:
         return cross_metadata(batch.common, table, slots)
+    if group == batch.common_group:
+        return batch.common
     common = copy.copy(batch.common)
     common.block_table_tensor = table
     common.slot_mapping = slots
     return common
 
 
+def _check_groups(batch: StepBatch, config: KVCacheConfig) -> None:
+    groups, found = config.kv_cache_groups, batch.block_tables.shape[0]
+    if found != len(groups):
+        raise BatchError("batch.block_tables", found, f"must be {len(groups)}, one for each KV group")
+    cross = {i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, CrossAttentionSpec)}
+    if cross != batch.cross_groups:
+        limit = f"must be {sorted(cross)}, the KV groups with a CrossAttentionSpec"
+        raise BatchError("batch.cross_groups", sorted(batch.cross_groups), limit)
+
+
 def _check_layers(groups: Sequence[KVCacheGroupSpec], decisions: Mapping[str, Decision]) -> None:
-    seen: set[str] = set()
-    for group in groups:
+    seen: dict[str, int] = {}
+    for group_id, group in enumerate(groups):
         for name in group.layer_names:
             if name in seen:
-                raise LayoutError("groups", name, "is in two KV groups")
+                limit = f"is in KV group {seen[name]} and again in {group_id}: a layer is in one, once"
+                raise LayoutError("groups", name, limit)
             if name not in decisions:
                 raise LayoutError("decisions", name, "has no decision")
-            seen.add(name)
-    missing = sorted(name for name, d in decisions.items() if name not in seen and _keeps_pages(d.spec))
+            seen[name] = group_id
+    missing = [name for name, d in decisions.items() if name not in seen and not d.spec.direct_kv]
     if missing:
-        raise LayoutError("groups", missing, "layers are in no KV group")
+        raise LayoutError("groups", sorted(missing), "are in no KV group, and do not have direct K and V")
 
 
-def _keeps_pages(spec: LayerSpec) -> bool:
-    return not spec.direct_kv
+def _check_block_size(
+    name: str, decision: Decision, backend: type[AttentionBackend], block_size: int
+) -> None:
+    sizes = backend.get_supported_kernel_block_sizes(decision.spec, decision.device)
+    if not MultipleOf.allows(sizes, block_size):
+        readable = ", ".join(map(str, sizes))
+        limit = f"of layer {name} cannot be read by {backend.get_name()}, which reads {readable}"
+        raise LayoutError("block_size", block_size, limit)

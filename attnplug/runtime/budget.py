@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
+from decimal import Decimal
 from typing import Any
 
 from attnplug.core.errors import LayoutError
@@ -19,6 +21,7 @@ from attnplug.runtime.grouping import num_padding_layers
 __all__ = ["MemoryBudget", "blocks_needed", "bytes_per_block", "fit_kv_cache", "parse_memory"]
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_ANY_LENGTH = 1 << 62
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -30,7 +33,8 @@ class MemoryBudget:
         memory: bytes there are for the caches.
         bytes_per_block: bytes of one block number over all raw tensors.
         num_blocks: blocks that fit, the null block included.
-        max_tokens: the longest single sequence whose blocks fit at once, all groups together.
+        max_tokens: the longest single sequence whose blocks fit at once, all groups together, with an
+            encoder sequence as long where there are cross groups; None where any length fits.
         padding_layers: layers' worth of pages that no layer uses.
         groups: the KV groups.
     """
@@ -38,7 +42,7 @@ class MemoryBudget:
     memory: int
     bytes_per_block: int
     num_blocks: int
-    max_tokens: int
+    max_tokens: int | None
     padding_layers: int
     groups: tuple[KVCacheGroupSpec, ...]
 
@@ -78,48 +82,64 @@ def parse_memory(text: str | int) -> int:
     if match is None:
         raise LayoutError("memory", text, "must be bytes, or a number with KiB, MiB, GiB, GB, ...")
     unit = match[2] or ""
-    return int(float(match[1]) * (_BINARY.get(unit) or _UNITS[unit]))
+    return int(Decimal(match[1]) * (_BINARY.get(unit) or _UNITS[unit]))
 
 
 def bytes_per_block(config: KVCacheConfig) -> int:
-    """Bytes that one block number takes over all raw tensors."""
+    """Bytes that one block number takes over all raw tensors; LayoutError for a pool without blocks."""
+    if config.num_blocks < 1:
+        raise LayoutError("config.num_blocks", config.num_blocks, "must be at least 1")
     return sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
 
 
-def blocks_needed(spec: KVCacheSpec, num_tokens: int) -> int:
+def blocks_needed(spec: KVCacheSpec, num_tokens: int, new_tokens: int = 1) -> int:
     """Most blocks that one sequence of `num_tokens` holds at once in a group of this spec.
 
-    A window or chunk need not begin at a page's edge, hence the block more.
+    Args:
+        spec: what the group's pages hold.
+        num_tokens: tokens of the sequence.
+        new_tokens: tokens computed in one step: a window or chunk is held for each of them.
     """
-    whole = -(-num_tokens // spec.block_size)
+    size = spec.block_size
+    whole = -(-num_tokens // size)
     if isinstance(spec, SlidingWindowSpec):
-        return min(whole, -(-(spec.sliding_window - 1) // spec.block_size) + 1)
+        # It may begin at any place in a page, the last one at worst.
+        return min(whole, -(-(spec.sliding_window + new_tokens - 2) // size) + 1)
     if isinstance(spec, ChunkedLocalAttentionSpec):
-        return min(whole, -(-spec.chunk // spec.block_size) + (spec.chunk % spec.block_size > 0))
+        # It begins at a multiple of the chunk, at worst so far into a page.
+        into_page = size - math.gcd(spec.chunk, size)
+        return min(whole, -(-(into_page + spec.chunk + new_tokens - 1) // size))
     return whole
 
 
-def fit_kv_cache(config: KVCacheConfig, memory: int) -> MemoryBudget:
+def fit_kv_cache(config: KVCacheConfig, memory: int, new_tokens: int = 1) -> MemoryBudget:
     """What fits into `memory` bytes; the configuration's own number of blocks plays no part.
+
+    Args:
+        config: the groups.
+        memory: bytes there are for the caches.
+        new_tokens: tokens of a sequence computed in one step, as `blocks_needed` takes them.
 
     Raises:
         LayoutError: not even the null block and one block more fit.
     """
-    each = bytes_per_block(config)
-    blocks = memory // each if each else 0
-    if each and blocks < 2:
-        raise LayoutError("memory", memory, f"must hold at least two blocks of {each} bytes")
     groups = config.kv_cache_groups
     if not groups:
-        return MemoryBudget(memory, 0, 0, 0, 0, ())
+        return MemoryBudget(memory, 0, 0, None, 0, ())
+    each = bytes_per_block(config)
+    blocks = memory // each
+    if blocks < 2:
+        raise LayoutError("memory", memory, f"must hold at least two blocks of {each} bytes")
 
     def fits(num_tokens: int) -> bool:
-        return sum(blocks_needed(group.kv_cache_spec, num_tokens) for group in groups) < blocks
+        return sum(blocks_needed(group.kv_cache_spec, num_tokens, new_tokens) for group in groups) < blocks
 
-    low, high = 0, 1
-    while fits(high) and high < 1 << 62:
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return MemoryBudget(memory, each, blocks, low, num_padding_layers(config), groups)
+    longest = None
+    if not fits(_ANY_LENGTH):
+        # So many tokens never fit: a group without a window fills the pool, or all windows do.
+        low, high = 0, blocks * max(group.kv_cache_spec.block_size for group in groups)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        longest = low
+    return MemoryBudget(memory, each, blocks, longest, num_padding_layers(config), groups)

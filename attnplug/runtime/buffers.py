@@ -12,6 +12,8 @@ from attnplug.core.errors import BatchError
 
 __all__ = ["CpuGpuBuffer", "StagingRing"]
 
+_NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
 
 class CpuGpuBuffer:
     """A host buffer (pinned for a GPU), its numpy view and its device twin.
@@ -23,6 +25,9 @@ class CpuGpuBuffer:
         dtype: element type.
         device: where the twin lives.
         fill: what the buffer starts with.
+
+    Raises:
+        BatchError: no dimension, or an element type that numpy does not have.
     """
 
     def __init__(
@@ -32,6 +37,10 @@ class CpuGpuBuffer:
         device: torch.device | str,
         fill: int | float = 0,
     ) -> None:
+        if not size:
+            raise BatchError("size", size, "must have at least one dimension")
+        if dtype in _NOT_IN_NUMPY:
+            raise BatchError("dtype", dtype, "has no numpy view", "view the device's tensor as it instead")
         where = torch.device(device)
         pinned = where.type == "cuda"
         self.cpu = torch.full(size, fill, dtype=dtype, pin_memory=pinned)
@@ -59,14 +68,17 @@ class StagingRing:
 
     Args:
         slots: the sets, each anything that the caller fills and copies.
-        device: the device copied to; on the CPU nothing waits.
+        device: the device copied to, on its current stream; on the CPU nothing waits.
+
+    Raises:
+        BatchError: fewer than two sets.
     """
 
     def __init__(self, slots: Sequence[Any], device: torch.device | str) -> None:
         if len(slots) < 2:
             raise BatchError("slots", len(slots), "must be at least 2 sets of buffers")
         self._slots = list(slots)
-        self._is_gpu = torch.device(device).type == "cuda"
+        self._device = torch.device(device)
         self._events: list[torch.cuda.Event | None] = [None] * len(slots)
         self._next = 0
 
@@ -79,8 +91,9 @@ class StagingRing:
 
     def release(self) -> None:
         """Mark the copies from the set in hand as issued, and move on to the next."""
-        if self._is_gpu:
+        if self._device.type == "cuda":
             event = self._events[self._next] or torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+            # The copies run on their own device's stream, whichever device is current.
+            event.record(torch.cuda.current_stream(self._device))
             self._events[self._next] = event
         self._next = (self._next + 1) % len(self._slots)

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from attnplug.core.errors import LayoutError
+from attnplug.core.errors import LayoutError, SpecError
 from attnplug.core.kv_cache_spec import (
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -29,10 +29,18 @@ def get_kv_cache_spec(specs: Mapping[str, LayerSpec], block_size: int) -> dict[s
     """The cache of each layer, in pages of `block_size` tokens; layers with direct K and V keep none.
 
     Raises:
-        SpecError: a layer that has fixed another block size.
+        SpecError: a layer that has fixed another block size; it names the layer.
     """
-    caches = {name: kv_cache_spec_for(spec, block_size) for name, spec in specs.items()}
-    return {name: cache for name, cache in caches.items() if cache is not None}
+    caches = {}
+    for name, spec in specs.items():
+        try:
+            cache = kv_cache_spec_for(spec, block_size)
+        except SpecError as error:
+            field = f"{error.field} of layer {name}"
+            raise SpecError(field, error.value, error.limit, error.remedy) from None
+        if cache is not None:
+            caches[name] = cache
+    return caches
 
 
 def unify_page_sizes(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
@@ -50,7 +58,7 @@ def unify_page_sizes(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]
             raise LayoutError(
                 "page_size_bytes", spec.page_size_bytes, limit, "choose block sizes with equal pages"
             )
-        unified[name] = spec if times == 1 else dataclasses.replace(spec, block_size=spec.block_size * times)
+        unified[name] = _with_larger_pages(spec, times)
     return unified
 
 
@@ -108,9 +116,14 @@ def group_kv_caches(
 
 
 def with_num_blocks(config: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
-    """The same groups over a pool of another size."""
-    if num_blocks < 1:
-        raise LayoutError("num_blocks", num_blocks, "must be at least 1: block 0 is the null block")
+    """The same groups over a pool of another size.
+
+    Raises:
+        LayoutError: fewer than one block, in either pool.
+    """
+    for field, value in (("num_blocks", num_blocks), ("config.num_blocks", config.num_blocks)):
+        if value < 1:
+            raise LayoutError(field, value, "must be at least 1: block 0 is the null block")
     tensors = tuple(
         dataclasses.replace(tensor, size=tensor.size // config.num_blocks * num_blocks)
         for tensor in config.kv_cache_tensors
@@ -129,12 +142,20 @@ def _owners_by_group(config: KVCacheConfig) -> list[list[int]]:
     return [[home[name] for name in group.layer_names] for group in config.kv_cache_groups]
 
 
+def _with_larger_pages(spec: KVCacheSpec, times: int) -> KVCacheSpec:
+    if times == 1:
+        return spec
+    # Scales stored in a page grow with its tokens.
+    return dataclasses.replace(spec, block_size=spec.block_size * times, scale_bytes=spec.scale_bytes * times)
+
+
 def _check_sharing(specs: Mapping[str, KVCacheSpec], sharing: Mapping[str, str]) -> None:
     for name, target in sharing.items():
-        if target not in specs or target in sharing:
-            raise LayoutError(f"kv_sharing[{name!r}]", target, "is no layer with pages of its own")
         if name not in specs:
             raise LayoutError("kv_sharing", name, "is no layer with a cache")
+        if target not in specs or target in sharing:
+            remedy = "name the layer whose pages are read in the end"
+            raise LayoutError(f"kv_sharing[{name!r}]", target, "is no layer with pages of its own", remedy)
         if specs[name] != specs[target]:
             limit = f"has another cache than {name}: {specs[target]} and {specs[name]}"
             raise LayoutError(f"kv_sharing[{name!r}]", target, limit)

@@ -24,7 +24,7 @@ _OVERRIDE: ContextVar[KVCacheLayoutType | None] = ContextVar("attnplug_kv_cache_
 
 def is_valid_kv_cache_layout(value: object) -> TypeGuard[KVCacheLayoutType]:
     """Whether `value` names a layout."""
-    return value in ("NHD", "HND")
+    return isinstance(value, str) and value in ("NHD", "HND")
 
 
 def set_kv_cache_layout(layout: KVCacheLayoutType | None) -> None:

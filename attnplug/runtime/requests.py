@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from attnplug.core.errors import BatchError
+from attnplug.runtime.placeholders import Placeholder, PlaceholderRanges, check_placeholders
 
 __all__ = ["RequestTable"]
 
 _Ints = npt.NDArray[np.int64]
+_INT32_MAX = 2**31 - 1
 
 
 class RequestTable:
     """Requests in order, each with its pages in every KV group.
 
     Implements the `input_batch` protocol of `reorder_batch_to_split_decodes_and_prefills`: `req_ids`,
-    `num_computed_tokens_cpu`, `swap_states`. Takes what `StepBatchBuilder` takes.
+    `num_computed_tokens_cpu`, `swap_states`. Takes what `StepBatchBuilder` takes. A call that raises
+    changes nothing.
     """
 
     def __init__(
@@ -33,38 +37,30 @@ class RequestTable:
         cross_groups: Sequence[int] = (),
         max_encoder_len: int = 0,
     ) -> None:
-        sizes = {
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "max_model_len": max_model_len,
-            "block_sizes": min(block_sizes, default=0),
-        }
-        for name, value in sizes.items():
-            if value < 1:
-                raise BatchError(name, value, "must be at least 1")
         self.device = torch.device(device)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
+        self.max_encoder_len = max_encoder_len
         self.block_sizes = tuple(block_sizes)
         self.cross_groups = frozenset(cross_groups)
+        self._check_sizes()
         groups = len(self.block_sizes)
-        if not self.cross_groups <= set(range(groups)):
-            raise BatchError(
-                "cross_groups", sorted(self.cross_groups), f"must be indices of {groups} KV groups"
-            )
         self._self_groups = [g for g in range(groups) if g not in self.cross_groups]
         lengths = [max_encoder_len if g in self.cross_groups else max_model_len for g in range(groups)]
         width = max(-(-length // size) for length, size in zip(lengths, self.block_sizes, strict=True))
-        self._tables = np.zeros((groups, max_num_seqs, max(width, 1)), dtype=np.int32)
+        self._tables = np.zeros((groups, max_num_seqs, width), dtype=np.int32)
         self._flat_tables = self._tables.reshape(groups, -1)
         self._tables_cpu = torch.from_numpy(self._tables)
         self._num_blocks = np.zeros((groups, max_num_seqs), dtype=np.int64)
+        self._has_null_pages = False
         self._capacity = np.zeros(max_num_seqs, dtype=np.int64)
         self._computed = np.zeros(max_num_seqs, dtype=np.int64)
+        self._scheduled = np.zeros(max_num_seqs, dtype=np.int64)
         self._encoder_lens = np.zeros(max_num_seqs, dtype=np.int32)
         self._encoder_written = np.zeros(max_num_seqs, dtype=bool)
-        self._scheduled: _Ints = np.zeros(0, dtype=np.int64)
+        self._placeholder_end = np.zeros(max_num_seqs, dtype=np.int64)
+        self._placeholders: dict[str, tuple[Placeholder, ...]] = {}
         self.req_ids: list[str] = []
         self._index: dict[str, int] = {}
 
@@ -84,14 +80,17 @@ class RequestTable:
         block_ids: Sequence[Sequence[int]] = (),
         num_computed_tokens: int = 0,
         encoder_len: int = 0,
+        placeholders: PlaceholderRanges | None = None,
     ) -> int:
         """Add a request at the end; gives its index.
 
         Args:
             req_id: its name.
-            block_ids: its pages in each KV group.
+            block_ids: its pages in each KV group; 0, the null block, for pages that its window has
+                passed: what falls there is not written.
             num_computed_tokens: tokens cached already, as by a shared prefix.
             encoder_len: encoder tokens that its cross-attention layers attend.
+            placeholders: by modality, `(offset, length)` of the tokens that get an item's embedding.
 
         Raises:
             BatchError: a name in use, no room, or counts that do not fit.
@@ -104,43 +103,54 @@ class RequestTable:
         if not 0 <= num_computed_tokens < self.max_model_len:
             limit = f"must lie in 0 .. {self.max_model_len - 1}"
             raise BatchError("num_computed_tokens", num_computed_tokens, limit)
-        if encoder_len < 0 or (encoder_len and not self.cross_groups):
-            raise BatchError("encoder_len", encoder_len, "needs cross_groups, and must not be negative")
+        if encoder_len and not self.cross_groups:
+            raise BatchError("encoder_len", encoder_len, "needs a builder with cross_groups")
+        if not 0 <= encoder_len <= self.max_encoder_len:
+            raise BatchError("encoder_len", encoder_len, f"must lie in 0 .. {self.max_encoder_len}")
+        items = check_placeholders(placeholders or {}, self.max_model_len)
+        pages = self._pages(block_ids, index, fresh=True) if len(block_ids) else None
         self.req_ids.append(req_id)
         self._index[req_id] = index
         self._computed[index] = num_computed_tokens
+        self._scheduled[index] = 0
         self._encoder_lens[index] = encoder_len
         self._encoder_written[index] = False
+        self._placeholder_end[index] = items[-1].offset + items[-1].length if items else 0
+        if items:
+            self._placeholders[req_id] = items
         self._num_blocks[:, index] = 0
         self._capacity[index] = 0 if self._self_groups else self.max_model_len
-        try:
-            if block_ids:
-                self.append_blocks(req_id, block_ids)
-        except BatchError:
-            self.remove_request(req_id)
-            raise
+        if pages is not None:
+            self._put(pages, index)
         return index
 
     def append_blocks(self, req_id: str, block_ids: Sequence[Sequence[int]]) -> None:
-        """Give a request more pages: a sequence of block numbers for each KV group."""
+        """Give a request more pages: a sequence of block numbers for each KV group.
+
+        Raises:
+            BatchError: a request not in flight, other than one sequence per group, more pages than
+                the table has, or what is no block number.
+        """
         index = self._at(req_id)
-        if len(block_ids) != len(self.block_sizes):
+        self._put(self._pages(block_ids, index), index)
+
+    def free_blocks(self, req_id: str, group: int, num_blocks: int) -> None:
+        """Point a request's first pages in one KV group at the null block: its window has passed them.
+
+        The request keeps its positions; the pages can serve other requests from now on.
+
+        Raises:
+            BatchError: a request not in flight, no such group, or pages with tokens yet to be computed.
+        """
+        index = self._at(req_id)
+        if group not in self._self_groups:
+            raise BatchError("group", group, f"must be a KV group of decoder tokens: {self._self_groups}")
+        limit = int(self._computed[index]) // self.block_sizes[group]
+        if not 0 <= num_blocks <= min(limit, int(self._num_blocks[group, index])):
             raise BatchError(
-                "block_ids",
-                len(block_ids),
-                f"must have one list for each of {len(self.block_sizes)} KV groups",
+                "num_blocks", num_blocks, f"must lie in 0 .. {limit}, the pages computed in full"
             )
-        ends = self._num_blocks[:, index] + [len(ids) for ids in block_ids]
-        if ends.max() > self._tables.shape[2]:
-            raise BatchError(
-                "block_ids", int(ends.max()), f"pages are past the table's {self._tables.shape[2]}"
-            )
-        for group, ids in enumerate(block_ids):
-            if len(ids):
-                self._tables[group, index, self._num_blocks[group, index] : ends[group]] = ids
-        self._num_blocks[:, index] = ends
-        held = [int(ends[group]) * self.block_sizes[group] for group in self._self_groups]
-        self._capacity[index] = min(held, default=self.max_model_len)
+        self._tables[group, index, :num_blocks] = 0
 
     def remove_request(self, req_id: str) -> None:
         """Take a request out; the last one takes its place."""
@@ -149,10 +159,21 @@ class RequestTable:
             self.swap_states(index, last)
         self.req_ids.pop()
         del self._index[req_id]
+        self._placeholders.pop(req_id, None)
 
     def swap_states(self, i: int, j: int) -> None:
-        """Exchange two requests."""
-        for array in (self._computed, self._capacity, self._encoder_lens, self._encoder_written):
+        """Exchange two requests; BatchError for an index that has none."""
+        for name, index in (("i", i), ("j", j)):
+            if not 0 <= index < self.num_reqs:
+                raise BatchError(name, index, f"must be the index of one of {self.num_reqs} requests")
+        for array in (
+            self._computed,
+            self._scheduled,
+            self._capacity,
+            self._encoder_lens,
+            self._encoder_written,
+            self._placeholder_end,
+        ):
             array[[i, j]] = array[[j, i]]
         self._num_blocks[:, [i, j]] = self._num_blocks[:, [j, i]]
         width = int(self._num_blocks[:, [i, j]].max(initial=0))
@@ -160,8 +181,61 @@ class RequestTable:
         self.req_ids[i], self.req_ids[j] = self.req_ids[j], self.req_ids[i]
         self._index[self.req_ids[i]], self._index[self.req_ids[j]] = i, j
 
+    def _check_sizes(self) -> None:
+        sizes = {
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_model_len": self.max_model_len,
+            "block_sizes": min(self.block_sizes, default=0),
+        }
+        for name, value in sizes.items():
+            if not 1 <= value <= _INT32_MAX:
+                raise BatchError(name, value, f"must lie in 1 .. {_INT32_MAX}")
+        groups = len(self.block_sizes)
+        if not self.cross_groups <= set(range(groups)):
+            found = sorted(self.cross_groups)
+            raise BatchError("cross_groups", found, f"must be indices of {groups} KV groups")
+        if self.cross_groups and not 1 <= self.max_encoder_len <= _INT32_MAX:
+            limit = f"must lie in 1 .. {_INT32_MAX} with cross_groups"
+            raise BatchError("max_encoder_len", self.max_encoder_len, limit)
+        if self.max_encoder_len and not self.cross_groups:
+            raise BatchError("max_encoder_len", self.max_encoder_len, "is for builders with cross_groups")
+
     def _at(self, req_id: str) -> int:
         index = self._index.get(req_id)
         if index is None:
             raise BatchError("req_id", req_id, "is not in flight")
         return index
+
+    def _pages(
+        self, block_ids: Sequence[Sequence[int]], index: int, fresh: bool = False
+    ) -> list[tuple[int, npt.NDArray[Any]]]:
+        """Where each group's new pages begin, and they; nothing is changed."""
+        groups = len(self.block_sizes)
+        if len(block_ids) != groups:
+            limit = f"must have one sequence for each of {groups} KV groups"
+            raise BatchError("block_ids", len(block_ids), limit)
+        pages = []
+        for group, ids in enumerate(block_ids):
+            blocks = np.asarray(ids)
+            start = 0 if fresh else int(self._num_blocks[group, index])
+            field = f"block_ids[{group}]"
+            if blocks.ndim != 1 or (blocks.size and blocks.dtype.kind not in "iu"):
+                raise BatchError(field, ids, "must be a sequence of block numbers")
+            if start + blocks.size > self._tables.shape[2]:
+                limit = f"pages are past the table's {self._tables.shape[2]}"
+                raise BatchError(field, start + blocks.size, limit)
+            if blocks.size and not 0 <= blocks.min() <= blocks.max() <= _INT32_MAX:
+                found = int(blocks.min() if blocks.min() < 0 else blocks.max())
+                raise BatchError(field, found, f"must lie in 0 .. {_INT32_MAX}")
+            pages.append((start, blocks))
+        return pages
+
+    def _put(self, pages: Sequence[tuple[int, npt.NDArray[Any]]], index: int) -> None:
+        for group, (start, blocks) in enumerate(pages):
+            end = start + blocks.size
+            self._tables[group, index, start:end] = blocks
+            self._num_blocks[group, index] = end
+            self._has_null_pages |= bool(blocks.size and blocks.min() == 0)
+        held = [int(self._num_blocks[g, index]) * self.block_sizes[g] for g in self._self_groups]
+        self._capacity[index] = min(held, default=self.max_model_len)

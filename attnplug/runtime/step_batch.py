@@ -12,26 +12,33 @@ import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
-from attnplug.runtime.buffers import CpuGpuBuffer, StagingRing
+from attnplug.runtime.buffers import StagingRing
+from attnplug.runtime.placeholders import PlaceholderMap, Span, map_placeholders, spans_of
 from attnplug.runtime.requests import RequestTable
+from attnplug.runtime.staging import StepStaging
 
 __all__ = ["StepBatch", "StepBatchBuilder"]
 
 _Ints = npt.NDArray[np.int64]
+_Counts = Mapping[str, int] | Sequence[int] | npt.NDArray[Any] | int
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StepBatch:
-    """One step's batch over all KV groups. Its tensors are the builder's and last until the next step.
+    """One step's batch over all KV groups.
+
+    Its tensors are the builder's and last until the next step; on the CPU the block tables are the
+    builder's own, and change with the requests.
 
     Args:
         common: the batch as KV group `common_group` sees it, the first of decoder tokens.
         block_tables: int32 `[G, R, max_blocks]`, the tables of the G KV groups.
         slot_mappings: int64 `[G, S]`; of each group the first `num_slots` hold.
         num_slots: the batch's tokens; for a cross group the encoder tokens written in this step,
-            request after request.
+            request after request: those of requests that run their first tokens.
         cross_groups: the KV groups that hold encoder tokens.
         req_ids: the requests in order.
+        placeholders: by modality, which embedding goes to which token, where any does.
     """
 
     common: CommonAttentionMetadata
@@ -41,29 +48,17 @@ class StepBatch:
     num_slots: tuple[int, ...]
     cross_groups: frozenset[int]
     req_ids: tuple[str, ...]
+    placeholders: Mapping[str, PlaceholderMap] = dataclasses.field(default_factory=dict)
 
     def of_group(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Block table `[R, max_blocks]` and slots of one KV group."""
         return self.block_tables[group], self.slot_mappings[group, : self.num_slots[group]]
 
 
-class _Staging:
-    """What is filled anew each step: small, and copied to the device without waiting."""
-
-    def __init__(
-        self, seqs: int, slots: int, groups: int, table: tuple[int, ...], device: torch.device
-    ) -> None:
-        self.query_start_loc = CpuGpuBuffer(seqs + 1, dtype=torch.int32, device=device)
-        self.seq_lens = CpuGpuBuffer(seqs, dtype=torch.int32, device=device)
-        self.encoder_seq_lens = CpuGpuBuffer(seqs, dtype=torch.int32, device=device)
-        self.slots = CpuGpuBuffer(groups, slots, dtype=torch.int64, device=device, fill=PAD_SLOT_ID)
-        # On the CPU the table itself is the device's copy.
-        shape = table if device.type != "cpu" else (0,)
-        self.tables = CpuGpuBuffer(*shape, dtype=torch.int32, device=device)
-
-
 class StepBatchBuilder(RequestTable):
     """Holds the requests in flight and makes each step's batch without a Python loop over them.
+
+    A call that raises changes nothing.
 
     Args:
         max_num_seqs: most requests at once.
@@ -98,16 +93,17 @@ class StepBatchBuilder(RequestTable):
             cross_groups=cross_groups,
             max_encoder_len=max_encoder_len,
         )
-        slots = max(max_num_batched_tokens, max_num_seqs * max_encoder_len if self.cross_groups else 0)
-        shape = self._tables.shape
-        staging = [_Staging(max_num_seqs, slots, shape[0], shape, self.device) for _ in range(2)]
+        slots = max(max_num_batched_tokens, max_num_seqs * max_encoder_len)
+        staging = [
+            StepStaging(max_num_seqs, max_num_batched_tokens, slots, self._tables.shape, self.device)
+            for _ in range(2)
+        ]
         self._ring = StagingRing(staging, self.device)
         self._rows = np.arange(max(max_num_seqs + 1, slots), dtype=np.int64)
-        self._shared_size = len({self.block_sizes[g] for g in self._self_groups}) == 1
+        self._is_uniform = not self.cross_groups and len(set(self.block_sizes)) == 1
+        self._stepped: tuple[str, ...] | None = None
 
-    def step(
-        self, num_scheduled_tokens: Mapping[str, int] | Sequence[int] | npt.NDArray[Any] | int = 1
-    ) -> StepBatch:
+    def step(self, num_scheduled_tokens: _Counts = 1) -> StepBatch:
         """The batch in which every request runs its scheduled tokens.
 
         Args:
@@ -118,166 +114,227 @@ class StepBatchBuilder(RequestTable):
                 max_model_len, or a request without pages for its tokens.
         """
         reqs = self.num_reqs
-        scheduled = self._counts(num_scheduled_tokens)
+        scheduled = self._counts("num_scheduled_tokens", num_scheduled_tokens)
         computed = self._computed[:reqs]
+        max_query = int(scheduled.max(initial=0))
+        self._check_counts(scheduled, max_query)
         lengths = computed + scheduled
         longest = int(lengths.max(initial=0))
-        self._check(scheduled, lengths, longest)
-        staging: _Staging = self._ring.acquire()
+        self._check_lengths(lengths, longest)
+        unwritten = self._unwritten(scheduled) if self.cross_groups else None
+
+        staging: StepStaging = self._ring.acquire()
         starts = staging.query_start_loc.np
         np.cumsum(scheduled, out=starts[1 : reqs + 1])
         tokens = int(starts[reqs])
         staging.seq_lens.np[:reqs] = lengths
-        max_query = int(scheduled.max(initial=0))
-        self._fill_slots(staging, scheduled, computed, tokens, max_query)
-        return self._batch(staging, tokens, max_query, longest)
+        encoder_tokens = 0 if unwritten is None else int(unwritten.sum())
+        counts = tuple(encoder_tokens if g in self.cross_groups else tokens for g in range(self._num_groups))
+        slots = staging.slots.np(self._num_groups, max(counts))
+        self._fill_slots(slots, starts[:reqs], scheduled, computed, tokens, max_query)
+        if unwritten is not None:
+            self._fill_encoder_slots(slots, unwritten, encoder_tokens)
+            staging.encoder_seq_lens.np[:reqs] = self._encoder_lens[:reqs]
+        width = int(self._num_blocks[:, :reqs].max(initial=1))
+        maps = self._place(staging, starts, scheduled, computed) if self._placeholders else {}
+        names = tuple(self.req_ids)
+        self._scheduled[:reqs] = scheduled
+        self._stepped = names
+        return self._batch(staging, names, counts, max_query, longest, width, maps)
 
-    def finish_step(self, accepted: Sequence[int] | npt.NDArray[Any] | None = None) -> None:
+    def finish_step(self, accepted: _Counts | None = None) -> None:
         """Count the last step's tokens as computed: all, or only those accepted of a speculation.
 
+        Requests may have been added, removed or swapped since; then `accepted` goes by request.
+
         Raises:
-            BatchError: other numbers of requests than in the step, or more accepted than scheduled.
+            BatchError: no step to finish, other numbers of requests than in flight, more accepted
+                than scheduled.
         """
-        counts = self._scheduled if accepted is None else np.asarray(accepted, dtype=np.int64)
-        if counts.shape != self._scheduled.shape or counts.size != self.num_reqs:
-            raise BatchError(
-                "accepted", counts.size, f"must be {self._scheduled.size}, the requests of the step"
-            )
-        if (counts > self._scheduled).any() or (counts < 0).any():
-            raise BatchError(
-                "accepted", counts.tolist(), f"must lie within the scheduled {self._scheduled.tolist()}"
-            )
-        self._computed[: counts.size] += counts
-        self._encoder_written[: counts.size] = True
-        self._scheduled = counts[:0]
+        if self._stepped is None:
+            raise BatchError("step", None, "is required before finish_step, once for each")
+        reqs = self.num_reqs
+        scheduled = self._scheduled[:reqs]
+        counts = scheduled
+        if accepted is not None:
+            by_place = not isinstance(accepted, (Mapping, int))
+            if by_place and self._stepped != tuple(self.req_ids):
+                remedy = "give the counts by request, as a mapping"
+                raise BatchError(
+                    "accepted", accepted, "has no order: requests changed since the step", remedy
+                )
+            counts = self._counts("accepted", accepted)
+            bad = (counts > scheduled) | (counts < 0)
+            if bad.any():
+                worst = int(bad.argmax())
+                limit = f"of request {self.req_ids[worst]} must lie in 0 .. {scheduled[worst]}, its scheduled tokens"
+                raise BatchError("accepted", int(counts[worst]), limit)
+        self._encoder_written[:reqs] |= scheduled > 0
+        self._computed[:reqs] += counts
+        scheduled[:] = 0
+        self._stepped = None
 
     def profile_step(self, num_reqs: int, num_tokens: int) -> StepBatch:
         """A batch of made-up requests for memory profiling: every slot -1, the null block for pages.
+
+        Where there are cross groups each request has the longest encoder sequence.
 
         Raises:
             BatchError: requests in flight, or more than the builder's limits.
         """
         if self.num_reqs:
-            raise BatchError("num_reqs", self.num_reqs, "requests are in flight; profile before adding any")
-        if not 1 <= num_reqs <= min(self.max_num_seqs, num_tokens):
-            raise BatchError("num_reqs", num_reqs, f"must lie in 1 .. {min(self.max_num_seqs, num_tokens)}")
-        if num_tokens > min(self.max_num_batched_tokens, num_reqs * self.max_model_len):
-            raise BatchError("num_tokens", num_tokens, "is past what a step may hold")
-        counts = np.full(num_reqs, num_tokens // num_reqs, dtype=np.int64)
-        counts[: num_tokens % num_reqs] += 1
-        staging: _Staging = self._ring.acquire()
-        np.cumsum(counts, out=staging.query_start_loc.np[1 : num_reqs + 1])
-        staging.seq_lens.np[:num_reqs] = counts
-        staging.slots.np[:, :num_tokens] = PAD_SLOT_ID
+            raise BatchError("num_reqs", self.num_reqs, "requests are in flight", "profile before adding any")
+        limit = min(self.max_num_seqs, num_tokens)
+        if not 1 <= num_reqs <= limit:
+            raise BatchError("num_reqs", num_reqs, f"must lie in 1 .. {limit}")
+        limit = min(self.max_num_batched_tokens, num_reqs * self.max_model_len)
+        if num_tokens > limit:
+            raise BatchError("num_tokens", num_tokens, f"must not pass {limit} with {num_reqs} requests")
+        lengths = np.full(num_reqs, num_tokens // num_reqs, dtype=np.int64)
+        lengths[: num_tokens % num_reqs] += 1
+        staging: StepStaging = self._ring.acquire()
+        np.cumsum(lengths, out=staging.query_start_loc.np[1 : num_reqs + 1])
+        staging.seq_lens.np[:num_reqs] = lengths
+        staging.encoder_seq_lens.np[:num_reqs] = self.max_encoder_len
+        encoder_tokens = num_reqs * self.max_encoder_len
+        counts = tuple(
+            encoder_tokens if g in self.cross_groups else num_tokens for g in range(self._num_groups)
+        )
+        staging.slots.np(self._num_groups, max(counts))[:] = PAD_SLOT_ID
         self._tables[:, :num_reqs] = 0
-        self.req_ids = [f"profile-{index}" for index in range(num_reqs)]
-        try:
-            return self._batch(staging, num_tokens, int(counts[0]), int(counts[0]))
-        finally:
-            self.req_ids = []
+        names = tuple(f"profile-{index}" for index in range(num_reqs))
+        longest = int(lengths[0])
+        return self._batch(staging, names, counts, longest, longest, self._tables.shape[2], {})
 
-    def _counts(self, given: Mapping[str, int] | Sequence[int] | npt.NDArray[Any] | int) -> _Ints:
-        if isinstance(given, int):
-            counts = np.full(self.num_reqs, given, dtype=np.int64)
-        elif isinstance(given, Mapping):
+    @property
+    def _num_groups(self) -> int:
+        return len(self.block_sizes)
+
+    def _counts(self, field: str, given: _Counts) -> _Ints:
+        """One integer for each request, in their order."""
+        values: Any = given
+        if isinstance(given, Mapping):
             try:
-                counts = np.fromiter(map(given.__getitem__, self.req_ids), np.int64, self.num_reqs)
+                values = list(map(given.__getitem__, self.req_ids))
             except KeyError as missing:
-                raise BatchError("num_scheduled_tokens", missing.args[0], "has no count") from None
-        else:
-            counts = np.asarray(given, dtype=np.int64)
+                raise BatchError(field, missing.args[0], "has no count: every request needs one") from None
+            if len(given) != len(values):
+                extra = sorted(set(given) - set(self.req_ids))
+                raise BatchError(field, extra, "are not in flight")
+        try:
+            counts = np.asarray(values)
+        except (TypeError, ValueError):
+            raise BatchError(field, values, "must be integers, one for each request") from None
+        if counts.dtype.kind not in "iu" and counts.size:
+            raise BatchError(field, values, "must be integers")
+        if counts.ndim == 0:
+            return np.full(self.num_reqs, counts, dtype=np.int64)
         if counts.shape != (self.num_reqs,):
-            raise BatchError(
-                "num_scheduled_tokens", counts.size, f"must be one count for each of {self.num_reqs} requests"
-            )
-        self._scheduled = counts
-        return counts
+            limit = f"must be one count for each of {self.num_reqs} requests"
+            raise BatchError(field, counts.shape, limit)
+        return counts.astype(np.int64, copy=False)
 
-    def _check(self, scheduled: _Ints, lengths: _Ints, longest: int) -> None:
-        if scheduled.size == 0:
-            return
-        if scheduled.min() < 0:
+    def _check_counts(self, scheduled: _Ints, largest: int) -> None:
+        if scheduled.min(initial=0) < 0:
             worst = int(scheduled.argmin())
-            raise BatchError(
-                "num_scheduled_tokens",
-                int(scheduled[worst]),
-                f"must not be negative (request {self.req_ids[worst]})",
-            )
-        if (total := int(scheduled.sum())) > self.max_num_batched_tokens:
-            limit = f"must not pass max_num_batched_tokens={self.max_num_batched_tokens}"
+            limit = f"of request {self.req_ids[worst]} must not be negative"
+            raise BatchError("num_scheduled_tokens", int(scheduled[worst]), limit)
+        # Each within the limit keeps the sum from overflowing.
+        total = largest if largest > self.max_num_batched_tokens else int(scheduled.sum())
+        if total > self.max_num_batched_tokens:
+            limit = f"in all must not pass max_num_batched_tokens={self.max_num_batched_tokens}"
             raise BatchError("num_scheduled_tokens", total, limit)
+
+    def _check_lengths(self, lengths: _Ints, longest: int) -> None:
         if longest > self.max_model_len:
             name = self.req_ids[int(lengths.argmax())]
-            raise BatchError(
-                "seq_len", longest, f"of request {name} is past max_model_len={self.max_model_len}"
-            )
+            limit = f"of request {name} is past max_model_len={self.max_model_len}"
+            raise BatchError("seq_len", longest, limit)
         if (lengths > self._capacity[: lengths.size]).any():
-            self._refuse_short(lengths, self._self_groups)
-        if self.cross_groups:
-            self._refuse_short(self._encoder_lens[: lengths.size], self.cross_groups)
+            self._refuse_short("seq_len", lengths, self._self_groups)
 
-    def _refuse_short(self, needed: npt.NDArray[Any], groups: Iterable[int]) -> None:
+    def _unwritten(self, scheduled: _Ints) -> _Ints:
+        """Encoder tokens of each request that this step writes; BatchError without pages for them."""
+        lengths = self._encoder_lens[: scheduled.size]
+        self._refuse_short("encoder_len", np.where(scheduled > 0, lengths, 0), self.cross_groups)
+        kept = self._encoder_written[: scheduled.size] | (scheduled == 0)
+        return np.where(kept, 0, lengths).astype(np.int64)
+
+    def _refuse_short(self, field: str, needed: npt.NDArray[Any], groups: Iterable[int]) -> None:
         for group in groups:
             held = self._num_blocks[group, : needed.size] * self.block_sizes[group]
             if (needed > held).any():
                 worst = int((needed > held).argmax())
-                limit = f"is past the {held[worst]} tokens of request {self.req_ids[worst]}'s pages in KV group {group}"
-                raise BatchError("seq_len", int(needed[worst]), limit, "append_blocks first")
+                name = self.req_ids[worst]
+                limit = f"of request {name} is past the {held[worst]} tokens of its pages in KV group {group}"
+                raise BatchError(field, int(needed[worst]), limit, "append_blocks first")
 
     def _fill_slots(
-        self, staging: _Staging, scheduled: _Ints, computed: _Ints, tokens: int, max_query: int
+        self, slots: _Ints, starts: _Ints, scheduled: _Ints, computed: _Ints, tokens: int, max_query: int
     ) -> None:
         reqs = scheduled.size
         if tokens == reqs and max_query == 1:
             rows, positions = self._rows[:reqs], computed
         else:
             rows = np.repeat(self._rows[:reqs], scheduled)
-            shift = computed - staging.query_start_loc.np[:reqs]
-            positions = self._rows[:tokens] + np.repeat(shift, scheduled)
-        if self._shared_size and not self.cross_groups:
-            page, offset = np.divmod(positions, self.block_sizes[0])
-            page += rows * self._tables.shape[2]
-            slots = staging.slots.np[:, :tokens]
-            np.multiply(self._flat_tables.take(page, axis=1), self.block_sizes[0], out=slots)
-            slots += offset
-        else:
+            positions = self._rows[:tokens] + np.repeat(computed - starts, scheduled)
+        if not self._is_uniform:
             for group in self._self_groups:
-                slots = self._slots(group, self.block_sizes[group], rows, positions)
-                staging.slots.np[group, :tokens] = slots
-
-    def _slots(self, group: int, size: int, rows: _Ints, positions: _Ints) -> _Ints:
+                self._put_slots(slots[group, :tokens], group, rows, positions)
+            return
+        size = self.block_sizes[0]
         page, offset = np.divmod(positions, size)
-        blocks = self._tables[group, rows, page]
-        slots: _Ints = np.multiply(blocks, size, dtype=np.int64)
+        page += rows * self._tables.shape[2]
+        # The dtype matters: block numbers are int32, and their slots may not fit that.
+        np.multiply(self._flat_tables.take(page, axis=1), size, out=slots, dtype=np.int64)
         slots += offset
-        return slots
+        if self._has_null_pages:
+            slots[slots < size] = PAD_SLOT_ID
 
-    def _encoder_slots(self, staging: _Staging, group: int) -> int:
-        """Fill the slots of the encoder tokens written in this step; how many there are."""
-        reqs = self.num_reqs
-        new = np.where(self._encoder_written[:reqs], 0, self._encoder_lens[:reqs]).astype(np.int64)
-        count = int(new.sum())
-        if count:
-            starts = np.cumsum(new) - new
-            rows = np.repeat(self._rows[:reqs], new)
-            positions = self._rows[:count] - np.repeat(starts, new)
-            staging.slots.np[group, :count] = self._slots(group, self.block_sizes[group], rows, positions)
-        return count
+    def _put_slots(self, out: _Ints, group: int, rows: _Ints, positions: _Ints) -> None:
+        size = self.block_sizes[group]
+        page, offset = np.divmod(positions, size)
+        np.multiply(self._tables[group, rows, page], size, out=out, dtype=np.int64)
+        out += offset
+        if self._has_null_pages:
+            out[out < size] = PAD_SLOT_ID
 
-    def _batch(self, staging: _Staging, tokens: int, max_query: int, longest: int) -> StepBatch:
-        reqs = self.num_reqs
-        counts = [tokens] * len(self.block_sizes)
+    def _fill_encoder_slots(self, slots: _Ints, unwritten: _Ints, count: int) -> None:
+        rows = np.repeat(self._rows[: unwritten.size], unwritten)
+        positions = self._rows[:count] - np.repeat(np.cumsum(unwritten) - unwritten, unwritten)
         for group in self.cross_groups:
-            counts[group] = self._encoder_slots(staging, group)
-        tables, slots = self._device_tables(staging), staging.slots.gpu[:, : max(counts)]
-        if slots.device.type != "cpu":
-            slots.copy_(staging.slots.cpu[:, : max(counts)], non_blocking=True)
+            self._put_slots(slots[group, :count], group, rows, positions)
+
+    def _place(
+        self, staging: StepStaging, starts: npt.NDArray[Any], scheduled: _Ints, computed: _Ints
+    ) -> dict[str, PlaceholderMap]:
+        """Each modality's map, of the requests with placeholders among their scheduled tokens."""
+        ahead = (self._placeholder_end[: scheduled.size] > computed) & (scheduled > 0)
+        spans: list[Span] = []
+        for row in np.flatnonzero(ahead).tolist():
+            name = self.req_ids[row]
+            tokens = int(computed[row]), int(scheduled[row]), int(starts[row])
+            spans += spans_of(name, self._placeholders[name], *tokens)
+        return map_placeholders(spans, staging.placeholders)
+
+    def _batch(
+        self,
+        staging: StepStaging,
+        names: tuple[str, ...],
+        counts: tuple[int, ...],
+        max_query: int,
+        longest: int,
+        width: int,
+        placeholders: Mapping[str, PlaceholderMap],
+    ) -> StepBatch:
+        reqs, first = len(names), self._self_groups[0] if self._self_groups else 0
+        tokens = int(staging.query_start_loc.np[reqs])
+        tables = staging.send_tables(self._tables, self._tables_cpu, reqs, width)
+        slots = staging.slots.copy_to_gpu(self._num_groups, max(counts))
         encoder: dict[str, Any] = {}
         if self.cross_groups:
-            staging.encoder_seq_lens.np[:reqs] = self._encoder_lens[:reqs]
             encoder["encoder_seq_lens"] = staging.encoder_seq_lens.copy_to_gpu(reqs)
             encoder["encoder_seq_lens_cpu"] = staging.encoder_seq_lens.np[:reqs]
-        first = self._self_groups[0] if self._self_groups else 0
         common = CommonAttentionMetadata(
             query_start_loc=staging.query_start_loc.copy_to_gpu(reqs + 1),
             query_start_loc_cpu=staging.query_start_loc.cpu[: reqs + 1],
@@ -292,14 +349,4 @@ class StepBatchBuilder(RequestTable):
             **encoder,
         )
         self._ring.release()
-        return StepBatch(common, first, tables, slots, tuple(counts), self.cross_groups, tuple(self.req_ids))
-
-    def _device_tables(self, staging: _Staging) -> torch.Tensor:
-        reqs = self.num_reqs
-        if self.device.type == "cpu":
-            return self._tables_cpu[:, :reqs]
-        width = int(self._num_blocks[:, :reqs].max(initial=1))
-        staging.tables.np[:, :reqs, :width] = self._tables[:, :reqs, :width]
-        device = staging.tables.gpu
-        device[:, :reqs, :width].copy_(staging.tables.cpu[:, :reqs, :width], non_blocking=True)
-        return device[:, :reqs]
+        return StepBatch(common, first, tables, slots, counts, self.cross_groups, names, placeholders)

@@ -1,0 +1,125 @@
+"""Which row of a request's multimodal embeddings goes to which token of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from attnplug.core.errors import BatchError
+from attnplug.runtime.staging import PackedBuffer
+
+__all__ = [
+    "Placeholder",
+    "PlaceholderMap",
+    "PlaceholderRanges",
+    "Span",
+    "check_placeholders",
+    "map_placeholders",
+    "spans_of",
+]
+
+PlaceholderRanges: TypeAlias = Mapping[str, Sequence[tuple[int, int]]]
+"""By modality, `(offset, length)` of each item's placeholder tokens in the request."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PlaceholderMap:
+    """One modality's placeholder tokens of a step: n of them get a row of an embedding instead of a token's.
+
+    `hidden[token_indices] = embeddings[embedding_indices]`, where `embeddings` are those of `items`
+    one after another, each as long as its placeholder, whether or not all of it is in this step.
+
+    Args:
+        token_indices: int64 `[n]` on the device, rows of the batch, ascending.
+        embedding_indices: int64 `[n]` on the device.
+        items: request and number of each item, counted from 0 in the request and modality.
+    """
+
+    token_indices: torch.Tensor
+    embedding_indices: torch.Tensor
+    items: tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placeholder:
+    """One item of a request: its modality, its number there, and its tokens."""
+
+    modality: str
+    number: int
+    offset: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive tokens of a step that get consecutive rows of one item."""
+
+    req_id: str
+    item: Placeholder
+    token: int
+    row: int
+    count: int
+
+
+def check_placeholders(ranges: PlaceholderRanges, max_model_len: int) -> tuple[Placeholder, ...]:
+    """The items of a request in the order of their tokens.
+
+    Raises:
+        BatchError: a range that is empty, leaves the sequence, overlaps another, or out of order.
+    """
+    items = []
+    for modality, pairs in ranges.items():
+        for number, (offset, length) in enumerate(pairs):
+            field = f"placeholders[{modality!r}][{number}]"
+            if length < 1 or not 0 <= offset <= max_model_len - length:
+                limit = f"(offset, length) must lie within max_model_len={max_model_len} and not be empty"
+                raise BatchError(field, (offset, length), limit)
+            if number and offset < pairs[number - 1][0]:
+                raise BatchError(field, (offset, length), "must come after the item before it")
+            items.append(Placeholder(modality, number, int(offset), int(length)))
+    items.sort(key=lambda item: item.offset)
+    for one, other in itertools.pairwise(items):
+        if other.offset < one.offset + one.length:
+            found, end = (other.offset, other.length), one.offset + one.length
+            limit = f"overlaps {one.modality!r} item {one.number}, which ends at {end}"
+            raise BatchError(f"placeholders[{other.modality!r}][{other.number}]", found, limit)
+    return tuple(items)
+
+
+def spans_of(req_id: str, items: Sequence[Placeholder], first: int, count: int, token: int) -> list[Span]:
+    """Where the positions `first .. first + count` of a request, whose rows begin at `token`, meet its items."""
+    spans = []
+    for item in items:
+        start, stop = max(item.offset, first), min(item.offset + item.length, first + count)
+        if start < stop:
+            spans.append(Span(req_id, item, token + start - first, start - item.offset, stop - start))
+    return spans
+
+
+def map_placeholders(spans: Sequence[Span], buffer: PackedBuffer) -> dict[str, PlaceholderMap]:
+    """One map for each modality of `spans`; `buffer`, int64, is filled and sent to the device."""
+    by_modality: dict[str, list[Span]] = {}
+    for span in spans:
+        by_modality.setdefault(span.item.modality, []).append(span)
+    total = sum(span.count for span in spans)
+    filled, at = buffer.np(2, total), 0
+    for part in by_modality.values():
+        base = 0
+        for span in part:
+            end = at + span.count
+            filled[0, at:end] = np.arange(span.token, span.token + span.count)
+            filled[1, at:end] = np.arange(base + span.row, base + span.row + span.count)
+            at, base = end, base + span.item.length
+    tokens, rows = buffer.copy_to_gpu(2, total)
+    maps, at = {}, 0
+    for modality, part in by_modality.items():
+        end = at + sum(span.count for span in part)
+        items = tuple((span.req_id, span.item.number) for span in part)
+        maps[modality] = PlaceholderMap(tokens[at:end], rows[at:end], items)
+        at = end
+    return maps

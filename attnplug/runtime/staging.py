@@ -1,0 +1,70 @@
+"""The buffers that a step fills anew: small, packed, and copied to the device without waiting."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attnplug.runtime.buffers import CpuGpuBuffer
+
+__all__ = ["PackedBuffer", "StepStaging"]
+
+
+class PackedBuffer:
+    """A buffer whose front is viewed in each step's shape, so that one copy of contiguous bytes sends it.
+
+    A copy between strided views would go through pageable memory and make the host wait.
+    """
+
+    def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._buffer = CpuGpuBuffer(math.prod(shape), dtype=dtype, device=device)
+
+    def np(self, *shape: int) -> npt.NDArray[Any]:
+        """The host side, to be filled."""
+        return self._buffer.np[: math.prod(shape)].reshape(shape)
+
+    def copy_to_gpu(self, *shape: int) -> torch.Tensor:
+        """Send what was filled; gives the device side."""
+        return self._buffer.copy_to_gpu(math.prod(shape)).view(shape)
+
+
+class StepStaging:
+    """One step's fields, on the host and on the device.
+
+    Args:
+        max_num_seqs: most requests R.
+        max_num_batched_tokens: most tokens.
+        slots: most slots S of a KV group.
+        tables: shape `(G, R, max_blocks)` of the block tables.
+        device: where the batch goes.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        slots: int,
+        tables: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        self.query_start_loc = CpuGpuBuffer(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self.seq_lens = CpuGpuBuffer(max_num_seqs, dtype=torch.int32, device=device)
+        self.encoder_seq_lens = CpuGpuBuffer(max_num_seqs, dtype=torch.int32, device=device)
+        self.slots = PackedBuffer(tables[0], slots, dtype=torch.int64, device=device)
+        self.placeholders = PackedBuffer(2, max_num_batched_tokens, dtype=torch.int64, device=device)
+        self._on_device = device.type != "cpu"
+        self._tables = PackedBuffer(*tables if self._on_device else (0,), dtype=torch.int32, device=device)
+
+    def send_tables(
+        self, host: npt.NDArray[np.int32], shared: torch.Tensor, reqs: int, width: int
+    ) -> torch.Tensor:
+        """The tables int32 `[G, reqs, at least width]` on the device; on the CPU `shared`, the host's own."""
+        if not self._on_device:
+            return shared[:, :reqs]
+        shape = (host.shape[0], reqs, width)
+        self._tables.np(*shape)[...] = host[:, :reqs, :width]
+        return self._tables.copy_to_gpu(*shape)
