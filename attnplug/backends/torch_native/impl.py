@@ -12,13 +12,14 @@ from attnplug.backends.torch_native.builder import TorchMetadata
 from attnplug.backends.torch_native.checks import check_cache, check_keys, check_rows, refuse_output_scales
 from attnplug.backends.torch_native.decode import SHORT_QUERY, attend_short
 from attnplug.backends.torch_native.dense import attend_request
-from attnplug.backends.torch_native.kv_cache import compute_dtype, storage_dtype, typed_view, write
+from attnplug.backends.torch_native.kv_cache import compute_dtype, storage_dtype, typed_view
 from attnplug.backends.torch_native.reach import Reach
 from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import KeySource, PackedKeys, PagedKeys
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.impl import AttentionImpl, AttentionLayer
 from attnplug.core.spec import AttentionType
+from attnplug.ops.kv_write import write_kv_cache
 
 __all__ = ["TorchImpl"]
 
@@ -47,13 +48,7 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         slots = slot_mapping.shape[0]
         key, value = check_keys(key, value, slots, self.spec, self._dtype)
         k, v = self._pages(kv_cache)
-        key, value = key[:slots], value[:slots]
-        kept = slot_mapping >= 0
-        if not bool(kept.all()):
-            slot_mapping, key, value = slot_mapping[kept], key[kept], value[kept]
-        k_scale, v_scale = self._scales(layer)
-        write(k, key, slot_mapping, k_scale)
-        write(v, value, slot_mapping, v_scale)
+        write_kv_cache(key, value, k, v, slot_mapping, *self._scales(layer))
 
     @torch.no_grad()
     def attend(

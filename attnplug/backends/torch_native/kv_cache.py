@@ -1,4 +1,4 @@
-"""Storing K and V in pages, and reading any tokens of any layout back as rows of one head each."""
+"""How K and V are stored in pages, and reading any tokens of any layout back as rows of one head each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from attnplug.core.errors import LayoutError
 from attnplug.core.spec import LayerSpec
 
-__all__ = ["HeadRows", "compute_dtype", "storage_dtype", "typed_view", "write"]
+__all__ = ["HeadRows", "compute_dtype", "storage_dtype", "typed_view"]
 
 _STORAGE = {
     "float16": torch.float16,
@@ -50,25 +50,6 @@ def typed_view(kv_cache: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
     raise LayoutError(
         "kv_cache.dtype", kv_cache.dtype, f"{limit} with kv_cache_dtype={spec.kv_cache_dtype!r}"
     )
-
-
-def write(pages: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, scale: float) -> None:
-    """Write `tokens [T, Hkv, D]` to `pages [num_blocks, block_size, Hkv, D]` of any strides.
-
-    Args:
-        pages: an fp8 type stores `tokens / scale`, clamped to its finite maximum.
-        tokens: keys or values.
-        slots: int64 `[T]`, none negative.
-        scale: stored value x scale = value.
-
-    """
-    if pages.dtype.itemsize == 1:
-        limit = torch.finfo(pages.dtype).max
-        stored = tokens.float().div_(scale) if tokens.dtype != torch.float32 else tokens / scale
-        tokens = stored.clamp_(-limit, limit).to(pages.dtype).view(torch.uint8)
-        pages = pages.view(torch.uint8)
-    block_size = pages.shape[1]
-    pages.index_put_((slots // block_size, slots % block_size), tokens.to(pages.dtype))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
