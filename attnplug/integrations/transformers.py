@@ -84,7 +84,6 @@ def read_config(
     Raises:
         ModelConfigError: the file cannot be read, transformers cannot build the model, the heads do not
             divide, or a layer asks for attention that no LayerSpec can say (the message says which).
-
     """
     if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int):
         raise ModelConfigError(f"tensor_parallel_size={tensor_parallel_size!r}: must be an integer")

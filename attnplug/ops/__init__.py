@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 from attnplug.core._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from attnplug.ops.merge import merge as merge
-    from attnplug.ops.merge import merge_attn_states as merge_attn_states
+    from attnplug.ops.kv_write import write_kv_cache as write_kv_cache
+    from attnplug.ops.merging import merge as merge
+    from attnplug.ops.merging import merge_attn_states as merge_attn_states
 
-__all__ = ["merge", "merge_attn_states"]
+__all__ = ["merge", "merge_attn_states", "write_kv_cache"]
 
-__getattr__, __dir__ = lazy_exports(__name__, {"merge": "", "merge_attn_states": "merge"})
+__getattr__, __dir__ = lazy_exports(
+    __name__, {"merge": "merging", "merge_attn_states": "merging", "write_kv_cache": "kv_write"}
+)

@@ -35,7 +35,6 @@ class Batch:
         values: as `keys`.
         seq_lens: tokens of each request.
         tensors: sinks, slopes and scales.
-
     """
 
     spec: LayerSpec
@@ -117,7 +116,6 @@ def paged_batch(
         seed: of everything random.
         device: where the tensors are.
         backend: gives the cache's shape and stride order.
-
     """
     generator = torch.Generator().manual_seed(seed)
     size = block_size or spec.block_size or 16

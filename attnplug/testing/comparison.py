@@ -22,7 +22,6 @@ class Tolerance:
     Args:
         output: of each element relative to its row's magnitude, and of `||out - ref|| / ||ref||`.
         lse: of each log-sum-exp, absolute, or relative where it is larger than 1.
-
     """
 
     output: float

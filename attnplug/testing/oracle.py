@@ -24,7 +24,6 @@ class OracleResult:
     Args:
         output: float64 `[T, H, Dv]`.
         lse: float64 `[T, H]`, natural log; -inf where nothing is seen and there is no sink.
-
     """
 
     output: torch.Tensor
@@ -71,7 +70,6 @@ def request_oracle(
         tensors: sinks and slopes, where the spec asks for them.
         use_sinks: whether sinks enter the denominator.
         causal: what the batch says, where it narrows the spec.
-
     """
     tensors = tensors or LayerTensors()
     tensors.check(spec)
@@ -116,7 +114,6 @@ def attention_oracle(
 
     Raises:
         BatchError: sequences of different lengths.
-
     """
     counts = [len(part) for part in (queries, keys, values, seq_lens)]
     if len(set(counts)) != 1:

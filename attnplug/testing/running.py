@@ -22,7 +22,6 @@ def run_batch(
     Returns:
         Output `[T + padding, H, Dv]` and, where the spec needs it, LSE `[T + padding, H]`; rows that
         were not written are NaN.
-
     """
     spec, device = batch.spec, batch.query.device
     block_size = 1 if batch.kv_cache is None else backend.split_kv(batch.kv_cache, spec)[0].shape[1]

@@ -32,7 +32,6 @@ class TorchMetadata(AttentionMetadata):
         key_starts: host int64 `[R + 1]` where direct K and V are packed otherwise than the queries.
         causal: what the batch says; it may only narrow the layer's spec.
         plans: gather plans of short queries, shared by the layers of the step.
-
     """
 
     slot_mapping: torch.Tensor
@@ -65,7 +64,6 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
 
         Raises:
             BatchError: start locations that decrease or pass `num_actual_tokens`, negative lengths.
-
         """
         common = common_attn_metadata
         reqs = common.num_reqs

@@ -43,7 +43,6 @@ def attend_short(
         scoring: how scores become weights.
         output: `[T, H, Dv]`, written in the rows of `requests`.
         output_lse: float32 `[T, H]`, likewise, where given.
-
     """
     gatherer = _Gatherer(source, query.device)
     steps, tokens = (gatherer.k.steps, gatherer.v.steps), gatherer.tile_tokens

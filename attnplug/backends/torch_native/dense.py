@@ -41,7 +41,6 @@ def attend_request(
         scoring: how scores become weights.
         output: `[n, H, Dv]`, written.
         output_lse: float32 `[n, H]`, written where given.
-
     """
     low, high = bounds
     fused = scoring.is_plain and output_lse is None and key.shape[-1] == value.shape[-1]

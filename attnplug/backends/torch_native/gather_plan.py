@@ -35,7 +35,6 @@ class Tile:
         hidden: bool `[B, q, L]`, True where a key is not seen; None hides nothing.
         query_places: int64 `[B, q]`, places of the queries on the keys' axis.
         has_empty_rows: whether some query sees nothing.
-
     """
 
     queries: torch.Tensor

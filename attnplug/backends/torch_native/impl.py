@@ -43,7 +43,6 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         Raises:
             BatchError: key or value of another shape or dtype, or fewer rows than slots.
             LayoutError: a cache of another shape or dtype.
-
         """
         slots = slot_mapping.shape[0]
         key, value = check_keys(key, value, slots, self.spec, self._dtype)
@@ -72,7 +71,6 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
             BatchError: tensors that do not fit the spec or the batch, an LSE the spec did not
                 declare, a batch that is not causal for a causal layer, an output scale.
             LayoutError: a cache of another shape or dtype, or one where K and V are given.
-
         """
         self._check(query, attn_metadata, output, output_lse)
         refuse_output_scales(output_scale=output_scale, output_block_scale=output_block_scale)

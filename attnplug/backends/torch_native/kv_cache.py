@@ -39,7 +39,6 @@ def typed_view(kv_cache: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
 
     Raises:
         LayoutError: a cache of another element type.
-
     """
     dtype = storage_dtype(spec)
     if kv_cache.dtype == dtype:

@@ -29,7 +29,6 @@ class Reach:
 
         Raises:
             BatchError: a batch that is not causal, for a layer that is.
-
         """
         left, right = spec.window
         if spec.causal and not causal:

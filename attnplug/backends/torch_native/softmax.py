@@ -20,7 +20,6 @@ class Scoring:
         soft_cap: c of `c * tanh(logits / c)`.
         slopes: ALiBi, float32 `[Hkv, G]`.
         sinks: float32 `[Hkv, G]`; None where they are not used.
-
     """
 
     scale: float
@@ -41,7 +40,6 @@ class Scoring:
             scores: float32 `[B, Hkv, G, q, L]`.
             distance: `abs(key_pos - query_pos)` as float32 `[B, q, L]`; needed with slopes.
             hidden: bool `[B, q, L]`, True where a key is not seen; None hides nothing.
-
         """
         if self.soft_cap is not None:
             scores.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
@@ -60,13 +58,13 @@ class Scoring:
         if self.sinks is None and not wants_lse and not may_be_empty:
             return scores.softmax(-1), None
         top = scores.amax(-1, keepdim=True)
-        if self.sinks is not None:
-            sinks = self.sinks[:, :, None, None]
+        sinks = None if self.sinks is None else self.sinks[:, :, None, None]
+        if sinks is not None:
             top = torch.maximum(top, sinks)
         top.masked_fill_(top == -math.inf, 0.0)
         weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
-        if self.sinks is not None:
+        if sinks is not None:
             total += torch.exp(sinks - top)
         lse = (top + total.log()).squeeze(-1) if wants_lse else None
         return weights.div_(total.masked_fill(total == 0, 1.0)), lse

@@ -26,16 +26,20 @@ class KeySource(Protocol):
     @property
     def k(self) -> torch.Tensor:
         """Keys as `[blocks, block_size, Hkv, D]`."""
+        ...
 
     @property
     def v(self) -> torch.Tensor:
         """Values as `[blocks, block_size, Hkv, Dv]`."""
+        ...
 
     def locate(self, requests: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Block and offset, int64 `[B, L]`, of `positions [B, L]` in `requests [B]`."""
+        ...
 
     def of_request(self, request: int, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V `[Hkv, high - low, D]` of the positions `low .. high - 1` of one request."""
+        ...
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -50,7 +54,6 @@ class PagedKeys:
 
     Raises:
         BatchError: a length that needs more pages than the table has columns.
-
     """
 
     k: torch.Tensor
@@ -94,7 +97,6 @@ class PackedKeys:
         value: `[Tk, Hkv, Dv]`.
         starts: host int64 `[R + 1]`, where each request's keys start.
         end: lengths of the requests, host int64 `[R]`; the keys are the last ones.
-
     """
 
     key: torch.Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -108,7 +108,7 @@ def _tower_kind(path: str, module: torch.nn.Module) -> str | None:
 
 def _other_blocks(
     trace: Trace,
-    modules: dict[str, torch.nn.Module],
+    modules: Mapping[str, torch.nn.Module],
     attention: frozenset[str],
     others: dict[str, str],
 ) -> Iterator[tuple[str, str]]:
