@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from attnplug.runtime.attention_groups import build_attn_metadata as build_attn_metadata
     from attnplug.runtime.attention_groups import cross_metadata as cross_metadata
     from attnplug.runtime.attention_groups import init_attn_backend as init_attn_backend
+    from attnplug.runtime.attention_runtime import AttentionRuntime as AttentionRuntime
+    from attnplug.runtime.block_pool import BlockPool as BlockPool
     from attnplug.runtime.budget import MemoryBudget as MemoryBudget
     from attnplug.runtime.budget import blocks_needed as blocks_needed
     from attnplug.runtime.budget import bytes_per_block as bytes_per_block
@@ -33,15 +35,20 @@ if TYPE_CHECKING:
     from attnplug.runtime.layout import get_kv_cache_layout as get_kv_cache_layout
     from attnplug.runtime.layout import is_valid_kv_cache_layout as is_valid_kv_cache_layout
     from attnplug.runtime.layout import set_kv_cache_layout as set_kv_cache_layout
+    from attnplug.runtime.model_plan import ModelPlan as ModelPlan
     from attnplug.runtime.placeholders import PlaceholderMap as PlaceholderMap
+    from attnplug.runtime.planning import plan as plan
     from attnplug.runtime.step_batch import StepBatch as StepBatch
     from attnplug.runtime.step_batch import StepBatchBuilder as StepBatchBuilder
 
 __all__ = [
     "AttentionGroup",
+    "AttentionRuntime",
+    "BlockPool",
     "CpuGpuBuffer",
     "KVCacheLayoutType",
     "MemoryBudget",
+    "ModelPlan",
     "PlaceholderMap",
     "StagingRing",
     "StepBatch",
@@ -62,6 +69,7 @@ __all__ = [
     "is_valid_kv_cache_layout",
     "num_padding_layers",
     "parse_memory",
+    "plan",
     "reshape_kv_cache",
     "set_kv_cache_layout",
     "unify_page_sizes",
@@ -72,6 +80,10 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
+        "plan": "planning",
+        "ModelPlan": "model_plan",
+        "BlockPool": "block_pool",
+        "AttentionRuntime": "attention_runtime",
         "AttentionGroup": "attention_groups",
         "CpuGpuBuffer": "buffers",
         "KVCacheLayoutType": "layout",

@@ -85,7 +85,7 @@ def reshape_kv_cache(
             an order that mixes the pages of groups that share bytes.
     """
     names = _check_names(config)
-    _check_same("raw", names, Counter(raw))
+    _check_same("raw", names, Counter(list(raw)))
     chosen: Mapping[str, str | None]
     chosen = dict.fromkeys(names, layouts) if layouts is None or isinstance(layouts, str) else layouts
     for field, given in (("specs", specs), ("backends", backends), ("layouts", chosen)):
@@ -174,7 +174,7 @@ def bind_kv_cache(
     """
     if runner_kv_caches:
         raise LayoutError("runner_kv_caches", len(runner_kv_caches), "must be empty")
-    _check_same("kv_caches", set(layers), Counter(kv_caches))
+    _check_same("kv_caches", set(layers), Counter(list(kv_caches)))
     for name in sorted(kv_caches, key=_layer_order):
         layers[name].kv_cache = kv_caches[name]
         runner_kv_caches.append(kv_caches[name])
