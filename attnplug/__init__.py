@@ -12,6 +12,8 @@ from attnplug.core._lazy import lazy_exports
 if TYPE_CHECKING:
     from attnplug import core as core
     from attnplug import errors as errors
+    from attnplug import ops as ops
+    from attnplug import runtime as runtime
     from attnplug import testing as testing
     from attnplug.core.backend import AttentionBackend as AttentionBackend
     from attnplug.core.device import Device as Device
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from attnplug.registry.hookspecs import hookimpl as hookimpl
     from attnplug.registry.policy import use as use
     from attnplug.registry.registry import Registry as Registry
+    from attnplug.runtime.planning import plan as plan
 
 __all__ = [
     "AttentionBackend",
@@ -45,7 +48,10 @@ __all__ = [
     "errors",
     "explain",
     "hookimpl",
+    "ops",
+    "plan",
     "register",
+    "runtime",
     "select",
     "select_layers",
     "testing",
@@ -69,7 +75,10 @@ __getattr__, __dir__ = lazy_exports(
         "errors": "",
         "explain": "registry.default",
         "hookimpl": "registry.hookspecs",
+        "ops": "",
+        "plan": "runtime.planning",
         "register": "registry.default",
+        "runtime": "",
         "select": "registry.default",
         "select_layers": "registry.default",
         "testing": "",

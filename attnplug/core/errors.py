@@ -7,6 +7,7 @@ AttnplugError
 ├── PolicyError (ValueError)            a backend rule, an option or an environment variable that means nothing
 │   └── UnknownBackendError (LookupError)   a name that no loaded plugin offers
 ├── ModelConfigError (ValueError)       a model configuration that cannot be read
+├── BackendFaultError                   a backend that broke the contract while running (debug mode)
 ├── PluginError                         a plugin asked for by name, or under strict mode, that did not load
 └── NoBackendError                      no backend serves a layer; carries the Decision
     └── BackendUnavailableError         the backend asked for by name does not serve it
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttnplugError",
+    "BackendFaultError",
     "BackendUnavailableError",
     "BatchError",
     "LayoutError",
@@ -76,6 +78,10 @@ class UnknownBackendError(PolicyError, LookupError):
 
 class ModelConfigError(AttnplugError, ValueError):
     """A model configuration that cannot be read, or asks for attention that no LayerSpec can say."""
+
+
+class BackendFaultError(AttnplugError):
+    """A backend that left another shape, another dtype or NaN: found in debug mode, and named."""
 
 
 class PluginError(AttnplugError):

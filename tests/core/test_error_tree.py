@@ -18,6 +18,7 @@ PARENTS = {
     "PolicyError": ValueError,
     "UnknownBackendError": (errors.PolicyError, LookupError),
     "ModelConfigError": ValueError,
+    "BackendFaultError": errors.AttnplugError,
     "PluginError": errors.AttnplugError,
     "NoBackendError": errors.AttnplugError,
     "BackendUnavailableError": errors.NoBackendError,

@@ -1,0 +1,171 @@
+"""What was decided for all layers of a model at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+from attnplug.core.device import Device
+from attnplug.core.hyperparameters import PerLayerParameters, group_by_hyperparameters
+from attnplug.core.kv_cache_spec import KVCacheConfig, kv_cache_spec_for
+from attnplug.core.spec import LayerSpec, Phase
+from attnplug.registry.decision import Decision
+from attnplug.registry.default import backends
+from attnplug.runtime.budget import MemoryBudget, fit_kv_cache
+from attnplug.runtime.grouping import group_kv_caches
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+__all__ = ["ModelPlan"]
+
+_SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """Who serves each layer, which layers share pages, and what fits.
+
+    Args:
+        decisions: by layer; a layer with direct K and V has one too.
+        device: the device planned for.
+        kv_sharing: layers that read another layer's pages, to that layer.
+        num_blocks: blocks of the pool, the null block included; None where neither a number nor
+            memory was given, and no cache can be allocated.
+        memory: bytes given for the caches, where they were.
+        by_phase: what each phase asked alone would have chosen, where that was asked.
+        notes: what the plan had to give up, and why.
+    """
+
+    decisions: Mapping[str, Decision]
+    device: Device
+    kv_sharing: Mapping[str, str]
+    num_blocks: int | None = None
+    memory: int | None = None
+    by_phase: Mapping[str, Mapping[Phase, Decision]] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def specs(self) -> dict[str, LayerSpec]:
+        """What each layer needs."""
+        return {name: decision.spec for name, decision in self.decisions.items()}
+
+    @property
+    def kv_cache_config(self) -> KVCacheConfig:
+        """The KV groups and raw tensors; over one block where the plan has no number of blocks."""
+        caches = {}
+        for name, decision in self.decisions.items():
+            cache = kv_cache_spec_for(decision.spec, decision.block_size or 1)
+            if cache is not None:
+                caches[name] = cache
+        return group_kv_caches(caches, self.num_blocks or 1, self.kv_sharing)
+
+    @property
+    def hyperparameter_groups(self) -> dict[PerLayerParameters, list[str]]:
+        """Layers that a planned backend can plan together: equal window, cap, scale and sinks."""
+        return group_by_hyperparameters(
+            {
+                name: PerLayerParameters(spec.window[0], spec.logits_soft_cap, spec.scale, spec.has_sinks)
+                for name, spec in self.specs.items()
+            }
+        )
+
+    @property
+    def budget(self) -> MemoryBudget | None:
+        """What fits into the memory given; None where none was."""
+        return None if self.memory is None else fit_kv_cache(self.kv_cache_config, self.memory)
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The names of the backends chosen, in layer order."""
+        return tuple(dict.fromkeys(str(decision.backend) for decision in self.decisions.values()))
+
+    def table(self) -> Table:
+        """A rich table: a row for each group of layers that were decided alike."""
+        from rich.table import Table
+
+        alike: dict[Any, list[str]] = {}
+        for name, d in self.decisions.items():
+            alike.setdefault((d.spec, d.backend, d.block_size, d.kv_cache_layout), []).append(name)
+        home = {n: str(i) for i, g in enumerate(self.kv_cache_config.kv_cache_groups) for n in g.layer_names}
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in ("layers", "first", "kind", "backend", "block", "layout", "KV groups"):
+            table.add_column(column, justify="right" if column in ("layers", "block") else "left")
+        for (spec, backend, block_size, layout), names in alike.items():
+            groups = ", ".join(dict.fromkeys(home[name] for name in names if name in home))
+            row = (len(names), names[0], " ".join(spec.kinds), backend, block_size, layout, groups)
+            table.add_row(*("-" if cell in (None, "") else str(cell) for cell in row))
+        return table
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+
+        title = f"{len(self.decisions)} layers on {self.device}"
+        if self.num_blocks is not None:
+            title += f", {self.num_blocks:,} blocks"
+        return Group(title, self.table(), *self.notes)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        console = Console(file=text, width=100, color_system=None, markup=False, highlight=False)
+        console.print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON object; groups and budget follow from it."""
+        return {
+            "schema": _SCHEMA,
+            "device": self.device.to_dict(),
+            "decisions": {name: decision.to_dict() for name, decision in self.decisions.items()},
+            "by_phase": {
+                name: {str(phase): decision.to_dict() for phase, decision in phases.items()}
+                for name, phases in self.by_phase.items()
+            },
+            "kv_sharing": dict(self.kv_sharing),
+            "num_blocks": self.num_blocks,
+            "memory": self.memory,
+            "notes": list(self.notes),
+        }
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The plan that `to_dict` wrote; backends that are loaded here are found again by name.
+
+        Raises:
+            ValueError: another schema.
+        """
+        if data.get("schema") != _SCHEMA:
+            raise ValueError(f"schema={data.get('schema')!r}: this attnplug reads schema {_SCHEMA}")
+        loaded = backends()
+
+        def decision(item: Mapping[str, Any]) -> Decision:
+            read = Decision.from_dict(item)
+            return dataclasses.replace(read, backend_cls=loaded.get(read.backend or ""))
+
+        return cls(
+            decisions={name: decision(item) for name, item in data["decisions"].items()},
+            device=Device.from_dict(data["device"]),
+            kv_sharing=dict(data["kv_sharing"]),
+            num_blocks=data["num_blocks"],
+            memory=data["memory"],
+            by_phase={
+                name: {Phase(phase): decision(item) for phase, item in phases.items()}
+                for name, phases in data["by_phase"].items()
+            },
+            notes=tuple(data["notes"]),
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The plan that `to_json` wrote."""
+        return cls.from_dict(json.loads(text))
