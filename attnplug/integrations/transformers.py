@@ -1,6 +1,6 @@
-"""Read a Hugging Face model configuration into the LayerSpecs of its attention layers.
+"""Hugging Face models: attnplug as their attention, and their configurations read into LayerSpecs.
 
-Nothing is looked up by the model's name: the modelling class is built without weights, run once on
+To read one, nothing is looked up by the model's name: the modelling class is built without weights, run once on
 torch's meta device, and every call it makes to attention is recorded and checked.
 """
 
@@ -10,7 +10,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnplug.core.dtypes import kv_cache_dtype_name
 from attnplug.core.errors import ModelConfigError, SpecError
@@ -19,7 +19,11 @@ from attnplug.core.spec import LayerSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["ModelSpec", "read_config"]
+    from attnplug.integrations.attention.registration import attention_decisions as attention_decisions
+    from attnplug.integrations.attention.registration import register as register
+    from attnplug.integrations.attention.registration import set_attention as set_attention
+
+__all__ = ["ModelSpec", "attention_decisions", "read_config", "register", "set_attention"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,3 +115,12 @@ def read_config(
         model_type=str(config.model_type),
         name=reading.class_name,
     )
+
+
+def __getattr__(name: str) -> Any:
+    # Registering needs torch and transformers, which whoever only reads ModelSpecs need not have.
+    if name not in ("attention_decisions", "register", "set_attention"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from attnplug.integrations.attention import registration
+
+    return getattr(registration, name)

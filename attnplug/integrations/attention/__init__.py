@@ -1,0 +1,1 @@
+"""attnplug as an attention implementation of Hugging Face transformers."""

@@ -1,0 +1,168 @@
+"""One call of the attention function, read into a LayerSpec and a mask, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import FrameType
+from typing import Any
+
+import torch
+
+from attnplug.core.errors import BatchError
+from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.integrations.attention.keywords import Keywords
+from attnplug.integrations.attention.step_mask import PatternMask, StepMask
+from attnplug.integrations.reader.mask_pattern import MaskPattern
+
+__all__ = ["AttentionCall"]
+
+_FULL = MaskPattern((-1, -1))
+_EAGER = "use attn_implementation='eager'"
+
+
+@dataclasses.dataclass(eq=False, slots=True, kw_only=True)
+class AttentionCall:
+    """One call: `query [B, H, Lq, D]`, `key [B, Hkv, Lk, D]`, `value [B, Hkv, Lk, Dv]` of `module`.
+
+    `frame` is the caller's, `layer` what errors call the module.
+    """
+
+    module: torch.nn.Module
+    layer: str
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    keywords: Keywords
+    frame: FrameType
+
+    def check(self, dropout: float, scaling: Any) -> None:
+        """BatchError for what is not served whatever the mask: training, and tensors that do not fit."""
+        if dropout and self.module.training:
+            remedy = "call model.eval(), or set the model's attention dropout to 0"
+            raise BatchError("dropout", dropout, f"cannot be served: {self.layer} is in training", remedy)
+        tensors = {"query": self.query, "key": self.key, "value": self.value}
+        needing = [name for name, tensor in tensors.items() if tensor.requires_grad]
+        if needing and torch.is_grad_enabled():
+            limit = f"cannot be served in {self.layer}: attnplug's backends have no backward pass"
+            raise BatchError(
+                "requires_grad",
+                needing,
+                limit,
+                "run the model under torch.no_grad() or torch.inference_mode()",
+            )
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        query, key, value = self.query.shape, self.key.shape, self.value.shape
+        fits = len(query) == len(key) == len(value) == 4 and key[:3] == value[:3]
+        if not (fits and query[0] == key[0] and query[3] == key[3]):
+            limit = f"must be [B, H, Lq, D], [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv] in {self.layer}"
+            raise BatchError("query, key, value", shapes, limit, _EAGER)
+        dtypes = {str(tensor.dtype) for tensor in tensors.values()}
+        if len(dtypes) > 1:
+            raise BatchError("dtype", sorted(dtypes), f"query, key and value differ in {self.layer}")
+        if scaling is not None and not isinstance(scaling, (int, float)):
+            limit = f"must be a number in {self.layer}: a scale per head or token is not served"
+            raise BatchError("scaling", type(scaling).__name__, limit, _EAGER)
+
+    def mask(self, given: Any) -> StepMask:
+        """The step's mask.
+
+        Raises:
+            BatchError: a mask that is no pattern, one that does not fit the tensors, or none where it is
+                not said whether the layer is causal.
+        """
+        batch, q_length, kv_length = self.query.shape[0], self.query.shape[2], self.key.shape[2]
+        if isinstance(given, PatternMask):
+            step = given.step
+            if (step.batch, step.q_length, step.kv_length) != (batch, q_length, kv_length):
+                found = (step.batch, 1, step.q_length, step.kv_length)
+                limit = f"must be {(batch, 1, q_length, kv_length)} for the tensors of {self.layer}"
+                raise BatchError("attention_mask", found, limit, _EAGER)
+            return step
+        if given is not None:
+            found_tensor = isinstance(given, torch.Tensor)
+            found_text = f"{given.dtype} {tuple(given.shape)}" if found_tensor else type(given).__name__
+            limit = (
+                f"in {self.layer} is a mask of its own: only the causal, windowed, chunked and full masks that "
+                "transformers makes, with padding, are served"
+            )
+            raise BatchError("attention_mask", found_text, limit, "pass a 2-D padding mask, or " + _EAGER)
+        causal = self.keywords.is_causal
+        if causal is None:
+            causal = getattr(self.module, "is_causal", None)
+        if q_length > 1 and causal is not False:
+            limit = (
+                f"in {self.layer}, which has is_causal={causal}: its own attention would see every key, "
+                "other implementations would not"
+            )
+            raise BatchError("attention_mask", None, limit, "pass is_causal=False, or " + _EAGER)
+        return StepMask(
+            pattern=_FULL,
+            batch=batch,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=0,
+            kv_offset=0,
+            padding=None,
+        )
+
+    def spec(self, step: StepMask, scaling: float | None) -> LayerSpec:
+        """What the call asks for.
+
+        Raises:
+            BatchError: a window beside a mask that says otherwise, or one over cross attention.
+            SpecError: numbers that mean nothing, as a scale below 0.
+        """
+        pattern = step.pattern
+        kind = self._kind(pattern)
+        if kind is AttentionType.ENCODER_DECODER and pattern.window != (-1, -1):
+            limit = f"is over keys of another sequence than the queries' in {self.layer}"
+            raise BatchError("window", pattern.window, limit, _EAGER)
+        self._check_window(pattern)
+        query = self.query.shape
+        return LayerSpec(
+            num_heads=query[1],
+            num_kv_heads=self.key.shape[1],
+            head_size=query[3],
+            head_size_v=self.value.shape[3],
+            dtype=self.query.dtype,
+            attn_type=kind,
+            causal=pattern.causal,
+            scale=None if scaling is None else float(scaling),
+            window=pattern.window,
+            chunk_size=pattern.chunk_size,
+            logits_soft_cap=self.keywords.softcap,
+            has_sinks=self.keywords.sinks is not None,
+            direct_kv=True,
+        )
+
+    def _kind(self, pattern: MaskPattern) -> AttentionType:
+        if pattern.causal:
+            return AttentionType.DECODER
+        if self.query.shape[2] != self.key.shape[2] or not self._is_self_attention():
+            return AttentionType.ENCODER_DECODER
+        config = getattr(self.module, "config", None)
+        if getattr(config, "is_encoder_decoder", False):
+            return AttentionType.ENCODER
+        return AttentionType.ENCODER_ONLY
+
+    def _is_self_attention(self) -> bool:
+        """Whether the module was given one sequence of hidden states only.
+
+        Padding of keys is then padding of queries too. What cannot be told apart is taken for cross
+        attention, which is right for both.
+        """
+        local = self.frame.f_locals
+        if local.get("self") is not self.module:
+            return False
+        code = self.frame.f_code
+        names = code.co_varnames[2 : code.co_argcount + code.co_kwonlyargcount]
+        others = [local.get(name) for name in names]
+        return not any(isinstance(o, torch.Tensor) and o.ndim == 3 and o.is_floating_point() for o in others)
+
+    def _check_window(self, pattern: MaskPattern) -> None:
+        asked = self.keywords.sliding_window
+        if asked is None or pattern.window[0] == asked - 1 or asked > self.key.shape[2]:
+            return
+        said = f"window={pattern.window}, chunk_size={pattern.chunk_size}"
+        limit = f"in {self.layer} stands beside a mask that says {said}"
+        raise BatchError("sliding_window", asked, limit, _EAGER)

@@ -1,0 +1,125 @@
+"""The two functions that transformers calls: one makes a step's mask, the other attends."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from attnplug.core.errors import BatchError
+from attnplug.core.spec import AttentionType
+from attnplug.integrations.attention.calls import AttentionCall
+from attnplug.integrations.attention.keywords import read_keywords
+from attnplug.integrations.attention.layer_names import running_name
+from attnplug.integrations.attention.layers import serve, served
+from attnplug.integrations.attention.mask_functions import UnknownMaskError, read_mask_function
+from attnplug.integrations.attention.step_mask import PatternMask, StepMask
+
+__all__ = ["attention", "attention_mask"]
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> PatternMask:
+    """The mask function of transformers' AttentionMaskInterface: a pattern, never a matrix.
+
+    Args:
+        batch_size: rows.
+        q_length: queries.
+        kv_length: keys that attention will be given.
+        q_offset: position of the first query.
+        kv_offset: position of the first key.
+        mask_function: says which query sees which key, by positions.
+        attention_mask: bool `[B, L]`, False where there is no token; None where all are real.
+        device: where the model runs.
+
+    Raises:
+        BatchError: a mask that is neither full, causal, a window nor chunks.
+    """
+    where = torch.device(device)
+    start = int(q_offset)
+    queries, keys = range(start, start + q_length), range(kv_offset, kv_offset + kv_length)
+    try:
+        reading = read_mask_function(mask_function, batch_size, queries, keys, where)
+    except UnknownMaskError as error:
+        limit = f"cannot be served: {error}"
+        remedy = "give each sequence a row of its own, padded, or use attn_implementation='eager'"
+        raise BatchError("attention_mask", f"{q_length} queries, {kv_length} keys", limit, remedy) from error
+    step = StepMask(
+        pattern=reading.pattern,
+        batch=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=start,
+        kv_offset=kv_offset,
+        padding=attention_mask,
+        left_padding=reading.left_padding,
+    )
+    return PatternMask.of(step, where)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of transformers' AttentionInterface, served by the backend attnplug chooses.
+
+    Args:
+        module: the attention module; its state is kept on it.
+        query: `[B, H, Lq, D]`.
+        key: `[B, Hkv, Lk, D]`.
+        value: `[B, Hkv, Lk, Dv]`.
+        attention_mask: what `attention_mask` made of the step, or None.
+        dropout: must be 0 in training.
+        scaling: softmax scale; None is `D ** -0.5`.
+        **keywords: `is_causal`, `sliding_window`, `softcap`, `s_aux` and what changes nothing.
+
+    Returns:
+        `[B, Lq, H, Dv]`, contiguous, zeros where a query is padding; and None for the weights.
+
+    Raises:
+        BatchError: a keyword, mask or tensor that asks for what is not served.
+        SpecError: a layer that means nothing, as a scale below 0.
+        NoBackendError: no backend serves the layer.
+    """
+    frame = sys._getframe(1)
+    layer = served(module) or serve(module, running_name(module, frame))
+    where = f"{layer.name} ({type(module).__name__})"
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        keywords["output_attentions"] = True
+    call = AttentionCall(
+        module=module,
+        layer=where,
+        query=query,
+        key=key,
+        value=value,
+        keywords=read_keywords(keywords, where),
+        frame=frame,
+    )
+    call.check(dropout, scaling)
+    step = call.mask(attention_mask)
+    spec = call.spec(step, scaling)
+    binding = layer.binding(spec, query.device, call.keywords.sinks)
+    packing = step.packing(query.device, is_cross=spec.attn_type is AttentionType.ENCODER_DECODER)
+    tokens = packing.common.num_actual_tokens
+    output = query.new_empty(tokens, spec.num_heads, spec.head_size_v)
+    if tokens:
+        metadata = binding.metadata(step, packing, is_shared=attention_mask is not None)
+        packed = (packing.queries.pack(query), packing.keys.pack(key), packing.keys.pack(value))
+        output = binding.impl.forward(binding.layer, *packed, None, metadata, output)
+    return packing.queries.unpack(output, query.shape[0]), None

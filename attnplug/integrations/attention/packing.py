@@ -1,0 +1,185 @@
+"""Rows of padded `[B, H, L, D]` tensors packed as requests, and back; the batch that backends are told."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attnplug.core.errors import BatchError
+from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attnplug.integrations.reader.mask_pattern import MaskPattern
+
+__all__ = ["Packing", "Rows", "pack_all", "pack_real"]
+
+_Bools: TypeAlias = npt.NDArray[np.bool_]
+_Ints: TypeAlias = npt.NDArray[np.int32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Which of the rows of `[B, H, L, D]` are tokens: the first `count` of each, or those at `index`.
+
+    `index` is (row of the batch, place in it), two int64 tensors `[T]`, request after request.
+    """
+
+    count: int
+    index: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[T, H, D]` of `tensor [B, H, L, D]`; a view where one request is whole."""
+        tokens = tensor.transpose(1, 2)
+        return tokens[:, : self.count].flatten(0, 1) if self.index is None else tokens[self.index]
+
+    def unpack(self, packed: torch.Tensor, batch: int) -> torch.Tensor:
+        """`[B, L, H, D]` of `packed [T, H, D]`, contiguous, with zeros where there is no token."""
+        if self.index is None:
+            return packed.view(batch, self.count, *packed.shape[1:])
+        rows = packed.new_zeros(batch, self.count, *packed.shape[1:])
+        rows[self.index] = packed
+        return rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Packing:
+    """The batch of one step: where its queries and keys are, and what backends are told of it."""
+
+    queries: Rows
+    keys: Rows
+    common: CommonAttentionMetadata
+
+
+def pack_all(
+    batch: int,
+    q_length: int,
+    kv_length: int,
+    kv_offset: int,
+    padding: _Bools | None,
+    device: torch.device,
+) -> Packing:
+    """Every query with the keys that are tokens, in no order: cross attention.
+
+    Raises:
+        BatchError: a padding mask of another batch size.
+    """
+    real = None
+    if padding is not None:
+        _check_rows(padding, batch)
+        real = np.zeros((batch, kv_length), dtype=np.bool_)
+        given = padding[:, kv_offset : kv_offset + kv_length]
+        real[:, : given.shape[1]] = given
+    keys, key_lens = _rows(real, batch, kv_length, device)
+    query_lens = np.full(batch, q_length, dtype=np.int32)
+    common = _common(query_lens, key_lens, key_lens, False, device)
+    return Packing(Rows(q_length), keys, common)
+
+
+def pack_real(
+    pattern: MaskPattern,
+    batch: int,
+    queries: range,
+    keys: range,
+    padding: _Bools | None,
+    left_padding: npt.NDArray[np.int64] | None,
+    device: torch.device,
+) -> Packing:
+    """Self-attention: the queries that are tokens are the last tokens of each request.
+
+    `queries` and `keys` are positions with padding. Keys past the last query (the unused end of a static
+    cache) are left out.
+
+    Raises:
+        BatchError: a mask that does not cover the sequence, padding between the tokens of a row under a
+            window or chunks, or chunks counted from elsewhere than a row's first token.
+    """
+    end = queries.stop
+    if keys.start > queries.start or keys.stop < end:
+        raise BatchError("key", f"positions {keys}", f"must cover the queries' positions {queries}")
+    if padding is None or bool(padding[:, :end].all()):
+        if padding is not None:
+            _check_covers(padding, batch, end)
+        if left_padding is not None and left_padding.any():
+            raise _chunks_elsewhere(left_padding)
+        query_lens = np.full(batch, len(queries), dtype=np.int32)
+        seq_lens = np.full(batch, end, dtype=np.int32)
+        common = _common(query_lens, seq_lens, seq_lens - keys.start, pattern.causal, device)
+        return Packing(Rows(len(queries)), Rows(end - keys.start), common)
+    _check_covers(padding, batch, end)
+    real = padding[:, :end]
+    if pattern.window[0] >= 0 or pattern.window[1] > 0 or pattern.chunk_size is not None:
+        _check_unbroken(real)
+    if pattern.chunk_size is not None:
+        first = real.argmax(axis=1)
+        if left_padding is None or (left_padding != first)[real.any(axis=1)].any():
+            raise _chunks_elsewhere(left_padding)
+    query_rows, query_lens = _rows(real[:, queries.start :], batch, len(queries), device)
+    key_rows, key_lens = _rows(real[:, keys.start :], batch, len(keys), device)
+    seq_lens = real.sum(axis=1, dtype=np.int32)
+    return Packing(query_rows, key_rows, _common(query_lens, seq_lens, key_lens, pattern.causal, device))
+
+
+def _rows(real: _Bools | None, batch: int, count: int, device: torch.device) -> tuple[Rows, _Ints]:
+    if real is None or (real.shape[1] == count and bool(real.all())):
+        return Rows(count), np.full(batch, count, dtype=np.int32)
+    row, place = (torch.from_numpy(part).to(device) for part in np.nonzero(real))
+    return Rows(count, (row, place)), real.sum(axis=1, dtype=np.int32)
+
+
+def _common(
+    query_lens: _Ints, seq_lens: _Ints, key_lens: _Ints, causal: bool, device: torch.device
+) -> CommonAttentionMetadata:
+    query_starts, key_starts = _starts(query_lens), _starts(key_lens)
+    tokens = int(query_starts[-1])
+    reqs = len(query_lens)
+    return CommonAttentionMetadata(
+        query_start_loc=query_starts.to(device),
+        query_start_loc_cpu=query_starts,
+        seq_lens=torch.from_numpy(seq_lens.copy()).to(device),
+        num_reqs=reqs,
+        num_actual_tokens=tokens,
+        max_query_len=int(query_lens.max(initial=0)),
+        max_seq_len=int(seq_lens.max(initial=0)),
+        block_table_tensor=torch.zeros(reqs, 0, dtype=torch.int32, device=device),
+        slot_mapping=torch.full((tokens,), PAD_SLOT_ID, dtype=torch.int64, device=device),
+        causal=causal,
+        key_start_loc=key_starts.to(device),
+        key_start_loc_cpu=key_starts,
+        seq_lens_host=seq_lens,
+    )
+
+
+def _starts(lengths: _Ints) -> torch.Tensor:
+    starts = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    return torch.from_numpy(starts)
+
+
+def _check_rows(padding: _Bools, batch: int) -> None:
+    if padding.ndim != 2 or padding.shape[0] != batch:
+        raise BatchError("attention_mask", padding.shape, f"must have one row for each of {batch} sequences")
+
+
+def _check_covers(padding: _Bools, batch: int, end: int) -> None:
+    _check_rows(padding, batch)
+    if padding.shape[1] < end:
+        limit = f"must cover all {end} positions, those in the cache included"
+        raise BatchError("attention_mask", padding.shape, limit, "extend it with each step")
+
+
+def _check_unbroken(real: _Bools) -> None:
+    edges = np.diff(real.astype(np.int8), axis=1, prepend=0, append=0)
+    broken = (edges == 1).sum(axis=1) > 1
+    if broken.any():
+        row = int(broken.argmax())
+        runs = int((edges[row] == 1).sum())
+        limit = "must be one run under a window or chunks, whose distances count every position"
+        remedy = "pad at the left or right of each row only, or use attn_implementation='eager'"
+        raise BatchError("attention_mask", f"{runs} runs of tokens in row {row}", limit, remedy)
+
+
+def _chunks_elsewhere(left_padding: npt.NDArray[np.int64] | None) -> BatchError:
+    found = None if left_padding is None else left_padding.tolist()
+    return BatchError("left_padding", found, "must be the first token of each row, where its chunks begin")
