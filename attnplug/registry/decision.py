@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import io
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
@@ -13,6 +12,7 @@ from attnplug.core.device import Device
 from attnplug.core.errors import NoBackendError, PluginError
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
+from attnplug.registry.rendering import as_text
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -208,12 +208,7 @@ class Decision:
         return Group(Text(title), self.table(), *map(Text, self.notes))
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        text = io.StringIO()
-        console = Console(file=text, width=100, color_system=None, markup=False, highlight=False)
-        console.print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return as_text(self)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON object with every field but the class, and the number of its schema."""

@@ -30,9 +30,9 @@ class BackendHooks:
     """What a plugin module may implement; every argument is always passed."""
 
     @hookspec
-    def attnplug_backends(self) -> Sequence[type[AttentionBackend]]:
+    def attnplug_backends(self) -> Sequence[type[AttentionBackend]]:  # type: ignore[empty-body]
         """The backend classes this plugin offers. Imports nothing heavy."""
-        raise NotImplementedError
+        ...
 
     @hookspec
     def attnplug_rank(
@@ -47,4 +47,4 @@ class BackendHooks:
         Can neither add a candidate nor bring back a refused one; names left out keep their order
         behind. Called only on a plugin that was registered in code or is named in ATTNPLUG_RANK.
         """
-        raise NotImplementedError
+        ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
@@ -14,6 +13,7 @@ from attnplug.core.kv_cache_spec import KVCacheConfig, kv_cache_spec_for
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.decision import Decision
 from attnplug.registry.default import backends
+from attnplug.registry.rendering import as_text
 from attnplug.runtime.budget import MemoryBudget, fit_kv_cache
 from attnplug.runtime.grouping import group_kv_caches
 
@@ -110,12 +110,7 @@ class ModelPlan:
         return Group(title, self.table(), *self.notes)
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        text = io.StringIO()
-        console = Console(file=text, width=100, color_system=None, markup=False, highlight=False)
-        console.print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return as_text(self)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON object; groups and budget follow from it."""
