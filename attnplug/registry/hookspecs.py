@@ -32,7 +32,6 @@ class BackendHooks:
     @hookspec
     def attnplug_backends(self) -> Sequence[type[AttentionBackend]]:  # type: ignore[empty-body]
         """The backend classes this plugin offers. Imports nothing heavy."""
-        ...
 
     @hookspec
     def attnplug_rank(
@@ -47,4 +46,3 @@ class BackendHooks:
         Can neither add a candidate nor bring back a refused one; names left out keep their order
         behind. Called only on a plugin that was registered in code or is named in ATTNPLUG_RANK.
         """
-        ...
