@@ -1,0 +1,116 @@
+"""Host buffers with device twins, and the ring that keeps steps from overwriting each other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from attnplug.core.errors import BatchError
+from attnplug.runtime import CpuGpuBuffer, StagingRing
+from attnplug.runtime.staging import PackedBuffer
+
+
+def test_on_the_cpu_buffer_numpy_view_and_twin_are_one():
+    buffer = CpuGpuBuffer(3, 2, dtype=torch.int32, device="cpu", fill=-1)
+    assert buffer.gpu is buffer.cpu
+    assert buffer.np.tolist() == [[-1, -1]] * 3
+    buffer.np[1] = 7
+    sent = buffer.copy_to_gpu(2)
+    assert sent.tolist() == [[-1, -1], [7, 7]]
+    assert sent.data_ptr() == buffer.cpu.data_ptr()
+    assert buffer.np.dtype == np.int32
+
+
+def test_without_a_number_all_rows_are_sent():
+    assert CpuGpuBuffer(4, dtype=torch.int64, device="cpu").copy_to_gpu().shape == (4,)
+    assert CpuGpuBuffer(4, dtype=torch.int64, device="cpu").copy_to_gpu(0).shape == (0,)
+
+
+def test_a_twin_elsewhere_is_its_own_tensor():
+    buffer = CpuGpuBuffer(4, dtype=torch.int64, device="meta")
+    assert buffer.gpu is not buffer.cpu
+    assert buffer.copy_to_gpu(3).shape == (3,)
+    assert buffer.gpu.device.type == "meta"
+
+
+@pytest.mark.parametrize("n", [-1, 5])
+def test_rows_that_are_not_there_cannot_be_sent(n):
+    with pytest.raises(BatchError, match=rf"n={n} must lie in 0 \.\. 4, the buffer's rows"):
+        CpuGpuBuffer(4, dtype=torch.int64, device="cpu").copy_to_gpu(n)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_types_that_numpy_lacks_are_refused(dtype):
+    with pytest.raises(BatchError, match=f"dtype={dtype} has no numpy view"):
+        CpuGpuBuffer(4, dtype=dtype, device="cpu")
+
+
+def test_a_buffer_has_a_dimension():
+    with pytest.raises(BatchError, match=r"size=\(\) must have at least one dimension"):
+        CpuGpuBuffer(dtype=torch.int64, device="cpu")
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (2, 3), (2, 0), (1, 10), (10,)])
+def test_a_packed_buffer_is_contiguous_in_every_shape(shape):
+    buffer = PackedBuffer(2, 5, dtype=torch.int64, device=torch.device("cpu"))
+    host = buffer.np(*shape)
+    host[...] = np.arange(host.size).reshape(shape)
+    sent = buffer.copy_to_gpu(*shape)
+    assert sent.is_contiguous()
+    assert sent.tolist() == host.tolist()
+
+
+def test_a_ring_hands_its_sets_out_in_turn():
+    ring = StagingRing(["a", "b", "c"], "cpu")
+    taken = []
+    for _ in range(7):
+        taken.append(ring.acquire())
+        ring.release()
+    assert taken == ["a", "b", "c", "a", "b", "c", "a"]
+
+
+def test_a_set_that_was_not_released_is_handed_out_again():
+    ring = StagingRing(["a", "b"], "cpu")
+    assert [ring.acquire(), ring.acquire()] == ["a", "a"]
+
+
+@pytest.mark.parametrize("slots", [[], ["a"]])
+def test_a_ring_of_fewer_than_two_guards_nothing(slots):
+    with pytest.raises(BatchError, match=f"slots={len(slots)} must be at least 2"):
+        StagingRing(slots, "cpu")
+
+
+class Event:
+    """An event that says when it was waited for."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def record(self, stream: object) -> None:
+        self.log.append(f"recorded on {stream}")
+
+    def synchronize(self) -> None:
+        self.log.append("waited")
+
+
+def test_each_set_has_an_event_of_its_own_waited_for_when_it_comes_round(monkeypatch):
+    made: list[Event] = []
+
+    def event() -> Event:
+        made.append(Event())
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    ring = StagingRing(["a", "b"], "cuda:1")
+    for _ in range(2):
+        ring.acquire()
+        ring.release()
+    recorded = "recorded on the stream of cuda:1"
+    assert [one.log for one in made] == [[recorded], [recorded]]  # nothing to wait for yet
+    ring.acquire()
+    assert [one.log for one in made] == [[recorded, "waited"], [recorded]]
+    ring.release()
+    ring.acquire()
+    assert [one.log for one in made] == [[recorded, "waited", recorded], [recorded, "waited"]]
