@@ -186,8 +186,9 @@ def test_a_callers_mask_function_that_treats_rows_differently_is_refused() -> No
     def second_row_sees_all(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return (key <= query) | (batch == 1)
 
-    with pytest.raises(BatchError, match="neither full, causal, a window nor chunks"):
-        attention_mask(2, 7, 7, mask_function=second_row_sees_all)
+    mask = attention_mask(2, 7, 7, mask_function=second_row_sees_all)
+    with pytest.raises(BatchError, match=r"Attention\.3 .*neither full, causal, a window nor chunks"):
+        Attention()(*tensors(2, 7, 7), mask)
 
 
 @pytest.mark.parametrize(("spans", "served"), [(-1, True), (0, False)], ids=["text", "images"])
@@ -196,11 +197,19 @@ def test_spans_that_see_each_other_are_refused_unless_there_are_none(spans: int,
     function = masking_utils.or_masks(
         masking_utils.causal_mask_function, masking_utils.blockwise_overlay(ids)
     )
+    mask = attention_mask(2, 7, 7, mask_function=function)
     if served:
-        assert attention_mask(2, 7, 7, mask_function=function).step.pattern.causal
+        assert mask.step.pattern.causal
         return
     with pytest.raises(BatchError, match="see each other in both directions"):
-        attention_mask(2, 7, 7, mask_function=function)
+        Attention()(*tensors(2, 7, 7), mask)
+
+
+def test_a_mask_that_is_no_pattern_is_refused_only_where_a_layer_uses_it() -> None:
+    ours, eager = DECODERS["gemma3"].pair(layer_types=["full_attention"] * 6, sliding_window=0)
+    ids, mask = prompts()
+    found, expected = (model(ids, attention_mask=mask).logits for model in (ours, eager))
+    assert_same_logits(found, expected, mask)
 
 
 def test_chunks_counted_from_elsewhere_than_the_first_token_are_refused() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import DECODERS, ENCODERS, Family, assert_same_logits, prompts
+from hf_models import DECODERS, ENCODERS, WHISPER, Family, assert_same_logits, prompts
+from torch.nn import MultiheadAttention
 
 from attnplug import use
 from attnplug.errors import BatchError, ModelConfigError, NoBackendError, SpecError, UnknownBackendError
@@ -35,9 +36,17 @@ def refusal(model: Any, **arguments: Any) -> str:
 def test_a_class_that_never_dispatches_is_refused_by_name(name: str) -> None:
     family = OWN_ATTENTION[name]
     model = family.build(family.make_config(), "eager")
-    with pytest.raises(ModelConfigError, match=f"{type(model).__name__}.* computes attention of its own"):
+    with pytest.raises(ModelConfigError, match=f"^{type(model).__name__}: .* computes attention of its own"):
         set_attention(model)
     assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", [*sorted({**DECODERS, **ENCODERS}), "whisper"])
+def test_a_class_that_dispatches_is_not_refused(name: str) -> None:
+    family = {**DECODERS, **ENCODERS, "whisper": WHISPER}[name]
+    model = family.build(family.make_config(), "eager")
+    set_attention(model)
+    assert model.config._attn_implementation == "attnplug"
 
 
 def test_set_attention_serves_a_model_that_was_built_with_another() -> None:
@@ -52,10 +61,15 @@ def test_set_attention_serves_a_model_that_was_built_with_another() -> None:
     assert len(attention_decisions(eager)) == 4
 
 
-def test_set_attention_refuses_a_part_that_would_ignore_it() -> None:
+@pytest.mark.parametrize(
+    "part",
+    [OWN_ATTENTION["bloom"].build(OWN_ATTENTION["bloom"].make_config(), "eager"), MultiheadAttention(16, 2)],
+    ids=lambda part: type(part).__name__,
+)
+def test_set_attention_refuses_a_part_that_would_ignore_it(part: Any) -> None:
     model = DECODERS["llama"].build(DECODERS["llama"].make_config(), "eager")
-    model.extra = OWN_ATTENTION["bloom"].build(OWN_ATTENTION["bloom"].make_config(), "eager")
-    with pytest.raises(ModelConfigError, match=r"BloomForCausalLM \(extra\)"):
+    model.extra = part
+    with pytest.raises(ModelConfigError, match=rf"LlamaForCausalLM: its {type(part).__name__} \(extra\)"):
         set_attention(model)
     assert model.config._attn_implementation == "eager"
 

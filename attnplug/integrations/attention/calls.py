@@ -18,6 +18,7 @@ __all__ = ["AttentionCall"]
 
 _FULL = MaskPattern((-1, -1))
 _EAGER = "use attn_implementation='eager'"
+_SPREAD = f"give each sequence a row of its own, padded, or {_EAGER}"
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
@@ -73,6 +74,9 @@ class AttentionCall:
         batch, q_length, kv_length = self.query.shape[0], self.query.shape[2], self.key.shape[2]
         if isinstance(given, PatternMask):
             step = given.step
+            if isinstance(step, str):
+                limit = f"cannot be served in {self.layer}: {step}"
+                raise BatchError("attention_mask", tuple(given.shape), limit, _SPREAD)
             if (step.batch, step.q_length, step.kv_length) != (batch, q_length, kv_length):
                 found = (step.batch, 1, step.q_length, step.kv_length)
                 limit = f"must be {(batch, 1, q_length, kv_length)} for the tensors of {self.layer}"

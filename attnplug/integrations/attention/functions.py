@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from attnplug.core.errors import BatchError
 from attnplug.core.spec import AttentionType
 from attnplug.integrations.attention.calls import AttentionCall
 from attnplug.integrations.attention.keywords import read_keywords
@@ -41,19 +40,15 @@ def attention_mask(
         mask_function: says which query sees which key, by positions.
         attention_mask: bool `[B, L]`, False where there is no token; None where all are real.
         device: where the model runs.
-
-    Raises:
-        BatchError: a mask that is neither full, causal, a window nor chunks.
     """
     where = torch.device(device)
+    shape = (batch_size, 1, q_length, kv_length)
     start = int(q_offset)
     queries, keys = range(start, start + q_length), range(kv_offset, kv_offset + kv_length)
     try:
         reading = read_mask_function(mask_function, batch_size, queries, keys, where)
     except UnknownMaskError as error:
-        limit = f"cannot be served: {error}"
-        remedy = "give each sequence a row of its own, padded, or use attn_implementation='eager'"
-        raise BatchError("attention_mask", f"{q_length} queries, {kv_length} keys", limit, remedy) from error
+        return PatternMask.of(str(error), shape, where)
     step = StepMask(
         pattern=reading.pattern,
         batch=batch_size,
@@ -64,7 +59,7 @@ def attention_mask(
         padding=attention_mask,
         left_padding=reading.left_padding,
     )
-    return PatternMask.of(step, where)
+    return PatternMask.of(step, shape, where)
 
 
 def attention(

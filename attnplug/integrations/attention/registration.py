@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from attnplug.core.errors import ModelConfigError
 from attnplug.integrations.attention.functions import attention, attention_mask
 from attnplug.integrations.attention.layers import served
+from attnplug.integrations.reader.mixers import looks_like_attention
 from attnplug.registry.decision import Decision
 
 __all__ = ["NAME", "attention_decisions", "register", "set_attention"]
@@ -38,13 +42,13 @@ def set_attention(model: PreTrainedModel) -> None:
     """
     register()
     parts = {name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)}
-    for name, part in parts.items():
-        if not part._can_set_attn_implementation():
+    for name, module in model.named_modules():
+        if not _dispatches(module):
             inside = f" ({name})" if name else ""
             raise ModelConfigError(
-                f"{type(part).__name__}{inside} computes attention of its own instead of dispatching through "
-                "transformers' attention interface, so attnplug would never be called; leave its "
-                "attn_implementation as it is"
+                f"{type(model).__name__}: its {type(module).__name__}{inside} computes attention of its own "
+                "instead of dispatching through transformers' attention interface, so attnplug would never "
+                "be called; leave its attn_implementation as it is"
             )
     before = {id(part.config): (part.config, part.config._attn_implementation) for part in parts.values()}
     model.set_attn_implementation(NAME)
@@ -64,6 +68,23 @@ def attention_decisions(model: torch.nn.Module) -> dict[str, Decision]:
     """
     layers = {name: served(module) for name, module in model.named_modules()}
     return {name: layer.decision for name, layer in layers.items() if layer and layer.decision}
+
+
+def _dispatches(module: torch.nn.Module) -> bool:
+    """Whether a module is no attention, or its file asks transformers for the function to call."""
+    if isinstance(module, PreTrainedModel):
+        return bool(module._can_set_attn_implementation())
+    if not looks_like_attention(module):
+        return True
+    return _asks_for_interface(next(cls for cls in type(module).__mro__ if "forward" in vars(cls)).__module__)
+
+
+@functools.cache
+def _asks_for_interface(module_name: str) -> bool:
+    try:
+        return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(sys.modules[module_name])
+    except (KeyError, OSError, TypeError):
+        return False  # no source to read: nothing says that it dispatches
 
 
 def _restore(before: dict[int, tuple[Any, str]]) -> None:

@@ -66,16 +66,17 @@ class StepMask:
 class PatternMask(torch.Tensor):
     """Looks like a bool mask `[B, 1, Lq, Lk]`, holds no values, and carries a StepMask in `.step`.
 
-    A model may pass it on, move it or take all of it. Whatever would read or alter its values raises
-    BatchError: the result would no longer say what the pattern says.
+    For a mask that is no pattern `.step` is the sentence why; it is refused by the layer that is given
+    it, as models make masks that no layer uses. A model may pass a mask on, move it or take all of it.
+    Whatever would read or alter its values raises BatchError: the result would no longer say what the
+    pattern says.
     """
 
-    step: StepMask
+    step: StepMask | str
 
     @classmethod
-    def of(cls, step: StepMask, device: torch.device) -> PatternMask:
+    def of(cls, step: StepMask | str, shape: tuple[int, int, int, int], device: torch.device) -> PatternMask:
         """The mask that stands for `step`; takes no memory."""
-        shape = (step.batch, 1, step.q_length, step.kv_length)
         mask = torch.zeros((), dtype=torch.bool, device=device).expand(shape).as_subclass(cls)
         mask.step = step
         return mask
