@@ -33,6 +33,7 @@ from attnplug.core.batch import (
     split_decodes_and_prefills,
     split_decodes_prefills_and_extends,
 )
+from attnplug.runtime import StepBatchBuilder
 
 SIZES = (1, 16, 64, 256, 1024)
 GOAL_SIZE = 256
@@ -243,6 +244,42 @@ def other_cases(kind: str, common: CommonAttentionMetadata) -> Iterator[Case]:
     )
 
 
+def builder(groups: int, query: Any, seq: Any) -> StepBatchBuilder:
+    made = StepBatchBuilder(
+        max_num_seqs=len(query),
+        max_num_batched_tokens=int(query.sum()),
+        max_model_len=CONTEXT,
+        block_sizes=[BLOCK] * groups,
+    )
+    for row, (new, length) in enumerate(zip(query.tolist(), seq.tolist(), strict=True)):
+        pages = list(range(1 + row, 1 + row + -(-length // BLOCK)))
+        made.add_request(str(row), [pages] * groups, num_computed_tokens=length - new)
+    return made
+
+
+def step_cases(kind: str, common: CommonAttentionMetadata, query: Any, seq: Any) -> Iterator[Case]:
+    one, four = builder(1, query, seq), builder(4, query, seq)
+    table, computed = common.block_table_tensor.numpy(), (seq - query).astype(np.int64)
+
+    def floor() -> object:
+        starts = query.cumsum()
+        if kind == "decode":
+            rows, positions = np.arange(len(query)), computed
+        else:
+            rows = np.repeat(np.arange(len(query)), query)
+            positions = np.arange(starts[-1]) + np.repeat(computed - starts + query, query)
+        return starts, seq.max(), table[rows, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+
+    goal = 60 if kind == "decode" else None
+    yield Case("StepBatchBuilder.step, 1 KV group", lambda: one.step(query), floor, goal=goal)
+    yield Case(
+        "the same with 4, against 1",
+        lambda: four.step(query),
+        lambda: one.step(query),
+        goal=lambda least: 1.3 * least,
+    )
+
+
 def cases(kind: str, requests: int) -> Iterator[Case]:
     query, seq = lengths(kind, requests)
     common = batch(query, seq)
@@ -254,6 +291,7 @@ def cases(kind: str, requests: int) -> Iterator[Case]:
     yield from ubatch_cases(common, seq)
     yield from local_cases(kind, common, query, seq)
     yield from other_cases(kind, common)
+    yield from step_cases(kind, common, query, seq)
 
 
 def microseconds(calls: list[Call], rounds: int, least: float = 2e-3) -> list[float]:
