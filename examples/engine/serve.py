@@ -1,0 +1,129 @@
+"""Serves many requests at once on few KV blocks: those that do not fit are preempted, and none is lost.
+
+python examples/engine/serve.py --model examples/models/llama-3.1-8b.json --scale tiny --requests 64 --max-blocks 96
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from engine import Engine
+from request import Sampling
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tiny import load
+from transformers import PreTrainedModel
+
+from attnplug.core.errors import AttnplugError
+
+CONSOLE = Console()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve; 1 where a request was lost or an output differs from the unconstrained run, 2 for bad arguments."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="the path of a config.json; weights are random")
+    parser.add_argument(
+        "--scale", choices=["tiny", "full"], default="full", help="tiny: same structure, small sizes"
+    )
+    parser.add_argument("--requests", type=positive, default=64, help="how many (default: %(default)s)")
+    parser.add_argument("--max-blocks", type=positive, default=96, help="KV blocks, the null block included")
+    parser.add_argument(
+        "--block-size", type=positive, default=16, help="tokens per block (default: %(default)s)"
+    )
+    parser.add_argument("--max-tokens", type=positive, default=48, help="tokens to draw for each request")
+    parser.add_argument(
+        "--max-prompt", type=positive, default=96, help="longest prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch", type=positive, default=32, help="most requests in a step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--chunk", type=positive, default=256, help="most tokens in a step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 draws greedily (default: %(default)s)"
+    )
+    options = parser.parse_args(arguments)
+    if options.chunk < options.batch:
+        parser.error(
+            f"--chunk {options.chunk} must be at least --batch {options.batch}: a token for each request"
+        )
+    try:
+        return run(options)
+    except AttnplugError as error:
+        print(f"serve.py: {error}", file=sys.stderr)
+        return 2
+
+
+def run(options: argparse.Namespace) -> int:
+    """The constrained run, then the same requests with blocks for all."""
+    model = load(options.model, options.scale)
+    if options.scale == "tiny":
+        torch.set_num_threads(1)  # more would wait for each other
+    twin = copy.deepcopy(model)
+    draw = random.Random(0)  # noqa: S311
+    vocabulary = range(model.config.vocab_size)
+    system = draw.choices(vocabulary, k=options.max_prompt // 3)
+    prompts = [
+        system + draw.choices(vocabulary, k=draw.randint(1, options.max_prompt - len(system)))
+        for _ in range(options.requests)
+    ]
+    engine, outputs = serve(model, prompts, options.max_blocks, options, "constrained")
+    CONSOLE.print(engine.model.plan)
+    lost = sum(len(output) != options.max_tokens for output in outputs)
+    CONSOLE.print(
+        f"{len(prompts) - lost} of {len(prompts)} requests finished, {lost} lost; {engine.preemptions} preemptions, "
+        f"{engine.pages.shared} pages shared, {engine.steps} steps"
+    )
+    longest = options.max_prompt + options.max_tokens
+    enough = 1 + options.requests * engine.pages.count(longest) * sum(engine.pages.split)
+    free, expected = serve(twin, prompts, enough, options, "unconstrained")
+    equal = outputs == expected
+    CONSOLE.print(f"unconstrained: {free.preemptions} preemptions, {free.steps} steps")
+    CONSOLE.print(f"outputs equal: {'yes' if equal else 'no'}")
+    return 0 if equal and not lost else 1
+
+
+def serve(
+    model: PreTrainedModel, prompts: Sequence[list[int]], blocks: int, options: argparse.Namespace, title: str
+) -> tuple[Engine, list[list[int]]]:
+    """The engine, and each prompt's output."""
+    engine = Engine(
+        model,
+        num_blocks=blocks,
+        block_size=options.block_size,
+        max_num_seqs=options.batch,
+        max_num_batched_tokens=options.chunk,
+    )
+    sampling = Sampling(max_tokens=options.max_tokens, temperature=options.temperature)
+    requests = [engine.add(prompt, sampling) for prompt in prompts]
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    counts = TextColumn("{task.fields[state]}")
+    start, tokens = time.perf_counter(), 0
+    with Progress(*columns, counts, console=CONSOLE) as progress:
+        bar = progress.add_task(title, total=len(prompts), state="")
+        for request in engine.stream([]):
+            tokens += 1
+            state = f"{len(engine.running)} running, {len(engine.waiting)} waiting, {engine.preemptions} preempted"
+            rate = tokens / (time.perf_counter() - start)
+            progress.update(bar, advance=request.is_done, state=f"{state}, {rate:,.0f} tokens per second")
+    return engine, [request.output for request in requests]
+
+
+def positive(text: str) -> int:
+    """An argument of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
