@@ -17,7 +17,7 @@ __all__ = ["PackedBuffer", "StepStaging"]
 class PackedBuffer:
     """A buffer whose front is viewed in each step's shape, so that one copy of contiguous bytes sends it.
 
-    A copy between strided views would go through pageable memory and make the host wait.
+    Torch copies between strided views through pageable memory, and the host waits once that is large.
     """
 
     def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -171,7 +171,6 @@ class StepBatchBuilder(RequestTable):
                 raise BatchError("accepted", int(counts[worst]), limit)
         self._encoder_written[:reqs] |= scheduled > 0
         self._computed[:reqs] += counts
-        scheduled[:] = 0
         self._stepped = None
 
     def profile_step(self, num_reqs: int, num_tokens: int) -> StepBatch:
