@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import functools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -14,7 +15,7 @@ from attnplug.core.errors import PolicyError
 from attnplug.core.spec import KINDS, LayerSpec, Phase
 from attnplug.registry.switches import BACKEND
 
-__all__ = ["ARGUMENT", "ENVIRONMENT", "USE", "Rule", "parse_rules", "rule_for", "use", "used"]
+__all__ = ["ARGUMENT", "ENVIRONMENT", "USE", "Rule", "parse_rules", "rule_for", "rule_sets", "use", "used"]
 
 ARGUMENT = "backend"
 """Where a rule came from: the argument, or --backend."""
@@ -135,6 +136,19 @@ _USED: ContextVar[tuple[_Used, ...]] = ContextVar("attnplug_use", default=())
 def used() -> tuple[_Used, ...]:
     """What the `use` blocks around this point ask for, innermost first."""
     return _USED.get()
+
+
+def rule_sets(backend: str | Mapping[str, str] | None = None) -> tuple[tuple[Rule, ...], ...]:
+    """The rules in force here, those asked first in front: an argument's, of `use` blocks, the environment's.
+
+    Raises:
+        PolicyError: rules that cannot be read.
+    """
+    return (
+        parse_rules(backend, ARGUMENT),
+        *(block.rules for block in used()),
+        parse_rules(os.environ.get(ENVIRONMENT), ENVIRONMENT),
+    )
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from attnplug.registry.installed import AssumeInstalled, freeze_assumed
 from attnplug.registry.negotiation import negotiated
 from attnplug.registry.options import by_backend, check_options, freeze
 from attnplug.registry.plugins import PluginSet
-from attnplug.registry.policy import ARGUMENT, ENVIRONMENT, Rule, parse_rules, rule_for, used
+from attnplug.registry.policy import ENVIRONMENT, Rule, rule_for, rule_sets, used
 from attnplug.registry.selector import AUTOMATIC, Policy, decide, refusal
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Registry:
         decisions = self.judge_layers(specs, device, (when,), **asked)[when]
         for name, decision in decisions.items():
             if decision.backend is None:
-                rule = rule_for(self._rule_sets(asked.get("backend")), decision.spec, when, name)
+                rule = rule_for(rule_sets(asked.get("backend")), decision.spec, when, name)
                 raise refusal(decision, rule, self.plugins)
         return decisions
 
@@ -136,14 +136,18 @@ class Registry:
         specs: Mapping[str, LayerSpec],
         device: DeviceLike = None,
         phases: Sequence[Phase | None] = (None,),
+        *,
+        negotiate: bool = True,
         **asked: Unpack[Asked],
     ) -> dict[Phase | None, dict[str, Decision]]:
         """A decision for each phase asked about and each layer, also those that no backend serves.
 
+        `negotiate=False` leaves each its own block size and layout, for a caller that uses some of them.
+
         Raises:
             PolicyError, PluginError, LayoutError: as `attnplug.select_layers`.
         """
-        for rules in self._rule_sets(asked.get("backend")):
+        for rules in rule_sets(asked.get("backend")):
             for rule in rules:
                 _check_matches(rule, specs, phases)
         where = resolve_device(device)
@@ -152,16 +156,8 @@ class Registry:
             for phase in phases
             for name, spec in specs.items()
         }
-        settled = negotiated(every)
+        settled = negotiated(every) if negotiate else every
         return {phase: {name: settled[phase, name] for name in specs} for phase in phases}
-
-    def _rule_sets(self, backend: Rules) -> tuple[tuple[Rule, ...], ...]:
-        environment = os.environ.get(ENVIRONMENT)
-        return (
-            parse_rules(backend, ARGUMENT),
-            *(block.rules for block in used()),
-            parse_rules(environment, ENVIRONMENT),
-        )
 
     def _policy(
         self,
@@ -172,7 +168,7 @@ class Registry:
         options: Any,
         assume_installed: AssumeInstalled,
     ) -> Policy:
-        sets = self._rule_sets(backend)
+        sets = rule_sets(backend)
         if layer_name is None:
             _check_can_match(sets[0], phase)
         merged: dict[str, Any] = {}

@@ -6,19 +6,25 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 
 from attnplug.core.config import BuilderConfig
-from attnplug.core.errors import BackendFaultError, BatchError, LayoutError
-from attnplug.core.impl import AttentionImpl, LayerTensors
-from attnplug.core.kv_cache_spec import KVCacheGroupSpec, kv_cache_spec_for
+from attnplug.core.errors import BatchError, LayoutError, PolicyError
+from attnplug.core.impl import LayerTensors
+from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec, kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.runtime.allocation import init_kv_cache
-from attnplug.runtime.attention_groups import AttentionGroup, build_attn_metadata, init_attn_backend
+from attnplug.runtime.attention_groups import (
+    AttentionGroup,
+    WorkspaceUser,
+    build_attn_metadata,
+    init_attn_backend,
+)
 from attnplug.runtime.block_pool import BlockPool
 from attnplug.runtime.model_plan import ModelPlan
+from attnplug.runtime.runtime_layer import RuntimeLayer
 from attnplug.runtime.step_batch import StepBatch, StepBatchBuilder
 
 __all__ = ["AttentionRuntime", "RuntimeLayer"]
@@ -26,43 +32,41 @@ __all__ = ["AttentionRuntime", "RuntimeLayer"]
 _DEBUG = "ATTNPLUG_DEBUG"
 
 
-class RuntimeLayer:
-    """One layer as its impl sees it: the AttentionLayer protocol, with its cache."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _LayerStep:
+    """What the step that was begun is for one layer.
 
-    def __init__(self, impl: AttentionImpl[Any], tensors: LayerTensors, device: torch.device) -> None:
-        self.impl = impl
-        self.kv_cache: torch.Tensor | None = None
-        self._q_scale_float = self._prob_scale_float = 1.0
-        self._k_scale_float, self._v_scale_float = float(tensors.k_scale), float(tensors.v_scale)
-        self._q_scale = self._prob_scale = torch.ones((), device=device)
-        self._k_scale = torch.tensor(self._k_scale_float, device=device)
-        self._v_scale = torch.tensor(self._v_scale_float, device=device)
+    Args:
+        metadata: made by its builder.
+        tokens: its queries.
+        keys: the keys that must come with the call.
+    """
 
-
-@dataclasses.dataclass(slots=True)
-class _Step:
-    """The step that was begun: each layer's metadata, and how many tokens it has."""
-
-    metadata: dict[str, AttentionMetadata]
-    tokens: dict[str, int]
+    metadata: AttentionMetadata
+    tokens: int
+    keys: int
 
 
 class AttentionRuntime:
     """The attention of a whole model over paged KV caches.
 
     `begin_step(batch)` once per step, then `forward(layer, q, k, v)` for each layer. A forward that raised
-    can be repeated: it writes the same pages again. Use it as a context manager, or `close()` it.
+    can be repeated: it writes the same pages again. A `begin_step` that raised leaves no step begun. Use it
+    as a context manager, or `close()` it. One thread at a time; runtimes of different threads are apart.
 
     Args:
         plan: made by `attnplug.plan` with `num_blocks` or `memory`.
-        layer_tensors: sinks, slopes and scales of the layers that have any.
+        layer_tensors: sinks, slopes and scales of the layers that have any. A layer that reads another's
+            pages has that layer's scales.
         config: what builders are told of the engine; its layers are filled in.
         device: where tensors live, as torch names it; by default the plan's type.
         debug: poison outputs and check what each backend leaves; default is ATTNPLUG_DEBUG=1.
 
     Raises:
-        LayoutError: a plan without a number of blocks, tensors for a layer that is none.
+        LayoutError: a plan without a number of blocks, tensors for a layer that is none, a device of another
+            type than the plan's, layers that share pages and read them differently.
         SpecError: a tensor missing, not asked for, or of another shape; it names the layer.
+        PolicyError: a configuration with context parallelism.
     """
 
     def __init__(
@@ -74,74 +78,112 @@ class AttentionRuntime:
         device: torch.device | str | None = None,
         debug: bool | None = None,
     ) -> None:
-        tensors = dict(layer_tensors or {})
-        for name in tensors:
-            if name not in plan.decisions:
-                raise LayoutError(
-                    "layer_tensors", name, f"is none of the plan's {len(plan.decisions)} layers"
-                )
         self.plan = plan
-        self.device = torch.device(device or {"rocm": "cuda"}.get(plan.device.type, plan.device.type))
+        self.device = _device(plan, device)
         self.debug = os.environ.get(_DEBUG, "") not in ("", "0") if debug is None else debug
         self.kv_cache_config = plan.kv_cache_config
         groups = self.kv_cache_config.kv_cache_groups
         if groups and plan.num_blocks is None:
             raise LayoutError("plan.num_blocks", None, "is required", "plan with num_blocks or memory")
-        self.layers = {name: self._layer(name, tensors.get(name, LayerTensors())) for name in plan.decisions}
-        settled = dataclasses.replace(config or BuilderConfig(), layers=self.layers)
+        config = config or BuilderConfig()
+        if config.decode_context_parallel_size > 1:
+            limit = "must be 1: this runtime keeps all of a request's KV on one device"
+            raise PolicyError(
+                "config.decode_context_parallel_size", config.decode_context_parallel_size, limit
+            )
+        self.layers = {
+            name: RuntimeLayer(name, plan.decisions[name], tensors, self.device, plan.kv_sharing.get(name))
+            for name, tensors in _tensors_of_layers(plan, layer_tensors or {}).items()
+        }
+        self.config = dataclasses.replace(config, layers=self.layers)
         paged = {n: d for n, d in plan.decisions.items() if not d.spec.direct_kv}
-        self._groups = init_attn_backend(groups, paged, settled, self.device)
-        self._direct = self._direct_groups(settled)
+        self.attention_groups = init_attn_backend(groups, paged, self.config, self.device)
+        """The layers with pages that share a builder."""
+        self._direct_groups = self._make_direct_groups()
         backends = {name: decision.get_backend_cls() for name, decision in paged.items()}
         layouts = {name: str(decision.kv_cache_layout) for name, decision in paged.items()}
         self.kv_caches = init_kv_cache(self.kv_cache_config, plan.specs, backends, self.device, layouts)
         for name, cache in self.kv_caches.items():
             self.layers[name].kv_cache = cache
+        self._check_shared_pages()
         self.block_pool = BlockPool(plan.num_blocks or 1)
-        self.config = settled
-        self._step: _Step | None = None
+        self._step: dict[str, _LayerStep] = {}
         self._closed = False
 
-    def step_batch_builder(self, max_model_len: int, max_encoder_len: int = 0) -> StepBatchBuilder:
-        """A StepBatchBuilder for this plan's KV groups and this runtime's limits."""
+    def step_batch_builder(
+        self, max_model_len: int | None = None, max_encoder_len: int = 0
+    ) -> StepBatchBuilder:
+        """A StepBatchBuilder for this plan's KV groups and this runtime's limits.
+
+        Args:
+            max_model_len: longest sequence; default the configuration's.
+            max_encoder_len: longest encoder sequence, where there are cross-attention layers.
+
+        Raises:
+            BatchError: lengths missing or past the configuration's, a plan without pages, a closed runtime.
+        """
+        self._check_open()
         groups = self.kv_cache_config.kv_cache_groups
-        cross = [i for i, group in enumerate(groups) if self._is_cross(group)]
+        if not groups:
+            raise BatchError("plan", len(self.layers), "layers keep no pages", "begin_step(direct=...)")
+        limit = self.config.max_model_len
+        longest = limit if max_model_len is None else max_model_len
+        if longest is None or (limit is not None and longest > limit):
+            text = f"must be at most config.max_model_len={limit}"
+            raise BatchError("max_model_len", longest, "is required" if longest is None else text)
         return StepBatchBuilder(
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_model_len=max_model_len,
+            max_model_len=longest,
             block_sizes=[group.kv_cache_spec.block_size for group in groups],
             device=self.device,
-            cross_groups=cross,
+            cross_groups=[
+                i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, CrossAttentionSpec)
+            ],
             max_encoder_len=max_encoder_len,
         )
 
     def begin_step(
-        self, batch: StepBatch | None = None, direct: CommonAttentionMetadata | None = None
+        self,
+        batch: StepBatch | None = None,
+        direct: CommonAttentionMetadata | None = None,
+        *,
+        metadata: Mapping[str, AttentionMetadata] | None = None,
     ) -> None:
         """Build the metadata of a step for all layers.
 
         Args:
             batch: for the layers with pages, from `StepBatchBuilder.step`.
             direct: for the layers whose K and V come with the call, such as an encoder's.
+            metadata: by layer, where that of `batch` was built already, as for a graph's capture.
 
         Raises:
-            BatchError: neither, a batch that does not fit the plan, or a closed runtime.
+            BatchError: neither, a batch that does not fit the plan or the pool, direct K and V for a plan
+                without such layers, or a closed runtime.
         """
         self._check_open()
+        self._step = {}
         if batch is None and direct is None:
             raise BatchError("batch", None, "is required: give batch, direct, or both")
-        metadata: dict[str, AttentionMetadata] = {}
-        tokens: dict[str, int] = {}
+        if direct is not None and not self._direct_groups:
+            raise BatchError(
+                "direct", direct.num_reqs, "requests, and no layer of the plan has direct K and V"
+            )
+        step: dict[str, _LayerStep] = {}
         if batch is not None:
-            metadata = build_attn_metadata(self._groups, batch, self.kv_cache_config)
-            tokens = dict.fromkeys(metadata, batch.common.num_actual_tokens)
+            built = metadata or build_attn_metadata(self.attention_groups, batch, self.kv_cache_config)
+            self._check_slots(batch)
+            for group in self.attention_groups:
+                written = batch.num_slots[group.kv_cache_group_id]
+                for name in group.layer_names:
+                    step[name] = _LayerStep(built[name], batch.common.num_actual_tokens, written)
         if direct is not None:
-            for group in self._direct:
-                built = group.builder.build(0, direct)
-                metadata.update(dict.fromkeys(group.layer_names, built))
-                tokens.update(dict.fromkeys(group.layer_names, direct.num_actual_tokens))
-        self._step = _Step(metadata, tokens)
+            keys = _direct_keys(direct)
+            for group in self._direct_groups:
+                made = group.builder.build(0, direct)
+                for name in group.layer_names:
+                    step[name] = _LayerStep(made, direct.num_actual_tokens, keys)
+        self._step = step
 
     def forward(
         self,
@@ -164,30 +206,44 @@ class AttentionRuntime:
             output: `[T, H, Dv]`, written; made where it is not given.
             output_lse: float32 `[T, H]`, written where given.
 
+        Returns:
+            The output; its rows past the step's tokens are unspecified.
+
         Raises:
-            BatchError: no step begun for the layer, an unknown layer, too few rows, a closed runtime.
+            BatchError: no step begun for the layer, an unknown layer, tensors that do not fit the layer or
+                the step, a closed runtime; in debug mode also NaN in what was given.
             BackendFaultError: in debug mode, a backend that left another shape or dtype, or NaN.
         """
         self._check_open()
-        layer, metadata, tokens = self._at(layer_name, query)
-        spec = self.plan.decisions[layer_name].spec
-        shape = (query.shape[0], spec.num_heads, spec.head_size_v)
+        layer = self.layers.get(layer_name)
+        if layer is None:
+            raise BatchError("layer_name", layer_name, f"is none of the plan's {len(self.layers)} layers")
+        step = self._step.get(layer_name)
+        if step is None:
+            what = "direct=..." if layer.spec.direct_kv else "a batch"
+            raise BatchError("layer_name", layer_name, "has no step", f"call begin_step with {what} first")
+        layer.check_call(query, key, value, output, output_lse, step.tokens, step.keys)
         if output is None:
-            output = query.new_empty(shape)
+            output = layer.new_output(query)
         if self.debug:
-            output[:tokens] = torch.nan
+            layer.refuse_nan(step.tokens, step.keys, query=query, key=key, value=value)
+            output[: step.tokens] = torch.nan
+            if output_lse is not None:
+                output_lse[: step.tokens] = torch.nan
         found = layer.impl.forward(
-            layer, query, key, value, layer.kv_cache, metadata, output, output_lse=output_lse
+            layer, query, key, value, layer.kv_cache, step.metadata, output, output_lse=output_lse
         )
         if self.debug:
-            self._check_output(layer_name, found, output, shape, tokens)
+            layer.check_result(found, output, output_lse, step.tokens)
         return output
 
     def close(self) -> None:
-        """Give up the caches; anything but `close` raises afterwards."""
+        """Give up caches and workspaces; anything but `close` raises afterwards."""
         self._closed = True
-        self._step = None
+        self._step = {}
         self.kv_caches.clear()
+        self.attention_groups.clear()
+        self._direct_groups.clear()
         for layer in self.layers.values():
             layer.kv_cache = None
 
@@ -202,65 +258,82 @@ class AttentionRuntime:
     ) -> None:
         self.close()
 
-    def _layer(self, name: str, tensors: LayerTensors) -> RuntimeLayer:
-        decision = self.plan.decisions[name]
-        impl = (
-            decision.get_backend_cls()
-            .get_impl_cls()
-            .from_spec(
-                decision.spec,
-                layer_name=name,
-                tensors=tensors,
-                kv_sharing_target_layer_name=self.plan.kv_sharing.get(name),
-                options=decision.get_options(),
-            )
-        )
-        return RuntimeLayer(impl, tensors, self.device)
-
-    def _direct_groups(self, config: BuilderConfig) -> list[AttentionGroup]:
+    def _make_direct_groups(self) -> list[AttentionGroup]:
         alike: dict[Any, list[str]] = {}
         for name, decision in self.plan.decisions.items():
             if decision.spec.direct_kv:
                 alike.setdefault((decision.get_backend_cls(), decision.spec), []).append(name)
+        users: list[WorkspaceUser] = [
+            g.builder for g in self.attention_groups if isinstance(g.builder, WorkspaceUser)
+        ]
         made = []
         for (backend, spec), names in alike.items():
             # No pages are kept, but a builder is told of the layer's heads in the form of a page.
-            cache = kv_cache_spec_for(spec.replace(direct_kv=False), 1)
-            if cache is None:
-                raise LayoutError("spec", spec, "has no page to describe it by")
-            builder = backend.get_builder_cls()(cache, names, config, self.device)
+            cache = cast(KVCacheSpec, kv_cache_spec_for(spec.replace(direct_kv=False), spec.block_size or 1))
+            builder: Any = backend.get_builder_cls()(cache, names, self.config, self.device)
+            if isinstance(builder, WorkspaceUser):
+                if users:
+                    builder.set_workspace_buffer(users[0].get_workspace_buffer())
+                users.append(builder)
             made.append(AttentionGroup(backend, tuple(names), cache, -1, builder, frozenset({spec})))
         return made
 
-    def _is_cross(self, group: KVCacheGroupSpec) -> bool:
-        return "cross" in self.plan.decisions[group.layer_names[0]].spec.kinds
+    def _check_shared_pages(self) -> None:
+        """Two backends may see the same bytes differently: a reader must see what the writer wrote."""
+        for name, target in self.plan.kv_sharing.items():
+            views = []
+            for layer in (name, target):
+                backend = self.plan.decisions[layer].get_backend_cls()
+                both = backend.split_kv(self.kv_caches[layer], self.layers[layer].spec)
+                views.append([(view.data_ptr(), view.shape, view.stride()) for view in both])
+            if views[0] != views[1]:
+                reader, writer = self.layers[name].backend, self.layers[target].backend
+                limit = f"on {reader} would read the pages of {target} otherwise than {writer} writes them"
+                raise LayoutError("kv_sharing", name, limit, "ask for one backend for both")
+
+    def _check_slots(self, batch: StepBatch) -> None:
+        # On a GPU the host would have to wait for the largest slot.
+        if self.device.type != "cpu" and not self.debug:
+            return
+        for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
+            slots = batch.of_group(index)[1]
+            held = self.kv_cache_config.num_blocks * group.kv_cache_spec.block_size
+            if slots.numel() and int(slots.max()) >= held:
+                limit = f"of KV group {index} is past the {held} slots of {self.plan.num_blocks} blocks"
+                raise BatchError("batch.slot_mappings", int(slots.max()), limit)
 
     def _check_open(self) -> None:
         if self._closed:
             raise BatchError("runtime", "closed", "cannot be used any more", "make another one")
 
-    def _at(self, name: str, query: torch.Tensor) -> tuple[RuntimeLayer, AttentionMetadata, int]:
-        if name not in self.layers:
-            raise BatchError("layer_name", name, f"is none of the plan's {len(self.layers)} layers")
-        if self._step is None or name not in self._step.metadata:
-            what = "direct=..." if self.plan.decisions[name].spec.direct_kv else "a batch"
-            raise BatchError("layer_name", name, "has no step", f"call begin_step with {what} first")
-        tokens = self._step.tokens[name]
-        if query.shape[0] < tokens:
-            limit = f"must have a row for each of the step's {tokens} tokens (layer {name})"
-            raise BatchError("query", tuple(query.shape), limit)
-        return self.layers[name], self._step.metadata[name], tokens
 
-    def _check_output(
-        self, name: str, found: object, output: torch.Tensor, shape: tuple[int, ...], tokens: int
-    ) -> None:
-        backend = self.plan.decisions[name].backend
-        if not isinstance(found, torch.Tensor) or found.shape != shape or found.dtype != output.dtype:
-            seen = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
-            raise BackendFaultError(f"{backend} gave {seen} for layer {name}, not {output.dtype} {shape}")
-        rows = output[:tokens].isnan().flatten(1).any(1)
-        if rows.any():
-            row = int(rows.int().argmax())
-            raise BackendFaultError(
-                f"{backend} left NaN in {int(rows.sum())} rows of layer {name}, the first {row}"
-            )
+def _direct_keys(direct: CommonAttentionMetadata) -> int:
+    """The keys that a call must bring; 0 where only the device knows."""
+    if direct.key_start_loc_cpu is not None:
+        return int(direct.key_start_loc_cpu[direct.num_reqs])
+    return direct.num_actual_tokens if direct.key_start_loc is None else 0
+
+
+def _device(plan: ModelPlan, device: torch.device | str | None) -> torch.device:
+    planned = {"rocm": "cuda"}.get(plan.device.type, plan.device.type)
+    where = torch.device(planned if device is None else device)
+    if where.type != planned:
+        raise LayoutError("device", str(where), f"is not what was planned for: {plan.device}", "plan for it")
+    return where
+
+
+def _tensors_of_layers(plan: ModelPlan, given: Mapping[str, LayerTensors]) -> dict[str, LayerTensors]:
+    """The tensors of every layer; readers of another layer's pages get its scales."""
+    for name in given:
+        if name not in plan.decisions:
+            raise LayoutError("layer_tensors", name, f"is none of the plan's {len(plan.decisions)} layers")
+    tensors = {name: given.get(name, LayerTensors()) for name in plan.decisions}
+    for name, target in plan.kv_sharing.items():
+        own, writer = tensors[name], tensors[target]
+        for field in ("k_scale", "v_scale"):
+            scale, written = float(getattr(own, field)), float(getattr(writer, field))
+            if scale not in (1.0, written):
+                limit = f"of layer {name} is not the {written} of {target}, whose pages it reads"
+                raise LayoutError(field, scale, limit, "leave it out")
+        tensors[name] = dataclasses.replace(own, k_scale=writer.k_scale, v_scale=writer.v_scale)
+    return tensors

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attnplug.core.device import Device
 from attnplug.core.hyperparameters import PerLayerParameters, group_by_hyperparameters
-from attnplug.core.kv_cache_spec import KVCacheConfig, kv_cache_spec_for
+from attnplug.core.kv_cache_spec import KVCacheConfig
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.decision import Decision
 from attnplug.registry.default import backends
 from attnplug.registry.rendering import as_text
-from attnplug.runtime.budget import MemoryBudget, fit_kv_cache
+from attnplug.runtime.budget import MemoryBudget, bytes_per_block, fit_kv_cache
 from attnplug.runtime.grouping import group_kv_caches
+from attnplug.runtime.plan_pages import planned_caches
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -57,12 +58,8 @@ class ModelPlan:
     @property
     def kv_cache_config(self) -> KVCacheConfig:
         """The KV groups and raw tensors; over one block where the plan has no number of blocks."""
-        caches = {}
-        for name, decision in self.decisions.items():
-            cache = kv_cache_spec_for(decision.spec, decision.block_size or 1)
-            if cache is not None:
-                caches[name] = cache
-        return group_kv_caches(caches, self.num_blocks or 1, self.kv_sharing)
+        num_blocks = 1 if self.num_blocks is None else self.num_blocks
+        return group_kv_caches(planned_caches(self.decisions), num_blocks, self.kv_sharing)
 
     @property
     def hyperparameter_groups(self) -> dict[PerLayerParameters, list[str]]:
@@ -76,8 +73,13 @@ class ModelPlan:
 
     @property
     def budget(self) -> MemoryBudget | None:
-        """What fits into the memory given; None where none was."""
-        return None if self.memory is None else fit_kv_cache(self.kv_cache_config, self.memory)
+        """What fits into the memory given, or into the blocks; None where neither was."""
+        config, memory = self.kv_cache_config, self.memory
+        if memory is None:
+            if self.num_blocks is None:
+                return None
+            memory = bytes_per_block(config) * self.num_blocks
+        return fit_kv_cache(config, memory)
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -87,6 +89,7 @@ class ModelPlan:
     def table(self) -> Table:
         """A rich table: a row for each group of layers that were decided alike."""
         from rich.table import Table
+        from rich.text import Text
 
         alike: dict[Any, list[str]] = {}
         for name, d in self.decisions.items():
@@ -98,16 +101,26 @@ class ModelPlan:
         for (spec, backend, block_size, layout), names in alike.items():
             groups = ", ".join(dict.fromkeys(home[name] for name in names if name in home))
             row = (len(names), names[0], " ".join(spec.kinds), backend, block_size, layout, groups)
-            table.add_row(*("-" if cell in (None, "") else str(cell) for cell in row))
+            # Text: a bracket in a layer's name is no markup.
+            table.add_row(*(Text("-" if cell in (None, "") else str(cell)) for cell in row))
         return table
 
     def __rich__(self) -> Group:
         from rich.console import Group
+        from rich.text import Text
 
-        title = f"{len(self.decisions)} layers on {self.device}"
-        if self.num_blocks is not None:
-            title += f", {self.num_blocks:,} blocks"
-        return Group(title, self.table(), *self.notes)
+        return Group(Text(self._title()), self.table(), *map(Text, self.notes))
+
+    def _title(self) -> str:
+        parts = [f"{len(self.decisions)} layers on {self.device}"]
+        if self.kv_sharing:
+            parts.append(f"{len(self.kv_sharing)} read another's pages")
+        budget = self.budget
+        if budget is not None and budget.groups:
+            tokens = "any number of" if budget.max_tokens is None else f"{budget.max_tokens:,}"
+            parts.append(f"{budget.num_blocks:,} blocks of {budget.bytes_per_block:,} bytes")
+            parts.append(f"one sequence of {tokens} tokens fits")
+        return ", ".join(parts)
 
     def __str__(self) -> str:
         return as_text(self)

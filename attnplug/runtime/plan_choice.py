@@ -1,0 +1,200 @@
+"""Who serves each layer of a plan: one backend for both phases, or one for all layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from attnplug.core.device import Device
+from attnplug.core.errors import BackendUnavailableError, LayoutError, NoBackendError, PolicyError
+from attnplug.core.reasons import Reason
+from attnplug.core.spec import LayerSpec, Phase
+from attnplug.registry.decision import Candidate, Decision
+from attnplug.registry.negotiation import negotiated
+from attnplug.registry.policy import Rule, rule_for, rule_sets
+from attnplug.registry.registry import Registry, Rules
+
+__all__ = ["check_served", "has_phase_rules", "one_for_both_phases", "phase_notes", "uniform_choice"]
+
+Decisions = Mapping[str, Decision]
+
+
+def has_phase_rules(backend: Rules) -> bool:
+    """Whether a rule in force here is for one phase only."""
+    return any(rule.scope == "phase" for rules in rule_sets(backend) for rule in rules)
+
+
+def one_for_both_phases(
+    specs: Mapping[str, LayerSpec], found: Mapping[Phase | None, Decisions], backend: Rules
+) -> dict[str, Decision]:
+    """The decision of each layer: its own, or where a phase rule speaks of it, the one both phases agree on.
+
+    Raises:
+        PolicyError: a phase rule that would serve a layer by two backends.
+    """
+    sets = rule_sets(backend)
+    chosen = {}
+    for name, spec in specs.items():
+        rules = [rule_for(sets, spec, phase, name) for phase in Phase]
+        if any(rule is not None and rule.scope == "phase" for rule in rules):
+            chosen[name] = _agreed(name, [found[phase][name] for phase in Phase])
+        else:
+            chosen[name] = found[None][name]
+    return chosen
+
+
+def _agreed(name: str, phases: Sequence[Decision]) -> Decision:
+    unserved = [decision for decision in phases if not decision]
+    if unserved:
+        return unserved[0]
+    names = dict.fromkeys(str(decision.backend) for decision in phases)
+    ruled = [decision for decision in phases if decision.rule is not None]
+    if len(names) > 1:
+        by_phase = ", ".join(f"{decision.phase} by {decision.backend}" for decision in phases)
+        limit = f"would serve layer {name} by two backends: {by_phase}"
+        remedy = "one layer has one backend as yet: ask for the same in both phases"
+        raise PolicyError(
+            str(ruled[0].chosen_by), ", ".join(str(decision.rule) for decision in ruled), limit, remedy
+        )
+    return dataclasses.replace(ruled[0], phase=None)
+
+
+def uniform_choice(
+    registry: Registry,
+    specs: Mapping[str, LayerSpec],
+    device: Device,
+    phases: Sequence[Phase | None],
+    decisions: Decisions,
+    backend: Rules,
+    options: Any,
+) -> dict[str, Decision]:
+    """One backend for every layer: the first layer's highest-ranked that serves all, as all rules allow.
+
+    Raises:
+        NoBackendError: there is none; it says of each candidate which layer or rule stands against it.
+    """
+    if not specs:
+        return {}
+    first = next(iter(decisions.values()))
+    rules = _rules_in_force(specs, phases, rule_sets(backend))
+    culprits = []
+    for candidate in first.candidates:
+        barred = _barred(registry, candidate, rules)
+        if barred is None and not candidate.accepted:
+            barred = f"refuses layer {first.layer_name}: {'; '.join(candidate.reasons)}"
+        if barred is None:
+            name = _unambiguous(registry, candidate)
+            trial = registry.judge_layers(
+                specs, device, phases, negotiate=False, backend=name, options=options
+            )[None]
+            refusal = _first_refusal(trial, candidate)
+            if refusal is None:
+                return {layer: _asked_for(trial[layer], decisions[layer]) for layer in specs}
+            barred = refusal
+        culprits.append(f"{candidate.name} {barred}")
+    lines = "\n  ".join(culprits) or "no backend is installed"
+    raise NoBackendError(f"no one backend serves every layer, as uniform=True asks\n  {lines}", first)
+
+
+def _rules_in_force(
+    specs: Mapping[str, LayerSpec], phases: Sequence[Phase | None], sets: tuple[tuple[Rule, ...], ...]
+) -> dict[Rule, str]:
+    """Each rule that decides somewhere, and the first layer for which it does."""
+    rules: dict[Rule, str] = {}
+    for name, spec in specs.items():
+        for phase in phases:
+            rule = rule_for(sets, spec, phase, name)
+            if rule is not None:
+                rules.setdefault(rule, name)
+    return rules
+
+
+def _barred(registry: Registry, candidate: Candidate, rules: Mapping[Rule, str]) -> str | None:
+    for rule, layer in rules.items():
+        offers = registry.plugins.find(rule.backend)
+        if all((o.name, o.distribution) != (candidate.name, candidate.distribution) for o in offers):
+            return f"is not what {rule.source} asks for layer {layer}: {rule}"
+    return None
+
+
+def _unambiguous(registry: Registry, candidate: Candidate) -> str:
+    found = registry.plugins.find(candidate.name)
+    return candidate.name if found else f"{candidate.name}@{candidate.distribution}"
+
+
+def _first_refusal(trial: Decisions, candidate: Candidate) -> str | None:
+    for layer, decision in trial.items():
+        if not decision:
+            reasons = next((c.reasons for c in decision.refused if c.name == candidate.name), ())
+            return f"refuses layer {layer}: {'; '.join(reasons)}"
+    try:
+        negotiated(trial)
+    except LayoutError as error:
+        return f"cannot share pages with itself: {error}"
+    return None
+
+
+def _asked_for(decision: Decision, before: Decision) -> Decision:
+    if before.rule is not None:
+        return dataclasses.replace(decision, chosen_by=before.chosen_by, rule=before.rule)
+    return dataclasses.replace(decision, chosen_by="plan", rule="uniform=True")
+
+
+def check_served(registry: Registry, decisions: Decisions) -> None:
+    """Refuse a plan with layers that nobody serves, each kind of them with its reasons.
+
+    Raises:
+        BackendUnavailableError: all of them were asked of a backend that does not serve them.
+        NoBackendError: some, or all, are served by no backend.
+    """
+    lacking: dict[tuple[LayerSpec, str | None], list[str]] = {}
+    for name, decision in decisions.items():
+        if not decision:
+            lacking.setdefault((decision.spec, decision.rule), []).append(name)
+    if not lacking:
+        return
+    parts: list[str] = []
+    reasons: list[Reason] = []
+    for names in lacking.values():
+        decision = decisions[names[0]]
+        against = list(_against(registry, decision))
+        lines = "".join(f"\n    {c.name}: {'; '.join(c.reasons)}" for c in against)
+        more = f" and {len(names) - 1} like it" if len(names) > 1 else ""
+        phase = f" in {decision.phase}" if decision.phase else ""
+        asked = f" (asked of {decision.rule} by {decision.chosen_by})" if decision.rule else ""
+        parts.append(f"\n  layer {names[0]}{more}{phase}{asked}{lines or _NOBODY}")
+        reasons += [reason for candidate in against for reason in candidate.reasons]
+    first = decisions[next(iter(lacking.values()))[0]]
+    message = f"no backend on {first.device} serves{''.join(parts)}"
+    if all(rule is not None for _, rule in lacking):
+        raise BackendUnavailableError(message, first, reasons)
+    raise NoBackendError(message, first)
+
+
+_NOBODY = "\n    no backend is installed"
+
+
+def _against(registry: Registry, decision: Decision) -> Iterator[Candidate]:
+    """The candidates that count: all, or those that the rule asked for."""
+    asked = None
+    if decision.rule is not None:
+        offers = registry.plugins.find(decision.rule.rpartition("=")[2])
+        asked = {(offer.name, offer.distribution) for offer in offers}
+    for candidate in decision.refused:
+        if asked is None or (candidate.name, candidate.distribution) in asked:
+            yield candidate
+
+
+def phase_notes(decisions: Decisions, by_phase: Mapping[str, Mapping[Phase, Decision]]) -> tuple[str, ...]:
+    """A sentence for each pair of backends that the phases alone would have chosen."""
+    split: dict[tuple[str, ...], list[str]] = {}
+    for name, phases in by_phase.items():
+        chosen = tuple(str(phases[phase].backend) for phase in Phase)
+        if len(set(chosen)) > 1:
+            split.setdefault((*chosen, str(decisions[name].backend)), []).append(name)
+    return tuple(
+        f"{len(names)} {'layer' if len(names) == 1 else 'layers'} would decode on {decode} and prefill on "
+        f"{prefill}; one layer has one backend as yet, so {served} serves both"
+        for (decode, prefill, served), names in split.items()
+    )

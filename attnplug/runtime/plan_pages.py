@@ -1,0 +1,86 @@
+"""Pages that a plan's layers can share: equal bytes in hybrid models, and one layout where it was fixed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from attnplug.core.blocks import MultipleOf
+from attnplug.core.errors import LayoutError
+from attnplug.core.kv_cache_spec import KVCacheSpec, kv_cache_spec_for
+from attnplug.registry.decision import Decision
+from attnplug.runtime.grouping import unify_page_sizes
+from attnplug.runtime.layout import get_kv_cache_layout
+
+__all__ = ["planned_caches", "with_equal_pages", "with_layout"]
+
+
+def planned_caches(decisions: Mapping[str, Decision]) -> dict[str, KVCacheSpec]:
+    """The cache of each layer that keeps one, in pages of the size decided for it."""
+    caches = {}
+    for name, decision in decisions.items():
+        cache = kv_cache_spec_for(decision.spec, decision.block_size or 1)
+        if cache is not None:
+            caches[name] = cache
+    return caches
+
+
+def with_equal_pages(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
+    """The decisions with larger blocks where a hybrid model's kinds would have pages of unlike bytes.
+
+    Raises:
+        LayoutError: no such blocks, or a backend that does not read them; it names layer and backend.
+    """
+    settled = dict(decisions)
+    caches = planned_caches(decisions)
+    if len({cache.page_size_bytes for cache in caches.values()}) <= 1:
+        return settled
+    for name, cache in _unified(caches, decisions).items():
+        decision, size = decisions[name], cache.block_size
+        if size == decision.block_size:
+            continue
+        backend = decision.get_backend_cls()
+        allowed = backend.get_supported_kernel_block_sizes(decision.spec, decision.device)
+        given = decision.spec.block_size
+        if given is not None or not MultipleOf.allows(allowed, size):
+            taken = f"its spec fixes {given}" if given else f"which reads {', '.join(map(str, allowed))}"
+            limit = f"is what pages of equal bytes ask of layer {name} on {decision.backend}, {taken}"
+            remedy = "give the layers block sizes with equal page bytes"
+            raise LayoutError("block_size", size, limit, remedy)
+        settled[name] = dataclasses.replace(decision, block_size=size)
+    return settled
+
+
+def _unified(caches: Mapping[str, KVCacheSpec], decisions: Mapping[str, Decision]) -> dict[str, KVCacheSpec]:
+    try:
+        return unify_page_sizes(caches)
+    except LayoutError as error:
+        kinds: dict[int, str] = {}
+        for name, cache in caches.items():
+            size = decisions[name].block_size
+            kinds.setdefault(
+                cache.page_size_bytes,
+                f"{cache.page_size_bytes} of layer {name} ({decisions[name].backend}, block_size={size})",
+            )
+        limit = f"{error.limit}; found {', '.join(kinds.values())}"
+        raise LayoutError(error.field, error.value, limit, error.remedy) from None
+
+
+def with_layout(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
+    """The decisions with the KV layout that was fixed from outside, or else each one's own.
+
+    Raises:
+        LayoutError: a layout that the backend of a layer cannot read; it names both.
+    """
+    settled = dict(decisions)
+    for name, decision in decisions.items():
+        if decision.kv_cache_layout is None:
+            continue
+        layout = get_kv_cache_layout(decision.kv_cache_layout)
+        readable = decision.get_backend_cls().supported_kv_cache_layouts()
+        if layout not in readable:
+            limit = f"cannot be read by {decision.backend} (layer {name}), which takes {', '.join(readable)}"
+            remedy = "clear ATTNPLUG_KV_CACHE_LAYOUT and set_kv_cache_layout, or ask for another backend"
+            raise LayoutError("kv_cache_layout", layout, limit, remedy)
+        settled[name] = dataclasses.replace(decision, kv_cache_layout=layout)
+    return settled

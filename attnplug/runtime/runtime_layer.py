@@ -1,0 +1,173 @@
+"""One layer of a runtime: its impl, its scales, its cache, and what a call must bring for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from attnplug.core.errors import BackendFaultError, BatchError, SpecError
+from attnplug.core.impl import AttentionImpl, LayerTensors
+from attnplug.core.spec import LayerSpec
+from attnplug.registry.decision import Decision
+
+__all__ = ["RuntimeLayer"]
+
+
+class RuntimeLayer:
+    """One layer as its impl sees it: the AttentionLayer protocol, with its cache.
+
+    Args:
+        name: as in the plan.
+        decision: who serves it.
+        tensors: its sinks, slopes and scales; moved to `device`.
+        device: where it runs.
+        target: the layer whose pages it reads and never writes, or None.
+
+    Raises:
+        SpecError: a tensor missing, not asked for, or of another shape or value; it names the layer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        decision: Decision,
+        tensors: LayerTensors,
+        device: torch.device,
+        target: str | None = None,
+    ) -> None:
+        self.name, self.target = name, target
+        self.backend = str(decision.backend)
+        self.spec: LayerSpec = decision.spec
+        self.kv_cache: torch.Tensor | None = None
+        self._q_scale_float = self._prob_scale_float = 1.0
+        self._k_scale_float, self._v_scale_float = float(tensors.k_scale), float(tensors.v_scale)
+        self._q_scale = self._prob_scale = torch.ones((), device=device)
+        self._k_scale = torch.tensor(self._k_scale_float, device=device)
+        self._v_scale = torch.tensor(self._v_scale_float, device=device)
+        self._dtype: torch.dtype = getattr(torch, self.spec.dtype)
+        self._query = (self.spec.num_heads, self.spec.head_size)
+        self._output = (self.spec.num_heads, self.spec.head_size_v)
+        self._keys = (self.spec.num_kv_heads, self.spec.head_size)
+        self._values = (self.spec.num_kv_heads, self.spec.head_size_v)
+        try:
+            # As floats, so that scales in tensors are checked too: they are read at load anyway.
+            dataclasses.replace(tensors, k_scale=self._k_scale_float, v_scale=self._v_scale_float).check(
+                self.spec
+            )
+        except SpecError as error:
+            field = f"{error.field} of layer {name}"
+            raise SpecError(field, error.value, error.limit, error.remedy) from None
+        self.impl: AttentionImpl[Any] = (
+            decision.get_backend_cls()
+            .get_impl_cls()
+            .from_spec(
+                self.spec,
+                layer_name=name,
+                tensors=_moved(tensors, device),
+                kv_sharing_target_layer_name=target,
+                options=decision.get_options(),
+            )
+        )
+        self.impl.process_weights_after_loading(self._dtype)
+
+    def new_output(self, query: torch.Tensor) -> torch.Tensor:
+        """An output `[T, H, Dv]` for `query [T, H, D]`, not filled."""
+        return query.new_empty((query.shape[0], *self._output), dtype=self._dtype)
+
+    def check_call(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        output: torch.Tensor | None,
+        output_lse: torch.Tensor | None,
+        tokens: int,
+        keys: int,
+    ) -> None:
+        """BatchError unless a call brings what a step of `tokens` queries and `keys` new keys needs."""
+        dtype = None if self.impl.supports_quant_query_input else self._dtype
+        self._check("query", query, tokens, self._query, dtype)
+        if output is not None:
+            self._check("output", output, tokens, self._output, self._dtype)
+        if output_lse is not None:
+            if not self.spec.needs_lse:
+                remedy = "declare the layer with needs_lse=True"
+                raise BatchError("output_lse", tuple(output_lse.shape), self._says("must be None"), remedy)
+            self._check("output_lse", output_lse, tokens, self._output[:1], torch.float32)
+        if self.target is not None:
+            if key is not None or value is not None:
+                limit = self._says(f"must be None, as value: it reads the pages of layer {self.target}")
+                raise BatchError("key", None if key is None else tuple(key.shape), limit)
+            return
+        if key is None:
+            if keys or self.spec.direct_kv:
+                raise BatchError("key", None, self._says(f"is required: the step has {keys} new keys"))
+            if value is not None:
+                limit = self._says("must be None where key is")
+                raise BatchError("value", tuple(value.shape), limit)
+            return
+        self._check("key", key, keys, self._keys, self._dtype)
+        if value is not None:
+            self._check("value", value, keys, self._values, self._dtype)
+        elif self.spec.mla is None:
+            raise BatchError("value", None, self._says("is required where key is given"))
+
+    def refuse_nan(self, tokens: int, keys: int, **given: torch.Tensor | None) -> None:
+        """BatchError for NaN in what a call brings, so that no backend is blamed for it."""
+        for name, tensor in given.items():
+            rows = _nan_rows(tensor, tokens if name == "query" else keys)
+            if rows:
+                limit = self._says("holds NaN: it came with the call")
+                raise BatchError(f"{name}[{rows[0]}]", float("nan"), limit)
+
+    def check_result(
+        self, found: object, output: torch.Tensor, output_lse: torch.Tensor | None, tokens: int
+    ) -> None:
+        """BackendFaultError where the backend gave another shape or dtype, or left NaN."""
+        shape = tuple(output.shape)
+        if not isinstance(found, torch.Tensor) or found.shape != shape or found.dtype != output.dtype:
+            seen = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
+            raise BackendFaultError(
+                f"{self.backend} gave {seen} for layer {self.name}, not {output.dtype} {shape}"
+            )
+        for name, tensor in (("output", output), ("output_lse", output_lse)):
+            rows = _nan_rows(tensor, tokens)
+            if rows:
+                raise BackendFaultError(
+                    f"{self.backend} left NaN in {len(rows)} of {tokens} rows of {name} of layer {self.name}, "
+                    f"the first {rows[0]}"
+                )
+
+    def _says(self, limit: str) -> str:
+        return f"of layer {self.name} {limit}"
+
+    def _check(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        rows: int,
+        tail: tuple[int, ...],
+        dtype: torch.dtype | None,
+    ) -> None:
+        shape = tensor.shape
+        if shape[1:] != tail or shape[0] < rows:
+            expected = ", ".join(map(str, (f"at least {rows}", *tail)))
+            raise BatchError(name, tuple(shape), self._says(f"must have the shape ({expected}) in this step"))
+        if dtype is not None and tensor.dtype != dtype:
+            raise BatchError(f"{name}.dtype", tensor.dtype, self._says(f"must be {dtype}"))
+
+
+def _moved(tensors: LayerTensors, device: torch.device) -> LayerTensors:
+    return dataclasses.replace(
+        tensors,
+        sinks=None if tensors.sinks is None else tensors.sinks.to(device),
+        alibi_slopes=None if tensors.alibi_slopes is None else tensors.alibi_slopes.to(device),
+    )
+
+
+def _nan_rows(tensor: torch.Tensor | None, rows: int) -> list[int]:
+    if tensor is None:
+        return []
+    return tensor[:rows].isnan().flatten(1).any(1).nonzero().flatten().tolist()
