@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnplug.core.errors import BatchError
+from attnplug.core.errors import BatchError, LayoutError
 
 __all__ = ["write_kv_cache"]
 
@@ -34,7 +34,12 @@ def write_kv_cache(
 
     Raises:
         BatchError: fewer rows than slots.
+        LayoutError: pages of integers: they would need more than a scale.
     """
+    for name, pages in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not pages.is_floating_point():
+            remedy = "view raw bytes as their 8-bit float"
+            raise LayoutError(f"{name}.dtype", pages.dtype, "must be a float type", remedy)
     slots = slot_mapping.shape[0]
     for name, tensor in (("key", key), ("value", value)):
         if tensor.shape[0] < slots:
