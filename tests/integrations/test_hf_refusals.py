@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from hf_models import DECODERS, ENCODERS, WHISPER, Family, assert_same_logits, prompts
+from hf_models import DECODERS, ENCODERS, WHISPER, Family, assert_same_logits, one_thread, prompts
 from torch.nn import MultiheadAttention
 
 from attnplug import use
@@ -18,6 +19,12 @@ OWN_ATTENTION = {
     "falcon": Family("Falcon"),
     "mpt": Family("Mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}),
 }
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +181,17 @@ def test_a_scale_that_means_nothing_is_refused(llama: Any) -> None:
     tensors = (torch.zeros(1, 2, 3, 8) for _ in range(3))
     with pytest.raises(SpecError, match="scale"):
         attention(module, *tensors, None, scaling=-1.0)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_compiled_model_is_refused(llama: Any) -> None:
+    compiled = torch.compile(llama, backend="eager")
+    try:
+        with pytest.raises(Exception, match=r"cannot be carried through torch\.compile"):
+            compiled(prompts()[0])
+    finally:
+        torch._dynamo.reset()
 
 
 @torch.no_grad()

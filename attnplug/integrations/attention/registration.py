@@ -30,7 +30,9 @@ def register() -> None:
     and never use it: `set_attention` refuses those.
     """
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, attention_mask)
+    # A mask made while tracing would say nothing of the step; made for real, it refuses to be traced.
+    untraced: Any = torch.compiler.disable
+    AttentionMaskInterface.register(NAME, untraced(attention_mask))
 
 
 def set_attention(model: PreTrainedModel) -> None:

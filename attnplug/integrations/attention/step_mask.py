@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 
 from attnplug.core.errors import BatchError
 from attnplug.integrations.attention.packing import Packing, pack_all, pack_real
@@ -98,9 +99,14 @@ class PatternMask(torch.Tensor):
             return args[0]
         if name == "__getitem__" and isinstance(args[0], cls) and _takes_all(args[0].shape, args[1]):
             return args[0]
-        if name in _ABOUT or (name == "__get__" and getattr(func, "__self__", None) in _PROPERTIES):
+        asked = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
+        if asked in _ABOUT or (name == "__get__" and asked.startswith("is_")):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if TracingContext.try_get() is not None:
+            limit = "cannot be carried through torch.compile: a pattern is no tensor that it could trace"
+            remedy = "run the model as it is; with generate(), pass disable_compile=True"
+            raise BatchError("attention_mask", cls.__name__, limit, remedy)
         limit = "must reach attention as transformers made it: a mask that the model alters or reads is no pattern"
         raise BatchError("attention_mask", f"changed by {name}", limit, "use attn_implementation='eager'")
 
@@ -108,21 +114,9 @@ class PatternMask(torch.Tensor):
 _SAME = frozenset({"to", "contiguous", "detach", "clone", "bool", "cpu", "cuda", "requires_grad_"})
 _ABOUT = frozenset(
     {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point"}
-    | {"is_complex", "__len__", "get_device", "element_size", "storage_offset", "is_pinned"}
-)
-_PROPERTIES = frozenset(
-    getattr(torch.Tensor, name)
-    for name in (
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "layout",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "requires_grad",
-    )
+    | {"is_complex", "__len__", "get_device", "element_size", "storage_offset", "is_pinned", "is_inference"}
+    | {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "itemsize", "nbytes", "_version"}
+    | {"grad_fn"}
 )
 
 
