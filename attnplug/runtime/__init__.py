@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from attnplug.runtime.budget import parse_memory as parse_memory
     from attnplug.runtime.buffers import CpuGpuBuffer as CpuGpuBuffer
     from attnplug.runtime.buffers import StagingRing as StagingRing
+    from attnplug.runtime.graph_buffers import GraphInputBuffers as GraphInputBuffers
+    from attnplug.runtime.graph_state import GraphState as GraphState
     from attnplug.runtime.grouping import get_kv_cache_spec as get_kv_cache_spec
     from attnplug.runtime.grouping import group_kv_caches as group_kv_caches
     from attnplug.runtime.grouping import num_padding_layers as num_padding_layers
@@ -46,6 +48,8 @@ __all__ = [
     "AttentionRuntime",
     "BlockPool",
     "CpuGpuBuffer",
+    "GraphInputBuffers",
+    "GraphState",
     "KVCacheLayoutType",
     "MemoryBudget",
     "ModelPlan",
@@ -86,6 +90,8 @@ __getattr__, __dir__ = lazy_exports(
         "AttentionRuntime": "attention_runtime",
         "AttentionGroup": "attention_groups",
         "CpuGpuBuffer": "buffers",
+        "GraphInputBuffers": "graph_buffers",
+        "GraphState": "graph_state",
         "KVCacheLayoutType": "layout",
         "MemoryBudget": "budget",
         "PlaceholderMap": "placeholders",

@@ -27,7 +27,7 @@ from attnplug.runtime.model_plan import ModelPlan
 from attnplug.runtime.runtime_layer import RuntimeLayer
 from attnplug.runtime.step_batch import StepBatch, StepBatchBuilder
 
-__all__ = ["AttentionRuntime", "RuntimeLayer"]
+__all__ = ["AttentionRuntime", "RuntimeLayer", "longest_sequence"]
 
 _DEBUG = "ATTNPLUG_DEBUG"
 
@@ -126,15 +126,10 @@ class AttentionRuntime:
         groups = self.kv_cache_config.kv_cache_groups
         if not groups:
             raise BatchError("plan", len(self.layers), "layers keep no pages", "begin_step(direct=...)")
-        limit = self.config.max_model_len
-        longest = limit if max_model_len is None else max_model_len
-        if longest is None or (limit is not None and longest > limit):
-            text = f"must be at most config.max_model_len={limit}"
-            raise BatchError("max_model_len", longest, "is required" if longest is None else text)
         return StepBatchBuilder(
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_model_len=longest,
+            max_model_len=longest_sequence(self.config, max_model_len),
             block_sizes=[group.kv_cache_spec.block_size for group in groups],
             device=self.device,
             cross_groups=[
@@ -237,6 +232,10 @@ class AttentionRuntime:
             layer.check_result(found, output, output_lse, step.tokens)
         return output
 
+    def end_step(self) -> None:
+        """Forget the step that was begun: `forward` raises until the next one."""
+        self._step = {}
+
     def close(self) -> None:
         """Give up caches and workspaces; anything but `close` raises afterwards."""
         self._closed = True
@@ -270,11 +269,8 @@ class AttentionRuntime:
         for (backend, spec), names in alike.items():
             # No pages are kept, but a builder is told of the layer's heads in the form of a page.
             cache = cast(KVCacheSpec, kv_cache_spec_for(spec.replace(direct_kv=False), spec.block_size or 1))
-            builder: Any = backend.get_builder_cls()(cache, names, self.config, self.device)
-            if isinstance(builder, WorkspaceUser):
-                if users:
-                    builder.set_workspace_buffer(users[0].get_workspace_buffer())
-                users.append(builder)
+            builder = backend.get_builder_cls()(cache, names, self.config, self.device)
+            _share_workspace(builder, users)
             made.append(AttentionGroup(backend, tuple(names), cache, -1, builder, frozenset({spec})))
         return made
 
@@ -307,11 +303,35 @@ class AttentionRuntime:
             raise BatchError("runtime", "closed", "cannot be used any more", "make another one")
 
 
+def _share_workspace(builder: object, users: list[WorkspaceUser]) -> None:
+    if not isinstance(builder, WorkspaceUser):
+        return
+    if users:
+        builder.set_workspace_buffer(users[0].get_workspace_buffer())
+    users.append(builder)
+
+
 def _direct_keys(direct: CommonAttentionMetadata) -> int:
     """The keys that a call must bring; 0 where only the device knows."""
     if direct.key_start_loc_cpu is not None:
         return int(direct.key_start_loc_cpu[direct.num_reqs])
     return direct.num_actual_tokens if direct.key_start_loc is None else 0
+
+
+def longest_sequence(config: BuilderConfig, max_model_len: int | None) -> int:
+    """`max_model_len`, or the configuration's.
+
+    Raises:
+        BatchError: neither, or more than the configuration's.
+    """
+    limit = config.max_model_len
+    if max_model_len is None:
+        if limit is None:
+            raise BatchError("max_model_len", None, "is required: config.max_model_len is None too")
+        return limit
+    if limit is not None and max_model_len > limit:
+        raise BatchError("max_model_len", max_model_len, f"must be at most config.max_model_len={limit}")
+    return max_model_len
 
 
 def _device(plan: ModelPlan, device: torch.device | str | None) -> torch.device:

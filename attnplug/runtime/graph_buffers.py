@@ -1,0 +1,127 @@
+"""The tensors that captured graphs read: one set of the largest size, which lives as long as they do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from attnplug.core.errors import BatchError
+from attnplug.core.metadata import PAD_SLOT_ID
+from attnplug.runtime.step_batch import StepBatch
+
+__all__ = ["GraphBuffers", "GraphInputBuffers"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class GraphInputBuffers:
+    """What one captured graph reads: views of the fronts of the shared buffers.
+
+    Args:
+        batch_size: requests B of the graph.
+        query_len: queries q of each request.
+        query_start_loc: int32 `[B + 1]`.
+        seq_lens: int32 `[B]`.
+        block_tables: int32 `[G, B, max_blocks]` of the G KV groups.
+        slot_mappings: int64 `[G, B * q]`; a cross group's stay -1.
+        encoder_seq_lens: int32 `[B]`; None without cross groups.
+    """
+
+    batch_size: int
+    query_len: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    slot_mappings: torch.Tensor
+    encoder_seq_lens: torch.Tensor | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Query rows of the graph."""
+        return self.batch_size * self.query_len
+
+    def clear(self) -> None:
+        """Make every request a padding request: length 1, null pages, slots -1."""
+        self._pad(0, 0)
+
+    def copy_from(self, batch: StepBatch) -> None:
+        """Take a step's values and pad to the graph's size, without waiting for the device.
+
+        Padding requests have length 1, table row 0 and slots -1; start locations go on by `query_len`.
+        """
+        common, reqs = batch.common, batch.common.num_reqs
+        width = min(self.block_tables.shape[2], batch.block_tables.shape[2])
+        self.query_start_loc[: reqs + 1].copy_(common.query_start_loc, non_blocking=True)
+        self.seq_lens[:reqs].copy_(common.seq_lens, non_blocking=True)
+        self.block_tables[:, :reqs, :width].copy_(batch.block_tables[:, :, :width], non_blocking=True)
+        for group, count in enumerate(batch.num_slots):
+            if count:
+                self.slot_mappings[group, :count].copy_(batch.of_group(group)[1], non_blocking=True)
+        if self.encoder_seq_lens is not None and common.encoder_seq_lens is not None:
+            self.encoder_seq_lens[:reqs].copy_(common.encoder_seq_lens, non_blocking=True)
+        self._pad(reqs, common.num_actual_tokens)
+
+    def _pad(self, reqs: int, tokens: int) -> None:
+        q = self.query_len
+        if reqs < self.batch_size:
+            starts = self.query_start_loc[reqs + 1 :]
+            torch.arange(tokens + q, tokens + q * starts.shape[0] + 1, q, out=starts)
+        if reqs == 0:
+            self.query_start_loc[:1].fill_(0)
+        self.seq_lens[reqs:].fill_(1)
+        self.block_tables[:, reqs:].fill_(0)
+        self.slot_mappings[:, tokens:].fill_(PAD_SLOT_ID)
+        if self.encoder_seq_lens is not None:
+            self.encoder_seq_lens[reqs:].fill_(1)
+
+
+class GraphBuffers:
+    """Allocates the buffers of the largest captured size, and hands out their fronts.
+
+    Args:
+        groups: KV groups G.
+        batch_size: most requests.
+        query_len: most queries of a request.
+        max_blocks: pages of the longest sequence.
+        with_encoder: whether there are cross groups.
+        device: where graphs run.
+    """
+
+    def __init__(
+        self,
+        groups: int,
+        batch_size: int,
+        query_len: int,
+        max_blocks: int,
+        with_encoder: bool,
+        device: torch.device,
+    ) -> None:
+        tokens = batch_size * query_len
+        self.query_start_loc = torch.zeros(batch_size + 1, dtype=torch.int32, device=device)
+        self.seq_lens = torch.ones(batch_size, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(groups, batch_size, max_blocks, dtype=torch.int32, device=device)
+        self.slot_mappings = torch.full((groups, tokens), PAD_SLOT_ID, dtype=torch.int64, device=device)
+        self.encoder_seq_lens = torch.ones_like(self.seq_lens) if with_encoder else None
+
+    def front(self, batch_size: int, query_len: int) -> GraphInputBuffers:
+        """The buffers of a graph of `batch_size` requests with `query_len` queries each.
+
+        Raises:
+            BatchError: sizes below 1 or past what was allocated.
+        """
+        most = self.seq_lens.shape[0]
+        if not 1 <= batch_size <= most:
+            raise BatchError("batch_size", batch_size, f"must lie in 1 .. {most}")
+        longest = self.slot_mappings.shape[1] // most
+        if not 1 <= query_len <= longest:
+            raise BatchError("query_len", query_len, f"must lie in 1 .. {longest}")
+        encoder = self.encoder_seq_lens
+        return GraphInputBuffers(
+            batch_size=batch_size,
+            query_len=query_len,
+            query_start_loc=self.query_start_loc[: batch_size + 1],
+            seq_lens=self.seq_lens[:batch_size],
+            block_tables=self.block_tables[:, :batch_size],
+            slot_mappings=self.slot_mappings[:, : batch_size * query_len],
+            encoder_seq_lens=None if encoder is None else encoder[:batch_size],
+        )

@@ -1,0 +1,301 @@
+"""Steps inside CUDA graphs: what is captured, what is copied in before a replay, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attnplug.core.errors import BatchError
+from attnplug.core.kv_cache_spec import CrossAttentionSpec
+from attnplug.core.metadata import AttentionCGSupport, AttentionMetadata, CommonAttentionMetadata
+from attnplug.runtime.attention_groups import cross_metadata
+from attnplug.runtime.attention_runtime import AttentionRuntime, longest_sequence
+from attnplug.runtime.graph_buffers import GraphBuffers, GraphInputBuffers
+from attnplug.runtime.step_batch import StepBatch
+
+__all__ = ["GraphInputBuffers", "GraphState"]
+
+_Lengths = npt.NDArray[np.int32]
+
+
+class GraphState:
+    """The graph side of a runtime: buffers of the largest captured size, and the steps made of them.
+
+    The sizes are the runtime's `config.cudagraph_batch_sizes`, so that builders know them too. Capture and
+    replay, with the engine's own graphs and its own buffers for queries, keys and values:
+
+    ```python
+    with state.capture(batch_size=8):
+        model()  # warm up
+        with torch.cuda.graph(graph):
+            model()
+    buffers = state.get_graph_input_buffers(8)
+    state.prepare_graph_input_buffers(buffers, batch)
+    graph.replay()
+    ```
+
+    Args:
+        runtime: its layers with pages are captured; direct layers, such as an encoder's, are not.
+        max_model_len: longest sequence; default the configuration's.
+        max_query_len: most queries of a request; default 1 and the configuration's speculative tokens.
+        max_encoder_len: longest encoder sequence, where there are cross-attention layers.
+
+    Raises:
+        BatchError: a configuration without batch sizes, lengths missing, or a plan without pages.
+    """
+
+    def __init__(
+        self,
+        runtime: AttentionRuntime,
+        max_model_len: int | None = None,
+        max_query_len: int | None = None,
+        max_encoder_len: int = 0,
+    ) -> None:
+        config = runtime.config
+        self.batch_sizes = tuple(sorted(set(config.cudagraph_batch_sizes)))
+        """The batch sizes that may be captured, in ascending order."""
+        if not self.batch_sizes:
+            remedy = "give AttentionRuntime a BuilderConfig that names them"
+            raise BatchError("config.cudagraph_batch_sizes", (), "names no size", remedy)
+        self.max_model_len = longest_sequence(config, max_model_len)
+        self.max_query_len = 1 + config.num_speculative_tokens if max_query_len is None else max_query_len
+        if not 1 <= self.max_query_len <= self.max_model_len:
+            raise BatchError("max_query_len", self.max_query_len, f"must lie in 1 .. {self.max_model_len}")
+        self._runtime = runtime
+        groups = runtime.kv_cache_config.kv_cache_groups
+        self._cross = frozenset(
+            i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, CrossAttentionSpec)
+        )
+        if not groups:
+            raise BatchError("runtime.plan", len(runtime.layers), "layers keep no pages: nothing to capture")
+        if (max_encoder_len < 1) is bool(self._cross):
+            limit = "must be at least 1 with cross-attention layers, and 0 without"
+            raise BatchError("max_encoder_len", max_encoder_len, limit)
+        self.max_encoder_len = max_encoder_len
+        self._first = next((i for i in range(len(groups)) if i not in self._cross), 0)
+        blocks = [
+            -(
+                -(max_encoder_len if i in self._cross else self.max_model_len)
+                // group.kv_cache_spec.block_size
+            )
+            for i, group in enumerate(groups)
+        ]
+        self._buffers = GraphBuffers(
+            len(groups),
+            self.batch_sizes[-1],
+            self.max_query_len,
+            max(blocks),
+            bool(self._cross),
+            runtime.device,
+        )
+
+    @property
+    def support(self) -> AttentionCGSupport:
+        """What every builder of the runtime can have captured."""
+        levels = [level for level, _ in self._levels()]
+        return min(levels, default=AttentionCGSupport.NEVER)
+
+    def batch_size_for(self, num_reqs: int) -> int | None:
+        """The smallest captured batch size that holds `num_reqs` requests; None where none does."""
+        return next((size for size in self.batch_sizes if size >= num_reqs), None)
+
+    @contextlib.contextmanager
+    def capture(self, batch_size: int, query_len: int = 1) -> Iterator[dict[str, AttentionMetadata]]:
+        """A step of `batch_size` requests with `query_len` queries each, in which graphs are captured.
+
+        Inside, `runtime.forward` runs on the buffers; all its requests are padding, so that nothing is
+        written. Afterwards no step is begun. Gives the metadata by layer.
+
+        Raises:
+            BatchError: more than a builder declares, naming it and its level; sizes that are not to be
+                captured; a runtime in debug mode, whose checks wait for the device.
+        """
+        if self._runtime.debug:
+            limit = "reads back what layers wrote, which a graph cannot"
+            raise BatchError("runtime.debug", True, limit, "make the runtime with debug=False")
+        metadata = self.metadata_for_capture(batch_size, query_len)
+        buffers = self.get_graph_input_buffers(batch_size, query_len)
+        self._runtime.begin_step(self._capture_batch(buffers), metadata=metadata)
+        try:
+            yield metadata
+        finally:
+            self._runtime.end_step()
+            buffers.clear()
+
+    def metadata_for_capture(self, batch_size: int, query_len: int = 1) -> dict[str, AttentionMetadata]:
+        """Each layer's metadata of a uniform batch over the buffers, as graphs are captured with.
+
+        `max_seq_len` is the longest sequence, and host lengths are that bound, so that whatever a builder
+        derives from them, such as a split over the keys, fits every step that is replayed.
+
+        Raises:
+            BatchError: as `capture`.
+        """
+        self._check_support(batch_size, query_len)
+        buffers = self.get_graph_input_buffers(batch_size, query_len)
+        buffers.clear()
+        if buffers.encoder_seq_lens is not None:
+            # Derived metadata takes the largest encoder length for an exact one.
+            buffers.encoder_seq_lens.fill_(self.max_encoder_len)
+        batch = self._capture_batch(buffers)
+        metadata: dict[str, AttentionMetadata] = {}
+        for group in self._runtime.attention_groups:
+            table, slots = batch.of_group(group.kv_cache_group_id)
+            if group.kv_cache_group_id in self._cross:
+                common = cross_metadata(batch.common, table, slots)
+            else:
+                common = dataclasses.replace(batch.common, block_table_tensor=table, slot_mapping=slots)
+            made: AttentionMetadata = group.builder.build_for_cudagraph_capture(common)
+            for name in group.layer_names:
+                metadata[name] = made
+        return metadata
+
+    def get_graph_input_buffers(self, batch_size: int, query_len: int = 1) -> GraphInputBuffers:
+        """What a graph of this size reads; always the same memory.
+
+        Raises:
+            BatchError: a batch size that is not to be captured, or more queries than `max_query_len`.
+        """
+        if batch_size not in self.batch_sizes:
+            sizes = ", ".join(map(str, self.batch_sizes))
+            raise BatchError(
+                "batch_size", batch_size, f"must be one of config.cudagraph_batch_sizes: {sizes}"
+            )
+        return self._buffers.front(batch_size, query_len)
+
+    def prepare_graph_input_buffers(self, input_buffers: GraphInputBuffers, batch: StepBatch) -> StepBatch:
+        """Copy a step's values in before its graph is replayed, and begin the step with them.
+
+        The step is begun on the padded batch, so that builders which plan on the host plan for it. Rows of
+        the output past `batch.common.num_actual_tokens` are unspecified.
+
+        Args:
+            input_buffers: of the graph to be replayed.
+            batch: from `StepBatchBuilder.step`; at most as many requests as the graph has, each with as many
+                queries, or fewer where all builders support any batch.
+
+        Returns:
+            The padded batch, whose tensors are the buffers.
+
+        Raises:
+            BatchError: a step that does not fit the graph; nothing is copied then.
+        """
+        self._check_fits(input_buffers, batch)
+        input_buffers.copy_from(batch)
+        padded = self._padded(input_buffers, batch)
+        self._runtime.begin_step(padded)
+        return padded
+
+    def _levels(self) -> list[tuple[AttentionCGSupport, str]]:
+        """Each builder's level, and what to call it."""
+        found = []
+        for group in self._runtime.attention_groups:
+            level = group.builder.get_cudagraph_support(self._runtime.config, group.kv_cache_spec)
+            who = (
+                f"{type(group.builder).__name__} of {group.backend.get_name()} (layer {group.layer_names[0]})"
+            )
+            found.append((level, who))
+        return found
+
+    def _check_support(self, batch_size: int, query_len: int) -> None:
+        single = query_len == 1
+        asked = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if single else AttentionCGSupport.UNIFORM_BATCH
+        for level, who in self._levels():
+            if level < asked:
+                field, value = ("batch_size", batch_size) if single else ("query_len", query_len)
+                limit = f"asks to capture {asked.name}, and {who} declares {level.name}"
+                raise BatchError(field, value, limit, "run such batches without a graph")
+
+    def _check_fits(self, buffers: GraphInputBuffers, batch: StepBatch) -> None:
+        common, groups = batch.common, buffers.block_tables.shape[0]
+        if batch.block_tables.shape[0] != groups or batch.cross_groups != self._cross:
+            found = batch.block_tables.shape[0], sorted(batch.cross_groups)
+            limit = f"must be {groups} KV groups, with encoder tokens in {sorted(self._cross)}"
+            raise BatchError("batch", found, limit)
+        if common.num_reqs > buffers.batch_size:
+            limit = f"must not pass the graph's batch_size={buffers.batch_size}"
+            raise BatchError("batch.num_reqs", common.num_reqs, limit)
+        if common.max_seq_len > self.max_model_len:
+            limit = f"must not pass max_model_len={self.max_model_len}"
+            raise BatchError("batch.max_seq_len", common.max_seq_len, limit)
+        queries = np.diff(common.query_start_loc_cpu.numpy())
+        uniform = bool((queries == buffers.query_len).all())
+        if not uniform and (
+            common.max_query_len > buffers.query_len or self.support < AttentionCGSupport.ALWAYS
+        ):
+            lengths = sorted(set(queries.tolist()))
+            limit = f"must be the graph's query_len={buffers.query_len} for every request"
+            raise BatchError("batch.query_lens", lengths, limit, "run this step without a graph")
+        for group in sorted(self._cross):
+            if batch.num_slots[group]:
+                limit = (
+                    f"encoder tokens of KV group {group} are written in this step, and a graph writes none"
+                )
+                raise BatchError(
+                    "batch.num_slots", batch.num_slots[group], limit, "run this step without a graph"
+                )
+
+    def _capture_batch(self, buffers: GraphInputBuffers) -> StepBatch:
+        reqs = buffers.batch_size
+        starts = torch.arange(0, buffers.num_tokens + 1, buffers.query_len, dtype=torch.int32)
+        lengths = np.full(reqs, self.max_model_len, dtype=np.int32)
+        encoder = np.full(reqs, self.max_encoder_len, dtype=np.int32) if self._cross else None
+        return self._batch(buffers, starts, lengths, False, encoder, ())
+
+    def _padded(self, buffers: GraphInputBuffers, batch: StepBatch) -> StepBatch:
+        common, padding = batch.common, buffers.batch_size - batch.common.num_reqs
+        ends = common.num_actual_tokens + torch.arange(1, padding + 1, dtype=torch.int32) * buffers.query_len
+        return self._batch(
+            buffers,
+            torch.cat([common.query_start_loc_cpu, ends.int()]),
+            _extended(common.seq_lens_host, padding),
+            common.seq_lens_host_exact,
+            _extended(common.encoder_seq_lens_cpu, padding) if self._cross else None,
+            batch.req_ids,
+        )
+
+    def _batch(
+        self,
+        buffers: GraphInputBuffers,
+        starts: torch.Tensor,
+        lengths: _Lengths | None,
+        exact: bool,
+        encoder: _Lengths | None,
+        req_ids: tuple[str, ...],
+    ) -> StepBatch:
+        tokens = buffers.num_tokens
+        common = CommonAttentionMetadata(
+            query_start_loc=buffers.query_start_loc,
+            query_start_loc_cpu=starts,
+            seq_lens=buffers.seq_lens,
+            num_reqs=buffers.batch_size,
+            num_actual_tokens=tokens,
+            max_query_len=buffers.query_len,
+            max_seq_len=self.max_model_len,
+            block_table_tensor=buffers.block_tables[self._first],
+            slot_mapping=buffers.slot_mappings[self._first, : 0 if self._first in self._cross else tokens],
+            seq_lens_host=lengths,
+            seq_lens_host_exact=exact,
+            encoder_seq_lens=buffers.encoder_seq_lens,
+            encoder_seq_lens_cpu=encoder,
+        )
+        groups = buffers.block_tables.shape[0]
+        counts = tuple(0 if group in self._cross else tokens for group in range(groups))
+        return StepBatch(
+            common,
+            self._first,
+            buffers.block_tables,
+            buffers.slot_mappings,
+            counts,
+            self._cross,
+            req_ids,
+        )
+
+
+def _extended(lengths: _Lengths | None, padding: int) -> _Lengths | None:
+    return None if lengths is None else np.concatenate([lengths, np.ones(padding, dtype=np.int32)])
