@@ -105,6 +105,10 @@ class Trace:
         """The pattern of a mask made by `add_mask`; a sentence for a tensor that is none."""
         if tensor is None:
             return None
+        base = tensor._base
+        # A slice that leaves nothing out is the mask itself.
+        if base is not None and (base.shape, base.stride()) == (tensor.shape, tensor.stride()):
+            tensor = base
         known = self._masks.get(id(tensor))
         return known[1] if known else "the model alters the mask or adds a bias of its own to it"
 
