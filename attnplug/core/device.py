@@ -121,7 +121,9 @@ def _gpu_index() -> Callable[[], int] | None:
     # Asked once: whether there is a GPU does not change, and asking costs more than a selection.
     import torch
 
-    return torch.cuda.current_device if torch.cuda.is_available() else None
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.current_device if torch.cuda.device_count() > 1 else lambda: 0
 
 
 @functools.cache
