@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from attnplug.core.checks import check_size
-from attnplug.core.errors import PolicyError, SpecError
+from attnplug.core.errors import LayoutError, PolicyError, SpecError
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.default import get_registry
 from attnplug.registry.devices import DeviceLike, resolve_device
@@ -78,7 +78,7 @@ def plan(
             kind with its reasons.
         BackendUnavailableError: layers that the backends asked for do not serve.
         LayoutError: block sizes or layouts that cannot be agreed on, naming layer and backend; a
-            `kv_sharing` that cannot be; too little memory.
+            `kv_sharing` that cannot be; too little memory for a token of every KV group.
         PolicyError: as `attnplug.select_layers`; both num_blocks and memory; a phase rule that would
             serve a layer by two backends.
         SpecError: `specs` that are no layers, or a `num_blocks` below 2.
@@ -113,8 +113,11 @@ def plan(
     config = made.kv_cache_config
     if memory is not None:
         given = parse_memory(memory)
-        made = dataclasses.replace(
-            made, memory=given, num_blocks=fit_kv_cache(config, given).num_blocks or None
-        )
+        fitting = fit_kv_cache(config, given).num_blocks or None
+        made = dataclasses.replace(made, memory=given, num_blocks=fitting)
+    groups = len(config.kv_cache_groups)
+    if made.num_blocks is not None and made.num_blocks <= groups:
+        limit = f"must be at least {groups + 1}: the null block, and one for each of {groups} KV groups"
+        raise LayoutError("num_blocks", made.num_blocks, limit)
     _log.info("%s", made)
     return made

@@ -1,0 +1,411 @@
+"""Who serves each layer of a plan, and which plans are refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from fake_backends import backend, layouts, no, offered, reads
+from model_layers import FULL, PAGE, SLIDING, every, gemma_3, gpt_oss, layer, llama, model, whisper
+
+import attnplug
+from attnplug import Phase, plan
+from attnplug.core.blocks import MultipleOf
+from attnplug.core.errors import (
+    BackendUnavailableError,
+    LayoutError,
+    NoBackendError,
+    PolicyError,
+    SpecError,
+    UnknownBackendError,
+)
+from attnplug.core.features import Feature
+from attnplug.core.kv_cache_spec import CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+
+TWO_KINDS = model([SLIDING, FULL])
+FIRST, SECOND = backend("FIRST", 60), backend("SECOND", 55)
+PLAIN = backend("PLAIN", 70, features=no(Feature.SLIDING_WINDOW))
+
+
+def served_by(made: attnplug.runtime.ModelPlan) -> dict[str, str | None]:
+    return {name: decision.backend for name, decision in made.decisions.items()}
+
+
+# What is planned
+
+
+def test_a_mapping_of_specs_is_planned_layer_by_layer():
+    made = plan(llama(), "cpu")
+    assert list(made.decisions) == list(llama())
+    assert made.backends == ("TORCH",)
+    assert made.specs == llama()
+    assert made.num_blocks is None
+    assert made.budget is None
+
+
+def test_a_model_that_was_read_brings_its_layers_and_its_sharing():
+    read = SimpleNamespace(layers=model([FULL, FULL]), kv_sharing={"layers.1": "layers.0"})
+    made = plan(read, "cpu", num_blocks=4)
+    assert made.kv_sharing == {"layers.1": "layers.0"}
+    (tensor,) = made.kv_cache_config.kv_cache_tensors
+    assert tensor.shared_by == ("layers.0", "layers.1")
+
+
+def test_an_argument_comes_before_the_sharing_of_the_model():
+    read = SimpleNamespace(layers=model([FULL, FULL]), kv_sharing={"layers.1": "layers.0"})
+    assert plan(read, "cpu", kv_sharing={}).kv_sharing == {}
+
+
+def test_gemma_3_has_groups_of_equal_count_and_two_sets_of_hyperparameters():
+    made = plan(gemma_3(), "cpu", num_blocks=8)
+    groups = made.kv_cache_config.kv_cache_groups
+    assert [len(group.layer_names) for group in groups] == [9, 9, 9, 9, 8, 8, 10]
+    assert {type(group.kv_cache_spec) for group in groups} == {FullAttentionSpec, SlidingWindowSpec}
+    assert [len(names) for names in made.hyperparameter_groups.values()] == [52, 10]
+
+
+def test_gemma_2_alternates_windows_under_one_cap():
+    cap = {"logits_soft_cap": 50.0}
+    made = plan(model(every(26, 2, SLIDING | cap, cap)), "cpu")
+    assert [p.window_left for p in made.hyperparameter_groups] == [127, -1]
+    assert {p.logits_soft_cap for p in made.hyperparameter_groups} == {50.0}
+
+
+def test_gpt_oss_has_sinks_in_both_sets_of_hyperparameters():
+    made = plan({n: s.replace(has_sinks=True) for n, s in gpt_oss().items()}, "cpu")
+    assert [(p.window_left, p.has_sinks, len(n)) for p, n in made.hyperparameter_groups.items()] == [
+        (127, True, 12),
+        (-1, True, 12),
+    ]
+
+
+def test_an_encoder_keeps_no_pages_and_a_decoder_two_kinds():
+    made = plan(whisper(), "cpu", num_blocks=8)
+    kinds = [type(group.kv_cache_spec) for group in made.kv_cache_config.kv_cache_groups]
+    assert kinds == [FullAttentionSpec, CrossAttentionSpec]
+    assert made.decisions["encoder.layers.0.self_attn"].block_size is None
+
+
+def test_no_layers_make_an_empty_plan():
+    assert plan({}, "cpu", uniform=True, memory=1 << 20).num_blocks is None
+
+
+# How many blocks
+
+
+def test_memory_says_how_many_blocks_fit():
+    made = plan(llama(), "cpu", memory="1MiB")
+    each = 32 * PAGE
+    assert (made.memory, made.num_blocks) == (1 << 20, (1 << 20) // each)
+    assert made.budget is not None
+    assert made.budget.bytes_per_block == each
+    assert made.budget.max_tokens == 31 * 16
+    assert made.kv_cache_config.num_blocks == 32
+
+
+def test_a_number_of_blocks_says_how_much_memory_they_take():
+    made = plan(llama(), "cpu", num_blocks=32)
+    assert made.budget == plan(llama(), "cpu", memory="1MiB").budget
+
+
+def test_blocks_and_memory_at_once_are_refused():
+    with pytest.raises(PolicyError, match=r"num_blocks=4 cannot stand with memory='1GiB'; give one"):
+        plan(llama(), "cpu", num_blocks=4, memory="1GiB")
+
+
+@pytest.mark.parametrize("blocks", [-1, 0, 1, 2.5, True])
+def test_a_pool_without_a_usable_block_is_refused(blocks):
+    with pytest.raises(SpecError, match=r"num_blocks=.* must be an integer of at least 2"):
+        plan(llama(), "cpu", num_blocks=blocks)
+
+
+def test_memory_for_less_than_two_blocks_is_refused():
+    with pytest.raises(LayoutError, match="must hold at least two blocks of 32768 bytes"):
+        plan(llama(), "cpu", memory=65_535)
+
+
+@pytest.mark.parametrize("asked", [{"num_blocks": 7}, {"memory": 7 * 10 * PAGE}])
+def test_a_pool_that_cannot_hold_a_token_of_every_group_is_refused(asked):
+    with pytest.raises(
+        LayoutError, match="num_blocks=7 must be at least 8: the null block, and one for each"
+    ):
+        plan(gemma_3(), "cpu", **asked)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("specs", [layer(), [layer()], None])
+def test_what_is_no_mapping_of_layers_is_refused(specs):
+    with pytest.raises(SpecError, match="must be a mapping of layer names to LayerSpec"):
+        plan(specs, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("sharing", "what"),
+    [
+        ({"nobody": "layers.0"}, "is no layer with a cache"),
+        ({"layers.0": "nobody"}, "is no layer with pages of its own"),
+        ({"layers.0": "layers.1"}, "has another cache than layers.0"),
+    ],
+)
+def test_a_sharing_that_cannot_be_is_refused_by_the_plan(sharing, what):
+    with pytest.raises(LayoutError, match=what):
+        plan(TWO_KINDS, "cpu", kv_sharing=sharing)
+
+
+def test_layers_without_a_backend_are_listed_by_kind_with_every_reason():
+    unserved = model([{"sparse": True}, {"sparse": True}, FULL, {"mm_prefix": True}])
+    with pytest.raises(NoBackendError) as caught:
+        plan(unserved, "cpu")
+    text = str(caught.value)
+    assert text.startswith("no backend on cpu serves\n  layer layers.0 and 1 like it\n    TORCH: sparse")
+    assert "layer layers.3\n    TORCH: multimodal" in text
+    assert "layers.2" not in text
+    assert caught.value.decision.layer_name == "layers.0"
+    assert not isinstance(caught.value, BackendUnavailableError)
+
+
+def test_the_backend_asked_for_is_named_and_no_other_is():
+    with offered(PLAIN, FIRST), pytest.raises(BackendUnavailableError) as caught:
+        plan(TWO_KINDS, "cpu", backend="FIRST,sliding=PLAIN")
+    text = str(caught.value)
+    assert "layer layers.0 (asked of sliding=PLAIN by backend)\n    PLAIN: sliding_window" in text
+    assert "FIRST:" not in text
+    assert caught.value.reasons[0].code == "feature.sliding_window"
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(UnknownBackendError, match="NOBODY"):
+        plan(TWO_KINDS, "cpu", backend="NOBODY")
+
+
+# Phases
+
+
+def test_a_phase_asked_alone_is_noted_where_it_would_have_chosen_otherwise():
+    decoder = backend("DECODER", 90, supported_phases=(Phase.DECODE,))
+    with offered(decoder):
+        made = plan(TWO_KINDS, "cpu", per_phase=True)
+    assert made.backends == ("TORCH",)
+    assert made.by_phase["layers.0"][Phase.DECODE].backend == "DECODER"
+    assert made.by_phase["layers.0"][Phase.PREFILL].backend == "TORCH"
+    (note,) = made.notes
+    assert note.startswith("2 layers would decode on DECODER and prefill on TORCH;")
+    assert note in str(made).replace("\n", " ")
+
+
+def test_what_a_phase_alone_would_choose_does_not_decide_the_pages():
+    decoder = backend(
+        "DECODER",
+        90,
+        supported_phases=(Phase.DECODE,),
+        get_supported_kernel_block_sizes=reads(48),
+        supported_kv_cache_layouts=layouts("HND"),
+    )
+    both = backend(
+        "BOTH",
+        80,
+        get_supported_kernel_block_sizes=reads(16),
+        supported_kv_cache_layouts=layouts("NHD"),
+    )
+    with offered(decoder, both):
+        made = plan(llama(), "cpu", per_phase=True)
+    assert made.decisions["layers.0"].block_size == 16
+    assert made.notes
+
+
+def test_phases_that_agree_leave_no_note():
+    assert plan(TWO_KINDS, "cpu", per_phase=True).notes == ()
+
+
+@pytest.mark.parametrize("where", ["argument", "use", "environment"])
+def test_a_phase_rule_that_needs_two_backends_is_refused_wherever_it_came_from(where, monkeypatch):
+    rules = "decode=FIRST,prefill=SECOND"
+    limit = "would serve layer layers.0 by two backends: decode by FIRST, prefill by SECOND"
+    if where == "environment":
+        monkeypatch.setenv("ATTNPLUG_BACKEND", rules)
+    with (
+        offered(FIRST, SECOND),
+        attnplug.use(rules if where == "use" else None),
+        pytest.raises(PolicyError, match=limit),
+    ):
+        plan(TWO_KINDS, "cpu", backend=rules if where == "argument" else None)
+
+
+def test_a_phase_rule_against_the_choice_of_the_other_phase_is_refused():
+    with offered(FIRST, SECOND), pytest.raises(PolicyError, match="decode by SECOND, prefill by FIRST"):
+        plan(TWO_KINDS, "cpu", backend="decode=SECOND")
+
+
+def test_phase_rules_that_agree_are_followed():
+    with offered(FIRST, SECOND):
+        made = plan(TWO_KINDS, "cpu", backend="decode=SECOND,prefill=SECOND")
+    assert made.backends == ("SECOND",)
+    assert {decision.phase for decision in made.decisions.values()} == {None}
+    assert made.notes == ()
+
+
+def test_a_phase_rule_leaves_layers_of_more_specific_rules_alone():
+    with offered(FIRST, SECOND):
+        made = plan(TWO_KINDS, "cpu", backend="sliding=SECOND,decode=FIRST")
+    assert served_by(made) == {"layers.0": "SECOND", "layers.1": "FIRST"}
+
+
+def test_a_phase_rule_whose_backend_does_not_serve_the_phase_is_refused_with_its_reason():
+    prefiller = backend("PREFILLER", supported_phases=(Phase.PREFILL,))
+    with (
+        offered(prefiller),
+        pytest.raises(BackendUnavailableError, match=r"layer layers\.0 and 31 like it in decode"),
+    ):
+        plan(llama(), "cpu", backend="decode=PREFILLER")
+
+
+# One backend throughout
+
+
+def test_layers_may_have_different_backends():
+    with offered(PLAIN, FIRST):
+        assert served_by(plan(TWO_KINDS, "cpu")) == {"layers.0": "FIRST", "layers.1": "PLAIN"}
+
+
+def test_uniform_takes_the_highest_ranked_that_serves_every_layer():
+    specs = model([FULL, SLIDING])
+    with offered(PLAIN, FIRST):
+        made = plan(specs, "cpu", uniform=True)
+    assert made.backends == ("FIRST",)
+    assert str(made.decisions["layers.0"]).splitlines()[2].split("why")[0].startswith("FIRST")
+    assert {decision.rule for decision in made.decisions.values()} == {"uniform=True"}
+
+
+def test_uniform_names_each_backend_and_the_layer_it_refuses():
+    windowed = backend("WINDOWED", 60, supports_combination=_only_windows)
+    specs = model([FULL, SLIDING, {"sparse": True}])
+    with offered(PLAIN, windowed), pytest.raises(NoBackendError) as caught:
+        plan(specs, "cpu", uniform=True)
+    text = str(caught.value)
+    assert text.startswith("no one backend serves every layer, as uniform=True asks")
+    assert "PLAIN refuses layer layers.1: sliding_window" in text
+    assert "WINDOWED refuses layer layers.0: " in text
+    assert "TORCH refuses layer layers.2: sparse" in text
+
+
+def _only_windows(spec, device):
+    return None if spec.sliding_window else "only windows are served"
+
+
+def test_uniform_is_the_remedy_where_backends_cannot_share_pages():
+    narrow = backend("NARROW", 60, get_supported_kernel_block_sizes=reads(16))
+    wide = backend("WIDE", 70, features=no(Feature.ALIBI), get_supported_kernel_block_sizes=reads(48))
+    specs = model([{"has_alibi": True}, FULL])
+    with offered(narrow, wide):
+        with pytest.raises(LayoutError, match=r"NARROW \(layer layers.0\) takes 16; WIDE \(layer layers.1\)"):
+            plan(specs, "cpu")
+        assert plan(specs, "cpu", uniform=True).backends == ("NARROW",)
+
+
+def test_a_backend_that_cannot_share_pages_with_itself_is_passed_over_by_uniform():
+    fickle = backend("FICKLE", 60, get_supported_kernel_block_sizes=_by_alibi)
+    specs = model([{"has_alibi": True}, FULL])
+    with offered(fickle):
+        assert plan(specs, "cpu", uniform=True).backends == ("TORCH",)
+
+
+def _by_alibi(spec=None, device=None):
+    return (16, 48) if spec is None else (16,) if spec.has_alibi else (48,)
+
+
+def test_uniform_keeps_to_the_rules():
+    with offered(FIRST, SECOND):
+        made = plan(TWO_KINDS, "cpu", uniform=True, backend="sliding=SECOND")
+    assert made.backends == ("SECOND",)
+    assert made.decisions["layers.0"].rule == "sliding=SECOND"
+    assert made.decisions["layers.1"].rule == "uniform=True"
+
+
+def test_uniform_against_rules_for_two_backends_is_refused():
+    with offered(FIRST, SECOND), pytest.raises(NoBackendError) as caught:
+        plan(TWO_KINDS, "cpu", uniform=True, backend="sliding=SECOND,decode=FIRST")
+    assert "SECOND is not what backend asks for layer layers.1: decode=FIRST" in str(caught.value)
+    assert "FIRST is not what backend asks for layer layers.0: sliding=SECOND" in str(caught.value)
+
+
+def test_uniform_under_one_name_is_that_backend():
+    with offered(FIRST, SECOND), attnplug.use("SECOND"):
+        assert plan(TWO_KINDS, "cpu", uniform=True).backends == ("SECOND",)
+
+
+# Pages
+
+
+def two_head_counts(**asked):
+    """Layers whose pages would have 1 and 2 heads' worth of bytes."""
+    return {"narrow": layer(num_kv_heads=1, **asked), "wide": layer(num_kv_heads=2, sliding_window=8)}
+
+
+def test_pages_of_unlike_bytes_are_made_equal_by_larger_blocks():
+    made = plan(two_head_counts(), "cpu", num_blocks=4)
+    assert {n: d.block_size for n, d in made.decisions.items()} == {"narrow": 32, "wide": 16}
+    assert {g.kv_cache_spec.page_size_bytes for g in made.kv_cache_config.kv_cache_groups} == {PAGE}
+
+
+def test_a_backend_that_does_not_read_the_larger_block_is_named_with_its_layer():
+    fixed = backend("FIXED", get_supported_kernel_block_sizes=reads(16, MultipleOf(48)))
+    with offered(fixed), pytest.raises(LayoutError) as caught:
+        plan(two_head_counts(), "cpu")
+    assert "block_size=32 is what pages of equal bytes ask of layer narrow on FIXED" in str(caught.value)
+    assert "reads 16, multiples of 48" in str(caught.value)
+
+
+def test_a_block_size_given_by_a_spec_is_never_rewritten():
+    with pytest.raises(LayoutError, match="layer narrow on TORCH, its spec fixes 16"):
+        plan(two_head_counts(block_size=16), "cpu")
+
+
+def test_pages_that_no_block_makes_equal_are_refused_by_layer_and_backend():
+    specs = {"odd": layer(num_kv_heads=3, num_heads=6), "even": layer(sliding_window=8)}
+    with pytest.raises(LayoutError) as caught:
+        plan(specs, "cpu")
+    text = str(caught.value)
+    assert "1536 of layer odd (TORCH, block_size=16)" in text
+    assert "1024 of layer even (TORCH, block_size=16)" in text
+
+
+# Layouts
+
+
+@pytest.fixture
+def fixed_layout(monkeypatch):
+    """Fixes a layout by the function or by the variable, and undoes it."""
+
+    def fix(how: str, layout: str) -> None:
+        if how == "function":
+            attnplug.runtime.set_kv_cache_layout(layout)
+        else:
+            monkeypatch.setenv("ATTNPLUG_KV_CACHE_LAYOUT", layout)
+
+    yield fix
+    attnplug.runtime.set_kv_cache_layout(None)
+
+
+@pytest.mark.parametrize("how", ["function", "variable"])
+def test_a_layout_fixed_from_outside_is_taken_for_every_layer_with_pages(how, fixed_layout):
+    fixed_layout(how, "HND")
+    made = plan(whisper(), "cpu")
+    assert {d.kv_cache_layout for d in made.decisions.values() if not d.spec.direct_kv} == {"HND"}
+    assert made.decisions["encoder.layers.0.self_attn"].kv_cache_layout is None
+
+
+@pytest.mark.parametrize("how", ["function", "variable"])
+def test_a_layout_that_a_backend_cannot_read_is_refused_by_layer_and_backend(how, fixed_layout):
+    fixed_layout(how, "HND")
+    nhd = backend("TOKENS_FIRST", supported_kv_cache_layouts=layouts("NHD"))
+    limit = r"'HND' cannot be read by TOKENS_FIRST \(layer layers.0\), which takes NHD; clear ATTNPLUG"
+    with offered(nhd), pytest.raises(LayoutError, match=limit):
+        plan(TWO_KINDS, "cpu")
+
+
+def test_the_layout_of_the_backend_where_nothing_is_fixed():
+    with offered(backend("HEADS_FIRST", supported_kv_cache_layouts=layouts("HND"))):
+        made = plan(TWO_KINDS, "cpu")
+    assert {decision.kv_cache_layout for decision in made.decisions.values()} == {"HND"}
