@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from engine import Engine
-from request import Sampling
 from rich.console import Console
 from rich.progress import Progress
 from tiny import load
@@ -38,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = load(options.model, scale="tiny")
     reference = copy.deepcopy(model)
     engine = Engine(model, num_blocks=1024)
-    console.print(engine.model.plan)
+    console.print(engine.runtime.plan)
 
     draw = random.Random(0)  # noqa: S311
     prompts = [
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     with Progress(console=console) as progress:
         bar = progress.add_task("tokens", total=options.requests * options.max_tokens)
-        for request in engine.stream(prompts, Sampling(max_tokens=options.max_tokens)):
+        for request in engine.stream(prompts, max_tokens=options.max_tokens):
             outputs[request.name].append(request.tokens[-1])
             progress.advance(bar)
     seconds = time.perf_counter() - start

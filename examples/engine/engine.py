@@ -1,29 +1,53 @@
-"""Continuous batching over paged KV caches: admit, preempt, run, draw."""
+"""Continuous batching over paged KV caches: admit, preempt, run a step, draw tokens."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from model import PagedModel
-from pages import Pages
-from request import Request, Sampling, draw
+import torch
+from model import page_model
+from pages import Page, Pages
 from transformers import PreTrainedModel
 
 from attnplug.core import BuilderConfig
 from attnplug.core.errors import BatchError
 
 
-class Engine:
-    """Serves requests on one model, each step a batch of whatever is ready.
+@dataclasses.dataclass(slots=True, eq=False)
+class Request:
+    """`tokens` are prompt and output, which a token of `stop` ends; K and V of `computed` ones are in `pages`."""
 
-    Args:
-        model: a causal language model of transformers; its attention is replaced.
-        num_blocks: blocks of the KV pool, the null block included.
-        block_size: tokens per block.
-        max_num_seqs: most requests in a step.
-        max_num_batched_tokens: most tokens in a step; longer prompts are computed in chunks.
-        max_model_len: longest prompt and output together.
+    name: str
+    tokens: list[int]
+    prompt_len: int
+    max_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    stop: frozenset[int] = frozenset()
+    computed: int = 0
+    pages: list[Page] = dataclasses.field(default_factory=list)
+    keys: list[bytes] = dataclasses.field(default_factory=list)
+    generator: torch.Generator = dataclasses.field(default_factory=torch.Generator)
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens drawn so far."""
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last token drawn ends the output."""
+        return len(self.output) >= self.max_tokens or not self.stop.isdisjoint(self.output[-1:])
+
+
+class Engine:
+    """Serves requests on a causal language model of transformers, whose attention it replaces.
+
+    `num_blocks` is the KV pool. A step runs at most `max_num_seqs` requests and `max_num_batched_tokens`
+    tokens: long prompts are computed in chunks.
     """
 
     def __init__(
@@ -33,85 +57,82 @@ class Engine:
         block_size: int = 16,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 512,
-        max_model_len: int = 2048,
     ) -> None:
-        config = BuilderConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        self.model = PagedModel(model, num_blocks, block_size, config)
-        self.builder = self.model.runtime.step_batch_builder(max_model_len)
-        self.pages = Pages(self.model.runtime.block_pool, self.builder.block_sizes)
-        self.limits = config
-        self.max_model_len = max_model_len
+        self.model = model
+        self.limits = BuilderConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        self.runtime = page_model(model, num_blocks, block_size, self.limits)
+        self.pages = Pages(self.runtime.block_pool, self.runtime.kv_cache_config)
+        self.builder = self.runtime.step_batch_builder(self.pages.max_tokens)
         self.waiting: deque[Request] = deque()
         self.running: dict[str, Request] = {}
-        self.steps = self.preemptions = self.added = 0
+        self.added = self.steps = self.preemptions = 0
 
-    def add(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Request:
-        """Queue a prompt.
-
-        Raises:
-            BatchError: an empty prompt, or one that with its output can never fit.
-        """
-        sampling = sampling or Sampling()
-        length = len(prompt) + sampling.max_tokens
-        room = min(
-            self.max_model_len, (self.pages.pool.num_blocks - 1) // sum(self.pages.split) * self.pages.size
-        )
-        if not prompt or length > room:
-            limit = f"and max_tokens={sampling.max_tokens} must lie in 1 .. {room} tokens together"
-            raise BatchError(
-                "len(prompt)", len(prompt), limit, "give the engine more blocks or a longer model"
-            )
-        request = Request(str(self.added), list(prompt), sampling, len(prompt))
+    def add(self, prompt: Sequence[int], **sampling: Any) -> Request:
+        """Queue a prompt; BatchError if it is empty, or if it and its output can never fit."""
+        request = Request(str(self.added), list(prompt), len(prompt), **sampling)
+        room = self.pages.max_tokens - request.max_tokens
+        if not 1 <= len(prompt) <= room:
+            limit = f"must lie in 1 .. {room} with max_tokens={request.max_tokens}"
+            raise BatchError("len(prompt)", len(prompt), limit, "give the engine more blocks")
+        request.generator.manual_seed(request.seed)
         self.added += 1
         self.waiting.append(request)
         return request
 
+    def stream(self, prompts: Sequence[Sequence[int]] = (), **sampling: Any) -> Iterator[Request]:
+        """Serve prompts, and all that is queued: gives a request each time `tokens` has one more."""
+        for prompt in prompts:
+            self.add(prompt, **sampling)
+        while self.waiting or self.running:
+            yield from self.step()
+
+    @torch.inference_mode()
     def step(self) -> list[Request]:
         """Run one batch; gives the requests that have one more token."""
         counts = self._schedule()
         batch = self.builder.step([counts.get(name, 0) for name in self.builder.req_ids])
-        tokens: list[int] = []
-        positions: list[int] = []
-        rows, ready = [], []
-        for name in batch.req_ids:
-            request, end = self.running[name], self.running[name].computed + counts.get(name, 0)
+        tokens, positions, rows, ready = [], [], [], []
+        for request in map(self.running.__getitem__, batch.req_ids):
+            end = request.computed + counts.get(request.name, 0)
             tokens += request.tokens[request.computed : end]
             positions += range(request.computed, end)
             if end == len(request.tokens):
                 rows.append(len(tokens) - 1)
                 ready.append(request)
-        logits = self.model(batch, tokens, positions, rows)
+        ids, at = torch.tensor([tokens, positions], device=self.model.device)
+        kept = torch.tensor(rows, dtype=torch.int64, device=self.model.device)
+        self.runtime.begin_step(batch)
+        logits = self.model(ids[None], position_ids=at[None], logits_to_keep=kept, use_cache=False).logits[0]
         self.builder.finish_step()
         self.steps += 1
         for name, count in counts.items():
-            self._computed(self.running[name], count)
-        for request, token in zip(ready, draw(logits, ready), strict=True):
-            request.tokens.append(token)
+            request, before = self.running[name], self.running[name].computed // self.pages.size
+            request.computed += count
+            self.pages.add_keys(request.keys, request.tokens)
+            for page in range(before, request.computed // self.pages.size):
+                self.pages.store(request.keys[page], request.pages[page])
+        for request, likeliest, row in zip(ready, logits.argmax(-1).tolist(), logits, strict=True):
+            request.tokens.append(likeliest)
+            if request.temperature > 0:
+                chances = (row / request.temperature).softmax(-1).float().cpu()
+                request.tokens[-1] = int(torch.multinomial(chances, 1, generator=request.generator))
             if request.is_done:
                 self._release(request)
         return ready
 
-    def stream(self, prompts: Iterable[Sequence[int]], sampling: Sampling | None = None) -> Iterator[Request]:
-        """Serve prompts together: gives a request each time it has a new token, its last in `tokens[-1]`."""
-        for prompt in prompts:
-            self.add(prompt, sampling)
-        while self.waiting or self.running:
-            yield from self.step()
-
     def _schedule(self) -> dict[str, int]:
-        """New tokens of each request to run; running ones first, then whoever fits."""
+        """How many tokens of each request to run: first of those running, then of whoever still fits."""
         counts: dict[str, int] = {}
-        budget, preempted = self.limits.max_num_batched_tokens, False
+        budget, preempted = self.limits.max_num_batched_tokens, self.preemptions
         for request in list(self.running.values()):
             count = min(len(request.tokens) - request.computed, budget)
             while request.name in self.running and not self._grow(request, request.computed + count):
                 self._preempt(next(reversed(self.running.values())))
-                preempted = True
-            if request.name in self.running and count:
+            if request.name in self.running:
                 counts[request.name] = count
                 budget -= count
-        while self.waiting and budget and not preempted and len(self.running) < self.limits.max_num_seqs:
-            if not self._admit(self.waiting[0]):
+        while self.waiting and budget and len(self.running) < self.limits.max_num_seqs:
+            if self.preemptions > preempted or not self._admit(self.waiting[0]):
                 break
             request = self.waiting.popleft()
             counts[request.name] = min(len(request.tokens) - request.computed, budget)
@@ -119,39 +140,28 @@ class Engine:
         return counts
 
     def _admit(self, request: Request) -> bool:
-        """Start a request on the pages that others have computed of its prefix and new ones for the rest."""
-        request.keys = self.pages.keys(request.tokens, request.keys)
+        """Start a request on the pages found of its prefix, and new ones for the rest, if they are free."""
+        self.pages.add_keys(request.keys, request.tokens)
         # The last token is always computed: its logits are wanted.
-        found = self.pages.find(request.keys[: (len(request.tokens) - 1) // self.pages.size])
-        missing = self.pages.count(len(request.tokens)) - len(found)
-        if missing > self.pages.num_free:
-            self.pages.free(found)
+        request.pages = self.pages.find(request.keys[: (len(request.tokens) - 1) // self.pages.size])
+        found = len(request.pages)
+        if not self._grow(request, len(request.tokens)):
+            self.pages.free(request.pages)
             return False
-        request.pages = found + self.pages.allocate(missing)
-        request.computed = len(found) * self.pages.size
-        self.pages.shared += len(found)
+        self.pages.shared += found
+        request.computed = found * self.pages.size
         self.builder.add_request(request.name, self.pages.by_group(request.pages), request.computed)
         self.running[request.name] = request
         return True
 
     def _grow(self, request: Request, length: int) -> bool:
-        """Give a request the pages for `length` tokens, if they are free."""
-        missing = self.pages.count(length) - len(request.pages)
-        if missing > self.pages.num_free:
-            return False
-        if missing > 0:
-            pages = self.pages.allocate(missing)
+        """Give a request the pages that `length` tokens need, if they are free."""
+        pages = self.pages.allocate(max(0, -(-length // self.pages.size) - len(request.pages)))
+        if pages:
             request.pages += pages
-            self.builder.append_blocks(request.name, self.pages.by_group(pages))
-        return True
-
-    def _computed(self, request: Request, count: int) -> None:
-        before, request.computed = request.computed // self.pages.size, request.computed + count
-        full = request.computed // self.pages.size
-        if full > before:
-            request.keys = self.pages.keys(request.tokens, request.keys)
-            for index in range(before, full):
-                self.pages.store(request.keys[index], request.pages[index])
+            if request.name in self.running:
+                self.builder.append_blocks(request.name, self.pages.by_group(pages))
+        return pages is not None
 
     def _release(self, request: Request) -> None:
         del self.running[request.name]
@@ -160,8 +170,7 @@ class Engine:
         request.pages, request.computed = [], 0
 
     def _preempt(self, request: Request) -> None:
-        """Take the pages back; the request starts over, from what is then still found of them."""
+        """Take a request's pages; it starts over, with those that can then still be found."""
         self._release(request)
-        request.preemptions += 1
-        self.preemptions += 1
         self.waiting.appendleft(request)
+        self.preemptions += 1

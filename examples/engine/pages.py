@@ -1,53 +1,35 @@
-"""Pages of tokens, and finding full ones again by what they hold."""
+"""Pages of tokens, handed out and found again by what they hold."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
+from attnplug.core import KVCacheConfig
 from attnplug.runtime import BlockPool
 
-Page = tuple[int, ...]
-"""The blocks that hold one page of tokens: of every KV group in turn."""
+Page = tuple[int, ...]  # its blocks, of every KV group in turn
 
 
 class Pages:
-    """Hands out pages from a block pool. Full pages stay findable until their blocks are handed out again.
+    """Hands out pages of `size` tokens. A full one that was stored is found until its blocks are handed out again."""
 
-    Args:
-        pool: the runtime's.
-        block_sizes: tokens per block of each KV group.
-    """
-
-    def __init__(self, pool: BlockPool, block_sizes: Sequence[int]) -> None:
-        self.pool = pool
-        self.size = math.lcm(*block_sizes)
-        self.split = [self.size // size for size in block_sizes]
-        self.shared = 0
+    def __init__(self, pool: BlockPool, config: KVCacheConfig) -> None:
+        block_sizes = [group.kv_cache_spec.block_size for group in config.kv_cache_groups]
+        self.pool, self.size, self.shared = pool, math.lcm(*block_sizes), 0
+        # KV groups with larger blocks have fewer of them in a page.
+        self.group_of = [g for g, size in enumerate(block_sizes) for _ in range(self.size // size)]
+        self.max_tokens = pool.num_free // len(self.group_of) * self.size
         self._page_of: dict[bytes, Page] = {}
         self._key_of: dict[int, bytes] = {}
 
-    @property
-    def num_free(self) -> int:
-        """Pages that nobody uses."""
-        return self.pool.num_free // sum(self.split)
-
-    def count(self, tokens: int) -> int:
-        """Pages that so many tokens need."""
-        return -(-tokens // self.size)
-
-    def keys(self, tokens: Sequence[int], parents: Sequence[bytes] = ()) -> list[bytes]:
-        """A name for each full page of a sequence, which says all its tokens up to there; `parents` are known."""
-        keys = list(parents)
-        for start in range(len(keys) * self.size, len(tokens) - self.size + 1, self.size):
-            page = ",".join(map(str, tokens[start : start + self.size])).encode()
-            keys.append(hashlib.blake2b((keys[-1] if keys else b"") + page, digest_size=16).digest())
-        return keys
-
-    def allocate(self, count: int) -> list[Page]:
-        """New pages; what their blocks held is forgotten. BatchError where fewer are free."""
-        width = sum(self.split)
+    def allocate(self, count: int) -> list[Page] | None:
+        """New pages, or None where fewer are free; what their blocks held is forgotten."""
+        width = len(self.group_of)
+        if count * width > self.pool.num_free:
+            return None
         blocks = self.pool.allocate(count * width)
         for block in blocks:
             key = self._key_of.pop(block, b"")
@@ -55,30 +37,28 @@ class Pages:
                 del self._page_of[key]
         return [tuple(blocks[start : start + width]) for start in range(0, len(blocks), width)]
 
-    def find(self, keys: Iterable[bytes]) -> list[Page]:
-        """The pages of the longest known prefix, each with one more user."""
-        found = []
-        for key in keys:
-            if key not in self._page_of:
-                break
-            found.append(self._page_of[key])
-            self.pool.share(found[-1])
-        return found
+    def free(self, pages: Sequence[Page]) -> None:
+        """Take a user from each; the last, least likely to be asked for again, is handed out first."""
+        self.pool.free([block for page in reversed(pages) for block in page])
+
+    def add_keys(self, keys: list[bytes], tokens: Sequence[int]) -> None:
+        """Extend `keys` to one for each full page of a sequence; it stands for all tokens up to the page's end."""
+        for start in range(len(keys) * self.size, len(tokens) - self.size + 1, self.size):
+            page = str(tokens[start : start + self.size]).encode()
+            keys.append(hashlib.blake2b(b"".join(keys[-1:]) + page).digest())
 
     def store(self, key: bytes, page: Page) -> None:
-        """Let a page whose K and V are computed be found; the first of equal pages stays."""
+        """Let a page be found, now that its K and V are computed; the first of equal ones stays."""
         if self._page_of.setdefault(key, page) is page:
             self._key_of.update(dict.fromkeys(page, key))
 
-    def free(self, pages: Sequence[Page]) -> None:
-        """Take a user from each; the last page, the least likely to be asked for again, is reused first."""
-        for page in reversed(pages):
-            self.pool.free(page)
+    def find(self, keys: Iterable[bytes]) -> list[Page]:
+        """The stored pages of the longest known prefix, each with one more user."""
+        found = [self._page_of[key] for key in itertools.takewhile(self._page_of.__contains__, keys)]
+        self.pool.share(itertools.chain(*found))
+        return found
 
     def by_group(self, pages: Sequence[Page]) -> list[list[int]]:
-        """The pages as StepBatchBuilder takes them: block numbers of each KV group."""
-        groups, start = [], 0
-        for width in self.split:
-            groups.append([block for page in pages for block in page[start : start + width]])
-            start += width
-        return groups
+        """Block numbers of each KV group, as StepBatchBuilder takes them."""
+        pairs = [pair for page in pages for pair in zip(self.group_of, page, strict=True)]
+        return [[block for at, block in pairs if at == group] for group in range(self.group_of[-1] + 1)]

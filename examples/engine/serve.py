@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import torch
 from engine import Engine
-from request import Sampling
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tiny import load
@@ -76,14 +75,14 @@ def run(options: argparse.Namespace) -> int:
         for _ in range(options.requests)
     ]
     engine, outputs = serve(model, prompts, options.max_blocks, options, "constrained")
-    CONSOLE.print(engine.model.plan)
+    CONSOLE.print(engine.runtime.plan)
     lost = sum(len(output) != options.max_tokens for output in outputs)
     CONSOLE.print(
         f"{len(prompts) - lost} of {len(prompts)} requests finished, {lost} lost; {engine.preemptions} preemptions, "
         f"{engine.pages.shared} pages shared, {engine.steps} steps"
     )
     longest = options.max_prompt + options.max_tokens
-    enough = 1 + options.requests * engine.pages.count(longest) * sum(engine.pages.split)
+    enough = 1 + options.requests * -(-longest // engine.pages.size) * len(engine.pages.group_of)
     free, expected = serve(twin, prompts, enough, options, "unconstrained")
     equal = outputs == expected
     CONSOLE.print(f"unconstrained: {free.preemptions} preemptions, {free.steps} steps")
@@ -102,8 +101,10 @@ def serve(
         max_num_seqs=options.batch,
         max_num_batched_tokens=options.chunk,
     )
-    sampling = Sampling(max_tokens=options.max_tokens, temperature=options.temperature)
-    requests = [engine.add(prompt, sampling) for prompt in prompts]
+    requests = [
+        engine.add(prompt, max_tokens=options.max_tokens, temperature=options.temperature, seed=seed)
+        for seed, prompt in enumerate(prompts)
+    ]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     counts = TextColumn("{task.fields[state]}")
     start, tokens = time.perf_counter(), 0

@@ -1,0 +1,57 @@
+"""demo.py and serve.py say what they promise, and refuse bad arguments in a sentence."""
+
+from __future__ import annotations
+
+import demo
+import pytest
+import serve
+from small_models import MODELS
+
+LLAMA = str(MODELS / "llama-3.1-8b.json")
+
+
+def test_the_demo_shows_plan_speed_and_equal_tokens(capsys):
+    assert demo.main(["--requests", "3", "--max-tokens", "8"]) == 0
+
+    shown = capsys.readouterr().out
+    assert "model.layers.5.self_attn" in shown
+    assert "TORCH" in shown
+    assert "24 tokens in 8 steps" in shown
+    assert "tokens equal: yes" in shown
+
+
+def test_serve_finishes_all_requests_on_few_blocks(capsys):
+    arguments = ["--model", LLAMA, "--scale", "tiny", "--requests", "12", "--max-blocks", "24"]
+
+    assert serve.main(arguments) == 0
+
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "12 of 12 requests finished, 0 lost" in shown
+    assert " 0 preemptions, 0 pages" not in shown
+    assert "unconstrained: 0 preemptions" in shown
+    assert "outputs equal: yes" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nowhere.json"], "nowhere.json: no such file"),
+        (["--model", str(MODELS / "bert-base-uncased.json"), "--scale", "tiny"], "causal"),
+        (["--model", LLAMA, "--scale", "tiny", "--max-blocks", "4"], "give the engine more blocks"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_a_sentence(arguments, message, capsys):
+    assert serve.main(arguments) == 2
+
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--model", LLAMA, "--requests", "0"], ["--model", LLAMA, "--chunk", "1"]]
+)
+def test_bad_arguments_end_with_the_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        serve.main(arguments)
+
+    assert stopped.value.code == 2
+    assert "usage:" in capsys.readouterr().err
