@@ -52,17 +52,19 @@ class ServedModel:
         debug: bool = True,
         seed: int = 0,
         planned: ModelPlan | None = None,
+        device: str = "cpu",
+        config: BuilderConfig | None = None,
         **asked: Any,
     ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        self.plan = planned or plan(specs, "cpu", num_blocks=num_blocks, **asked)
+        self.plan = planned or plan(specs, device, num_blocks=num_blocks, **asked)
         self.scales = scales
         self.tensors = {
-            name: layer_tensors(spec, seed=index, k_scale=scales[0], v_scale=scales[1])
+            name: layer_tensors(spec, seed=index, k_scale=scales[0], v_scale=scales[1], device=device)
             for index, (name, spec) in enumerate(specs.items())
             if name not in self.plan.kv_sharing
         }
-        config = BuilderConfig(max_num_seqs=8, max_num_batched_tokens=256)
+        config = config or BuilderConfig(max_num_seqs=8, max_num_batched_tokens=256)
         self.runtime = AttentionRuntime(self.plan, self.tensors, config=config, debug=debug)
         self.batches = self.runtime.step_batch_builder(max_model_len, max_encoder_len)
         self.groups = self.runtime.kv_cache_config.kv_cache_groups
@@ -151,7 +153,8 @@ class ServedModel:
             if given
             else (None, None)
         )
-        return Drawn(torch.cat(queries), key, value, expected.output)
+        on_device = [None if t is None else t.to(self.runtime.device) for t in (key, value)]
+        return Drawn(torch.cat(queries).to(self.runtime.device), *on_device, expected.output)
 
     def run(self, layer: str, drawn: Drawn) -> torch.Tensor:
         return self.runtime.forward(layer, drawn.query, drawn.key, drawn.value)
