@@ -158,10 +158,11 @@ class TestCurrent:
             answer.cache_clear()
 
     @pytest.fixture
-    def one_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def two_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, index - 1))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
         monkeypatch.setattr(torch.version, "hip", None)
 
@@ -178,11 +179,23 @@ class TestCurrent:
         monkeypatch.delattr(torch, "xpu")
         assert Device.current() == Device("cpu")
 
-    def test_it_is_the_gpu_that_is_current(self, one_gpu: None) -> None:
+    def test_it_is_the_gpu_that_is_current(self, two_gpus: None) -> None:
         assert Device.current() == Device("cuda", (9, 0), "GPU 1")
 
+    def test_the_only_gpu_is_current_without_asking(
+        self, two_gpus: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.delattr(torch.cuda, "current_device")
+        assert Device.current() == Device("cuda", (9, 0), "GPU 0")
+
+    def test_a_gpu_is_known_by_its_number(self, two_gpus: None) -> None:
+        assert Device.current(1).name == "GPU 1"
+        with pytest.raises(SpecError, match=r"device\.index=2 must lie below 2"):
+            Device.current(2)
+
     def test_a_rocm_build_of_torch_has_rocm_devices(
-        self, one_gpu: None, monkeypatch: pytest.MonkeyPatch
+        self, two_gpus: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.version, "hip", "6.4")
         assert Device.current().type == "rocm"
