@@ -31,7 +31,8 @@ def shrink(config: PreTrainedConfig, window: int = 32) -> PreTrainedConfig:
     small = copy.deepcopy(config)
     kinds = list(getattr(config, "layer_types", None) or ["full_attention"])
     layers = max(2, *(kinds.index(kind) + 1 for kind in kinds))
-    groups = min(config.num_attention_heads // config.num_key_value_heads, 4)
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    groups = min(config.num_attention_heads // kv_heads, 4)
     sizes = {
         **SIZES,
         "num_hidden_layers": layers,
