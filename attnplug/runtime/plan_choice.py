@@ -82,7 +82,7 @@ def uniform_choice(
     for candidate in first.candidates:
         barred = _barred(registry, candidate, rules)
         if barred is None and not candidate.accepted:
-            barred = f"refuses layer {first.layer_name}: {'; '.join(candidate.reasons)}"
+            barred = f"does not serve layer {first.layer_name}: {'; '.join(candidate.reasons)}"
         if barred is None:
             name = _unambiguous(registry, candidate)
             trial = registry.judge_layers(
@@ -127,7 +127,7 @@ def _first_refusal(trial: Decisions, candidate: Candidate) -> str | None:
     for layer, decision in trial.items():
         if not decision:
             reasons = next((c.reasons for c in decision.refused if c.name == candidate.name), ())
-            return f"refuses layer {layer}: {'; '.join(reasons)}"
+            return f"does not serve layer {layer}: {'; '.join(reasons)}"
     try:
         negotiated(trial)
     except LayoutError as error:

@@ -11,6 +11,7 @@ from model_layers import layer
 from served_model import ServedModel
 
 from attnplug import LayerSpec, plan
+from attnplug.core.errors import BatchError
 from attnplug.runtime import AttentionRuntime
 from attnplug.testing import assert_close, attention_oracle, direct_batch, tolerance
 
@@ -105,6 +106,8 @@ def test_layers_that_share_kv_read_the_pages_of_their_target():
     serve(model)
     caches = model.runtime.kv_caches
     assert caches["2"].data_ptr() == caches["0"].data_ptr()
+    impls = [each.impl.kv_sharing_target_layer_name for each in model.runtime.layers.values()]
+    assert impls == [None, None, "0", "1"]
 
 
 def test_fp8_pages_have_the_scales_of_their_layer():
@@ -150,14 +153,14 @@ def test_a_decoder_attends_its_encoder_from_pages_written_once():
     model.step(b=1, c=2)
 
 
-def encoder_plan(**asked: Any) -> tuple[LayerSpec, AttentionRuntime]:
+def encoder_runtime(**asked: Any) -> tuple[LayerSpec, AttentionRuntime]:
     spec = layer(dtype="float32", attn_type="encoder", direct_kv=True, **asked)
     return spec, AttentionRuntime(plan({"e0": spec, "e1": spec, "self": FULL}, "cpu", num_blocks=8))
 
 
 @pytest.mark.parametrize("asked", [{}, {"window": (3, 3)}, {"block_size": 16}], ids=["all", "near", "paged"])
 def test_encoder_layers_attend_what_comes_with_the_call(asked):
-    spec, runtime = encoder_plan(**asked)
+    spec, runtime = encoder_runtime(**asked)
     batch = direct_batch(spec, [5, 30], [5, 30])
     runtime.begin_step(direct=batch.common)
     for name in ("e0", "e1"):
@@ -166,24 +169,26 @@ def test_encoder_layers_attend_what_comes_with_the_call(asked):
 
 
 def test_direct_keys_longer_than_the_queries():
-    spec, runtime = encoder_plan(causal=True)
+    spec, runtime = encoder_runtime(causal=True)
     batch = direct_batch(spec, [1, 4], [9, 20])
     runtime.begin_step(direct=batch.common)
     found = runtime.forward("e0", batch.query, batch.key, batch.value)
     assert_close(found, batch.oracle().output, tolerance(spec).output)
 
 
-def test_keys_whose_starts_only_the_device_knows():
-    spec, runtime = encoder_plan(causal=True)
+def test_direct_keys_whose_starts_the_host_knows():
+    spec, runtime = encoder_runtime(causal=True)
     batch = direct_batch(spec, [1, 4], [9, 20])
-    batch.common.key_start_loc_cpu = None
+    batch.common.key_start_loc_cpu = batch.common.key_start_loc
     runtime.begin_step(direct=batch.common)
+    with pytest.raises(BatchError, match=r"key=\(28, 2, 8\) of layer e0 must have the shape \(at least 29"):
+        runtime.forward("e0", batch.query, batch.key[:28], batch.value)
     found = runtime.forward("e0", batch.query, batch.key, batch.value)
     assert_close(found, batch.oracle().output, tolerance(spec).output)
 
 
 def test_an_encoder_and_a_decoder_in_one_step():
-    spec, runtime = encoder_plan()
+    spec, runtime = encoder_runtime()
     direct = direct_batch(spec, [6], [6])
     batches = runtime.step_batch_builder(32)
     batches.add_request("a", [runtime.block_pool.allocate(1)])

@@ -10,11 +10,12 @@ from fake_backends import backend, offered, with_impl
 from model_layers import layer
 from served_model import ServedModel
 
-from attnplug import plan
+from attnplug import Feature, LayerSpec, plan
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core.errors import BackendFaultError, BatchError
 from attnplug.core.impl import LayerTensors
+from attnplug.core.spec import MLADims
 from attnplug.runtime import AttentionRuntime
 from attnplug.testing import direct_batch
 
@@ -234,6 +235,27 @@ def test_weights_are_announced_to_every_impl():
     with offered(backend("REPACKING", **with_impl(Repacking))):
         AttentionRuntime(plan({"0": FULL, "1": layer(has_sinks=False)}, "cpu", num_blocks=4))
     assert seen == [("0", torch.float32), ("1", torch.bfloat16)]
+
+
+def test_a_latent_comes_without_a_value():
+    written = []
+
+    class Latent(TorchImpl):
+        def update_kv_cache(self, *given: Any) -> None:
+            written.append([tuple(tensor.shape) for tensor in given[1:4]])
+
+        def attend(self, *given: Any, **named: Any) -> Any:
+            return given[6].zero_()
+
+    dims = MLADims(q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4)
+    spec = LayerSpec(num_heads=2, num_kv_heads=1, head_size=10, mla=dims, dtype="float32")
+    with offered(backend("LATENT", features=Feature.MLA, **with_impl(Latent))):
+        model = AttentionRuntime(plan({"0": spec}, "cpu", num_blocks=4))
+    batches = model.step_batch_builder(16)
+    batches.add_request("a", [model.block_pool.allocate(1)])
+    model.begin_step(batches.step(3))
+    assert model.forward("0", torch.zeros(3, 2, 10), torch.zeros(3, 1, 10)).shape == (3, 2, 8)
+    assert written == [[(3, 1, 10), (3, 1, 8), (4, 16, 10)]]
 
 
 def test_one_workspace_serves_layers_with_pages_and_layers_without():

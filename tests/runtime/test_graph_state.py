@@ -95,6 +95,13 @@ def test_lengths_default_to_the_configuration():
     assert (state.max_model_len, state.max_query_len) == (32, 3)
 
 
+def test_buffers_have_no_more_requests_than_the_largest_size():
+    state = state_of(served())
+    for size in (0, 5):
+        with pytest.raises(BatchError, match=f"batch_size={size} must lie in 1 .. 4"):
+            state._buffers.front(size, 1)
+
+
 # A step copied in
 
 
@@ -324,7 +331,10 @@ def test_a_level_that_depends_on_the_configuration_is_asked_for(monkeypatch):
 
 def test_a_runtime_in_debug_mode():
     state = state_of(served(debug=True))
-    with pytest.raises(BatchError, match=r"runtime.debug=True reads back what layers wrote"), state.capture(2):
+    with (
+        pytest.raises(BatchError, match=r"runtime.debug=True reads back what layers wrote"),
+        state.capture(2),
+    ):
         pytest.fail("the capture was begun")
 
 

@@ -175,6 +175,13 @@ def test_the_backend_asked_for_is_named_and_no_other_is():
     assert caught.value.reasons[0].code == "feature.sliding_window"
 
 
+def test_others_that_would_refuse_too_are_left_out_where_one_was_asked():
+    with offered(FIRST), pytest.raises(BackendUnavailableError) as caught:
+        plan(model([{"sparse": True}]), "cpu", backend="FIRST")
+    assert "FIRST: sparse" in str(caught.value)
+    assert "TORCH" not in str(caught.value)
+
+
 def test_an_unknown_name_is_refused():
     with pytest.raises(UnknownBackendError, match="NOBODY"):
         plan(TWO_KINDS, "cpu", backend="NOBODY")
@@ -285,13 +292,22 @@ def test_uniform_names_each_backend_and_the_layer_it_refuses():
         plan(specs, "cpu", uniform=True)
     text = str(caught.value)
     assert text.startswith("no one backend serves every layer, as uniform=True asks")
-    assert "PLAIN refuses layer layers.1: sliding_window" in text
-    assert "WINDOWED refuses layer layers.0: " in text
-    assert "TORCH refuses layer layers.2: sparse" in text
+    assert "PLAIN does not serve layer layers.1: sliding_window" in text
+    assert "WINDOWED does not serve layer layers.0: " in text
+    assert "TORCH does not serve layer layers.2: sparse" in text
 
 
 def _only_windows(spec, device):
     return None if spec.sliding_window else "only windows are served"
+
+
+def test_uniform_lists_plugins_that_did_not_load(monkeypatch):
+    monkeypatch.setenv("ATTNPLUG_BLOCK_PLUGINS", "torch")
+    limit = (
+        "attnplug:torch does not serve layer layers.0: attnplug:torch is left out by ATTNPLUG_BLOCK_PLUGINS"
+    )
+    with offered(FIRST), pytest.raises(NoBackendError, match=limit):
+        plan(model([{"sparse": True}]), "cpu", uniform=True)
 
 
 def test_uniform_is_the_remedy_where_backends_cannot_share_pages():
