@@ -80,5 +80,5 @@ def test_bloom_with_its_attention_run_by_attnplug_equals_eager(monkeypatch: pyte
 
 def test_bloom_without_its_slopes_is_refused_not_served_as_plain_attention() -> None:
     plan = attnplug.plan(read_config(small_bloom().config), "cpu", num_blocks=8)
-    with pytest.raises(attnplug.errors.SpecError, match="alibi_slopes of layer .* is required"):
+    with pytest.raises(attnplug.errors.SpecError, match=r"alibi_slopes of layer .* is required"):
         AttentionRuntime(plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -89,6 +90,6 @@ def _asks_for_interface(module_name: str) -> bool:
         return False  # no source to read: nothing says that it dispatches
 
 
-def _restore(before: dict[int, tuple[Any, str]]) -> None:
+def _restore(before: Mapping[int, tuple[Any, str | None]]) -> None:
     for config, implementation in before.values():
         config._attn_implementation_internal = implementation
