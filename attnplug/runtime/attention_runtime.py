@@ -24,7 +24,7 @@ from attnplug.runtime.attention_groups import (
 )
 from attnplug.runtime.block_pool import BlockPool
 from attnplug.runtime.model_plan import ModelPlan
-from attnplug.runtime.runtime_layer import RuntimeLayer
+from attnplug.runtime.runtime_layer import RuntimeLayer, tensors_of_layers
 from attnplug.runtime.step_batch import StepBatch, StepBatchBuilder
 
 __all__ = ["AttentionRuntime", "RuntimeLayer", "longest_sequence"]
@@ -93,7 +93,7 @@ class AttentionRuntime:
             )
         self.layers = {
             name: RuntimeLayer(name, plan.decisions[name], tensors, self.device, plan.kv_sharing.get(name))
-            for name, tensors in _tensors_of_layers(plan, layer_tensors or {}).items()
+            for name, tensors in tensors_of_layers(plan, layer_tensors or {}).items()
         }
         self.config = dataclasses.replace(config, layers=self.layers)
         paged = {n: d for n, d in plan.decisions.items() if not d.spec.direct_kv}
@@ -340,20 +340,3 @@ def _device(plan: ModelPlan, device: torch.device | str | None) -> torch.device:
     if where.type != planned:
         raise LayoutError("device", str(where), f"is not what was planned for: {plan.device}", "plan for it")
     return where
-
-
-def _tensors_of_layers(plan: ModelPlan, given: Mapping[str, LayerTensors]) -> dict[str, LayerTensors]:
-    """The tensors of every layer; readers of another layer's pages get its scales."""
-    for name in given:
-        if name not in plan.decisions:
-            raise LayoutError("layer_tensors", name, f"is none of the plan's {len(plan.decisions)} layers")
-    tensors = {name: given.get(name, LayerTensors()) for name in plan.decisions}
-    for name, target in plan.kv_sharing.items():
-        own, writer = tensors[name], tensors[target]
-        for field in ("k_scale", "v_scale"):
-            scale, written = float(getattr(own, field)), float(getattr(writer, field))
-            if scale not in (1.0, written):
-                limit = f"of layer {name} is not the {written} of {target}, whose pages it reads"
-                raise LayoutError(field, scale, limit, "leave it out")
-        tensors[name] = dataclasses.replace(own, k_scale=writer.k_scale, v_scale=writer.v_scale)
-    return tensors

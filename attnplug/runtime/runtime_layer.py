@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from attnplug.core.errors import BackendFaultError, BatchError, SpecError
+from attnplug.core.errors import BackendFaultError, BatchError, LayoutError, SpecError
 from attnplug.core.impl import AttentionImpl, LayerTensors
 from attnplug.core.spec import LayerSpec
 from attnplug.registry.decision import Decision
+from attnplug.runtime.model_plan import ModelPlan
 
-__all__ = ["RuntimeLayer"]
+__all__ = ["RuntimeLayer", "tensors_of_layers"]
 
 
 class RuntimeLayer:
@@ -171,3 +173,24 @@ def _nan_rows(tensor: torch.Tensor | None, rows: int) -> list[int]:
     if tensor is None:
         return []
     return tensor[:rows].isnan().flatten(1).any(1).nonzero().flatten().tolist()
+
+
+def tensors_of_layers(plan: ModelPlan, given: Mapping[str, LayerTensors]) -> dict[str, LayerTensors]:
+    """The tensors of every layer; readers of another layer's pages get its scales.
+
+    Raises:
+        LayoutError: tensors of a layer that is none, or other scales than those of the pages read.
+    """
+    for name in given:
+        if name not in plan.decisions:
+            raise LayoutError("layer_tensors", name, f"is none of the plan's {len(plan.decisions)} layers")
+    tensors = {name: given.get(name, LayerTensors()) for name in plan.decisions}
+    for name, target in plan.kv_sharing.items():
+        own, writer = tensors[name], tensors[target]
+        for field in ("k_scale", "v_scale"):
+            scale, written = float(getattr(own, field)), float(getattr(writer, field))
+            if scale not in (1.0, written):
+                limit = f"of layer {name} is not the {written} of {target}, whose pages it reads"
+                raise LayoutError(field, scale, limit, "leave it out")
+        tensors[name] = dataclasses.replace(own, k_scale=writer.k_scale, v_scale=writer.v_scale)
+    return tensors

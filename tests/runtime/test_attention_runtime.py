@@ -168,21 +168,23 @@ def test_encoder_layers_attend_what_comes_with_the_call(asked):
         assert_close(found, batch.oracle().output, tolerance(spec).output)
 
 
-def test_direct_keys_longer_than_the_queries():
+@pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
+def test_direct_keys_are_more_than_the_queries(on_host):
     spec, runtime = encoder_runtime(causal=True)
-    batch = direct_batch(spec, [1, 4], [9, 20])
+    batch = direct_batch(spec, [1, 4], [9, 20], key_lens=[9, 12])
+    if not on_host:
+        batch.common.key_start_loc_cpu = None
     runtime.begin_step(direct=batch.common)
     found = runtime.forward("e0", batch.query, batch.key, batch.value)
     assert_close(found, batch.oracle().output, tolerance(spec).output)
 
 
-def test_direct_keys_whose_starts_the_host_knows():
+def test_fewer_direct_keys_than_the_step_has():
     spec, runtime = encoder_runtime(causal=True)
-    batch = direct_batch(spec, [1, 4], [9, 20])
-    batch.common.key_start_loc_cpu = batch.common.key_start_loc
+    batch = direct_batch(spec, [1, 4], [9, 20], key_lens=[9, 12])
     runtime.begin_step(direct=batch.common)
-    with pytest.raises(BatchError, match=r"key=\(28, 2, 8\) of layer e0 must have the shape \(at least 29"):
-        runtime.forward("e0", batch.query, batch.key[:28], batch.value)
+    with pytest.raises(BatchError, match=r"key=\(20, 2, 8\) of layer e0 must have the shape \(at least 21"):
+        runtime.forward("e0", batch.query, batch.key[:20], batch.value)
     found = runtime.forward("e0", batch.query, batch.key, batch.value)
     assert_close(found, batch.oracle().output, tolerance(spec).output)
 
