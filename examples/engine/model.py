@@ -35,9 +35,9 @@ def page_model(
     if not model._can_set_attn_implementation():
         raise ModelConfigError(f"{type(model).__name__} never calls transformers' AttentionInterface")
     read = read_config(model.config)
-    other = sorted({*read.other_layers.values(), *("shared KV" for _ in read.kv_sharing)})
-    if other:
-        raise ModelConfigError(f"{read.name} has {', '.join(other)}; layers must have KV caches of their own")
+    kinds = {spec.attn_type.value for spec in read.layers.values()} | {*read.other_layers.values()}
+    if kinds != {"decoder"} or read.kv_sharing:
+        raise ModelConfigError(f"{read.name} has other layers than decoders with KV of their own: {kinds}")
     modules = {name: model.get_submodule(name) for name in read.layers}
     layers = {n: spec.replace(block_size=block_size, dtype=model.dtype) for n, spec in read.layers.items()}
     sinks = {n: LayerTensors(sinks=modules[n].sinks.data.float()) for n, s in layers.items() if s.has_sinks}

@@ -36,7 +36,7 @@ def test_serve_finishes_all_requests_on_few_blocks(capsys):
     ("arguments", "message"),
     [
         (["--model", "nowhere.json"], "nowhere.json: no such file"),
-        (["--model", str(MODELS / "bert-base-uncased.json"), "--scale", "tiny"], "causal"),
+        (["--model", str(MODELS / "bert-base-uncased.json"), "--scale", "tiny"], "encoder_only"),
         (["--model", LLAMA, "--scale", "tiny", "--max-blocks", "4"], "give the engine more blocks"),
     ],
 )
