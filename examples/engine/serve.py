@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from engine import Engine
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from tiny import load
 from transformers import PreTrainedModel
 
@@ -105,7 +105,7 @@ def serve(
         engine.add(prompt, max_tokens=options.max_tokens, temperature=options.temperature, seed=seed)
         for seed, prompt in enumerate(prompts)
     ]
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = TextColumn("{task.description}"), BarColumn(16), MofNCompleteColumn()
     counts = TextColumn("{task.fields[state]}")
     start, tokens = time.perf_counter(), 0
     with Progress(*columns, counts, console=CONSOLE) as progress:
@@ -114,7 +114,7 @@ def serve(
             tokens += 1
             state = f"{len(engine.running)} running, {len(engine.waiting)} waiting, {engine.preemptions} preempted"
             rate = tokens / (time.perf_counter() - start)
-            progress.update(bar, advance=request.is_done, state=f"{state}, {rate:,.0f} tokens per second")
+            progress.update(bar, advance=request.is_done, state=f"{state}, {rate:,.0f}/s")
     return engine, [request.output for request in requests]
 
 
