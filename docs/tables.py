@@ -102,6 +102,10 @@ SECTIONS = {
             "WorkspaceUser",
         ],
     },
+    "Whole models": {
+        "attnplug": ["plan"],
+        "attnplug.runtime": ["ModelPlan", "AttentionRuntime", "BlockPool", "GraphState", "GraphInputBuffers"],
+    },
 }
 """What the page lists: heading, public module, names in reading order."""
 
