@@ -1,13 +1,44 @@
-"""Fixtures for all tests: scratch environments with plugins in them, and the `gpu` marker."""
+"""Fixtures for all tests: scratch environments with plugins in them, no switches of the shell, the `gpu` marker."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from plugin_env import InstallPlugins, PluginEnvironments, RunWithPlugins
+
+# No test here depends on the time it takes.
+settings.register_profile("attnplug", deadline=None, print_blob=True)
+settings.load_profile("attnplug")
+
+
+@pytest.fixture(autouse=True)
+def _no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("ATTNPLUG_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def sync_errors() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """`with sync_errors():` torch raises where the host would wait for the GPU."""
+    import torch
+
+    @contextlib.contextmanager
+    def errors() -> Iterator[None]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that it may not notice every wait
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return errors
 
 
 @pytest.fixture(scope="session")

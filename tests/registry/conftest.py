@@ -1,27 +1,12 @@
-"""No switch of the surrounding shell, and no plugin of one test in another."""
+"""No plugin of one test in another."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-from hypothesis import settings
-from hypothesis.configuration import set_hypothesis_home_dir
 from plugin_env import InstallPlugins
-
-# pytest would try to collect a folder .hypothesis in the root.
-set_hypothesis_home_dir(Path(__file__).parents[2] / ".pytest_cache" / "hypothesis")
-settings.register_profile("attnplug", deadline=None, print_blob=True)
-settings.load_profile("attnplug")
-
-
-@pytest.fixture(autouse=True)
-def _no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("ATTNPLUG_")]:
-        monkeypatch.delenv(name)
 
 
 @pytest.fixture
