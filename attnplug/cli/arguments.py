@@ -33,8 +33,7 @@ BackendRules: TypeAlias = Annotated[
     typer.Option(
         "--backend",
         metavar="RULES",
-        help="A backend for everything, or rules by layer name, kind or phase: "
-        "'FLASH_ATTN,sliding=TRITON,decode=FLASHINFER'.",
+        help="A backend for everything, or rules by layer name, kind or phase: 'TORCH,sliding=TRITON'.",
     ),
 ]
 PhaseChoice: TypeAlias = Annotated[
