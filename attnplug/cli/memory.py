@@ -9,7 +9,6 @@ from attnplug.cli.output import console, table
 from attnplug.cli.words import layers_in_words
 
 if TYPE_CHECKING:
-    from attnplug.core.kv_cache_spec import KVCacheSpec
     from attnplug.registry.decision import Decision
     from attnplug.runtime.budget import MemoryBudget
 
@@ -32,19 +31,15 @@ def budget_for(
     Raises:
         LayoutError: memory that cannot be read or is too small, or pages that cannot be made equal.
     """
-    from attnplug.core.kv_cache_spec import kv_cache_spec_for
     from attnplug.runtime.budget import fit_kv_cache, parse_memory
     from attnplug.runtime.grouping import group_kv_caches, unify_page_sizes
+    from attnplug.runtime.plan_pages import planned_caches
 
     size = parse_memory(memory)
     if not all(decisions.values()):
         return None
-    caches: dict[str, KVCacheSpec] = {}
-    for name, decision in decisions.items():
-        cache = kv_cache_spec_for(decision.spec, decision.block_size or 1)
-        if cache is not None:
-            caches[name] = cache
-    return fit_kv_cache(group_kv_caches(unify_page_sizes(caches), kv_sharing=kv_sharing), size)
+    caches = unify_page_sizes(planned_caches(decisions))
+    return fit_kv_cache(group_kv_caches(caches, kv_sharing=kv_sharing), size)
 
 
 def print_budget(budget: MemoryBudget | None, memory: str) -> None:
