@@ -14,6 +14,7 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import LayoutError
 from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from attnplug.core.spec import LayerSpec
+from attnplug.ops.storage import STORAGE_DTYPES
 
 __all__ = [
     "allocate_kv_cache",
@@ -22,19 +23,6 @@ __all__ = [
     "reshape_kv_cache",
     "view_kv_cache",
 ]
-
-_STORAGE = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
-    "fp8_e5m2": torch.float8_e5m2,
-    "fp8_e5m2fnuz": torch.float8_e5m2fnuz,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-}
 
 
 def allocate_kv_cache(config: KVCacheConfig, device: torch.device | str) -> dict[str, torch.Tensor]:
@@ -135,8 +123,8 @@ def view_kv_cache(
         raise LayoutError(
             "raw", f"{raw.dtype} {tuple(raw.shape)}", "must be contiguous bytes: torch.uint8, 1-D"
         )
-    if cache.dtype not in _STORAGE:
-        raise LayoutError("dtype", cache.dtype, f"must be one of {', '.join(_STORAGE)}")
+    if cache.dtype not in STORAGE_DTYPES:
+        raise LayoutError("dtype", cache.dtype, f"must be one of {', '.join(STORAGE_DTYPES)}")
     page = cache.page_size_bytes * (num_layers or 1)
     num_blocks, rest = divmod(raw.numel(), page)
     if rest or num_blocks == 0:
@@ -154,7 +142,7 @@ def view_kv_cache(
     order = backend.get_kv_cache_stride_order(num_layers is not None, layout=layout, spec=spec)
     if sorted(order) != list(range(len(shape))):
         raise LayoutError("stride_order", order, f"is no order of the {len(shape)} dimensions of {shape}")
-    elements = raw.view(_STORAGE[cache.dtype])
+    elements = raw.view(STORAGE_DTYPES[cache.dtype])
     if math.prod(shape) != elements.numel():
         limit = f"of {backend.get_name()} is not that of {num_blocks} pages of {page} bytes ({cache})"
         raise LayoutError("kv_cache_shape", tuple(shape), limit)

@@ -12,11 +12,10 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.testing.oracle import OracleResult, attention_oracle, stored_values
 
 __all__ = ["Batch", "direct_batch", "layer_tensors", "paged_batch"]
-
-_STORAGE = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -251,12 +250,11 @@ def _block_table(
 def _poisoned_cache(
     spec: LayerSpec, num_blocks: int, block_size: int, layout: str, backend: type[AttentionBackend]
 ) -> torch.Tensor:
-    name = spec.resolved_kv_cache_dtype
     shape = backend.get_kv_cache_shape(
         num_blocks, block_size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype, spec.head_size_v
     )
     order = backend.get_kv_cache_stride_order(layout=layout, spec=spec)
-    dtype = _STORAGE.get(name) or getattr(torch, name)
+    dtype = STORAGE_DTYPES[spec.resolved_kv_cache_dtype]
     physical = torch.full([shape[dim] for dim in order], torch.nan).to(dtype)
     cache = physical.permute([order.index(dim) for dim in range(len(order))])
     cache[0].zero_() if dtype.itemsize > 1 else cache.view(torch.uint8)[0].zero_()

@@ -9,29 +9,23 @@ import torch
 
 from attnplug.core.errors import LayoutError
 from attnplug.core.spec import LayerSpec
+from attnplug.ops.storage import STORAGE_DTYPES
 
 __all__ = ["HeadRows", "compute_dtype", "storage_dtype", "typed_view"]
 
-_STORAGE = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
+_STORED = ("float16", "bfloat16", "float32", "fp8_e4m3", "fp8_e5m2")
 
 
 def compute_dtype(spec: LayerSpec) -> torch.dtype:
     """The torch dtype of the layer's queries, keys, values and outputs."""
-    return _STORAGE[spec.dtype]
+    return STORAGE_DTYPES[spec.dtype]
 
 
 def storage_dtype(spec: LayerSpec) -> torch.dtype:
     """The element type of the layer's cache; LayoutError for one that TORCH does not store."""
-    dtype = _STORAGE.get(spec.resolved_kv_cache_dtype)
-    if dtype is None:
-        raise LayoutError("kv_cache_dtype", spec.kv_cache_dtype, f"must be one of {', '.join(_STORAGE)}")
-    return dtype
+    if spec.resolved_kv_cache_dtype not in _STORED:
+        raise LayoutError("kv_cache_dtype", spec.kv_cache_dtype, f"must be one of {', '.join(_STORED)}")
+    return STORAGE_DTYPES[spec.resolved_kv_cache_dtype]
 
 
 def typed_view(kv_cache: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
