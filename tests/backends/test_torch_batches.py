@@ -155,3 +155,44 @@ def test_layers_of_one_step_share_the_metadata_but_not_their_windows_or_layouts(
             impl = TorchBackend.get_impl_cls().from_spec(batch.spec, layer_name=layout)
             found = impl.forward(None, batch.query, batch.key, batch.value, batch.kv_cache, metadata)
             assert_close(found, batch.oracle().output, 1e-5)
+
+
+WIDE = LayerSpec(num_heads=8, num_kv_heads=4, head_size=64, dtype="float32")
+"""So wide that TORCH attends the decodes of 64 tokens and more page by page, those past 2,048 in pieces."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("block_size", [5, 16, 64])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"sliding_window": 100}, {"chunk_size": 96}, {"num_kv_heads": 8}, {"num_heads": 12}, {"scale": 0.3}],
+    ids=str,
+)
+def test_long_decodes_among_others_see_their_own_keys_only(
+    changes: dict[str, int], block_size: int, dtype: str
+) -> None:
+    spec = WIDE.replace(dtype=dtype, **changes)
+    lengths = [1, 20, 1, 1, 0, 3, 1, 1], [300, 60, 12, 131, 400, 200, 257, 160]
+    check(paged_batch(spec, *lengths, block_size=block_size, padding=3, drop_window=True))
+
+
+def test_decodes_too_long_for_the_cache_are_gathered_in_pieces() -> None:
+    check(paged_batch(WIDE, [1, 1, 1], [2048, 2049, 2500]))
+
+
+def test_long_decodes_share_their_plan_among_the_layers_of_a_step() -> None:
+    batch = paged_batch(WIDE, [1, 1], [300, 200])
+    builder = TorchBackend.get_builder_cls()(
+        FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=64, dtype="float32"),
+        ["a", "b"],
+        BuilderConfig(),
+        torch.device("cpu"),
+    )
+    metadata = builder.build(0, batch.common)
+    expected = batch.oracle().output
+    for _ in range(2):
+        impl = TorchBackend.get_impl_cls().from_spec(batch.spec, layer_name="a", tensors=batch.tensors)
+        output = torch.full_like(batch.query, torch.nan)
+        impl.forward(None, batch.query, batch.key, batch.value, batch.kv_cache, metadata, output)
+        assert_close(output, expected, tolerance(batch.spec).output)
+    assert len(metadata.plans) == 1

@@ -13,6 +13,7 @@ from attnplug.backends.torch_native.checks import check_cache, check_keys, check
 from attnplug.backends.torch_native.decode import SHORT_QUERY, attend_short
 from attnplug.backends.torch_native.dense import attend_request
 from attnplug.backends.torch_native.kv_cache import compute_dtype, storage_dtype, typed_view
+from attnplug.backends.torch_native.page_decode import attend_pages, plan_page_decodes
 from attnplug.backends.torch_native.reach import Reach
 from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import KeySource, PackedKeys, PagedKeys
@@ -81,7 +82,12 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         scoring = self._scoring(layer, query.device, use_sinks, stored)
 
         lens = attn_metadata.query_lens
-        short = np.flatnonzero((lens > 0) & (lens <= SHORT_QUERY))
+        is_short = (lens > 0) & (lens <= SHORT_QUERY)
+        plan = plan_page_decodes(query, source, attn_metadata, reach, scoring)
+        if plan is not None and output_lse is None:
+            attend_pages(query, source, plan, scoring, output)
+            is_short &= ~plan.chosen
+        short = np.flatnonzero(is_short)
         if short.size:
             attend_short(query, short, source, attn_metadata, reach, scoring, output, output_lse)
         for request in np.flatnonzero(lens > SHORT_QUERY).tolist():
