@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attnplug.core.blocks import MultipleOf
@@ -150,6 +150,14 @@ class AttentionBackend(ABC):
         spec asks and the class has not declared is refused. `phase=None` asks for both phases.
         """
         return validate(cls, spec, device, phase)
+
+    @classmethod
+    def compile_key(cls, spec: LayerSpec) -> Hashable | None:
+        """What its kernels are compiled for, where serving `spec` may compile; None where nothing is.
+
+        Layers with equal keys share what was compiled. The conformance kit keeps to a few keys.
+        """
+        return None
 
     # KV cache
 

@@ -1,0 +1,50 @@
+"""Lengths of the requests of a batch, near the places where kernels go wrong."""
+
+from __future__ import annotations
+
+from attnplug.core.spec import AttentionType, LayerSpec
+
+__all__ = ["SHAPES", "lengths"]
+
+SHAPES = ("decode", "prefill", "extend", "mixed", "speculative", "one", "idle")
+"""Kinds of batches: `one` is a single decode, `idle` has requests without new tokens among others."""
+
+_LONGEST = 300
+_TILE = 128
+
+
+def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], list[int]]:
+    """New tokens and all tokens of each request of a batch of kind `shape`.
+
+    They lie around the ends of pages, of windows and chunks, and of a tile of 128 keys. Of a cross
+    layer the second are the encoder's; encoders compute all their tokens at once.
+    """
+    marks = [block_size, 2 * block_size, _TILE, spec.chunk_size or 0]
+    marks += [side + 1 for side in spec.window if side >= 0]
+    edges = sorted({mark + step for mark in marks if 0 < mark < _LONGEST for step in (-1, 0, 1)} | {1, 40})
+    ends = [edge for edge in edges if edge > 0]
+    if spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
+        counts = {"one": ends[-1:], "decode": [1, *ends[-2:]], "idle": [*ends[:3], 0]}.get(shape, ends[-5:])
+        return counts, counts
+    if shape == "decode":
+        return [1] * len(ends), ends
+    if shape == "one":
+        return [1], ends[-1:]
+    if shape == "prefill":
+        return ends[-4:], ends[-4:]
+    if shape == "speculative":
+        return [4] * len(ends), [end + 3 for end in ends]
+    new = [max(end // 3, 1) for end in ends]
+    if shape == "extend":
+        return new[-5:], ends[-5:]
+    if shape == "idle":
+        return [0, 1, 0, new[-1], 0], [ends[-1], ends[-2], 0, ends[-1], 1]
+    # Decodes, extends and prefills in no order.
+    return [new[-1], 1, ends[0], 1, new[-2], ends[-1]], [
+        ends[-1],
+        ends[-2],
+        ends[0],
+        ends[-1],
+        ends[-2],
+        ends[-1],
+    ]
