@@ -1,0 +1,62 @@
+"""Deliberately wrong backends, and which check must catch each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from attnplug.backends.torch_native import TorchBackend
+from attnplug.core import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, Device
+from attnplug.testing.conformance.check import Check, CheckSkipped, Level
+from attnplug.testing.conformance.target import Target
+
+__all__ = ["Wrong", "failures", "variant"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong:
+    """A wrong backend, the start of the id of the check that must fail, and what its message must say."""
+
+    name: str
+    backend: type[AttentionBackend]
+    check: str
+    says: str
+
+
+def variant(
+    name: str,
+    *,
+    impl: type[AttentionImpl[Any]] | None = None,
+    builder: type[AttentionMetadataBuilder[Any]] | None = None,
+    **overrides: Any,
+) -> type[AttentionBackend]:
+    """TORCH under another name, with other parts or class attributes; functions are made class methods."""
+    methods: Mapping[str, Any] = {
+        "get_name": staticmethod(lambda: name),
+        **({"get_impl_cls": classmethod(lambda cls: impl)} if impl else {}),
+        **({"get_builder_cls": classmethod(lambda cls: builder)} if builder else {}),
+        **{
+            key: classmethod(value) if callable(value) and not isinstance(value, type) else value
+            for key, value in overrides.items()
+        },
+    }
+    return type(name, (TorchBackend,), dict(methods))
+
+
+def failures(
+    backend: type[AttentionBackend],
+    group: Callable[[Target], Iterator[Check]],
+    level: Level = Level.SMOKE,
+    device: str = "cpu",
+) -> dict[str, BaseException]:
+    """What each failing check of one group raises, by check id."""
+    found: dict[str, BaseException] = {}
+    for check in group(Target(backend, Device.parse(device), level)):
+        try:
+            check()
+        except CheckSkipped:
+            continue
+        except Exception as problem:
+            found[check.id] = problem
+    return found
