@@ -1,0 +1,23 @@
+"""TRITON: attention in Triton kernels, on any GPU that Triton compiles for, and under its interpreter on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pluggy
+
+from attnplug.backends.triton.backend import TritonBackend
+from attnplug.core.backend import AttentionBackend
+
+__all__ = ["ATTNPLUG_API", "TritonBackend", "attnplug_backends"]
+
+ATTNPLUG_API = (1, 1)
+"""Lowest and highest version of the plugin API that this plugin speaks."""
+
+hookimpl = pluggy.HookimplMarker("attnplug")
+
+
+@hookimpl
+def attnplug_backends() -> Sequence[type[AttentionBackend]]:
+    """The backends of this plugin."""
+    return (TritonBackend,)

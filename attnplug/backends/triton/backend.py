@@ -1,0 +1,122 @@
+"""What TRITON can do: everything that TORCH does but odd page sizes and storage types, on GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, ClassVar
+
+from attnplug.core.backend import AttentionBackend
+from attnplug.core.blocks import MultipleOf
+from attnplug.core.features import Feature
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attnplug.backends.triton.builder import TritonMetadataBuilder
+    from attnplug.backends.triton.impl import TritonImpl
+    from attnplug.core.device import Device
+    from attnplug.core.spec import LayerSpec, Phase
+
+__all__ = ["TritonBackend"]
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
+_MAX_GROUP = 128
+"""Query heads of one KV head: they stand in one tile of the kernels."""
+
+
+class TritonBackend(AttentionBackend):
+    """Paged attention in Triton: decode, prefill and mixed batches, without any vendor library.
+
+    Runs on a CPU too where TRITON_INTERPRET=1 is set before triton is imported: slow, for tests.
+    """
+
+    requires: ClassVar[Sequence[str | tuple[str, ...]]] = ("triton>=3.4",)
+    device_types: ClassVar[Sequence[str]] = ("cuda", "rocm", *(("cpu",) if _INTERPRETED else ()))
+    supported_dtypes: ClassVar[Sequence[object]] = ("float16", "bfloat16", "float32")
+    supported_kv_cache_dtypes: ClassVar[Sequence[str]] = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+    features: ClassVar[Feature] = (
+        Feature.SLIDING_WINDOW
+        | Feature.CHUNKED_LOCAL
+        | Feature.SOFT_CAP
+        | Feature.SINKS
+        | Feature.ALIBI
+        | Feature.LSE
+        | Feature.HEAD_SIZE_V
+        | Feature.NON_CAUSAL
+        | Feature.DIRECT_KV
+        | Feature.FP8_KV
+        | Feature.CROSS
+        | Feature.ENCODER
+    )
+    step_safe: ClassVar[bool] = True
+
+    @staticmethod
+    def get_name() -> str:
+        """The name, "TRITON"."""
+        return "TRITON"
+
+    @classmethod
+    def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
+        """100: after the vendors' kernels, before TORCH; on a CPU, where it is interpreted, after nothing else."""
+        return 1 if device.type == "cpu" else 100
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
+        """16 to 256 in steps of 8: rows of 16 bytes and more."""
+        return tuple(range(16, 257, 8))
+
+    @classmethod
+    def get_supported_kernel_block_sizes(
+        cls, spec: LayerSpec | None = None, device: Device | None = None
+    ) -> Sequence[int | MultipleOf]:
+        """Any: a tile of keys looks up the page of each key."""
+        return (MultipleOf(1),)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: tuple[int, int]) -> bool:
+        """8.0 and above, which Triton's matrix products need for bfloat16."""
+        return capability >= (8, 0)
+
+    @classmethod
+    def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
+        """What the kernels' tiles cannot hold, and storage that nothing would use."""
+        if spec.direct_kv and spec.resolved_kv_cache_dtype != spec.dtype:
+            return f"direct_kv stores nothing, so kv_cache_dtype={spec.kv_cache_dtype!r} cannot be honoured"
+        if spec.num_heads // spec.num_kv_heads > _MAX_GROUP:
+            return (
+                f"{spec.num_heads // spec.num_kv_heads} query heads share a KV head, more than {_MAX_GROUP}"
+            )
+        is_e4m3 = spec.resolved_kv_cache_dtype == "fp8_e4m3"
+        if is_e4m3 and device.type == "cuda" and (device.capability or (9, 0)) < (8, 9):
+            return "fp8_e4m3 needs compute capability 8.9; fp8_e5m2 does not"
+        return None
+
+    @classmethod
+    def compile_key(cls, spec: LayerSpec) -> Hashable | None:
+        """Sizes, dtypes and features are compiled in; windows, caps and lengths are not."""
+        if _INTERPRETED:
+            return None
+        return (
+            spec.num_heads // spec.num_kv_heads,
+            spec.head_size,
+            spec.head_size_v,
+            spec.dtype,
+            spec.resolved_kv_cache_dtype,
+            spec.block_size,
+            spec.required_features(),
+        )
+
+    @classmethod
+    def get_impl_cls(cls) -> type[TritonImpl]:
+        """TritonImpl."""
+        from attnplug.backends.triton.impl import TritonImpl
+
+        return TritonImpl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[TritonMetadataBuilder]:
+        """TritonMetadataBuilder."""
+        from attnplug.backends.triton.builder import TritonMetadataBuilder
+
+        return TritonMetadataBuilder

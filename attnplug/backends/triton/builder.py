@@ -1,0 +1,131 @@
+"""A step's batch as TRITON reads it: tensors of the batch, where its decodes end, and how they are split."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from attnplug.backends.triton.workspace import SplitPlan, Workspace
+from attnplug.core.config import BuilderConfig
+from attnplug.core.errors import BatchError
+from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
+from attnplug.core.metadata import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+
+__all__ = ["TritonMetadata", "TritonMetadataBuilder"]
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class TritonMetadata(AttentionMetadata):
+    """One step for TRITON: `num_decodes` requests of few queries in front, then any others.
+
+    Args:
+        slot_mapping: int64, where the new K and V go.
+        block_table: int32 `[R, max_blocks]`.
+        query_start_loc: int32 `[R + 1]` on the device.
+        seq_lens: int32 `[R]` on the device.
+        key_start_loc: int32 `[R + 1]` on the device, with direct KV.
+        num_reqs: R.
+        num_actual_tokens: query rows of the batch.
+        num_decodes: requests that the decode kernel attends.
+        num_decode_tokens: their queries.
+        max_decode_len: queries of the longest of them.
+        max_query_len: queries of the longest of the others.
+        causal: what the batch says; it may only narrow the layer's spec.
+        workspace: buffers and split plans, shared by the builder's steps.
+    """
+
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    key_start_loc: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    max_decode_len: int
+    max_query_len: int
+    causal: bool
+    workspace: Workspace
+
+    def splits(self, plan: SplitPlan) -> torch.Tensor:
+        """The items of the step's decodes, as `plan` splits them; planned once per step."""
+        return self.workspace.items(plan, self.query_start_loc, self.seq_lens, self.num_decodes)
+
+
+class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
+    """Builds TritonMetadata without reading anything back from the device."""
+
+    supports_update_block_table: ClassVar[bool] = True
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: Sequence[str],
+        config: BuilderConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._workspace = Workspace(config.max_num_seqs, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TritonMetadata:
+        """The metadata of one step; host lengths are not asked for.
+
+        Raises:
+            BatchError: start locations that decrease or pass `num_actual_tokens`.
+        """
+        common = common_attn_metadata
+        reqs, tokens = common.num_reqs, common.num_actual_tokens
+        starts = common.query_start_loc_cpu[: reqs + 1].numpy()
+        lens = np.diff(starts)
+        if starts.size != reqs + 1 or (lens < 0).any() or starts[0] < 0 or starts[-1] > tokens:
+            limit = f"must be {reqs + 1} ascending locations in 0 .. num_actual_tokens={tokens}"
+            raise BatchError("query_start_loc_cpu", starts.tolist(), limit)
+        long = lens > (self.reorder_batch_threshold or 1)
+        decodes = int(long.argmax()) if long.any() else reqs
+        direct = common.key_start_loc is not None
+        if direct:
+            decodes = 0
+        metadata = TritonMetadata(
+            slot_mapping=common.slot_mapping
+            if isinstance(self.kv_cache_spec, CrossAttentionSpec)
+            else common.slot_mapping[:tokens],
+            block_table=common.block_table_tensor,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            key_start_loc=common.query_start_loc if common.key_start_loc is None else common.key_start_loc,
+            num_reqs=reqs,
+            num_actual_tokens=tokens,
+            num_decodes=decodes,
+            num_decode_tokens=int(starts[decodes]),
+            max_decode_len=int(lens[:decodes].max(initial=0)),
+            max_query_len=int(lens[decodes:].max(initial=0)),
+            causal=common.causal,
+            workspace=self._workspace,
+        )
+        self._workspace.plan_again(metadata.query_start_loc, metadata.seq_lens, decodes)
+        return metadata
+
+    def update_block_table(
+        self, metadata: TritonMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> TritonMetadata:
+        """`metadata` with another KV group's table and slots."""
+        if not isinstance(self.kv_cache_spec, CrossAttentionSpec):
+            slot_mapping = slot_mapping[: metadata.num_actual_tokens]
+        return dataclasses.replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)

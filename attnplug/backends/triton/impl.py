@@ -1,0 +1,262 @@
+"""Runs a layer on TRITON: writes its pages, then decodes and whatever is longer, a kernel each."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from attnplug.backends.torch_native.checks import check_cache, check_keys, check_rows, refuse_output_scales
+from attnplug.backends.torch_native.kv_cache import compute_dtype, typed_view
+from attnplug.backends.triton.backend import TritonBackend
+from attnplug.backends.triton.builder import TritonMetadata
+from attnplug.backends.triton.kernels.decode import decode_kernel
+from attnplug.backends.triton.kernels.prefill import prefill_kernel
+from attnplug.backends.triton.launch import decode_launch, power_of_two, prefill_launch
+from attnplug.backends.triton.reach import Reach
+from attnplug.backends.triton.workspace import SplitPlan, num_multiprocessors
+from attnplug.core.errors import BatchError, LayoutError
+from attnplug.core.impl import AttentionImpl, AttentionLayer
+from attnplug.ops.kv_write import write_kv_cache
+
+__all__ = ["TritonImpl"]
+
+
+class TritonImpl(AttentionImpl[TritonMetadata]):
+    """Attention in two Triton kernels."""
+
+    can_return_lse_for_decode = True
+
+    @torch.no_grad()
+    def update_kv_cache(
+        self,
+        layer: AttentionLayer | None,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write new keys and values; fp8 storage divides by the scales and clamps.
+
+        Raises:
+            BatchError: key or value of another shape or dtype, or fewer rows than slots.
+            LayoutError: a cache of another shape or dtype.
+        """
+        key, value = check_keys(key, value, slot_mapping.shape[0], self.spec, self._dtype)
+        k, v = self._pages(kv_cache)
+        write_kv_cache(key, value, k, v, slot_mapping, *self._scales(layer))
+
+    @torch.no_grad()
+    def attend(
+        self,
+        layer: AttentionLayer | None,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+        attn_metadata: TritonMetadata,
+        output: torch.Tensor,
+        *,
+        output_lse: torch.Tensor | None = None,
+        use_sinks: bool = True,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend and write `output`, as AttentionImpl.attend says.
+
+        Raises:
+            BatchError: tensors that do not fit the spec or the batch, an LSE the spec did not
+                declare, a batch that is not causal for a causal layer, an output scale.
+            LayoutError: a cache of another shape or dtype, or one where K and V are given.
+        """
+        meta = attn_metadata
+        self._check(query, meta, output, output_lse)
+        refuse_output_scales(output_scale=output_scale, output_block_scale=output_block_scale)
+        reach = Reach.of(self.spec, meta.causal)
+        paged = kv_cache is not None
+        k, v = self._keys(key, value, kv_cache, meta)
+        k_scale, v_scale = self._scales(layer) if k.dtype.itemsize == 1 else (1.0, 1.0)
+        query = query if query.stride(2) == 1 else query.contiguous()
+        shared = self._shared(query, k, v, output, output_lse, meta, reach, use_sinks, k_scale, v_scale)
+        decodes = meta.num_decodes if paged else 0
+        if decodes and meta.max_decode_len:
+            self._decode(meta, reach, decodes, shared)
+        longest = meta.max_query_len if paged else max(meta.max_query_len, meta.max_decode_len)
+        if longest:
+            self._prefill(meta, decodes, longest, paged, shared)
+        return output
+
+    def _decode(self, meta: TritonMetadata, reach: Reach, decodes: int, shared: dict[str, Any]) -> None:
+        spec, group = self.spec, self._group
+        launch = decode_launch(max(spec.head_size, spec.head_size_v), self._dtype.itemsize)
+        rows = meta.max_decode_len * group
+        block_m = min(power_of_two(rows), 64)
+        row_blocks = -(-rows // block_m)
+        device = meta.seq_lens.device
+        programs = num_multiprocessors(device) * launch.waves
+        target = max(programs // (spec.num_kv_heads * row_blocks), 1)
+        items = meta.splits(SplitPlan(reach, target, launch.block_n, launch.min_keys))
+        most = decodes + target
+        buffers = meta.workspace.partials(
+            most, decodes, spec.num_kv_heads, rows, row_blocks, spec.head_size_v
+        )
+        decode_kernel[(spec.num_kv_heads, row_blocks, most)](
+            items=items,
+            seq_lens=meta.seq_lens,
+            block_table=meta.block_table,
+            partials=buffers[0],
+            partial_lses=buffers[1],
+            arrived=buffers[2],
+            max_rows=rows,
+            stride_table=meta.block_table.stride(0),
+            GROUP=group,
+            BLOCK_M=block_m,
+            BLOCK_N=launch.block_n,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+            **shared,
+        )
+
+    def _prefill(
+        self, meta: TritonMetadata, decodes: int, longest: int, paged: bool, shared: dict[str, Any]
+    ) -> None:
+        spec, group = self.spec, self._group
+        launch = prefill_launch(max(spec.head_size, spec.head_size_v), self._dtype.itemsize, longest * group)
+        block_m = max(launch.block_m, power_of_two(group))
+        tokens = meta.num_actual_tokens - meta.num_decode_tokens if decodes else meta.num_actual_tokens
+        reqs = meta.num_reqs - decodes
+        tiles = tokens // (block_m // group) + reqs
+        prefill_kernel[(tiles, spec.num_kv_heads)](
+            query_start_loc=meta.query_start_loc[decodes:],
+            seq_lens=meta.seq_lens[decodes:],
+            block_table=meta.block_table[decodes:],
+            key_start_loc=meta.key_start_loc[decodes:],
+            first_token=meta.num_decode_tokens if decodes else 0,
+            num_reqs=reqs,
+            stride_table=meta.block_table.stride(0),
+            PAGED=paged,
+            GROUP=group,
+            BLOCK_M=block_m,
+            BLOCK_N=launch.block_n,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+            **shared,
+        )
+
+    def _shared(
+        self,
+        query: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        output: torch.Tensor,
+        output_lse: torch.Tensor | None,
+        meta: TritonMetadata,
+        reach: Reach,
+        use_sinks: bool,
+        k_scale: float,
+        v_scale: float,
+    ) -> dict[str, Any]:
+        """The arguments that both kernels take; a pointer that is not used stands for one that is."""
+        spec, tensors = self.spec, self.tensors
+        sinks = tensors.sinks if use_sinks else None
+        return {
+            "query": query,
+            "k_cache": k,
+            "v_cache": v,
+            "output": output,
+            "lse": query if output_lse is None else output_lse,
+            "sinks": query if sinks is None else sinks,
+            "alibi_slopes": query if tensors.alibi_slopes is None else tensors.alibi_slopes,
+            "scale": spec.scale * k_scale,
+            "value_scale": v_scale,
+            "cap": spec.logits_soft_cap or 1.0,
+            "left": reach.left,
+            "right": reach.right,
+            "chunk": reach.chunk,
+            "stride_qt": query.stride(0),
+            "stride_qh": query.stride(1),
+            "stride_ot": output.stride(0),
+            "stride_oh": output.stride(1),
+            "stride_kb": k.stride(0),
+            "stride_kt": k.stride(1),
+            "stride_kh": k.stride(2),
+            "stride_vb": v.stride(0),
+            "stride_vt": v.stride(1),
+            "stride_vh": v.stride(2),
+            "stride_lse": 0 if output_lse is None else output_lse.stride(0),
+            "BLOCK_SIZE": k.shape[1],
+            "D": spec.head_size,
+            "DV": spec.head_size_v,
+            "BLOCK_D": power_of_two(spec.head_size),
+            "BLOCK_DV": power_of_two(spec.head_size_v),
+            "HAS_CAP": spec.logits_soft_cap is not None,
+            "HAS_SINKS": sinks is not None,
+            "HAS_ALIBI": tensors.alibi_slopes is not None,
+            "HAS_LSE": output_lse is not None,
+            "WIDEN": query.device.type == "cpu",
+            **reach.flags,
+        }
+
+    @functools.cached_property
+    def _dtype(self) -> torch.dtype:
+        return compute_dtype(self.spec)
+
+    @functools.cached_property
+    def _group(self) -> int:
+        return self.spec.num_heads // self.spec.num_kv_heads
+
+    def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        check_cache(kv_cache, self.spec)
+        return TritonBackend.split_kv(typed_view(kv_cache, self.spec), self.spec)
+
+    def _keys(
+        self,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+        meta: TritonMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as pages `[num_blocks, block_size, Hkv, D]`; those of the call as one page."""
+        if kv_cache is not None:
+            if self.spec.direct_kv:
+                raise LayoutError("kv_cache", tuple(kv_cache.shape), "must be None with direct_kv=True")
+            return self._pages(kv_cache)
+        if not self.spec.direct_kv:
+            remedy = "declare the layer with direct_kv=True to give K and V with the call"
+            raise LayoutError("kv_cache", None, "is required", remedy)
+        # How many keys the call must bring is known on the device alone, unless they stand as the queries.
+        rows = meta.num_actual_tokens if meta.key_start_loc is meta.query_start_loc else 0
+        key, value = check_keys(key, value, rows, self.spec, self._dtype)
+        k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (key, value))
+        return k[None], v[None]
+
+    def _check(
+        self,
+        query: torch.Tensor,
+        meta: TritonMetadata,
+        output: torch.Tensor,
+        output_lse: torch.Tensor | None,
+    ) -> None:
+        spec, tokens = self.spec, meta.num_actual_tokens
+        check_rows("query", query, tokens, (spec.num_heads, spec.head_size), self._dtype)
+        check_rows("output", output, tokens, (spec.num_heads, spec.head_size_v), self._dtype)
+        if output.stride(2) != 1:
+            raise BatchError(
+                "output.stride(2)", output.stride(2), "must be 1: a head's elements lie together"
+            )
+        if output_lse is None:
+            return
+        if not spec.needs_lse:
+            remedy = "declare the layer with needs_lse=True"
+            raise BatchError("output_lse", tuple(output_lse.shape), "must be None", remedy)
+        check_rows("output_lse", output_lse, tokens, (spec.num_heads,), torch.float32)
+
+    def _scales(self, layer: AttentionLayer | None) -> tuple[float, float]:
+        if layer is not None and hasattr(layer, "_k_scale_float") and hasattr(layer, "_v_scale_float"):
+            return float(layer._k_scale_float), float(layer._v_scale_float)
+        return self._own_scales
+
+    @functools.cached_property
+    def _own_scales(self) -> tuple[float, float]:
+        return float(self.tensors.k_scale), float(self.tensors.v_scale)

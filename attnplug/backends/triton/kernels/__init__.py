@@ -1,0 +1,1 @@
+"""The kernels of TRITON; importing them imports triton."""

@@ -1,0 +1,183 @@
+"""Decode: few queries over many keys, split over the GPU and merged by whoever finishes last."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnplug.backends.triton.kernels.scan import LN2, LOG2E, common_range, finish, load_queries, scan_keys
+from attnplug.backends.triton.kernels.splits import FIELDS
+
+__all__ = ["decode_kernel"]
+
+
+@triton.jit(do_not_specialize=["left", "right", "chunk", "max_rows"])
+def decode_kernel(
+    query,
+    k_cache,
+    v_cache,
+    output,
+    lse,
+    items,
+    seq_lens,
+    block_table,
+    sinks,
+    alibi_slopes,
+    partials,
+    partial_lses,
+    arrived,
+    max_rows,
+    scale,
+    value_scale,
+    cap,
+    left,
+    right,
+    chunk,
+    stride_qt,
+    stride_qh,
+    stride_ot,
+    stride_oh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_table,
+    stride_lse,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One item of the plan for one KV head: BLOCK_M rows of queries over some of their request's keys.
+
+    An item that is alone writes the output. Else partial results go to `partials [items, Hkv, max_rows, DV]`
+    and their LSE, in base 2, to `partial_lses [items, Hkv, max_rows]`; `arrived [reqs, Hkv, row blocks]`
+    counts the items done, and the last one merges them, always in the same order, and counts from 0 again.
+    """
+    kv_head = tl.program_id(0)
+    row_block = tl.program_id(1)
+    item = tl.program_id(2)
+    fields = items + item * FIELDS
+    request = tl.load(fields)
+    part = tl.load(fields + 1)
+    count = tl.load(fields + 2)
+    first = tl.load(fields + 3)
+    query_len = tl.load(fields + 4)
+    lo = tl.load(fields + 5)
+    hi = tl.load(fields + 6)
+    if count == 0:
+        return
+    num_rows = query_len * GROUP
+    if row_block * BLOCK_M >= num_rows:
+        return
+    seq_len = tl.load(seq_lens + request)
+    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_pos = seq_len - query_len
+    positions = first_pos + tl.minimum(rows, num_rows - 1) // GROUP
+    full_lo, full_hi = common_range(
+        first_pos, seq_len - 1, lo, hi, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
+    )
+    full_lo = lo + tl.cdiv(full_lo - lo, BLOCK_N) * BLOCK_N
+    full_hi = full_lo + tl.maximum(full_hi - full_lo, 0) // BLOCK_N * BLOCK_N
+
+    heads = kv_head * GROUP + rows % GROUP
+    q = load_queries(query, rows, num_rows, first, kv_head, stride_qt, stride_qh, GROUP, D, BLOCK_D, WIDEN)
+    slopes = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_ALIBI:
+        slopes = tl.load(alibi_slopes + heads)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        if part == 0:
+            top = tl.load(sinks + heads) * LOG2E
+            total += 1.0
+    k_head = k_cache + kv_head * stride_kh
+    v_head = v_cache + kv_head * stride_vh
+    table_row = block_table + request.to(tl.int64) * stride_table
+    for stretch in tl.static_range(3):
+        if stretch == 0:
+            begin, end = lo, tl.minimum(full_lo, hi)
+        elif stretch == 1:
+            begin, end = full_lo, full_hi
+        else:
+            begin, end = full_hi, hi
+        if stretch != 0 or HAS_LEFT or HAS_CHUNK:
+            acc, top, total = scan_keys(
+                acc, top, total, q, positions, slopes, begin, end, hi, k_head, v_head, table_row, 0,
+                stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, left, right, chunk,
+                stretch != 1, True, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_ALIBI,
+            )  # fmt: skip
+    out, out_lse = finish(acc, top, total)
+
+    dims = tl.arange(0, BLOCK_DV)
+    inside = rows < num_rows
+    mask = inside[:, None] & (dims < DV)[None, :]
+    if count > 1:
+        kv_heads = tl.num_programs(0)
+        here = ((item * kv_heads + kv_head) * max_rows).to(tl.int64) + rows
+        tl.store(partials + here[:, None] * DV + dims[None, :], out, mask=mask)
+        tl.store(partial_lses + here, out_lse, mask=inside)
+        # All threads' partials must be written before the count says so.
+        tl.debug_barrier()
+        counter = arrived + (request * kv_heads + kv_head) * tl.num_programs(1) + row_block
+        if tl.atomic_add(counter, 1, sem="acq_rel") < count - 1:
+            return
+        tl.store(counter, 0)
+        step = (kv_heads * max_rows).to(tl.int64)
+        place = ((item - part) * kv_heads + kv_head).to(tl.int64) * max_rows + rows
+        out, out_lse = _merge(partials, partial_lses, place, step, count, inside, mask, DV, BLOCK_M, BLOCK_DV)
+    tokens = (first + rows // GROUP).to(tl.int64)
+    out_places = output + tokens[:, None] * stride_ot + heads[:, None] * stride_oh + dims[None, :]
+    tl.store(out_places, (out * value_scale).to(output.dtype.element_ty), mask=mask)
+    if HAS_LSE:
+        tl.store(lse + tokens * stride_lse + heads, out_lse * LN2, mask=inside)
+
+
+@triton.jit
+def _merge(
+    partials,
+    partial_lses,
+    place,
+    step,
+    count,
+    inside,
+    mask,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """The `count` partial results from `place [BLOCK_M]` on, `step` rows apart, as one."""
+    dims = tl.arange(0, BLOCK_DV)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for index in tl.range(0, count):
+        rows = place + index * step
+        found = tl.load(partial_lses + rows, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        out = tl.load(
+            partials + rows[:, None] * DV + dims[None, :], mask=mask, other=0.0, cache_modifier=".cg"
+        )
+        new_top = tl.maximum(top, found)
+        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(found - pivot)
+        fade = tl.exp2(top - pivot)
+        acc = acc * fade[:, None] + out * weight[:, None]
+        total = total * fade + weight
+        top = new_top
+    return finish(acc, top, total)

@@ -1,0 +1,158 @@
+"""Prefill and extend: tiles of queries, each over all the keys it sees."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnplug.backends.triton.kernels.scan import (
+    LN2,
+    LOG2E,
+    common_range,
+    finish,
+    key_range,
+    load_queries,
+    scan_keys,
+)
+
+__all__ = ["prefill_kernel"]
+
+
+@triton.jit(do_not_specialize=["first_token", "num_reqs", "left", "right", "chunk"])
+def prefill_kernel(
+    query,
+    k_cache,
+    v_cache,
+    output,
+    lse,
+    query_start_loc,
+    seq_lens,
+    block_table,
+    key_start_loc,
+    sinks,
+    alibi_slopes,
+    first_token,
+    num_reqs,
+    scale,
+    value_scale,
+    cap,
+    left,
+    right,
+    chunk,
+    stride_qt,
+    stride_qh,
+    stride_ot,
+    stride_oh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_table,
+    stride_lse,
+    PAGED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One tile of BLOCK_M rows, `BLOCK_M // GROUP` tokens of one request times the group of one KV head.
+
+    Tile t of the grid belongs to the last request whose first tile, `start // TOKENS + request`, is at or
+    before t: so the grid needs no table, only `tokens // TOKENS + requests` programs, some of them idle.
+    The heaviest tiles, those late in their requests, come first.
+    """
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+
+    low = 0
+    high = num_reqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        start = tl.load(query_start_loc + middle) - first_token
+        if start // TOKENS + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    request = low
+    first = tl.load(query_start_loc + request)
+    query_len = tl.load(query_start_loc + request + 1) - first
+    offset = (tile - (first - first_token) // TOKENS - request) * TOKENS
+    if offset >= query_len:
+        return
+    seq_len = tl.load(seq_lens + request)
+    tokens = tl.minimum(query_len - offset, TOKENS)
+    rows = tl.arange(0, BLOCK_M)
+    num_rows = tokens * GROUP
+    first_pos = seq_len - query_len + offset
+    last_pos = first_pos + tokens - 1
+    positions = first_pos + tl.minimum(rows, num_rows - 1) // GROUP
+
+    first_key = 0
+    key_shift = 0
+    if not PAGED:
+        keys_start = tl.load(key_start_loc + request)
+        keys_end = tl.load(key_start_loc + request + 1)
+        first_key = seq_len - (keys_end - keys_start)
+        key_shift = keys_start - first_key
+    lo, hi = key_range(
+        first_pos, last_pos, first_key, seq_len, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
+    )
+    full_lo, full_hi = common_range(
+        first_pos, last_pos, lo, hi, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
+    )
+    full_lo = lo + tl.cdiv(full_lo - lo, BLOCK_N) * BLOCK_N
+    full_hi = full_lo + tl.maximum(full_hi - full_lo, 0) // BLOCK_N * BLOCK_N
+
+    heads = kv_head * GROUP + rows % GROUP
+    q = load_queries(query, rows, num_rows, first + offset, kv_head, stride_qt, stride_qh, GROUP, D, BLOCK_D, WIDEN)
+    slopes = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_ALIBI:
+        slopes = tl.load(alibi_slopes + heads)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        top = tl.load(sinks + heads) * LOG2E
+        total += 1.0
+    k_head = k_cache + kv_head * stride_kh
+    v_head = v_cache + kv_head * stride_vh
+    table_row = block_table + request.to(tl.int64) * stride_table
+    for part in tl.static_range(3):
+        # Masked keys before, seen ones, masked ones after; without a left edge nothing stands before.
+        if part == 0:
+            begin, end = lo, tl.minimum(full_lo, hi)
+        elif part == 1:
+            begin, end = full_lo, full_hi
+        else:
+            begin, end = full_hi, hi
+        if part != 0 or HAS_LEFT or HAS_CHUNK:
+            acc, top, total = scan_keys(
+                acc, top, total, q, positions, slopes, begin, end, hi, k_head, v_head, table_row, key_shift,
+                stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, left, right, chunk,
+                part != 1, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_ALIBI,
+            )  # fmt: skip
+
+    out, out_lse = finish(acc, top, total)
+    places = (first + offset + rows // GROUP).to(tl.int64)
+    dims = tl.arange(0, BLOCK_DV)
+    mask = (rows < num_rows)[:, None] & (dims < DV)[None, :]
+    out_places = output + places[:, None] * stride_ot + heads[:, None] * stride_oh + dims[None, :]
+    tl.store(out_places, (out * value_scale).to(output.dtype.element_ty), mask=mask)
+    if HAS_LSE:
+        tl.store(lse + places * stride_lse + heads, out_lse * LN2, mask=rows < num_rows)

@@ -1,0 +1,96 @@
+"""What a builder's steps share on the device: split plans and partial results, allocated once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from attnplug.backends.triton.kernels.splits import FIELDS, plan_splits_kernel
+from attnplug.backends.triton.launch import power_of_two
+from attnplug.backends.triton.reach import Reach
+
+__all__ = ["SplitPlan", "Workspace", "num_multiprocessors"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """How decodes are split: into about `target` items of at least `min_keys` keys, whole tiles of `tile`."""
+
+    reach: Reach
+    target: int
+    tile: int
+    min_keys: int
+
+
+class Workspace:
+    """Buffers of one builder, sized for `max_num_seqs` requests; larger batches make them grow."""
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self._reqs = max_num_seqs
+        self._device = device
+        self._items: dict[SplitPlan, torch.Tensor] = {}
+        self._planned: set[SplitPlan] = set()
+        self._partials = torch.empty(0, device=device)
+        self._partial_lses = torch.empty(0, device=device)
+        self._arrived = torch.empty(0, dtype=torch.int32, device=device)
+
+    def plan_again(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_decodes: int) -> None:
+        """Begin a step: every plan that its layers asked for before is made for it."""
+        self._planned.clear()
+        if num_decodes:
+            for plan in self._items:
+                self.items(plan, query_start_loc, seq_lens, num_decodes)
+
+    def items(
+        self, plan: SplitPlan, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_decodes: int
+    ) -> torch.Tensor:
+        """The items of the step, int32 `[most, FIELDS]`; always the same memory, idle ones marked."""
+        most = max(self._reqs, num_decodes) + plan.target
+        items = self._items.get(plan)
+        if items is None or items.shape[0] < most:
+            items = torch.zeros(most, int(FIELDS), dtype=torch.int32, device=self._device)
+            self._items[plan] = items
+            self._planned.discard(plan)
+        if plan not in self._planned:
+            reach = plan.reach
+            plan_splits_kernel[(num_decodes + 1,)](
+                query_start_loc,
+                seq_lens,
+                items,
+                num_decodes,
+                reach.left,
+                reach.right,
+                reach.chunk,
+                plan.target,
+                plan.min_keys,
+                num_decodes + plan.target,
+                REQS=power_of_two(num_decodes + 1),
+                TILE=plan.tile,
+                **reach.flags,
+            )
+            self._planned.add(plan)
+        return items
+
+    def partials(
+        self, items: int, reqs: int, kv_heads: int, rows: int, row_blocks: int, head_size_v: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Flat buffers for partial outputs and LSEs (float32), and counters that are 0 between launches."""
+        lses = items * kv_heads * rows
+        if self._partials.numel() < lses * head_size_v:
+            self._partials = torch.empty(lses * head_size_v, device=self._device)
+        if self._partial_lses.numel() < lses:
+            self._partial_lses = torch.empty(lses, device=self._device)
+        counters = max(self._reqs, reqs) * kv_heads * row_blocks
+        if self._arrived.numel() < counters:
+            self._arrived = torch.zeros(counters, dtype=torch.int32, device=self._device)
+        return self._partials, self._partial_lses, self._arrived
+
+
+@functools.lru_cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 4 on a CPU, where kernels are interpreted."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
