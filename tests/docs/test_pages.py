@@ -1,0 +1,101 @@
+"""Every page of the site does what it says: its commands and Python sessions are run, outputs compared."""
+
+from __future__ import annotations
+
+import doctest
+import io
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from checked_otherwise import REASONS, check_command
+from fences import PAGES, Fence, commands, fences
+from workplace import Workplace
+
+from attnplug.registry import default
+
+RUN_PAGES = [
+    page for page in PAGES if any(f.language in ("console", "pycon", "python") for f in fences(page))
+]
+PROGRAMS = ("attnplug", "cat", "ls", "pip", "pytest", "python")
+FLAGS = doctest.ELLIPSIS | doctest.REPORT_NDIFF
+OPTIONS = {
+    "console": {"data-exit", "data-not-run"},
+    "pycon": set(),
+    "python": {"data-file", "title"},
+    "text": {"title"},
+    "toml": {"data-file", "title"},
+    "yaml": {"title"},
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_has_only_blocks_that_are_checked(page: str) -> None:
+    for fence in fences(page):
+        assert fence.language in OPTIONS, f"{fence.place}: nothing checks {fence.language!r} blocks"
+        unknown = set(fence.options) - OPTIONS[fence.language]
+        assert not unknown, f"{fence.place}: {unknown} mean nothing"
+        if fence.language == "text":
+            assert not any(line.startswith(("$ ", ">>> ")) for line in fence.code.splitlines()), fence.place
+        if fence.language == "console":
+            for command in commands(fence):
+                assert program_of(command.text) in PROGRAMS, f"{fence.place}: {command.text}"
+
+
+@pytest.mark.parametrize("page", RUN_PAGES)
+def test_a_page_does_what_it_says(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = fences(page)
+    installs = any("pip install" in f.code and "data-not-run" not in f.options for f in blocks)
+    workplace = Workplace(tmp_path / "clone", installs=installs)
+    # A session that registers a backend must not do so for the other tests.
+    monkeypatch.setattr(default, "_registry", None)
+    monkeypatch.chdir(workplace.folder)
+    names: dict[str, Any] = {"__name__": "page"}
+    for fence in blocks:
+        if "data-file" in fence.options:
+            workplace.write(fence.options["data-file"], fence.code)
+        elif fence.language == "console":
+            run_commands(fence, workplace)
+        elif fence.language == "pycon":
+            assert not installs, f"{fence.place}: what this page installs is not installed for its sessions"
+            run_session(fence, names)
+        elif fence.language == "python":
+            exec(compile(fence.code, fence.place, "exec"), names)
+        elif fence.language == "toml":
+            tomllib.loads(fence.code)
+        elif fence.language == "yaml":
+            assert yaml.safe_load(fence.code)
+
+
+def run_commands(fence: Fence, workplace: Workplace) -> None:
+    for command in commands(fence):
+        if "data-not-run" in fence.options:
+            assert fence.options["data-not-run"] in REASONS, f"{fence.place}: no known reason"
+            check_command(command, fence)
+            continue
+        code, printed = workplace.run(command.text)
+        place = f"{fence.place}: {command.text}"
+        assert code == int(fence.options.get("data-exit", "0")), f"{place} ended with {code}:\n{printed}"
+        if command.shown:
+            checker = doctest.OutputChecker()
+            example = doctest.Example(command.text, command.shown)
+            same = checker.check_output(command.shown, printed, FLAGS)
+            assert same, f"{place}\n{checker.output_difference(example, printed, FLAGS)}"
+
+
+def run_session(fence: Fence, names: dict[str, Any]) -> None:
+    test = doctest.DocTestParser().get_doctest(fence.code, names, fence.place, fence.page, fence.line - 1)
+    test.globs = names  # the parser has copied them; what a block defines is there in the next
+    report = io.StringIO()
+    result = doctest.DocTestRunner(optionflags=FLAGS).run(test, out=report.write, clear_globs=False)
+    assert result.attempted, f"{fence.place}: no line begins with >>>"
+    assert not result.failed, report.getvalue()
+
+
+def program_of(command: str) -> str:
+    """The program that a command line starts, behind the variables set for it."""
+    words = shlex.split(command)
+    return next(word for word in words if "=" not in word)
