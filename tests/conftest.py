@@ -17,6 +17,19 @@ settings.register_profile("attnplug", deadline=None, print_blob=True)
 settings.load_profile("attnplug")
 
 
+def _has_gpu() -> bool:
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a broken driver warns; the skip says enough
+        return torch.cuda.is_available()
+
+
+# Triton reads it when it is imported, whichever test does that first: without a GPU, kernels run on the CPU.
+if not _has_gpu():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 @pytest.fixture(autouse=True)
 def _no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("ATTNPLUG_")]:
@@ -70,16 +83,8 @@ def run_with_plugins(plugin_environments: PluginEnvironments) -> RunWithPlugins:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none; torch is imported only if there are such tests."""
+    """Skip tests marked `gpu` where there is none."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a broken driver warns; the skip says enough
-        return torch.cuda.is_available()
