@@ -1,4 +1,4 @@
-"""For authors of backends: the float64 oracle, batches with traps, and how near is near enough."""
+"""For authors of backends: the conformance kit, the float64 oracle and batches with traps."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from attnplug.testing.comparison import assert_close as assert_close
     from attnplug.testing.comparison import assert_lse_close as assert_lse_close
     from attnplug.testing.comparison import tolerance as tolerance
+    from attnplug.testing.conformance.listing import conformance_checks as conformance_checks
+    from attnplug.testing.decorator import parametrize_with_checks as parametrize_with_checks
     from attnplug.testing.oracle import OracleResult as OracleResult
     from attnplug.testing.oracle import attention_oracle as attention_oracle
     from attnplug.testing.oracle import request_oracle as request_oracle
@@ -29,9 +31,11 @@ __all__ = [
     "assert_close",
     "assert_lse_close",
     "attention_oracle",
+    "conformance_checks",
     "direct_batch",
     "layer_tensors",
     "paged_batch",
+    "parametrize_with_checks",
     "request_oracle",
     "run_batch",
     "stored_values",
@@ -48,9 +52,11 @@ __getattr__, __dir__ = lazy_exports(
         "assert_close": "comparison",
         "assert_lse_close": "comparison",
         "attention_oracle": "oracle",
+        "conformance_checks": "conformance.listing",
         "direct_batch": "batches",
         "layer_tensors": "batches",
         "paged_batch": "batches",
+        "parametrize_with_checks": "decorator",
         "request_oracle": "oracle",
         "run_batch": "running",
         "stored_values": "oracle",

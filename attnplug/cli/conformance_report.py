@@ -1,0 +1,189 @@
+"""What `attnplug conformance` shows: how the run goes, each failure as it comes, and the sum of it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from attnplug.cli.output import console
+from attnplug.testing.isolation.results import Outcome, Result
+
+if TYPE_CHECKING:
+    from attnplug.testing.isolation.listing import Listing
+    from attnplug.testing.isolation.run import Limits
+    from attnplug.testing.isolation.state import State
+
+__all__ = ["Report"]
+
+_CAUSE_LINES = 3
+_MARKS = {Outcome.PASSED: "green", Outcome.FAILED: "red", Outcome.SKIPPED: "yellow", Outcome.KNOWN: "yellow"}
+
+
+class Report:
+    """Watches a run and prints it: with a bar on a terminal, in plain lines elsewhere.
+
+    Args:
+        verbose: print every check, and failures in full.
+    """
+
+    def __init__(self, verbose: bool) -> None:
+        self._verbose = verbose
+        self._out = console()
+        # While pytest runs, sys.stdout is where pytest's own words go.
+        self._out.file = sys.stdout
+        self._live = self._out.is_terminal
+        self._results: dict[str, Result] = {}
+        self._total = 0
+        self._told = 0
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._state: State | None = None
+        self._listing: Listing | None = None
+        self._start = time.monotonic()
+
+    @property
+    def failed(self) -> list[Result]:
+        """The checks that failed."""
+        return [result for result in self._results.values() if result.outcome is Outcome.FAILED]
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Say on a terminal what takes a moment."""
+        with self._out.status(Text(what)) if self._live else contextlib.nullcontext():
+            yield
+
+    def begin(
+        self,
+        listing: Listing,
+        ids: Sequence[str],
+        before: Mapping[str, Result],
+        limits: Limits,
+        shard: str | None,
+    ) -> None:
+        """Say what is run, where, and with what."""
+        self._listing, self._results = listing, dict(before)
+        self._total = len(ids) + len(before)
+        checks = _count(self._total, "check")
+        if self._total < len(listing.ids):
+            checks = f"{self._total} of {_count(len(listing.ids), 'check')}"
+        where = listing.device + (f" ({listing.device_name})" if listing.device_name else "")
+        parts = [checks, f"level {listing.level}", *([f"shard {shard}"] if shard else [])]
+        self._print(f"{listing.name} on {where}: {', '.join([*parts, _count(limits.jobs, 'worker')])}")
+        self._print(", ".join(f"{name} {version}" for name, version in listing.versions.items()))
+        if before:
+            self._print(f"{_count(len(before), 'result')} kept from the run before")
+
+    def remember_in(self, state: State) -> None:
+        """Keep each result for `--resume`."""
+        self._state = state
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Show a bar while it runs, on a terminal."""
+        self._print("")
+        if not self._live:
+            yield
+            return
+        columns = (
+            BarColumn(24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[counts]}"),
+            TextColumn("{task.fields[current]}", style="dim"),
+        )
+        with Progress(*columns, console=self._out, transient=True, redirect_stdout=False) as self._bar:
+            self._task = self._bar.add_task(
+                "", total=self._total, completed=len(self._results), counts=self._counts(), current="starting"
+            )
+            yield
+        self._bar = None
+
+    def started(self, check_id: str) -> None:
+        """A worker begins a check."""
+        if self._bar is not None:
+            self._bar.update(self._task, current=check_id)
+
+    def finished(self, result: Result) -> None:
+        """A check ended; where it ends twice, the failure counts."""
+        before = self._results.get(result.id)
+        if before is not None and result.outcome is not Outcome.FAILED:
+            return
+        self._results[result.id] = result
+        if self._state is not None:
+            self._state.add(result)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=len(self._results), counts=self._counts())
+        if self._verbose or result.outcome is Outcome.FAILED:
+            self._show(result)
+        self._tell_how_far()
+
+    def interrupted(self) -> None:
+        """The user stopped the run."""
+        self._print("")
+        self._print(f"interrupted: {self._sum()}; {self._total - len(self._results)} to go")
+        self._print("the same command with --resume goes on from here")
+
+    def end(self, ids: Sequence[str], problem: str | None) -> None:
+        """Sum up; a check of which nothing was heard failed."""
+        for check in ids:
+            if check not in self._results:
+                self.finished(Result(check, Outcome.FAILED, cause="did not run"))
+        if problem:
+            self._print(f"\nthe run stopped:\n{problem}")
+        failed = self.failed
+        if failed and not self._verbose:
+            self._print("\nfailed:")
+            for result in sorted(failed, key=lambda each: each.id):
+                self._show(result)
+        self._print("")
+        self._print(self._sum() + f" in {time.monotonic() - self._start:.0f} s")
+
+    def _show(self, result: Result) -> None:
+        seconds = f" ({result.seconds:.1f} s)" if result.seconds >= 1 else ""
+        self._print(f"{result.outcome:7} {result.id}{seconds}", style=_MARKS[result.outcome])
+        full = self._verbose and result.outcome is Outcome.FAILED
+        lines = (result.detail if full and result.detail else result.cause).splitlines()
+        for line in lines if full else lines[:_CAUSE_LINES]:
+            self._print(f"        {line}")
+        if not full and len(lines) > _CAUSE_LINES:
+            self._print("        ... (--verbose shows all)")
+
+    def _tell_how_far(self) -> None:
+        """Off a terminal, a line for each tenth of a run."""
+        tenth = len(self._results) * 10 // max(self._total, 1)
+        if not self._live and not self._verbose and tenth > self._told and self._total >= 20:
+            self._told = tenth
+            self._print(f"{len(self._results)} of {self._total}: {self._counts()}")
+
+    def _counts(self) -> str:
+        counts = Counter(result.outcome for result in self._results.values())
+        return ", ".join(f"{counts[each]} {each}" for each in Outcome if counts[each])
+
+    def _sum(self) -> str:
+        counts = Counter(result.outcome for result in self._results.values())
+        passed = f"{_count(counts[Outcome.PASSED], 'check')} passed"
+        rest = [
+            f"{counts[each]} {words}"
+            for each, words in (
+                (Outcome.SKIPPED, "skipped"),
+                (Outcome.KNOWN, "failed as known"),
+            )
+            if counts[each]
+        ]
+        failed = [f"{_count(counts[Outcome.FAILED], 'check')} failed"] if counts[Outcome.FAILED] else []
+        return ", ".join([*failed, passed, *rest])
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        # A narrow terminal wraps, a file does not.
+        self._out.print(Text(text, style or ""), soft_wrap=True)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

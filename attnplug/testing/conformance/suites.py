@@ -1,0 +1,141 @@
+"""The checks of a backend that is asked for by name, and what may keep them from running here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attnplug.core.backend import AttentionBackend
+from attnplug.core.device import Device
+from attnplug.core.errors import BackendUnavailableError, PolicyError, SpecError
+from attnplug.core.spec import LayerSpec
+from attnplug.registry.containment import attempt, describe
+from attnplug.registry.default import get_registry
+from attnplug.registry.devices import is_here, resolve_device
+from attnplug.registry.gates import import_parts
+from attnplug.registry.installed import unmet
+from attnplug.registry.policy import Rule
+from attnplug.testing.conformance.check import Check, Level
+from attnplug.testing.conformance.known_failures import known_reasons, read_known_failures
+from attnplug.testing.conformance.listing import conformance_checks
+
+if TYPE_CHECKING:
+    from attnplug.registry.records import Offer
+
+__all__ = ["Suite", "find_backend", "load_suite", "refusals"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Suite:
+    """Every check of one backend on one device.
+
+    Args:
+        offer: the backend, and who ships it.
+        device: what it is checked on.
+        level: how much is tried.
+        checks: all of them, always in the same order.
+        known: the reason of each check that is known to fail, by id.
+    """
+
+    offer: Offer
+    device: Device
+    level: Level
+    checks: tuple[Check, ...]
+    known: Mapping[str, str]
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids of the checks."""
+        return [check.id for check in self.checks]
+
+
+def load_suite(
+    name: str,
+    *,
+    device: str | None = None,
+    level: Level | str = Level.SMOKE,
+    known_failures: Path | None = None,
+    source: str = "NAME",
+) -> Suite:
+    """The checks of an installed or registered backend.
+
+    Args:
+        name: as `attnplug.select` takes it: a backend, or `name@distribution`.
+        device: "cpu", "cuda:1", ...; default the current one. A numbered GPU becomes the current one.
+        level: "smoke" or "full".
+        known_failures: a TOML file; an id in it may belong to either level.
+        source: what gave the name, for messages.
+
+    Raises:
+        PolicyError: an unknown name, a family's name, or known failures that match no check.
+        PluginError: the plugin asked for did not load.
+        BackendUnavailableError: it lacks what it requires, cannot be imported, or does not run here.
+        SpecError: a device or level that means nothing.
+    """
+    offer = find_backend(name, source)
+    where = resolve_device(device)
+    reasons = refusals(offer.backend, where)
+    if reasons:
+        raise BackendUnavailableError(f"{offer.name} does not run here on {where}: {'; '.join(reasons)}")
+    _make_current(device)
+    checks = conformance_checks(offer.backend, device=where, level=level)
+    chosen = Level(level)
+    known: dict[str, str] = {}
+    if known_failures is not None:
+        other = Level.FULL if chosen is Level.SMOKE else Level.SMOKE
+        known = known_reasons(
+            read_known_failures(known_failures),
+            [check.id for check in checks],
+            source=f"--known-failures {known_failures}",
+            elsewhere=lambda: [
+                check.id for check in conformance_checks(offer.backend, device=where, level=other)
+            ],
+        )
+    return Suite(offer, where, chosen, tuple(checks), known)
+
+
+def find_backend(name: str, source: str) -> Offer:
+    """The one backend called `name`.
+
+    Raises:
+        PolicyError: none is, or a whole family; it names those there are.
+        PluginError: the plugin meant did not load.
+    """
+    offers = get_registry().plugins.resolve(Rule(name, "default", "*", source))
+    first, *others = offers
+    if others:
+        members = ", ".join(offer.name for offer in offers)
+        raise PolicyError(source, name, "is a family of backends", f"name one: {members}")
+    return first
+
+
+def refusals(backend: type[AttentionBackend], device: Device) -> list[str]:
+    """Why nothing of `backend` can be checked on `device`; empty where it can."""
+    if not is_here(device):
+        return [f"this machine has no {device}, its device is {Device.current()}"]
+    missing = [str(reason) for reason in unmet(backend.requires)]
+    # Any layer will do: what a device lacks is said of every layer.
+    layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=64)
+    found, problem = attempt(backend.validate_configuration, layer, device)
+    if problem is not None:
+        return [f"validate_configuration raised {describe(problem)}", *missing]
+    codes = ("device_type", "compute_capability")
+    lacking = [str(reason) for reason in found if getattr(reason, "code", None) in codes]
+    if lacking or missing:
+        return [*lacking, *missing]
+    failed = import_parts(backend)
+    return [] if failed is None else [str(failed)]
+
+
+def _make_current(device: str | None) -> None:
+    """A Device has no number: tensors are made on torch's current GPU, so "cuda:1" must become it."""
+    kind, _, number = (device or "").strip().partition(":")
+    if kind in ("cuda", "rocm") and number.isdigit():
+        import torch
+
+        try:
+            torch.cuda.set_device(int(number))
+        except (RuntimeError, AssertionError) as problem:  # pragma: no cover - resolve_device asked before
+            raise SpecError("device", device, f"cannot be used: {problem}") from None

@@ -1,0 +1,97 @@
+"""`@parametrize_with_checks(Backend)`: the conformance kit as one test function of a backend's own tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from attnplug.core.backend import AttentionBackend
+from attnplug.core.errors import BackendUnavailableError, SpecError
+from attnplug.registry.devices import DeviceLike, resolve_device
+from attnplug.testing.conformance.check import Check, CheckSkipped, Level
+from attnplug.testing.conformance.known_failures import checked_reasons, known_reasons
+from attnplug.testing.conformance.listing import conformance_checks
+from attnplug.testing.conformance.suites import refusals
+
+if TYPE_CHECKING:
+    import pytest
+
+__all__ = ["as_parameters", "parametrize_with_checks"]
+
+
+def parametrize_with_checks(
+    backend: type[AttentionBackend],
+    *,
+    known_failures: Mapping[str, str] | None = None,
+    level: Level | str = Level.SMOKE,
+    device: DeviceLike = None,
+) -> pytest.MarkDecorator:
+    """Run a test function once for each conformance check of `backend`, under the check's id.
+
+    ```python
+    @parametrize_with_checks(AcmeBackend, known_failures={"correct/decode-*": "acme-kernels#12"})
+    def test_conformance(check):
+        check()
+    ```
+
+    Args:
+        backend: the class.
+        known_failures: why a check fails, by its id or a pattern of ids such as `correct/decode-*`. These
+            must fail: one that passes fails the test, so that the list stays true.
+        level: "smoke" or "full".
+        device: as `attnplug.select` takes it. Without one it is the current device, and where the backend
+            does not run on that the one test is skipped with the reasons.
+
+    Raises:
+        PolicyError: a reason that is none, or an id that matches no check; it names the nearest ids.
+        BackendUnavailableError: it does not run on the `device` given.
+        SpecError: a backend, level or device that is none.
+    """
+    import pytest
+
+    if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
+        raise SpecError("backend", backend, "must be a subclass of AttentionBackend, not its name")
+    known = checked_reasons({} if known_failures is None else known_failures, "known_failures")
+    where = resolve_device(device)
+    reasons = refusals(backend, where)
+    if reasons:
+        why = f"{backend.get_name()} does not run here on {where}: {'; '.join(reasons)}"
+        if device is not None:
+            raise BackendUnavailableError(why)
+        return pytest.mark.parametrize(
+            "check", [pytest.param(None, id="device", marks=pytest.mark.skip(reason=why))]
+        )
+    checks = conformance_checks(backend, device=where, level=level)
+    other = Level.FULL if level == Level.SMOKE else Level.SMOKE
+    by_id = known_reasons(
+        known,
+        [check.id for check in checks],
+        source="known_failures",
+        elsewhere=lambda: [check.id for check in conformance_checks(backend, device=where, level=other)],
+    )
+    return pytest.mark.parametrize("check", as_parameters(checks, by_id))
+
+
+def as_parameters(checks: list[Check] | tuple[Check, ...], known: Mapping[str, str]) -> list[Any]:
+    """Checks as pytest parameters: skips are pytest's, those of `known` must fail."""
+    import pytest
+
+    return [
+        pytest.param(
+            dataclasses.replace(check, run=functools.partial(_run, check)),
+            id=check.id,
+            marks=[pytest.mark.xfail(strict=True, reason=known[check.id])] if check.id in known else [],
+        )
+        for check in checks
+    ]
+
+
+def _run(check: Check) -> None:
+    import pytest
+
+    try:
+        check()
+    except CheckSkipped as why:
+        pytest.skip(str(why))

@@ -1,0 +1,96 @@
+"""The conformance kit as a pytest plugin, which is loaded only where it is asked for.
+
+`pytest -p attnplug.testing.plugin --pyargs attnplug.testing.suite --attn-backend NAME`
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from attnplug.core.errors import AttnplugError
+
+if TYPE_CHECKING:
+    from attnplug.testing.conformance.suites import Suite
+
+__all__ = ["REMOTE", "SUITE"]
+
+REMOTE: pytest.StashKey[bool] = pytest.StashKey()
+"""Set where the checks run in workers and this process needs none of them."""
+SUITE: pytest.StashKey[Suite] = pytest.StashKey()
+"""Where the checks are kept for attnplug.testing.suite."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of the suite."""
+    group = parser.getgroup("attnplug", "conformance of attention backends")
+    group.addoption("--attn-backend", metavar="NAME", help="The backend to check, as attnplug list has it.")
+    group.addoption("--attn-device", metavar="DEVICE", help="cpu, cuda:1, ...; default the current one.")
+    group.addoption(
+        "--known-failures",
+        metavar="FILE",
+        type=Path,
+        help="TOML: a table [known_failures] of id (or pattern) = reason. These must fail.",
+    )
+    group.addoption(
+        "--level", choices=("smoke", "full"), default="smoke", help="How much is tried; default smoke."
+    )
+    group.addoption("--shard", metavar="I/N", help="Run one of N disjoint parts of the checks.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Find the backend and list its checks; whatever is in the way is a usage error, exit code 4."""
+    if config.stash.get(REMOTE, False):
+        return
+    name = config.getoption("--attn-backend")
+    if name is None:
+        if any(_is_the_suite(arg) for arg in config.args):
+            raise pytest.UsageError(f"--attn-backend NAME is missing; installed are {_installed()}")
+        return
+    try:
+        config.stash[SUITE] = _load(config, name)
+    except AttnplugError as problem:
+        raise pytest.UsageError(str(problem)) from None
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """What is checked, and where."""
+    suite = config.stash.get(SUITE, None)
+    if suite is None:
+        return None
+    by = f"{suite.offer.distribution} {suite.offer.version}" if suite.offer.distribution else "this process"
+    return f"attnplug: {suite.offer.name} ({by}) on {suite.device}, {suite.level}, {len(suite.checks)} checks"
+
+
+def _load(config: pytest.Config, name: str) -> Suite:
+    import dataclasses
+
+    from attnplug.testing.conformance.sharding import Shard
+    from attnplug.testing.conformance.suites import load_suite
+
+    shard = config.getoption("--shard")
+    part = Shard.parse(shard) if shard else None
+    suite = load_suite(
+        name,
+        device=config.getoption("--attn-device"),
+        level=str(config.getoption("--level")),
+        known_failures=config.getoption("--known-failures"),
+        source="--attn-backend",
+    )
+    if part is None:
+        return suite
+    chosen = set(part.of(suite.ids))
+    return dataclasses.replace(suite, checks=tuple(check for check in suite.checks if check.id in chosen))
+
+
+def _is_the_suite(argument: str) -> bool:
+    path = argument.partition("::")[0]
+    return path == "attnplug.testing.suite" or Path(path).resolve() == Path(__file__).with_name("suite.py")
+
+
+def _installed() -> str:
+    from attnplug.registry.default import get_registry
+
+    return ", ".join(sorted(get_registry().plugins.names))

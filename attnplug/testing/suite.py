@@ -1,0 +1,70 @@
+"""The conformance kit as a test module; see attnplug.testing.plugin for how to run it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+import pytest
+
+from attnplug.testing.conformance.check import Check, ConformanceError
+from attnplug.testing.decorator import as_parameters
+from attnplug.testing.plugin import SUITE
+
+_SHOWN = 200
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for each check of the backend that the plugin was asked for."""
+    suite = metafunc.config.stash.get(SUITE, None)
+    if suite is None:
+        raise pytest.UsageError(
+            "attnplug.testing.suite needs a backend: pytest -p attnplug.testing.plugin "
+            "--pyargs attnplug.testing.suite --attn-backend NAME"
+        )
+    metafunc.parametrize("check", as_parameters(suite.checks, suite.known))
+
+
+def test_conformance(check: Check, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> None:
+    """The check passes, and nothing is written to standard output meanwhile."""
+    try:
+        check()
+    except Exception as problem:
+        _flush()
+        out, err = capfd.readouterr()
+        for name, text in (("stdout", out), ("stderr", err)):
+            if text:
+                request.node.add_report_section("call", name, text)
+        if _out_of_memory(problem):
+            raise ConformanceError(f"out of memory: {_first_line(problem)}") from problem
+        raise
+    _flush()
+    out = capfd.readouterr().out
+    if out:
+        shown = out if len(out) <= _SHOWN else f"{out[:_SHOWN]}... ({len(out)} characters)"
+        raise ConformanceError(f"wrote to stdout: {shown!r}")
+
+
+def _flush() -> None:
+    """Empty all buffers, those of C too, where a kernel's printf waits."""
+    for stream in (sys.stdout, sys.__stdout__):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    if os.name == "posix":
+        ctypes.CDLL(None).fflush(None)
+
+
+def _out_of_memory(problem: BaseException | None) -> bool:
+    while problem is not None:
+        if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError":
+            return True
+        if "can't allocate memory" in str(problem):
+            return True
+        problem = problem.__cause__ or problem.__context__
+    return False
+
+
+def _first_line(problem: BaseException) -> str:
+    lines = str(problem).strip().splitlines()
+    return lines[0] if lines else type(problem).__name__
