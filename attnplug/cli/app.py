@@ -11,6 +11,7 @@ import typer
 from attnplug.cli.doctor import doctor
 from attnplug.cli.explain import explain
 from attnplug.cli.list import list_backends
+from attnplug.cli.new_backend import new_backend
 from attnplug.cli.output import error
 from attnplug.cli.select import select
 from attnplug.cli.show import show
@@ -36,6 +37,7 @@ app.command("show")(show)
 app.command("select")(select)
 app.command("explain")(explain)
 app.command("doctor")(doctor)
+app.command("new-backend")(new_backend)
 
 
 def _print_version(wanted: bool) -> None:
