@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator
+import itertools
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from attnplug.core.errors import SpecError
@@ -19,13 +20,24 @@ __all__ = ["KINDS", "Case", "axes", "designed_cases"]
 KINDS: dict[str, dict[str, Any]] = {
     "decoder": {},
     "non_causal": {"causal": False},
+    "narrowed": {"causal": False},
     "direct": {"direct_kv": True},
     "encoder": {"attn_type": "encoder_only", "direct_kv": True},
     "cross": {"attn_type": "encoder_decoder"},
 }
-"""Who attends whom, and where K and V are."""
+"""Who attends whom, and where K and V are; a narrowed layer is not causal, but its batch is."""
 
 _HEADS = ((4, 2), (2, 2), (4, 1), (8, 1), (5, 1), (16, 1), (6, 2), (8, 8), (32, 8))
+_TOGETHER: tuple[Row, ...] = (
+    {"shape": "idle", "needs_lse": True},
+    {"shape": "alike", "needs_lse": True},
+    {"has_sinks": True, "needs_lse": True},
+    {"has_alibi": True, "needs_lse": True},
+    {"logits_soft_cap": 3.0, "has_alibi": True},
+    {"logits_soft_cap": 3.0, "scale": 0.15},
+    {"logits_soft_cap": 3.0, "window": (6, 0)},
+)
+"""What a convention ties together, and so must be tried with nothing else in the way."""
 _MAX_COMPILE_KEYS = {Level.SMOKE: 6, Level.FULL: 24}
 
 
@@ -38,12 +50,14 @@ class Case:
         shape: of SHAPES.
         block_size: tokens per page.
         layout: physical order of the cache.
+        narrowed: whether the batch is causal though the layer is not.
     """
 
     spec: LayerSpec
     shape: str
     block_size: int
     layout: str
+    narrowed: bool = False
 
     @property
     def id(self) -> str:
@@ -53,8 +67,8 @@ class Case:
         parts += [f"v{spec.head_size_v}"] if spec.head_size_v != spec.head_size else []
         parts += [spec.dtype, *([spec.kv_cache_dtype] if spec.kv_cache_dtype != "auto" else [])]
         parts += [] if spec.direct_kv else [f"b{self.block_size}", self.layout]
-        kind = next(name for name, fields in reversed(KINDS.items()) if _has(spec, fields))
-        parts += [kind] if kind != "decoder" else []
+        parts += [self.kind] if self.kind != "decoder" else []
+        parts += [f"scale{spec.scale:g}"] if spec.scale != spec.replace(scale=None).scale else []
         if spec.is_windowed:
             parts.append("window{}.{}".format(*spec.window))
         parts += [f"chunk{spec.chunk_size}"] if spec.chunk_size else []
@@ -62,20 +76,32 @@ class Case:
         flags = {"sinks": spec.has_sinks, "alibi": spec.has_alibi, "lse": spec.needs_lse}
         return "-".join([*parts, *(name for name, is_set in flags.items() if is_set)])
 
+    @property
+    def kind(self) -> str:
+        """Of KINDS."""
+        if self.narrowed:
+            return "narrowed"
+        found = (name for name, fields in reversed(KINDS.items()) if _has(self.spec, fields))
+        return next(name for name in found if name != "narrowed")
+
     def batch(self, target: Target, *, seed: int = 0) -> Batch:
         """The batch, with its traps, on the target's device."""
-        quantized = self.spec.has_quantized_kv_cache and not self.spec.direct_kv
-        scales: dict[str, Any] = {"k_scale": 0.5, "v_scale": 2.0} if quantized else {}
-        return target.batch(
-            self.spec,
-            *lengths(self.shape, self.spec, self.block_size),
-            block_size=self.block_size,
-            layout=self.layout,
-            padding=3,
-            drop_window=True,
-            seed=seed,
-            **scales,
-        )
+        spec = self.spec
+        new, tokens = lengths(self.shape, spec, self.block_size)
+        options: dict[str, Any] = {"padding": 3, "seed": seed, "causal": True if self.narrowed else None}
+        if not spec.direct_kv:
+            options |= {"block_size": self.block_size, "layout": self.layout, "drop_window": True}
+            options |= {"k_scale": 0.5, "v_scale": 2.0} if spec.has_quantized_kv_cache else {}
+        elif new != tokens:
+            options["key_lens"] = _held(spec, new, tokens)
+        return target.batch(spec, new, tokens, **options)
+
+
+def _held(spec: LayerSpec, new: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """How many keys a cache of the engine's own still holds: what a causal window has passed is dropped."""
+    if not spec.causal or spec.window[0] < 0:
+        return list(tokens)
+    return [min(every, count + spec.window[0]) for count, every in zip(new, tokens, strict=True)]
 
 
 def axes(target: Target) -> dict[str, list[Any]]:
@@ -85,14 +111,16 @@ def axes(target: Target) -> dict[str, list[Any]]:
     return {
         "kind": list(KINDS),
         "shape": list(SHAPES),
-        "head_size": _spread(sizes, 4) if few else sizes,
+        "head_size": _spread(sizes, 4 if few else 12),
         "heads": list(_HEADS[:5] if few else _HEADS),
         "dtype": target.dtypes,
         "kv_cache_dtype": target.kv_cache_dtypes,
-        "block_size": _spread(blocks, 3) if few else blocks,
+        "block_size": _spread(blocks, 3 if few else 12),
         "layout": list(target.backend.supported_kv_cache_layouts()),
         "window": [None, (6, 0), (40, 40)] if few else [None, (6, 0), (0, 0), (40, 40), (15, -1), (-1, 7)],
         "chunk_size": [None, 24] if few else [None, 24, 64],
+        # No default of a head size in use, so that it shows where a backend takes that instead.
+        "scale": [None, 0.15],
         "logits_soft_cap": [None, 3.0],
         "has_sinks": [False, True],
         "has_alibi": [False, True],
@@ -101,10 +129,11 @@ def axes(target: Target) -> dict[str, list[Any]]:
     }
 
 
-def designed_cases(target: Target) -> Iterator[Case]:
-    """The cases that the backend accepts: every pair of values of the axes, of which smoke has few.
+def designed_cases(target: Target) -> list[Case]:
+    """The cases that the backend accepts, always the same: of the axes' values every pair that it serves.
 
-    Each feature stands alone in some, and in full several designs differ in what else goes with a pair. A backend with `compile_key` is held to 24 keys, of smoke 6.
+    Each feature stands alone in some; at the full level several designs differ in what else goes with a
+    pair. Of a backend with `compile_key` the cases are kept whose keys cover most pairs: 24 keys, of smoke 6.
     """
     choices = axes(target)
     plain = {name: values[0] for name, values in choices.items()}
@@ -115,25 +144,37 @@ def designed_cases(target: Target) -> Iterator[Case]:
         if name != "shape"
         for value in values
     ]
+    rows += [{**plain, "shape": "mixed", **fields} for fields in _TOGETHER]
     for seed in range(1 if target.level is Level.SMOKE else 3):
         rows += covering_rows(choices, lambda row: _accepted(target, row) is not None, seed=seed)
-    keys: set[Hashable] = set()
-    seen: set[str] = set()
+    cases: dict[str, tuple[Case, Row]] = {}
     for row in rows:
         case = _accepted(target, row)
-        if case is None or case.id in seen:
-            continue
-        key = target.backend.compile_key(case.spec)
-        if key is not None and key not in keys and len(keys) >= _MAX_COMPILE_KEYS[target.level]:
-            continue
-        keys.add(key)
-        seen.add(case.id)
-        yield case
+        if case is not None:
+            cases.setdefault(case.id, (case, row))
+    return _within_keys(target, list(cases.values()))
+
+
+def _within_keys(target: Target, designed: Sequence[tuple[Case, Row]]) -> list[Case]:
+    """The cases of as many compile keys as the level allows: the plainest, and those that add most pairs."""
+    keys = [target.backend.compile_key(case.spec) for case, _ in designed]
+    pairs: dict[Hashable, set[Any]] = {key: set() for key in keys if key is not None}
+    for key, (_, row) in zip(keys, designed, strict=True):
+        if key is not None:
+            pairs[key].update(itertools.combinations(row.items(), 2))
+    chosen: set[Hashable] = {None}
+    covered: set[Any] = set()
+    while pairs and len(chosen) <= _MAX_COMPILE_KEYS[target.level]:
+        # The first of equals, and the plainest of all, come first in the design.
+        best = max(pairs, key=lambda key: len(pairs[key] - covered)) if covered else next(iter(pairs))
+        covered |= pairs.pop(best)
+        chosen.add(best)
+    return [case for key, (case, _) in zip(keys, designed, strict=True) if key in chosen]
 
 
 def _accepted(target: Target, row: Row) -> Case | None:
     """The case that a row describes, where it means something and the backend serves it."""
-    fields = {name: row[name] for name in ("head_size", "dtype", "kv_cache_dtype", "chunk_size")}
+    fields = {name: row[name] for name in ("head_size", "dtype", "kv_cache_dtype", "chunk_size", "scale")}
     fields |= {name: row[name] for name in ("logits_soft_cap", "has_sinks", "has_alibi", "needs_lse")}
     heads, kv_heads = row["heads"]
     size = row["head_size"]
@@ -155,7 +196,7 @@ def _accepted(target: Target, row: Row) -> Case | None:
         return None
     if target.reasons(spec):
         return None
-    return Case(spec, row["shape"], row["block_size"], row["layout"])
+    return Case(spec, row["shape"], row["block_size"], row["layout"], row["kind"] == "narrowed")
 
 
 def _has(spec: LayerSpec, fields: dict[str, Any]) -> bool:
@@ -163,7 +204,7 @@ def _has(spec: LayerSpec, fields: dict[str, Any]) -> bool:
 
 
 def _spread(values: list[Any], count: int) -> list[Any]:
-    """The first, the extremes and some between, at most `count`."""
+    """The first, the extremes, one that is no power of 2 and some more, at most `count`."""
     ordered = sorted(values)
-    middle = [value for value in ordered[1:-1] if value & (value - 1)]
-    return list(dict.fromkeys([values[0], ordered[0], ordered[-1], *middle, *values]))[:count]
+    middle = [value for value in values if value & (value - 1)]
+    return list(dict.fromkeys([values[0], ordered[0], ordered[-1], *middle[:1], *values]))[:count]

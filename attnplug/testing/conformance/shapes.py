@@ -6,8 +6,9 @@ from attnplug.core.spec import AttentionType, LayerSpec
 
 __all__ = ["SHAPES", "lengths"]
 
-SHAPES = ("decode", "prefill", "extend", "mixed", "speculative", "one", "idle")
-"""Kinds of batches: `one` is a single decode, `idle` has requests without new tokens among others."""
+SHAPES = ("decode", "prefill", "extend", "mixed", "speculative", "one", "alike", "idle")
+"""Kinds of batches: `one` is a single decode, `alike` has requests of one length, whose pages could be
+mistaken for each other, `idle` has requests without new tokens, and a query with nothing to see."""
 
 _LONGEST = 300
 _TILE = 128
@@ -24,8 +25,8 @@ def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], li
     edges = sorted({mark + step for mark in marks if 0 < mark < _LONGEST for step in (-1, 0, 1)} | {1, 40})
     ends = [edge for edge in edges if edge > 0]
     if spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
-        counts = {"one": ends[-1:], "decode": [1, *ends[-2:]], "idle": [*ends[:3], 0]}.get(shape, ends[-5:])
-        return counts, counts
+        counts = {"one": ends[-1:], "decode": [1, *ends[-2:]], "alike": ends[-1:] * 3, "idle": [*ends[:3], 0]}
+        return counts.get(shape, ends[-5:]), counts.get(shape, ends[-5:])
     if shape == "decode":
         return [1] * len(ends), ends
     if shape == "one":
@@ -34,17 +35,13 @@ def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], li
         return ends[-4:], ends[-4:]
     if shape == "speculative":
         return [4] * len(ends), [end + 3 for end in ends]
+    if shape == "alike":
+        return [3] * 4, ends[-1:] * 4
     new = [max(end // 3, 1) for end in ends]
     if shape == "extend":
         return new[-5:], ends[-5:]
     if shape == "idle":
-        return [0, 1, 0, new[-1], 0], [ends[-1], ends[-2], 0, ends[-1], 1]
+        return [0, 1, 0, 1, new[-1], 0], [ends[-1], ends[-2], 0, 0, ends[-1], 1]
     # Decodes, extends and prefills in no order.
-    return [new[-1], 1, ends[0], 1, new[-2], ends[-1]], [
-        ends[-1],
-        ends[-2],
-        ends[0],
-        ends[-1],
-        ends[-2],
-        ends[-1],
-    ]
+    all_tokens = [ends[-1], ends[-2], ends[0], ends[-1], ends[-2], ends[-1]]
+    return [new[-1], 1, ends[0], 1, new[-2], ends[-1]], all_tokens
