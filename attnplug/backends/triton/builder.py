@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from attnplug.backends.triton.workspace import SplitPlan, Workspace
@@ -39,6 +40,7 @@ class TritonMetadata(AttentionMetadata):
         num_decode_tokens: their queries.
         max_decode_len: queries of the longest of them.
         max_query_len: queries of the longest of the others.
+        starts_anew: whether none of the others has computed tokens, as far as the host knows.
         causal: what the batch says; it may only narrow the layer's spec.
         workspace: buffers and split plans, shared by the builder's steps.
     """
@@ -54,6 +56,7 @@ class TritonMetadata(AttentionMetadata):
     num_decode_tokens: int
     max_decode_len: int
     max_query_len: int
+    starts_anew: bool
     causal: bool
     workspace: Workspace
 
@@ -116,6 +119,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             num_decode_tokens=int(starts[decodes]),
             max_decode_len=int(lens[:decodes].max(initial=0)),
             max_query_len=int(lens[decodes:].max(initial=0)),
+            starts_anew=_starts_anew(common, lens, decodes),
             causal=common.causal,
             workspace=self._workspace,
         )
@@ -129,3 +133,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         if not isinstance(self.kv_cache_spec, CrossAttentionSpec):
             slot_mapping = slot_mapping[: metadata.num_actual_tokens]
         return dataclasses.replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+
+
+def _starts_anew(common: CommonAttentionMetadata, lens: npt.NDArray[np.int32], decodes: int) -> bool:
+    known = common.seq_lens_host if common.seq_lens_host_exact else None
+    return known is not None and bool((known[decodes : common.num_reqs] == lens[decodes:]).all())

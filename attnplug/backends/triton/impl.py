@@ -13,11 +13,12 @@ from attnplug.backends.triton.backend import TritonBackend
 from attnplug.backends.triton.builder import TritonMetadata
 from attnplug.backends.triton.kernels.decode import decode_kernel
 from attnplug.backends.triton.kernels.prefill import prefill_kernel
-from attnplug.backends.triton.launch import decode_launch, power_of_two, prefill_launch
+from attnplug.backends.triton.launch import MERGED_BY_ROW, decode_launch, power_of_two, prefill_launch
 from attnplug.backends.triton.reach import Reach
 from attnplug.backends.triton.workspace import SplitPlan, num_multiprocessors
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.impl import AttentionImpl, AttentionLayer
+from attnplug.core.spec import AttentionType
 from attnplug.ops.kv_write import write_kv_cache
 
 __all__ = ["TritonImpl"]
@@ -78,24 +79,26 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         k, v = self._keys(key, value, kv_cache, meta)
         k_scale, v_scale = self._scales(layer) if k.dtype.itemsize == 1 else (1.0, 1.0)
         query = query if query.stride(2) == 1 else query.contiguous()
-        shared = self._shared(query, k, v, output, output_lse, meta, reach, use_sinks, k_scale, v_scale)
+        common = self._common(query, output, output_lse, reach, use_sinks, k_scale, v_scale)
         decodes = meta.num_decodes if paged else 0
         if decodes and meta.max_decode_len:
-            self._decode(meta, reach, decodes, shared)
+            self._decode(meta, reach, decodes, common | _kv(k, v))
         longest = meta.max_query_len if paged else max(meta.max_query_len, meta.max_decode_len)
         if longest:
-            self._prefill(meta, decodes, longest, paged, shared)
+            given = self._given(key, value, meta) if paged else None
+            k, v = (k, v) if given is None else given
+            self._prefill(meta, decodes, longest, paged and given is None, common | _kv(k, v))
         return output
 
-    def _decode(self, meta: TritonMetadata, reach: Reach, decodes: int, shared: dict[str, Any]) -> None:
+    def _decode(self, meta: TritonMetadata, reach: Reach, decodes: int, tensors: dict[str, Any]) -> None:
         spec, group = self.spec, self._group
-        launch = decode_launch(max(spec.head_size, spec.head_size_v), self._dtype.itemsize)
         rows = meta.max_decode_len * group
         block_m = min(power_of_two(rows), 64)
         row_blocks = -(-rows // block_m)
-        device = meta.seq_lens.device
-        programs = num_multiprocessors(device) * launch.waves
-        target = max(programs // (spec.num_kv_heads * row_blocks), 1)
+        each, multiprocessors = spec.num_kv_heads * row_blocks, num_multiprocessors(meta.seq_lens.device)
+        widest = max(spec.head_size, spec.head_size_v)
+        launch = decode_launch(widest, self._dtype.itemsize, decodes * each, multiprocessors)
+        target = max(multiprocessors * launch.waves // each, 1)
         items = meta.splits(SplitPlan(reach, target, launch.block_n, launch.min_keys))
         most = decodes + target
         buffers = meta.workspace.partials(
@@ -109,17 +112,19 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             partial_lses=buffers[1],
             arrived=buffers[2],
             max_rows=rows,
+            BY_ROW=rows <= MERGED_BY_ROW,
             stride_table=meta.block_table.stride(0),
+            BLOCK_SIZE=tensors["k_cache"].shape[1],
             GROUP=group,
             BLOCK_M=block_m,
             BLOCK_N=launch.block_n,
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
-            **shared,
+            **tensors,
         )
 
     def _prefill(
-        self, meta: TritonMetadata, decodes: int, longest: int, paged: bool, shared: dict[str, Any]
+        self, meta: TritonMetadata, decodes: int, longest: int, paged: bool, tensors: dict[str, Any]
     ) -> None:
         spec, group = self.spec, self._group
         launch = prefill_launch(max(spec.head_size, spec.head_size_v), self._dtype.itemsize, longest * group)
@@ -131,27 +136,25 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             query_start_loc=meta.query_start_loc[decodes:],
             seq_lens=meta.seq_lens[decodes:],
             block_table=meta.block_table[decodes:],
-            key_start_loc=meta.key_start_loc[decodes:],
+            key_start_loc=(meta.key_start_loc if self.spec.direct_kv else meta.query_start_loc)[decodes:],
             first_token=meta.num_decode_tokens if decodes else 0,
             num_reqs=reqs,
             stride_table=meta.block_table.stride(0),
             PAGED=paged,
+            BLOCK_SIZE=tensors["k_cache"].shape[1] if paged else 1,
             GROUP=group,
             BLOCK_M=block_m,
             BLOCK_N=launch.block_n,
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
-            **shared,
+            **tensors,
         )
 
-    def _shared(
+    def _common(
         self,
         query: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
         output: torch.Tensor,
         output_lse: torch.Tensor | None,
-        meta: TritonMetadata,
         reach: Reach,
         use_sinks: bool,
         k_scale: float,
@@ -162,8 +165,6 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         sinks = tensors.sinks if use_sinks else None
         return {
             "query": query,
-            "k_cache": k,
-            "v_cache": v,
             "output": output,
             "lse": query if output_lse is None else output_lse,
             "sinks": query if sinks is None else sinks,
@@ -178,14 +179,7 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             "stride_qh": query.stride(1),
             "stride_ot": output.stride(0),
             "stride_oh": output.stride(1),
-            "stride_kb": k.stride(0),
-            "stride_kt": k.stride(1),
-            "stride_kh": k.stride(2),
-            "stride_vb": v.stride(0),
-            "stride_vt": v.stride(1),
-            "stride_vh": v.stride(2),
             "stride_lse": 0 if output_lse is None else output_lse.stride(0),
-            "BLOCK_SIZE": k.shape[1],
             "D": spec.head_size,
             "DV": spec.head_size_v,
             "BLOCK_D": power_of_two(spec.head_size),
@@ -197,6 +191,21 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             "WIDEN": query.device.type == "cpu",
             **reach.flags,
         }
+
+    def _given(
+        self, key: torch.Tensor | None, value: torch.Tensor | None, meta: TritonMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The new tokens' keys and values, where they are all that the longer requests attend."""
+        own = (
+            self.spec.attn_type is not AttentionType.ENCODER_DECODER
+            and self.kv_sharing_target_layer_name is None
+        )
+        if key is None or value is None or not (own and meta.starts_anew):
+            return None
+        if self.spec.has_quantized_kv_cache:
+            return None
+        check_keys(key, value, meta.num_actual_tokens, self.spec, self._dtype)
+        return None if key.stride(2) != 1 or value.stride(2) != 1 else (key[None], value[None])
 
     @functools.cached_property
     def _dtype(self) -> torch.dtype:
@@ -260,3 +269,17 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
     @functools.cached_property
     def _own_scales(self) -> tuple[float, float]:
         return float(self.tensors.k_scale), float(self.tensors.v_scale)
+
+
+def _kv(k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
+    """Keys and values `[blocks, block_size, Hkv, D]` as the kernels take them."""
+    return {
+        "k_cache": k,
+        "v_cache": v,
+        "stride_kb": k.stride(0),
+        "stride_kt": k.stride(1),
+        "stride_kh": k.stride(2),
+        "stride_vb": v.stride(0),
+        "stride_vt": v.stride(1),
+        "stride_vh": v.stride(2),
+    }

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["DecodeLaunch", "PrefillLaunch", "decode_launch", "power_of_two", "prefill_launch"]
+__all__ = [
+    "MERGED_BY_ROW",
+    "DecodeLaunch",
+    "PrefillLaunch",
+    "decode_launch",
+    "power_of_two",
+    "prefill_launch",
+]
+
+
+MERGED_BY_ROW = 4
+"""Most rows whose partial results are merged one by one, all parts at once; more go part by part."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,27 +52,50 @@ def power_of_two(size: int, least: int = 16) -> int:
     return max(1 << (size - 1).bit_length(), least)
 
 
-def decode_launch(head_size: int, itemsize: int) -> DecodeLaunch:
-    """For heads of `head_size` (the larger of K and V), computed in elements of `itemsize` bytes."""
-    wide = power_of_two(head_size) * itemsize
-    if wide <= 128:
-        return DecodeLaunch(128, 4, 3, 4, 256)
-    if wide <= 256:
-        return DecodeLaunch(64, 4, 3, 4, 256)
-    if wide <= 512:
-        return DecodeLaunch(64, 4, 3, 4, 256)
-    return DecodeLaunch(32, 4, 2, 4, 256)
+def decode_launch(head_size: int, itemsize: int, programs: int, multiprocessors: int) -> DecodeLaunch:
+    """For heads of `head_size` (the larger of K and V), computed in elements of `itemsize` bytes.
+
+    Args:
+        head_size: elements of a head.
+        itemsize: bytes of an element.
+        programs: those that there are without splitting: requests, KV heads and blocks of rows.
+        multiprocessors: of the GPU.
+    """
+    few, many = _DECODE[_wide(head_size, itemsize)]
+    return many if programs >= 2 * multiprocessors else few
 
 
-def prefill_launch(head_size: int, itemsize: int, rows: int) -> PrefillLaunch:
+def prefill_launch(head_size: int, itemsize: int, rows: int, paged: bool) -> PrefillLaunch:
     """For tiles of at most `rows` rows: queries of the longest request times heads of a group."""
-    wide = power_of_two(head_size) * itemsize
-    if wide > 512:
-        return PrefillLaunch(min(power_of_two(rows), 32), 16, 4, 1)
-    if rows <= 64:
-        return PrefillLaunch(power_of_two(rows), 64 if wide <= 256 else 32, 4, 2)
-    if wide <= 128:
-        return PrefillLaunch(128, 64, 4, 3)
-    if wide <= 256:
-        return PrefillLaunch(128, 64, 8, 3)
-    return PrefillLaunch(128, 64, 8, 2)
+    wide = _wide(head_size, itemsize)
+    if rows > 64 or wide > 512:
+        launch = (_PREFILL_PAGED if paged else _PREFILL)[wide]
+        return dataclasses.replace(launch, block_m=min(launch.block_m, power_of_two(rows)))
+    return PrefillLaunch(power_of_two(rows), 64 if wide <= 256 else 32, 4, 2)
+
+
+def _wide(head_size: int, itemsize: int) -> int:
+    """Bytes of a head in a tile, as the tables below have them."""
+    return min(max(power_of_two(head_size) * itemsize, 128), 1024)
+
+
+# Measured on an H200 by benchmarks/tune_triton.py: 128 bytes are heads of 64 in bfloat16, 256 of 128, 512 of
+# 256; float32 heads of 256 are guarded against running out of shared memory.
+_DECODE = {
+    128: (DecodeLaunch(128, 8, 2, 2, 256), DecodeLaunch(128, 4, 2, 2, 128)),
+    256: (DecodeLaunch(128, 4, 3, 2, 128), DecodeLaunch(64, 8, 2, 1, 512)),
+    512: (DecodeLaunch(64, 8, 2, 2, 256), DecodeLaunch(32, 4, 2, 2, 512)),
+    1024: (DecodeLaunch(32, 4, 2, 2, 256), DecodeLaunch(32, 4, 2, 2, 256)),
+}
+_PREFILL_PAGED = {
+    128: PrefillLaunch(64, 64, 4, 2),
+    256: PrefillLaunch(256, 64, 8, 3),
+    512: PrefillLaunch(128, 64, 8, 2),
+    1024: PrefillLaunch(32, 16, 4, 1),
+}
+_PREFILL = {
+    128: PrefillLaunch(128, 64, 8, 3),
+    256: PrefillLaunch(256, 64, 8, 3),
+    512: PrefillLaunch(128, 64, 8, 2),
+    1024: PrefillLaunch(32, 16, 4, 1),
+}

@@ -61,6 +61,7 @@ def decode_kernel(
     HAS_ALIBI: tl.constexpr,
     HAS_LSE: tl.constexpr,
     WIDEN: tl.constexpr,
+    BY_ROW: tl.constexpr,
 ):
     """One item of the plan for one KV head: BLOCK_M rows of queries over some of their request's keys.
 
@@ -141,6 +142,20 @@ def decode_kernel(
         tl.store(counter, 0)
         step = (kv_heads * max_rows).to(tl.int64)
         place = ((item - part) * kv_heads + kv_head).to(tl.int64) * max_rows + rows
+        if BY_ROW:
+            for row in range(row_block * BLOCK_M, tl.minimum(num_rows, (row_block + 1) * BLOCK_M)):
+                one = ((item - part) * kv_heads + kv_head).to(tl.int64) * max_rows + row
+                row_out, row_lse = _merge_row(partials, partial_lses, one, step, count, DV, BLOCK_DV, 32)
+                token = (first + row // GROUP).to(tl.int64)
+                head = kv_head * GROUP + row % GROUP
+                tl.store(
+                    output + token * stride_ot + head * stride_oh + dims,
+                    (row_out * value_scale).to(output.dtype.element_ty),
+                    mask=dims < DV,
+                )
+                if HAS_LSE:
+                    tl.store(lse + token * stride_lse + head, row_lse * LN2)
+            return
         out, out_lse = _merge(partials, partial_lses, place, step, count, inside, mask, DV, BLOCK_M, BLOCK_DV)
     tokens = (first + rows // GROUP).to(tl.int64)
     out_places = output + tokens[:, None] * stride_ot + heads[:, None] * stride_oh + dims[None, :]
@@ -181,3 +196,42 @@ def _merge(
         total = total * fade + weight
         top = new_top
     return finish(acc, top, total)
+
+
+@triton.jit
+def _merge_row(
+    partials,
+    partial_lses,
+    place,
+    step,
+    count,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The `count` partial results of one row, `place` the first, `step` rows apart, as one `[BLOCK_DV]`."""
+    dims = tl.arange(0, BLOCK_DV)
+    lanes = tl.arange(0, PARTS)
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    total = 0.0
+    top = float("-inf")
+    for done in tl.range(0, count, PARTS):
+        there = done + lanes < count
+        rows = place + (done + lanes) * step
+        found = tl.load(partial_lses + rows, mask=there, other=float("-inf"), cache_modifier=".cg")
+        out = tl.load(
+            partials + rows[:, None] * DV + dims[None, :],
+            mask=there[:, None] & (dims < DV)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = tl.maximum(top, tl.max(found, 0))
+        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(found - pivot)
+        fade = tl.exp2(top - pivot)
+        acc = acc * fade + tl.sum(out * weights[:, None], 0)
+        total = total * fade + tl.sum(weights, 0)
+        top = new_top
+    empty = total == 0.0
+    safe = tl.where(empty, 1.0, total)
+    return acc / safe, tl.where(empty, float("-inf"), top + tl.log2(safe))

@@ -119,7 +119,9 @@ def prefill_kernel(
     full_hi = full_lo + tl.maximum(full_hi - full_lo, 0) // BLOCK_N * BLOCK_N
 
     heads = kv_head * GROUP + rows % GROUP
-    q = load_queries(query, rows, num_rows, first + offset, kv_head, stride_qt, stride_qh, GROUP, D, BLOCK_D, WIDEN)
+    q = load_queries(
+        query, rows, num_rows, first + offset, kv_head, stride_qt, stride_qh, GROUP, D, BLOCK_D, WIDEN
+    )
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes + heads)

@@ -169,10 +169,11 @@ def scan_keys(
                 v = tl.load(v_places)
 
         logits = tl.dot(q, k.to(q.dtype), input_precision="ieee")
-        # In units of base 2, so that the softmax needs exp2 alone.
+        # The softmax is in base 2, and what no cap, slope or mask changes is scaled within its one FMA.
+        FUSED: tl.constexpr = not (HAS_CAP or HAS_ALIBI or MASKED)
         if HAS_CAP:
             logits = cap * LOG2E * _tanh(logits * (scale / cap))
-        else:
+        elif not FUSED:
             logits = logits * (scale * LOG2E)
         if HAS_ALIBI:
             distance = tl.abs(keys[None, :] - positions[:, None]).to(tl.float32)
@@ -187,12 +188,14 @@ def scan_keys(
                 at = tl.maximum(positions, 0)[:, None]
                 seen = seen & (keys[None, :] // chunk == at // chunk) & (positions >= 0)[:, None]
             logits = tl.where(seen, logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        if MASKED:
-            pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-        else:
+        if FUSED:
+            new_top = tl.maximum(top, tl.max(logits, 1) * (scale * LOG2E))
             pivot = new_top
-        weights = tl.exp2(logits - pivot[:, None])
+            weights = tl.exp2(logits * (scale * LOG2E) - pivot[:, None])
+        else:
+            new_top = tl.maximum(top, tl.max(logits, 1))
+            pivot = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+            weights = tl.exp2(logits - pivot[:, None])
         fade = tl.exp2(top - pivot)
         total = total * fade + tl.sum(weights, 1)
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
