@@ -37,7 +37,7 @@ class Names:
     package: str
     entry_point: str
     backend: str
-    cls: str
+    prefix: str
 
     @classmethod
     def of(cls, name: str) -> Names:
@@ -65,7 +65,7 @@ class Names:
             package=f"attnplug_{plain}",
             entry_point="-".join(parts),
             backend=plain.upper(),
-            cls="".join(part.capitalize() for part in parts),
+            prefix="".join(part.capitalize() for part in parts),
         )
 
 
@@ -147,7 +147,7 @@ def _write(target: Path, names: Names) -> list[str]:
 def _rendered(names: Names) -> dict[str, str]:
     """The text of each file of the package, by its path in it."""
     known = dataclasses.asdict(names)
-    known["attnplug_version"] = Version(version("attnplug")).base_version
+    known["attnplug_version"] = Version(version("attnplug")).public
     found = _templates(files("attnplug") / "templates" / "backend", PurePosixPath())
     rendered = {}
     for place, template in found.items():

@@ -48,6 +48,12 @@ def test_it_writes_a_package_and_says_what_comes_next(run, tmp_path: Path) -> No
     ]
 
 
+def test_its_help_fits_80_columns(run) -> None:
+    outcome = run("new-backend", "--help")
+    assert outcome.code == 0
+    assert max(map(len, outcome.out.splitlines())) <= 80
+
+
 def test_a_relative_folder_is_one_that_pip_does_not_take_for_a_name(
     run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +86,7 @@ def test_every_name_follows_from_the_one_given(
         data["package"],
         data["entry_point"],
         data["backend"],
-        data["cls"],
+        data["prefix"],
     ) == expected
     project = tomllib.loads((tmp_path / expected[0] / "pyproject.toml").read_text())["project"]
     assert project["name"] == expected[0]
