@@ -127,7 +127,9 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         self, meta: TritonMetadata, decodes: int, longest: int, paged: bool, tensors: dict[str, Any]
     ) -> None:
         spec, group = self.spec, self._group
-        launch = prefill_launch(max(spec.head_size, spec.head_size_v), self._dtype.itemsize, longest * group)
+        launch = prefill_launch(
+            max(spec.head_size, spec.head_size_v), self._dtype.itemsize, longest * group, paged
+        )
         block_m = max(launch.block_m, power_of_two(group))
         tokens = meta.num_actual_tokens - meta.num_decode_tokens if decodes else meta.num_actual_tokens
         reqs = meta.num_reqs - decodes
