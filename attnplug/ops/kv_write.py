@@ -1,10 +1,11 @@
-"""Writing new keys and values into their pages, in plain torch."""
+"""Writing new keys and values into their pages: in plain torch, or by a Triton kernel on a GPU."""
 
 from __future__ import annotations
 
 import torch
 
-from attnplug.core.errors import BatchError, LayoutError
+from attnplug.ops.accelerated import triton_ops
+from attnplug.ops.checks import check_kv_write
 
 __all__ = ["write_kv_cache"]
 
@@ -20,8 +21,9 @@ def write_kv_cache(
 ) -> None:
     """Write each token's K and V where its slot says; slot -1 is not written.
 
-    Storage in 8-bit floats holds value / scale, clamped to the type's finite maximum. Negative slots are
-    looked for on the host: on a GPU this waits.
+    Storage in 8-bit floats holds value / scale, clamped to the type's finite maximum. On a GPU it is one
+    Triton kernel, and nothing waits; without triton, negative slots are looked for on the host, which
+    waits.
 
     Args:
         key: `[T, Hkv, D]`; rows past the slots are not read.
@@ -33,17 +35,16 @@ def write_kv_cache(
         v_scale: the same for values.
 
     Raises:
-        BatchError: fewer rows than slots.
-        LayoutError: pages of integers: they would need more than a scale.
+        BatchError: fewer rows than slots, or rows of another shape than the pages'.
+        LayoutError: pages of integers (they would need more than a scale), or K and V pages that do not
+            belong together.
     """
-    for name, pages in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not pages.is_floating_point():
-            remedy = "view raw bytes as their 8-bit float"
-            raise LayoutError(f"{name}.dtype", pages.dtype, "must be a float type", remedy)
+    kernels = triton_ops("kv_write") if key.is_cuda else None
+    if kernels is not None:
+        kernels.write_kv_cache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        return
+    check_kv_write(key, value, k_cache, v_cache, slot_mapping)
     slots = slot_mapping.shape[0]
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.shape[0] < slots:
-            raise BatchError(name, tuple(tensor.shape), f"must have a row for each of {slots} slots")
     key, value = key[:slots], value[:slots]
     kept = slot_mapping >= 0
     if not bool(kept.all()):

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from attnplug.core.errors import BatchError
+from attnplug.ops.accelerated import triton_ops
+from attnplug.ops.checks import check_partials, check_target
 
 __all__ = ["merge", "merge_attn_states"]
 
@@ -19,7 +20,8 @@ def merge_attn_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge partial results over disjoint keys, into the tensors given; see `merge`.
 
-    A sink belongs to exactly one partial: its LSE counts it, and merging neither adds nor removes one.
+    On a GPU it is one Triton kernel where triton is installed. A sink belongs to exactly one partial:
+    its LSE counts it, and merging neither adds nor removes one.
 
     Args:
         outputs: `[T, H, Dv]` each.
@@ -33,20 +35,26 @@ def merge_attn_states(
     Raises:
         BatchError: shapes that do not fit each other.
     """
-    merged = merge(outputs, lses)
-    given = (("output", output, merged[0]), ("output_lse", output_lse, merged[1]))
-    for name, tensor, result in given:
-        if tensor is not None and tensor.shape != result.shape:
-            raise BatchError(name, tuple(tensor.shape), f"must have the shape {tuple(result.shape)}")
-    filled = [result if tensor is None else tensor.copy_(result) for _, tensor, result in given]
-    return filled[0], filled[1]
+    kernels = triton_ops("merging") if len(outputs) and outputs[0].is_cuda else None
+    if kernels is not None:
+        on_gpu: tuple[torch.Tensor, torch.Tensor]
+        on_gpu = kernels.merge_attn_states(outputs, lses, output, output_lse)
+        return on_gpu
+    shape = check_partials(outputs, lses)
+    check_target("output", output, shape)
+    check_target("output_lse", output_lse, shape[:-1])
+    merged = _merge(outputs, lses)
+    return (
+        merged[0] if output is None else output.copy_(merged[0]),
+        merged[1] if output_lse is None else output_lse.copy_(merged[1]),
+    )
 
 
 def merge(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Any number of partial results over disjoint keys as one: output `[T, H, Dv]` and LSE `[T, H]`.
 
-    Computed in float32 from the largest LSE of each row; rows that no partial saw give output 0 and
-    LSE -inf. The output has the dtype of the first partial.
+    In plain torch on every device, computed in float32 from the largest LSE of each row; rows that no
+    partial saw give output 0 and LSE -inf. The output has the dtype of the first partial.
 
     Args:
         outputs: `[T, H, Dv]` each.
@@ -55,14 +63,13 @@ def merge(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tupl
     Raises:
         BatchError: no partial, or shapes that do not fit each other.
     """
-    if not len(outputs) or len(outputs) != len(lses):
-        raise BatchError("outputs", len(outputs), f"must be as many as lses ({len(lses)}), at least one")
-    shape = outputs[0].shape
-    for index, (out, lse) in enumerate(zip(outputs, lses, strict=True)):
-        if out.shape != shape or lse.shape != shape[:-1]:
-            found = (tuple(out.shape), tuple(lse.shape))
-            limit = f"must have the shapes {tuple(shape)} and {tuple(shape[:-1])}"
-            raise BatchError(f"outputs[{index}], lses[{index}]", found, limit)
+    check_partials(outputs, lses)
+    return _merge(outputs, lses)
+
+
+def _merge(
+    outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     stacked = torch.stack([lse.float() for lse in lses])
     top = stacked.amax(0)
     # Rows that nothing saw: any finite pivot keeps -inf - pivot from becoming NaN.
@@ -70,7 +77,7 @@ def merge(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tupl
     weights = torch.exp(stacked - pivot)
     total = weights.sum(0)
     weights = weights / torch.where(total == 0, 1.0, total)
-    merged = torch.zeros(shape, dtype=torch.float32, device=outputs[0].device)
+    merged = torch.zeros(outputs[0].shape, dtype=torch.float32, device=outputs[0].device)
     for out, weight in zip(outputs, weights, strict=True):
         seen = weight[..., None]
         merged += torch.where(seen > 0, out.float(), 0.0) * seen

@@ -1,0 +1,1 @@
+"""The kernels of `attnplug.ops.triton`; importing one imports triton."""

@@ -1,0 +1,81 @@
+"""Writing keys and values into their pages: a tile of (token, head) rows per program, K and V together."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnplug.ops.triton.kernels.eight_bits import encode_8_bits
+
+__all__ = ["kv_write_kernel"]
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def kv_write_kernel(
+    key,
+    value,
+    k_cache,
+    v_cache,
+    slot_mapping,
+    num_rows,
+    k_scale,
+    v_scale,
+    stride_kt,
+    stride_kh,
+    stride_kd,
+    stride_vt,
+    stride_vh,
+    stride_vd,
+    stride_slot,
+    K_PAGES: tl.constexpr,
+    V_PAGES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    TILE: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """Rows `(token, head)` of K and V to the slots of their tokens; a negative slot is not written.
+
+    K_PAGES and V_PAGES are the strides of a cache by block, token, head and dimension: they are fixed
+    with the cache, so that the compiler may know them. TILE has the rows of a program, D and DV as powers
+    of two. FORMAT is empty, or that of an 8-bit type: its largest number, and where the hardware does not
+    convert the MANTISSA, BIAS and FNUZ of `encode_8_bits`.
+    """
+    rows = tl.program_id(0) * TILE[0] + tl.arange(0, TILE[0])
+    inside = rows < num_rows
+    tokens = (rows // HEADS).to(tl.int64)
+    heads = (rows % HEADS).to(tl.int64)
+    dims = tl.arange(0, TILE[1]).to(tl.int64)[None, :]
+    dims_v = tl.arange(0, TILE[2]).to(tl.int64)[None, :]
+    # All loads before any store: they are independent, and the compiler cannot know that.
+    slots = tl.load(slot_mapping + tokens * stride_slot, mask=inside, other=-1).to(tl.int64)
+    from_k = (tokens * stride_kt + heads * stride_kh)[:, None] + dims * stride_kd
+    from_v = (tokens * stride_vt + heads * stride_vh)[:, None] + dims_v * stride_vd
+    k = tl.load(key + from_k, mask=inside[:, None] & (dims < D))
+    v = tl.load(value + from_v, mask=inside[:, None] & (dims_v < DV))
+    written = (slots >= 0)[:, None]
+    blocks = slots // BLOCK_SIZE
+    places = slots % BLOCK_SIZE
+    to_k = (blocks * K_PAGES[0] + places * K_PAGES[1] + heads * K_PAGES[2])[:, None] + dims * K_PAGES[3]
+    to_v = (blocks * V_PAGES[0] + places * V_PAGES[1] + heads * V_PAGES[2])[:, None] + dims_v * V_PAGES[3]
+    k = _stored(k, k_scale, k_cache.dtype.element_ty, FORMAT)
+    v = _stored(v, v_scale, v_cache.dtype.element_ty, FORMAT)
+    tl.store(k_cache + to_k, k, mask=written & (dims < D))
+    tl.store(v_cache + to_v, v, mask=written & (dims_v < DV))
+
+
+@triton.jit
+def _stored(x, scale, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    if len(FORMAT) == 0:
+        stored = x.to(dtype)
+    else:
+        # Exact division: with a product by 1 / scale the bytes would not be those that torch writes.
+        x = tl.div_rn(x.to(tl.float32), tl.full(x.shape, 1.0, tl.float32) * scale)
+        x = tl.clamp(x, -FORMAT[0], FORMAT[0], propagate_nan=tl.PropagateNan.ALL)
+        if len(FORMAT) == 1:
+            stored = x.to(dtype)
+        else:
+            stored = encode_8_bits(x, FORMAT[1], FORMAT[2], FORMAT[3])
+    return stored

@@ -1,0 +1,63 @@
+"""Merging partial results: a tile of (token, head) rows per program, over all partials."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["merge_kernel"]
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def merge_kernel(
+    outputs,
+    lses,
+    output,
+    output_lse,
+    num_rows,
+    strides,
+    target_strides,
+    COUNT: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """COUNT partials as one; `outputs` and `lses` are tuples of pointers.
+
+    `strides` has five for each partial, and `target_strides` five for the result: of the output by
+    token, head and dimension, and of the LSE by token and head.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < num_rows
+    tokens = (rows // HEADS).to(tl.int64)
+    heads = (rows % HEADS).to(tl.int64)
+    dims = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    for i in tl.static_range(COUNT):
+        here = lses[i] + tokens * strides[5 * i + 3] + heads * strides[5 * i + 4]
+        top = tl.maximum(top, tl.load(here, mask=inside, other=float("-inf")).to(tl.float32))
+    # Rows that nothing saw: any finite pivot keeps -inf - pivot from becoming NaN.
+    pivot = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros([ROWS], tl.float32)
+    for i in tl.static_range(COUNT):
+        here = lses[i] + tokens * strides[5 * i + 3] + heads * strides[5 * i + 4]
+        total += tl.exp(tl.load(here, mask=inside, other=float("-inf")).to(tl.float32) - pivot)
+    divisor = tl.where(total == 0.0, 1.0, total)
+    merged = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for i in tl.static_range(COUNT):
+        here = lses[i] + tokens * strides[5 * i + 3] + heads * strides[5 * i + 4]
+        weight = tl.exp(tl.load(here, mask=inside, other=float("-inf")).to(tl.float32) - pivot) / divisor
+        place = (tokens * strides[5 * i] + heads * strides[5 * i + 1])[:, None] + dims * strides[5 * i + 2]
+        # Of rows with weight 0 nothing is read: NaN may stand there.
+        part = tl.load(outputs[i] + place, mask=(weight > 0.0)[:, None] & (dims < D), other=0.0)
+        merged += part.to(tl.float32) * weight[:, None]
+    merged_lse = tl.where(total == 0.0, float("-inf"), pivot + tl.log(divisor))
+
+    # The result may be written over a partial: each warp must have read its LSEs and outputs before.
+    tl.debug_barrier()
+    place = (tokens * target_strides[0] + heads * target_strides[1])[:, None] + dims * target_strides[2]
+    tl.store(output + place, merged.to(output.dtype.element_ty), mask=inside[:, None] & (dims < D))
+    here = output_lse + tokens * target_strides[3] + heads * target_strides[4]
+    tl.store(here, merged_lse.to(output_lse.dtype.element_ty), mask=inside)

@@ -1,0 +1,121 @@
+"""Writing new keys and values into their pages by one kernel."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+
+from attnplug.core.errors import LayoutError
+from attnplug.ops.checks import check_kv_write
+from attnplug.ops.triton.kernels.kv_write import kv_write_kernel
+from attnplug.ops.triton.launch import on_device_of, power_of_two
+
+__all__ = ["write_kv_cache"]
+
+_KERNEL: Any = kv_write_kernel
+
+_TILE = 1024
+"""Elements of K, and of V, that a program moves: with one warp, four 16-byte loads a thread each."""
+_NUM_WARPS = 1
+
+_NATIVE = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+_SOFTWARE = {
+    torch.float8_e4m3fn: (3, 7, False),
+    torch.float8_e5m2: (2, 15, False),
+    torch.float8_e4m3fnuz: (3, 8, True),
+    torch.float8_e5m2fnuz: (2, 16, True),
+}
+"""Bits of the mantissa, bias of the exponent, and whether -0 is NaN."""
+
+
+def write_kv_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Write each token's K and V where its slot says; slot -1 is not written.
+
+    What `attnplug.ops.write_kv_cache` does, in one launch: nothing waits and nothing is allocated. Every
+    argument may have any strides. Slots past the last page are not looked for.
+
+    Args:
+        key: `[T, Hkv, D]`; rows past the slots are not read.
+        value: `[T, Hkv, Dv]`.
+        k_cache: pages `[num_blocks, block_size, Hkv, D]`, as `split_kv` gives them.
+        v_cache: pages `[num_blocks, block_size, Hkv, Dv]`.
+        slot_mapping: int64 `[T]`, block * block_size + offset.
+        k_scale: stored key x k_scale = key, in 8-bit storage.
+        v_scale: the same for values.
+
+    Raises:
+        BatchError: fewer rows than slots, or rows of another shape than the pages'.
+        LayoutError: pages of integers, or K and V pages that do not belong together.
+    """
+    check_kv_write(key, value, k_cache, v_cache, slot_mapping)
+    _, block_size, heads, head_size = k_cache.shape
+    head_size_v = v_cache.shape[3]
+    num_rows = slot_mapping.shape[0] * heads
+    if not num_rows:
+        return
+    form = _format(k_cache.dtype, k_cache.device)
+    if len(form) > 1:
+        # Triton refuses pointers to 8-bit floats that the hardware does not have.
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    tile = _tile(head_size, head_size_v)
+    with on_device_of(key):
+        _KERNEL[(-(-num_rows // tile[0]),)](
+            key,
+            value,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            num_rows,
+            float(k_scale),
+            float(v_scale),
+            *key.stride(),
+            *value.stride(),
+            slot_mapping.stride(0),
+            k_cache.stride(),
+            v_cache.stride(),
+            block_size,
+            heads,
+            head_size,
+            head_size_v,
+            tile,
+            form,
+            num_warps=_NUM_WARPS,
+        )
+
+
+@functools.cache
+def _tile(head_size: int, head_size_v: int) -> tuple[int, int, int]:
+    """Rows of a program, and both head sizes as powers of two."""
+    block_d, block_dv = power_of_two(head_size), power_of_two(head_size_v)
+    return max(_TILE // max(block_d, block_dv), 1), block_d, block_dv
+
+
+@functools.cache
+def _format(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    """FORMAT of the kernel for pages of this dtype."""
+    if dtype.itemsize > 1:
+        return ()
+    if dtype not in _SOFTWARE:
+        names = ", ".join(str(each) for each in _SOFTWARE)
+        raise LayoutError("k_cache.dtype", dtype, f"must be one of {names}, if it has 8 bits")
+    limit = torch.finfo(dtype).max
+    return (limit,) if _converts(dtype, device) else (limit, *_SOFTWARE[dtype])
+
+
+def _converts(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the hardware has an instruction that rounds as torch does."""
+    interpreted = not isinstance(kv_write_kernel, triton.JITFunction)
+    if device.type != "cuda" or torch.version.hip or interpreted:
+        return False
+    return dtype in _NATIVE and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,94 @@
+"""Putting partial attention results together by one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from attnplug.ops.checks import check_partials, check_target
+from attnplug.ops.triton.kernels.merging import merge_kernel
+from attnplug.ops.triton.launch import on_device_of, power_of_two
+
+__all__ = ["merge_attn_states"]
+
+_KERNEL: Any = merge_kernel
+
+_MAX_PARTIALS = 16
+"""Of one launch: its loops over partials are unrolled."""
+_TILE = 1024
+"""Elements of the result that a program computes: with four warps, 8 a thread, 16 bytes of a half."""
+
+
+def merge_attn_states(
+    outputs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    output: torch.Tensor | None = None,
+    output_lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge partial results over disjoint keys, into the tensors given.
+
+    What `attnplug.ops.merge_attn_states` does, in one launch for up to 16 partials and one for every 15
+    after them. Every tensor may have any strides. Outputs of rows with LSE -inf are not read.
+
+    Args:
+        outputs: `[T, H, Dv]` each.
+        lses: float32 `[T, H]` each, natural log.
+        output: `[T, H, Dv]`, written where given; may be one of `outputs`.
+        output_lse: float32 `[T, H]`, written where given; may be one of `lses`.
+
+    Returns:
+        The merged output and LSE.
+
+    Raises:
+        BatchError: shapes that do not fit each other.
+    """
+    shape = check_partials(outputs, lses)
+    check_target("output", output, shape)
+    check_target("output_lse", output_lse, shape[:-1])
+    if output is None:
+        output = torch.empty(shape, dtype=outputs[0].dtype, device=outputs[0].device)
+    if output_lse is None:
+        output_lse = torch.empty(shape[:-1], dtype=torch.float32, device=outputs[0].device)
+    outs, logs = tuple(outputs), tuple(lses)
+    while len(outs) > _MAX_PARTIALS:
+        # In float32: what is merged in between is not rounded to the result's dtype.
+        between = torch.empty(shape, dtype=torch.float32, device=output.device)
+        between_lse = torch.empty(shape[:-1], dtype=torch.float32, device=output.device)
+        _launch(outs[:_MAX_PARTIALS], logs[:_MAX_PARTIALS], between, between_lse)
+        outs, logs = (between, *outs[_MAX_PARTIALS:]), (between_lse, *logs[_MAX_PARTIALS:])
+    _launch(outs, logs, output, output_lse)
+    return output, output_lse
+
+
+def _launch(
+    outputs: tuple[torch.Tensor, ...],
+    lses: tuple[torch.Tensor, ...],
+    output: torch.Tensor,
+    output_lse: torch.Tensor,
+) -> None:
+    num_tokens, heads, head_size = output.shape
+    num_rows = num_tokens * heads
+    if not num_rows or not head_size:
+        return
+    strides = [
+        stride for o, lse in zip(outputs, lses, strict=True) for stride in (*o.stride(), *lse.stride())
+    ]
+    block_d = power_of_two(head_size)
+    rows = max(_TILE // block_d, 1)
+    with on_device_of(output):
+        _KERNEL[(-(-num_rows // rows),)](
+            outputs,
+            lses,
+            output,
+            output_lse,
+            num_rows,
+            tuple(strides),
+            (*output.stride(), *output_lse.stride()),
+            len(outputs),
+            heads,
+            head_size,
+            rows,
+            block_d,
+        )
