@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from attnplug.cli.conformance import conformance
 from attnplug.cli.doctor import doctor
 from attnplug.cli.explain import explain
 from attnplug.cli.list import list_backends
@@ -37,6 +38,7 @@ app.command("show")(show)
 app.command("select")(select)
 app.command("explain")(explain)
 app.command("doctor")(doctor)
+app.command("conformance")(conformance)
 app.command("new-backend")(new_backend)
 
 

@@ -38,7 +38,7 @@ def conformance(
     device: Annotated[
         str | None,
         typer.Option(
-            metavar="DEVICE", help="cpu, cuda:1, ... [default: the current one]", rich_help_panel=_CHOICE
+            metavar="DEVICE", help="cpu, cuda:1, ... \\[default: the current one]", rich_help_panel=_CHOICE
         ),
     ] = None,
     only: Annotated[
@@ -78,7 +78,7 @@ def conformance(
         typer.Option(
             min=1,
             metavar="N",
-            help="Worker processes [default: one for each core, on a GPU 2]",
+            help="Worker processes \\[default: one for each core, on a GPU 2]",
             rich_help_panel=_LIMITS,
         ),
     ] = None,
@@ -86,20 +86,23 @@ def conformance(
         str | None,
         typer.Option(
             metavar="BYTES",
-            help="What each worker may allocate, as 4GiB [default: on a CPU its share of the machine]",
+            help="What each worker may allocate, as 4GiB \\[default: on a CPU its share of the machine]",
             rich_help_panel=_LIMITS,
         ),
     ] = None,
+    show_ids: Annotated[
+        bool, typer.Option("--list", help="Print the ids of the checks and run none.")
+    ] = False,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML too.")] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show each check, and failures in full.")
     ] = False,
 ) -> None:
-    """Check that a backend does what it declares, each check in a worker process with a time limit.
+    """Check that a backend does what it declares, here and with these versions.
 
-    A check that fails, hangs, crashes, runs out of memory or writes to standard output fails with the
-    cause, and the run goes on. Exit codes: 0 all passed (or failed as known), 1 some failed, 2 bad usage,
-    130 interrupted.
+    Each check runs in a worker process: one that hangs, crashes, runs out of memory or writes to standard output fails with the cause, and the run goes on.
+
+    Exit codes: 0 all passed (or failed as known), 1 some failed, 2 bad usage, 130 interrupted.
     """
     _require_the_extra()
     from attnplug.cli.conformance_report import Report
@@ -111,11 +114,17 @@ def conformance(
     allocate = _bytes(memory)
     _check_folder(junit)
     report = Report(verbose)
-    with report.waiting(f"listing the checks of {backend}"):
-        listing = list_checks(wanted, _LISTING_SECONDS)
+    try:
+        with report.waiting(f"listing the checks of {backend}"):
+            listing = list_checks(wanted, _LISTING_SECONDS)
+    except KeyboardInterrupt:
+        raise typer.Exit(_INTERRUPTED) from None
     if not isinstance(listing, Listing):
         raise typer.Exit(error(listing.text, _USAGE if listing.usage else _FAILED))
     ids = _chosen(listing, only or (), part)
+    if show_ids:
+        typer.echo("\n".join(ids))
+        return
     state = State(listing, part)
     before = state.settled(listing.known) if resume else {}
     before = {check: before[check] for check in ids if check in before}
@@ -139,8 +148,7 @@ def _run(
 ) -> str | None:
     from attnplug.testing.isolation.run import run_checks
 
-    state.forget(ids)
-    report.remember_in(state)
+    report.remember_in(state, ids)
     if not ids and junit is None:
         return None
     try:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
 from rich.text import Text
 
 from attnplug.cli.output import console
@@ -42,6 +43,7 @@ class Report:
         self._results: dict[str, Result] = {}
         self._total = 0
         self._told = 0
+        self._under_way: dict[str, None] = {}
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._state: State | None = None
@@ -80,9 +82,14 @@ class Report:
         if before:
             self._print(f"{_count(len(before), 'result')} kept from the run before")
 
-    def remember_in(self, state: State) -> None:
-        """Keep each result for `--resume`."""
-        self._state = state
+    def remember_in(self, state: State, ids: Sequence[str]) -> None:
+        """Keep the results of `ids` for `--resume`, as they come."""
+        try:
+            state.forget(ids)
+        except OSError as problem:
+            self._print(f"nothing is kept for --resume: {problem}")
+        else:
+            self._state = state
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -96,9 +103,16 @@ class Report:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[counts]}"),
-            TextColumn("{task.fields[current]}", style="dim"),
+            TextColumn(
+                "{task.fields[current]}",
+                style="dim",
+                markup=False,
+                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+            ),
         )
-        with Progress(*columns, console=self._out, transient=True, redirect_stdout=False) as self._bar:
+        with Progress(
+            *columns, console=self._out, transient=True, expand=True, redirect_stdout=False
+        ) as self._bar:
             self._task = self._bar.add_task(
                 "", total=self._total, completed=len(self._results), counts=self._counts(), current="starting"
             )
@@ -107,8 +121,8 @@ class Report:
 
     def started(self, check_id: str) -> None:
         """A worker begins a check."""
-        if self._bar is not None:
-            self._bar.update(self._task, current=check_id)
+        self._under_way[check_id] = None
+        self._move_bar()
 
     def finished(self, result: Result) -> None:
         """A check ended; where it ends twice, the failure counts."""
@@ -118,10 +132,12 @@ class Report:
         self._results[result.id] = result
         if self._state is not None:
             self._state.add(result)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=len(self._results), counts=self._counts())
-        if self._verbose or result.outcome is Outcome.FAILED:
+        self._under_way.pop(result.id, None)
+        self._move_bar()
+        if self._verbose:
             self._show(result)
+        elif result.outcome is Outcome.FAILED:
+            self._show_name(result)
         self._tell_how_far()
 
     def interrupted(self) -> None:
@@ -145,9 +161,19 @@ class Report:
         self._print("")
         self._print(self._sum() + f" in {time.monotonic() - self._start:.0f} s")
 
-    def _show(self, result: Result) -> None:
+    def _move_bar(self) -> None:
+        """Show how far it is, and of the checks under way the one that takes longest."""
+        if self._bar is not None:
+            current = next(iter(self._under_way), "")
+            done, counts = len(self._results), self._counts()
+            self._bar.update(self._task, completed=done, counts=counts, current=current)
+
+    def _show_name(self, result: Result) -> None:
         seconds = f" ({result.seconds:.1f} s)" if result.seconds >= 1 else ""
         self._print(f"{result.outcome:7} {result.id}{seconds}", style=_MARKS[result.outcome])
+
+    def _show(self, result: Result) -> None:
+        self._show_name(result)
         full = self._verbose and result.outcome is Outcome.FAILED
         lines = (result.detail if full and result.detail else result.cause).splitlines()
         for line in lines if full else lines[:_CAUSE_LINES]:

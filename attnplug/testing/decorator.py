@@ -91,6 +91,7 @@ def as_parameters(checks: list[Check] | tuple[Check, ...], known: Mapping[str, s
 def _run(check: Check) -> None:
     import pytest
 
+    __tracebackhide__ = True
     try:
         check()
     except CheckSkipped as why:

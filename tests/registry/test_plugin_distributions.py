@@ -55,6 +55,7 @@ print(json.dumps({name: examine(name) for name in sys.argv[1:]}))
 LOOKS_SOUND = {
     "attnplug-bad-aborts",
     "attnplug-bad-door-hangs",
+    "attnplug-bad-kernels",
     "attnplug-bad-missing-symbol",
     "attnplug-bad-imports-torch",
 }

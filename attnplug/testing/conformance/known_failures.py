@@ -96,7 +96,9 @@ def known_reasons(
     return reasons
 
 
-def nearest(wanted: str, ids: Iterable[str]) -> str | None:
-    """A remedy that names the ids most like `wanted`; None where none is."""
+def nearest(wanted: str, ids: Sequence[str]) -> str | None:
+    """A remedy that names the ids most like `wanted`, or what ids look like; None where there are none."""
     found = difflib.get_close_matches(wanted, list(dict.fromkeys(ids)), 3, 0.5)
-    return f"did you mean {' or '.join(found)}?" if found else None
+    if found:
+        return f"did you mean {' or '.join(found)}?"
+    return f"ids look like {ids[0]}" if ids else None

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from attnplug.testing.isolation.deaths import cause_of_death
 from attnplug.testing.isolation.results import Outcome, Result, Watcher
 from attnplug.testing.isolation.worker import ORDERS, Orders, check_id
 from attnplug.testing.plugin import REMOTE
@@ -21,8 +22,6 @@ __all__ = ["NODE", "Controller"]
 NODE = "attnplug/testing/suite.py::test_conformance[{}]"
 """The node id of a check."""
 _FAILED_STARTS = 3
-_STACK = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
-_NO_MEMORY = ("bad_alloc", "can't allocate memory", "Cannot allocate memory", "MemoryError", "out of memory")
 
 
 class Controller:
@@ -45,6 +44,8 @@ class Controller:
         self._replaying = False
         self._failed_starts = 0
         self._collected: set[str] = set()
+        self.stopped: str | None = None
+        """Why the run cannot go on, where it cannot."""
         self.interrupted = False
         """Whether the user stopped the run; a worker that stops itself is no reason to."""
 
@@ -82,7 +83,9 @@ class Controller:
         self._failed_starts += 1
         if self._failed_starts >= _FAILED_STARTS:
             how, detail = self._how_it_died(node)
-            pytest.exit(f"no worker process starts: {how}\n{detail or error}", returncode=3)
+            last = (detail or str(error)).strip().splitlines()[-1]
+            self.stopped = f"no worker process starts: {how}\n{last}"
+            pytest.exit("no worker process starts", returncode=int(pytest.ExitCode.INTERNAL_ERROR))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
@@ -117,15 +120,8 @@ class Controller:
         log = Path(self._orders["log"], f"{node.gateway.id}.log")
         said = ""
         with contextlib.suppress(OSError):
-            said = log.read_text(encoding="utf-8", errors="replace").strip()
-        if said.startswith("Timeout (") or "\nTimeout (" in said:
-            return f"timed out after {self._orders['timeout']:g} s{_where(said)}", said
-        if any(words in said for words in _NO_MEMORY):
-            return f"out of memory: {_first(said)}", said
-        if fatal := re.search(r"Fatal Python error: (.+)", said):
-            words = said[: fatal.start()].strip().splitlines()[-1:]
-            return f"the worker process crashed: {': '.join([fatal[1], *words])}{_where(said)}", said
-        return f"the worker process crashed{_exit_status(node)}", said
+            said = log.read_text(encoding="utf-8", errors="replace")
+        return cause_of_death(said, self._orders["timeout"], lambda: _exit_status(node))
 
 
 def _report_of(result: Result, when: Any) -> pytest.TestReport:
@@ -169,22 +165,8 @@ def _why(report: pytest.TestReport) -> tuple[str, str]:
         return text.partition("\n")[0], text
     message = re.sub(r"^[\w.]*\b(ConformanceError|AssertionError|Failed): ", "", crash.message)
     if late := re.match(r"Timeout \(>([\d.]+)s\)", message):
-        return f"timed out after {float(late[1]):g} s (at {crash.path}:{crash.lineno})", text
+        return f"timed out after {float(late[1]):g} s at {crash.path}:{crash.lineno}", text
     return message, text
-
-
-def _first(said: str) -> str:
-    return next((line for line in said.splitlines() if any(words in line for words in _NO_MEMORY)), "")
-
-
-def _where(said: str) -> str:
-    """The innermost line of Python in faulthandler's stacks: of the thread that crashed, else of the main one."""
-    _, crashed, stack = said.rpartition("\nCurrent thread")
-    if not crashed:
-        # The main thread comes last.
-        stack = said.rpartition("Thread 0x")[2]
-    found = _STACK.search(stack)
-    return f" (in {found['name']}, {found['path']}:{found['line']})" if found else ""
 
 
 def _exit_status(node: Any) -> str:

@@ -23,6 +23,7 @@ __all__ = ["Limits", "default_jobs", "run_checks", "worker_memory"]
 
 _MOST_JOBS = 8
 _SHARE = 0.8
+_LAST_LINES = 20
 _LEAST_MEMORY = 2 * 2**30
 
 
@@ -88,6 +89,7 @@ def run_checks(
     with tempfile.TemporaryDirectory(prefix="attnplug-conformance-") as folder:
         orders = {
             "ids": list(ids),
+            "known": {check: listing.known[check] for check in ids if check in listing.known},
             "timeout": limits.timeout,
             "memory": limits.memory,
             "threads": max(1, (os.cpu_count() or 1) // limits.jobs),
@@ -104,7 +106,7 @@ def run_checks(
                 raise KeyboardInterrupt
     if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         return None
-    return said.getvalue().strip()
+    return controller.stopped or "\n".join(said.getvalue().strip().splitlines()[-_LAST_LINES:])
 
 
 def _arguments(wanted: Wanted, ids: Sequence[str], limits: Limits, folder: str) -> list[str]:
@@ -119,8 +121,6 @@ def _arguments(wanted: Wanted, ids: Sequence[str], limits: Limits, folder: str) 
     arguments += ["-p", "attnplug.testing.plugin", f"--attn-backend={wanted.name}", f"--level={wanted.level}"]
     if wanted.device is not None:
         arguments.append(f"--attn-device={wanted.device}")
-    if wanted.known_failures is not None:
-        arguments.append(f"--known-failures={wanted.known_failures}")
     # Every check may cost a worker; a long one must not hold many others back.
     arguments += [f"-n{limits.jobs}", f"--max-worker-restart={len(ids) + limits.jobs}", "--maxschedchunk=1"]
     method = "signal" if hasattr(signal, "SIGALRM") else "thread"
@@ -134,10 +134,10 @@ def _written_at_once(target: Path | None) -> Iterator[Path | None]:
     if target is None:
         yield None
         return
-    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-        unfinished = Path(file.name)
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield unfinished
-        unfinished.replace(target)
+        if unfinished.exists():
+            unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)

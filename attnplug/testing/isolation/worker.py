@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from attnplug.testing.conformance.check import ConformanceError
+from attnplug.testing.plugin import SUITE
 
 __all__ = ["ORDERS", "Orders"]
 
@@ -20,7 +22,7 @@ ORDERS = "attnplug"
 """The key of a worker's input under which its orders are."""
 
 Orders = dict[str, Any]
-"""`ids` to run, `timeout` in seconds, `memory` in bytes or None, `threads`, and the file `log`."""
+"""`ids` to run, reasons of those `known` to fail, `timeout` in seconds, `memory` in bytes or None, `threads`, and the file `log`."""
 
 _GRACE = 2.0
 """Seconds by which pytest-timeout, which leaves the worker alive, comes before the end of the process."""
@@ -47,6 +49,7 @@ class Worker:
 
     def __init__(self, orders: Orders) -> None:
         self._ids = set(orders["ids"])
+        self._known = dict(orders["known"])
         self._timeout = float(orders["timeout"])
         # Before torch is imported, which reads it then.
         os.environ.setdefault("OMP_NUM_THREADS", str(orders["threads"]))
@@ -59,11 +62,11 @@ class Worker:
         if orders["memory"] is not None:
             _limit_memory(orders["memory"])
 
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out what was not ordered."""
-        rest = [item for item in items if check_id(item.nodeid) not in self._ids]
-        items[:] = [item for item in items if check_id(item.nodeid) in self._ids]
-        config.hook.pytest_deselected(items=rest)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Leave out the checks that were not ordered."""
+        suite = session.config.stash[SUITE]
+        checks = tuple(check for check in suite.checks if check.id in self._ids)
+        session.config.stash[SUITE] = dataclasses.replace(suite, checks=checks, known=self._known)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
