@@ -1,0 +1,117 @@
+"""Compiles each kernel for GPUs that need not be there; prints, as JSON, the memory instructions of each.
+
+The tests run it in a child: where TRITON_INTERPRET was set when triton was imported, nothing can be compiled.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Callable
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from attnplug.ops.triton import (
+    compute_slot_mapping,
+    kv_write,
+    merge_attn_states,
+    merging,
+    slots,
+    write_kv_cache,
+)
+
+TARGETS = {
+    "sm80": GPUTarget("cuda", 80, 32),
+    "sm90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+@dataclasses.dataclass
+class Compiler:
+    """Stands in for the driver of a GPU, and for a kernel: a launch compiles and keeps the result."""
+
+    target: GPUTarget
+    kernel: object = None
+    compiled: object = None
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def compile_only(*arguments: object, **options: object) -> None:
+            self.compiled = self.kernel.warmup(*arguments, grid=grid, **options)
+
+        return compile_only
+
+    def instructions(self, module: object, call: Callable[[], object]) -> dict[str, int]:
+        self.kernel = module._KERNEL
+        module._KERNEL = self
+        self.kernel.device_caches.clear()
+        try:
+            call()
+        finally:
+            module._KERNEL = self.kernel
+        assembly = self.compiled.asm["ptx" if self.target.backend == "cuda" else "amdgcn"]
+        found = re.findall(r"\b(?:(?:ld|st)\.global|(?:global|buffer)_(?:load|store))[.\w]*", assembly)
+        return collections.Counter(found)
+
+
+def write(dtype: torch.dtype, head_size: int, layout: str, *, converts: bool = False) -> None:
+    fused = torch.zeros(7, (32 + 2 * 8) * head_size, dtype=torch.bfloat16)
+    key, value = (
+        fused[:, first * head_size :][:, : 8 * head_size].view(7, 8, head_size) for first in (32, 40)
+    )
+    shape = (3, 2, 16, 8, head_size) if layout == "NHD" else (3, 2, 8, 16, head_size)
+    both = (
+        torch.zeros(shape, dtype=dtype)
+        if layout == "NHD"
+        else torch.zeros(shape, dtype=dtype).transpose(2, 3)
+    )
+    kv_write._format.cache_clear()
+    kv_write._converts = lambda dtype, device: converts
+    write_kv_cache(key, value, both[:, 0], both[:, 1], torch.arange(7), 0.5, 2.0)
+
+
+def merge(count: int, dtype: torch.dtype) -> None:
+    merge_attn_states([torch.zeros(5, 32, 128, dtype=dtype)] * count, [torch.zeros(5, 32)] * count)
+
+
+def slot_mapping() -> None:
+    table = torch.zeros(4, 9, dtype=torch.int32)
+    out = torch.empty(8, dtype=torch.int64)
+    loc = torch.arange(5, dtype=torch.int32)
+    compute_slot_mapping(
+        table, loc, torch.arange(4), 16, out=out, start_idx=torch.zeros(4, dtype=torch.int32)
+    )
+
+
+def main() -> None:
+    counts = {}
+    for name, target in TARGETS.items():
+        compiler = Compiler(target)
+        driver.set_active(compiler)
+        native = name == "sm90"
+        for layout, head_size in (("NHD", 128), ("HND", 128), ("NHD", 80)):
+            for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+                case = f"{name} write {layout} {head_size} {str(dtype).removeprefix('torch.')}"
+                call = lambda: write(dtype, head_size, layout, converts=native)  # noqa: B023, E731
+                counts[case] = compiler.instructions(kv_write, call)
+        counts[f"{name} merge"] = compiler.instructions(merging, lambda: merge(3, torch.bfloat16))
+        counts[f"{name} slots"] = compiler.instructions(slots, slot_mapping)
+    json.dump(counts, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
