@@ -42,8 +42,8 @@ def test_conformance(check: Check, capfd: pytest.CaptureFixture[str], request: p
     _flush()
     out = capfd.readouterr().out
     if out:
-        shown = out if len(out) <= _SHOWN else f"{out[:_SHOWN]}... ({len(out)} characters)"
-        raise ConformanceError(f"wrote to stdout: {shown!r}")
+        more = f"... ({len(out)} characters)" if len(out) > _SHOWN else ""
+        raise ConformanceError(f"wrote to stdout: {out[:_SHOWN]!r}{more}")
 
 
 def _flush() -> None:

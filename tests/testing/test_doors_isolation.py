@@ -1,0 +1,301 @@
+"""Checks in worker processes: what is remembered, what a log says of a death, what a worker may take."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from catching import variant
+
+from attnplug.core.errors import SpecError
+from attnplug.registry.records import Offer
+from attnplug.testing.isolation import environment, run
+from attnplug.testing.isolation.controller import Controller
+from attnplug.testing.isolation.deaths import cause_of_death
+from attnplug.testing.isolation.environment import fingerprint, only_our_pytest, versions
+from attnplug.testing.isolation.listing import Listing, Trouble, Wanted, list_checks
+from attnplug.testing.isolation.results import Outcome, Result
+from attnplug.testing.isolation.state import State
+
+LISTING = Listing(
+    name="ACME",
+    shipped_by="attnplug-acme",
+    device="cpu",
+    device_type="cpu",
+    device_name=None,
+    level="smoke",
+    ids=("a/1", "a/2", "a/3"),
+    known={},
+    versions={"attnplug": "0.1.0", "torch": "2.13.0"},
+    code="0123",
+)
+PASSED = Result("a/1", Outcome.PASSED, 0.5)
+STACK = """
+Thread 0x00007f01 (most recent call first):
+  File "/lib/execnet/gateway_base.py", line 534 in read
+
+{current} 0x00007f02 (most recent call first):
+  File "{stdlib}/ctypes/__init__.py", line 519 in string_at
+  File "/acme/impl.py", line 42 in attend
+  File "/attnplug/testing/suite.py", line 32 in test_conformance
+  File "/lib/pluggy/_execution.py", line 147 in _multicall
+
+Extension modules: torch._C (total: 1)
+"""
+
+
+@pytest.fixture
+def state(tmp_path):
+    return State(LISTING, None, tmp_path)
+
+
+def test_the_last_result_of_a_check_counts(state):
+    state.add(PASSED)
+    state.add(Result("a/1", Outcome.FAILED, 0.0, "crashed after it had passed"))
+    assert state.load() == {"a/1": Result("a/1", Outcome.FAILED, 0.0, "crashed after it had passed")}
+
+
+def test_a_line_that_was_cut_off_is_passed_over_and_the_next_one_is_whole(state):
+    state.add(PASSED)
+    with state.path.open("a") as file:
+        file.write('{"id": "a/2", "outc')
+    state.add(Result("a/3", Outcome.SKIPPED, 0.0, "why"))
+    assert list(state.load()) == ["a/1", "a/3"]
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "3", '{"id": "a/1"}', '{"id": 1, "outcome": "odd", "seconds": 1}', "\x00"]
+)
+def test_lines_that_mean_nothing_are_passed_over(state, line):
+    state.path.write_text(f"{line}\n")
+    assert state.load() == {}
+
+
+def test_nothing_is_remembered_before_a_first_run(state):
+    assert state.load() == {}
+
+
+def test_what_needs_no_second_run(state):
+    for check, outcome in (("a/1", "passed"), ("a/2", "failed"), ("a/3", "skipped"), ("a/4", "known")):
+        state.add(Result(check, Outcome(outcome)))
+    assert list(state.settled({})) == ["a/1", "a/3"]
+    assert list(state.settled({"a/4": "why"})) == ["a/1", "a/3", "a/4"]
+    assert list(state.settled({"a/1": "it passed, and must now fail"})) == ["a/3"]
+
+
+def test_a_new_run_forgets_only_what_it_runs(state):
+    state.add(PASSED)
+    state.add(Result("a/2", Outcome.PASSED))
+    state.forget(["a/2"])
+    assert list(state.load()) == ["a/1"]
+    assert [path.name for path in state.path.parent.iterdir()] == [state.path.name]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "ACNE"},
+        {"shipped_by": None},
+        {"device": "sm90"},
+        {"device_name": "NVIDIA H200"},
+        {"level": "full"},
+        {"versions": {"attnplug": "0.1.0", "torch": "2.14.0"}},
+        {"code": "4567"},
+    ],
+)
+def test_another_backend_version_device_level_or_code_has_a_state_of_its_own(state, tmp_path, change):
+    assert State(dataclasses.replace(LISTING, **change), None, tmp_path).path != state.path
+
+
+def test_each_shard_has_a_state_of_its_own_in_the_users_cache(state, monkeypatch, tmp_path):
+    assert State(LISTING, "1/2", tmp_path).path != State(LISTING, "2/2", tmp_path).path
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tmp_path in State(LISTING).path.parents
+
+
+def test_edited_code_has_another_fingerprint(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "attnplug_made_here"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "kernel.py").write_text("one")
+    before = fingerprint(["attnplug_made_here"])
+    assert fingerprint(["attnplug_made_here", "attnplug_made_here"]) == before
+    (package / "kernel.py").write_text("three")
+    assert fingerprint(["attnplug_made_here"]) != before
+
+
+def test_a_module_without_files_has_a_fingerprint_too(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "attnplug_one_file.py").write_text("one")
+    monkeypatch.setitem(sys.modules, "attnplug_made_in_code", types.ModuleType("attnplug_made_in_code"))
+    found = {
+        fingerprint([n]) for n in ("attnplug_one_file", "attnplug_made_in_code", "attnplug_is_not_there")
+    }
+    assert len(found) == 2
+    assert fingerprint(["sys"]) == fingerprint([])
+
+
+def test_versions_are_those_of_what_the_backend_needs():
+    backend = variant("ACME", requires=("numpy>=1", ("no-such-library", "rich")))
+    found = versions(Offer("ACME", backend, "acme", "packaging", "1.0"))
+    assert list(found) == ["Python", "attnplug", "torch", "packaging", "numpy", "rich"]
+
+
+def test_memory_is_the_least_of_machine_and_container(monkeypatch, tmp_path):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(environment, "_CGROUPS", (str(limit), str(tmp_path / "none")))
+    whole = environment.memory_of_this_machine()
+    limit.write_text("max\n")
+    assert environment.memory_of_this_machine() == whole
+    limit.write_text("1048576\n")
+    assert environment.memory_of_this_machine() == 1048576
+
+
+def test_nothing_of_the_shell_changes_our_pytest(monkeypatch):
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-n 4")
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    with only_our_pytest():
+        assert "PYTEST_ADDOPTS" not in os.environ
+        assert os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] == "1"
+    assert os.environ["PYTEST_ADDOPTS"] == "-n 4"
+    assert "PYTHONSAFEPATH" not in os.environ
+
+
+def test_workers_are_few_for_few_checks_and_for_a_gpu(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    assert [run.default_jobs("cpu", checks) for checks in (0, 1, 16, 40, 5000)] == [1, 1, 2, 5, 8]
+    assert run.default_jobs("cuda", 5000) == 2
+
+
+def test_workers_share_the_memory_of_the_machine(monkeypatch):
+    monkeypatch.setattr(run, "memory_of_this_machine", lambda: 100 * 2**30)
+    assert run.worker_memory("cpu", 4) == 20 * 2**30
+    assert run.worker_memory("cpu", 400) == 2 * 2**30
+    assert run.worker_memory("cuda", 4) is None
+    monkeypatch.setattr(run, "memory_of_this_machine", lambda: None)
+    assert run.worker_memory("cpu", 4) is None
+
+
+def stack(current: str) -> str:
+    return STACK.format(current=current, stdlib=Path(os.__file__).parent)
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        ("Timeout (0:00:08)!" + stack("Thread"), "timed out after 6 s at /acme/impl.py:42, in attend"),
+        (
+            "Fatal Python error: Segmentation fault\n" + stack("Current thread"),
+            "the worker process crashed: Segmentation fault at /acme/impl.py:42, in attend",
+        ),
+        (
+            "terminate called after throwing an instance of 'AcmeError'\n  what():  no such kernel\n"
+            "Fatal Python error: Aborted\n\n" + stack("Current thread"),
+            "the worker process crashed: Aborted: what():  no such kernel at /acme/impl.py:42, in attend",
+        ),
+        (
+            "terminate called after throwing an instance of 'std::bad_alloc'\nFatal Python error: Aborted\n",
+            "out of memory: terminate called after throwing an instance of 'std::bad_alloc'",
+        ),
+        ("acme: a warning\n", "the worker process crashed: SIGKILL"),
+        ("", "the worker process crashed: SIGKILL"),
+    ],
+)
+def test_a_log_tells_why_its_worker_died(said, cause):
+    found, detail = cause_of_death(said, 6.0, lambda: ": SIGKILL")
+    assert found == cause
+    assert "_multicall" not in detail
+    assert "gateway_base" not in detail
+    assert ("/acme/impl.py" in detail) == ("impl.py" in cause)
+
+
+class Gateway:
+    id = "gw0"
+
+    def __init__(self, code: str) -> None:
+        self._io = types.SimpleNamespace(popen=subprocess.Popen([sys.executable, "-c", code]))
+
+
+class Node:
+    def __init__(self, code: str) -> None:
+        self.gateway = Gateway(code)
+
+
+@pytest.fixture
+def controller(tmp_path):
+    orders = {"ids": [], "known": {}, "timeout": 1.0, "memory": None, "threads": 1, "log": str(tmp_path)}
+    return Controller(orders, {}, (), types.SimpleNamespace(finished=print, started=print))
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        ("raise SystemExit(7)", "the worker process crashed: it left with exit code 7"),
+        ("import os; os.kill(os.getpid(), 9)", "crashed: SIGKILL, as when the system runs out of memory"),
+        ("import os; os.kill(os.getpid(), 15)", "crashed: SIGTERM"),
+    ],
+)
+def test_a_worker_without_a_word_is_judged_by_how_its_process_ended(controller, code, how):
+    report = pytest.TestReport("n", ("p", None, "p"), {}, "failed", "crashed", "call")
+    report.node = Node(code)
+    controller.pytest_handlecrashitem("suite.py::test_conformance[a/1]", report)
+    assert str(report.longrepr).endswith(how)
+
+
+def test_workers_that_never_start_end_the_run_with_the_reason(controller, tmp_path):
+    (tmp_path / "gw0.log").write_text("ImportError: acme.so: wrong ELF class\n")
+    node = Node("")
+    controller.pytest_testnodedown(node, None)
+    for _ in range(2):
+        controller.pytest_testnodedown(node, "EOF")
+    with pytest.raises(pytest.exit.Exception):
+        controller.pytest_testnodedown(node, "EOF")
+    assert controller.stopped.endswith("ImportError: acme.so: wrong ELF class")
+
+
+def test_the_list_is_made_in_a_child():
+    listing = list_checks(Wanted("TORCH", "cpu"), 120)
+    assert isinstance(listing, Listing)
+    assert (listing.name, listing.shipped_by, listing.device_type) == ("TORCH", "attnplug", "cpu")
+    assert len(set(listing.ids)) == len(listing.ids) > 50
+    assert {"Python", "attnplug", "torch"} <= set(listing.versions)
+
+
+def test_a_list_that_takes_too_long_is_given_up():
+    trouble = list_checks(Wanted("TORCH", "cpu"), 0.01)
+    assert trouble == Trouble("listing the checks of TORCH took longer than 0.01 s", usage=False)
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        ("import os; os.abort()", "crashed: SIGABRT"),
+        ("raise RuntimeError('no licence')", "failed: RuntimeError: no licence"),
+        ("raise SystemExit(3)", "failed: the process left with exit code 3"),
+    ],
+)
+def test_a_child_that_dies_while_it_lists_is_described(monkeypatch, code, how):
+    monkeypatch.setattr("attnplug.testing.isolation.listing._CHILD", code)
+    assert list_checks(Wanted("TORCH"), 120) == Trouble(f"listing the checks of TORCH {how}", usage=False)
+
+
+def test_the_child_reports_bad_usage_as_such(tmp_path):
+    from attnplug.testing.isolation.listing import main
+
+    main(str(tmp_path / "report"), {"name": "TORCH", "device": "cpu", "level": "half"})
+    assert json.loads((tmp_path / "report").read_text()) == {
+        "text": str(SpecError("level", "half", "must be one of smoke, full")),
+        "usage": True,
+    }
+
+
+def test_signals_of_the_tests_are_as_before():
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
