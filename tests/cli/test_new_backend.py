@@ -9,6 +9,7 @@ import sys
 import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -164,7 +165,7 @@ def test_a_folder_that_is_none_cannot_be_written_to(run, tmp_path: Path) -> None
 def test_nothing_half_written_is_left_behind(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = Path.write_text
 
-    def fails_in_the_middle(path: Path, *arguments: object, **options: object) -> int:
+    def fails_in_the_middle(path: Path, *arguments: Any, **options: Any) -> int:
         if path.name == "pyproject.toml":
             raise OSError(28, "No space left on device")
         return write(path, *arguments, **options)
