@@ -11,33 +11,42 @@ from typing import Any
 MARKER = "<!-- attnplug help -->"
 WIDTH = 92
 
+# Without rich: its boxes break where lines have space between them. `terminal_width` is click's own.
+PROGRAM = """
+import sys
+from attnplug.cli.app import app
+app([*sys.argv[1:], "--help"], prog_name="attnplug", terminal_width={width})
+"""
+
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The page with a section for each command in place of the marker."""
+    """The page with a list of the commands and a section for each in place of the marker."""
     if MARKER not in markdown:
         return markdown
-    return markdown.replace(MARKER, "\n".join(sections()))
+    return markdown.replace(MARKER, commands_page())
 
 
-def sections() -> list[str]:
-    """The help of the program, and of each of its commands."""
+def commands_page() -> str:
+    """What the commands do, then the help of the program and of each of them."""
     program = help_of()
-    commands = re.findall(r"^  ([a-z][a-z-]*)  ", program.partition("Commands:")[2], re.MULTILINE)
-    if not commands:
+    options, heading, rest = program.partition("\nCommands:\n")
+    names = re.findall(r"^  ([a-z][a-z-]*)  ", rest, re.MULTILINE)
+    if not (heading and names):
         raise RuntimeError(f"attnplug --help names no command:\n{program}")
-    return [_section("attnplug", program)] + [
-        _section(f"attnplug {name}", help_of(name)) for name in commands
-    ]
+    texts = {name: help_of(name) for name in names}
+    rows = [f"| [`attnplug {name}`](#attnplug-{name}) | {summary(text)} |" for name, text in texts.items()]
+    after = rest.partition("\n\n")[2]
+    parts = ["| command | |\n|---|---|", *rows, "", _section("attnplug", f"{options}\n{after}")]
+    return "\n".join([*parts, *(_section(f"attnplug {name}", text) for name, text in texts.items())])
 
 
 def help_of(*command: str) -> str:
-    """What `attnplug ... --help` prints, without rich's boxes, which break where lines have space between them."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("ATTNPLUG_", "FORCE_"))
-    }
+    """What `attnplug ... --help` prints."""
+    left_out = ("ATTNPLUG_", "FORCE_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     done = subprocess.run(  # noqa: S603  (our own interpreter on our own module)
-        [sys.executable, "-m", "attnplug", *command, "--help"],
-        env={**environment, "TYPER_USE_RICH": "0", "COLUMNS": str(WIDTH), "PYTHONIOENCODING": "utf-8"},
+        [sys.executable, "-c", PROGRAM.format(width=WIDTH), *command],
+        env={**environment, "TYPER_USE_RICH": "0", "PYTHONIOENCODING": "utf-8"},
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -47,7 +56,13 @@ def help_of(*command: str) -> str:
         raise RuntimeError(
             f"attnplug {' '.join(command)} --help ended with {done.returncode}:\n{done.stderr}"
         )
-    return done.stdout
+    # A bracket is escaped for rich, which is not there to take the backslash away.
+    return done.stdout.replace("\\[", "[")
+
+
+def summary(text: str) -> str:
+    """The first paragraph of a command's help, in one line."""
+    return " ".join(text.split("\n\n")[1].split())
 
 
 def _section(title: str, text: str) -> str:

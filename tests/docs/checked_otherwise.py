@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
+from pathlib import Path
 
 import typer.main
 from fences import ROOT, Command, Fence
@@ -20,15 +21,22 @@ _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 _INSTALLED = re.compile(r"(?:\.|attnplug)(?:\[([\w,-]+)\])?")
 
 
-def check_command(command: Command, fence: Fence) -> None:
-    """AssertionError where a command names an option, file, extra or subcommand that is not there."""
+def check_command(command: Command, fence: Fence, folder: Path) -> None:
+    """AssertionError where a command names an option, file, extra or subcommand that is not there.
+
+    `folder` is where the page has got to: what its commands have written is there.
+    """
     assert not command.shown.strip(), f"{fence.place}: output is shown that nothing compares"
     for part in re.split(r"&&|;", command.text):
         program, *arguments = shlex.split(part)
-        check = {"pip": _check_pip, "attnplug": _check_attnplug}.get(program)
-        assert check is not None, f"{fence.place}: nothing checks {program} without running it"
         try:
-            check(arguments)
+            if program == "pip":
+                _check_pip(arguments)
+            elif program == "attnplug":
+                _check_attnplug(arguments)
+            else:
+                assert program == "pytest", "nothing checks this program without running it"
+                _check_pytest(arguments, folder)
         except Exception as problem:
             raise AssertionError(f"{fence.place}: {part.strip()}: {problem}") from problem
 
@@ -54,3 +62,10 @@ def _check_attnplug(arguments: list[str]) -> None:
     command = group.commands.get(name)  # type: ignore[attr-defined]
     assert command is not None, f"attnplug has no command {name}"
     command.make_context(name, rest)
+
+
+def _check_pytest(arguments: list[str], folder: Path) -> None:
+    for word in arguments:
+        assert not word.startswith("-"), f"{word} is not known here"
+        assert (folder / word).exists(), f"there is no {word}"
+        assert list((folder / word).rglob("test_*.py")), f"there are no tests in {word}"

@@ -47,6 +47,8 @@ def fences(page: str) -> list[Fence]:
     found = []
     for match in _FENCE.finditer(text):
         language, _, rest = match[2].strip().partition(" ")
+        if rest and not re.fullmatch(r"\{ .* \}", rest):
+            raise ValueError(f"{page}: ```{match[2]} is shown as text; write ```{language} {{ {rest} }}")
         line = text.count("\n", 0, match.start(3)) + 1
         found.append(Fence(page, line, language, dict(_OPTION.findall(rest)), match[3]))
     return found

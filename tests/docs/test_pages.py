@@ -24,6 +24,7 @@ PROGRAMS = ("attnplug", "cat", "ls", "pip", "pytest", "python")
 FLAGS = doctest.ELLIPSIS | doctest.REPORT_NDIFF
 OPTIONS = {
     "console": {"data-exit", "data-not-run"},
+    "diff": {"data-edit", "title"},
     "pycon": set(),
     "python": {"data-file", "title"},
     "text": {"title"},
@@ -57,6 +58,8 @@ def test_a_page_does_what_it_says(page: str, tmp_path: Path, monkeypatch: pytest
     for fence in blocks:
         if "data-file" in fence.options:
             workplace.write(fence.options["data-file"], fence.code)
+        elif fence.language == "diff":
+            workplace.edit(fence.options["data-edit"], fence.code)
         elif fence.language == "console":
             run_commands(fence, workplace)
         elif fence.language == "pycon":
@@ -74,7 +77,7 @@ def run_commands(fence: Fence, workplace: Workplace) -> None:
     for command in commands(fence):
         if "data-not-run" in fence.options:
             assert fence.options["data-not-run"] in REASONS, f"{fence.place}: no known reason"
-            check_command(command, fence)
+            check_command(command, fence, workplace.folder)
             continue
         code, printed = workplace.run(command.text)
         place = f"{fence.place}: {command.text}"

@@ -40,12 +40,23 @@ class Workplace:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
+    def edit(self, name: str, diff: str) -> None:
+        """Make the change of a diff without line numbers: its lines must stand in the file, once."""
+        lines = diff.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if not line.startswith("+"))
+        after = "".join(line[1:] for line in lines if not line.startswith("-"))
+        path = self.folder / name
+        text = path.read_text()
+        assert text.count(before) == 1, f"{name} does not hold once:\n{before}"
+        path.write_text(text.replace(before, after))
+
     def run(self, command: str) -> tuple[int, str]:
         """Run a command line in bash; the exit code, and everything printed without trailing blanks.
 
         Raises subprocess.TimeoutExpired after two minutes.
         """
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("ATTNPLUG_")}
+        left_out = ("ATTNPLUG_", "PYTEST_")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
         done = subprocess.run(
             ["bash", "-ec", command],
             cwd=self.folder,
@@ -57,7 +68,8 @@ class Workplace:
                 # Pages install nothing but what they have written themselves.
                 "PIP_NO_INDEX": "1",
                 "PIP_NO_DEPS": "1",
-                "PIP_NO_BUILD_ISOLATION": "1",
+                # pip reads the value as that of build isolation: 0 turns it off.
+                "PIP_NO_BUILD_ISOLATION": "0",
                 "PYTHONIOENCODING": "utf-8",
             },
             stdin=subprocess.DEVNULL,

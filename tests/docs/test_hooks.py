@@ -1,0 +1,86 @@
+"""The hooks of the site: help as the program prints it, and no address that a browser fetches by itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import typer.main
+from fences import DOCS
+
+from attnplug.cli.app import app
+
+
+def hook(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / "hooks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_commands_has_a_section_for_each_with_its_options() -> None:
+    page = hook("cli_help").on_page_markdown((DOCS / "reference/cli.md").read_text())
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert len(commands) > 4
+    for name, command in commands.items():
+        assert f"[`attnplug {name}`](#attnplug-{name})" in page
+        section = page.partition(f"\n## attnplug {name}\n")[2].partition("\n## ")[0]
+        assert f"Usage: attnplug {name} " in section
+        for parameter in command.params:
+            shown = parameter.opts if parameter.param_type_name == "option" else [parameter.metavar]
+            assert any(each in section for each in shown), f"{name} {parameter.name}"
+
+
+def test_a_page_without_the_marker_is_left_alone() -> None:
+    assert hook("cli_help").on_page_markdown("# Title\n") == "# Title\n"
+
+
+def test_help_that_fails_stops_the_build() -> None:
+    with pytest.raises(RuntimeError, match="attnplug nonsense --help ended with 2"):
+        hook("cli_help").help_of("nonsense")
+
+
+@pytest.mark.parametrize(
+    "html",
+    [
+        '<script src="https://example.org/a.js"></script>',
+        '<link rel="preconnect" href="https://example.org">',
+        '<link rel="stylesheet" href="//example.org/a.css">',
+        '<img src="HTTP://example.org/a.png">',
+    ],
+)
+def test_what_a_browser_would_fetch_is_warned_of(html: str, caplog: pytest.LogCaptureFixture) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_path="index.md"))
+    with caplog.at_level(logging.WARNING):
+        assert hook("no_network").on_post_page(html, page=page) == html
+    assert "index.md fetches" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "html",
+    [
+        '<a href="https://example.org">a link to follow</a>',
+        '<script src="assets/a.js"></script>',
+        '<link rel="canonical" href="https://example.org">',
+    ],
+)
+def test_what_a_reader_follows_is_no_fetch(html: str) -> None:
+    assert hook("no_network").loads(html) == []
+
+
+def test_style_sheets_and_the_page_for_lost_readers_are_looked_at(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "404.html").write_text('<script src="https://example.org/a.js"></script>')
+    (tmp_path / "own.css").write_text('@import "https://example.org/a.css"; a { b: url(own.png) }')
+    with caplog.at_level(logging.WARNING):
+        hook("no_network").on_post_build(config={"site_dir": str(tmp_path), "extra_css": ["own.css"]})
+    assert [record.getMessage() for record in caplog.records] == [
+        "404.html fetches https://example.org/a.js when it is read",
+        "own.css fetches https://example.org/a.css when a page is read",
+    ]
