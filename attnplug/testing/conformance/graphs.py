@@ -1,0 +1,170 @@
+"""On a GPU: steps up to the declared level are captured in CUDA graphs, and replayed with other lengths."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from attnplug.core.metadata import AttentionCGSupport
+from attnplug.runtime.graph_state import GraphState
+from attnplug.testing.comparison import assert_close, tolerance
+from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
+from attnplug.testing.conformance.driving import during
+from attnplug.testing.conformance.gpu import GPU_TYPES
+from attnplug.testing.conformance.runtimes import model_of, wrong_layers
+from attnplug.testing.conformance.serving import Call, Served
+from attnplug.testing.conformance.target import Target
+
+__all__ = ["checks", "record"]
+
+_SIZES = (2, 4)
+_KEPT = "a graph that keeps what was captured"
+
+_LEVELS = {
+    "single": (AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, 1, "decodes of one token"),
+    "uniform": (AttentionCGSupport.UNIFORM_BATCH, 3, "decodes of three tokens"),
+    "any": (AttentionCGSupport.ALWAYS, 3, "batches of up to three tokens a request"),
+}
+
+
+def checks(target: Target) -> Iterator[Check]:
+    """One check for each level of CUDA-graph support, where the device is a GPU."""
+    if target.device.type not in GPU_TYPES:
+        return
+    for name, (_, _, summary) in _LEVELS.items():
+        run = functools.partial(_check_level, target, name)
+        yield Check(f"gpu/graph-{name}", run, f"{summary} are captured once and replayed with other lengths")
+
+
+def _check_level(target: Target, name: str) -> None:
+    level, queries, _ = _LEVELS[name]
+    specs, kv_sharing = model_of(target)
+    served = Served(
+        target, specs, kv_sharing, cudagraph_batch_sizes=_SIZES, num_speculative_tokens=queries - 1
+    )
+    state = GraphState(served.runtime, served.max_model_len, queries)
+    if state.support < level:
+        raise CheckSkipped(f"{target.name} declares {state.support.name}, which is below {level.name}")
+    graphs = _Graphs(served, state, queries)
+    size, fewer = served.block_size, 1 if name == "any" else queries
+    for prompt, count in (("a", size + 3), ("b", 5)):
+        served.add(prompt)
+        graphs.eager(**{prompt: count})
+    graphs.replay(a=queries, b=fewer)
+    graphs.replay(a=fewer, b=queries)
+    served.add("c")
+    graphs.eager(c=2 * size - 1)
+    for _ in range(3):
+        graphs.replay(a=queries, b=queries, c=fewer)
+    served.remove("b")
+    graphs.replay(a=queries, c=queries)
+    served.remove("a")
+    graphs.replay(c=queries)
+
+
+def record(work: Callable[[], None]) -> Callable[[], None]:
+    """Capture `work` in a graph, and give what replays it and waits for it."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    torch.cuda.synchronize()
+    try:
+        with torch.cuda.graph(graph):
+            work()
+    finally:
+        # A capture that breaks off leaves its own stream the current one.
+        torch.cuda.set_stream(stream)
+
+    def replay() -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    return replay
+
+
+class _Graphs:
+    """A model whose small steps run in graphs, one for each batch size, over inputs and outputs of its own."""
+
+    def __init__(self, served: Served, state: GraphState, queries: int) -> None:
+        self._served, self._state, self._queries = served, state, queries
+        self._replays: dict[int, Callable[[], None]] = {}
+        rows = _SIZES[-1] * queries
+        self._inputs: dict[str, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = {}
+        self._outputs: dict[str, torch.Tensor] = {}
+        for name, spec in served.plan.specs.items():
+            zeros = functools.partial(
+                torch.zeros, dtype=getattr(torch, spec.dtype), device=served.runtime.device
+            )
+            self._inputs[name] = zeros((rows, spec.num_heads, spec.head_size)), None, None
+            if name not in served.plan.kv_sharing:
+                key = zeros((rows, spec.num_kv_heads, spec.head_size))
+                value = zeros((rows, spec.num_kv_heads, spec.head_size_v))
+                self._inputs[name] = self._inputs[name][0], key, value
+            self._outputs[name] = zeros((rows, spec.num_heads, spec.head_size_v))
+        for size in _SIZES:
+            with during(f"capture of {size} requests of {queries} tokens, {state.support.name} declared"):
+                self._capture(size)
+
+    def eager(self, **tokens: int) -> None:
+        """A step without a graph.
+
+        Raises:
+            ConformanceError: it answers wrong.
+        """
+        self._served.begin(**tokens)
+        wrong = wrong_layers(self._served, self._calls(), f"without a graph, new tokens {tokens}")
+        if wrong:
+            raise ConformanceError(wrong)
+        self._served.finish()
+
+    def replay(self, **tokens: int) -> None:
+        """A step in the smallest graph that holds it.
+
+        Raises:
+            ConformanceError: it answers wrong; the error says whether it does so without the graph.
+        """
+        size = self._state.batch_size_for(len(tokens)) or _SIZES[-1]
+        what = f"replay of a graph of {size} requests with new tokens {tokens}"
+        batch, calls = self._served.schedule(**tokens), self._calls()
+        for name, call in calls.items():
+            for buffer, rows in zip(self._inputs[name], (call.query, call.key, call.value), strict=True):
+                if buffer is not None and rows is not None:
+                    buffer[: rows.shape[0]] = rows
+            self._outputs[name].fill_(torch.nan)
+        with during(what):
+            buffers = self._state.get_graph_input_buffers(size, self._queries)
+            self._state.prepare_graph_input_buffers(buffers, batch)
+            self._replays[size]()
+        problem = self._problem(calls)
+        if problem:
+            self._served.runtime.begin_step(batch)
+            eager = wrong_layers(self._served, calls, "without the graph")
+            why = f"; {eager}" if eager else f"; without the graph it is right: {_KEPT}"
+            raise ConformanceError(f"{what}: {problem}{why}", None if eager else _KEPT)
+        self._served.finish()
+
+    def _calls(self) -> dict[str, Call]:
+        return {name: self._served.call(name) for name in self._inputs}
+
+    def _capture(self, size: int) -> None:
+        layers = functools.partial(self._layers, size)
+        with self._state.capture(size, self._queries):
+            layers()
+            self._replays[size] = record(layers)
+
+    def _layers(self, size: int) -> None:
+        rows = size * self._queries
+        for name, given in self._inputs.items():
+            cut = [None if tensor is None else tensor[:rows] for tensor in given]
+            query, key, value = cut
+            if query is not None:
+                self._served.runtime.forward(name, query, key, value, self._outputs[name][:rows])
+
+    def _problem(self, calls: dict[str, Call]) -> str | None:
+        for name, call in calls.items():
+            output = self._outputs[name][: call.expected.shape[0]]
+            try:
+                assert_close(output, call.expected, tolerance(self._served.plan.specs[name]).output, name)
+            except AssertionError as problem:
+                return str(problem)
+        return None

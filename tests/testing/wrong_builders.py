@@ -1,0 +1,306 @@
+"""Backends whose builders, partial results or runtimes are wrong in one way each: variants of TORCH."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from catching import Wrong, variant
+
+from attnplug.backends.torch_native.builder import TorchMetadata, TorchMetadataBuilder
+from attnplug.backends.torch_native.impl import TorchImpl
+from attnplug.core import AttentionCGSupport, CommonAttentionMetadata
+from attnplug.core.kv_cache_spec import SlidingWindowSpec
+
+_UNIFORM = AttentionCGSupport.UNIFORM_BATCH
+
+
+class Altered(TorchMetadataBuilder):
+    """Changes what TORCH's builder made."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> TorchMetadata:
+        made = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return self.altered(made, common_attn_metadata, fast_build)
+
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+        raise NotImplementedError
+
+
+class KeepsSlots(TorchMetadataBuilder):
+    """Swaps the table and forgets the slots."""
+
+    def update_block_table(self, metadata: TorchMetadata, blk_table: Any, slot_mapping: Any) -> TorchMetadata:
+        return super().update_block_table(metadata, blk_table, metadata.slot_mapping)
+
+
+class KeepsTable(TorchMetadataBuilder):
+    """Swaps the slots and forgets the table."""
+
+    def update_block_table(self, metadata: TorchMetadata, blk_table: Any, slot_mapping: Any) -> TorchMetadata:
+        return super().update_block_table(metadata, metadata.block_table, slot_mapping)
+
+
+class UpdatesInPlace(TorchMetadataBuilder):
+    """Takes the metadata of one group away when it makes another's."""
+
+    def update_block_table(self, metadata: TorchMetadata, blk_table: Any, slot_mapping: Any) -> TorchMetadata:
+        made = super().update_block_table(metadata, blk_table, slot_mapping)
+        vars(metadata).update(vars(made))
+        return metadata
+
+
+class UpdatesUndeclared(TorchMetadataBuilder):
+    """Says that it cannot swap tables, and gives back what it was given."""
+
+    supports_update_block_table = False
+
+    def update_block_table(self, metadata: TorchMetadata, blk_table: Any, slot_mapping: Any) -> TorchMetadata:
+        return metadata
+
+
+class ShortDrafts(TorchMetadataBuilder):
+    """Takes the drafted token for one that is not there yet."""
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> TorchMetadata:
+        made = super().build_for_drafting(common_attn_metadata, draft_index)
+        return dataclasses.replace(made, seq_lens=np.maximum(made.seq_lens - 1, 0))
+
+
+class StaleFast(Altered):
+    """Keeps the lengths of the last build where it is to be fast."""
+
+    lengths: Any = None
+
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+        last, self.lengths = self.lengths, made.seq_lens
+        if fast and last is not None and last.size == made.seq_lens.size:
+            made = dataclasses.replace(made, seq_lens=last)
+        return made
+
+
+class StaleTable(Altered):
+    """Copies the block table again only where the number of requests has changed."""
+
+    table: Any = None
+
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+        if self.table is None or self.table.shape[0] != made.block_table.shape[0]:
+            self.table = made.block_table.clone()
+        return dataclasses.replace(made, block_table=self.table)
+
+
+class SharedBuffer(Altered):
+    """Keeps lengths in one buffer for all builders of the process."""
+
+    lengths: ClassVar[dict[int, Any]] = {}
+
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+        buffer = self.lengths.setdefault(made.seq_lens.size, made.seq_lens.copy())
+        buffer[:] = made.seq_lens
+        return dataclasses.replace(made, seq_lens=buffer)
+
+
+class Published(Altered):
+    """Publishes the last step for its impl, by layer, to the whole process."""
+
+    steps: ClassVar[dict[str, TorchMetadata]] = {}
+
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+        self.steps.update(dict.fromkeys(self.layer_names, made))
+        return made
+
+
+class ReadsPublished(TorchImpl):
+    """Reads the step that was built last, by whomever."""
+
+    def attend(self, *given: Any, **asked: Any) -> torch.Tensor:
+        layer, query, key, value, cache, metadata, *rest = given
+        step = Published.steps[self.layer_name]
+        same = step.num_actual_tokens == metadata.num_actual_tokens
+        return super().attend(layer, query, key, value, cache, step if same else metadata, *rest, **asked)
+
+
+class FirstLayersScale(TorchImpl):
+    """Scales as the step's first layer does: it is kept with the metadata."""
+
+    def attend(self, *given: Any, **asked: Any) -> torch.Tensor:
+        spec = given[5].plans.setdefault("spec", self.spec)
+        own, self.spec = self.spec, self.spec.replace(scale=spec.scale)
+        try:
+            return super().attend(*given, **asked)
+        finally:
+            self.spec = own
+
+
+class ChangesCommon(Altered):
+    """Counts lengths down in the tensor it was given."""
+
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+        common.seq_lens.sub_(1)
+        return made
+
+
+class TrustsBounds(TorchMetadataBuilder):
+    """Takes host lengths as they are, exact or not."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> TorchMetadata:
+        exact = common_attn_metadata.seq_lens_host is not None
+        common = dataclasses.replace(common_attn_metadata, seq_lens_host_exact=exact)
+        return super().build(common_prefix_len, common, fast_build)
+
+
+class NeedsHost(TorchMetadataBuilder):
+    """Needs host lengths, and declares that it needs none."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> TorchMetadata:
+        assert len(common_attn_metadata.seq_lens_host)
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+
+class TrustsLongest(Altered):
+    """Takes max_seq_len for the length of the longest request."""
+
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+        lengths = made.seq_lens.copy()
+        lengths[lengths == lengths.max()] = common.max_seq_len
+        return dataclasses.replace(made, seq_lens=lengths)
+
+
+class DecodesFirst(Altered):
+    """Serves decodes only in front of other requests, and does not ask for that order."""
+
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+        is_decode = made.query_lens == 1
+        late = is_decode & (np.arange(is_decode.size) >= np.logical_and.accumulate(is_decode).sum())
+        return dataclasses.replace(made, seq_lens=np.where(late, made.query_lens, made.seq_lens))
+
+
+class OneTable(Altered):
+    """Keeps the table of a step's first KV group for all of them."""
+
+    supports_update_block_table = False
+    tables: ClassVar[dict[int, torch.Tensor]] = {}
+
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+        if isinstance(self.kv_cache_spec, SlidingWindowSpec):
+            return dataclasses.replace(
+                made, block_table=self.tables.get(made.seq_lens.size, made.block_table)
+            )
+        self.tables[made.seq_lens.size] = made.block_table
+        return made
+
+
+class UnsureLevel(TorchMetadataBuilder):
+    """Declares another level each time."""
+
+    times: ClassVar[list[int]] = []
+
+    @classmethod
+    def get_cudagraph_support(cls, config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        cls.times.append(0)
+        return AttentionCGSupport(len(cls.times) % 4)
+
+
+class CannotCapture(TorchMetadataBuilder):
+    """Declares graphs, and needs exact lengths to build for them."""
+
+    cudagraph_support = _UNIFORM
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> TorchMetadata:
+        if not common_attn_metadata.seq_lens_host_exact:
+            raise ValueError("lengths are not exact")
+        return super().build_for_cudagraph_capture(common_attn_metadata)
+
+
+class SinksAlways(TorchImpl):
+    """Adds the sink to every partial result."""
+
+    def attend(self, *given: Any, use_sinks: bool = True, **asked: Any) -> torch.Tensor:
+        return super().attend(*given, use_sinks=True, **asked)
+
+
+class ZeroForEmpty(TorchImpl):
+    """Says that a query which sees nothing has the LSE of one key with logit 0."""
+
+    def attend(self, *given: Any, output_lse: torch.Tensor | None = None, **asked: Any) -> torch.Tensor:
+        output = super().attend(*given, output_lse=output_lse, **asked)
+        if output_lse is not None:
+            output_lse.masked_fill_(output_lse == -torch.inf, 0.0)
+        return output
+
+
+class LseWithoutSink(TorchImpl):
+    """Leaves the sink out of the LSE."""
+
+    def attend(self, *given: Any, output_lse: torch.Tensor | None = None, **asked: Any) -> torch.Tensor:
+        if output_lse is not None and self.spec.has_sinks and asked.get("use_sinks", True):
+            scratch = torch.empty_like(given[6])
+            super().attend(*given[:6], scratch, output_lse=output_lse, **{**asked, "use_sinks": False})
+            return super().attend(*given, **asked)
+        return super().attend(*given, output_lse=output_lse, **asked)
+
+
+def _wrong(name: str, check: str, says: str, **parts: Any) -> Wrong:
+    return Wrong(name, variant(name, **parts), check, says)
+
+
+_PUBLISHED: dict[str, Any] = {"builder": Published, "impl": ReadsPublished}
+_BETWEEN = "state shared between two runtimes"
+
+WRONG = (
+    _wrong("KEEPS_SLOTS", "builder/update_block_table", "is not the step's own", builder=KeepsSlots),
+    _wrong("KEEPS_TABLE", "builder/update_block_table", "another step's block table", builder=KeepsTable),
+    _wrong("UPDATES_IN_PLACE", "builder/update_block_table", "must stay as it was", builder=UpdatesInPlace),
+    _wrong(
+        "UPDATES_UNDECLARED", "builder/update_block_table", "must raise TypeError", builder=UpdatesUndeclared
+    ),
+    _wrong("SHORT_DRAFTS", "builder/build_for_drafting", "the last token dropped", builder=ShortDrafts),
+    _wrong("STALE_FAST", "builder/fast_build", "another step's lengths", builder=StaleFast),
+    _wrong("STALE_TABLE", "builder/build-", "another step's block table", builder=StaleTable),
+    _wrong("SHARED_BUFFER", "builder/two-builders", "another step's lengths", builder=SharedBuffer),
+    _wrong("PUBLISHED", "runtime/threads", _BETWEEN, **_PUBLISHED),
+    _wrong("PUBLISHED_TOO", "runtime/two-runtimes", _BETWEEN, **_PUBLISHED),
+    _wrong("FIRST_LAYERS_SCALE", "builder/several-layers", "the first layer's scale", impl=FirstLayersScale),
+    _wrong("CHANGES_COMMON", "builder/common-unmodified", "changed common.seq_lens", builder=ChangesCommon),
+    _wrong(
+        "TRUSTS_BOUNDS",
+        "builder/host-lengths-upper_bound",
+        "upper bounds taken for exact lengths",
+        builder=TrustsBounds,
+    ),
+    _wrong(
+        "NEEDS_HOST",
+        "builder/host-lengths-none",
+        "with seq_lens_host=None, where needs_host_seq_lens='none': raised TypeError",
+        builder=NeedsHost,
+    ),
+    _wrong(
+        "TRUSTS_LONGEST",
+        "builder/max_seq_len",
+        "max_seq_len taken for the longest length",
+        builder=TrustsLongest,
+    ),
+    _wrong("DECODES_FIRST", "builder/order", "reorder_batch_threshold=None promises", builder=DecodesFirst),
+    _wrong("ONE_TABLE", "runtime/steps", "layer window of KV group", builder=OneTable),
+    _wrong("UNSURE_LEVEL", "builder/cudagraph-support", "get_cudagraph_support gave", builder=UnsureLevel),
+    _wrong(
+        "CANNOT_CAPTURE",
+        "builder/cudagraph-support",
+        "with UNIFORM_BATCH declared: raised ValueError",
+        builder=CannotCapture,
+    ),
+    _wrong("SINKS_ALWAYS", "merge/2-parts-sinks", "sink counted twice in a merge", impl=SinksAlways),
+    _wrong("SINKS_ALWAYS_TOO", "merge/use_sinks", "use_sinks=False ignored", impl=SinksAlways),
+    _wrong(
+        "ZERO_FOR_EMPTY", "merge/empty-part", "LSE of rows that see nothing is 0, not -inf", impl=ZeroForEmpty
+    ),
+    _wrong("LSE_WITHOUT_SINK", "merge/2-parts-sinks", "part 1 alone: lse", impl=LseWithoutSink),
+)
