@@ -133,7 +133,7 @@ def conformance(
     report.begin(listing, rest, before, limits, part)
     problem = _run(listing, wanted, rest, limits, report, state, list(before.values()), junit)
     report.end(rest, problem)
-    raise typer.Exit(_FAILED if report.failed else 0)
+    raise typer.Exit(_FAILED if report.failed or problem else 0)
 
 
 def _run(

@@ -54,8 +54,8 @@ class Controller:
         """Tell attnplug.testing.plugin that only workers need the checks."""
         config.stash[REMOTE] = True
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionstart(self, session: pytest.Session) -> None:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self, session: pytest.Session) -> None:
         """Report the results of the earlier run."""
         self._replaying = True
         for result in self._before:
@@ -106,10 +106,12 @@ class Controller:
         """A check begins."""
         self._watcher.started(check_id(nodeid))
 
+    @pytest.hookimpl(tryfirst=True)  # before what it says is written to a JUnit file
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A check's setup, call or teardown ended: the call counts, and whatever else did not pass."""
         if self._replaying or (report.when != "call" and report.passed):
             return
+        _name_timeout(report)
         cause, detail = _why(report)
         self._watcher.finished(
             Result(check_id(report.nodeid), _outcome(report), report.duration, cause, detail)
@@ -146,6 +148,14 @@ def _outcome(report: pytest.TestReport) -> Outcome:
     return Outcome.PASSED if report.passed else Outcome.FAILED
 
 
+def _name_timeout(report: pytest.TestReport) -> None:
+    """Say what pytest-timeout's message means."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    late = None if crash is None else re.match(r"Failed: Timeout \(>([\d.]+)s\)", crash.message)
+    if crash is not None and late is not None:
+        crash.message = f"timed out after {float(late[1]):g} s at {crash.path}:{crash.lineno}"
+
+
 def _why(report: pytest.TestReport) -> tuple[str, str]:
     """The cause in a few lines, and the whole text."""
     if hasattr(report, "wasxfail"):
@@ -164,8 +174,6 @@ def _why(report: pytest.TestReport) -> tuple[str, str]:
             return f"passed, though it is known to fail: {strict[1]}; take it off the list", ""
         return text.partition("\n")[0], text
     message = re.sub(r"^[\w.]*\b(ConformanceError|AssertionError|Failed): ", "", crash.message)
-    if late := re.match(r"Timeout \(>([\d.]+)s\)", message):
-        return f"timed out after {float(late[1]):g} s at {crash.path}:{crash.lineno}", text
     return message, text
 
 
