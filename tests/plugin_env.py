@@ -1,4 +1,4 @@
-"""Scratch environments that hold plugins from tests/plugins, really built and really installed."""
+"""Scratch environments that hold plugins, of tests/plugins or elsewhere, really built and really installed."""
 
 from __future__ import annotations
 
@@ -49,31 +49,39 @@ class PluginEnvironments:
 
     def wheels(self) -> dict[str, Path]:
         """The wheel of each distribution by name, all built at the first call."""
-        folder = self._once("wheels", _build_wheels)
+        sources = [PLUGINS / name for name in distribution_names()]
+        folder = self._once("wheels", lambda target: _build_wheels(target, sources))
         built = {path.name.split("-")[0].replace("_", "-"): path for path in folder.glob("*.whl")}
         return {name: built[name] for name in distribution_names()}
 
-    def install(self, *names: str) -> Path:
+    def install(self, *plugins: str | Path) -> Path:
         """A folder for PYTHONPATH into which pip installed these distributions, made once per set.
 
-        Raises ValueError for a name that is not under tests/plugins.
+        A plugin is the name of one under tests/plugins, or the folder of another distribution. Raises
+        ValueError for a name that is not under tests/plugins.
         """
         known = distribution_names()
-        if unknown := sorted(set(names).difference(known)):
+        names = {plugin for plugin in plugins if isinstance(plugin, str)}
+        if unknown := sorted(names.difference(known)):
             raise ValueError(f"no such test plugin: {', '.join(unknown)}; there are {', '.join(known)}")
-        chosen = sorted(set(names))
-        key = hashlib.sha1("\n".join(chosen).encode(), usedforsecurity=False).hexdigest()[:12]
+        chosen = sorted(set(plugins), key=str)
+        key = hashlib.sha1("\n".join(map(str, chosen)).encode(), usedforsecurity=False).hexdigest()[:12]
 
         def pip_install(target: Path) -> None:
-            wheels = self.wheels()
-            if chosen:
-                _pip_install(target, [wheels[name] for name in chosen])
+            wheels = [self.wheels()[each] if isinstance(each, str) else self._wheel(each) for each in chosen]
+            if wheels:
+                _pip_install(target, wheels)
 
         return self._once(f"env-{key}", pip_install)
 
+    def _wheel(self, source: Path) -> Path:
+        folder = self._once(f"wheel-{source.name}", lambda target: _build_wheels(target, [source]))
+        (wheel,) = folder.glob("*.whl")
+        return wheel
+
     def run(
         self,
-        names: Sequence[str],
+        names: Sequence[str | Path],
         command: str | Sequence[str],
         *,
         env: Mapping[str, str] | None = None,
@@ -117,9 +125,8 @@ class PluginEnvironments:
         return final
 
 
-def _build_wheels(target: Path) -> None:
-    sources = [str(PLUGINS / name) for name in distribution_names()]
-    _run_quietly([sys.executable, "-c", _BUILD_ALL, str(target), *sources])
+def _build_wheels(target: Path, sources: Sequence[Path]) -> None:
+    _run_quietly([sys.executable, "-c", _BUILD_ALL, str(target), *map(str, sources)])
 
 
 def _pip_install(target: Path, wheels: Sequence[Path]) -> None:
