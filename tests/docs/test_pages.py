@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import doctest
 import io
+import re
+import runpy
 import shlex
 import tomllib
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from checked_otherwise import REASONS, check_command
-from fences import PAGES, Fence, commands, fences
+from fences import DOCS, PAGES, ROOT, Fence, commands, fences
 from workplace import Workplace
 
 from attnplug.registry import default
@@ -35,6 +37,8 @@ OPTIONS = {
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_has_only_blocks_that_are_checked(page: str) -> None:
+    hidden = re.findall(r"^(?:[ \t]+(?:```|~~~)|~~~).*", (DOCS / page).read_text(), re.MULTILINE)
+    assert not hidden, f"{page}: nothing finds blocks that are indented, or fenced by ~~~"
     for fence in fences(page):
         assert fence.language in OPTIONS, f"{fence.place}: nothing checks {fence.language!r} blocks"
         unknown = set(fence.options) - OPTIONS[fence.language]
@@ -68,9 +72,9 @@ def test_a_page_does_what_it_says(page: str, tmp_path: Path, monkeypatch: pytest
         elif fence.language == "python":
             exec(compile(fence.code, fence.place, "exec"), names)
         elif fence.language == "toml":
-            tomllib.loads(fence.code)
+            check_toml(fence, tmp_path)
         elif fence.language == "yaml":
-            assert yaml.safe_load(fence.code)
+            check_workflow(fence)
 
 
 def run_commands(fence: Fence, workplace: Workplace) -> None:
@@ -96,6 +100,26 @@ def run_session(fence: Fence, names: dict[str, Any]) -> None:
     result = doctest.DocTestRunner(optionflags=FLAGS).run(test, out=report.write, clear_globs=False)
     assert result.attempted, f"{fence.place}: no line begins with >>>"
     assert not result.failed, report.getvalue()
+
+
+def check_toml(fence: Fence, folder: Path) -> None:
+    """A recipe is read as the script in ci/ reads it."""
+    if fence.options.get("title", "").startswith("ci/recipes/"):
+        recipe = folder / "recipe.toml"
+        recipe.write_text(fence.code)
+        runpy.run_path(str(ROOT / "ci" / "recipe.py"))["Recipe"].read(recipe)
+    else:
+        tomllib.loads(fence.code)
+
+
+def check_workflow(fence: Fence) -> None:
+    """A job that calls a workflow of this repository gives the inputs that it takes, and those it needs."""
+    for job in yaml.safe_load(fence.code)["jobs"].values():
+        path = job["uses"].partition("/attnplug/")[2].partition("@")[0]
+        # YAML reads the key `on` as true.
+        inputs = yaml.safe_load((ROOT / path).read_text())[True]["workflow_call"]["inputs"]
+        assert set(job["with"]) <= set(inputs)
+        assert {name for name, each in inputs.items() if each.get("required")} <= set(job["with"])
 
 
 def program_of(command: str) -> str:

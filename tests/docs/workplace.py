@@ -14,7 +14,7 @@ from fences import ROOT
 
 __all__ = ["Workplace"]
 
-_SECONDS = 120
+_SECONDS = 300
 _LAUNCH = '#!/bin/sh\nexec "{python}" -m {module} "$@"\n'
 _PROGRAMS = {"attnplug": "attnplug", "pip": "pip", "pytest": "pytest"}
 
@@ -53,7 +53,7 @@ class Workplace:
     def run(self, command: str) -> tuple[int, str]:
         """Run a command line in bash; the exit code, and everything printed without trailing blanks.
 
-        Raises subprocess.TimeoutExpired after two minutes.
+        Raises subprocess.TimeoutExpired after five minutes.
         """
         left_out = ("ATTNPLUG_", "PYTEST_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
