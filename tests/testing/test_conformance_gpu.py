@@ -74,7 +74,7 @@ def test_torch_declared_step_safe_is_caught_waiting() -> None:
         (lying("WAITS_TO_RUN", impl=WaitingImpl), "gpu/no-wait", "forward of a"),
         (lying("GROWS", builder=GrowingBuilder), "gpu/no-growth", "memory grows with context"),
     ],
-    ids=lambda value: value.get_name() if isinstance(value, type) else "",
+    ids=lambda value: value.get_name() if isinstance(value, type) else None,
 )
 def test_a_backend_that_waits_or_grows_is_caught(backend: Any, caught: str, says: str) -> None:
     found = failures(backend, gpu.checks, Level.SMOKE, "current")

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from capturable import Capturable
-from catching import Wrong, failures
+from catching import Wrong, failures, variant
 from wrong_builders import WRONG
 
 from attnplug.backends.torch_native import TorchBackend
-from attnplug.core import AttentionBackend
+from attnplug.backends.torch_native.builder import TorchMetadata, TorchMetadataBuilder
+from attnplug.core import AttentionBackend, Device, Feature
+from attnplug.core.errors import BatchError
 from attnplug.testing.conformance import assumptions, builders, merging, runtimes, sharing
-from attnplug.testing.conformance.check import Check
+from attnplug.testing.conformance.check import Check, CheckSkipped
 from attnplug.testing.conformance.target import Target
 
 GROUPS = (builders.checks, assumptions.checks, sharing.checks, merging.checks, runtimes.checks)
+
+
+class NeedsExactLengths(TorchMetadataBuilder):
+    """An honest one: it declares that it needs exact host lengths, and refuses what has none."""
+
+    needs_host_seq_lens = "exact"
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> TorchMetadata:
+        if common_attn_metadata.seq_lens_host is None or not common_attn_metadata.seq_lens_host_exact:
+            raise BatchError("seq_lens_host", None, "must be exact")
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+
+EXACT = variant("EXACT", builder=NeedsExactLengths)
 
 
 def every(start: str = "") -> Callable[[Target], Iterator[Check]]:
@@ -32,6 +51,34 @@ def test_a_wrong_backend_is_caught_by_its_check_and_named(wrong: Wrong) -> None:
     assert [str(problem) for problem in found.values() if wrong.says not in str(problem)] == []
 
 
-@pytest.mark.parametrize("backend", [TorchBackend, Capturable], ids=lambda backend: backend.get_name())
+@pytest.mark.parametrize("backend", [TorchBackend, Capturable, EXACT], ids=lambda backend: backend.get_name())
 def test_an_honest_backend_fails_none(backend: type[AttentionBackend]) -> None:
     assert failures(backend, every()) == {}
+
+
+def test_partial_results_are_checked_only_where_they_can_be_merged() -> None:
+    def listed(features: Feature) -> list[str]:
+        backend = variant("FEW", features=features)
+        return [check.id for check in merging.checks(Target(backend, Device("cpu")))]
+
+    assert listed(Feature.SINKS | Feature.NON_CAUSAL) == []
+    assert listed(Feature.LSE) == ["merge/2-parts", "merge/3-parts", "merge/empty-part"]
+    assert "merge/context-and-new" in listed(Feature.LSE | Feature.NON_CAUSAL)
+    assert "merge/use_sinks" in listed(Feature.LSE | Feature.SINKS)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "check"),
+    [
+        (lambda cls, spec, device: None if spec.causal else "not beside others", "merge/context-and-new"),
+        (
+            lambda cls, spec, device: "no pages of that size" if spec.block_size else None,
+            "builder/build-full",
+        ),
+    ],
+)
+def test_what_the_backend_refuses_is_skipped_with_its_reason(refusal: Any, check: str) -> None:
+    target = Target(variant("REFUSES", supports_combination=refusal), Device("cpu"))
+    found = next(each for group in GROUPS for each in group(target) if each.id == check)
+    with pytest.raises(CheckSkipped, match=r"not beside others|no pages of that size"):
+        found()

@@ -12,6 +12,7 @@ from catching import Wrong, variant
 from attnplug.backends.torch_native.builder import TorchMetadata, TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core import AttentionCGSupport, CommonAttentionMetadata
+from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import SlidingWindowSpec
 
 _UNIFORM = AttentionCGSupport.UNIFORM_BATCH
@@ -165,6 +166,48 @@ class NeedsHost(TorchMetadataBuilder):
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
 
+class RefusesUndeclared(TorchMetadataBuilder):
+    """Refuses batches without host lengths, and declares that it needs none."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> TorchMetadata:
+        if common_attn_metadata.seq_lens_host is None:
+            raise BatchError("seq_lens_host", None, "is required")
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+
+class NeedsSomething(TorchMetadataBuilder):
+    """Declares a need that does not exist."""
+
+    needs_host_seq_lens: Any = "sometimes"
+
+
+class ShufflesSlots(TorchMetadataBuilder):
+    """Writes new keys where those of another token belong."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> TorchMetadata:
+        made = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return dataclasses.replace(made, slot_mapping=made.slot_mapping.roll(1))
+
+
+class CannotUpdate(TorchMetadataBuilder):
+    """Says that it cannot swap tables with an error that engines do not expect."""
+
+    supports_update_block_table = False
+
+    def update_block_table(self, metadata: TorchMetadata, blk_table: Any, slot_mapping: Any) -> TorchMetadata:
+        raise NotImplementedError("no")
+
+
+class NoLevel(TorchMetadataBuilder):
+    """Declares a number."""
+
+    cudagraph_support: Any = 2
+
+
 class TrustsLongest(Altered):
     """Takes max_seq_len for the length of the longest request."""
 
@@ -290,6 +333,26 @@ WRONG = (
     ),
     _wrong("DECODES_FIRST", "builder/order", "reorder_batch_threshold=None promises", builder=DecodesFirst),
     _wrong("ONE_TABLE", "runtime/steps", "layer window of KV group", builder=OneTable),
+    _wrong(
+        "REFUSES_UNDECLARED",
+        "builder/host-lengths-none",
+        "where needs_host_seq_lens='none': raised BatchError",
+        builder=RefusesUndeclared,
+    ),
+    _wrong(
+        "NEEDS_SOMETHING",
+        "builder/host-lengths-upper_bound",
+        "needs_host_seq_lens='sometimes' is none of none, upper_bound, exact",
+        builder=NeedsSomething,
+    ),
+    _wrong("SHUFFLES_SLOTS", "builder/build-", "so new keys go astray", builder=ShufflesSlots),
+    _wrong(
+        "CANNOT_UPDATE", "builder/update_block_table", "raised NotImplementedError: no", builder=CannotUpdate
+    ),
+    _wrong(
+        "NO_LEVEL", "builder/cudagraph-support", "gave 2, which is no AttentionCGSupport", builder=NoLevel
+    ),
+    _wrong("ONE_TABLE_TWICE", "runtime/two-runtimes", "alone they are wrong too", builder=OneTable),
     _wrong("UNSURE_LEVEL", "builder/cudagraph-support", "get_cudagraph_support gave", builder=UnsureLevel),
     _wrong(
         "CANNOT_CAPTURE",

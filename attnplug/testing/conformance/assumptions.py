@@ -15,9 +15,10 @@ from attnplug.core.batch import reorder_batch_to_split_decodes_and_prefills
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.testing.conformance.check import Check, ConformanceError
-from attnplug.testing.conformance.driving import Build, Driver, Misread, during, judge, with_lengths
+from attnplug.testing.conformance.driving import Build, Driver
 from attnplug.testing.conformance.steps import Make, decodes, kinds, layer_of_kind, mixed, step_of
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.verdicts import Misread, during, judge, with_lengths
 
 __all__ = ["checks"]
 

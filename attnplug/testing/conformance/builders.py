@@ -15,16 +15,10 @@ from attnplug.core.metadata import (
 )
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, ConformanceError
-from attnplug.testing.conformance.driving import (
-    Driver,
-    Misread,
-    check_slots,
-    during,
-    judge,
-    with_lengths,
-)
+from attnplug.testing.conformance.driving import Driver
 from attnplug.testing.conformance.steps import decodes, kinds, layer_of_kind, mixed, step_of
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.verdicts import Misread, check_slots, during, judge, with_lengths
 
 __all__ = ["checks", "kept_of"]
 
@@ -55,13 +49,13 @@ def _check_update(target: Target, kind: str) -> None:
     with during("a build before update_block_table"):
         metadata = of_one.builder.build(0, one.common)
     if not of_other.builder.supports_update_block_table:
-        try:
-            of_other.builder.update_block_table(metadata, *given)
-        except TypeError:
-            return
-        raise ConformanceError(
-            "update_block_table must raise TypeError where supports_update_block_table is False, and raised none"
-        )
+        what = "update_block_table must raise TypeError where supports_update_block_table is False"
+        with during(what):
+            try:
+                of_other.builder.update_block_table(metadata, *given)
+            except TypeError:
+                return
+        raise ConformanceError(f"{what}, and raised nothing")
     with during("update_block_table and a forward"):
         updated = of_other.builder.update_block_table(metadata, *given)
         check_slots(updated, other.common, "after update_block_table")

@@ -14,9 +14,10 @@ import torch
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, ConformanceError
-from attnplug.testing.conformance.driving import Driver, during
+from attnplug.testing.conformance.driving import Driver
 from attnplug.testing.conformance.steps import decodes, layer_of_kind, mixed, step_of
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.verdicts import during
 
 __all__ = ["GPU_TYPES", "checks"]
 

@@ -11,11 +11,11 @@ from attnplug.core.metadata import AttentionCGSupport
 from attnplug.runtime.graph_state import GraphState
 from attnplug.testing.comparison import assert_close, tolerance
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
-from attnplug.testing.conformance.driving import during
 from attnplug.testing.conformance.gpu import GPU_TYPES
 from attnplug.testing.conformance.runtimes import model_of, wrong_layers
 from attnplug.testing.conformance.serving import Call, Served
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.verdicts import during
 
 __all__ = ["checks", "record"]
 
@@ -68,9 +68,17 @@ def record(work: Callable[[], None]) -> Callable[[], None]:
     """Capture `work` in a graph, and give what replays it and waits for it."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     torch.cuda.synchronize()
+    cause: Exception | None = None
     try:
         with torch.cuda.graph(graph):
-            work()
+            try:
+                work()
+            except Exception as error:
+                cause = error
+                raise
+    except RuntimeError as error:
+        # The capture that breaks off says only that something before it failed.
+        raise (cause or error) from None
     finally:
         # A capture that breaks off leaves its own stream the current one.
         torch.cuda.set_stream(stream)
@@ -154,11 +162,9 @@ class _Graphs:
 
     def _layers(self, size: int) -> None:
         rows = size * self._queries
-        for name, given in self._inputs.items():
-            cut = [None if tensor is None else tensor[:rows] for tensor in given]
-            query, key, value = cut
-            if query is not None:
-                self._served.runtime.forward(name, query, key, value, self._outputs[name][:rows])
+        for name, (query, key, value) in self._inputs.items():
+            new = None if key is None else key[:rows], None if value is None else value[:rows]
+            self._served.runtime.forward(name, query[:rows], new[0], new[1], self._outputs[name][:rows])
 
     def _problem(self, calls: dict[str, Call]) -> str | None:
         for name, call in calls.items():

@@ -17,8 +17,10 @@ from attnplug.core.spec import LayerSpec
 from attnplug.ops.merging import merge_attn_states
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
-from attnplug.testing.conformance.driving import Answer, Driver, compare, during
+from attnplug.testing.conformance.driving import Answer, Driver
+from attnplug.testing.conformance.steps import with_pages
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.verdicts import agrees, compare, during
 
 __all__ = ["checks"]
 
@@ -52,8 +54,7 @@ def checks(target: Target) -> Iterator[Check]:
 
 
 def _layer(target: Target, has_sinks: bool) -> LayerSpec:
-    spec = target.spec(needs_lse=True, has_sinks=has_sinks)
-    return spec.replace(block_size=target.block_size(spec))
+    return with_pages(target, target.spec(needs_lse=True, has_sinks=has_sinks))
 
 
 def _check_parts(target: Target, count: int, has_sinks: bool, short: bool = False) -> None:
@@ -144,7 +145,7 @@ def _fault(parts: Sequence[Batch], found: Sequence[Answer]) -> tuple[str | None,
 
 
 def _named(part: Batch, answer: Answer, use_sinks: bool) -> str | None:
-    if part.spec.has_sinks and not use_sinks and _agrees(part, answer, use_sinks=True):
+    if part.spec.has_sinks and not use_sinks and agrees(part, answer, use_sinks=True):
         return _TWICE
     expected = part.oracle(use_sinks=use_sinks).lse
     empty = expected == -math.inf
@@ -153,14 +154,6 @@ def _named(part: Batch, answer: Answer, use_sinks: bool) -> str | None:
         value = lse[empty][lse[empty] != -math.inf][0].item()
         return f"LSE of rows that see nothing is {value:g}, not -inf"
     return None
-
-
-def _agrees(batch: Batch, answer: Answer, use_sinks: bool) -> bool:
-    try:
-        compare(batch, answer, use_sinks=use_sinks)
-    except AssertionError:
-        return False
-    return True
 
 
 def _check_without_sinks(target: Target) -> None:
@@ -173,6 +166,6 @@ def _check_without_sinks(target: Target) -> None:
     try:
         compare(batch, found, use_sinks=False)
     except AssertionError as problem:
-        named = _IGNORED if _agrees(batch, found, use_sinks=True) else None
+        named = _IGNORED if agrees(batch, found, use_sinks=True) else None
         likely = f"; these are the numbers of a known mistake: {named}" if named else ""
         raise ConformanceError(f"with use_sinks=False: {problem}{likely}", named) from None

@@ -8,18 +8,14 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from attnplug.core.errors import SpecError
 from attnplug.core.spec import LayerSpec
 from attnplug.testing.comparison import assert_close, tolerance
 from attnplug.testing.conformance.check import Check, ConformanceError, Level
-from attnplug.testing.conformance.driving import during
 from attnplug.testing.conformance.serving import Call, Served
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.verdicts import during
 
 __all__ = ["checks", "model_of", "wrong_layers"]
-
-_PATIENCE = 60.0
-"""Seconds that one of two threads waits for the other, which a broken backend may have stopped."""
 
 _BETWEEN = "state shared between two runtimes"
 
@@ -50,10 +46,7 @@ def model_of(target: Target) -> tuple[dict[str, LayerSpec], dict[str, str]]:
     }
     specs = {"full": full, "scaled": full.replace(scale=full.scale / 2)}
     for name, fields in wanted.items():
-        try:
-            spec = full.replace(**fields)
-        except SpecError:
-            continue
+        spec = full.replace(**fields)
         if not target.reasons(spec):
             specs[name] = spec
     return {**specs, "reader": full}, {"reader": "full"}
@@ -84,12 +77,13 @@ def _script(size: int, seed: int) -> list[_Step]:
 def wrong_layers(served: Served, calls: Mapping[str, Call], what: str) -> str | None:
     """Run all layers of the step that was begun; what is wrong with which, or None."""
     wrong: dict[str, str] = {}
+    group_of = {name: index for index, group in enumerate(served.groups) for name in group.layer_names}
     for layer, call in calls.items():
         try:
             found = served.run(layer, call)
             assert_close(found, call.expected, tolerance(served.plan.specs[layer]).output)
         except AssertionError as problem:
-            wrong[layer] = f"layer {layer} of KV group {served.group_of(layer)}: {problem}"
+            wrong[layer] = f"layer {layer} of KV group {group_of[layer]}: {problem}"
     right = [layer for layer in calls if layer not in wrong]
     others = f"; right: {', '.join(right)}" if right else ""
     return f"{what}: {'; '.join(wrong.values())}{others}" if wrong else None
@@ -150,7 +144,7 @@ def _beside(target: Target, problem: BaseException) -> ConformanceError:
 
 def _check_threads(target: Target) -> None:
     for number in range(4 if target.level is Level.SMOKE else 12):
-        barrier = threading.Barrier(2, timeout=_PATIENCE)
+        barrier = threading.Barrier(2)
         # In step, so that both begin before either's layers run, and then each at its own pace.
         meet = barrier.wait if number % 2 == 0 else _nothing
         with concurrent.futures.ThreadPoolExecutor(2) as pool:

@@ -116,11 +116,6 @@ class Served:
         """Of the step that was begun, by request."""
         self._requests: dict[str, _Request] = {}
 
-    def group_of(self, layer: str) -> int:
-        """The KV group whose table a layer reads."""
-        groups = enumerate(self.groups)
-        return next(index for index, group in groups if layer in group.layer_names)
-
     def add(self, name: str) -> None:
         """A request without tokens."""
         blocks: list[list[int]] = [[] for _ in self.groups]

@@ -7,15 +7,13 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
-from attnplug.core.errors import SpecError
 from attnplug.testing.batches import Batch, layer_tensors
 from attnplug.testing.conformance.builders import kept_of
 from attnplug.testing.conformance.check import Check, ConformanceError
-from attnplug.testing.conformance.driving import Answer, Driver, check_slots, compare, during, judge
+from attnplug.testing.conformance.driving import Answer, Driver
 from attnplug.testing.conformance.steps import kinds, layer_of_kind, mixed, step_of
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.verdicts import agrees, check_slots, compare, during, judge
 
 __all__ = ["checks"]
 
@@ -63,7 +61,7 @@ def _check_layers(target: Target, kind: str) -> None:
             named, because = None, ""
             # The oracle of this layer's keys, read as the first layer is.
             as_first = dataclasses.replace(batch, spec=spec, tensors=batches[0].tensors)
-            if index and _is_answer(as_first, answer.output):
+            if index and agrees(as_first, Answer(answer.output, None)):
                 named = "the first layer's scale, cap, sinks or slopes"
                 because = f"; these are the numbers of {named}"
             raise ConformanceError(f"{what}, layer {index}: {problem}{because}", named) from None
@@ -79,10 +77,7 @@ def _layers_over(target: Target, batch: Batch) -> Iterator[Batch]:
         {"has_alibi": True},
     )
     for seed, fields in enumerate(asked, 1):
-        try:
-            spec = batch.spec.replace(**fields)
-        except SpecError:
-            continue
+        spec = batch.spec.replace(**fields)
         if target.reasons(spec) or batch.kv_cache is None:
             continue
         yield dataclasses.replace(
@@ -95,11 +90,3 @@ def _layers_over(target: Target, batch: Batch) -> Iterator[Batch]:
             values=[-values for values in batch.values],
             value=-batch.value,
         )
-
-
-def _is_answer(batch: Batch, output: torch.Tensor) -> bool:
-    try:
-        compare(batch, Answer(output, None))
-    except AssertionError:
-        return False
-    return True

@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 from attnplug.core.features import Feature
 from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import Batch
+from attnplug.testing.conformance.check import CheckSkipped
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["KINDS", "Make", "decodes", "kinds", "layer_of_kind", "mixed", "step_of"]
+__all__ = ["KINDS", "Make", "decodes", "kinds", "layer_of_kind", "mixed", "step_of", "with_pages"]
 
 Make: TypeAlias = Callable[[], Batch]
 """Gives the same batch each time, as it is before it is run."""
@@ -37,8 +38,22 @@ def layer_of_kind(target: Target, kind: str, **fields: Any) -> LayerSpec:
     """
     size = target.backend.get_preferred_block_size()
     asked: dict[str, dict[str, Any]] = {"window": {"window": (6, 0)}, "chunk": {"chunk_size": 2 * size}}
-    spec = target.spec(**asked.get(kind, {}), **fields)
-    return spec.replace(block_size=target.block_size(spec))
+    return with_pages(target, target.spec(**asked.get(kind, {}), **fields))
+
+
+def with_pages(target: Target, spec: LayerSpec) -> LayerSpec:
+    """The layer with the block size that the backend prefers for it.
+
+    Raises:
+        CheckSkipped: it does not serve the layer with that.
+    """
+    chosen = spec.replace(block_size=target.block_size(spec))
+    reasons = target.reasons(chosen)
+    if reasons:
+        raise CheckSkipped(
+            f"{target.name} does not serve the block size that it prefers: {'; '.join(reasons)}"
+        )
+    return chosen
 
 
 def mixed(size: int, more: int = 0) -> tuple[list[int], list[int]]:
