@@ -6,14 +6,61 @@ from collections.abc import Callable, Iterator
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import SpecError
+from attnplug.registry.containment import attempt, describe
 from attnplug.registry.devices import DeviceLike, resolve_device
-from attnplug.testing.conformance import correctness
-from attnplug.testing.conformance.check import Check, Level
+from attnplug.testing.conformance import (
+    answers,
+    assumptions,
+    builders,
+    cache_layouts,
+    cache_reads,
+    cache_writes,
+    correctness,
+    declaration,
+    gpu,
+    graphs,
+    inputs,
+    interface,
+    lightness,
+    limits,
+    merging,
+    outputs,
+    pages,
+    refusals,
+    requests,
+    runtimes,
+    sharing,
+    sizes,
+)
+from attnplug.testing.conformance.check import Check, ConformanceError, Level
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["GROUPS", "conformance_checks"]
+__all__ = ["GROUPS", "conformance_checks", "listed"]
 
-GROUPS: tuple[Callable[[Target], Iterator[Check]], ...] = (correctness.checks,)
+GROUPS: tuple[Callable[[Target], Iterator[Check]], ...] = (
+    declaration.checks,
+    sizes.checks,
+    pages.checks,
+    interface.checks,
+    lightness.checks,
+    refusals.checks,
+    limits.checks,
+    answers.checks,
+    inputs.checks,
+    outputs.checks,
+    cache_writes.checks,
+    cache_reads.checks,
+    cache_layouts.checks,
+    requests.checks,
+    correctness.checks,
+    builders.checks,
+    assumptions.checks,
+    sharing.checks,
+    merging.checks,
+    runtimes.checks,
+    gpu.checks,
+    graphs.checks,
+)
 """Each gives its checks of a target, always the same in the same order."""
 
 
@@ -33,4 +80,21 @@ def conformance_checks(
     if level not in {*Level}:
         raise SpecError("level", level, f"must be one of {', '.join(Level)}")
     target = Target(backend, resolve_device(device), Level(level))
-    return [check for group in GROUPS for check in group(target)]
+    return [check for group in GROUPS for check in listed(group, target)]
+
+
+def listed(group: Callable[[Target], Iterator[Check]], target: Target) -> list[Check]:
+    """The checks of one group; where the backend's declarations are such that none can be listed, one that says so."""
+    found, error = attempt(lambda: list(group(target)))
+    if error is None:
+        return list(found)
+    name = group.__module__.rpartition(".")[2]
+
+    def run() -> None:
+        raise ConformanceError(
+            f"no check can be listed: asking for declarations raised {describe(error)}"
+        ) from error
+
+    return [
+        Check(f"listed/{name}", run, f"the declarations can be read that the checks of {name} follow from")
+    ]

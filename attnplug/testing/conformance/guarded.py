@@ -1,0 +1,99 @@
+"""A KV cache with a margin on both sides, so that every byte that a backend writes is seen."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from attnplug.core.backend import AttentionBackend
+from attnplug.testing.batches import Batch
+from attnplug.testing.conformance.check import ConformanceError
+
+__all__ = ["GuardedCache", "fill_blocks", "fill_unused", "pages_of", "slots_of"]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class GuardedCache:
+    """A batch whose cache lies inside a larger buffer, and what the buffer held before.
+
+    Args:
+        backend: whose pages they are.
+        batch: with the cache moved into `buffer`; same shape, strides and values.
+        buffer: 1-D, a page of NaN in front of the cache and one behind.
+        before: the buffer as it was.
+    """
+
+    backend: type[AttentionBackend]
+    batch: Batch
+    buffer: torch.Tensor
+    before: torch.Tensor
+
+    @classmethod
+    def of(cls, backend: type[AttentionBackend], batch: Batch) -> GuardedCache:
+        """The batch's cache, copied between margins."""
+        cache = batch.kv_cache
+        assert cache is not None  # noqa: S101 - asked only of batches over pages
+        margin = cache.numel() // cache.shape[0]
+        filled = torch.full((cache.numel() + 2 * margin,), torch.nan, device=cache.device)
+        buffer = filled.to(cache.dtype)
+        moved = buffer.as_strided(cache.shape, cache.stride(), margin)
+        moved.copy_(cache)
+        return cls(backend, dataclasses.replace(batch, kv_cache=moved), buffer, buffer.clone())
+
+    def expect_only(self, slots: torch.Tensor, what: str) -> None:
+        """ConformanceError, opening with `what`, unless at most these `slots` of the buffer were written."""
+        cache = _cache(self.batch)
+        margin = cache.storage_offset()
+        for side, edge in (("in front of", slice(0, margin)), ("behind", slice(-margin, None))):
+            if not torch.equal(_bits(self.buffer[edge]), _bits(self.before[edge])):
+                raise ConformanceError(f"{what} wrote to memory {side} the cache")
+        old = self.before.as_strided(cache.shape, cache.stride(), margin)
+        parts = (self.backend.split_kv(each, self.batch.spec) for each in (cache, old))
+        named = slots[slots >= 0]
+        for name, now, then in zip("KV", *parts, strict=True):
+            changed = (_bits(now) != _bits(then)).flatten(2).any(-1)
+            size = now.shape[1]
+            changed[named // size, named % size] = False
+            if bool(changed.any()):
+                block, row = changed.nonzero()[0].tolist()
+                called = ", the null block" if block == 0 else ""
+                raise ConformanceError(
+                    f"{what} wrote {name} of row {row} of block {block}{called}: no slot names it"
+                )
+
+
+def slots_of(batch: Batch) -> torch.Tensor:
+    """The slots of the batch's own tokens."""
+    return batch.common.slot_mapping[: batch.common.num_actual_tokens]
+
+
+def pages_of(backend: type[AttentionBackend], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V pages of the batch's cache."""
+    return backend.split_kv(_cache(batch), batch.spec)
+
+
+def fill_blocks(batch: Batch, blocks: int | slice, value: float) -> None:
+    """Set whole blocks of the cache to `value`."""
+    cache = _cache(batch)
+    filled = torch.full_like(cache[blocks], 0, dtype=torch.float32).add_(value).to(cache.dtype)
+    _bits(cache)[blocks] = _bits(filled)
+
+
+def fill_unused(batch: Batch, value: float) -> None:
+    """Set all that is NaN in the cache, as unused rows are, to `value`."""
+    cache = _cache(batch)
+    unused = cache.float().isnan()
+    cache.copy_(torch.where(unused, value, cache.float()).to(cache.dtype))
+
+
+def _cache(batch: Batch) -> torch.Tensor:
+    assert batch.kv_cache is not None  # noqa: S101 - asked only of batches over pages
+    return batch.kv_cache
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements as integers: NaN equals itself, and 8-bit floats can be indexed."""
+    return tensor.view(_BITS[tensor.dtype.itemsize])

@@ -1,0 +1,156 @@
+"""Inputs stay as they are, may be strided views, and are not read past the batch's tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from attnplug.core.errors import BatchError, LayoutError, SpecError
+from attnplug.core.features import Feature
+from attnplug.core.impl import LayerTensors
+from attnplug.testing.batches import Batch
+from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
+from attnplug.testing.conformance.single_layer import (
+    SingleLayer,
+    blank,
+    default_options,
+    matches_oracle,
+    raw_bytes,
+)
+from attnplug.testing.conformance.situations import situations, step
+from attnplug.testing.conformance.target import Target
+
+__all__ = ["checks"]
+
+_LEARNED = {Feature.SINKS: ("sinks", "has_sinks"), Feature.ALIBI: ("alibi_slopes", "has_alibi")}
+
+
+def checks(target: Target) -> Iterator[Check]:
+    """The checks of inputs, in each situation; of learned tensors, where they are declared."""
+    for situation in situations(target):
+        for name, (run, summary) in _CHECKS.items():
+            yield Check(f"tensors/{name}-{situation}", functools.partial(run, target, situation), summary)
+    for feature, (name, flag) in _LEARNED.items():
+        if feature in target.backend.features:
+            run_kept = functools.partial(_check_kept, target, "mixed", **{flag: True})
+            yield Check(f"tensors/{name}-kept", run_kept, f"{name} are not modified")
+            run_missing = functools.partial(_check_required, target, name, flag)
+            yield Check(
+                f"tensors/{name}-required", run_missing, f"a layer with {flag} and no {name} is an error"
+            )
+
+
+def _check_kept(target: Target, situation: str, **fields: bool) -> None:
+    batch = step(target, situation, **fields)()
+    before = {name: raw_bytes(tensor) for name, tensor in _inputs(batch).items()}
+    SingleLayer.of(target, batch).forward(batch)
+    for name, tensor in _inputs(batch).items():
+        after = raw_bytes(tensor)
+        if after.shape != before[name].shape or not torch.equal(after, before[name]):
+            raise ConformanceError(
+                f"forward modified {name}, of the shape {tuple(tensor.shape)}: it is an input"
+            )
+
+
+def _inputs(batch: Batch) -> dict[str, torch.Tensor]:
+    """All that a forward may read but the cache, by name."""
+    tensors: dict[str, object] = {"query": batch.query, "key": batch.key, "value": batch.value}
+    tensors |= {"sinks": batch.tensors.sinks, "alibi_slopes": batch.tensors.alibi_slopes}
+    for field in dataclasses.fields(batch.common):
+        if not field.name.startswith("_"):
+            found = getattr(batch.common, field.name)
+            tensors[f"common.{field.name}"] = (
+                torch.from_numpy(found) if isinstance(found, np.ndarray) else found
+            )
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+
+
+def _check_padding(target: Target, situation: str) -> None:
+    make = step(target, situation)
+    for more in (0, 61):
+        batch = _padded(make(), more)
+        tokens = batch.common.num_actual_tokens
+        for fill in (torch.nan, 7.0):
+            found = SingleLayer.of(target, batch).forward(batch, blank(batch, fill))
+            given = blank(batch, fill)
+            if not torch.equal(raw_bytes(found.output[tokens:]), raw_bytes(given.output[tokens:])):
+                raise ConformanceError(f"output rows past num_actual_tokens={tokens} were written")
+            what = f"with rows of NaN past num_actual_tokens={tokens}, which are not to be read"
+            matches_oracle(batch, found, what)
+
+
+def _padded(batch: Batch, more: int) -> Batch:
+    """The batch with `more` rows of NaN behind its queries, keys and values; slots of -1."""
+
+    def longer(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor, tensor.new_full((more, *tensor.shape[1:]), torch.nan)])
+
+    slots = batch.common.slot_mapping
+    common = dataclasses.replace(batch.common, slot_mapping=torch.cat([slots, slots.new_full((more,), -1)]))
+    return dataclasses.replace(
+        batch, common=common, query=longer(batch.query), key=longer(batch.key), value=longer(batch.value)
+    )
+
+
+def _check_strided(target: Target, situation: str) -> None:
+    for name, view in (
+        ("of one packed projection", _of_projection),
+        ("with the heads outside", _heads_outside),
+    ):
+        batch = view(step(target, situation)())
+        try:
+            found = SingleLayer.of(target, batch).forward(batch)
+        except ConformanceError as problem:
+            if isinstance(problem.__cause__, (BatchError, LayoutError)):
+                raise CheckSkipped(f"views {name} are refused: {problem.__cause__}") from None
+            raise
+        strides = f"query strides {batch.query.stride()}, key strides {batch.key.stride()}"
+        matches_oracle(batch, found, f"with query, key and value as views {name} ({strides})")
+
+
+def _of_projection(batch: Batch) -> Batch:
+    """Query, key and value as slices of one tensor, as a fused projection gives them; NaN lies between."""
+
+    def sliced(tensor: torch.Tensor) -> torch.Tensor:
+        rows, heads, size = tensor.shape
+        packed = tensor.new_full((rows, 3 * heads, size), torch.nan)
+        packed[:, heads : 2 * heads] = tensor
+        return packed[:, heads : 2 * heads]
+
+    return _viewed(batch, sliced)
+
+
+def _heads_outside(batch: Batch) -> Batch:
+    """Query, key and value as transposed views of `[H, T, D]`."""
+    return _viewed(batch, lambda tensor: tensor.transpose(0, 1).contiguous().transpose(0, 1))
+
+
+def _viewed(batch: Batch, view: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    return dataclasses.replace(batch, query=view(batch.query), key=view(batch.key), value=view(batch.value))
+
+
+def _check_required(target: Target, name: str, flag: str) -> None:
+    spec = target.spec(**{flag: True})
+    try:
+        target.backend.get_impl_cls().from_spec(
+            spec, layer_name="layer", tensors=LayerTensors(), options=default_options(target)
+        )
+    except SpecError:
+        return
+    except Exception as error:
+        found = f"raised {type(error).__name__}: {error}"
+        raise ConformanceError(
+            f"from_spec with {flag}=True and no {name} {found}; expected a SpecError"
+        ) from error
+    raise ConformanceError(f"from_spec takes {flag}=True without {name}: they would be ignored")
+
+
+_CHECKS: dict[str, tuple[Callable[[Target, str], None], str]] = {
+    "inputs-kept": (_check_kept, "query, key, value and the step's tensors are not modified"),
+    "padding-rows": (_check_padding, "rows past num_actual_tokens are neither read nor written"),
+    "strided-inputs": (_check_strided, "query, key and value may be strided views"),
+}

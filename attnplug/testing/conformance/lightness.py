@@ -1,0 +1,114 @@
+"""Importing a backend's module, and asking it anything, loads no torch and no kernel library."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import operator
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from attnplug.core.backend import AttentionBackend
+from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
+from attnplug.testing.conformance.target import Target
+
+__all__ = ["checks"]
+
+_HEAVY = (
+    *(
+        "torch",
+        "triton",
+        "jax",
+        "jaxlib",
+        "tensorflow",
+        "transformers",
+        "vllm",
+        "xformers",
+        "cupy",
+        "tilelang",
+    ),
+    *("flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flashinfer", "sageattention", "cutlass"),
+)
+_SECONDS = 120
+
+
+def checks(target: Target) -> Iterator[Check]:
+    """Two checks, each in a child process that sees what this one sees."""
+    for name, asks, summary in (
+        ("light-import", False, "importing the module loads no torch and no kernel library"),
+        ("light-methods", True, "nor does asking the class for all that it declares"),
+    ):
+        yield Check(f"declaration/{name}", functools.partial(_check, target, asks), summary)
+
+
+def _check(target: Target, asks: bool) -> None:
+    backend = target.backend
+    module, name = _home(backend)
+    watched = [*_HEAVY, *_required_modules(backend.requires)]
+    asked = {"module": module, "name": name, "watched": watched, "asks": asks}
+    path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "attnplug.testing.conformance.lightness_child"],
+            input=json.dumps(asked),
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConformanceError(
+            f"importing {module} in a child process took longer than {_SECONDS} s"
+        ) from None
+    if done.returncode:
+        last = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        raise ConformanceError(f"importing {module} in a child process failed: {last}")
+    answer = json.loads(done.stdout.strip().splitlines()[-1])
+    found: dict[str, str] = answer["loaded"]
+    if found:
+        what = ", ".join(f"{each} ({where})" if where else each for each, where in found.items())
+        did = "asking for what it declares" if asks else f"importing {module}"
+        raise ConformanceError(f"{did} loads {what}; move that behind get_impl_cls and get_builder_cls")
+    if answer["raised"]:
+        raise ConformanceError(
+            f"asking for what it declares, in a process without torch, raised {answer['raised']}"
+        )
+
+
+def _home(backend: type[AttentionBackend]) -> tuple[str, str]:
+    """The module and the name by which a child can import the class; CheckSkipped where none can."""
+    module, name = backend.__module__, backend.__qualname__
+    held = sys.modules.get(module)
+    try:
+        is_there = held is not None and operator.attrgetter(name)(held) is backend
+    except AttributeError:
+        is_there = False
+    last = module.rpartition(".")[2]
+    if module == "__main__" or not is_there:
+        raise CheckSkipped(f"{module}.{name} cannot be imported by another process: it was made here")
+    if last == "conftest" or last.startswith("test_") or last.endswith("_test"):
+        raise CheckSkipped(f"{module} is a test module, which may import what it likes")
+    return module, name
+
+
+def _required_modules(requires: Sequence[str | tuple[str, ...]]) -> list[str]:
+    """Modules of the distributions that a backend requires: where one is missing, its module must still load."""
+    names = set()
+    for entry in requires:
+        for each in (entry,) if isinstance(entry, str) else entry:
+            try:
+                names.add(canonicalize_name(Requirement(each).name))
+            except InvalidRequirement:
+                continue  # "declaration/requires" says so
+    holders = importlib.metadata.packages_distributions() if names else {}
+    return sorted(
+        module for module, owners in holders.items() if names & {canonicalize_name(owner) for owner in owners}
+    )

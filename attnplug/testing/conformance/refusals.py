@@ -1,0 +1,104 @@
+"""What a backend has not among its features it refuses, with a reason of the right code."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator
+
+from attnplug.core.device import Device
+from attnplug.core.features import Feature
+from attnplug.core.reasons import REASON_CODES, Reason
+from attnplug.core.spec import LayerSpec, Phase
+from attnplug.testing.conformance.check import Check, ConformanceError
+from attnplug.testing.conformance.spec_grid import asking
+from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.verdicts import during
+
+__all__ = ["checks", "expect_refused", "reasons_for"]
+
+_CODES: dict[Feature, tuple[str, ...]] = {
+    Feature.MLA: ("mla",),
+    Feature.SINKS: ("sink",),
+    Feature.SPARSE: ("sparse",),
+    Feature.MM_PREFIX: ("mm_prefix",),
+    Feature.CROSS: ("attn_type",),
+    Feature.ENCODER: ("attn_type",),
+    Feature.FP8_KV: ("kv_cache_dtype", "feature.fp8_kv"),
+}
+_KNOWN_CODES = frozenset(REASON_CODES) - {"feature"} | {f"feature.{name}" for name in (~Feature(0)).names()}
+
+
+def checks(target: Target) -> Iterator[Check]:
+    """One check for each feature: of those declared, that it is the declaration which admits them."""
+    backend = target.backend
+    for feature in Feature:
+        name = feature.names()[0]
+        if feature not in backend.features:
+            summary = f"a layer that asks for {name}, which is not declared, is refused"
+            yield Check(
+                f"refused/feature-{name}", functools.partial(_check_feature, target, feature), summary
+            )
+        elif feature not in _CODES or feature is Feature.FP8_KV:
+            summary = (
+                f"without {name} in its features the same class refuses it: nothing is served by default"
+            )
+            run = functools.partial(_check_withdrawn, target, feature)
+            yield Check(f"refused/withdrawn-{name}", run, summary)
+
+
+def reasons_for(
+    target: Target, spec: LayerSpec, what: str, device: Device | None = None, phase: Phase | None = None
+) -> list[Reason]:
+    """What validate_configuration says; ConformanceError unless that is a list of Reasons with known codes."""
+    where = device or target.device
+    with during(f"validate_configuration for {what} on {where}"):
+        found: object = target.backend.validate_configuration(spec, where, phase)
+    if not isinstance(found, list):
+        raise ConformanceError(
+            f"validate_configuration for {what} gave {found!r}; it must give a list of Reasons"
+        )
+    for reason in found:
+        if not isinstance(reason, Reason):
+            raise ConformanceError(f"validate_configuration for {what} gave {reason!r}, which is no Reason")
+        if reason.code not in _KNOWN_CODES:
+            raise ConformanceError(
+                f"validate_configuration for {what} gave the unknown code {reason.code!r}: {reason}"
+            )
+        if not reason.strip():
+            raise ConformanceError(
+                f"validate_configuration for {what} gave the code {reason.code!r} without a sentence"
+            )
+    return found
+
+
+def expect_refused(
+    target: Target,
+    spec: LayerSpec,
+    what: str,
+    codes: Collection[str],
+    device: Device | None = None,
+    phase: Phase | None = None,
+) -> None:
+    """ConformanceError unless `spec`, which asks for `what`, is refused with one of `codes`."""
+    reasons = reasons_for(target, spec, what, device, phase)
+    if not reasons:
+        raise ConformanceError(f"{what} is accepted, though it is not declared: it would be ignored")
+    if not any(reason.code in codes for reason in reasons):
+        found = "; ".join(f"{reason.code}: {reason}" for reason in reasons)
+        raise ConformanceError(f"{what} is refused, but not with the code {' or '.join(codes)}: {found}")
+
+
+def _check_feature(target: Target, feature: Feature) -> None:
+    name = feature.names()[0]
+    spec = asking(target.spec(), feature)
+    expect_refused(target, spec, f"a layer that asks for {name}", _CODES.get(feature, (f"feature.{name}",)))
+
+
+def _check_withdrawn(target: Target, feature: Feature) -> None:
+    backend, name = target.backend, feature.names()[0]
+    spec = asking(target.spec(), feature)
+    without = type(backend.__name__, (backend,), {"features": backend.features & ~feature})
+    narrowed = Target(without, target.device, target.level)
+    expect_refused(
+        narrowed, spec, f"a layer that asks for {name}, once features lacks it,", (f"feature.{name}",)
+    )

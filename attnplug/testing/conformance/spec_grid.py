@@ -1,0 +1,110 @@
+"""Layers that ask for one thing, or two, beyond the plainest: what a backend is asked about, not run with."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from attnplug.core.device import Device
+from attnplug.core.errors import SpecError
+from attnplug.core.features import Feature
+from attnplug.core.spec import AttentionType, LayerSpec, MLADims, Phase
+from attnplug.testing.conformance.check import CheckSkipped, Level
+from attnplug.testing.conformance.target import Target
+
+__all__ = ["ASKS", "PHASES", "asking", "devices", "grid", "plainest"]
+
+PHASES: tuple[Phase | None, ...] = (None, Phase.DECODE, Phase.PREFILL)
+
+_LATENT = MLADims(q_lora_rank=None, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32)
+
+ASKS: dict[Feature, dict[str, Any]] = {
+    Feature.SLIDING_WINDOW: {"window": (6, 0)},
+    Feature.CHUNKED_LOCAL: {"chunk_size": 64},
+    Feature.SOFT_CAP: {"logits_soft_cap": 3.0},
+    Feature.SINKS: {"has_sinks": True},
+    Feature.ALIBI: {"has_alibi": True},
+    Feature.MLA: {"mla": _LATENT, "num_kv_heads": 1, "head_size": 128},
+    Feature.SPARSE: {"sparse": True},
+    Feature.MM_PREFIX: {"mm_prefix": True},
+    Feature.LSE: {"needs_lse": True},
+    Feature.HEAD_SIZE_V: {"head_size_v": 32},
+    Feature.NON_CAUSAL: {"causal": False},
+    Feature.DIRECT_KV: {"direct_kv": True},
+    Feature.FP8_KV: {"kv_cache_dtype": "fp8_e4m3"},
+    Feature.CROSS: {"attn_type": AttentionType.ENCODER_DECODER},
+    Feature.ENCODER: {"attn_type": AttentionType.ENCODER_ONLY, "direct_kv": True},
+}
+"""Fields of a LayerSpec that ask for each feature."""
+
+_OTHERS: tuple[dict[str, Any], ...] = (
+    *({"head_size": size} for size in (1, 16, 80, 96, 128, 256, 576)),
+    *({"dtype": name} for name in ("float16", "bfloat16", "float32")),
+    *(
+        {"kv_cache_dtype": name}
+        for name in ("auto", "float16", "bfloat16", "fp8", "fp8_e5m2", "int8", "nvfp4")
+    ),
+    *({"block_size": size} for size in (1, 16, 24, 128, 1000)),
+    *({"attn_type": kind} for kind in AttentionType),
+    *({"num_heads": heads, "num_kv_heads": kv} for heads, kv in ((1, 1), (5, 1), (6, 2), (64, 8), (256, 1))),
+    {"window": (-1, 7), "causal": False},
+    {"kv_cache_dtype": "unheard_of_3bit"},
+)
+
+
+def plainest(target: Target) -> LayerSpec:
+    """The plainest layer that the backend serves; where it serves none so plain, one that anybody might ask for."""
+    try:
+        return target.spec()
+    except CheckSkipped:
+        dtype = next(
+            (name for name in target.dtypes if name in ("float32", "bfloat16", "float16")), "bfloat16"
+        )
+        return LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype=dtype)
+
+
+def asking(spec: LayerSpec, feature: Feature) -> LayerSpec:
+    """`spec` with what asks for `feature`."""
+    fields = dict(ASKS[feature])
+    if fields.get("head_size_v") == spec.head_size:
+        fields["head_size_v"] = spec.head_size * 2
+    return spec.replace(**fields)
+
+
+def grid(target: Target, *, pairs: bool = True) -> dict[str, LayerSpec]:
+    """The plainest layer with one thing asked for, and with each two that go together, by what they ask for.
+
+    The pairs are of features, at level full of everything.
+    """
+    base = plainest(target)
+    features = list(ASKS.values())
+    wanted = [{}, *features, *_OTHERS]
+    if pairs:
+        paired = features if target.level is Level.SMOKE else [*features, *_OTHERS]
+        wanted += [
+            {**one, **two} for one, two in itertools.combinations(paired, 2) if not one.keys() & two.keys()
+        ]
+    found: dict[str, LayerSpec] = {}
+    for fields in wanted:
+        try:
+            spec = base.replace(**fields)
+        except SpecError:
+            continue
+        found[", ".join(f"{name}={_short(value)}" for name, value in fields.items()) or "nothing more"] = spec
+    return found
+
+
+def devices(target: Target) -> list[Device]:
+    """The target's device, and such as need not be here."""
+    named = ("cpu", "cuda", "sm75", "sm80", "sm90", "sm120", "rocm:9.4", "rocm", "xpu", "mps", "tpu")
+    return list(dict.fromkeys([target.device, *map(Device.parse, named), Device("abacus")]))
+
+
+def _short(value: object) -> str:
+    return (
+        "MLADims(...)"
+        if isinstance(value, MLADims)
+        else repr(value)
+        if isinstance(value, str)
+        else str(value)
+    )
