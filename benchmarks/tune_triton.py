@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnplug.backends.triton import TritonBackend, impl as triton_impl
+from attnplug.backends.triton import TritonBackend
+from attnplug.backends.triton import impl as triton_impl
 from attnplug.backends.triton.launch import DecodeLaunch, PrefillLaunch, decode_launch, prefill_launch
 from attnplug.core import BuilderConfig, CommonAttentionMetadata, LayerSpec
 from attnplug.core.kv_cache_spec import kv_cache_spec_for

@@ -60,8 +60,8 @@ class TritonMetadata(AttentionMetadata):
     causal: bool
     workspace: Workspace
 
-    def splits(self, plan: SplitPlan) -> torch.Tensor:
-        """The items of the step's decodes, as `plan` splits them; planned once per step."""
+    def splits(self, plan: SplitPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """The items of the step's decodes, as `plan` splits them, and those of each request; see Workspace."""
         return self.workspace.items(plan, self.query_start_loc, self.seq_lens, self.num_decodes)
 
 

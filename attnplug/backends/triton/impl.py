@@ -6,14 +6,15 @@ import functools
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from attnplug.backends.torch_native.checks import check_cache, check_keys, check_rows, refuse_output_scales
 from attnplug.backends.torch_native.kv_cache import compute_dtype, typed_view
 from attnplug.backends.triton.backend import TritonBackend
 from attnplug.backends.triton.builder import TritonMetadata
-from attnplug.backends.triton.kernels.decode import decode_kernel
+from attnplug.backends.triton.kernels.decode import decode_kernel, merge_kernel
 from attnplug.backends.triton.kernels.prefill import prefill_kernel
-from attnplug.backends.triton.launch import MERGED_BY_ROW, decode_launch, power_of_two, prefill_launch
+from attnplug.backends.triton.launch import decode_launch, merging, power_of_two, prefill_launch
 from attnplug.backends.triton.reach import Reach
 from attnplug.backends.triton.workspace import SplitPlan, num_multiprocessors
 from attnplug.core.errors import BatchError, LayoutError
@@ -99,11 +100,12 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         widest = max(spec.head_size, spec.head_size_v)
         launch = decode_launch(widest, self._dtype.itemsize, decodes * each, multiprocessors)
         target = max(multiprocessors * launch.waves // each, 1)
-        items = meta.splits(SplitPlan(reach, target, launch.block_n, launch.min_keys))
+        items, spans = meta.splits(SplitPlan(reach, target, launch.block_n, launch.min_keys))
         most = decodes + target
         buffers = meta.workspace.partials(
             most, decodes, spec.num_kv_heads, rows, row_blocks, spec.head_size_v
         )
+        merge = merging(rows, decodes * each, multiprocessors)
         decode_kernel[(spec.num_kv_heads, row_blocks, most)](
             items=items,
             seq_lens=meta.seq_lens,
@@ -112,7 +114,8 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             partial_lses=buffers[1],
             arrived=buffers[2],
             max_rows=rows,
-            BY_ROW=rows <= MERGED_BY_ROW,
+            MERGE=merge,
+            **({} if launch.max_registers is None else {"maxnreg": launch.max_registers}),
             stride_table=meta.block_table.stride(0),
             BLOCK_SIZE=tensors["k_cache"].shape[1],
             GROUP=group,
@@ -122,6 +125,19 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             num_stages=launch.num_stages,
             **tensors,
         )
+
+        if merge == "later":
+            names = ("output", "lse", "value_scale", "stride_ot", "stride_oh", "stride_lse")
+            sizes = ("DV", "BLOCK_DV", "HAS_LSE")
+            merge_kernel[(decodes, spec.num_kv_heads, rows)](
+                partials=buffers[0],
+                partial_lses=buffers[1],
+                items=items,
+                spans=spans,
+                max_rows=rows,
+                GROUP=group,
+                **{name: tensors[name] for name in (*names, *sizes)},
+            )
 
     def _prefill(
         self, meta: TritonMetadata, decodes: int, longest: int, paged: bool, tensors: dict[str, Any]
@@ -190,7 +206,7 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             "HAS_SINKS": sinks is not None,
             "HAS_ALIBI": tensors.alibi_slopes is not None,
             "HAS_LSE": output_lse is not None,
-            "WIDEN": query.device.type == "cpu",
+            "COMPUTE": self._computed(query.device),
             **reach.flags,
         }
 
@@ -212,6 +228,14 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
     @functools.cached_property
     def _dtype(self) -> torch.dtype:
         return compute_dtype(self.spec)
+
+    def _computed(self, device: torch.device) -> Any:
+        """What queries, keys and values are multiplied in, where it is not their own type."""
+        if device.type == "cpu" and self._dtype == torch.bfloat16:
+            return tl.float32  # the interpreter multiplies bfloat16 as if it were integers
+        # float16 holds every 8-bit float, and GPUs convert to nothing else as fast.
+        half = self.spec.has_quantized_kv_cache and self._dtype == torch.bfloat16
+        return tl.float16 if half else None
 
     @functools.cached_property
     def _group(self) -> int:

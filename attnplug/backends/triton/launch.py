@@ -14,8 +14,15 @@ __all__ = [
 ]
 
 
-MERGED_BY_ROW = 4
-"""Most rows whose partial results are merged one by one, all parts at once; more go part by part."""
+def merging(rows: int, programs: int, multiprocessors: int) -> str:
+    """How partial results of `rows` rows per request and KV head are merged; see decode_kernel.
+
+    Few rows are merged by whoever finishes last, one by one. More go to a kernel of their own, where they
+    are merged side by side; but where requests fill the GPU without splits, hardly any is there to merge.
+    """
+    if rows <= 4:
+        return "by row"
+    return "tile" if programs >= 2 * multiprocessors else "later"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,6 +35,7 @@ class DecodeLaunch:
         num_stages: tiles in flight.
         waves: programs per multiprocessor that the keys are split for.
         min_keys: fewest keys of a split, a multiple of `block_n`.
+        max_registers: of a thread, so that as many programs run at once as `waves` counts on; None is no limit.
     """
 
     block_n: int
@@ -35,6 +43,7 @@ class DecodeLaunch:
     num_stages: int
     waves: int
     min_keys: int
+    max_registers: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,7 +92,7 @@ def _wide(head_size: int, itemsize: int) -> int:
 # 256; float32 heads of 256 are guarded against running out of shared memory.
 _DECODE = {
     128: (DecodeLaunch(128, 8, 2, 2, 256), DecodeLaunch(128, 4, 2, 2, 128)),
-    256: (DecodeLaunch(128, 4, 3, 2, 128), DecodeLaunch(64, 8, 2, 1, 512)),
+    256: (DecodeLaunch(128, 4, 3, 2, 128), DecodeLaunch(64, 8, 2, 1, 512, 64)),
     512: (DecodeLaunch(64, 8, 2, 2, 256), DecodeLaunch(32, 4, 2, 2, 512)),
     1024: (DecodeLaunch(32, 4, 2, 2, 256), DecodeLaunch(32, 4, 2, 2, 256)),
 }

@@ -30,7 +30,7 @@ class Workspace:
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._reqs = max_num_seqs
         self._device = device
-        self._items: dict[SplitPlan, torch.Tensor] = {}
+        self._items: dict[SplitPlan, tuple[torch.Tensor, torch.Tensor]] = {}
         self._planned: set[SplitPlan] = set()
         self._partials = torch.empty(0, device=device)
         self._partial_lses = torch.empty(0, device=device)
@@ -45,20 +45,26 @@ class Workspace:
 
     def items(
         self, plan: SplitPlan, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_decodes: int
-    ) -> torch.Tensor:
-        """The items of the step, int32 `[most, FIELDS]`; always the same memory, idle ones marked."""
-        most = max(self._reqs, num_decodes) + plan.target
-        items = self._items.get(plan)
-        if items is None or items.shape[0] < most:
-            items = torch.zeros(most, int(FIELDS), dtype=torch.int32, device=self._device)
-            self._items[plan] = items
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The items of the step, int32 `[most, FIELDS]`, idle ones marked, and those of each request.
+
+        The latter are int32 `[reqs, 2]`, the first and how many. Both are always the same memory.
+        """
+        reqs = max(self._reqs, num_decodes)
+        kept = self._items.get(plan)
+        if kept is None or kept[1].shape[0] < reqs:
+            kept = (
+                torch.zeros(reqs + plan.target, int(FIELDS), dtype=torch.int32, device=self._device),
+                torch.zeros(reqs, 2, dtype=torch.int32, device=self._device),
+            )
+            self._items[plan] = kept
             self._planned.discard(plan)
         if plan not in self._planned:
             reach = plan.reach
             plan_splits_kernel[(num_decodes + 1,)](
                 query_start_loc,
                 seq_lens,
-                items,
+                *kept,
                 num_decodes,
                 reach.left,
                 reach.right,
@@ -71,7 +77,7 @@ class Workspace:
                 **reach.flags,
             )
             self._planned.add(plan)
-        return items
+        return kept
 
     def partials(
         self, items: int, reqs: int, kv_heads: int, rows: int, row_blocks: int, head_size_v: int

@@ -8,7 +8,7 @@ import triton.language as tl
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E, common_range, finish, load_queries, scan_keys
 from attnplug.backends.triton.kernels.splits import FIELDS
 
-__all__ = ["decode_kernel"]
+__all__ = ["decode_kernel", "merge_kernel"]
 
 
 @triton.jit(do_not_specialize=["left", "right", "chunk", "max_rows"])
@@ -60,14 +60,15 @@ def decode_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_LSE: tl.constexpr,
-    WIDEN: tl.constexpr,
-    BY_ROW: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    MERGE: tl.constexpr,
 ):
     """One item of the plan for one KV head: BLOCK_M rows of queries over some of their request's keys.
 
     An item that is alone writes the output. Else partial results go to `partials [items, Hkv, max_rows, DV]`
-    and their LSE, in base 2, to `partial_lses [items, Hkv, max_rows]`; `arrived [reqs, Hkv, row blocks]`
-    counts the items done, and the last one merges them, always in the same order, and counts from 0 again.
+    and their LSE, in base 2, to `partial_lses [items, Hkv, max_rows]`. Those are merged by `merge_kernel` where
+    MERGE is "later"; else `arrived [reqs, Hkv, row blocks]` counts the items done, and the last one merges
+    them, always in the same order, all rows at once ("tile") or "by row", and counts from 0 again.
     """
     kv_head = tl.program_id(0)
     row_block = tl.program_id(1)
@@ -96,7 +97,9 @@ def decode_kernel(
     full_hi = full_lo + tl.maximum(full_hi - full_lo, 0) // BLOCK_N * BLOCK_N
 
     heads = kv_head * GROUP + rows % GROUP
-    q = load_queries(query, rows, num_rows, first, kv_head, stride_qt, stride_qh, GROUP, D, BLOCK_D, WIDEN)
+    q, scale = load_queries(
+        query, rows, num_rows, first, kv_head, stride_qt, stride_qh, GROUP, D, BLOCK_D, scale, COMPUTE
+    )
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes + heads)
@@ -134,6 +137,8 @@ def decode_kernel(
         here = ((item * kv_heads + kv_head) * max_rows).to(tl.int64) + rows
         tl.store(partials + here[:, None] * DV + dims[None, :], out, mask=mask)
         tl.store(partial_lses + here, out_lse, mask=inside)
+        if MERGE == "later":
+            return
         # All threads' partials must be written before the count says so.
         tl.debug_barrier()
         counter = arrived + (request * kv_heads + kv_head) * tl.num_programs(1) + row_block
@@ -142,19 +147,12 @@ def decode_kernel(
         tl.store(counter, 0)
         step = (kv_heads * max_rows).to(tl.int64)
         place = ((item - part) * kv_heads + kv_head).to(tl.int64) * max_rows + rows
-        if BY_ROW:
+        if MERGE == "by row":
             for row in range(row_block * BLOCK_M, tl.minimum(num_rows, (row_block + 1) * BLOCK_M)):
-                one = ((item - part) * kv_heads + kv_head).to(tl.int64) * max_rows + row
-                row_out, row_lse = _merge_row(partials, partial_lses, one, step, count, DV, BLOCK_DV, 32)
-                token = (first + row // GROUP).to(tl.int64)
-                head = kv_head * GROUP + row % GROUP
-                tl.store(
-                    output + token * stride_ot + head * stride_oh + dims,
-                    (row_out * value_scale).to(output.dtype.element_ty),
-                    mask=dims < DV,
-                )
-                if HAS_LSE:
-                    tl.store(lse + token * stride_lse + head, row_lse * LN2)
+                _merge_row(
+                    partials, partial_lses, output, lse, item - part, count, kv_head, kv_heads, row, max_rows,
+                    first, value_scale, stride_ot, stride_oh, stride_lse, GROUP, DV, BLOCK_DV, HAS_LSE,
+                )  # fmt: skip
             return
         out, out_lse = _merge(partials, partial_lses, place, step, count, inside, mask, DV, BLOCK_M, BLOCK_DV)
     tokens = (first + rows // GROUP).to(tl.int64)
@@ -202,14 +200,26 @@ def _merge(
 def _merge_row(
     partials,
     partial_lses,
-    place,
-    step,
+    output,
+    lse,
+    item,
     count,
+    kv_head,
+    kv_heads,
+    row,
+    max_rows,
+    first,
+    value_scale,
+    stride_ot,
+    stride_oh,
+    stride_lse,
+    GROUP: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    PARTS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):
-    """The `count` partial results of one row, `place` the first, `step` rows apart, as one `[BLOCK_DV]`."""
+    """Merge one row of the `count` items from `item` on, many at once, and write it."""
+    PARTS: tl.constexpr = 32
     dims = tl.arange(0, BLOCK_DV)
     lanes = tl.arange(0, PARTS)
     acc = tl.zeros([BLOCK_DV], tl.float32)
@@ -217,7 +227,7 @@ def _merge_row(
     top = float("-inf")
     for done in tl.range(0, count, PARTS):
         there = done + lanes < count
-        rows = place + (done + lanes) * step
+        rows = ((item + done + lanes) * kv_heads + kv_head).to(tl.int64) * max_rows + row
         found = tl.load(partial_lses + rows, mask=there, other=float("-inf"), cache_modifier=".cg")
         out = tl.load(
             partials + rows[:, None] * DV + dims[None, :],
@@ -234,4 +244,46 @@ def _merge_row(
         top = new_top
     empty = total == 0.0
     safe = tl.where(empty, 1.0, total)
-    return acc / safe, tl.where(empty, float("-inf"), top + tl.log2(safe))
+    token = (first + row // GROUP).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    out_places = output + token * stride_ot + head * stride_oh + dims
+    tl.store(out_places, (acc / safe * value_scale).to(output.dtype.element_ty), mask=dims < DV)
+    if HAS_LSE:
+        row_lse = tl.where(empty, float("-inf"), top + tl.log2(safe))
+        tl.store(lse + token * stride_lse + head, row_lse * LN2)
+
+
+@triton.jit(do_not_specialize=["max_rows"])
+def merge_kernel(
+    partials,
+    partial_lses,
+    output,
+    lse,
+    items,
+    spans,
+    max_rows,
+    value_scale,
+    stride_ot,
+    stride_oh,
+    stride_lse,
+    GROUP: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """Merge one row of one KV head and request; `spans [reqs, 2]` are its first item and how many there are."""
+    request = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    row = tl.program_id(2)
+    item = tl.load(spans + request * 2)
+    count = tl.load(spans + request * 2 + 1)
+    if count <= 1:
+        return
+    first = tl.load(items + item * FIELDS + 3)
+    query_len = tl.load(items + item * FIELDS + 4)
+    if row >= query_len * GROUP:
+        return
+    _merge_row(
+        partials, partial_lses, output, lse, item, count, kv_head, tl.num_programs(1), row, max_rows, first,
+        value_scale, stride_ot, stride_oh, stride_lse, GROUP, DV, BLOCK_DV, HAS_LSE,
+    )  # fmt: skip

@@ -67,7 +67,7 @@ def prefill_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_LSE: tl.constexpr,
-    WIDEN: tl.constexpr,
+    COMPUTE: tl.constexpr,
 ):
     """One tile of BLOCK_M rows, `BLOCK_M // GROUP` tokens of one request times the group of one KV head.
 
@@ -119,8 +119,19 @@ def prefill_kernel(
     full_hi = full_lo + tl.maximum(full_hi - full_lo, 0) // BLOCK_N * BLOCK_N
 
     heads = kv_head * GROUP + rows % GROUP
-    q = load_queries(
-        query, rows, num_rows, first + offset, kv_head, stride_qt, stride_qh, GROUP, D, BLOCK_D, WIDEN
+    q, scale = load_queries(
+        query,
+        rows,
+        num_rows,
+        first + offset,
+        kv_head,
+        stride_qt,
+        stride_qh,
+        GROUP,
+        D,
+        BLOCK_D,
+        scale,
+        COMPUTE,
     )
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:

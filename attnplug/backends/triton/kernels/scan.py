@@ -73,9 +73,15 @@ def load_queries(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    WIDEN: tl.constexpr,
+    scale,
+    COMPUTE: tl.constexpr,
 ):
-    """Queries `[BLOCK_M, BLOCK_D]`: row i is head `i % GROUP` of the KV head's group, token `i // GROUP`."""
+    """Queries `[BLOCK_M, BLOCK_D]` and the scale that their logits still need.
+
+    Row i is head `i % GROUP` of the KV head's group, token `i // GROUP`. Keys, values and weights follow the
+    type of the queries: COMPUTE, or their own where it is None. In float16 they are scaled here, so that no
+    size of a bfloat16 query is too large for it.
+    """
     dims = tl.arange(0, BLOCK_D)
     tokens = (first_token + rows // GROUP).to(tl.int64)
     heads = kv_head * GROUP + rows % GROUP
@@ -84,8 +90,12 @@ def load_queries(
         mask = mask & (dims < D)[None, :]
     places = tokens[:, None] * stride_qt + heads[:, None] * stride_qh + dims[None, :]
     q = tl.load(query + places, mask=mask, other=0.0)
-    # The interpreter multiplies bfloat16 as if it were integers. Keys and weights follow the queries' type.
-    return q.to(tl.float32) if WIDEN else q
+    if COMPUTE is not None:
+        if COMPUTE == tl.float16:
+            q = q.to(tl.float32) * scale
+            scale = scale * 0.0 + 1.0
+        q = q.to(COMPUTE)
+    return q, scale
 
 
 @triton.jit

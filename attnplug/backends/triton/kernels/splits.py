@@ -18,6 +18,7 @@ def plan_splits_kernel(
     query_start_loc,
     seq_lens,
     items,
+    spans,
     num_reqs,
     left,
     right,
@@ -33,7 +34,8 @@ def plan_splits_kernel(
 ):
     """Items of about equal numbers of keys, about `target` in all and at least one for each request.
 
-    Program r writes those of request r, the last program marks what is left as idle. Requests without
+    Program r writes those of request r, and which those are to `spans [num_reqs, 2]`: the first and how many;
+    the last program marks what is left as idle. Requests without
     queries have none.
     """
     request = tl.program_id(0)
@@ -59,7 +61,10 @@ def plan_splits_kernel(
     first = tl.sum(tl.where(mine, starts, 0), 0)
     tokens = tl.sum(tl.where(mine, query_lens, 0), 0)
     lanes = tl.arange(0, 128)
-    if request == num_reqs:
+    if request < num_reqs:
+        tl.store(spans + request * 2, begin)
+        tl.store(spans + request * 2 + 1, count)
+    else:
         for left_over in range(begin, most_items, 128):
             idle = left_over + lanes
             tl.store(items + idle * FIELDS + 2, idle * 0, mask=idle < most_items)

@@ -1,0 +1,211 @@
+"""One attention layer over a random paged cache on a GPU, a reference for it, and timing by graph replay."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnplug.core import BuilderConfig, CommonAttentionMetadata, LayerSpec, LayerTensors
+from attnplug.core.kv_cache_spec import kv_cache_spec_for
+
+__all__ = ["Cell", "PagedLayer", "graph_us", "interleaved_us"]
+
+_MORE_THAN_L2 = 200_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What is measured: heads of query, heads of KV, head size; new tokens and all tokens of each request."""
+
+    name: str
+    kind: str
+    heads: tuple[int, int, int]
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    fields: tuple[tuple[str, Any], ...] = ()
+    page: int = 16
+
+    @property
+    def spec(self) -> LayerSpec:
+        heads, kv_heads, size = self.heads
+        return LayerSpec(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_size=size,
+            dtype="bfloat16",
+            block_size=self.page,
+            **dict(self.fields),
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V that some query sees."""
+        spec = self.spec
+        left = spec.window[0]
+        seen = (
+            n if left < 0 else min(n, left + q) for q, n in zip(self.query_lens, self.seq_lens, strict=True)
+        )
+        return sum(seen) * spec.num_kv_heads * spec.head_size * 2 * (1 if spec.has_quantized_kv_cache else 2)
+
+    @property
+    def flops(self) -> float:
+        """Of the matrix products, causal."""
+        pairs = sum(q * s - q * (q - 1) / 2 for q, s in zip(self.query_lens, self.seq_lens, strict=True))
+        return 4 * self.heads[0] * self.heads[2] * pairs
+
+    @property
+    def is_prefill(self) -> bool:
+        return max(self.query_lens) > 16
+
+
+class PagedLayer:
+    """A cell's tensors: as many caches as the L2 cannot hold, shuffled pages, one common metadata."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell, self.spec = cell, cell.spec
+        heads, kv_heads, size = cell.heads
+        counts = [-(-each // cell.page) for each in cell.seq_lens]
+        stored = torch.float8_e4m3fn if self.spec.has_quantized_kv_cache else torch.bfloat16
+        pages = sum(counts) + 1
+        copies = min(max(1, -(-_MORE_THAN_L2 // cell.kv_bytes)), 8)
+        torch.manual_seed(0)
+        shape = (pages, 2, cell.page, kv_heads, size)
+        self.caches = [
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(stored) for _ in range(copies)
+        ]
+        tokens = sum(cell.query_lens)
+        self.query = torch.randn(tokens, heads, size, device="cuda", dtype=torch.bfloat16)
+        self.output = torch.empty_like(self.query)
+        self.tensors = LayerTensors(
+            sinks=torch.randn(heads, device="cuda") if self.spec.has_sinks else None,
+            k_scale=1.0,
+            v_scale=1.0,
+        )
+        order = (torch.randperm(sum(counts)) + 1).int()
+        self.table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+        for row, part in enumerate(order.split(counts)):
+            self.table[row, : len(part)] = part
+        self.pages = order
+        self.counts = counts
+        starts = torch.from_numpy(np.cumsum([0, *cell.query_lens]).astype(np.int32))
+        lens = np.asarray(cell.seq_lens, dtype=np.int32)
+        self.common = CommonAttentionMetadata(
+            query_start_loc=starts.cuda(),
+            query_start_loc_cpu=starts,
+            seq_lens=torch.from_numpy(lens.copy()).cuda(),
+            num_reqs=len(lens),
+            num_actual_tokens=tokens,
+            max_query_len=max(cell.query_lens),
+            max_seq_len=int(lens.max()),
+            block_table_tensor=self.table.cuda(),
+            slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device="cuda"),
+            seq_lens_host=lens,
+        )
+        self.given = self._new_tokens() if cell.query_lens == cell.seq_lens else (None, None)
+
+    def cache(self, index: int) -> torch.Tensor:
+        return self.caches[index % len(self.caches)]
+
+    def keys_of(self, request: int, cache: torch.Tensor) -> torch.Tensor:
+        """K and V `[2, seq_len, Hkv, D]` of one request."""
+        count = self.counts[request]
+        pages = cache[self.common.block_table_tensor[request, :count].long()]
+        return pages.transpose(0, 1).flatten(1, 2)[:, : self.cell.seq_lens[request]]
+
+    def _new_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = torch.cat([self.keys_of(r, self.caches[0]) for r in range(len(self.counts))], 1)
+        return whole[0].contiguous(), whole[1].contiguous()
+
+    def attend(self, backend: Any, *, give_new: bool = False) -> Callable[[int], torch.Tensor]:
+        """A call of an attnplug backend on cache number `index`."""
+        spec = self.spec
+        impl = backend.get_impl_cls().from_spec(spec, layer_name="layer", tensors=self.tensors)
+        builder = backend.get_builder_cls()(
+            kv_cache_spec_for(spec, self.cell.page), ["layer"], BuilderConfig(), torch.device("cuda")
+        )
+        metadata = builder.build(0, self.common)
+        given = self.given if give_new else (None, None)
+
+        def call(index: int) -> torch.Tensor:
+            return impl.attend(None, self.query, *given, self.cache(index), metadata, self.output)
+
+        return call
+
+    def error(self, found: torch.Tensor) -> float:
+        """Relative error, against float32, of the last queries of the first and last requests on cache 0."""
+        spec, worst = self.spec, 0.0
+        for request in {0, len(self.counts) - 1}:
+            end = sum(self.cell.query_lens[: request + 1])
+            rows = min(self.cell.query_lens[request], 64)
+            q = self.query[end - rows : end].float().transpose(0, 1)
+            group = spec.num_heads // spec.num_kv_heads
+            k, v = self.keys_of(request, self.caches[0]).float().repeat_interleave(group, 2).transpose(1, 2)
+            logits = q @ k.transpose(1, 2) * spec.scale
+            if spec.logits_soft_cap:
+                logits = spec.logits_soft_cap * torch.tanh(logits / spec.logits_soft_cap)
+            length = k.shape[1]
+            at = torch.arange(length - rows, length, device="cuda")[:, None]
+            keys = torch.arange(length, device="cuda")[None]
+            hidden = keys > at
+            if spec.window[0] >= 0:
+                hidden |= keys < at - spec.window[0]
+            logits.masked_fill_(hidden, -torch.inf)
+            if self.tensors.sinks is not None:
+                sinks = self.tensors.sinks[:, None, None].expand(-1, rows, 1)
+                weights = torch.cat([logits, sinks], 2).softmax(-1)[..., :-1]
+            else:
+                weights = logits.softmax(-1)
+            expected = (weights @ v).transpose(0, 1)
+            got = found[end - rows : end].float()
+            worst = max(worst, ((got - expected).norm() / expected.norm()).item())
+        return worst
+
+
+def _captured(call: Callable[[int], object], count: int) -> torch.cuda.CUDAGraph:
+    for index in range(max(count, 2)):
+        call(index)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(count):
+            call(index)
+    return graph
+
+
+def _timed_ms(run: Callable[[], object]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def graph_us(call: Callable[[int], object], count: int, repeats: int = 7) -> float:
+    """Microseconds of one call, of `count` replayed in one graph; the median of `repeats`."""
+    return interleaved_us({"it": call}, count, repeats)["it"]
+
+
+def interleaved_us(
+    calls: dict[str, Callable[[int], object]], count: int, repeats: int = 7, graphs: bool = True
+) -> dict[str, float]:
+    """The same of several calls that take turns, so that a GPU which slows down slows all."""
+    runs: dict[str, Callable[[], object]] = {}
+    for name, call in calls.items():
+        if graphs:
+            runs[name] = _captured(call, count).replay
+        else:
+            call(0)
+            runs[name] = lambda call=call: [call(index) for index in range(count)]
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(repeats + 1):
+        for name, run in runs.items():
+            spent = _timed_ms(run)
+            if repeat:
+                times[name].append(1e3 * spent / count)
+    return {name: statistics.median(each) for name, each in times.items()}
