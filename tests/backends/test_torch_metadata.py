@@ -125,3 +125,17 @@ def test_drafting_and_capture_build_the_same(builder, batch: Batch) -> None:
     ):
         assert np.array_equal(metadata.query_starts, expected.query_starts)
         assert np.array_equal(metadata.seq_lens, expected.seq_lens)
+
+
+def test_one_metadata_serves_layers_that_attend_long_decodes_in_different_ways() -> None:
+    plain = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float32")
+    batch = paged_batch(plain, [1, 1], [20, 400])
+    builder = TorchBackend.get_builder_cls()(
+        FullAttentionSpec(**{**CACHE, "head_size": 64}), ["x", "y"], BuilderConfig(), torch.device("cpu")
+    )
+    metadata = builder.build(0, batch.common)
+    for spec in (plain, plain.replace(logits_soft_cap=3.0), plain):
+        impl = TorchBackend.get_impl_cls().from_spec(spec, layer_name="x")
+        output = torch.full_like(batch.query, torch.nan)
+        impl.forward(None, batch.query, batch.key, batch.value, batch.kv_cache, metadata, output)
+        assert_close(output, batch.oracle(spec).output, 1e-5)

@@ -46,7 +46,8 @@ def attend_short(
     """
     gatherer = _Gatherer(source, query.device)
     steps, tokens = (gatherer.k.steps, gatherer.v.steps), gatherer.tile_tokens
-    key = (type(source), source.k.shape[1], steps, reach, tokens)
+    # Of the step's layers some leave a few of the requests to `attend_pages`, and others do not.
+    key = (requests.tobytes(), type(source), source.k.shape[1], steps, reach, tokens)
     tiles = metadata.plans.get(key)
     if tiles is None:
         tiles = plan_tiles(metadata, requests, source, steps, reach, tokens, query.device)
