@@ -15,6 +15,7 @@ from catching import Wrong, failures, variant
 from wrong_batches import WRONG_BATCHES
 from wrong_caches import WRONG_CACHES
 from wrong_declarations import WRONG_DECLARATIONS
+from wrong_refusals import WRONG_REFUSALS
 from wrong_structure import WRONG_STRUCTURE, Around, Call
 
 from attnplug.backends.torch_native import TorchBackend
@@ -59,7 +60,7 @@ def those(start: str = "") -> Callable[[Target], Iterator[Check]]:
 
 @pytest.mark.parametrize(
     "wrong",
-    [*WRONG_DECLARATIONS, *WRONG_STRUCTURE, *WRONG_CACHES, *WRONG_BATCHES],
+    [*WRONG_DECLARATIONS, *WRONG_REFUSALS, *WRONG_STRUCTURE, *WRONG_CACHES, *WRONG_BATCHES],
     ids=lambda wrong: wrong.name,
 )
 def test_a_wrong_backend_is_caught_by_its_check_and_named(wrong: Wrong) -> None:
@@ -171,6 +172,17 @@ def test_a_module_that_a_child_cannot_import_is_an_error(
     found = failures(backend, those("declaration/light"))
     assert len(found) == 2
     assert all("No module named 'gone_backend'" in str(problem) for problem in found.values())
+
+
+def test_a_module_that_ends_the_process_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "from attnplug.backends.torch_native import TorchBackend\nclass Ends(TorchBackend): pass\n"
+    module = tmp_path / "ending_backend.py"
+    module.write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    backend = importlib.import_module("ending_backend").Ends
+    module.write_text("raise SystemExit(0)\n")
+    found = failures(backend, those("declaration/light-import"))
+    assert "before it could answer" in str(found["declaration/light-import"])
 
 
 def test_a_module_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,6 +237,16 @@ class MovesLater(TorchImpl):
         return found
 
 
+class WritesQueriesToo(TorchImpl):
+    """Keeps something of a cross layer's queries in the null block."""
+
+    def forward(self, *args: Any, **more: Any) -> torch.Tensor:
+        found = super().forward(*args, **more)
+        if args[4] is not None and not self.spec.causal:
+            self._pages(args[4])[0][0, args[5].query_starts[-1]] = 0.5
+        return found
+
+
 class NeverRight(Around):
     """Wrong in every layout."""
 
@@ -292,4 +302,5 @@ WRONG_CACHES = [
     ),
     wrong("moves_later", "cache/block-size-16", "K of the new tokens is not where", impl=MovesLater),
     wrong("never_right", "cache/layout-HND", "with the layout HND: output", impl=NeverRight),
+    wrong("writes_queries_too", "cache/only-slots-written-cross", "no slot names it", impl=WritesQueriesToo),
 ]

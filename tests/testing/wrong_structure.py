@@ -149,6 +149,24 @@ class LeavesRows(Around):
         call.output[empty] = self.held[empty]
 
 
+class InfiniteLse(Around):
+    """Says of rows that see nothing that their LSE is infinite, as some kernels do."""
+
+    def after(self, call: Call) -> None:
+        lse = call.more.get("output_lse")
+        if lse is not None:
+            lse.masked_fill_(lse == -torch.inf, torch.inf)
+
+
+class ForgetsSinkOfNothing(Around):
+    """Says -inf of rows that see nothing, though they have a sink."""
+
+    def after(self, call: Call) -> None:
+        lse = call.more.get("output_lse")
+        if lse is not None:
+            lse[(call.output == 0).all(-1)] = -torch.inf
+
+
 class ReturnsCopy(Around):
     """Returns another tensor than it was given."""
 
@@ -246,4 +264,11 @@ WRONG_STRUCTURE = [
     wrong("needs_lse", "tensors/lse-left-out", "raised AttributeError", impl=NeedsLse),
     wrong("returns_heads_only", "tensors/output-returned", "not a torch.float32", impl=ReturnsHeadsOnly),
     wrong("raises_for_lse", "tensors/lse-undeclared", "raised RuntimeError: no kernel", impl=RaisesForLse),
+    wrong("infinite_lse", "tensors/sees-nothing-cross-lse", "lse: ", impl=InfiniteLse),
+    wrong(
+        "forgets_sink_of_nothing",
+        "tensors/sees-nothing-direct-lse-sinks",
+        "-inf stands elsewhere",
+        impl=ForgetsSinkOfNothing,
+    ),
 ]

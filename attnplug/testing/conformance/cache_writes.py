@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from attnplug.core.features import Feature
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, ConformanceError
@@ -33,6 +34,9 @@ def checks(target: Target) -> Iterator[Check]:
             ("attend-only-reads", _check_attend_reads, "attend writes nothing to the cache"),
         ):
             yield Check(f"cache/{name}-{situation}", functools.partial(run, target, situation), summary)
+    if Feature.CROSS | Feature.NON_CAUSAL in target.backend.features:
+        summary = "a cross layer writes the slots of the encoder's tokens and nothing else"
+        yield Check("cache/only-slots-written-cross", functools.partial(_check_cross, target), summary)
     yield Check(
         "cache/negative-slots",
         functools.partial(_check_negative, target),
@@ -55,6 +59,15 @@ def _check_only_slots(target: Target, situation: str) -> None:
     guarded = GuardedCache.of(target.backend, step(target, situation)())
     SingleLayer.of(target, guarded.batch).forward(guarded.batch)
     guarded.expect_only(slots_of(guarded.batch), "forward")
+
+
+def _check_cross(target: Target) -> None:
+    spec = target.spec(attn_type="encoder_decoder")
+    size = target.block_size(spec)
+    batch = target.batch(spec, [1, 5, 0], [size + 3, 9, 2], padding=3)
+    guarded = GuardedCache.of(target.backend, batch)
+    SingleLayer.of(target, guarded.batch).forward(guarded.batch)
+    guarded.expect_only(batch.common.slot_mapping, "forward")
 
 
 def _check_attend_reads(target: Target, situation: str) -> None:

@@ -71,7 +71,11 @@ def _check(target: Target, asks: bool) -> None:
     if done.returncode:
         last = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
         raise ConformanceError(f"importing {module} in a child process failed: {last}")
-    answer = json.loads(done.stdout.strip().splitlines()[-1])
+    # What the module prints at exit comes behind the answer.
+    answers = [line for line in done.stdout.splitlines() if line.startswith('{"loaded"')]
+    if not answers:
+        raise ConformanceError(f"importing {module} ended the child process before it could answer")
+    answer = json.loads(answers[-1])
     found: dict[str, str] = answer["loaded"]
     if found:
         what = ", ".join(f"{each} ({where})" if where else each for each, where in found.items())

@@ -51,7 +51,7 @@ def main() -> None:
     loaded = {
         name: where for name, where in watch.places.items() if name in sys.modules and name not in before
     }
-    print(json.dumps({"loaded": loaded, "raised": raised}))  # noqa: T201 - the answer to the parent
+    print("\n" + json.dumps({"loaded": loaded, "raised": raised}))  # noqa: T201 - the answer to the parent
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from attnplug.core.errors import AttnplugError
 from attnplug.core.features import Feature
 from attnplug.registry.containment import attempt, describe
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import Check, ConformanceError
+from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.driving import Answer
 from attnplug.testing.conformance.single_layer import SingleLayer, blank, matches_oracle, raw_bytes
 from attnplug.testing.conformance.situations import situations, step
@@ -41,9 +41,15 @@ def checks(target: Target) -> Iterator[Check]:
         ("direct", Feature.DIRECT_KV, _with_fewer_keys),
     ):
         if needed in features:
-            run_unseeing = functools.partial(_check_unseeing, target, make)
-            summary = "a query that sees no key gives 0, whatever stood in its row"
-            yield Check(f"tensors/sees-nothing-{name}", run_unseeing, summary)
+            for kind, asked, fields in (
+                ("", Feature(0), {}),
+                ("-lse", Feature.LSE, {"needs_lse": True}),
+                ("-lse-sinks", Feature.LSE | Feature.SINKS, {"needs_lse": True, "has_sinks": True}),
+            ):
+                if asked in features:
+                    run_unseeing = functools.partial(_check_unseeing, target, make, **fields)
+                    summary = "a query that sees no key gives 0, and LSE -inf or its sink's logit"
+                    yield Check(f"tensors/sees-nothing-{name}{kind}", run_unseeing, summary)
 
 
 def _check_overwritten(target: Target, situation: str) -> None:
@@ -65,9 +71,9 @@ def _largest(batch: Batch) -> float:
     return torch.finfo(batch.query.dtype).max
 
 
-def _check_unseeing(target: Target, make: Callable[[Target], Batch]) -> None:
+def _check_unseeing(target: Target, make: Callable[..., Batch], **fields: bool) -> None:
     for fill in (torch.nan, 3.0):
-        batch = make(target)
+        batch = make(target, **fields)
         found = SingleLayer.of(target, batch).forward(batch, blank(batch, fill))
         empty = batch.oracle().output.abs().sum((1, 2)) == 0
         rows = found.output[: batch.common.num_actual_tokens].cpu()[empty]
@@ -78,15 +84,15 @@ def _check_unseeing(target: Target, make: Callable[[Target], Batch]) -> None:
         matches_oracle(batch, found, "with rows that see no key")
 
 
-def _without_encoder_tokens(target: Target) -> Batch:
-    spec = target.spec(attn_type="encoder_decoder")
+def _without_encoder_tokens(target: Target, **fields: bool) -> Batch:
+    spec = target.spec(attn_type="encoder_decoder", **fields)
     size = target.block_size(spec)
     return target.batch(spec, [1, 1, 1, 5, 5], [size + 3, 0, 7, 0, size])
 
 
-def _with_fewer_keys(target: Target) -> Batch:
+def _with_fewer_keys(target: Target, **fields: bool) -> Batch:
     """Causal, and the first queries of two requests stand before all their keys."""
-    spec = target.spec(direct_kv=True)
+    spec = target.spec(direct_kv=True, **fields)
     return target.batch(spec, [1, 6, 40], [9, 6, 50], key_lens=[9, 2, 33])
 
 
@@ -160,7 +166,7 @@ def _check_output_scale(target: Target, situation: str) -> None:
     parts = SingleLayer.of(target, batch)
     with during("fused_output_quant_supported(None)"):
         if parts.impl.fused_output_quant_supported(None):
-            return
+            raise CheckSkipped("fused_output_quant_supported(None) is True: scales may be given")
     metadata, output = parts.build(batch), blank(batch).output
     given = (batch.query, batch.key, batch.value, batch.kv_cache, metadata, output)
     scale = torch.tensor(0.5, device=batch.query.device)

@@ -33,10 +33,10 @@ def checks(target: Target) -> Iterator[Check]:
         summary = "a prefill in pieces gives what it gives at once"
         yield Check(f"batch/pieces-{kind}", functools.partial(_check_pieces, target, kind), summary)
     for situation in situations(target):
-        summary = "causal=False does not widen a causal layer: it is refused"
-        yield Check(
-            f"batch/widened-{situation}", functools.partial(_check_widened, target, situation), summary
-        )
+        if situation != "encoder":  # which is not causal
+            run_widened = functools.partial(_check_widened, target, situation)
+            summary = "causal=False does not widen a causal layer: it is refused"
+            yield Check(f"batch/widened-{situation}", run_widened, summary)
         if Feature.NON_CAUSAL in features:
             run_narrowed = functools.partial(_check_narrowed, target, situation)
             yield Check(

@@ -1,4 +1,4 @@
-"""The few batches that structural checks run: decodes, a mix with prefills, K and V with the call."""
+"""The few batches that structural checks run: decodes, a mix with prefills, K and V with the call, encoders."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ __all__ = ["PAGED", "only", "situations", "step"]
 PAGED = ("decode", "mixed")
 """Situations whose K and V are in pages."""
 
+_ENCODER = Feature.ENCODER | Feature.DIRECT_KV | Feature.NON_CAUSAL
+
 
 def situations(target: Target) -> list[str]:
-    """Those that the backend declares: "decode" and "mixed" over pages, "direct"."""
-    return [*PAGED, *(["direct"] if Feature.DIRECT_KV in target.backend.features else [])]
+    """Those that the backend declares: "decode" and "mixed" over pages, "direct" and "encoder" with the call."""
+    features = target.backend.features
+    direct = ["direct"] if Feature.DIRECT_KV in features else []
+    return [*PAGED, *direct, *(["encoder"] if _ENCODER in features else [])]
 
 
 def step(target: Target, situation: str, *, seed: int = 0, **fields: Any) -> Make:
@@ -43,6 +47,9 @@ def step(target: Target, situation: str, *, seed: int = 0, **fields: Any) -> Mak
         return functools.partial(
             target.batch, spec, [1, 1, 5, 33], [40, 9, 60, 33], key_lens=[40, 5, 50, 33], padding=3, seed=seed
         )
+    if situation == "encoder":
+        spec = target.spec(attn_type="encoder_only", direct_kv=True, **fields)
+        return functools.partial(target.batch, spec, [1, 5, 33], [1, 5, 33], padding=3, seed=seed)
     spec = target.spec(**fields)
     lengths = (decodes if situation == "decode" else mixed)(target.block_size(spec))
     return step_of(target, spec, lengths, seed)

@@ -1,0 +1,250 @@
+"""Backends that accept what they do not serve, or refuse as they should not: variants of TORCH."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from catching import Wrong, variant
+from wrong_declarations import lists_16
+
+from attnplug.backends.torch_native import TorchBackend
+from attnplug.backends.torch_native.impl import TorchImpl
+from attnplug.core import Device, Feature, LayerSpec, Reason
+from attnplug.errors import BatchError
+
+__all__ = ["WRONG_REFUSALS"]
+
+ALL = TorchBackend.features
+
+
+class RaisesLate(TorchImpl):
+    """Finds out in forward what should have been refused."""
+
+    def attend(self, *args: Any, **kwargs: Any) -> Any:
+        if self.spec.has_alibi and self.spec.logits_soft_cap:
+            raise BatchError("logits_soft_cap", self.spec.logits_soft_cap, "cannot stand with ALiBi")
+        return super().attend(*args, **kwargs)
+
+
+class RaisesEarly(TorchImpl):
+    """Finds it out when it is made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.spec.chunk_size:
+            raise NotImplementedError("chunks")
+
+
+class NoLatents(TorchImpl):
+    """Finds out late that it has no latent attention."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.spec.mla is not None:
+            raise NotImplementedError("mla")
+
+
+def accepts_all(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) -> list[Reason]:
+    return []
+
+
+def but(**answers: Any) -> Any:
+    """A validate_configuration that says something else where TORCH refuses."""
+
+    def answer(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) -> Any:
+        found = TorchBackend.validate_configuration.__func__(cls, spec, device, phase)  # type: ignore[attr-defined]
+        return answers["refused"] if found else found
+
+    return answer
+
+
+def raises_for_devices(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) -> list[Reason]:
+    major, _ = device.capability or (0, 0)
+    if device.type == "cuda" and not major:
+        raise AssertionError("which GPU?")
+    return TorchBackend.validate_configuration(spec, device, phase)
+
+
+def per_phase(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) -> list[Reason]:
+    if str(phase) == "decode" and spec.has_alibi:
+        return [Reason("phase not supported", code="phase")]
+    return TorchBackend.validate_configuration(spec, device, phase)
+
+
+def both_is_more(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) -> list[Reason]:
+    if phase is None and spec.has_sinks:
+        return [Reason("phase not supported", code="phase")]
+    return TorchBackend.validate_configuration(spec, device, phase)
+
+
+def takes_mla(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) -> list[Reason]:
+    return [] if spec.mla is not None else TorchBackend.validate_configuration(spec, device, phase)
+
+
+def any_bare_device(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) -> list[Reason]:
+    found = TorchBackend.validate_configuration.__func__(cls, spec, device, phase)  # type: ignore[attr-defined]
+    return [each for each in found if device.capability or each.code != "compute_capability"]
+
+
+def twice(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) -> list[Reason]:
+    return TorchBackend.validate_configuration(spec, device, phase) * 2
+
+
+def hard_coded(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) -> list[Reason]:
+    """Goes by the features of TORCH, whatever the class says of its own."""
+    return TorchBackend.validate_configuration(spec, device, phase)
+
+
+def wrong(name: str, check: str, says: str, **parts: Any) -> Wrong:
+    return Wrong(name, variant(name, **parts), check, says)
+
+
+WRONG_REFUSALS = [
+    wrong(
+        "ignores_sparse", "refused/feature-sparse", "it would be ignored", validate_configuration=accepts_all
+    ),
+    wrong(
+        "ignores_a_dtype",
+        "refused/dtype",
+        "dtype='float16' is accepted",
+        supported_dtypes=("float32",),
+        validate_configuration=accepts_all,
+    ),
+    wrong(
+        "ignores_storage",
+        "refused/kv-cache-dtype",
+        "'unheard_of_3bit' is accepted",
+        validate_configuration=accepts_all,
+    ),
+    wrong(
+        "ignores_head_sizes",
+        "refused/head-size",
+        "head_size=1 is accepted",
+        get_supported_head_sizes=lambda cls: (64,),
+        validate_configuration=accepts_all,
+    ),
+    wrong(
+        "ignores_block_sizes",
+        "refused/block-size",
+        "block_size=1 is accepted",
+        get_supported_kernel_block_sizes=lists_16,
+        validate_configuration=accepts_all,
+    ),
+    wrong(
+        "ignores_kinds",
+        "refused/attn-type",
+        "'encoder' is accepted",
+        features=ALL & ~Feature.ENCODER,
+        validate_configuration=accepts_all,
+    ),
+    wrong(
+        "ignores_devices",
+        "refused/device-type",
+        "the device tpu is accepted",
+        validate_configuration=accepts_all,
+    ),
+    wrong(
+        "ignores_capability",
+        "refused/compute-capability",
+        "the device sm10 is accepted",
+        supports_compute_capability=lambda cls, pair: pair >= (8, 0),
+        validate_configuration=accepts_all,
+    ),
+    wrong(
+        "ignores_phases",
+        "refused/phase",
+        "the phase prefill is accepted",
+        supported_phases=("decode",),
+        validate_configuration=accepts_all,
+    ),
+    wrong(
+        "hard_coded",
+        "refused/withdrawn-soft_cap",
+        "once features lacks it, is accepted",
+        validate_configuration=hard_coded,
+    ),
+    wrong(
+        "wrong_code",
+        "refused/feature-mla",
+        "not with the code mla: dtype",
+        validate_configuration=but(refused=[Reason("no", code="dtype")]),
+    ),
+    wrong(
+        "says_only_true",
+        "refused/any-layer",
+        "gave True; it must give a list",
+        validate_configuration=but(refused=True),
+    ),
+    wrong(
+        "says_nothing",
+        "refused/any-layer",
+        "'', which is no Reason",
+        validate_configuration=but(refused=[""]),
+    ),
+    wrong(
+        "blank_reason",
+        "refused/any-layer",
+        "without a sentence",
+        validate_configuration=but(refused=[Reason(" ", code="dtype")]),
+    ),
+    wrong(
+        "unknown_code",
+        "refused/any-layer",
+        "unknown code 'because'",
+        validate_configuration=but(refused=[Reason("no", code="because")]),
+    ),
+    wrong(
+        "validate_raises",
+        "refused/any-device",
+        "on cuda: raised AssertionError: which GPU?",
+        validate_configuration=raises_for_devices,
+    ),
+    wrong(
+        "twice_for_one_cause", "refused/one-reason-per-cause", "refused twice", validate_configuration=twice
+    ),
+    wrong(
+        "forgets_a_phase", "refused/both-phases", "decode alone is refused", validate_configuration=per_phase
+    ),
+    wrong(
+        "empty_sentence", "refused/combination", "gave ''", supports_combination=lambda cls, spec, device: ""
+    ),
+    wrong(
+        "unheeded",
+        "refused/combination",
+        "is accepted, though supports_combination says: odd",
+        supports_combination=lambda cls, spec, device: "odd",
+        validate_configuration=accepts_all,
+    ),
+    wrong(
+        "accepts_and_raises",
+        "refused/never-after-acceptance",
+        "is accepted, and then forward: raised BatchError",
+        impl=RaisesLate,
+    ),
+    wrong(
+        "accepts_and_cannot_be_made",
+        "refused/never-after-acceptance",
+        "raised NotImplementedError: chunks",
+        impl=RaisesEarly,
+    ),
+    wrong(
+        "any_bare_device",
+        "refused/compute-capability",
+        "of a capability not known is accepted",
+        supports_compute_capability=lambda cls, pair: pair >= (8, 0),
+        validate_configuration=any_bare_device,
+    ),
+    wrong(
+        "both_is_more",
+        "refused/both-phases",
+        "phase=None is refused with phase, no phase alone is",
+        validate_configuration=both_is_more,
+    ),
+    wrong(
+        "accepts_latents_and_raises",
+        "refused/never-after-acceptance",
+        "from_spec: raised NotImplementedError: mla",
+        impl=NoLatents,
+        validate_configuration=takes_mla,
+    ),
+]
