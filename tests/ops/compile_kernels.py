@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import re
 import sys
@@ -30,6 +31,9 @@ TARGETS = {
     "sm90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+
+WRITES = [("NHD", 128, dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)]
+WRITES += [("HND", 128, torch.bfloat16), ("NHD", 80, torch.bfloat16)]
 
 
 @dataclasses.dataclass
@@ -102,12 +106,10 @@ def main() -> None:
     for name, target in TARGETS.items():
         compiler = Compiler(target)
         driver.set_active(compiler)
-        native = name == "sm90"
-        for layout, head_size in (("NHD", 128), ("HND", 128), ("NHD", 80)):
-            for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
-                case = f"{name} write {layout} {head_size} {str(dtype).removeprefix('torch.')}"
-                call = lambda: write(dtype, head_size, layout, converts=native)  # noqa: B023, E731
-                counts[case] = compiler.instructions(kv_write, call)
+        for layout, head_size, dtype in WRITES:
+            case = f"{name} write {layout} {head_size} {str(dtype).removeprefix('torch.')}"
+            call = functools.partial(write, dtype, head_size, layout, converts=name == "sm90")
+            counts[case] = compiler.instructions(kv_write, call)
         counts[f"{name} merge"] = compiler.instructions(merging, lambda: merge(3, torch.bfloat16))
         counts[f"{name} slots"] = compiler.instructions(slots, slot_mapping)
     json.dump(counts, sys.stdout)

@@ -29,14 +29,14 @@ def instructions(tmp_path_factory) -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize("target", ["sm80", "sm90", "gfx942"])
 def test_every_kernel_compiles(instructions, target):
     cases = [case for case in instructions if case.startswith(target)]
-    assert len(cases) == 11
+    assert len(cases) == 7
     assert all(instructions[case] for case in cases)
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
 def test_keys_and_values_move_in_pieces_of_16_bytes(instructions, target):
     writes = {case: found for case, found in instructions.items() if case.startswith(f"{target} write")}
-    assert len(writes) == 9
+    assert len(writes) == 5
     for case, found in writes.items():
         slots = found.pop("ld.global.b64")
         stores = 4 if "float8" in case else 8

@@ -109,18 +109,17 @@ def test_no_stride_need_be_1(device):
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
-@pytest.mark.parametrize("software", [False, True])
-def test_every_finite_half_is_rounded_to_8_bits_as_torch_does(device, dtype, software, monkeypatch):
+def test_every_finite_half_is_rounded_to_8_bits_as_torch_does(device, dtype, monkeypatch):
     from attnplug.ops.triton import kv_write as host
 
-    if software:
-        monkeypatch.setattr(host, "_converts", lambda dtype, device: False)
-    host._format.cache_clear()
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
     every = every.where(every.isfinite(), 0.0).view(32, 8, 256)
     pages = Pages("NHD", 8, (256, 256), dtype, 8)
     assert_the_same(device, every, every.flip(0), pages, torch.arange(32), 1.0, 2.0**-9)
-    host._format.cache_clear()
+    if device.type == "cuda":  # again without the instructions that this GPU may have
+        monkeypatch.setattr(host, "_converts", lambda dtype, device: False)
+        monkeypatch.setattr(host, "_format", host._format.__wrapped__)
+        assert_the_same(device, every, every.flip(0), pages, torch.arange(32), 1.0, 2.0**-9)
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)

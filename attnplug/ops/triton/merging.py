@@ -19,6 +19,7 @@ _MAX_PARTIALS = 16
 """Of one launch: its loops over partials are unrolled."""
 _TILE = 1024
 """Elements of the result that a program computes: with four warps, 8 a thread, 16 bytes of a half."""
+_NUM_WARPS = 4
 
 
 def merge_attn_states(
@@ -91,4 +92,5 @@ def _launch(
             head_size,
             rows,
             block_d,
+            num_warps=_NUM_WARPS,
         )

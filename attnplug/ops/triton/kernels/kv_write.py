@@ -74,8 +74,5 @@ def _stored(x, scale, dtype: tl.constexpr, FORMAT: tl.constexpr):
         # Exact division: with a product by 1 / scale the bytes would not be those that torch writes.
         x = tl.div_rn(x.to(tl.float32), tl.full(x.shape, 1.0, tl.float32) * scale)
         x = tl.clamp(x, -FORMAT[0], FORMAT[0], propagate_nan=tl.PropagateNan.ALL)
-        if len(FORMAT) == 1:
-            stored = x.to(dtype)
-        else:
-            stored = encode_8_bits(x, FORMAT[1], FORMAT[2], FORMAT[3])
+        stored = x.to(dtype) if len(FORMAT) == 1 else encode_8_bits(x, FORMAT[1], FORMAT[2], FORMAT[3])
     return stored
