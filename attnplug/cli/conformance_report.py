@@ -75,10 +75,8 @@ class Report:
         checks = _count(self._total, "check")
         if self._total < len(listing.ids):
             checks = f"{self._total} of {_count(len(listing.ids), 'check')}"
-        where = listing.device + (f" ({listing.device_name})" if listing.device_name else "")
         parts = [checks, f"level {listing.level}", *([f"shard {shard}"] if shard else [])]
-        self._print(f"{listing.name} on {where}: {', '.join([*parts, _count(limits.jobs, 'worker')])}")
-        self._print(", ".join(f"{name} {version}" for name, version in listing.versions.items()))
+        self._print(f"{_what(listing)}: {', '.join([*parts, _count(limits.jobs, 'worker')])}")
         if before:
             self._print(f"{_count(len(before), 'result')} kept from the run before")
 
@@ -94,7 +92,6 @@ class Report:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Show a bar while it runs, on a terminal."""
-        self._print("")
         if not self._live:
             yield
             return
@@ -159,6 +156,9 @@ class Report:
             for result in sorted(failed, key=lambda each: each.id):
                 self._show(result)
         self._print("")
+        if self._listing is not None:
+            versions = ", ".join(f"{name} {version}" for name, version in self._listing.versions.items())
+            self._print(f"{_what(self._listing)} with {versions}")
         self._print(self._sum() + f" in {time.monotonic() - self._start:.0f} s")
 
     def _move_bar(self) -> None:
@@ -209,6 +209,12 @@ class Report:
     def _print(self, text: str, style: str | None = None) -> None:
         # A narrow terminal wraps, a file does not.
         self._out.print(Text(text, style or ""), soft_wrap=True)
+
+
+def _what(listing: Listing) -> str:
+    return f"{listing.name} on {listing.device}" + (
+        f" ({listing.device_name})" if listing.device_name else ""
+    )
 
 
 def _count(number: int, what: str) -> str:

@@ -77,7 +77,8 @@ def test_checks_pass_whatever_pytest_is_told_in_the_folder(command, torch_checks
     lines = outcome.out.splitlines()
     assert (outcome.code, outcome.err) == (0, "")
     assert lines[0] == f"TORCH on cpu: 3 of {len(torch_checks.ids)} checks, level smoke, 1 worker"
-    assert "torch " in lines[1]
+    assert lines[-2].startswith("TORCH on cpu with Python ")
+    assert ", torch " in lines[-2]
     assert lines[-1].startswith("3 checks passed in ")
     assert list(cases("report.xml")) == list(torch_checks.ids[:3])
     assert sorted(map(str, Path().iterdir())) == ["conftest.py", "pytest.ini", "report.xml", "torch.py"]

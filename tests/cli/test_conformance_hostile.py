@@ -84,6 +84,7 @@ def hostile(run_with_plugins, tmp_path_factory, chosen) -> Run:
         env={"XDG_CACHE_HOME": str(folder), "COLUMNS": "80"},
         timeout=500,
     )
+    assert done.returncode == 1, done.stdout + done.stderr
     return Run(done, report)
 
 

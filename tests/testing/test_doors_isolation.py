@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 import types
@@ -14,8 +13,10 @@ from pathlib import Path
 import pytest
 from catching import variant
 
+from attnplug.core.device import Device
 from attnplug.core.errors import SpecError
 from attnplug.registry.records import Offer
+from attnplug.testing.conformance import suites
 from attnplug.testing.isolation import environment, run
 from attnplug.testing.isolation.controller import Controller
 from attnplug.testing.isolation.deaths import cause_of_death
@@ -229,10 +230,35 @@ class Node:
         self.gateway = Gateway(code)
 
 
+class Seen:
+    """A watcher that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.results: list[Result] = []
+        self.begun: list[str] = []
+
+    def started(self, check_id: str) -> None:
+        self.begun.append(check_id)
+
+    def finished(self, result: Result) -> None:
+        self.results.append(result)
+
+
 @pytest.fixture
-def controller(tmp_path):
+def seen():
+    return Seen()
+
+
+@pytest.fixture
+def controller(tmp_path, seen):
     orders = {"ids": [], "known": {}, "timeout": 1.0, "memory": None, "threads": 1, "log": str(tmp_path)}
-    return Controller(orders, {}, (), types.SimpleNamespace(finished=print, started=print))
+    return Controller(orders, {"a/2": "acme#12"}, (), seen)
+
+
+def report_of(check: str, outcome: str, longrepr: object = None, when: str = "call") -> pytest.TestReport:
+    return pytest.TestReport(
+        f"suite.py::test_conformance[{check}]", ("p", None, "p"), {}, outcome, longrepr, when
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,15 +270,71 @@ def controller(tmp_path):
     ],
 )
 def test_a_worker_without_a_word_is_judged_by_how_its_process_ended(controller, code, how):
-    report = pytest.TestReport("n", ("p", None, "p"), {}, "failed", "crashed", "call")
+    report = report_of("a/1", "failed", "crashed", "???")
     report.node = Node(code)
-    controller.pytest_handlecrashitem("suite.py::test_conformance[a/1]", report)
+    controller.pytest_handlecrashitem(report.nodeid, report)
+    assert (report.when, report.outcome) == ("call", "failed")
     assert str(report.longrepr).endswith(how)
+
+
+def test_a_worker_of_another_kind_is_not_asked_how_it_ended(controller):
+    report = report_of("a/1", "failed", "crashed")
+    report.node = types.SimpleNamespace(gateway=types.SimpleNamespace(id="gw1"))
+    controller.pytest_handlecrashitem(report.nodeid, report)
+    assert report.longrepr == "the worker process crashed"
+
+
+def test_a_check_that_kills_its_worker_as_known_is_told_as_a_known_failure(controller, seen, tmp_path):
+    (tmp_path / "gw0.log").write_text("Fatal Python error: Aborted\n")
+    report = report_of("a/2", "failed", "crashed")
+    report.node = types.SimpleNamespace(gateway=types.SimpleNamespace(id="gw0"))
+    controller.pytest_handlecrashitem(report.nodeid, report)
+    controller.pytest_runtest_logreport(report)
+    assert seen.results == [Result("a/2", Outcome.KNOWN, 0.0, "acme#12")]
+
+
+def test_each_report_becomes_a_result(controller, seen):
+    controller.pytest_runtest_logstart("suite.py::test_conformance[a/1]")
+    controller.pytest_runtest_logreport(report_of("a/1", "passed", when="setup"))
+    controller.pytest_runtest_logreport(report_of("a/1", "passed"))
+    controller.pytest_runtest_logreport(report_of("a/2", "skipped", ("suite.py", 3, "Skipped: no sinks")))
+    controller.pytest_runtest_logreport(report_of("a/3", "failed", "[XPASS(strict)] acme#13"))
+    controller.pytest_runtest_logreport(report_of("a/4", "failed", "it crashed\nat the end", "teardown"))
+    assert seen.begun == ["a/1"]
+    assert [(result.id, str(result.outcome), result.cause) for result in seen.results] == [
+        ("a/1", "passed", ""),
+        ("a/2", "skipped", "no sinks"),
+        ("a/3", "failed", "passed, though it is known to fail: acme#13; take it off the list"),
+        ("a/4", "failed", "it crashed"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        ("attnplug.testing.conformance.check.ConformanceError: wrong\nby 2", "wrong\nby 2"),
+        ("AssertionError: wrong", "wrong"),
+        ("acme.errors.AcmeError: wrong", "acme.errors.AcmeError: wrong"),
+        ("Failed: Timeout (>6.0s) from pytest-timeout.", "timed out after 6 s at impl.py:42"),
+    ],
+)
+def test_the_cause_of_a_failure_is_its_message(controller, seen, message, cause):
+    crash = types.SimpleNamespace(message=message, path="impl.py", lineno=42)
+    controller.pytest_runtest_logreport(report_of("a/1", "failed", types.SimpleNamespace(reprcrash=crash)))
+    assert seen.results[0].cause == cause
+
+
+def test_only_the_users_interrupt_is_one(controller):
+    for problem, is_the_users in ((pytest.exit.Exception("gone"), False), (KeyboardInterrupt(), True)):
+        with pytest.raises(type(problem)) as caught:
+            raise problem
+        controller.pytest_keyboard_interrupt(caught)
+        assert controller.interrupted is is_the_users
 
 
 def test_workers_that_never_start_end_the_run_with_the_reason(controller, tmp_path):
     (tmp_path / "gw0.log").write_text("ImportError: acme.so: wrong ELF class\n")
-    node = Node("")
+    node = types.SimpleNamespace(gateway=types.SimpleNamespace(id="gw0"))
     controller.pytest_testnodedown(node, None)
     for _ in range(2):
         controller.pytest_testnodedown(node, "EOF")
@@ -297,5 +379,12 @@ def test_the_child_reports_bad_usage_as_such(tmp_path):
     }
 
 
-def test_signals_of_the_tests_are_as_before():
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def test_a_gpu_with_a_number_becomes_the_current_one(monkeypatch):
+    import torch
+
+    chosen = []
+    monkeypatch.setattr(suites, "resolve_device", lambda device: Device("cpu"))
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for device in ("cuda:1", "rocm:0", "cpu", None):
+        suites.load_suite("TORCH", device=device)
+    assert chosen == [1, 0]

@@ -80,10 +80,12 @@ class State:
         """Remember one result, whatever happens next."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            size = os.fstat(descriptor).st_size
-            # After a line that was cut off, a new one begins.
-            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-            os.write(descriptor, f"{chr(10) if torn else ''}{_line(result)}".encode())
+            line = _line(result).encode()
+            if os.fstat(descriptor).st_size:
+                os.lseek(descriptor, -1, os.SEEK_END)
+                # After a line that was cut off, a new one begins.
+                line = line if os.read(descriptor, 1) == b"\n" else b"\n" + line
+            os.write(descriptor, line)
         finally:
             os.close(descriptor)
 
