@@ -51,9 +51,13 @@ def test_a_wrong_backend_is_caught_by_its_check_and_named(wrong: Wrong) -> None:
     assert [str(problem) for problem in found.values() if wrong.says not in str(problem)] == []
 
 
-@pytest.mark.parametrize("backend", [TorchBackend, Capturable, EXACT], ids=lambda backend: backend.get_name())
+@pytest.mark.parametrize("backend", [TorchBackend, Capturable], ids=lambda backend: backend.get_name())
 def test_an_honest_backend_fails_none(backend: type[AttentionBackend]) -> None:
     assert failures(backend, every()) == {}
+
+
+def test_a_builder_that_needs_exact_lengths_and_says_so_fails_none() -> None:
+    assert failures(EXACT, every("builder/")) == {}
 
 
 def test_partial_results_are_checked_only_where_they_can_be_merged() -> None:

@@ -62,9 +62,12 @@ class _Step:
 
 
 def _script(size: int, seed: int) -> list[_Step]:
-    """Prefill, decode, mixed and extend steps over pages of `size`; of unlike lengths with another seed."""
+    """Prefill, decode, mixed and extend steps over pages of `size`; of unlike lengths with another seed.
+
+    One request has more than a hundred tokens, for which kernels may change.
+    """
     return [
-        _Step({"a": size + 3 + seed, "b": max(2 * size - 1 - seed, 1)}, come=("a", "b")),
+        _Step({"a": size + 3 + seed, "b": 2 * size + 111 - seed}, come=("a", "b")),
         _Step({"a": 1, "b": 1}),
         _Step({"a": 1, "c": 7, "b": 1}, come=("c",)),
         _Step({"c": 9, "b": 1, "a": size}, gone=("b",)),

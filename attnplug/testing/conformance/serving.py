@@ -27,7 +27,7 @@ from attnplug.testing.oracle import attention_oracle, stored_values
 __all__ = ["Call", "Served", "plan_on"]
 
 _MOST_REQUESTS, _MOST_PAGES = 4, 6
-_SLACK = 48
+_SLACK = 160
 """Tokens of a request beyond its whole pages, where pages are small."""
 
 

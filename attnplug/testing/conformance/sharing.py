@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from attnplug.testing.batches import Batch, layer_tensors
 from attnplug.testing.conformance.builders import kept_of
 from attnplug.testing.conformance.check import Check, ConformanceError
 from attnplug.testing.conformance.driving import Answer, Driver
-from attnplug.testing.conformance.steps import kinds, layer_of_kind, mixed, step_of
+from attnplug.testing.conformance.steps import kinds, layer_of_kind, long_decodes, mixed, step_of
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.conformance.verdicts import agrees, check_slots, compare, during, judge
 
@@ -48,45 +48,57 @@ def _check_two_builders(target: Target, kind: str) -> None:
 
 def _check_layers(target: Target, kind: str) -> None:
     spec = layer_of_kind(target, kind)
-    make = step_of(target, spec, mixed(target.block_size(spec)))
-    batches = list(_layers_over(target, make()))
+    size = target.block_size(spec)
+    for lengths in (mixed(size), long_decodes(size)):
+        layers = _layers_over(target, step_of(target, spec, lengths)())
+        _check_one_metadata(target, layers)
+
+
+def _check_one_metadata(target: Target, layers: Mapping[str, Batch]) -> None:
+    names, batches = list(layers), list(layers.values())
     driver, what = Driver.of(target, *batches), "one metadata for several layers of a KV group"
     with during(what):
         metadata = driver.builder.build(0, batches[0].common)
-        found = [driver.run(batch, metadata, layer=i) for i, batch in enumerate(batches)]
-    for index, (batch, answer) in enumerate(zip(batches, found, strict=True)):
+        # There and back, since what one layer leaves behind may disturb only those after it.
+        places = [*range(len(batches)), *reversed(range(len(batches)))]
+        found = [driver.run(batches[place], metadata, layer=place) for place in places]
+    for place, answer in zip(places, found, strict=True):
         try:
-            compare(batch, answer)
+            compare(batches[place], answer)
         except AssertionError as problem:
             named, because = None, ""
             # The oracle of this layer's keys, read as the first layer is.
-            as_first = dataclasses.replace(batch, spec=spec, tensors=batches[0].tensors)
-            if index and agrees(as_first, Answer(answer.output, None)):
+            first = batches[0]
+            as_first = dataclasses.replace(batches[place], spec=first.spec, tensors=first.tensors)
+            if place and agrees(as_first, Answer(answer.output, None)):
                 named = "the first layer's scale, cap, sinks or slopes"
                 because = f"; these are the numbers of {named}"
-            raise ConformanceError(f"{what}, layer {index}: {problem}{because}", named) from None
+            raise ConformanceError(
+                f"{what} ({', '.join(names)}), the layer with {names[place]}: {problem}{because}", named
+            ) from None
 
 
-def _layers_over(target: Target, batch: Batch) -> Iterator[Batch]:
-    """Layers over the step of `batch` that have caches and tensors of their own, and ask for other things."""
-    yield batch
-    asked: tuple[dict[str, Any], ...] = (
-        {"scale": batch.spec.scale / 2},
-        {"logits_soft_cap": 3.0},
-        {"has_sinks": True},
-        {"has_alibi": True},
-    )
-    for seed, fields in enumerate(asked, 1):
+def _layers_over(target: Target, batch: Batch) -> dict[str, Batch]:
+    """Layers over one step that have caches and tensors of their own, by what each asks beyond the first."""
+    layers = {"nothing more": batch}
+    asked: dict[str, dict[str, Any]] = {
+        "another scale": {"scale": batch.spec.scale / 2},
+        "a soft cap": {"logits_soft_cap": 3.0},
+        "sinks": {"has_sinks": True},
+        "ALiBi": {"has_alibi": True},
+    }
+    for seed, (name, fields) in enumerate(asked.items(), 1):
         spec = batch.spec.replace(**fields)
         if target.reasons(spec) or batch.kv_cache is None:
             continue
-        yield dataclasses.replace(
+        layers[name] = dataclasses.replace(
             batch,
             spec=spec,
             tensors=layer_tensors(spec, seed=seed, device=target.torch_device),
             key=-batch.key,
+            value=-batch.value,
             kv_cache=-batch.kv_cache,
             keys=[-keys for keys in batch.keys],
             values=[-values for values in batch.values],
-            value=-batch.value,
         )
+    return layers

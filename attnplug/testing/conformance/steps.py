@@ -12,7 +12,17 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import CheckSkipped
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["KINDS", "Make", "decodes", "kinds", "layer_of_kind", "mixed", "step_of", "with_pages"]
+__all__ = [
+    "KINDS",
+    "Make",
+    "decodes",
+    "kinds",
+    "layer_of_kind",
+    "long_decodes",
+    "mixed",
+    "step_of",
+    "with_pages",
+]
 
 Make: TypeAlias = Callable[[], Batch]
 """Gives the same batch each time, as it is before it is run."""
@@ -67,6 +77,11 @@ def mixed(size: int, more: int = 0) -> tuple[list[int], list[int]]:
 def decodes(size: int, more: int = 0, new: int = 1) -> tuple[list[int], list[int]]:
     """New and all tokens of four decodes of `new` tokens, with `more` of context, 2 at most."""
     return [new] * 4, [max(size - 2, new) + more, 2 * size + 1 + more, size + 5 + more, 3 + more]
+
+
+def long_decodes(size: int) -> tuple[list[int], list[int]]:
+    """New and all tokens of decodes with some hundred keys beside short ones, for which kernels may change."""
+    return [1] * 4, [3, 600 + size, size + 1, 300 + size]
 
 
 def step_of(
