@@ -36,6 +36,7 @@ _TOGETHER: tuple[Row, ...] = (
     {"logits_soft_cap": 3.0, "has_alibi": True},
     {"logits_soft_cap": 3.0, "scale": 0.15},
     {"logits_soft_cap": 3.0, "window": (6, 0)},
+    {"kind": "non_causal", "window": (40, 40)},
 )
 """What a convention ties together, and so must be tried with nothing else in the way."""
 _MAX_COMPILE_KEYS = {Level.SMOKE: 6, Level.FULL: 24}
@@ -108,8 +109,8 @@ def axes(target: Target) -> dict[str, list[Any]]:
     """The values of each axis that `target` could be asked for, the plainest first."""
     few = target.level is Level.SMOKE
     sizes, blocks = target.head_sizes, target.block_sizes
-    return {
-        "kind": list(KINDS),
+    values: dict[str, list[Any]] = {
+        "kind": [kind for kind, fields in KINDS.items() if _is_declared(target, **fields)],
         "shape": list(SHAPES),
         "head_size": _spread(sizes, 4 if few else 12),
         "heads": list(_HEADS[:5] if few else _HEADS),
@@ -127,6 +128,19 @@ def axes(target: Target) -> dict[str, list[Any]]:
         "needs_lse": [False, True],
         "values": [None, "smaller", "larger"],
     }
+    for name in ("chunk_size", "logits_soft_cap", "has_sinks", "has_alibi", "needs_lse"):
+        values[name] = [value for value in values[name] if _is_declared(target, **{name: value})]
+    if not _is_declared(target, window=(6, 0)):
+        values["window"] = [None]
+    if not _is_declared(target, head_size_v=1):
+        values["values"] = [None]
+    return values
+
+
+def _is_declared(target: Target, **fields: Any) -> bool:
+    """Whether the backend declares the features that `fields` ask; what it has not, it refuses."""
+    spec = LayerSpec(num_heads=1, num_kv_heads=1, head_size=2, **fields)
+    return spec.required_features() in target.backend.features
 
 
 def designed_cases(target: Target) -> list[Case]:

@@ -14,6 +14,8 @@ _Cell: TypeAlias = tuple[str, int]
 
 _ATTEMPTS = 24
 """Rows drawn for each one kept: of those that are possible, the one that covers most wins."""
+_LAST_ATTEMPTS = 96
+"""Rows drawn at random where none of those was possible: values of most use may be those that exclude each other."""
 
 
 def covering_rows(
@@ -56,6 +58,8 @@ def covering_rows(
             if covered > gain:
                 best, gain = places, covered
         if best is None:
+            best = _any_possible(axes, dict(start), possible, chance)
+        if best is None:
             wanted.discard(start)  # no possible row was found that holds it
             continue
         wanted -= _covered(best, wanted, strength)
@@ -91,6 +95,24 @@ def _complete(
         most = max(use)
         places[name] = chance.choice([place for place, each in enumerate(use) if each == most])
     return places
+
+
+def _any_possible(
+    axes: Mapping[str, Sequence[Any]],
+    start: dict[str, int],
+    possible: Callable[[Row], bool],
+    chance: random.Random,
+) -> dict[str, int] | None:
+    """A possible row that holds `start`, with ever fewer values that are not the plainest."""
+    for attempt in range(_LAST_ATTEMPTS):
+        varied = 1 - attempt / (_LAST_ATTEMPTS - 1)
+        places = {
+            name: chance.randrange(len(values)) if chance.random() < varied else 0
+            for name, values in axes.items()
+        } | start
+        if possible({name: axes[name][place] for name, place in places.items()}):
+            return places
+    return None
 
 
 def _covered(

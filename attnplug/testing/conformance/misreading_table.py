@@ -170,12 +170,12 @@ MISREADINGS: tuple[Misreading, ...] = (
     ),
     Misreading("queries one position early", _always, _set(shift=-1)),
     Misreading("queries one position late", _always, _set(shift=1)),
-    Misreading("soft cap after the mask", _has_cap, _in_order("scale", "bias", "mask", "cap")),
     Misreading(
         "ALiBi before the cap",
         lambda it: _has_cap(it) and _has_alibi(it),
         _in_order("scale", "bias", "cap", "mask"),
     ),
+    Misreading("soft cap after the mask", _has_cap, _in_order("scale", "bias", "mask", "cap")),
     Misreading("ALiBi before the scale", _has_alibi, _in_order("bias", "scale", "cap", "mask")),
     Misreading("ALiBi with the wrong sign", _has_alibi, _set(bias=lambda query, key: (key - query).abs())),
     Misreading("ALiBi of signed distances", _has_alibi, _set(bias=lambda query, key: key - query)),

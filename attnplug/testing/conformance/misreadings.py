@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeAlias
 
 import torch
@@ -25,6 +26,8 @@ _SAME = 2.0
 """Times the tolerance within which numbers are those of a mistake."""
 _CLEAR = 4.0
 """Times the tolerance by which a mistake must differ from the truth to be told from it."""
+_NOTHING = 1e-2
+"""Times the tolerance by which two mistakes may differ that are the same here."""
 
 _Numbers: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 """Output `[n, H, Dv]` and LSE `[n, H]`, float64."""
@@ -36,15 +39,15 @@ def recognise(batch: Batch, output: torch.Tensor, lse: torch.Tensor | None) -> s
     """The name of the mistake whose numbers `output [T, H, Dv]` and `lse [T, H]` are, or None.
 
     A backend may make a mistake on one of its paths only, so each row may be as the truth has it or
-    as the mistake has it, which must differ clearly in some row. Of mistakes that give the same
-    numbers the plainest is named.
+    as the mistake has it, which must differ clearly in some row. The nearest mistake is named, and of
+    several as near the plainest.
     """
     truth, bound = batch.oracle(), tolerance(batch.spec)
     found = (output.detach().cpu().double(), None if lse is None else lse.detach().cpu().double())
-    wrong = ~_same((truth.output, truth.lse), found, bound, 1.0)
+    wrong = _error((truth.output, truth.lse), found, bound) > 1
     if not bool(wrong.any()):
         return None
-    if bool((found[0].isnan().any(-1) & _sees_nothing(batch))[wrong].all()):
+    if bool(found[0].isnan().any(-1)[wrong].all()) and bool(_sees_nothing(batch)[wrong].all()):
         return NAN_FOR_NOTHING
     parts = [_Part.of(span, wrong, truth, found) for span in _spans(batch)]
     # Most mistakes are out of the question after one request, and a short one tells it cheaply.
@@ -52,20 +55,29 @@ def recognise(batch: Batch, output: torch.Tensor, lse: torch.Tensor | None) -> s
         (index for index, part in enumerate(parts) if bool(part.wrong.any())),
         key=lambda index: batch.seq_lens[index],
     )
+    fits: dict[str, float] = {}
     for name, numbers in _mistakes(batch, truth, with_lse=lse is not None):
-        verdicts = (parts[index].judge(numbers(index), bound) for index in suspects)
-        if _all_explained(verdicts):
-            return name
-    return None
+        error = _worst(parts[index].judge(numbers(index), bound) for index in suspects)
+        if error is not None:
+            fits[name] = error
+    nearest = min(fits.values(), default=0.0)
+    return next((name for name, error in fits.items() if error <= 2 * nearest + _NOTHING), None)
 
 
-def mistaken(batch: Batch) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
-    """Each mistake that the batch leaves room for, and the output and LSE that it gives; see `recognise`."""
-    requests = len(batch.seq_lens)
-    truth = batch.oracle()
-    for name, numbers in _mistakes(batch, truth, with_lse=batch.spec.needs_lse):
-        outputs, lses = zip(*(numbers(index) for index in range(requests)), strict=True)
-        yield name, torch.cat(outputs), torch.cat(lses) if batch.spec.needs_lse else None
+def mistaken(
+    batch: Batch, names: Collection[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+    """Mistakes that could be made with the batch, and the output and LSE that each gives.
+
+    Args:
+        batch: what is asked.
+        names: of the mistakes wanted; default all.
+    """
+    with_lse = batch.spec.needs_lse
+    for name, numbers in _mistakes(batch, batch.oracle(), with_lse=with_lse):
+        if names is None or name in names:
+            outputs, lses = zip(*map(numbers, range(len(batch.seq_lens))), strict=True)
+            yield name, torch.cat(outputs), torch.cat(lses) if with_lse else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -82,20 +94,20 @@ class _Part:
         expected = (truth.output[span], None if found[1] is None else truth.lse[span])
         return cls(wrong[span], expected, (found[0][span], None if found[1] is None else found[1][span]))
 
-    def judge(self, mistake: _Numbers, bound: Tolerance) -> tuple[bool, bool]:
-        """Whether `mistake` explains every wrong row, and whether it clearly differs from the truth in one."""
-        explained = _same(mistake, self.found, bound, _SAME) | ~self.wrong
-        clear = self.wrong & ~_same(mistake, self.truth, bound, _CLEAR)
-        return bool(explained.all()), bool(clear.any())
+    def judge(self, mistake: _Numbers, bound: Tolerance) -> tuple[float, bool]:
+        """The largest error of `mistake` in the wrong rows, and whether it clearly differs from the truth in one."""
+        error = _error(mistake, self.found, bound)[self.wrong].max()
+        return float(error), bool((_error(mistake, self.truth, bound)[self.wrong] > _CLEAR).any())
 
 
-def _all_explained(verdicts: Iterator[tuple[bool, bool]]) -> bool:
-    is_clear = False
-    for explained, clear in verdicts:
-        if not explained:
-            return False
-        is_clear |= clear
-    return is_clear
+def _worst(verdicts: Iterable[tuple[float, bool]]) -> float | None:
+    """The largest error of a mistake that explains every request, and is clear in one; else None."""
+    worst, is_clear = 0.0, False
+    for error, clear in verdicts:
+        if not error <= _SAME:
+            return None
+        worst, is_clear = max(worst, error), is_clear or clear
+    return worst if is_clear else None
 
 
 def _mistakes(batch: Batch, truth: OracleResult, *, with_lse: bool) -> Iterator[_Mistake]:
@@ -119,12 +131,18 @@ def _sees_nothing(batch: Batch) -> torch.Tensor:
     return batch.oracle(use_sinks=False).lse.isneginf()
 
 
-def _same(expected: _Numbers, found: _Numbers, bound: Tolerance, times: float) -> torch.Tensor:
-    """Which rows `[n, H]` of `found` are `expected`, where that is known, within `times` the bound."""
-    wide = times * bound.output * expected[0].abs().amax(-1)
-    error = (found[0] - expected[0]).abs().amax(-1)
-    same = (error <= wide) | expected[0].isnan().any(-1)
+def _error(expected: _Numbers, found: _Numbers, bound: Tolerance) -> torch.Tensor:
+    """The error of each row `[n, H]` in multiples of the bound: 0 where nobody knows, inf where found is NaN."""
+    output = _multiple((found[0] - expected[0]).abs().amax(-1), bound.output * expected[0].abs().amax(-1))
+    output = output.masked_fill(expected[0].isnan().any(-1), 0.0)
     if expected[1] is None or found[1] is None:
-        return same
-    near = (found[1] - expected[1]).abs() <= times * bound.lse * expected[1].abs().clamp_min(1.0)
-    return same & ((near & expected[1].isfinite()) | (found[1] == expected[1]) | expected[1].isnan())
+        return output
+    lse = _multiple((found[1] - expected[1]).abs(), bound.lse * expected[1].abs().clamp_min(1.0))
+    lse = lse.masked_fill((found[1] == expected[1]) | expected[1].isnan(), 0.0)
+    return torch.maximum(output, lse)
+
+
+def _multiple(error: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    multiple = torch.where(error == 0, 0.0, error / bound)
+    # An infinity that is expected is no bound for what is not one.
+    return multiple.masked_fill(~error.isfinite(), math.inf)

@@ -1,0 +1,99 @@
+"""Every backend with wrong numbers is caught, where it is wrong and nowhere else, and its mistake named."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from catching import failures, variant
+from plain_attention import PlainImpl
+from wrong_numbers import WRONG_NUMBERS, WrongNumbers
+
+from attnplug.backends.torch_native import TorchBackend
+from attnplug.backends.torch_native.impl import TorchImpl
+from attnplug.core import Device
+from attnplug.testing.conformance import Check, ConformanceError, correctness
+from attnplug.testing.conformance.cases import Case, designed_cases
+from attnplug.testing.conformance.target import Target
+
+PLAIN = "correct/mixed-h4x2-d64-float32-b16-NHD"
+
+
+@functools.cache
+def torch_cases() -> list[Case]:
+    """TORCH's cases, which are those of all its variants."""
+    return designed_cases(Target(TorchBackend, Device("cpu")))
+
+
+@pytest.mark.parametrize("wrong", WRONG_NUMBERS, ids=lambda wrong: wrong.name)
+def test_wrong_numbers_are_caught_and_named(wrong: WrongNumbers) -> None:
+    def asked(target: Target) -> Iterator[Check]:
+        names = [f"correct/{case.id}" for case in torch_cases()]
+        can_fail = fnmatch.filter(names, wrong.asked)
+        chosen = {PLAIN, wrong.check, *can_fail[:: max(len(can_fail) // 6, 1)]}
+        for name, case in zip(names, torch_cases(), strict=True):
+            if name in chosen:
+                yield Check(name, functools.partial(correctness.check_case, target, case), "")
+
+    found = failures(wrong.backend, asked)
+    problem = found[wrong.check]
+    assert isinstance(problem, ConformanceError)
+    assert problem.named == (wrong.says or None)
+    assert wrong.says in str(problem)
+    if wrong.check.startswith(f"{PLAIN}-"):
+        assert PLAIN not in found  # it asks nothing of what is got wrong
+    for name, other in found.items():
+        if name == PLAIN and not fnmatch.fnmatch(name, wrong.asked):
+            continue  # numbers that no name is known for here
+        assert isinstance(other, ConformanceError), f"{name}: {other!r}"
+        # The tolerance of fp8 is so wide that a small difference is caught, but not told apart.
+        assert other.named == problem.named or ("fp8" in name and other.named is None), name
+
+
+def test_torch_passes() -> None:
+    assert failures(TorchBackend, correctness.checks) == {}
+
+
+def test_the_steps_that_wrong_backends_change_are_right_as_they_stand() -> None:
+    def some(target: Target) -> Iterator[Check]:
+        yield from list(correctness.checks(target))[::3]
+
+    assert failures(variant("PLAIN", impl=PlainImpl), some) == {}
+
+
+def test_wrong_backends_have_names_of_their_own() -> None:
+    names = [wrong.name for wrong in WRONG_NUMBERS]
+    assert len(set(names)) == len(names) >= 20
+
+
+class WritesPadding(TorchImpl):
+    """Writes every row of the output, as a kernel launched over the padded batch does."""
+
+    def attend(self, *args: Any, **options: Any) -> torch.Tensor:
+        return super().attend(*args, **options).nan_to_num_(0.0)
+
+
+class WritesPaddedLses(PlainImpl):
+    """Writes every row of the LSE."""
+
+    def write_lse(self, lse: torch.Tensor, output_lse: torch.Tensor) -> None:
+        super().write_lse(lse, output_lse)
+        output_lse.nan_to_num_(0.0)
+
+
+@pytest.mark.parametrize(
+    ("impl", "says"), [(WritesPadding, "output rows past"), (WritesPaddedLses, "LSE rows past")]
+)
+def test_rows_past_the_tokens_must_stay_untouched(impl: type[TorchImpl], says: str) -> None:
+    def first(target: Target) -> Iterator[Check]:
+        case = next(case for case in torch_cases() if case.spec.needs_lse)
+        yield Check("correct/first", functools.partial(correctness.check_case, target, case), "")
+
+    (problem,) = failures(variant("PADDING", impl=impl), first).values()
+    assert says in str(problem)
+    assert isinstance(problem, ConformanceError)
+    assert problem.named is None
