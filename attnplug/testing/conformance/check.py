@@ -15,9 +15,9 @@ class Level(enum.StrEnum):
     """How much of the space of layers and batches is tried."""
 
     SMOKE = "smoke"
-    """Every value of every axis once: under a minute on two cores."""
+    """A few values of each axis, in pairs: under a minute on two cores."""
     FULL = "full"
-    """Every pair of values."""
+    """All values, every pair of them in several designs."""
 
 
 class ConformanceError(AssertionError):
