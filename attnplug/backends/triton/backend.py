@@ -58,8 +58,8 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
-        """100: after the vendors' kernels, before TORCH; on a CPU, where it is interpreted, after nothing else."""
-        return 1 if device.type == "cpu" else 100
+        """100: after the vendors' kernels, before TORCH; on a CPU, where it is interpreted, no more than TORCH."""
+        return 0 if device.type == "cpu" else 100
 
     @classmethod
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:

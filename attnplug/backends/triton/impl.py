@@ -87,8 +87,10 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         longest = meta.max_query_len if paged else max(meta.max_query_len, meta.max_decode_len)
         if longest:
             given = self._given(key, value, meta) if paged else None
-            k, v = (k, v) if given is None else given
-            self._prefill(meta, decodes, longest, paged and given is None, common | _kv(k, v))
+            starts = meta.key_start_loc
+            if given is not None:
+                (k, v), starts, paged = given, meta.query_start_loc, False
+            self._prefill(meta, decodes, longest, paged, starts, common | _kv(k, v))
         return output
 
     def _decode(self, meta: TritonMetadata, reach: Reach, decodes: int, tensors: dict[str, Any]) -> None:
@@ -140,7 +142,13 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             )
 
     def _prefill(
-        self, meta: TritonMetadata, decodes: int, longest: int, paged: bool, tensors: dict[str, Any]
+        self,
+        meta: TritonMetadata,
+        decodes: int,
+        longest: int,
+        paged: bool,
+        key_start_loc: torch.Tensor,
+        tensors: dict[str, Any],
     ) -> None:
         spec, group = self.spec, self._group
         launch = prefill_launch(
@@ -154,7 +162,7 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             query_start_loc=meta.query_start_loc[decodes:],
             seq_lens=meta.seq_lens[decodes:],
             block_table=meta.block_table[decodes:],
-            key_start_loc=(meta.key_start_loc if self.spec.direct_kv else meta.query_start_loc)[decodes:],
+            key_start_loc=key_start_loc[decodes:],
             first_token=meta.num_decode_tokens if decodes else 0,
             num_reqs=reqs,
             stride_table=meta.block_table.stride(0),
@@ -257,7 +265,8 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             if self.spec.direct_kv:
                 raise LayoutError("kv_cache", tuple(kv_cache.shape), "must be None with direct_kv=True")
             return self._pages(kv_cache)
-        if not self.spec.direct_kv:
+        encodes = self.spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+        if not (self.spec.direct_kv or encodes):
             remedy = "declare the layer with direct_kv=True to give K and V with the call"
             raise LayoutError("kv_cache", None, "is required", remedy)
         # How many keys the call must bring is known on the device alone, unless they stand as the queries.

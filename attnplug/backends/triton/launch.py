@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 __all__ = [
-    "MERGED_BY_ROW",
     "DecodeLaunch",
     "PrefillLaunch",
     "decode_launch",
+    "merging",
     "power_of_two",
     "prefill_launch",
 ]

@@ -1,0 +1,23 @@
+"""TRITON passes the conformance kit: on the GPU where there is one, else under Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from attnplug.backends.triton import TritonBackend
+from attnplug.testing import parametrize_with_checks
+
+ON_GPU = torch.cuda.is_available()
+INTERPRETER = {
+    "runtime/threads": "Triton's interpreter keeps the running program in its modules, for all threads"
+}
+
+
+@parametrize_with_checks(
+    TritonBackend, device="cuda" if ON_GPU else "cpu", known_failures={} if ON_GPU else INTERPRETER
+)
+def test_conformance(check):
+    check()

@@ -1,0 +1,85 @@
+"""What TRITON says of itself without a GPU, and where it stands among the others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import attnplug
+from attnplug.backends.torch_native import TorchBackend
+from attnplug.backends.triton import TritonBackend
+from attnplug.core import Device, LayerSpec
+
+SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+H200 = Device.parse("sm90")
+
+
+def codes(spec: LayerSpec, device: Device = H200) -> list[str]:
+    return [reason.code for reason in TritonBackend.validate_configuration(spec, device)]
+
+
+@pytest.mark.parametrize("device", ["sm80", "sm89", "sm90", "sm100", "sm120", "rocm:9.4"])
+def test_it_comes_before_torch_on_every_gpu_that_it_serves(device):
+    where = Device.parse(device)
+    assert TritonBackend.validate_configuration(SPEC, where) == []
+    assert TritonBackend.get_priority(SPEC, where, None) > TorchBackend.get_priority(SPEC, where, None)
+
+
+def test_a_cpu_is_served_by_torch_even_where_triton_is_interpreted():
+    assert attnplug.select(SPEC, device="cpu").backend == "TORCH"
+
+
+def test_everything_that_torch_honours_is_honoured():
+    assert TritonBackend.features == TorchBackend.features
+    assert TritonBackend.supported_dtypes == TorchBackend.supported_dtypes
+
+
+def test_old_gpus_and_odd_head_sizes_are_refused():
+    assert codes(SPEC, Device.parse("sm75")) == ["compute_capability"]
+    assert codes(SPEC.replace(head_size=8)) == ["head_size"]
+    assert codes(SPEC.replace(head_size=100)) == ["head_size"]
+    assert codes(SPEC.replace(head_size=512)) == ["head_size"]
+    assert codes(SPEC.replace(head_size=96, head_size_v=512)) == ["head_size"]
+
+
+def test_fp8_e4m3_needs_hardware_that_knows_it_and_e5m2_does_not():
+    ampere = Device.parse("sm80")
+    assert codes(SPEC.replace(kv_cache_dtype="fp8_e4m3"), ampere) == ["combination"]
+    assert codes(SPEC.replace(kv_cache_dtype="fp8_e5m2"), ampere) == []
+    assert codes(SPEC.replace(kv_cache_dtype="fp8_e4m3"), Device.parse("sm89")) == []
+
+
+def test_groups_too_large_for_a_tile_are_refused():
+    assert codes(LayerSpec(num_heads=128, num_kv_heads=1, head_size=64)) == []
+    assert codes(LayerSpec(num_heads=256, num_kv_heads=1, head_size=64)) == ["combination"]
+
+
+def test_storage_that_nothing_would_use_is_refused():
+    assert codes(SPEC.replace(direct_kv=True, kv_cache_dtype="fp8")) == ["combination"]
+
+
+@pytest.mark.parametrize(("interpreted", "served"), [("0", False), ("1", True)])
+def test_a_cpu_is_declared_only_where_the_kernels_are_interpreted(interpreted, served):
+    code = "from attnplug.backends.triton import TritonBackend as T; import sys; print('cpu' in T.device_types, 'torch' in sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env=dict(os.environ, TRITON_INTERPRET=interpreted),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert found.stdout.split() == [str(served), "False"]
+
+
+def test_what_is_compiled_depends_on_sizes_and_features_and_not_on_lengths(monkeypatch):
+    monkeypatch.setattr("attnplug.backends.triton.backend._INTERPRETED", False)
+    key = TritonBackend.compile_key
+    assert key(SPEC.replace(sliding_window=128)) == key(SPEC.replace(sliding_window=1024))
+    assert key(SPEC) == key(SPEC.replace(num_heads=16, num_kv_heads=4, scale=0.5))
+    assert len({key(SPEC), key(SPEC.replace(sliding_window=1)), key(SPEC.replace(head_size=64))}) == 3
+    monkeypatch.setattr("attnplug.backends.triton.backend._INTERPRETED", True)
+    assert key(SPEC) is None

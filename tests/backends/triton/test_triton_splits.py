@@ -1,0 +1,108 @@
+"""How decodes are split: every key that is seen belongs to exactly one item, and no item is tiny or too many."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from attnplug.backends.triton.launch import decode_launch, merging, power_of_two, prefill_launch
+from attnplug.backends.triton.reach import Reach
+from attnplug.backends.triton.workspace import SplitPlan, Workspace
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+REACHES = [Reach(-1, 0, 0), Reach(31, 0, 0), Reach(-1, 0, 64), Reach(-1, -1, 0), Reach(15, 7, 0)]
+
+
+def planned(reach: Reach, query_lens: list[int], seq_lens: list[int], target: int, min_keys: int = 32):
+    starts = torch.from_numpy(np.cumsum([0, *query_lens]).astype(np.int32)).to(DEVICE)
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
+    workspace = Workspace(len(seq_lens), DEVICE)
+    items, spans = workspace.items(SplitPlan(reach, target, 16, min_keys), starts, lens, len(seq_lens))
+    return items.cpu().numpy(), spans.cpu().numpy()
+
+
+def seen(reach: Reach, query_len: int, seq_len: int) -> tuple[int, int]:
+    first, last = seq_len - query_len, seq_len - 1
+    low = max(first - reach.left, 0) if reach.left >= 0 else 0
+    high = min(last + reach.right + 1, seq_len) if reach.right >= 0 else seq_len
+    if reach.chunk:
+        low, high = (
+            max(first, 0) // reach.chunk * reach.chunk,
+            min(high, (last // reach.chunk + 1) * reach.chunk),
+        )
+    return low, high
+
+
+@settings(max_examples=25)
+@given(
+    reach=st.sampled_from(REACHES),
+    lens=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 700)), min_size=1, max_size=9),
+    target=st.integers(1, 40),
+)
+def test_every_key_that_is_seen_belongs_to_one_item(reach, lens, target):
+    query_lens = [min(new, total) for new, total in lens]
+    seq_lens = [total for _, total in lens]
+    items, spans = planned(reach, query_lens, seq_lens, target)
+
+    first = sum(query_lens) * 0
+    used = 0
+    for request, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        begin, count = spans[request]
+        assert begin == used
+        assert (count == 0) == (query_len == 0)
+        if query_len:
+            low, high = seen(reach, query_len, seq_len)
+            mine = items[begin : begin + count]
+            assert mine[:, :5].tolist() == [[request, part, count, first, query_len] for part in range(count)]
+            assert mine[0, 5] == low
+            assert mine[-1, 6] == high
+            assert (mine[1:, 5] == mine[:-1, 6]).all()
+            assert ((mine[:-1, 6] - mine[:-1, 5]) % 16 == 0).all()
+            assert (mine[:-1, 6] - mine[:-1, 5] >= 32).all()
+        used += count
+        first += query_len
+    assert used <= len(seq_lens) + target
+    assert (items[used:, 2] == 0).all()
+
+
+def test_one_long_request_among_short_ones_is_split_and_they_are_not():
+    _, spans = planned(Reach(-1, 0, 0), [1] * 4, [640, 16, 16, 16], 8)
+    assert spans[:, 1].tolist() == [7, 1, 1, 1]
+
+
+def test_a_plan_that_a_layer_asked_for_once_is_made_again_with_each_step():
+    workspace = Workspace(2, DEVICE)
+    plan = SplitPlan(Reach(-1, 0, 0), 4, 16, 16)
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
+    items, spans = workspace.items(plan, starts, torch.tensor([64, 64], device=DEVICE).int(), 2)
+    workspace.plan_again(starts, torch.tensor([16, 128], device=DEVICE).int(), 2)
+
+    assert spans[:, 1].tolist() == [1, 3]
+    again, _ = workspace.items(plan, starts, torch.tensor([16, 128], device=DEVICE).int(), 2)
+    assert again.data_ptr() == items.data_ptr()
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("head_size", [16, 64, 80, 128, 192, 256])
+def test_tiles_fit_the_shared_memory_of_a_multiprocessor(head_size, itemsize):
+    width = power_of_two(head_size) * itemsize
+    for programs in (1, 10_000):
+        decode = decode_launch(head_size, itemsize, programs, 132)
+        assert 2 * decode.block_n * width * decode.num_stages + 64 * width <= 227 << 10
+        assert decode.min_keys % decode.block_n == 0
+    for rows in (1, 40, 100, 1 << 20):
+        for paged in (True, False):
+            prefill = prefill_launch(head_size, itemsize, rows, paged)
+            held = 2 * prefill.block_n * prefill.num_stages + prefill.block_m
+            assert held * width <= 227 << 10
+
+
+def test_few_rows_are_merged_by_the_last_and_many_in_a_kernel_of_their_own():
+    assert merging(4, 8, 132) == "by row"
+    assert merging(8, 8, 132) == "later"
+    assert merging(8, 512, 132) == "tile"
