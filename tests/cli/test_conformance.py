@@ -230,7 +230,7 @@ def test_bad_usage_exits_with_2_and_says_what_is_meant(command, no_workers, args
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("TROCH",), "NAME='TROCH' is no backend; loaded are TORCH; did you mean TORCH?"),
+        (("TROCH",), "NAME='TROCH' is no backend; loaded are TORCH, TRITON; did you mean TORCH or TRITON?"),
         (("TORCH", "--device", "sm35"), "TORCH does not run here on sm35: this machine has no sm35"),
     ],
 )

@@ -39,7 +39,7 @@ def test_every_layer_of_a_model_is_listed(run, model):
     assert len({decision.layer_name for decision in decisions}) == LAYERS[model]
     if model == "deepseek-v3":
         assert outcome.code == 3
-        assert {candidate.codes for d in decisions for candidate in d.refused} == {("mla",)}
+        assert all("mla" in candidate.codes for d in decisions for candidate in d.refused)
     else:
         assert outcome.code == 0
         assert {decision.backend for decision in decisions} == {"TORCH"}
@@ -90,7 +90,7 @@ def test_a_rule_that_matches_no_layer_is_bad_usage(run):
 def test_a_misspelt_backend_is_bad_usage_with_a_suggestion(run):
     outcome = run("select", LLAMA, "--device", "cpu", "--backend", "TROCH")
     assert outcome.code == 2
-    assert "did you mean TORCH?" in outcome.err
+    assert "did you mean TORCH or TRITON?" in outcome.err
 
 
 def test_a_bad_variable_is_named(run, monkeypatch):

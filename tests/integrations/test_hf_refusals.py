@@ -203,10 +203,12 @@ def test_a_backend_that_does_not_exist_is_refused(llama: Any) -> None:
 @torch.no_grad()
 def test_a_layer_that_no_backend_serves_is_refused(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from attnplug.backends.torch_native import TorchBackend
+    from attnplug.backends.triton import TritonBackend
     from attnplug.core import Feature
     from attnplug.registry.default import get_registry
 
-    monkeypatch.setattr(TorchBackend, "features", Feature.SLIDING_WINDOW)
+    for backend in (TorchBackend, TritonBackend):
+        monkeypatch.setattr(backend, "features", Feature.SLIDING_WINDOW)
     get_registry()._cache.clear()
     try:
         with pytest.raises(NoBackendError, match="direct"):
