@@ -34,6 +34,9 @@ REASON_CODES: tuple[str, ...] = (
 )
 """Every stable code, in the order in which reasons are listed. Features report `feature.<name>`."""
 
+_MANY = 8
+"""From so many sizes in even steps on, a limit is told by its ends."""
+
 
 class Reason(str):
     """One cause for which a backend does not serve a layer: a sentence that carries its facts.
@@ -127,11 +130,23 @@ class Reason(str):
 
 def _words(value: object) -> str | None:
     if isinstance(value, Iterable) and not isinstance(value, str):
-        value = ", ".join(str(item) for item in value)
+        items = list(value)
+        value = _range(items) or ", ".join(str(item) for item in items)
     return None if value in (None, "") else str(value)
 
 
+def _range(items: list[object]) -> str | None:
+    """A long run of sizes by its ends: nobody reads thirty numbers."""
+    sizes = [item for item in items if type(item) is int]
+    if len(sizes) < len(items) or len(sizes) < _MANY:
+        return None
+    step = sizes[1] - sizes[0]
+    if step < 1 or sizes != list(range(sizes[0], sizes[-1] + 1, step)):
+        return None
+    return f"{sizes[0]} to {sizes[-1]} in steps of {step}"
+
+
 def _limit(words: str) -> str:
-    if ", " in words:
+    if ", " in words or " in steps of " in words:
         return f"one of {words}"
     return words.replace("multiples of", "a multiple of")
