@@ -88,7 +88,7 @@ class TritonBackend(AttentionBackend):
                 f"{spec.num_heads // spec.num_kv_heads} query heads share a KV head, more than {_MAX_GROUP}"
             )
         is_e4m3 = spec.resolved_kv_cache_dtype == "fp8_e4m3"
-        if is_e4m3 and device.type == "cuda" and (device.capability or (9, 0)) < (8, 9):
+        if is_e4m3 and device.type == "cuda" and device.capability is not None and device.capability < (8, 9):
             return "fp8_e4m3 needs compute capability 8.9; fp8_e5m2 does not"
         return None
 

@@ -14,15 +14,20 @@ from attnplug.backends.triton.backend import TritonBackend
 from attnplug.backends.triton.builder import TritonMetadata
 from attnplug.backends.triton.kernels.decode import decode_kernel, merge_kernel
 from attnplug.backends.triton.kernels.prefill import prefill_kernel
-from attnplug.backends.triton.launch import decode_launch, merging, power_of_two, prefill_launch
+from attnplug.backends.triton.launch import decode_launch, merging, prefill_launch, tile_side
 from attnplug.backends.triton.reach import Reach
 from attnplug.backends.triton.workspace import SplitPlan, num_multiprocessors
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.impl import AttentionImpl, AttentionLayer
 from attnplug.core.spec import AttentionType
-from attnplug.ops.kv_write import write_kv_cache
+from attnplug.ops.triton.kv_write import write_kv_cache
+from attnplug.ops.triton.launch import on_device_of
 
 __all__ = ["TritonImpl"]
+
+_DECODE: Any = decode_kernel
+_MERGE: Any = merge_kernel
+_PREFILL: Any = prefill_kernel
 
 
 class TritonImpl(AttentionImpl[TritonMetadata]):
@@ -82,21 +87,22 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         query = query if query.stride(2) == 1 else query.contiguous()
         common = self._common(query, output, output_lse, reach, use_sinks, k_scale, v_scale)
         decodes = meta.num_decodes if paged else 0
-        if decodes and meta.max_decode_len:
-            self._decode(meta, reach, decodes, common | _kv(k, v))
         longest = meta.max_query_len if paged else max(meta.max_query_len, meta.max_decode_len)
-        if longest:
-            given = self._given(key, value, meta) if paged else None
-            starts = meta.key_start_loc
-            if given is not None:
-                (k, v), starts, paged = given, meta.query_start_loc, False
-            self._prefill(meta, decodes, longest, paged, starts, common | _kv(k, v))
+        with on_device_of(query):
+            if decodes and meta.max_decode_len:
+                self._decode(meta, reach, decodes, common | _kv(k, v))
+            if longest:
+                given = self._given(key, value, meta) if paged else None
+                starts = meta.key_start_loc
+                if given is not None:
+                    (k, v), starts, paged = given, meta.query_start_loc, False
+                self._prefill(meta, decodes, longest, paged, starts, common | _kv(k, v))
         return output
 
     def _decode(self, meta: TritonMetadata, reach: Reach, decodes: int, tensors: dict[str, Any]) -> None:
         spec, group = self.spec, self._group
         rows = meta.max_decode_len * group
-        block_m = min(power_of_two(rows), 64)
+        block_m = min(tile_side(rows), 64)
         row_blocks = -(-rows // block_m)
         each, multiprocessors = spec.num_kv_heads * row_blocks, num_multiprocessors(meta.seq_lens.device)
         widest = max(spec.head_size, spec.head_size_v)
@@ -108,7 +114,7 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             most, decodes, spec.num_kv_heads, rows, row_blocks, spec.head_size_v
         )
         merge = merging(rows, decodes * each, multiprocessors)
-        decode_kernel[(spec.num_kv_heads, row_blocks, most)](
+        _DECODE[(spec.num_kv_heads, row_blocks, most)](
             items=items,
             seq_lens=meta.seq_lens,
             block_table=meta.block_table,
@@ -131,7 +137,7 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         if merge == "later":
             names = ("output", "lse", "value_scale", "stride_ot", "stride_oh", "stride_lse")
             sizes = ("DV", "BLOCK_DV", "HAS_LSE")
-            merge_kernel[(decodes, spec.num_kv_heads, rows)](
+            _MERGE[(decodes, spec.num_kv_heads, rows)](
                 partials=buffers[0],
                 partial_lses=buffers[1],
                 items=items,
@@ -154,11 +160,11 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         launch = prefill_launch(
             max(spec.head_size, spec.head_size_v), self._dtype.itemsize, longest * group, paged
         )
-        block_m = max(launch.block_m, power_of_two(group))
+        block_m = max(launch.block_m, tile_side(group))
         tokens = meta.num_actual_tokens - meta.num_decode_tokens if decodes else meta.num_actual_tokens
         reqs = meta.num_reqs - decodes
         tiles = tokens // (block_m // group) + reqs
-        prefill_kernel[(tiles, spec.num_kv_heads)](
+        _PREFILL[(tiles, spec.num_kv_heads)](
             query_start_loc=meta.query_start_loc[decodes:],
             seq_lens=meta.seq_lens[decodes:],
             block_table=meta.block_table[decodes:],
@@ -208,8 +214,8 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             "stride_lse": 0 if output_lse is None else output_lse.stride(0),
             "D": spec.head_size,
             "DV": spec.head_size_v,
-            "BLOCK_D": power_of_two(spec.head_size),
-            "BLOCK_DV": power_of_two(spec.head_size_v),
+            "BLOCK_D": tile_side(spec.head_size),
+            "BLOCK_DV": tile_side(spec.head_size_v),
             "HAS_CAP": spec.logits_soft_cap is not None,
             "HAS_SINKS": sinks is not None,
             "HAS_ALIBI": tensors.alibi_slopes is not None,

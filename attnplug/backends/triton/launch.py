@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+from attnplug.ops.triton.launch import power_of_two
+
 __all__ = [
     "DecodeLaunch",
     "PrefillLaunch",
     "decode_launch",
     "merging",
-    "power_of_two",
     "prefill_launch",
+    "tile_side",
 ]
 
 
@@ -56,9 +58,9 @@ class PrefillLaunch:
     num_stages: int
 
 
-def power_of_two(size: int, least: int = 16) -> int:
-    """The smallest power of two that holds `size`, at least `least`: what a tile's side must be."""
-    return max(1 << (size - 1).bit_length(), least)
+def tile_side(size: int) -> int:
+    """The least side of a tile that holds `size`: a power of two, for matrix products at least 16."""
+    return max(power_of_two(size), 16)
 
 
 def decode_launch(head_size: int, itemsize: int, programs: int, multiprocessors: int) -> DecodeLaunch:
@@ -79,13 +81,13 @@ def prefill_launch(head_size: int, itemsize: int, rows: int, paged: bool) -> Pre
     wide = _wide(head_size, itemsize)
     if rows > 64 or wide > 512:
         launch = (_PREFILL_PAGED if paged else _PREFILL)[wide]
-        return dataclasses.replace(launch, block_m=min(launch.block_m, power_of_two(rows)))
-    return PrefillLaunch(power_of_two(rows), 64 if wide <= 256 else 32, 4, 2)
+        return dataclasses.replace(launch, block_m=min(launch.block_m, tile_side(rows)))
+    return PrefillLaunch(tile_side(rows), 64 if wide <= 256 else 32, 4, 2)
 
 
 def _wide(head_size: int, itemsize: int) -> int:
     """Bytes of a head in a tile, as the tables below have them."""
-    return min(max(power_of_two(head_size) * itemsize, 128), 1024)
+    return min(max(tile_side(head_size) * itemsize, 128), 1024)
 
 
 # Measured on an H200 by benchmarks/tune_triton.py: 128 bytes are heads of 64 in bfloat16, 256 of 128, 512 of

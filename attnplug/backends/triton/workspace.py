@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 
 from attnplug.backends.triton.kernels.splits import FIELDS, plan_splits_kernel
-from attnplug.backends.triton.launch import power_of_two
+from attnplug.backends.triton.launch import tile_side
 from attnplug.backends.triton.reach import Reach
+from attnplug.ops.triton.launch import on_device_of
+
+_PLAN_SPLITS: Any = plan_splits_kernel
 
 __all__ = ["SplitPlan", "Workspace", "num_multiprocessors"]
 
@@ -61,21 +65,22 @@ class Workspace:
             self._planned.discard(plan)
         if plan not in self._planned:
             reach = plan.reach
-            plan_splits_kernel[(num_decodes + 1,)](
-                query_start_loc,
-                seq_lens,
-                *kept,
-                num_decodes,
-                reach.left,
-                reach.right,
-                reach.chunk,
-                plan.target,
-                plan.min_keys,
-                num_decodes + plan.target,
-                REQS=power_of_two(num_decodes + 1),
-                TILE=plan.tile,
-                **reach.flags,
-            )
+            with on_device_of(seq_lens):
+                _PLAN_SPLITS[(num_decodes + 1,)](
+                    query_start_loc,
+                    seq_lens,
+                    *kept,
+                    num_decodes,
+                    reach.left,
+                    reach.right,
+                    reach.chunk,
+                    plan.target,
+                    plan.min_keys,
+                    num_decodes + plan.target,
+                    REQS=tile_side(num_decodes + 1),
+                    TILE=plan.tile,
+                    **reach.flags,
+                )
             self._planned.add(plan)
         return kept
 

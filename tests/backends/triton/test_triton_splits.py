@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from attnplug.backends.triton.launch import decode_launch, merging, power_of_two, prefill_launch
+from attnplug.backends.triton.launch import decode_launch, merging, prefill_launch, tile_side
 from attnplug.backends.triton.reach import Reach
 from attnplug.backends.triton.workspace import SplitPlan, Workspace
 
@@ -90,7 +90,7 @@ def test_a_plan_that_a_layer_asked_for_once_is_made_again_with_each_step():
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("head_size", [16, 64, 80, 128, 192, 256])
 def test_tiles_fit_the_shared_memory_of_a_multiprocessor(head_size, itemsize):
-    width = power_of_two(head_size) * itemsize
+    width = tile_side(head_size) * itemsize
     for programs in (1, 10_000):
         decode = decode_launch(head_size, itemsize, programs, 132)
         assert 2 * decode.block_n * width * decode.num_stages + 64 * width <= 227 << 10
