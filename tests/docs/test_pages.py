@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import doctest
-import io
 import re
-import runpy
 import shlex
-import tomllib
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from checked_otherwise import REASONS, check_command
-from fences import DOCS, PAGES, ROOT, Fence, commands, fences
-from workplace import Workplace
-
-from attnplug.registry import default
+from fences import DOCS, PAGES, commands, fences
+from workplace import readers_environment
 
 RUN_PAGES = [
     page for page in PAGES if any(f.language in ("console", "pycon", "python") for f in fences(page))
 ]
 PROGRAMS = ("attnplug", "cat", "ls", "pip", "pytest", "python")
-FLAGS = doctest.ELLIPSIS | doctest.REPORT_NDIFF
 OPTIONS = {
     "console": {"data-exit", "data-not-run"},
     "diff": {"data-edit", "title"},
@@ -51,75 +43,18 @@ def test_a_page_has_only_blocks_that_are_checked(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", RUN_PAGES)
-def test_a_page_does_what_it_says(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = fences(page)
-    installs = any("pip install" in f.code and "data-not-run" not in f.options for f in blocks)
-    workplace = Workplace(tmp_path / "clone", installs=installs)
-    # A session that registers a backend must not do so for the other tests.
-    monkeypatch.setattr(default, "_registry", None)
-    monkeypatch.chdir(workplace.folder)
-    names: dict[str, Any] = {"__name__": "page"}
-    for fence in blocks:
-        if "data-file" in fence.options:
-            workplace.write(fence.options["data-file"], fence.code)
-        elif fence.language == "diff":
-            workplace.edit(fence.options["data-edit"], fence.code)
-        elif fence.language == "console":
-            run_commands(fence, workplace)
-        elif fence.language == "pycon":
-            assert not installs, f"{fence.place}: what this page installs is not installed for its sessions"
-            run_session(fence, names)
-        elif fence.language == "python":
-            exec(compile(fence.code, fence.place, "exec"), names)
-        elif fence.language == "toml":
-            check_toml(fence, tmp_path)
-        elif fence.language == "yaml":
-            check_workflow(fence)
-
-
-def run_commands(fence: Fence, workplace: Workplace) -> None:
-    for command in commands(fence):
-        if "data-not-run" in fence.options:
-            assert fence.options["data-not-run"] in REASONS, f"{fence.place}: no known reason"
-            check_command(command, fence, workplace.folder)
-            continue
-        code, printed = workplace.run(command.text)
-        place = f"{fence.place}: {command.text}"
-        assert code == int(fence.options.get("data-exit", "0")), f"{place} ended with {code}:\n{printed}"
-        if command.shown:
-            checker = doctest.OutputChecker()
-            example = doctest.Example(command.text, command.shown)
-            same = checker.check_output(command.shown, printed, FLAGS)
-            assert same, f"{place}\n{checker.output_difference(example, printed, FLAGS)}"
-
-
-def run_session(fence: Fence, names: dict[str, Any]) -> None:
-    test = doctest.DocTestParser().get_doctest(fence.code, names, fence.place, fence.page, fence.line - 1)
-    test.globs = names  # the parser has copied them; what a block defines is there in the next
-    report = io.StringIO()
-    result = doctest.DocTestRunner(optionflags=FLAGS).run(test, out=report.write, clear_globs=False)
-    assert result.attempted, f"{fence.place}: no line begins with >>>"
-    assert not result.failed, report.getvalue()
-
-
-def check_toml(fence: Fence, folder: Path) -> None:
-    """A recipe is read as the script in ci/ reads it."""
-    if fence.options.get("title", "").startswith("ci/recipes/"):
-        recipe = folder / "recipe.toml"
-        recipe.write_text(fence.code)
-        runpy.run_path(str(ROOT / "ci" / "recipe.py"))["Recipe"].read(recipe)
-    else:
-        tomllib.loads(fence.code)
-
-
-def check_workflow(fence: Fence) -> None:
-    """A job that calls a workflow of this repository gives the inputs that it takes, and those it needs."""
-    for job in yaml.safe_load(fence.code)["jobs"].values():
-        path = job["uses"].partition("/attnplug/")[2].partition("@")[0]
-        # YAML reads the key `on` as true.
-        inputs = yaml.safe_load((ROOT / path).read_text())[True]["workflow_call"]["inputs"]
-        assert set(job["with"]) <= set(inputs)
-        assert {name for name, each in inputs.items() if each.get("required")} <= set(job["with"])
+def test_a_page_does_what_it_says(page: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(Path(__file__).with_name("run_page.py")), page, str(tmp_path)],
+        env=readers_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def program_of(command: str) -> str:

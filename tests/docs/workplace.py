@@ -12,11 +12,17 @@ from pathlib import Path
 
 from fences import ROOT
 
-__all__ = ["Workplace"]
+__all__ = ["Workplace", "readers_environment"]
 
 _SECONDS = 300
 _LAUNCH = '#!/bin/sh\nexec "{python}" -m {module} "$@"\n'
 _PROGRAMS = {"attnplug": "attnplug", "pip": "pip", "pytest": "pytest"}
+
+
+def readers_environment() -> dict[str, str]:
+    """The variables that a reader has: no switches, and not those that the tests set, TRITON_INTERPRET foremost."""
+    left_out = ("ATTNPLUG_", "PYTEST_", "TRITON_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
 
 
 class Workplace:
@@ -55,8 +61,7 @@ class Workplace:
 
         Raises subprocess.TimeoutExpired after five minutes.
         """
-        left_out = ("ATTNPLUG_", "PYTEST_")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+        kept = readers_environment()
         done = subprocess.run(
             ["bash", "-ec", command],
             cwd=self.folder,
