@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from attnplug.core.metadata import AttentionCGSupport
+from attnplug.core.metadata import AttentionCGSupport, AttentionMetadata
 from attnplug.runtime.graph_state import GraphState
 from attnplug.testing.comparison import assert_close, tolerance
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
@@ -96,6 +96,8 @@ class _Graphs:
     def __init__(self, served: Served, state: GraphState, queries: int) -> None:
         self._served, self._state, self._queries = served, state, queries
         self._replays: dict[int, Callable[[], None]] = {}
+        # Kept: memory of captured metadata that is given back may come again with the next step's values.
+        self._captured: list[dict[str, AttentionMetadata]] = []
         rows = _SIZES[-1] * queries
         self._inputs: dict[str, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = {}
         self._outputs: dict[str, torch.Tensor] = {}
@@ -156,7 +158,8 @@ class _Graphs:
 
     def _capture(self, size: int) -> None:
         layers = functools.partial(self._layers, size)
-        with self._state.capture(size, self._queries):
+        with self._state.capture(size, self._queries) as metadata:
+            self._captured.append(metadata)
             layers()
             self._replays[size] = record(layers)
 
