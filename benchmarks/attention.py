@@ -281,9 +281,12 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axis.set_yticks(range(len(cells)), [f"{cell['kind']}: {cell['cell']}" for cell in cells], fontsize=8)
     axis.invert_yaxis()
     axis.set_xlabel("share of the ceiling: copy for decode, matrix product for prefill")
-    axis.set_title(f"{result['device']}, {result['date'][:10]}", fontsize=9)
-    axis.legend(fontsize=8, loc="lower right")
-    figure.tight_layout()
+    axis.margins(y=0.01)
+    figure.suptitle(f"{result['device']}, {result['date'][:10]}", fontsize=9)
+    figure.legend(
+        fontsize=8, loc="upper center", ncols=len(names), bbox_to_anchor=(0.5, 0.975), frameon=False
+    )
+    figure.tight_layout(rect=(0, 0, 1, 0.965))
     figure.savefig(path)
 
 

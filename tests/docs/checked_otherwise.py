@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -34,6 +36,8 @@ def check_command(command: Command, fence: Fence, folder: Path) -> None:
                 _check_pip(arguments)
             elif program == "attnplug":
                 _check_attnplug(arguments)
+            elif program == "python":
+                _check_script(arguments)
             else:
                 assert program == "pytest", "nothing checks this program without running it"
                 _check_pytest(arguments, folder)
@@ -69,3 +73,13 @@ def _check_pytest(arguments: list[str], folder: Path) -> None:
         assert not word.startswith("-"), f"{word} is not known here"
         assert (folder / word).exists(), f"there is no {word}"
         assert list((folder / word).rglob("test_*.py")), f"there are no tests in {word}"
+
+
+def _check_script(arguments: list[str]) -> None:
+    script, *rest = arguments
+    assert (ROOT / script).is_file(), f"there is no {script}"
+    shown = subprocess.run(
+        [sys.executable, ROOT / script, "--help"], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    for word in rest:
+        assert not word.startswith("-") or re.search(rf"{word}\b", shown), f"{script} has no option {word}"
