@@ -2,53 +2,43 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import torch
 
+from attnplug.backends.checks import check_keys
+from attnplug.backends.impl import BuiltinImpl
+from attnplug.backends.storage import storage_dtype
 from attnplug.backends.torch_native.backend import TorchBackend
 from attnplug.backends.torch_native.builder import TorchMetadata
-from attnplug.backends.torch_native.checks import check_cache, check_keys, check_rows, refuse_output_scales
 from attnplug.backends.torch_native.decode import SHORT_QUERY, attend_short
 from attnplug.backends.torch_native.dense import attend_request
-from attnplug.backends.torch_native.kv_cache import compute_dtype, storage_dtype, typed_view
 from attnplug.backends.torch_native.page_decode import attend_pages, plan_page_decodes
 from attnplug.backends.torch_native.reach import Reach
 from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import KeySource, PackedKeys, PagedKeys
-from attnplug.core.errors import BatchError, LayoutError
-from attnplug.core.impl import AttentionImpl, AttentionLayer
-from attnplug.core.spec import AttentionType
+from attnplug.core.impl import AttentionLayer
 from attnplug.ops.kv_write import write_kv_cache
 
 __all__ = ["TorchImpl"]
 
 
-class TorchImpl(AttentionImpl[TorchMetadata]):
+class TorchImpl(BuiltinImpl[TorchMetadata]):
     """Attention in plain PyTorch."""
 
     can_return_lse_for_decode = True
+    _backend = TorchBackend
 
-    @torch.no_grad()
-    def update_kv_cache(
+    def _write(
         self,
-        layer: AttentionLayer | None,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
         slot_mapping: torch.Tensor,
+        k_scale: float,
+        v_scale: float,
     ) -> None:
-        """Write new keys and values; fp8 storage divides by the scales and clamps.
-
-        Raises:
-            BatchError: key or value of another shape or dtype, or fewer rows than slots.
-            LayoutError: a cache of another shape or dtype.
-        """
-        slots = slot_mapping.shape[0]
-        key, value = check_keys(key, value, slots, self.spec, self._dtype)
-        k, v = self._pages(kv_cache)
-        write_kv_cache(key, value, k, v, slot_mapping, *self._scales(layer))
+        write_kv_cache(key, value, k, v, slot_mapping, k_scale, v_scale)
 
     @torch.no_grad()
     def attend(
@@ -73,8 +63,8 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
                 declare, a batch that is not causal for a causal layer, an output scale.
             LayoutError: a cache of another shape or dtype, or one where K and V are given.
         """
-        self._check(query, attn_metadata, output, output_lse)
-        refuse_output_scales(output_scale=output_scale, output_block_scale=output_block_scale)
+        scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
+        self._check(query, attn_metadata.num_actual_tokens, output, output_lse, **scales)
         reach = Reach.of(self.spec, attn_metadata.causal)
         source = self._source(key, value, kv_cache, attn_metadata)
         given = self._given(key, value, attn_metadata) if isinstance(source, PagedKeys) else None
@@ -125,17 +115,9 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
             None if output_lse is None else output_lse[start:stop],
         )
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        return compute_dtype(self.spec)
-
     def _computed(self, stored: torch.dtype) -> torch.dtype:
         """What to multiply in: fp8 widens exactly to the layer's dtype, another float to float32."""
         return self._dtype if stored == self._dtype or stored.itemsize == 1 else torch.float32
-
-    def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        check_cache(kv_cache, self.spec)
-        return TorchBackend.split_kv(typed_view(kv_cache, self.spec), self.spec)
 
     def _source(
         self,
@@ -145,15 +127,10 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         metadata: TorchMetadata,
     ) -> KeySource:
         spec = self.spec
-        encodes = spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+        self._check_pages(kv_cache)
         if kv_cache is not None:
-            if spec.direct_kv:
-                raise LayoutError("kv_cache", tuple(kv_cache.shape), "must be None with direct_kv=True")
             k, v = self._pages(kv_cache)
             return PagedKeys(k, v, metadata.block_table, metadata.seq_lens)
-        if not (spec.direct_kv or encodes):
-            remedy = "declare the layer with direct_kv=True to give K and V with the call"
-            raise LayoutError("kv_cache", None, "is required", remedy)
         starts = metadata.query_starts if metadata.key_starts is None else metadata.key_starts
         key, value = check_keys(key, value, int(starts[-1]), spec, self._dtype)
         return PackedKeys.checked(key, value, starts, metadata.seq_lens)
@@ -163,30 +140,11 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
     ) -> PackedKeys | None:
         """The new tokens' keys, where requests without computed tokens may attend them."""
         spec = self.spec
-        own = (
-            spec.attn_type is not AttentionType.ENCODER_DECODER and self.kv_sharing_target_layer_name is None
-        )
+        own = self._attends_own_keys
         if key is None or value is None or not own or storage_dtype(spec) != self._dtype:
             return None
         check_keys(key, value, int(metadata.query_starts[-1]), spec, self._dtype)
         return PackedKeys(key, value, metadata.query_starts, metadata.seq_lens)
-
-    def _check(
-        self,
-        query: torch.Tensor,
-        metadata: TorchMetadata,
-        output: torch.Tensor,
-        output_lse: torch.Tensor | None,
-    ) -> None:
-        spec, tokens = self.spec, metadata.num_actual_tokens
-        check_rows("query", query, tokens, (spec.num_heads, spec.head_size), self._dtype)
-        check_rows("output", output, tokens, (spec.num_heads, spec.head_size_v), self._dtype)
-        if output_lse is None:
-            return
-        if not spec.needs_lse:
-            remedy = "declare the layer with needs_lse=True"
-            raise BatchError("output_lse", tuple(output_lse.shape), "must be None", remedy)
-        check_rows("output_lse", output_lse, tokens, (spec.num_heads,), torch.float32)
 
     def _scoring(
         self, layer: AttentionLayer | None, device: torch.device, use_sinks: bool, stored: torch.dtype
@@ -199,12 +157,3 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
             sinks = tensors.sinks.to(device).view(grouped)
         k_scale, v_scale = self._scales(layer) if stored.itemsize == 1 else (1.0, 1.0)
         return Scoring(spec.scale * k_scale, v_scale, spec.logits_soft_cap, slopes, sinks)
-
-    def _scales(self, layer: AttentionLayer | None) -> tuple[float, float]:
-        if layer is not None and hasattr(layer, "_k_scale_float") and hasattr(layer, "_v_scale_float"):
-            return float(layer._k_scale_float), float(layer._v_scale_float)
-        return self._own_scales
-
-    @functools.cached_property
-    def _own_scales(self) -> tuple[float, float]:
-        return float(self.tensors.k_scale), float(self.tensors.v_scale)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from attnplug.backends.torch_native.checks import check_cache, check_keys, check_rows, refuse_output_scales
-from attnplug.backends.torch_native.kv_cache import compute_dtype, typed_view
+from attnplug.backends.checks import check_keys
+from attnplug.backends.impl import BuiltinImpl
 from attnplug.backends.triton.backend import TritonBackend
 from attnplug.backends.triton.builder import TritonMetadata
 from attnplug.backends.triton.kernels.decode import decode_kernel, merge_kernel
@@ -17,9 +17,8 @@ from attnplug.backends.triton.kernels.prefill import prefill_kernel
 from attnplug.backends.triton.launch import decode_launch, merging, prefill_launch, tile_side
 from attnplug.backends.triton.reach import Reach
 from attnplug.backends.triton.workspace import SplitPlan, num_multiprocessors
-from attnplug.core.errors import BatchError, LayoutError
-from attnplug.core.impl import AttentionImpl, AttentionLayer
-from attnplug.core.spec import AttentionType
+from attnplug.core.errors import BatchError
+from attnplug.core.impl import AttentionLayer
 from attnplug.ops.triton.kv_write import write_kv_cache
 from attnplug.ops.triton.launch import on_device_of
 
@@ -30,29 +29,23 @@ _MERGE: Any = merge_kernel
 _PREFILL: Any = prefill_kernel
 
 
-class TritonImpl(AttentionImpl[TritonMetadata]):
+class TritonImpl(BuiltinImpl[TritonMetadata]):
     """Attention in two Triton kernels."""
 
     can_return_lse_for_decode = True
+    _backend = TritonBackend
 
-    @torch.no_grad()
-    def update_kv_cache(
+    def _write(
         self,
-        layer: AttentionLayer | None,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
         slot_mapping: torch.Tensor,
+        k_scale: float,
+        v_scale: float,
     ) -> None:
-        """Write new keys and values; fp8 storage divides by the scales and clamps.
-
-        Raises:
-            BatchError: key or value of another shape or dtype, or fewer rows than slots.
-            LayoutError: a cache of another shape or dtype.
-        """
-        key, value = check_keys(key, value, slot_mapping.shape[0], self.spec, self._dtype)
-        k, v = self._pages(kv_cache)
-        write_kv_cache(key, value, k, v, slot_mapping, *self._scales(layer))
+        write_kv_cache(key, value, k, v, slot_mapping, k_scale, v_scale)
 
     @torch.no_grad()
     def attend(
@@ -78,8 +71,11 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             LayoutError: a cache of another shape or dtype, or one where K and V are given.
         """
         meta = attn_metadata
-        self._check(query, meta, output, output_lse)
-        refuse_output_scales(output_scale=output_scale, output_block_scale=output_block_scale)
+        scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
+        self._check(query, meta.num_actual_tokens, output, output_lse, **scales)
+        if output.stride(2) != 1:
+            limit = "must be 1: a head's elements lie together"
+            raise BatchError("output.stride(2)", output.stride(2), limit)
         reach = Reach.of(self.spec, meta.causal)
         paged = kv_cache is not None
         k, v = self._keys(key, value, kv_cache, meta)
@@ -228,20 +224,11 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         self, key: torch.Tensor | None, value: torch.Tensor | None, meta: TritonMetadata
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The new tokens' keys and values, where they are all that the longer requests attend."""
-        own = (
-            self.spec.attn_type is not AttentionType.ENCODER_DECODER
-            and self.kv_sharing_target_layer_name is None
-        )
+        own = self._attends_own_keys and not self.spec.has_quantized_kv_cache
         if key is None or value is None or not (own and meta.starts_anew):
-            return None
-        if self.spec.has_quantized_kv_cache:
             return None
         check_keys(key, value, meta.num_actual_tokens, self.spec, self._dtype)
         return None if key.stride(2) != 1 or value.stride(2) != 1 else (key[None], value[None])
-
-    @functools.cached_property
-    def _dtype(self) -> torch.dtype:
-        return compute_dtype(self.spec)
 
     def _computed(self, device: torch.device) -> Any:
         """What queries, keys and values are multiplied in, where it is not their own type."""
@@ -255,10 +242,6 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
     def _group(self) -> int:
         return self.spec.num_heads // self.spec.num_kv_heads
 
-    def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        check_cache(kv_cache, self.spec)
-        return TritonBackend.split_kv(typed_view(kv_cache, self.spec), self.spec)
-
     def _keys(
         self,
         key: torch.Tensor | None,
@@ -267,49 +250,14 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         meta: TritonMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V as pages `[num_blocks, block_size, Hkv, D]`; those of the call as one page."""
+        self._check_pages(kv_cache)
         if kv_cache is not None:
-            if self.spec.direct_kv:
-                raise LayoutError("kv_cache", tuple(kv_cache.shape), "must be None with direct_kv=True")
             return self._pages(kv_cache)
-        encodes = self.spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
-        if not (self.spec.direct_kv or encodes):
-            remedy = "declare the layer with direct_kv=True to give K and V with the call"
-            raise LayoutError("kv_cache", None, "is required", remedy)
         # How many keys the call must bring is known on the device alone, unless they stand as the queries.
         rows = meta.num_actual_tokens if meta.key_start_loc is meta.query_start_loc else 0
         key, value = check_keys(key, value, rows, self.spec, self._dtype)
         k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (key, value))
         return k[None], v[None]
-
-    def _check(
-        self,
-        query: torch.Tensor,
-        meta: TritonMetadata,
-        output: torch.Tensor,
-        output_lse: torch.Tensor | None,
-    ) -> None:
-        spec, tokens = self.spec, meta.num_actual_tokens
-        check_rows("query", query, tokens, (spec.num_heads, spec.head_size), self._dtype)
-        check_rows("output", output, tokens, (spec.num_heads, spec.head_size_v), self._dtype)
-        if output.stride(2) != 1:
-            raise BatchError(
-                "output.stride(2)", output.stride(2), "must be 1: a head's elements lie together"
-            )
-        if output_lse is None:
-            return
-        if not spec.needs_lse:
-            remedy = "declare the layer with needs_lse=True"
-            raise BatchError("output_lse", tuple(output_lse.shape), "must be None", remedy)
-        check_rows("output_lse", output_lse, tokens, (spec.num_heads,), torch.float32)
-
-    def _scales(self, layer: AttentionLayer | None) -> tuple[float, float]:
-        if layer is not None and hasattr(layer, "_k_scale_float") and hasattr(layer, "_v_scale_float"):
-            return float(layer._k_scale_float), float(layer._v_scale_float)
-        return self._own_scales
-
-    @functools.cached_property
-    def _own_scales(self) -> tuple[float, float]:
-        return float(self.tensors.k_scale), float(self.tensors.v_scale)
 
 
 def _kv(k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def check_cache(kv_cache: torch.Tensor, spec: LayerSpec) -> None:
 
 
 def refuse_output_scales(**scales: torch.Tensor | None) -> None:
-    """BatchError where an output scale is given: TORCH writes outputs in the layer's dtype only."""
+    """BatchError where an output scale is given: outputs are written in the layer's dtype only."""
     for name, scale in scales.items():
         if scale is not None:
             raise BatchError(name, tuple(scale.shape), "must be None", "quantise the output after attention")
