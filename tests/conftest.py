@@ -32,7 +32,8 @@ if not _has_gpu():
 
 @pytest.fixture(autouse=True)
 def _no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("ATTNPLUG_")]:
+    # What this run of pytest was asked for is not meant for those that tests start.
+    for name in [name for name in os.environ if name.startswith("ATTNPLUG_") or name == "PYTEST_ADDOPTS"]:
         monkeypatch.delenv(name)
 
 
