@@ -1,0 +1,133 @@
+"""Which version of which kernel library serves what on which GPUs: one table that backends, `doctor` and docs read.
+
+Torch-free, and it imports no kernel library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
+
+__all__ = ["LIBRARY_RULES", "LibraryRule", "requirements_of", "rules_of", "serves_capability"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LibraryRule:
+    """One row: what some versions of a kernel library are good for on some GPUs.
+
+    Args:
+        backend: the attnplug backend that calls it.
+        library: the name people use, as "FlashAttention 2".
+        distribution: the name it is installed by.
+        versions: the versions meant, as a PEP 440 specifier; prereleases only where it names one.
+        module: the module whose functions are called.
+        capabilities: the compute capabilities meant, as a specifier: ">=9.0,<10".
+        serves: whether the backend uses these versions there; False marks a refusal.
+        what: what they do there, or why they are refused.
+        compiles: what is compiled at first use, where anything is.
+        remedy: what a user can do about a refusal.
+    """
+
+    backend: str
+    library: str
+    distribution: str
+    versions: str
+    module: str
+    capabilities: str
+    serves: bool
+    what: str
+    compiles: str | None = None
+    remedy: str | None = None
+
+    def covers_version(self, version: str) -> bool:
+        """Whether an installed `version` is one of those meant."""
+        versions = _specifier(self.versions)
+        return versions.contains(version, prereleases=bool(versions.prereleases))
+
+    def covers_capability(self, capability: tuple[int, int]) -> bool:
+        """Whether a GPU of compute capability `(major, minor)` is one of those meant."""
+        return _specifier(self.capabilities).contains("{}.{}".format(*capability))
+
+
+_FA2 = {"backend": "FLASH_ATTN_2", "library": "FlashAttention 2", "distribution": "flash-attn"}
+_FA3 = {"backend": "FLASH_ATTN_3", "library": "FlashAttention 3", "distribution": "flash-attn-3"}
+_FA4 = {"backend": "FLASH_ATTN_4", "library": "FlashAttention 4", "distribution": "flash-attn-4"}
+
+LIBRARY_RULES: tuple[LibraryRule, ...] = (
+    LibraryRule(
+        **_FA2,
+        versions=">=2.7,<3",
+        module="flash_attn.flash_attn_interface",
+        capabilities=">=8.0",
+        serves=True,
+        what="paged and packed attention, pages of 256 tokens and multiples; windows, soft cap, ALiBi",
+    ),
+    LibraryRule(
+        **_FA2,
+        versions="<2.7",
+        module="flash_attn.flash_attn_interface",
+        capabilities=">=8.0",
+        serves=False,
+        what="an older interface, never tried",
+        remedy="pip install 'flash-attn>=2.7,<3'",
+    ),
+    LibraryRule(
+        **_FA3,
+        versions=">=3.0.0b1",
+        module="flash_attn_interface",
+        capabilities=">=9.0,<10",
+        serves=True,
+        what="paged and packed attention, pages of any size; windows, soft cap, chunks, e4m3 KV",
+    ),
+    LibraryRule(
+        **_FA4,
+        versions=">=4.0.0b20",
+        module="flash_attn.cute",
+        capabilities=">=9.0,<12",
+        serves=True,
+        what="paged and packed attention; windows, soft cap, sinks",
+        compiles="each configuration of sizes, dtypes and features, by CuTe DSL: about 2 s each",
+    ),
+    LibraryRule(
+        **_FA4,
+        versions="<4.0.0b20",
+        module="flash_attn.cute",
+        capabilities=">=8.0",
+        serves=False,
+        what="an older interface, never tried",
+        remedy="pip install 'flash-attn-4>=4.0.0b20'",
+    ),
+)
+"""Grouped by backend, what serves before what is refused."""
+
+
+def rules_of(backend: str) -> tuple[LibraryRule, ...]:
+    """The rows of one backend."""
+    return tuple(rule for rule in LIBRARY_RULES if rule.backend == backend)
+
+
+def requirements_of(backend: str) -> tuple[str, ...]:
+    """What a backend requires, as PEP 508 strings: the distributions and versions that serve it."""
+    served = (rule for rule in rules_of(backend) if rule.serves)
+    return _unique(rule.distribution + rule.versions for rule in served)
+
+
+def serves_capability(backend: str, capability: tuple[int, int]) -> bool:
+    """Whether any version serves a backend on GPUs of this compute capability."""
+    return any(rule.serves and rule.covers_capability(capability) for rule in rules_of(backend))
+
+
+def _unique(items: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(items))
+
+
+@functools.lru_cache(maxsize=256)
+def _specifier(text: str) -> SpecifierSet:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(text)
