@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from attnplug.core.errors import SpecError
@@ -12,19 +13,36 @@ __all__ = ["MultipleOf"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MultipleOf:
-    """Every positive multiple of `base`, where a plain list of sizes would have no end."""
+    """Every positive multiple of `base`, where a plain list of sizes would have no end.
+
+    Args:
+        base: what they are multiples of.
+        but: multiples that are not meant.
+    """
 
     base: int
+    but: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if type(self.base) is not int or self.base < 1:
             raise SpecError("MultipleOf.base", self.base, "must be an integer of at least 1")
+        if not all(type(size) is int for size in self.but):
+            raise SpecError("MultipleOf.but", self.but, "must be integers")
+        object.__setattr__(self, "but", tuple(self.but))
 
     def __contains__(self, size: int) -> bool:
-        return size > 0 and size % self.base == 0
+        return size > 0 and size % self.base == 0 and size not in self.but
 
     def __str__(self) -> str:
-        return "any size" if self.base == 1 else f"multiples of {self.base}"
+        words = "any size" if self.base == 1 else f"multiples of {self.base}"
+        return f"{words} other than {' and '.join(map(str, self.but))}" if self.but else words
+
+    def from_on(self, least: int) -> int:
+        """The smallest size meant of at least `least`."""
+        size = -(-max(least, 1) // self.base) * self.base
+        while size in self.but:
+            size += self.base
+        return size
 
     @staticmethod
     def allows(sizes: Sequence[int | MultipleOf], size: int) -> bool:
@@ -34,11 +52,26 @@ class MultipleOf:
     @staticmethod
     def nearest(sizes: Sequence[int | MultipleOf], wanted: int) -> int:
         """The smallest allowed size of at least `wanted`, or the largest below it."""
-        least = max(wanted, 1)
-        found = [
-            -(-least // item.base) * item.base if isinstance(item, MultipleOf) else item for item in sizes
-        ]
+        found = [item.from_on(wanted) if isinstance(item, MultipleOf) else item for item in sizes]
         if not found:
             raise SpecError("sizes", list(sizes), "must name at least one size")
         above = [size for size in found if size >= wanted]
         return min(above) if above else max(found)
+
+    @staticmethod
+    def common(
+        one: Sequence[int | MultipleOf], other: Sequence[int | MultipleOf]
+    ) -> tuple[int | MultipleOf, ...]:
+        """What both of two sets of sizes hold, those of `one` first; empty where they do not meet."""
+        multiples = [
+            MultipleOf(math.lcm(left.base, right.base))
+            for left in one
+            for right in other
+            if isinstance(left, MultipleOf) and isinstance(right, MultipleOf)
+        ]
+        listed = [
+            size
+            for size in (*one, *other)
+            if isinstance(size, int) and MultipleOf.allows(one, size) and MultipleOf.allows(other, size)
+        ]
+        return tuple(dict.fromkeys((*listed, *multiples)))

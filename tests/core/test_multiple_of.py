@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from attnplug.core import MultipleOf
+from attnplug.core import MultipleOf, Reason
 from attnplug.errors import SpecError
 
 items = st.integers(1, 300) | st.integers(1, 64).map(MultipleOf)
@@ -69,3 +69,19 @@ def test_the_nearest_size_is_allowed_and_none_lies_between(
 def test_there_is_no_nearest_of_no_sizes() -> None:
     with pytest.raises(SpecError, match="at least one size"):
         MultipleOf.nearest((), 16)
+
+
+def test_single_multiples_can_be_left_out():
+    sizes = MultipleOf(16, but=(128, 64))
+    assert [size for size in range(0, 161, 16) if size in sizes] == [16, 32, 48, 80, 96, 112, 144, 160]
+    assert str(sizes) == "multiples of 16 other than 128 and 64"
+    assert MultipleOf.nearest((sizes,), 60) == 80
+    with pytest.raises(SpecError, match=r"MultipleOf\.but=.*integers"):
+        MultipleOf(16, but=("128",))
+
+
+def test_a_refusal_names_the_multiples_left_out():
+    reason = Reason(
+        "block_size not supported", code="block_size", requested=128, supported=[MultipleOf(16, but=(128,))]
+    )
+    assert reason == "block_size not supported: 128 is not a multiple of 16 other than 128"
