@@ -1,4 +1,4 @@
-"""Tensor operations that backends and the runtime share."""
+"""What backends and the runtime share: tensor operations, the checks of a call, which keys a query sees."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from attnplug.ops.kv_write import write_kv_cache as write_kv_cache
     from attnplug.ops.merging import merge as merge
     from attnplug.ops.merging import merge_attn_states as merge_attn_states
+    from attnplug.ops.reach import Reach as Reach
 
-__all__ = ["merge", "merge_attn_states", "write_kv_cache"]
+__all__ = ["Reach", "merge", "merge_attn_states", "write_kv_cache"]
 
 __getattr__, __dir__ = lazy_exports(
-    __name__, {"merge": "merging", "merge_attn_states": "merging", "write_kv_cache": "kv_write"}
+    __name__,
+    {"Reach": "reach", "merge": "merging", "merge_attn_states": "merging", "write_kv_cache": "kv_write"},
 )

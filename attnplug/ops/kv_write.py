@@ -44,13 +44,14 @@ def write_kv_cache(
         kernels.write_kv_cache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
         return
     check_kv_write(key, value, k_cache, v_cache, slot_mapping)
-    slots = slot_mapping.shape[0]
-    key, value = key[:slots], value[:slots]
-    kept = slot_mapping >= 0
-    if not bool(kept.all()):
-        slot_mapping, key, value = slot_mapping[kept], key[kept], value[kept]
-    _write(k_cache, key, slot_mapping, k_scale)
-    _write(v_cache, value, slot_mapping, v_scale)
+    with torch.no_grad():
+        slots = slot_mapping.shape[0]
+        key, value = key[:slots], value[:slots]
+        kept = slot_mapping >= 0
+        if not bool(kept.all()):
+            slot_mapping, key, value = slot_mapping[kept], key[kept], value[kept]
+        _write(k_cache, key, slot_mapping, k_scale)
+        _write(v_cache, value, slot_mapping, v_scale)
 
 
 def _write(pages: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, scale: float) -> None:

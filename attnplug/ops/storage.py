@@ -1,4 +1,4 @@
-"""The torch dtypes that the names of KV cache dtypes stand for."""
+"""The element types of a layer: computed, and stored in its pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from types import MappingProxyType
 
 import torch
 
-__all__ = ["STORAGE_DTYPES"]
+from attnplug.core.errors import LayoutError
+from attnplug.core.spec import LayerSpec
+
+__all__ = ["STORAGE_DTYPES", "compute_dtype", "storage_dtype", "typed_view"]
 
 STORAGE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -24,3 +27,34 @@ STORAGE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     }
 )
 """By resolved name; see `LayerSpec.resolved_kv_cache_dtype`."""
+
+
+def compute_dtype(spec: LayerSpec) -> torch.dtype:
+    """The torch dtype of the layer's queries, keys, values and outputs."""
+    return STORAGE_DTYPES[spec.dtype]
+
+
+def storage_dtype(spec: LayerSpec) -> torch.dtype:
+    """The element type of the layer's cache; LayoutError for one that is no float of torch's."""
+    dtype = STORAGE_DTYPES.get(spec.resolved_kv_cache_dtype)
+    if dtype is None or not dtype.is_floating_point:
+        floats = ", ".join(name for name, each in STORAGE_DTYPES.items() if each.is_floating_point)
+        raise LayoutError("kv_cache_dtype", spec.kv_cache_dtype, f"must be one of {floats}")
+    return dtype
+
+
+def typed_view(kv_cache: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+    """The cache as its element type; a raw fp8 pool may come as uint8.
+
+    Raises:
+        LayoutError: a cache of another element type.
+    """
+    dtype = storage_dtype(spec)
+    if kv_cache.dtype == dtype:
+        return kv_cache
+    if kv_cache.dtype == torch.uint8 and spec.has_quantized_kv_cache:
+        return kv_cache.view(dtype)
+    limit = f"must be {dtype}" + (" or torch.uint8" if spec.has_quantized_kv_cache else "")
+    raise LayoutError(
+        "kv_cache.dtype", kv_cache.dtype, f"{limit} with kv_cache_dtype={spec.kv_cache_dtype!r}"
+    )

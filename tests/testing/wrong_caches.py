@@ -8,11 +8,11 @@ import torch
 from catching import Wrong, variant
 from wrong_structure import Around, Call
 
-from attnplug.backends.storage import typed_view
 from attnplug.backends.torch_native.backend import TorchBackend
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core.errors import LayoutError
 from attnplug.ops.kv_write import write_kv_cache
+from attnplug.ops.storage import typed_view
 
 __all__ = ["WRONG_CACHES"]
 

@@ -9,9 +9,9 @@ import torch
 from attnplug.backends.torch_native.builder import TorchMetadata
 from attnplug.backends.torch_native.gather_plan import Tile, plan_tiles
 from attnplug.backends.torch_native.kv_cache import HeadRows
-from attnplug.backends.torch_native.reach import Reach
 from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import KeySource
+from attnplug.ops.reach import Reach
 
 __all__ = ["SHORT_QUERY", "attend_short"]
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from attnplug.backends.torch_native.builder import TorchMetadata
-from attnplug.backends.torch_native.reach import Reach
 from attnplug.backends.torch_native.source import KeySource
+from attnplug.ops.reach import Reach
 
 __all__ = ["Steps", "Tile", "plan_tiles"]
 

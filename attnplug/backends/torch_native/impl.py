@@ -5,19 +5,18 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from attnplug.backends.checks import check_keys
 from attnplug.backends.impl import BuiltinImpl
-from attnplug.backends.storage import storage_dtype
 from attnplug.backends.torch_native.backend import TorchBackend
 from attnplug.backends.torch_native.builder import TorchMetadata
 from attnplug.backends.torch_native.decode import SHORT_QUERY, attend_short
 from attnplug.backends.torch_native.dense import attend_request
 from attnplug.backends.torch_native.page_decode import attend_pages, plan_page_decodes
-from attnplug.backends.torch_native.reach import Reach
 from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import KeySource, PackedKeys, PagedKeys
 from attnplug.core.impl import AttentionLayer
-from attnplug.ops.kv_write import write_kv_cache
+from attnplug.ops.calls import check_keys
+from attnplug.ops.reach import Reach
+from attnplug.ops.storage import storage_dtype
 
 __all__ = ["TorchImpl"]
 
@@ -27,18 +26,6 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
 
     can_return_lse_for_decode = True
     _backend = TorchBackend
-
-    def _write(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        k_scale: float,
-        v_scale: float,
-    ) -> None:
-        write_kv_cache(key, value, k, v, slot_mapping, k_scale, v_scale)
 
     @torch.no_grad()
     def attend(
@@ -132,7 +119,7 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
             k, v = self._pages(kv_cache)
             return PagedKeys(k, v, metadata.block_table, metadata.seq_lens)
         starts = metadata.query_starts if metadata.key_starts is None else metadata.key_starts
-        key, value = check_keys(key, value, int(starts[-1]), spec, self._dtype)
+        key, value = check_keys(key, value, int(starts[-1]), spec)
         return PackedKeys.checked(key, value, starts, metadata.seq_lens)
 
     def _given(
@@ -143,7 +130,7 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         own = self._attends_own_keys
         if key is None or value is None or not own or storage_dtype(spec) != self._dtype:
             return None
-        check_keys(key, value, int(metadata.query_starts[-1]), spec, self._dtype)
+        check_keys(key, value, int(metadata.query_starts[-1]), spec)
         return PackedKeys(key, value, metadata.query_starts, metadata.seq_lens)
 
     def _scoring(

@@ -12,9 +12,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnplug.backends.torch_native.builder import TorchMetadata
-from attnplug.backends.torch_native.reach import Reach
 from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import KeySource, PagedKeys
+from attnplug.ops.reach import Reach
 
 __all__ = ["PageDecodes", "attend_pages", "plan_page_decodes"]
 

@@ -8,17 +8,18 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from attnplug.backends.checks import check_keys
 from attnplug.backends.impl import BuiltinImpl
 from attnplug.backends.triton.backend import TritonBackend
 from attnplug.backends.triton.builder import TritonMetadata
 from attnplug.backends.triton.kernels.decode import decode_kernel, merge_kernel
 from attnplug.backends.triton.kernels.prefill import prefill_kernel
 from attnplug.backends.triton.launch import decode_launch, merging, prefill_launch, tile_side
-from attnplug.backends.triton.reach import Reach
+from attnplug.backends.triton.reach import switches
 from attnplug.backends.triton.workspace import SplitPlan, num_multiprocessors
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
+from attnplug.ops.calls import check_keys
+from attnplug.ops.reach import Reach
 from attnplug.ops.triton.kv_write import write_kv_cache
 from attnplug.ops.triton.launch import on_device_of
 
@@ -34,18 +35,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
 
     can_return_lse_for_decode = True
     _backend = TritonBackend
-
-    def _write(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        k_scale: float,
-        v_scale: float,
-    ) -> None:
-        write_kv_cache(key, value, k, v, slot_mapping, k_scale, v_scale)
+    _write = staticmethod(write_kv_cache)
 
     @torch.no_grad()
     def attend(
@@ -217,7 +207,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
             "HAS_ALIBI": tensors.alibi_slopes is not None,
             "HAS_LSE": output_lse is not None,
             "COMPUTE": self._computed(query.device),
-            **reach.flags,
+            **switches(reach),
         }
 
     def _given(
@@ -227,7 +217,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         own = self._attends_own_keys and not self.spec.has_quantized_kv_cache
         if key is None or value is None or not (own and meta.starts_anew):
             return None
-        check_keys(key, value, meta.num_actual_tokens, self.spec, self._dtype)
+        check_keys(key, value, meta.num_actual_tokens, self.spec)
         return None if key.stride(2) != 1 or value.stride(2) != 1 else (key[None], value[None])
 
     def _computed(self, device: torch.device) -> Any:
@@ -255,7 +245,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
             return self._pages(kv_cache)
         # How many keys the call must bring is known on the device alone, unless they stand as the queries.
         rows = meta.num_actual_tokens if meta.key_start_loc is meta.query_start_loc else 0
-        key, value = check_keys(key, value, rows, self.spec, self._dtype)
+        key, value = check_keys(key, value, rows, self.spec)
         k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (key, value))
         return k[None], v[None]
 

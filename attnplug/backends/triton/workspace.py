@@ -10,7 +10,8 @@ import torch
 
 from attnplug.backends.triton.kernels.splits import FIELDS, plan_splits_kernel
 from attnplug.backends.triton.launch import tile_side
-from attnplug.backends.triton.reach import Reach
+from attnplug.backends.triton.reach import switches
+from attnplug.ops.reach import Reach
 from attnplug.ops.triton.launch import on_device_of
 
 _PLAN_SPLITS: Any = plan_splits_kernel
@@ -79,7 +80,7 @@ class Workspace:
                     num_decodes + plan.target,
                     REQS=tile_side(num_decodes + 1),
                     TILE=plan.tile,
-                    **reach.flags,
+                    **switches(reach),
                 )
             self._planned.add(plan)
         return kept

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from attnplug.backends.triton.launch import decode_launch, merging, prefill_launch, tile_side
-from attnplug.backends.triton.reach import Reach
 from attnplug.backends.triton.workspace import SplitPlan, Workspace
+from attnplug.ops.reach import Reach
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REACHES = [Reach(-1, 0, 0), Reach(31, 0, 0), Reach(-1, 0, 64), Reach(-1, -1, 0), Reach(15, 7, 0)]

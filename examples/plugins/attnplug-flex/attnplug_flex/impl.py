@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from attnplug.core import AttentionImpl, AttentionLayer, AttentionType
-from attnplug.errors import BatchError, LayoutError, PolicyError
-from attnplug.ops import write_kv_cache
-from attnplug.ops.storage import STORAGE_DTYPES
+from attnplug.core import AttentionImpl, AttentionLayer
+from attnplug.errors import BatchError, PolicyError
+from attnplug.ops import Reach, write_kv_cache
+from attnplug.ops.calls import check_cache_given, check_keys, check_queries, kv_scales, pages_of
+from attnplug.ops.storage import compute_dtype
 
 from attnplug_flex.backend import FlexBackend, FlexOptions
 from attnplug_flex.kernel import attend_piece, score_mod
 from attnplug_flex.metadata import FlexMetadata
 from attnplug_flex.plan import Plan
-from attnplug_flex.reach import Reach
 
 __all__ = ["FlexImpl"]
 
@@ -44,7 +44,8 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write new keys and values; fp8 storage divides by the scales and clamps."""
-        write_kv_cache(key, value, *self._pages(kv_cache), slot_mapping, *self._scales(layer))
+        pages = pages_of(FlexBackend, kv_cache, self.spec)
+        write_kv_cache(key, value, *pages, slot_mapping, *kv_scales(layer, self.tensors))
 
     @torch.no_grad()
     def attend(
@@ -70,10 +71,13 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
             PolicyError: `compile` on a CPU.
         """
         spec, metadata = self.spec, attn_metadata
-        self._check(query, output_lse, output_scale=output_scale, output_block_scale=output_block_scale)
+        tokens = metadata.num_actual_tokens
+        scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
+        check_queries(query, output, output_lse, tokens, spec, **scales)
+        self._check_device(query.device)
         plan, keys, values = self._gather(layer, key, value, kv_cache, metadata)
 
-        rows = slice(0, metadata.num_actual_tokens)
+        rows = slice(0, tokens)
         out = output[rows].zero_()
         lse = query.new_full(out.shape[:2], -torch.inf, dtype=torch.float32)
         cap = (
@@ -99,19 +103,10 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
             output_lse[rows] = lse
         return output
 
-    def _check(
-        self, query: torch.Tensor, output_lse: torch.Tensor | None, **scales: torch.Tensor | None
-    ) -> None:
-        if output_lse is not None and not self.spec.needs_lse:
-            remedy = "declare the layer with needs_lse=True"
-            raise BatchError("output_lse", tuple(output_lse.shape), "must be None", remedy)
-        for name, scale in scales.items():
-            if scale is not None:
-                remedy = "quantise the output after attention"
-                raise BatchError(name, tuple(scale.shape), "must be None", remedy)
-        if self._compile and query.device.type != "cuda":
+    def _check_device(self, device: torch.device) -> None:
+        if self._compile and device.type != "cuda":
             remedy = f"set {FlexOptions()}"
-            raise PolicyError("compile", True, f"needs a CUDA device, not {query.device.type!r}", remedy)
+            raise PolicyError("compile", True, f"needs a CUDA device, not {device.type!r}", remedy)
 
     def _gather(
         self,
@@ -124,18 +119,13 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
         """The plan, and its keys `[N, Hkv, D]` and values `[N, Hkv, Dv]` in the layer's dtype."""
         spec = self.spec
         reach = Reach.of(spec, metadata.causal)
+        check_cache_given(kv_cache, spec)
         if kv_cache is None:
-            if not (spec.direct_kv or spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)):
-                remedy = "declare the layer with direct_kv=True to give K and V with the call"
-                raise LayoutError("kv_cache", None, "is required", remedy)
-            if key is None or value is None:
-                raise BatchError("key, value", None, "are required: they are not in a KV cache")
+            key, value = check_keys(key, value, int(metadata.key_starts[-1]), spec)
             plan = metadata.plan(reach, direct=True, whole=self._compile)
             return plan, key[plan.keys], value[plan.keys]
 
-        if spec.direct_kv:
-            raise LayoutError("kv_cache", tuple(kv_cache.shape), "must be None with direct_kv=True")
-        k_pages, v_pages = self._pages(kv_cache)
+        k_pages, v_pages = pages_of(FlexBackend, kv_cache, spec)
         block_size, columns = k_pages.shape[1], metadata.block_table.shape[1]
         if metadata.seq_lens.max(initial=0) > columns * block_size:
             limit = f"is past the {columns * block_size} tokens of {columns} pages per request"
@@ -143,34 +133,18 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
         plan = metadata.plan(reach, direct=False, whole=self._compile)
         blocks = metadata.block_table[plan.requests, plan.keys // block_size].long()
         offsets = plan.keys % block_size
-        k_scale, v_scale = self._scales(layer)
+        k_scale, v_scale = kv_scales(layer, self.tensors)
         keys = self._read(k_pages, blocks, offsets, k_scale)
         return plan, keys, self._read(v_pages, blocks, offsets, v_scale)
 
     def _read(
         self, pages: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        dtype = STORAGE_DTYPES[self.spec.dtype]
+        dtype = compute_dtype(self.spec)
         if pages.dtype.itemsize > 1:
             return pages[blocks, offsets].to(dtype)
         stored = pages.view(torch.uint8)[blocks, offsets].view(pages.dtype)
         return stored.float().mul_(scale).to(dtype)
-
-    def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as pages of their storage dtype; a pool of fp8 may come as bytes."""
-        spec = self.spec
-        dtype = STORAGE_DTYPES[spec.resolved_kv_cache_dtype]
-        if kv_cache.dtype == torch.uint8 and spec.has_quantized_kv_cache:
-            kv_cache = kv_cache.view(dtype)
-        if kv_cache.dtype != dtype:
-            limit = f"must be {dtype} with kv_cache_dtype={spec.kv_cache_dtype!r}"
-            raise LayoutError("kv_cache.dtype", kv_cache.dtype, limit)
-        return FlexBackend.split_kv(kv_cache, spec)
-
-    def _scales(self, layer: AttentionLayer | None) -> tuple[float, float]:
-        if layer is not None and hasattr(layer, "_k_scale_float") and hasattr(layer, "_v_scale_float"):
-            return layer._k_scale_float, layer._v_scale_float
-        return float(self.tensors.k_scale), float(self.tensors.v_scale)
 
     @staticmethod
     def _on(device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | None:

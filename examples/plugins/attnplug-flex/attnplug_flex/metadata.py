@@ -13,9 +13,9 @@ from attnplug.core import (
     CrossAttentionSpec,
 )
 from attnplug.errors import BatchError
+from attnplug.ops import Reach
 
-from attnplug_flex.plan import Plan
-from attnplug_flex.reach import Ints, Reach
+from attnplug_flex.plan import Ints, Plan
 
 __all__ = ["FlexMetadata", "FlexMetadataBuilder"]
 

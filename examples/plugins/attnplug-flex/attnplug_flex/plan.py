@@ -6,13 +6,15 @@ import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from attnplug.ops import Reach
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
-from attnplug_flex.reach import Ints, Reach
+__all__ = ["Ints", "Piece", "Plan"]
 
-__all__ = ["Piece", "Plan"]
+Ints = npt.NDArray[np.int64]
 
 _TILE = 128
 """Rows and keys of a block of a block mask."""

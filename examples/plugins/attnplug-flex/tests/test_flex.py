@@ -104,7 +104,7 @@ def test_the_one_piece_of_a_compiled_step_gives_the_same(
     batch = direct_batch(spec, *DIRECT) if direct else paged_batch(spec, *LENGTHS)
     monkeypatch.setattr(kernel, "_compiled", kernel._uncompiled)
     builder, impl, arguments = prepared(batch, compile=True)
-    monkeypatch.setattr(impl, "_check", lambda *_, **__: None)
+    monkeypatch.setattr(impl, "_check_device", lambda *_, **__: None)
     output = torch.empty_like(batch.query)
     impl.forward(*arguments, builder.build(0, batch.common), output)
     assert_close(output, batch.oracle().output, 1e-5)

@@ -17,11 +17,17 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reach:
-    """How far a query at position p sees: `p - left .. p + right`, within its chunk; -1 is no limit."""
+    """A query at position p sees `p - left .. p + right`, within its chunk.
+
+    Args:
+        left: keys before the query's own position; -1 is no limit.
+        right: keys after it; -1 is no limit.
+        chunk: positions of a chunk; 0 is no limit.
+    """
 
     left: int
     right: int
-    chunk: int | None
+    chunk: int
 
     @classmethod
     def of(cls, spec: LayerSpec, causal: bool) -> Reach:
@@ -34,19 +40,19 @@ class Reach:
         if spec.causal and not causal:
             remedy = "declare the layer with causal=False"
             raise BatchError("causal", causal, "cannot widen a causal layer", remedy)
-        return cls(left, 0 if causal else right, spec.chunk_size)
+        return cls(left, 0 if causal else right, spec.chunk_size or 0)
 
     def bounds(self, positions: _Ints, first: _Ints, end: _Ints) -> tuple[_Ints, _Ints]:
-        """`[low, high)`, the positions of the keys seen from `positions`, given keys `[first, end)`.
+        """`[low, high)`, the positions of the keys seen from `positions`, of keys `[first, end)`.
 
-        Broadcasts; `high <= low` where nothing is seen.
+        Broadcasts. `low == high` where nothing is seen; neither decreases from one query of a request to
+        the next.
         """
-        low = np.broadcast_to(first, positions.shape)
-        high = np.broadcast_to(end, positions.shape)
+        low, high = np.broadcast_to(first, positions.shape), np.broadcast_to(end, positions.shape)
         if self.left >= 0:
             low = np.maximum(low, positions - self.left)
-        if self.chunk is not None:
+        if self.chunk:
             low = np.maximum(low, positions // self.chunk * self.chunk)
         if self.right >= 0:
             high = np.minimum(high, positions + self.right + 1)
-        return low, high
+        return low, np.maximum(low, high)

@@ -1,0 +1,99 @@
+"""Host buffers and their device twins, and a guarded ring of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from attnplug.core.errors import BatchError
+
+__all__ = ["CpuGpuBuffer", "StagingRing"]
+
+_NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class CpuGpuBuffer:
+    """A host buffer (pinned for a GPU), its numpy view and its device twin.
+
+    On the CPU the twin is the host buffer itself and nothing is ever copied.
+
+    Args:
+        size: the shape.
+        dtype: element type.
+        device: where the twin lives.
+        fill: what the buffer starts with.
+
+    Raises:
+        BatchError: no dimension, or an element type that numpy does not have.
+    """
+
+    def __init__(
+        self,
+        *size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        fill: int | float = 0,
+    ) -> None:
+        if not size:
+            raise BatchError("size", size, "must have at least one dimension")
+        if dtype in _NOT_IN_NUMPY:
+            raise BatchError("dtype", dtype, "has no numpy view", "view the device's tensor as it instead")
+        where = torch.device(device)
+        pinned = where.type == "cuda"
+        self.cpu = torch.full(size, fill, dtype=dtype, pin_memory=pinned)
+        self.np: npt.NDArray[Any] = self.cpu.numpy()
+        self.gpu = self.cpu if where.type == "cpu" else self.cpu.to(where)
+
+    def copy_to_gpu(self, n: int | None = None) -> torch.Tensor:
+        """Send the first `n` rows without waiting; gives the device's view of them.
+
+        Raises:
+            BatchError: more rows than there are.
+        """
+        rows = self.cpu.shape[0] if n is None else n
+        if not 0 <= rows <= self.cpu.shape[0]:
+            raise BatchError("n", rows, f"must lie in 0 .. {self.cpu.shape[0]}, the buffer's rows")
+        if self.gpu is self.cpu:
+            return self.gpu[:rows]
+        return self.gpu[:rows].copy_(self.cpu[:rows], non_blocking=True)
+
+
+class StagingRing:
+    """At least two sets of host buffers, so that a step never overwrites what an earlier one still copies.
+
+    `acquire` waits for the event of the set it hands out: the only wait there is. `release` records it.
+
+    Args:
+        slots: the sets, each anything that the caller fills and copies.
+        device: the device copied to, on its current stream; on the CPU nothing waits.
+
+    Raises:
+        BatchError: fewer than two sets.
+    """
+
+    def __init__(self, slots: Sequence[Any], device: torch.device | str) -> None:
+        if len(slots) < 2:
+            raise BatchError("slots", len(slots), "must be at least 2 sets of buffers")
+        self._slots = list(slots)
+        self._device = torch.device(device)
+        self._events: list[torch.cuda.Event | None] = [None] * len(slots)
+        self._next = 0
+
+    def acquire(self) -> Any:
+        """The set to fill now, once the copies last made from it are done."""
+        event = self._events[self._next]
+        if event is not None:
+            event.synchronize()
+        return self._slots[self._next]
+
+    def release(self) -> None:
+        """Mark the copies from the set in hand as issued, and move on to the next."""
+        if self._device.type == "cuda":
+            event = self._events[self._next] or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # The copies run on their own device's stream, whichever device is current.
+            event.record(torch.cuda.current_stream(self._device))
+            self._events[self._next] = event
+        self._next = (self._next + 1) % len(self._slots)

@@ -1,0 +1,129 @@
+"""What a call of an impl must bring: each refusal names the argument, what was found, the limit and a remedy."""
+
+from __future__ import annotations
+
+import torch
+
+from attnplug.core.backend import AttentionBackend
+from attnplug.core.errors import BatchError, LayoutError
+from attnplug.core.impl import AttentionLayer, LayerTensors
+from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.ops.storage import compute_dtype, typed_view
+
+__all__ = [
+    "check_cache",
+    "check_cache_given",
+    "check_keys",
+    "check_queries",
+    "check_rows",
+    "kv_scales",
+    "pages_of",
+    "refuse_output_scales",
+]
+
+
+def check_rows(name: str, tensor: torch.Tensor, rows: int, tail: tuple[int, ...], dtype: torch.dtype) -> None:
+    """BatchError unless `tensor` is `[at least rows, *tail]` of `dtype`."""
+    shape = tensor.shape
+    if len(shape) != 1 + len(tail) or shape[0] < rows or shape[1:] != tail:
+        expected = ", ".join(map(str, (f"at least {rows}", *tail)))
+        raise BatchError(name, tuple(shape), f"must have the shape ({expected})")
+    if tensor.dtype != dtype:
+        raise BatchError(f"{name}.dtype", tensor.dtype, f"must be {dtype}")
+
+
+def check_keys(
+    key: torch.Tensor | None, value: torch.Tensor | None, rows: int, spec: LayerSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key and value, both given; BatchError unless they are `[at least rows, Hkv, D]` and as many values."""
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor is None:
+            raise BatchError(name, None, "is required: it is not in a KV cache")
+    if key is None or value is None:
+        raise BatchError("key", None, "is required")
+    dtype = compute_dtype(spec)
+    check_rows("key", key, rows, (spec.num_kv_heads, spec.head_size), dtype)
+    check_rows("value", value, rows, (spec.num_kv_heads, spec.head_size_v), dtype)
+    return key, value
+
+
+def check_queries(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    output_lse: torch.Tensor | None,
+    rows: int,
+    spec: LayerSpec,
+    **output_scales: torch.Tensor | None,
+) -> None:
+    """BatchError unless queries, outputs and LSE fit the layer and hold `rows` rows.
+
+    An LSE that the layer does not declare is refused, and so are the output scales given.
+    """
+    dtype = compute_dtype(spec)
+    check_rows("query", query, rows, (spec.num_heads, spec.head_size), dtype)
+    check_rows("output", output, rows, (spec.num_heads, spec.head_size_v), dtype)
+    refuse_output_scales(**output_scales)
+    if output_lse is None:
+        return
+    if not spec.needs_lse:
+        remedy = "declare the layer with needs_lse=True"
+        raise BatchError("output_lse", tuple(output_lse.shape), "must be None", remedy)
+    check_rows("output_lse", output_lse, rows, (spec.num_heads,), torch.float32)
+
+
+def refuse_output_scales(**scales: torch.Tensor | None) -> None:
+    """BatchError where an output scale is given: outputs are written in the layer's dtype only."""
+    for name, scale in scales.items():
+        if scale is not None:
+            raise BatchError(name, tuple(scale.shape), "must be None", "quantise the output after attention")
+
+
+def check_cache_given(kv_cache: torch.Tensor | None, spec: LayerSpec) -> None:
+    """LayoutError where there are pages and the layer has K and V given, or the other way round."""
+    if kv_cache is not None:
+        if spec.direct_kv:
+            raise LayoutError("kv_cache", tuple(kv_cache.shape), "must be None with direct_kv=True")
+        return
+    encodes = spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+    if not (spec.direct_kv or encodes):
+        remedy = "declare the layer with direct_kv=True to give K and V with the call"
+        raise LayoutError("kv_cache", None, "is required", remedy)
+
+
+def check_cache(kv_cache: torch.Tensor, spec: LayerSpec) -> None:
+    """LayoutError unless `kv_cache` has the logical shape of the layer's cache."""
+    heads, block = spec.num_kv_heads, spec.block_size or "block_size"
+    if spec.head_size_v == spec.head_size:
+        limits: tuple[int | str, ...] = ("num_blocks", 2, block, heads, spec.head_size)
+    else:
+        limits = ("num_blocks", block, heads, spec.head_size + spec.head_size_v)
+    shape = tuple(kv_cache.shape)
+    fits = len(shape) == len(limits) and all(
+        isinstance(limit, str) or found == limit for found, limit in zip(shape, limits, strict=True)
+    )
+    if not fits:
+        expected = ", ".join(map(str, limits))
+        remedy = "pass the logical view; the physical order shows only in the strides"
+        raise LayoutError("kv_cache", shape, f"must have the shape ({expected})", remedy)
+
+
+def pages_of(
+    backend: type[AttentionBackend], kv_cache: torch.Tensor, spec: LayerSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as `backend` splits the layer's cache, checked, in the element type that is stored.
+
+    Raises:
+        LayoutError: a cache of another shape or element type.
+    """
+    check_cache(kv_cache, spec)
+    return backend.split_kv(typed_view(kv_cache, spec), spec)
+
+
+def kv_scales(layer: AttentionLayer | None, tensors: LayerTensors) -> tuple[float, float]:
+    """The scales of stored keys and values: the engine's layer knows them, or the layer's tensors do.
+
+    Scales in tensors on a device are read back, for which the host waits: ask once.
+    """
+    if layer is not None and hasattr(layer, "_k_scale_float") and hasattr(layer, "_v_scale_float"):
+        return float(layer._k_scale_float), float(layer._v_scale_float)
+    return float(tensors.k_scale), float(tensors.v_scale)
