@@ -11,7 +11,11 @@ from attnplug.backends.triton.kernels.splits import FIELDS
 __all__ = ["decode_kernel", "merge_kernel"]
 
 
-@triton.jit(do_not_specialize=["left", "right", "chunk", "max_rows"])
+# What differs from step to step, or between a step and a graph's buffers, must not compile anew.
+@triton.jit(
+    do_not_specialize=["left", "right", "chunk", "max_rows", "stride_table", "stride_lse"],
+    do_not_specialize_on_alignment=["lse", "seq_lens", "block_table"],
+)
 def decode_kernel(
     query,
     k_cache,
@@ -253,7 +257,7 @@ def _merge_row(
         tl.store(lse + token * stride_lse + head, row_lse * LN2)
 
 
-@triton.jit(do_not_specialize=["max_rows"])
+@triton.jit(do_not_specialize=["max_rows", "stride_lse"], do_not_specialize_on_alignment=["lse"])
 def merge_kernel(
     partials,
     partial_lses,

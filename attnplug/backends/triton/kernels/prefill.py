@@ -18,7 +18,11 @@ from attnplug.backends.triton.kernels.scan import (
 __all__ = ["prefill_kernel"]
 
 
-@triton.jit(do_not_specialize=["first_token", "num_reqs", "left", "right", "chunk"])
+# What differs from step to step must not compile anew.
+@triton.jit(
+    do_not_specialize=["first_token", "num_reqs", "left", "right", "chunk", "stride_table", "stride_lse"],
+    do_not_specialize_on_alignment=["lse", "query_start_loc", "seq_lens", "block_table", "key_start_loc"],
+)
 def prefill_kernel(
     query,
     k_cache,

@@ -13,7 +13,10 @@ FIELDS = tl.constexpr(8)
 """Of an item: request, its number among the request's, how many those are, first token, tokens, lo, hi, 0."""
 
 
-@triton.jit(do_not_specialize=["num_reqs", "left", "right", "chunk", "most_items"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "left", "right", "chunk", "target", "min_keys", "most_items"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens"],
+)
 def plan_splits_kernel(
     query_start_loc,
     seq_lens,

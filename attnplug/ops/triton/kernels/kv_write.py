@@ -10,7 +10,7 @@ from attnplug.ops.triton.kernels.eight_bits import encode_8_bits
 __all__ = ["kv_write_kernel"]
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slot_mapping"])
 def kv_write_kernel(
     key,
     value,
