@@ -13,6 +13,8 @@ if TYPE_CHECKING:
         subclass_attention_backend_with_overrides as subclass_attention_backend_with_overrides,
     )
     from attnplug.core.blocks import MultipleOf as MultipleOf
+    from attnplug.core.composite import CompositeBackend as CompositeBackend
+    from attnplug.core.composite import composite_backend as composite_backend
     from attnplug.core.config import BuilderConfig as BuilderConfig
     from attnplug.core.device import Device as Device
     from attnplug.core.dtypes import is_quantized_kv_cache as is_quantized_kv_cache
@@ -54,6 +56,7 @@ __all__ = [
     "BuilderConfig",
     "ChunkedLocalAttentionSpec",
     "CommonAttentionMetadata",
+    "CompositeBackend",
     "CrossAttentionSpec",
     "Device",
     "Feature",
@@ -71,6 +74,7 @@ __all__ = [
     "Phase",
     "Reason",
     "SlidingWindowSpec",
+    "composite_backend",
     "get_mla_dims",
     "is_quantized_kv_cache",
     "subclass_attention_backend",
@@ -91,6 +95,7 @@ __getattr__, __dir__ = lazy_exports(
         "BuilderConfig": "config",
         "ChunkedLocalAttentionSpec": "kv_cache_spec",
         "CommonAttentionMetadata": "metadata",
+        "CompositeBackend": "composite",
         "CrossAttentionSpec": "kv_cache_spec",
         "Device": "device",
         "Feature": "features",
@@ -108,6 +113,7 @@ __getattr__, __dir__ = lazy_exports(
         "Phase": "spec",
         "Reason": "reasons",
         "SlidingWindowSpec": "kv_cache_spec",
+        "composite_backend": "composite",
         "get_mla_dims": "mla",
         "is_quantized_kv_cache": "dtypes",
         "subclass_attention_backend": "backend",

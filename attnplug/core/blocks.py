@@ -64,7 +64,7 @@ class MultipleOf:
     ) -> tuple[int | MultipleOf, ...]:
         """What both of two sets of sizes hold, those of `one` first; empty where they do not meet."""
         multiples = [
-            MultipleOf(math.lcm(left.base, right.base))
+            MultipleOf(math.lcm(left.base, right.base), (*left.but, *right.but))
             for left in one
             for right in other
             if isinstance(left, MultipleOf) and isinstance(right, MultipleOf)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec, Phase
 
-__all__ = ["validate"]
+__all__ = ["asks_capability", "validate"]
 
 # Reported by checks of their own, so that one cause gives one reason.
 _OWN_CHECK = (
@@ -119,7 +119,7 @@ def _device(backend: type[AttentionBackend], device: Device) -> Iterator[Reason]
                 field="device.capability",
                 requested="{}.{}".format(*device.capability),
             )
-    elif device.type in ("cuda", "rocm") and _asks_capability(backend):
+    elif device.type in ("cuda", "rocm") and asks_capability(backend):
         yield Reason(
             "compute capability not known",
             code="compute_capability",
@@ -128,7 +128,8 @@ def _device(backend: type[AttentionBackend], device: Device) -> Iterator[Reason]
         )
 
 
-def _asks_capability(backend: type[AttentionBackend]) -> bool:
+def asks_capability(backend: type[AttentionBackend]) -> bool:
+    """Whether what it serves depends on a GPU's compute capability."""
     from attnplug.core.backend import AttentionBackend
 
     default = AttentionBackend.__dict__["supports_compute_capability"]

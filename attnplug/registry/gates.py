@@ -121,7 +121,8 @@ def _priority(offer: Offer, spec: LayerSpec, device: Device, phase: Phase | None
     priority, error = attempt(backend.get_priority, spec, device, phase)
     if error is not None:
         return _fault(backend, f"raised {describe(error)} in get_priority")
-    lowest = 0 if offer.distribution == PROJECT else 1
+    # Of a composite two distributions may be named.
+    lowest = 0 if PROJECT in (offer.distribution or "").split("+") else 1
     if type(priority) is not int or not lowest <= priority <= 999:
         return _fault(backend, f"has priority {priority!r}; it must be an integer from {lowest} to 999")
     return int(priority)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import PluginError, PolicyError
 from attnplug.registry.containment import attempt, describe
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.registry.plugins import PluginSet
+    from attnplug.registry.records import Offer
 
-__all__ = ["build_options", "by_backend", "check_options", "freeze"]
+__all__ = ["build_options", "by_backend", "check_options", "freeze", "options_of"]
 
 
 def by_backend(options: Any, asked: str | None, plugins: PluginSet) -> dict[str, Any]:
@@ -77,6 +79,32 @@ def freeze(options: Any) -> Any:
     except TypeError:
         raise PolicyError("options", options, "must have hashable values") from None
     return options
+
+
+def options_of(offer: Offer, given: Mapping[str, Any]) -> Any:
+    """What of options sorted `by_backend` and frozen is meant for a backend, or for the halves of a composite.
+
+    A half's are found under its own name or family and get its phase in front, as the composite's
+    `Options` has them; what is given for the composite by name comes before.
+    """
+    backend = offer.backend
+    own = _thawed(given, (offer.full_name, offer.name, backend.family))
+    if not issubclass(backend, CompositeBackend) or not (own is None or isinstance(own, dict)):
+        return own
+    merged: dict[str, Any] = {}
+    for phase, member in backend.members().items():
+        name = member.get_name()
+        shipped = (key for key in given if key.partition("@")[0] == name)
+        theirs = _thawed(given, (*shipped, member.family))
+        if dataclasses.is_dataclass(theirs):
+            theirs = {f.name: getattr(theirs, f.name) for f in dataclasses.fields(theirs) if f.init}
+        merged |= {f"{phase}_{option}": value for option, value in (theirs or {}).items()}
+    return merged | (own or {}) or None
+
+
+def _thawed(given: Mapping[str, Any], names: Iterable[str | None]) -> Any:
+    own = next((given[name] for name in names if name is not None and name in given), None)
+    return dict(own) if isinstance(own, tuple) else own
 
 
 def build_options(backend: type[AttentionBackend], given: Any) -> Any:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from attnplug.core.errors import PluginError, UnknownBackendError
+from attnplug.core.composite import CompositeBackend, composite_backend
+from attnplug.core.errors import PluginError, PolicyError, UnknownBackendError
 from attnplug.registry.discovery import Host, Loaded, installed_plugins, raise_strict
 from attnplug.registry.gates import conflicting, import_parts, not_loaded
 from attnplug.registry.records import Offer, PluginRecord, PluginStatus
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from attnplug.registry.policy import Rule
 
 __all__ = ["PluginSet"]
+
+_JOIN = "+"
+"""Between the names of a composite's halves; no backend's, plugin's or distribution's name has one."""
 
 
 class PluginSet:
@@ -192,13 +197,21 @@ class PluginSet:
         return self._import_failures[backend]
 
     def resolve(self, rule: Rule) -> tuple[Offer, ...]:
-        """The offers that a rule's name stands for: one backend, or a family's members.
+        """The offers that a rule's name stands for: a backend, a family's members, or "PREFILL+DECODE".
 
         Raises:
+            PolicyError: three names joined, or more.
             PluginError: the plugin meant did not load, or the name is in conflict.
             UnknownBackendError: no plugin offers the name; it suggests near ones.
         """
         name = rule.backend
+        if _JOIN in name:
+            halves = name.split(_JOIN)
+            if len(halves) != 2:
+                limit = f"names {len(halves)} backends; a composite has two"
+                raise PolicyError(rule.source, name, limit, "write PREFILL+DECODE")
+            for half in halves:
+                self.resolve(dataclasses.replace(rule, backend=half.strip()))
         found = self.find(name)
         if found:
             return found
@@ -211,12 +224,32 @@ class PluginSet:
         raise self._unknown(rule)
 
     def find(self, name: str) -> tuple[Offer, ...]:
-        """The offers called `name`: a backend, a family's members, or `name@distribution`; () for none."""
+        """The offers called `name`: a backend, a family's members, or `name@distribution`; () for none.
+
+        Of "PREFILL+DECODE" the composites of what each half stands for, as `composite_backend` makes them.
+        """
+        if _JOIN in name:
+            halves = [self.find(half.strip()) for half in name.split(_JOIN)]
+            pairs = itertools.product(*halves) if len(halves) == 2 else ()
+            return tuple(dict.fromkeys(self._pair(prefill, decode) for prefill, decode in pairs))
         if "@" in name:
             backend, _, owner = name.partition("@")
             return tuple(o for o in self.every_offer if o.name == backend and self._ships(owner, o))
         named = tuple(offer for offer in self._offers if offer.name == name)
         return named or tuple(offer for offer in self._offers if offer.backend.family == name)
+
+    def _pair(self, prefill: Offer, decode: Offer) -> Offer:
+        backend = composite_backend(prefill.backend, decode.backend)
+        if not issubclass(backend, CompositeBackend):
+            return prefill
+        both = (prefill, decode)
+        return Offer(
+            backend.get_name(),
+            backend,
+            _JOIN.join(dict.fromkeys(offer.plugin for offer in both)),
+            _joined(offer.distribution for offer in both),
+            _joined(offer.version for offer in both),
+        )
 
     def _ships(self, owner: str, offer: Offer) -> bool:
         return self._loaded[offer.plugin].record.answers_to(owner)
@@ -230,3 +263,7 @@ class PluginSet:
             limit += f"; not loaded: {'; '.join(failed)}"
         remedy = f"did you mean {' or '.join(near)}?" if near else None
         return UnknownBackendError(rule.source, rule.backend, limit, remedy)
+
+
+def _joined(items: Iterable[str | None]) -> str | None:
+    return _JOIN.join(dict.fromkeys(item for item in items if item is not None)) or None

@@ -115,6 +115,18 @@ class Registry:
         """As `attnplug.explain`, among the backends of this registry."""
         return self._decision(spec, device, phase, layer_name, False, **asked)[0]
 
+    def judge(
+        self,
+        spec: LayerSpec,
+        device: DeviceLike = None,
+        phase: Phase | None = None,
+        *,
+        layer_name: str,
+        **asked: Unpack[Asked],
+    ) -> Decision:
+        """As `select`, for a layer of a model, but does not raise for lack of a backend."""
+        return self._decision(spec, device, phase, layer_name, True, **asked)[0]
+
     def select_layers(
         self,
         specs: Mapping[str, LayerSpec],

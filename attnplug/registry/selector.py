@@ -11,7 +11,7 @@ from attnplug.registry.containment import attempt, describe
 from attnplug.registry.decision import Candidate, Decision
 from attnplug.registry.devices import is_here
 from attnplug.registry.gates import examine, pages, refuse_import
-from attnplug.registry.options import build_options
+from attnplug.registry.options import build_options, options_of
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -156,10 +156,7 @@ def _listed(
 
 
 def _options(winner: Offer, policy: Policy) -> tuple[tuple[str, Any], ...] | None:
-    given = dict(policy.options)
-    names = (winner.full_name, winner.name, winner.backend.family)
-    own = next((given[name] for name in names if name in given), None)
-    built = build_options(winner.backend, dict(own) if isinstance(own, tuple) else own)
+    built = build_options(winner.backend, options_of(winner, dict(policy.options)))
     if built is None:
         return None
     return tuple(sorted((f.name, getattr(built, f.name)) for f in dataclasses.fields(built) if f.init))

@@ -12,7 +12,7 @@ from attnplug.core.hyperparameters import PerLayerParameters, group_by_hyperpara
 from attnplug.core.kv_cache_spec import KVCacheConfig
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.decision import Decision
-from attnplug.registry.default import backends
+from attnplug.registry.default import get_registry
 from attnplug.registry.rendering import as_text
 from attnplug.runtime.budget import MemoryBudget, bytes_per_block, fit_kv_cache
 from attnplug.runtime.grouping import group_kv_caches
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["ModelPlan"]
 
 _SCHEMA = 1
+_PHASES = (Phase.PREFILL, Phase.DECODE)
+"""In the order of a composite's name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,8 +88,16 @@ class ModelPlan:
         """The names of the backends chosen, in layer order."""
         return tuple(dict.fromkeys(str(decision.backend) for decision in self.decisions.values()))
 
+    @property
+    def members(self) -> dict[str, dict[Phase, str]]:
+        """Who serves each layer in which phase: the halves of a composite, or one backend in both."""
+        return {name: _members(str(decision.backend)) for name, decision in self.decisions.items()}
+
     def table(self) -> Table:
-        """A rich table: a row for each group of layers that were decided alike."""
+        """A rich table: a row for each group of layers that were decided alike.
+
+        It has a column for each phase where phases were asked alone, or a composite serves a layer.
+        """
         from rich.table import Table
         from rich.text import Text
 
@@ -96,11 +106,14 @@ class ModelPlan:
             alike.setdefault((d.spec, d.backend, d.block_size, d.kv_cache_layout), []).append(name)
         home = {n: str(i) for i, g in enumerate(self.kv_cache_config.kv_cache_groups) for n in g.layer_names}
         table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in ("layers", "first", "kind", "backend", "block", "layout", "KV groups"):
+        split = bool(self.by_phase) or any("+" in name for name in self.backends)
+        who = [str(phase) for phase in _PHASES] if split else ["backend"]
+        for column in ("layers", "first", "kind", *who, "block", "layout", "KV groups"):
             table.add_column(column, justify="right" if column in ("layers", "block") else "left")
         for (spec, backend, block_size, layout), names in alike.items():
             groups = ", ".join(dict.fromkeys(home[name] for name in names if name in home))
-            row = (len(names), names[0], " ".join(spec.kinds), backend, block_size, layout, groups)
+            served = _members(str(backend)).values() if split else [backend]
+            row = (len(names), names[0], " ".join(spec.kinds), *served, block_size, layout, groups)
             # Text: a bracket in a layer's name is no markup.
             table.add_row(*(Text("-" if cell in (None, "") else str(cell)) for cell in row))
         return table
@@ -126,11 +139,15 @@ class ModelPlan:
         return as_text(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON object; groups and budget follow from it."""
+        """A JSON object; groups and budget follow from it, and `members` from the backends' names."""
         return {
             "schema": _SCHEMA,
             "device": self.device.to_dict(),
             "decisions": {name: decision.to_dict() for name, decision in self.decisions.items()},
+            "members": {
+                name: {str(phase): backend for phase, backend in phases.items()}
+                for name, phases in self.members.items()
+            },
             "by_phase": {
                 name: {str(phase): decision.to_dict() for phase, decision in phases.items()}
                 for name, phases in self.by_phase.items()
@@ -154,11 +171,13 @@ class ModelPlan:
         """
         if data.get("schema") != _SCHEMA:
             raise ValueError(f"schema={data.get('schema')!r}: this attnplug reads schema {_SCHEMA}")
-        loaded = backends()
+        plugins = get_registry().plugins
 
         def decision(item: Mapping[str, Any]) -> Decision:
             read = Decision.from_dict(item)
-            return dataclasses.replace(read, backend_cls=loaded.get(read.backend or ""))
+            # By the backend's own name, not a family's: () where it is not loaded.
+            offers = [offer for offer in plugins.find(read.backend or "") if offer.name == read.backend]
+            return dataclasses.replace(read, backend_cls=offers[0].backend if offers else None)
 
         return cls(
             decisions={name: decision(item) for name, item in data["decisions"].items()},
@@ -177,3 +196,8 @@ class ModelPlan:
     def from_json(cls, text: str) -> Self:
         """The plan that `to_json` wrote."""
         return cls.from_dict(json.loads(text))
+
+
+def _members(backend: str) -> dict[Phase, str]:
+    prefill, _, decode = backend.partition("+")
+    return dict(zip(_PHASES, (prefill, decode or prefill), strict=True))

@@ -1,63 +1,22 @@
-"""Who serves each layer of a plan: one backend for both phases, or one for all layers."""
+"""One backend for all layers of a plan, and what is said of layers that nobody serves."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from attnplug.core.device import Device
-from attnplug.core.errors import BackendUnavailableError, LayoutError, NoBackendError, PolicyError
+from attnplug.core.errors import BackendUnavailableError, LayoutError, NoBackendError
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.decision import Candidate, Decision
 from attnplug.registry.negotiation import negotiated
 from attnplug.registry.policy import Rule, rule_for, rule_sets
-from attnplug.registry.registry import Registry, Rules
+from attnplug.registry.registry import Asked, Registry
 
-__all__ = ["check_served", "has_phase_rules", "one_for_both_phases", "phase_notes", "uniform_choice"]
+__all__ = ["check_served", "unambiguous", "uniform_choice"]
 
 Decisions = Mapping[str, Decision]
-
-
-def has_phase_rules(backend: Rules) -> bool:
-    """Whether a rule in force here is for one phase only."""
-    return any(rule.scope == "phase" for rules in rule_sets(backend) for rule in rules)
-
-
-def one_for_both_phases(
-    specs: Mapping[str, LayerSpec], found: Mapping[Phase | None, Decisions], backend: Rules
-) -> dict[str, Decision]:
-    """The decision of each layer: its own, or where a phase rule speaks of it, the one both phases agree on.
-
-    Raises:
-        PolicyError: a phase rule that would serve a layer by two backends.
-    """
-    sets = rule_sets(backend)
-    chosen = {}
-    for name, spec in specs.items():
-        rules = [rule_for(sets, spec, phase, name) for phase in Phase]
-        if any(rule is not None and rule.scope == "phase" for rule in rules):
-            chosen[name] = _agreed(name, [found[phase][name] for phase in Phase])
-        else:
-            chosen[name] = found[None][name]
-    return chosen
-
-
-def _agreed(name: str, phases: Sequence[Decision]) -> Decision:
-    unserved = [decision for decision in phases if not decision]
-    if unserved:
-        return unserved[0]
-    names = dict.fromkeys(str(decision.backend) for decision in phases)
-    ruled = [decision for decision in phases if decision.rule is not None]
-    if len(names) > 1:
-        by_phase = ", ".join(f"{decision.phase} by {decision.backend}" for decision in phases)
-        limit = f"would serve layer {name} by two backends: {by_phase}"
-        remedy = "one layer has one backend as yet: ask for the same in both phases"
-        raise PolicyError(
-            str(ruled[0].chosen_by), ", ".join(str(decision.rule) for decision in ruled), limit, remedy
-        )
-    return dataclasses.replace(ruled[0], phase=None)
 
 
 def uniform_choice(
@@ -66,8 +25,7 @@ def uniform_choice(
     device: Device,
     phases: Sequence[Phase | None],
     decisions: Decisions,
-    backend: Rules,
-    options: Any,
+    asked: Asked,
 ) -> dict[str, Decision]:
     """One backend for every layer: the first layer's highest-ranked that serves all, as all rules allow.
 
@@ -77,17 +35,16 @@ def uniform_choice(
     if not specs:
         return {}
     first = next(iter(decisions.values()))
-    rules = _rules_in_force(specs, phases, rule_sets(backend))
+    rules = _rules_in_force(specs, phases, rule_sets(asked.get("backend")))
     culprits = []
     for candidate in first.candidates:
         barred = _barred(registry, candidate, rules)
         if barred is None and not candidate.accepted:
             barred = f"does not serve layer {first.layer_name}: {'; '.join(candidate.reasons)}"
         if barred is None:
-            name = _unambiguous(registry, candidate)
-            trial = registry.judge_layers(
-                specs, device, phases, negotiate=False, backend=name, options=options
-            )[None]
+            name = unambiguous(registry, candidate)
+            by_name: Asked = {**asked, "backend": name}
+            trial = registry.judge_layers(specs, device, phases, negotiate=False, **by_name)[None]
             refusal = _first_refusal(trial, candidate)
             if refusal is None:
                 return {layer: _asked_for(trial[layer], decisions[layer]) for layer in specs}
@@ -118,7 +75,8 @@ def _barred(registry: Registry, candidate: Candidate, rules: Mapping[Rule, str])
     return None
 
 
-def _unambiguous(registry: Registry, candidate: Candidate) -> str:
+def unambiguous(registry: Registry, candidate: Candidate) -> str:
+    """The name by which this candidate and no other can be asked for."""
     found = registry.plugins.find(candidate.name)
     return candidate.name if found else f"{candidate.name}@{candidate.distribution}"
 
@@ -184,17 +142,3 @@ def _against(registry: Registry, decision: Decision) -> Iterator[Candidate]:
     for candidate in decision.refused:
         if asked is None or (candidate.name, candidate.distribution) in asked:
             yield candidate
-
-
-def phase_notes(decisions: Decisions, by_phase: Mapping[str, Mapping[Phase, Decision]]) -> tuple[str, ...]:
-    """A sentence for each pair of backends that the phases alone would have chosen."""
-    split: dict[tuple[str, ...], list[str]] = {}
-    for name, phases in by_phase.items():
-        chosen = tuple(str(phases[phase].backend) for phase in Phase)
-        if len(set(chosen)) > 1:
-            split.setdefault((*chosen, str(decisions[name].backend)), []).append(name)
-    return tuple(
-        f"{len(names)} {'layer' if len(names) == 1 else 'layers'} would decode on {decode} and prefill on "
-        f"{prefill}; one layer has one backend as yet, so {served} serves both"
-        for (decode, prefill, served), names in split.items()
-    )

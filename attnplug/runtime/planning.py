@@ -5,27 +5,33 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from attnplug.core.checks import check_size
+from attnplug.core.device import Device
 from attnplug.core.errors import LayoutError, PolicyError, SpecError
 from attnplug.core.spec import LayerSpec, Phase
+from attnplug.registry.decision import Decision
 from attnplug.registry.default import get_registry
 from attnplug.registry.devices import DeviceLike, resolve_device
+from attnplug.registry.installed import AssumeInstalled
 from attnplug.registry.negotiation import negotiated
-from attnplug.registry.registry import Rules
+from attnplug.registry.registry import Asked, Rules
 from attnplug.runtime.budget import fit_kv_cache, parse_memory
 from attnplug.runtime.model_plan import ModelPlan
-from attnplug.runtime.plan_choice import (
-    check_served,
-    has_phase_rules,
-    one_for_both_phases,
-    phase_notes,
-    uniform_choice,
-)
+from attnplug.runtime.plan_choice import check_served, uniform_choice
 from attnplug.runtime.plan_pages import with_equal_pages, with_layout
+from attnplug.runtime.plan_phases import (
+    Phased,
+    has_phase_rules,
+    phase_choice,
+    phase_notes,
+    without_composites,
+)
 
-__all__ = ["HasLayers", "plan"]
+__all__ = ["HasLayers", "choose_backends", "plan", "settled"]
+
+ByPhase: TypeAlias = Mapping[str, Mapping[Phase, Decision]]
 
 _log = logging.getLogger("attnplug")
 
@@ -56,6 +62,7 @@ def plan(
     kv_sharing: Mapping[str, str] | None = None,
     num_blocks: int | None = None,
     memory: int | str | None = None,
+    assume_installed: AssumeInstalled = None,
 ) -> ModelPlan:
     """Decide for all layers at once, so that backends, block sizes and layouts fit each other.
 
@@ -64,23 +71,25 @@ def plan(
         device: as `attnplug.select` takes it.
         backend: a name or rules, as `attnplug.select` takes them. A layer for which a phase rule speaks
             is decided phase by phase.
-        options: likewise.
-        per_phase: also ask each phase alone; where the answers differ the plan notes it and serves
-            the layer by the one backend that does both.
+        options: likewise; of a composite's halves each by its own name.
+        per_phase: ask each phase alone. Where the answers differ, the layer is served by both on one KV
+            cache, as the composite "PREFILL+DECODE"; where they cannot share one, the plan notes why and
+            one backend serves both phases.
         uniform: one backend throughout: the highest-ranked that serves every layer, and that all rules
             allow.
         kv_sharing: layers that read another layer's pages; by default what the ModelSpec says.
         num_blocks: blocks of the KV pool, the null block included; at least 2.
         memory: bytes for the KV caches instead ("80GiB"): as many blocks as fit.
+        assume_installed: as `attnplug.select` takes it: what would be planned if these were installed.
 
     Raises:
         NoBackendError: layers that no backend serves, or no one backend with `uniform`; it lists each
             kind with its reasons.
-        BackendUnavailableError: layers that the backends asked for do not serve.
+        BackendUnavailableError: layers that the backends asked for do not serve; two backends that rules
+            ask for in the phases of one layer and that share no KV cache.
         LayoutError: block sizes or layouts that cannot be agreed on, naming layer and backend; a
             `kv_sharing` that cannot be; too little memory for a token of every KV group.
-        PolicyError: as `attnplug.select_layers`; both num_blocks and memory; a phase rule that would
-            serve a layer by two backends.
+        PolicyError: as `attnplug.select_layers`; both num_blocks and memory.
         SpecError: `specs` that are no layers, or a `num_blocks` below 2.
     """
     if isinstance(specs, HasLayers):
@@ -95,19 +104,11 @@ def plan(
     if num_blocks is not None:
         # Block 0 is the null block: with it alone no request could be served.
         num_blocks = check_size("num_blocks", num_blocks, 2)
-    where, registry = resolve_device(device), get_registry()
-    phases = (None, *Phase) if per_phase or has_phase_rules(backend) else (None,)
-    found = registry.judge_layers(specs, where, phases, negotiate=False, backend=backend, options=options)
-    by_phase = {n: {p: found[p][n] for p in Phase} for n in specs} if len(phases) > 1 else {}
-    if uniform:
-        decisions = uniform_choice(registry, specs, where, phases, found[None], backend, options)
-    elif by_phase:
-        decisions = one_for_both_phases(specs, found, backend)
-    else:
-        decisions = found[None]
-    check_served(registry, decisions)
-    decisions = with_layout(with_equal_pages(negotiated(decisions)))
-    notes = phase_notes(decisions, by_phase)
+    asked: Asked = {"backend": backend, "options": options, "assume_installed": assume_installed}
+    where = resolve_device(device)
+    by_phase, phased = choose_backends(specs, where, asked, per_phase=per_phase, uniform=uniform)
+    check_served(get_registry(), phased.decisions)
+    decisions, notes = settled(by_phase, phased)
     made = ModelPlan(decisions, where, dict(kv_sharing or {}), num_blocks, None, by_phase, notes)
     # Made here, so that a sharing which cannot be is refused by the call that asks for it.
     config = made.kv_cache_config
@@ -121,3 +122,46 @@ def plan(
         raise LayoutError("num_blocks", made.num_blocks, limit)
     _log.info("%s", made)
     return made
+
+
+def choose_backends(
+    specs: Mapping[str, LayerSpec], device: Device, asked: Asked, *, per_phase: bool, uniform: bool = False
+) -> tuple[ByPhase, Phased]:
+    """Who is to serve each layer: what each phase alone would choose, where that counts, and the decisions.
+
+    Layers that nobody serves have decisions too. The decisions may not fit each other yet: see `settled`.
+
+    Raises:
+        NoBackendError, BackendUnavailableError, PolicyError, PluginError: as `plan`.
+    """
+    registry, backend = get_registry(), asked.get("backend")
+    phases = (None, *Phase) if per_phase or has_phase_rules(backend) else (None,)
+    found = registry.judge_layers(specs, device, phases, negotiate=False, **asked)
+    by_phase = {n: {p: found[p][n] for p in Phase} for n in specs} if len(phases) > 1 else {}
+    if uniform:
+        decisions = uniform_choice(registry, specs, device, phases, found[None], asked)
+        return by_phase, Phased(decisions, {}, dict.fromkeys(specs, "uniform=True asks for one backend"))
+    if by_phase:
+        return by_phase, phase_choice(registry, specs, device, found, asked, per_phase=per_phase)
+    return by_phase, Phased(found[None], {}, {})
+
+
+def settled(by_phase: ByPhase, phased: Phased) -> tuple[dict[str, Decision], tuple[str, ...]]:
+    """The decisions with block sizes and layouts that fit each other, and what was given up for it.
+
+    Composites that nobody asked for give way where their pages do not fit those of other layers.
+
+    Raises:
+        LayoutError: sizes or layouts that cannot be agreed on.
+    """
+    try:
+        decisions = _with_pages(phased.decisions)
+    except LayoutError as error:
+        phased = without_composites(phased, error)
+        decisions = _with_pages(phased.decisions)
+    return decisions, phase_notes(decisions, by_phase, phased.why)
+
+
+def _with_pages(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
+    agreed = negotiated(decisions)
+    return with_layout(with_equal_pages(agreed)) if all(agreed.values()) else agreed

@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from fake_backends import backend, layouts, no, offered, reads
+from fake_backends import backend, no, offered, reads
 from model_layers import FULL, PAGE, SLIDING, every, gemma_3, gpt_oss, layer, llama, model, whisper
 
 import attnplug
-from attnplug import Phase, plan
+from attnplug import plan
 from attnplug.core.errors import (
     BackendUnavailableError,
     LayoutError,
@@ -184,87 +184,6 @@ def test_others_that_would_refuse_too_are_left_out_where_one_was_asked():
 def test_an_unknown_name_is_refused():
     with pytest.raises(UnknownBackendError, match="NOBODY"):
         plan(TWO_KINDS, "cpu", backend="NOBODY")
-
-
-# Phases
-
-
-def test_a_phase_asked_alone_is_noted_where_it_would_have_chosen_otherwise():
-    decoder = backend("DECODER", 90, supported_phases=(Phase.DECODE,))
-    with offered(decoder):
-        made = plan(TWO_KINDS, "cpu", per_phase=True)
-    assert made.backends == ("TORCH",)
-    assert made.by_phase["layers.0"][Phase.DECODE].backend == "DECODER"
-    assert made.by_phase["layers.0"][Phase.PREFILL].backend == "TORCH"
-    (note,) = made.notes
-    assert note.startswith("2 layers would decode on DECODER and prefill on TORCH;")
-    assert note in str(made).replace("\n", " ")
-
-
-def test_what_a_phase_alone_would_choose_does_not_decide_the_pages():
-    decoder = backend(
-        "DECODER",
-        90,
-        supported_phases=(Phase.DECODE,),
-        get_supported_kernel_block_sizes=reads(48),
-        supported_kv_cache_layouts=layouts("HND"),
-    )
-    both = backend(
-        "BOTH",
-        80,
-        get_supported_kernel_block_sizes=reads(16),
-        supported_kv_cache_layouts=layouts("NHD"),
-    )
-    with offered(decoder, both):
-        made = plan(llama(), "cpu", per_phase=True)
-    assert made.decisions["layers.0"].block_size == 16
-    assert made.notes
-
-
-def test_phases_that_agree_leave_no_note():
-    assert plan(TWO_KINDS, "cpu", per_phase=True).notes == ()
-
-
-@pytest.mark.parametrize("where", ["argument", "use", "environment"])
-def test_a_phase_rule_that_needs_two_backends_is_refused_wherever_it_came_from(where, monkeypatch):
-    rules = "decode=FIRST,prefill=SECOND"
-    limit = "would serve layer layers.0 by two backends: decode by FIRST, prefill by SECOND"
-    if where == "environment":
-        monkeypatch.setenv("ATTNPLUG_BACKEND", rules)
-    with (
-        offered(FIRST, SECOND),
-        attnplug.use(rules if where == "use" else None),
-        pytest.raises(PolicyError, match=limit),
-    ):
-        plan(TWO_KINDS, "cpu", backend=rules if where == "argument" else None)
-
-
-def test_a_phase_rule_against_the_choice_of_the_other_phase_is_refused():
-    with offered(FIRST, SECOND), pytest.raises(PolicyError, match="decode by SECOND, prefill by FIRST"):
-        plan(TWO_KINDS, "cpu", backend="decode=SECOND")
-
-
-def test_phase_rules_that_agree_are_followed():
-    with offered(FIRST, SECOND):
-        made = plan(TWO_KINDS, "cpu", backend="decode=SECOND,prefill=SECOND")
-    assert made.backends == ("SECOND",)
-    assert {decision.phase for decision in made.decisions.values()} == {None}
-    assert made.notes == ()
-
-
-def test_a_phase_rule_leaves_layers_of_more_specific_rules_alone():
-    with offered(FIRST, SECOND):
-        made = plan(TWO_KINDS, "cpu", backend="sliding=SECOND,decode=FIRST")
-    assert served_by(made) == {"layers.0": "SECOND", "layers.1": "FIRST"}
-
-
-def test_a_phase_rule_whose_backend_does_not_serve_the_phase_is_refused_with_its_reason():
-    prefiller = backend("PREFILLER", supported_phases=(Phase.PREFILL,))
-    with (
-        offered(prefiller),
-        pytest.raises(BackendUnavailableError, match=r"layer layers\.0 and 31 like it in decode"),
-    ):
-        plan(llama(), "cpu", backend="decode=PREFILLER")
 
 
 # One backend throughout

@@ -8,7 +8,7 @@ import json
 import logging
 
 import pytest
-from fake_backends import backend, offered
+from fake_backends import backend, layouts, offered
 from model_layers import FULL, SLIDING, gemma_3, layer, model, whisper
 from rich.console import Console
 
@@ -78,8 +78,48 @@ def test_json_gives_back_an_equal_plan(asked):
     assert str(again) == str(made)
 
 
-def test_json_keeps_what_phases_would_have_chosen_and_the_notes():
+def test_a_plan_by_phases_has_a_column_for_each_of_them():
     with offered(backend("DECODER", 90, supported_phases=(Phase.DECODE,))):
+        made = plan(model([FULL, {"direct_kv": True}]), "cpu", per_phase=True)
+    _, header, *rows = str(made).splitlines()
+    assert header.split() == [
+        "layers",
+        "first",
+        "kind",
+        "prefill",
+        "decode",
+        "block",
+        "layout",
+        "KV",
+        "groups",
+    ]
+    assert rows[0].split()[3:5] == ["TORCH", "DECODER"]
+    assert rows[1].split()[3:5] == ["TORCH", "TORCH"]
+
+
+def test_json_says_who_serves_which_phase():
+    with offered(backend("DECODER", 90, supported_phases=(Phase.DECODE,))):
+        made = plan(model([FULL]), "cpu", per_phase=True)
+        again = ModelPlan.from_json(made.to_json())
+    assert made.to_dict()["members"] == {"layers.0": {"prefill": "TORCH", "decode": "DECODER"}}
+    assert again.members == {"layers.0": {Phase.PREFILL: "TORCH", Phase.DECODE: "DECODER"}}
+
+
+def test_a_plan_of_composites_read_from_json_runs_where_both_halves_are_loaded():
+    with offered(backend("DECODER", 90, supported_phases=(Phase.DECODE,))):
+        text = plan(model([FULL]), "cpu", per_phase=True, num_blocks=4).to_json()
+        assert AttentionRuntime(ModelPlan.from_json(text)).kv_caches["layers.0"].shape[0] == 4
+    again = ModelPlan.from_json(text)
+    assert again.backends == ("TORCH+DECODER",)
+    with pytest.raises(PluginError, match=r"TORCH\+DECODER"):
+        AttentionRuntime(again)
+
+
+def test_json_keeps_what_phases_would_have_chosen_and_the_notes():
+    alone = {"supported_phases": (Phase.DECODE,), "supported_kv_cache_layouts": layouts("HND")}
+    with offered(
+        backend("DECODER", 90, **alone), backend("BOTH", 60, supported_kv_cache_layouts=layouts("NHD"))
+    ):
         made = plan(model([FULL]), "cpu", per_phase=True)
         again = ModelPlan.from_json(made.to_json())
     assert again.by_phase == made.by_phase

@@ -11,6 +11,7 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from attnplug.core.composite import CompositeBackend
 from attnplug.core.device import Device
 from attnplug.core.dtypes import DTYPES, bare_dtype_name, element_size, kv_cache_dtype_name
 from attnplug.core.errors import SpecError
@@ -36,7 +37,9 @@ def _check_name(target: Target) -> None:
     with during("get_name()"):
         name: object = target.backend.get_name()
     family: object = target.backend.family
-    if not isinstance(name, str) or not re.fullmatch(_NAME, name):
+    # Only composites, which are attnplug's own, have two names.
+    pattern = rf"{_NAME}\+{_NAME}" if issubclass(target.backend, CompositeBackend) else _NAME
+    if not isinstance(name, str) or not re.fullmatch(pattern, name):
         raise ConformanceError(
             f"get_name() is {name!r}; a name has letters, digits and _ . - and begins with a letter"
         )

@@ -27,7 +27,7 @@ def versions(offer: Offer) -> dict[str, str]:
     """Versions of Python, attnplug, torch, the backend's distribution and those that it requires."""
     from packaging.requirements import Requirement
 
-    wanted = ["attnplug", "torch", *([offer.distribution] if offer.distribution else [])]
+    wanted = ["attnplug", "torch", *(offer.distribution.split("+") if offer.distribution else [])]
     for entry in offer.backend.requires:
         wanted += [Requirement(text).name for text in ([entry] if isinstance(entry, str) else entry)]
     found = {"Python": platform.python_version()}

@@ -126,12 +126,14 @@ def main(report: str, wanted: Mapping[str, Any]) -> None:
 
 
 def _list(wanted: Wanted) -> Listing:
+    from attnplug.core.composite import CompositeBackend
     from attnplug.testing.conformance.suites import load_suite
     from attnplug.testing.isolation.environment import fingerprint, versions
 
     known = None if wanted.known_failures is None else Path(wanted.known_failures)
     suite = load_suite(wanted.name, device=wanted.device, level=wanted.level, known_failures=known)
     backend = suite.offer.backend
+    halves = backend.members().values() if issubclass(backend, CompositeBackend) else (backend,)
     return Listing(
         name=suite.offer.name,
         shipped_by=suite.offer.distribution,
@@ -142,5 +144,5 @@ def _list(wanted: Wanted) -> Listing:
         ids=suite.ids,
         known=dict(suite.known),
         versions=versions(suite.offer),
-        code=fingerprint(["attnplug", backend.__module__.partition(".")[0]]),
+        code=fingerprint(["attnplug", *(half.__module__.partition(".")[0] for half in halves)]),
     )

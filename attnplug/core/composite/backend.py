@@ -1,0 +1,274 @@
+"""A backend made of two: what both can do, asked of each for its own phase."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attnplug.core.backend import AttentionBackend
+from attnplug.core.blocks import MultipleOf
+from attnplug.core.composite.agreement import common_block_sizes, common_layouts, disagreements
+from attnplug.core.composite.options import composite_options
+from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name
+from attnplug.core.errors import LayoutError
+from attnplug.core.features import Feature
+from attnplug.core.reasons import Reason
+from attnplug.core.spec import AttentionType, LayerSpec, Phase
+from attnplug.core.validation import asks_capability, validate
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnplug.core.composite.builder import CompositeMetadataBuilder
+    from attnplug.core.composite.impl import CompositeImpl
+    from attnplug.core.device import Device
+
+__all__ = ["CompositeBackend", "composite_backend"]
+
+_KEPT = (
+    Feature.SLIDING_WINDOW
+    | Feature.CHUNKED_LOCAL
+    | Feature.SOFT_CAP
+    | Feature.SINKS
+    | Feature.ALIBI
+    | Feature.LSE
+    | Feature.HEAD_SIZE_V
+    | Feature.NON_CAUSAL
+    | Feature.FP8_KV
+    | Feature.CROSS
+)
+"""What is each request's own affair, so that it outlives a cut between two of them."""
+
+
+class CompositeBackend(AttentionBackend):
+    """Prefills on one backend and decodes on another, on one KV cache; made by `composite_backend`."""
+
+    prefill: ClassVar[type[AttentionBackend]]
+    """Serves what is longer than a decode."""
+    decode: ClassVar[type[AttentionBackend]]
+    """Serves decodes, and writes the KV cache in both phases."""
+
+    @classmethod
+    def members(cls) -> Mapping[Phase, type[AttentionBackend]]:
+        """Who serves which phase."""
+        return {Phase.PREFILL: cls.prefill, Phase.DECODE: cls.decode}
+
+    @classmethod
+    def get_impl_cls(cls) -> type[CompositeImpl]:
+        """A CompositeImpl of the members' impls; imports both."""
+        from attnplug.core.composite.impl import composite_impl
+
+        return composite_impl(cls.prefill, cls.decode)
+
+    @classmethod
+    def get_builder_cls(cls) -> type[CompositeMetadataBuilder]:
+        """A CompositeMetadataBuilder of the members' builders; imports both."""
+        from attnplug.core.composite.builder import composite_builder
+
+        return composite_builder(cls.prefill, cls.decode)
+
+    @classmethod
+    def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
+        """A member's in its own phase, and the mean of both where no phase is asked for."""
+        asked = [Phase(phase)] if phase is not None else list(Phase)
+        found = [cls.members()[each].get_priority(spec, device, each) for each in asked]
+        return sum(found) // len(found)
+
+    # Limits: what both allow
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
+        """Head sizes that both serve."""
+        one, other = (member.get_supported_head_sizes() for member in cls.members().values())
+        return MultipleOf.common(one, other) if one and other else one or other
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Whether both serve it."""
+        return all(member.supports_head_size(head_size) for member in cls.members().values())
+
+    @classmethod
+    def get_supported_kernel_block_sizes(
+        cls, spec: LayerSpec | None = None, device: Device | None = None
+    ) -> Sequence[int | MultipleOf]:
+        """Tokens per page that both can read."""
+        return common_block_sizes(cls.prefill, cls.decode, spec, device)
+
+    @classmethod
+    def get_preferred_block_size(
+        cls, spec: LayerSpec | None = None, device: Device | None = None, default: int = 16
+    ) -> int:
+        """The decoding member's, else the other's, else the nearest that both can read."""
+        sizes = cls.get_supported_kernel_block_sizes(spec, device)
+        for member in (cls.decode, cls.prefill):
+            size = member.get_preferred_block_size(spec, device, default)
+            if MultipleOf.allows(sizes, size):
+                return size
+        return MultipleOf.nearest(sizes, default)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: AttentionType) -> bool:
+        """Whether both serve it, and it has pages: a decoder's own, or an encoder's that it attends."""
+        has_pages = attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+        return has_pages and all(member.supports_attn_type(attn_type) for member in cls.members().values())
+
+    @classmethod
+    def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
+        """What a member says against it, with the member's name."""
+        found = ((member, member.supports_combination(spec, device)) for member in cls.members().values())
+        return "; ".join(f"{member.get_name()}: {why}" for member, why in found if why) or None
+
+    @classmethod
+    def validate_configuration(
+        cls, spec: LayerSpec, device: Device, phase: Phase | None = None
+    ) -> list[Reason]:
+        """Each member's reasons in its own phase, with its name; then what keeps the two from sharing a cache."""
+        causes: dict[tuple[str, str | None], dict[str, Reason]] = {}
+        for own, member in cls.members().items():
+            if phase is None or own == phase:
+                for reason in map(_as_reason, member.validate_configuration(spec, device, own)):
+                    causes.setdefault((reason.code, reason.field), {})[f"{own} on {member.get_name()}"] = (
+                        reason
+                    )
+        reasons = [_said_by(members) for members in causes.values()]
+        for reason in (
+            *disagreements(cls.prefill, cls.decode, spec, device),
+            *validate(cls, spec, device, phase),
+        ):
+            if (reason.code, reason.field) not in causes:
+                causes[reason.code, reason.field] = {}
+                reasons.append(reason)
+        return reasons
+
+    @classmethod
+    def compile_key(cls, spec: LayerSpec) -> Hashable | None:
+        """Both members' keys; None where neither compiles."""
+        keys = tuple(member.compile_key(spec) for member in cls.members().values())
+        return None if keys == (None, None) else keys
+
+    # KV cache: the decoding member's, which is the other's too
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype: str = "auto",
+        head_size_v: int | None = None,
+    ) -> tuple[int, ...]:
+        """The members' shape."""
+        return cls.decode.get_kv_cache_shape(
+            num_blocks, block_size, num_kv_heads, head_size, cache_dtype, head_size_v
+        )
+
+    @classmethod
+    def split_kv(cls, kv_cache: torch.Tensor, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as both members see them."""
+        return cls.decode.split_kv(kv_cache, spec)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> Sequence[str]:
+        """Physical orders that both can read."""
+        return common_layouts(cls.prefill, cls.decode)
+
+    @classmethod
+    def get_kv_cache_stride_order(
+        cls,
+        include_num_layers_dimension: bool = False,
+        *,
+        layout: str | None = None,
+        spec: LayerSpec | None = None,
+    ) -> tuple[int, ...]:
+        """The members' order.
+
+        Raises:
+            LayoutError: a `layout` that they do not both read.
+        """
+        layouts = cls.supported_kv_cache_layouts()
+        chosen = layout or next(iter(layouts), None)
+        if chosen not in layouts:
+            limit = f"must be one that both halves of {cls.get_name()} read: {', '.join(layouts) or 'none'}"
+            raise LayoutError("layout", layout, limit)
+        return cls.decode.get_kv_cache_stride_order(include_num_layers_dimension, layout=chosen, spec=spec)
+
+
+def composite_backend(
+    prefill: type[AttentionBackend], decode: type[AttentionBackend]
+) -> type[AttentionBackend]:
+    """The backend "PREFILL+DECODE"; of one backend twice that backend. The same class each time.
+
+    It serves layers with pages that each member serves in its own phase and whose cache both see alike;
+    it refuses any other with reasons, as every backend does. Of composites the half that is meant is taken.
+    """
+    first = prefill.prefill if issubclass(prefill, CompositeBackend) else prefill
+    second = decode.decode if issubclass(decode, CompositeBackend) else decode
+    return first if first is second else _composed(first, second)
+
+
+@functools.cache
+def _composed(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> type[CompositeBackend]:
+    name = f"{prefill.get_name()}+{decode.get_name()}"
+    pair = (prefill, decode)
+    phases = ((prefill, Phase.PREFILL), (decode, Phase.DECODE))
+    namespace: dict[str, Any] = {
+        "__doc__": f"Prefills on {prefill.get_name()} and decodes on {decode.get_name()}.",
+        "__module__": __name__,
+        "prefill": prefill,
+        "decode": decode,
+        "get_name": staticmethod(lambda: name),
+        "requires": tuple(dict.fromkeys((*prefill.requires, *decode.requires))),
+        "device_types": _in_both(*(each.device_types for each in pair)),
+        "supported_dtypes": _in_both(
+            *(
+                [bare_dtype_name(dtype, "supported_dtypes") for dtype in each.supported_dtypes]
+                for each in pair
+            )
+        ),
+        "supported_kv_cache_dtypes": _in_both(*map(_stored, pair)),
+        "supported_phases": tuple(
+            phase for member, phase in phases if phase in map(str, member.supported_phases)
+        ),
+        "features": prefill.features & decode.features & _KEPT,
+        "step_safe": prefill.step_safe and decode.step_safe,
+        "Options": composite_options(name, prefill, decode),
+    }
+    if any(map(asks_capability, pair)):
+        namespace["supports_compute_capability"] = classmethod(
+            lambda cls, capability: all(each.supports_compute_capability(capability) for each in pair)
+        )
+    return type(f"{prefill.__name__}And{decode.__name__}", (CompositeBackend,), namespace)
+
+
+def _in_both(one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(each for each in one if each in other)
+
+
+def _stored(backend: type[AttentionBackend]) -> list[str]:
+    names = [
+        kv_cache_dtype_name(each, "supported_kv_cache_dtypes") for each in backend.supported_kv_cache_dtypes
+    ]
+    # "fp8" is another name of the one.
+    return list(dict.fromkeys([*names, *(["fp8_e4m3"] if "fp8" in names else [])]))
+
+
+def _as_reason(item: str) -> Reason:
+    # Backends ported from vLLM return plain sentences.
+    return item if isinstance(item, Reason) else Reason(str(item), code="combination")
+
+
+def _said_by(members: Mapping[str, Reason]) -> Reason:
+    """One reason for one cause, whoever of the members has it."""
+    first = next(iter(members.values()))
+    if len(set(members.values())) == 1:
+        text = f"{' and '.join(members)}: {first}"
+    else:
+        text = "; ".join(_sentences(members))
+    return Reason.from_dict({**first.to_dict(), "text": text})
+
+
+def _sentences(members: Mapping[str, Reason]) -> Iterator[str]:
+    for who, reason in members.items():
+        yield f"{who}: {reason}"

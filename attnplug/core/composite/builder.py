@@ -1,0 +1,255 @@
+"""A step cut in two: decodes in front for one builder, the rest for the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+
+from attnplug.core.composite.cut import Cut, cut_step
+from attnplug.core.config import BuilderConfig
+from attnplug.core.errors import BatchError
+from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
+from attnplug.core.metadata import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from attnplug.core.spec import Phase
+
+if TYPE_CHECKING:
+    from attnplug.core.backend import AttentionBackend
+
+__all__ = ["CompositeMetadata", "CompositeMetadataBuilder", "composite_builder"]
+
+_Needs = Literal["none", "upper_bound", "exact"]
+_FORMS: tuple[_Needs, ...] = ("none", "upper_bound", "exact")
+"""Of host lengths, what says more comes later."""
+
+
+@dataclasses.dataclass(eq=False)
+class CompositeMetadata(AttentionMetadata):
+    """One step for two backends: `num_decodes` requests in front, then the others.
+
+    Args:
+        slot_mapping: int64, where the new K and V of the whole step go.
+        num_reqs: requests of the step.
+        num_actual_tokens: query rows of the step.
+        num_decodes: requests of the first half.
+        num_decode_tokens: their query rows.
+        decode: what the decoding builder made of the first half; None where that is empty.
+        prefill: what the other made of the rest; None where that is empty.
+    """
+
+    slot_mapping: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    decode: AttentionMetadata | None
+    prefill: AttentionMetadata | None
+
+
+class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
+    """Builds each half with its own builder; a half without requests is not built."""
+
+    prefill_backend: ClassVar[type[AttentionBackend]]
+    decode_backend: ClassVar[type[AttentionBackend]]
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: Sequence[str],
+        config: BuilderConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, config, device)
+        self.decode, self.prefill = (
+            backend.get_builder_cls()(
+                kv_cache_spec,
+                layer_names,
+                dataclasses.replace(config, layers=_MemberLayers(config.layers, phase)),
+                device,
+            )
+            for phase, backend in (
+                (Phase.DECODE, self.decode_backend),
+                (Phase.PREFILL, self.prefill_backend),
+            )
+        )
+        self._is_cross = isinstance(kv_cache_spec, CrossAttentionSpec)
+        self.reorder_batch_threshold = self._threshold()
+
+    def _threshold(self) -> int:
+        """The decoding builder's; where it takes any order, or captures speculative decodes, as much as one of these."""
+        own = self.decode.reorder_batch_threshold
+        level = self.decode.get_cudagraph_support(self.config, self.kv_cache_spec)
+        takes_any = Phase.PREFILL in map(str, self.decode_backend.supported_phases)
+        speculative = 1 + self.config.num_speculative_tokens
+        if takes_any and (own is None or level >= AttentionCGSupport.UNIFORM_BATCH):
+            return max(own or 1, speculative)
+        return own or 1
+
+    @classmethod
+    def get_cudagraph_support(cls, config: BuilderConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
+        """The decoding builder's, for batches of one length: where a mixed step is cut is not in the graph."""
+        builder = cls.decode_backend.get_builder_cls()
+        return _capped(builder.get_cudagraph_support(config, kv_cache_spec))
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CompositeMetadata:
+        """The metadata of one step.
+
+        Raises:
+            BatchError: start locations that decrease or pass `num_actual_tokens`; what a member refuses.
+        """
+        common, cut = common_attn_metadata, self._cut(common_attn_metadata)
+        return self._made(
+            common,
+            cut,
+            None if cut.decode is None else self.decode.build(common_prefix_len, cut.decode, fast_build),
+            None if cut.prefill is None else self.prefill.build(common_prefix_len, cut.prefill, fast_build),
+        )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> CompositeMetadata:
+        """The metadata of a step that is captured: one half has all of it.
+
+        Raises:
+            BatchError: requests of both halves, or longer ones where the prefilling builder captures none.
+        """
+        common, cut = common_attn_metadata, self._cut(common_attn_metadata)
+        if cut.prefill is None:
+            return self._made(common, cut, self.decode.build_for_cudagraph_capture(common), None)
+        level = self.prefill.get_cudagraph_support(self.config, self.kv_cache_spec)
+        if cut.decode is not None or level < AttentionCGSupport.UNIFORM_BATCH:
+            limit = (
+                f"is past the {self.reorder_batch_threshold} of a decode on {self.decode_backend.get_name()}"
+            )
+            who = f"{self.prefill_backend.get_name()} captures {level.name}"
+            raise BatchError("max_query_len", common.max_query_len, f"{limit}, and {who}")
+        return self._made(common, cut, None, self.prefill.build_for_cudagraph_capture(common))
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> CompositeMetadata:
+        """The metadata of a draft step, each half as its builder makes one."""
+        common, cut = common_attn_metadata, self._cut(common_attn_metadata)
+        return self._made(
+            common,
+            cut,
+            None if cut.decode is None else self.decode.build_for_drafting(cut.decode, draft_index),
+            None if cut.prefill is None else self.prefill.build_for_drafting(cut.prefill, draft_index),
+        )
+
+    def update_block_table(
+        self, metadata: CompositeMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> CompositeMetadata:
+        """`metadata` with another KV group's table and slots, each half with its rows of them."""
+        if not self.supports_update_block_table:
+            return super().update_block_table(metadata, blk_table, slot_mapping)
+        reqs, tokens = metadata.num_decodes, metadata.num_decode_tokens
+        decode, prefill = metadata.decode, metadata.prefill
+        if decode is not None:
+            slots = slot_mapping if self._is_cross or prefill is None else slot_mapping[:tokens]
+            decode = self.decode.update_block_table(decode, blk_table[:reqs], slots)
+        if prefill is not None:
+            slots = slot_mapping if self._is_cross else slot_mapping[tokens:]
+            prefill = self.prefill.update_block_table(prefill, blk_table[reqs : metadata.num_reqs], slots)
+        written = slot_mapping if self._is_cross else slot_mapping[: metadata.num_actual_tokens]
+        return dataclasses.replace(metadata, slot_mapping=written, decode=decode, prefill=prefill)
+
+    def _cut(self, common: CommonAttentionMetadata) -> Cut:
+        return cut_step(common, self.reorder_batch_threshold or 1, self._is_cross)
+
+    def _made(
+        self,
+        common: CommonAttentionMetadata,
+        cut: Cut,
+        decode: AttentionMetadata | None,
+        prefill: AttentionMetadata | None,
+    ) -> CompositeMetadata:
+        tokens = common.num_actual_tokens
+        slots = common.slot_mapping if self._is_cross else common.slot_mapping[:tokens]
+        return CompositeMetadata(
+            slots, common.num_reqs, tokens, cut.num_reqs, cut.num_tokens, decode, prefill
+        )
+
+
+class _MemberLayers(Mapping[str, Any]):
+    """The engine's layers as one member's builder is to see them: with that member's impls."""
+
+    def __init__(self, layers: Mapping[str, Any], phase: Phase) -> None:
+        self._layers, self._phase = layers, phase
+
+    def __getitem__(self, name: str) -> Any:
+        return _MemberLayer(self._layers[name], self._phase)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+
+class _MemberLayer:
+    """A layer whose impl is one member's; all else is the layer's own."""
+
+    def __init__(self, layer: Any, phase: Phase) -> None:
+        self._layer = layer
+        impl = layer.impl
+        # Layers of other backends are in the mapping too.
+        members = getattr(impl, "members", None)
+        self.impl = impl if members is None else members[phase]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+@functools.cache
+def composite_builder(
+    prefill: type[AttentionBackend], decode: type[AttentionBackend]
+) -> type[CompositeMetadataBuilder]:
+    """The builder class of two backends; the same each time."""
+    builders = decode.get_builder_cls(), prefill.get_builder_cls()
+    needs = max((builder.needs_host_seq_lens for builder in builders), key=_FORMS.index)
+    namespace: dict[str, Any] = {
+        "__module__": __name__,
+        "prefill_backend": prefill,
+        "decode_backend": decode,
+        "supports_update_block_table": all(each.supports_update_block_table for each in builders),
+        "needs_host_seq_lens": needs,
+        "cudagraph_support": _capped(builders[0].cudagraph_support),
+    }
+    if any(hasattr(builder, "get_workspace_buffer") for builder in builders):
+        namespace |= {"get_workspace_buffer": _get_workspace, "set_workspace_buffer": _set_workspace}
+    return type("CompositeMetadataBuilder", (CompositeMetadataBuilder,), namespace)
+
+
+def _capped(level: AttentionCGSupport) -> AttentionCGSupport:
+    return min(level, AttentionCGSupport.UNIFORM_BATCH)
+
+
+def _users(builder: CompositeMetadataBuilder) -> list[Any]:
+    return [each for each in (builder.decode, builder.prefill) if hasattr(each, "get_workspace_buffer")]
+
+
+def _get_workspace(self: CompositeMetadataBuilder) -> torch.Tensor:
+    """The scratch buffer of the first member that has one, which another then uses too."""
+    first, *others = _users(self)
+    buffer: torch.Tensor = first.get_workspace_buffer()
+    for other in others:
+        other.set_workspace_buffer(buffer)
+    return buffer
+
+
+def _set_workspace(self: CompositeMetadataBuilder, buffer: torch.Tensor) -> None:
+    """Have all members that need scratch use `buffer`."""
+    for user in _users(self):
+        user.set_workspace_buffer(buffer)

@@ -1,0 +1,101 @@
+"""A step cut between two requests: the decodes in front, and the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from attnplug.core.batch.splitting import split_decodes_and_prefills
+from attnplug.core.metadata import CommonAttentionMetadata
+
+__all__ = ["Cut", "cut_step"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """How many requests and tokens are decodes, and the step of each half; None for an empty one."""
+
+    num_reqs: int
+    num_tokens: int
+    decode: CommonAttentionMetadata | None
+    prefill: CommonAttentionMetadata | None
+
+
+def cut_step(common: CommonAttentionMetadata, threshold: int, is_cross: bool) -> Cut:
+    """The step up to its first query longer than `threshold`, and from there on.
+
+    Views of the step's tensors, but for the rest's start locations, which begin at 0 again: one
+    subtraction on the device. (`split_attn_metadata` gives the same at four times the host's time: it
+    also cuts inside requests.) Nothing is read back. Which logits are wanted is not carried over.
+
+    Args:
+        common: the step, decodes first; without K and V that come with the call.
+        threshold: the longest query of a decode.
+        is_cross: the slots are those of encoder tokens, which no query owns: each half has them all.
+
+    Raises:
+        BatchError: start locations that decrease or pass `num_actual_tokens`.
+    """
+    reqs, rest, tokens, rest_tokens = split_decodes_and_prefills(common, threshold)
+    if not rest:
+        return Cut(reqs, tokens, common, None)
+    if not tokens:  # requests without new tokens go where the others go
+        return Cut(0, 0, None, common)
+    end = common.num_reqs
+    start_locs, start_locs_cpu = common.query_start_loc, common.query_start_loc_cpu
+    slots = (common.slot_mapping, common.slot_mapping)
+    if not is_cross:
+        slots = slots[0][:tokens], slots[0][tokens : tokens + rest_tokens]
+    first, second = _optional(common, reqs)
+    decode = CommonAttentionMetadata(
+        start_locs[: reqs + 1],
+        start_locs_cpu[: reqs + 1],
+        common.seq_lens[:reqs],
+        reqs,
+        tokens,
+        1 if threshold == 1 else int(start_locs_cpu[: reqs + 1].diff().max()),
+        _longest(first, common),
+        common.block_table_tensor[:reqs],
+        slots[0],
+        common.causal,
+        seq_lens_host_exact=common.seq_lens_host_exact,
+        **first,
+    )
+    prefill = CommonAttentionMetadata(
+        start_locs[reqs : end + 1] - tokens,
+        start_locs_cpu[reqs:] - tokens,
+        common.seq_lens[reqs:end],
+        rest,
+        rest_tokens,
+        common.max_query_len,
+        _longest(second, common),
+        common.block_table_tensor[reqs:end],
+        slots[1],
+        common.causal,
+        seq_lens_host_exact=common.seq_lens_host_exact,
+        **second,
+    )
+    return Cut(reqs, tokens, decode, prefill)
+
+
+_PER_REQUEST = (
+    *("seq_lens_host", "encoder_seq_lens", "encoder_seq_lens_cpu"),
+    *("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "_seq_lens_cpu", "_num_computed_tokens_cpu"),
+)
+
+
+def _optional(common: CommonAttentionMetadata, reqs: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of each half that the step has and that hold one value for each request."""
+    first: dict[str, Any] = {}
+    second: dict[str, Any] = {}
+    for name in _PER_REQUEST:
+        value = getattr(common, name)
+        if value is not None:
+            first[name], second[name] = value[:reqs], value[reqs : common.num_reqs]
+    return first, second
+
+
+def _longest(half: dict[str, Any], common: CommonAttentionMetadata) -> int:
+    """Of a half's sequences, as the host knows them; else the step's bound."""
+    lengths = half.get("seq_lens_host")
+    return common.max_seq_len if lengths is None else min(int(lengths.max()), common.max_seq_len)

@@ -1,0 +1,149 @@
+"""Runs a layer on two backends: one write, then each half of the step into its rows of the output."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from attnplug.core.composite.builder import CompositeMetadata
+from attnplug.core.composite.options import member_options
+from attnplug.core.errors import BatchError
+from attnplug.core.impl import AttentionImpl, AttentionLayer, LayerTensors
+from attnplug.core.spec import AttentionType, LayerSpec, Phase
+
+if TYPE_CHECKING:
+    from attnplug.core.backend import AttentionBackend
+
+__all__ = ["CompositeImpl", "composite_impl"]
+
+
+class CompositeImpl(AttentionImpl[CompositeMetadata]):
+    """Attends decodes with one impl and the rest with another.
+
+    The decoding member writes the KV cache in every step, so that a step of decodes alone, which is what
+    is captured in graphs and runs most often, is that member's from end to end.
+    """
+
+    prefill_backend: ClassVar[type[AttentionBackend]]
+    decode_backend: ClassVar[type[AttentionBackend]]
+
+    members: Mapping[Phase, AttentionImpl[Any]]
+    """The impl of each phase."""
+
+    def _bind(
+        self,
+        spec: LayerSpec,
+        layer_name: str,
+        tensors: LayerTensors,
+        kv_sharing_target_layer_name: str | None = None,
+        options: Any = None,
+    ) -> None:
+        super()._bind(spec, layer_name, tensors, kv_sharing_target_layer_name, options)
+        backends = {Phase.PREFILL: self.prefill_backend, Phase.DECODE: self.decode_backend}
+        self.members = {
+            phase: backend.get_impl_cls().from_spec(
+                spec,
+                layer_name=layer_name,
+                tensors=tensors,
+                kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+                options=member_options(options, phase, backend),
+            )
+            for phase, backend in backends.items()
+        }
+        self._prefill, self._decode = self.members[Phase.PREFILL], self.members[Phase.DECODE]
+        self._is_cross = spec.attn_type is AttentionType.ENCODER_DECODER
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Tell both members."""
+        for member in self.members.values():
+            member.process_weights_after_loading(act_dtype)
+
+    def update_kv_cache(
+        self,
+        layer: AttentionLayer | None,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write the whole step's keys and values, by the decoding member."""
+        self._decode.update_kv_cache(layer, key, value, kv_cache, slot_mapping)
+
+    def attend(
+        self,
+        layer: AttentionLayer | None,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+        attn_metadata: CompositeMetadata,
+        output: torch.Tensor,
+        *,
+        output_lse: torch.Tensor | None = None,
+        use_sinks: bool = True,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend each half, as AttentionImpl.attend says.
+
+        Raises:
+            BatchError: an output scale; what a member refuses.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise BatchError("output_scale", "given", "must be None", "quantise the output after attention")
+        meta = attn_metadata
+        decode, prefill = meta.decode, meta.prefill
+        if prefill is None or decode is None:
+            impl, half = (self._decode, decode) if prefill is None else (self._prefill, prefill)
+            impl.attend(
+                layer, query, key, value, kv_cache, half, output, output_lse=output_lse, use_sinks=use_sinks
+            )
+            return output
+        cut = meta.num_decode_tokens
+        # One call for two views: this runs for every layer.
+        queries = query.split_with_sizes((cut, query.shape[0] - cut))
+        outputs = output.split_with_sizes((cut, output.shape[0] - cut))
+        # Decodes find their keys in the pages, where they were written; a prefill may be faster on those given.
+        self._decode.attend(
+            layer,
+            queries[0],
+            None,
+            None,
+            kv_cache,
+            decode,
+            outputs[0],
+            output_lse=None if output_lse is None else output_lse[:cut],
+            use_sinks=use_sinks,
+        )
+        if self._is_cross:
+            key = value = None
+        self._prefill.attend(
+            layer,
+            queries[1],
+            None if key is None else key[cut:],
+            None if value is None else value[cut:],
+            kv_cache,
+            prefill,
+            outputs[1],
+            output_lse=None if output_lse is None else output_lse[cut:],
+            use_sinks=use_sinks,
+        )
+        return output
+
+
+@functools.cache
+def composite_impl(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> type[CompositeImpl]:
+    """The impl class of two backends; the same each time."""
+    impls = prefill.get_impl_cls(), decode.get_impl_cls()
+    namespace: dict[str, Any] = {
+        "__module__": __name__,
+        "prefill_backend": prefill,
+        "decode_backend": decode,
+        "can_return_lse_for_decode": impls[1].can_return_lse_for_decode,
+        "supports_pcp": impls[0].supports_pcp,
+        "supports_quant_query_input": all(impl.supports_quant_query_input for impl in impls),
+    }
+    return type("CompositeImpl", (CompositeImpl,), namespace)

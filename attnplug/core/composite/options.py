@@ -1,0 +1,51 @@
+"""The options of two members side by side, each under its phase."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import TYPE_CHECKING, Any
+
+from attnplug.core.spec import Phase
+
+if TYPE_CHECKING:
+    from attnplug.core.backend import AttentionBackend
+
+__all__ = ["composite_options", "member_options"]
+
+
+def composite_options(
+    name: str, prefill: type[AttentionBackend], decode: type[AttentionBackend]
+) -> type[Any] | None:
+    """A frozen dataclass with `prefill_...` and `decode_...` for the members' options; None without any."""
+    fields: list[tuple[str, Any, Any]] = []
+    for phase, member in ((Phase.PREFILL, prefill), (Phase.DECODE, decode)):
+        if member.Options is None:
+            continue
+        hints = typing.get_type_hints(member.Options)
+        for each in dataclasses.fields(member.Options):
+            if each.init:
+                default = dataclasses.field(default=each.default, default_factory=each.default_factory)
+                fields.append((f"{phase}_{each.name}", hints[each.name], default))
+    if not fields:
+        return None
+
+    def check(self: Any) -> None:
+        for phase, member in ((Phase.PREFILL, prefill), (Phase.DECODE, decode)):
+            member_options(self, phase, member)
+
+    title = "".join(part for part in name.title() if part.isalnum()) + "Options"
+    made = dataclasses.make_dataclass(title, fields, frozen=True, namespace={"__post_init__": check})
+    made.__doc__ = f"What may be set of the halves of {name}."
+    return made
+
+
+def member_options(options: Any, phase: Phase, member: type[AttentionBackend]) -> Any:
+    """The member's own Options out of the composite's; its defaults where none were given, None where it has none."""
+    declared = member.Options
+    if declared is None:
+        return None
+    if options is None:
+        return declared()
+    names = (field.name for field in dataclasses.fields(declared) if field.init)
+    return declared(**{name: getattr(options, f"{phase}_{name}") for name in names})
