@@ -54,53 +54,88 @@ class LibraryRule:
         return _specifier(self.capabilities).contains("{}.{}".format(*capability))
 
 
-_FA2 = {"backend": "FLASH_ATTN_2", "library": "FlashAttention 2", "distribution": "flash-attn"}
-_FA3 = {"backend": "FLASH_ATTN_3", "library": "FlashAttention 3", "distribution": "flash-attn-3"}
-_FA4 = {"backend": "FLASH_ATTN_4", "library": "FlashAttention 4", "distribution": "flash-attn-4"}
+_FA2 = {
+    "backend": "FLASH_ATTN_2",
+    "library": "FlashAttention 2",
+    "distribution": "flash-attn",
+    "module": "flash_attn_2_cuda",
+}
+_FA3 = {
+    "backend": "FLASH_ATTN_3",
+    "library": "FlashAttention 3",
+    "distribution": "flash-attn-3",
+    "module": "flash_attn_3._C",
+}
+_FA4 = {
+    "backend": "FLASH_ATTN_4",
+    "library": "FlashAttention 4",
+    "distribution": "flash-attn-4",
+    "module": "flash_attn.cute.interface",
+}
 
 LIBRARY_RULES: tuple[LibraryRule, ...] = (
     LibraryRule(
         **_FA2,
         versions=">=2.7,<3",
-        module="flash_attn.flash_attn_interface",
         capabilities=">=8.0",
         serves=True,
-        what="paged and packed attention, pages of 256 tokens and multiples; windows, soft cap, ALiBi",
+        what="pages of 256 tokens and multiples; windows, soft cap, ALiBi; head sizes to 256",
     ),
     LibraryRule(
         **_FA2,
         versions="<2.7",
-        module="flash_attn.flash_attn_interface",
         capabilities=">=8.0",
         serves=False,
-        what="an older interface, never tried",
+        what="its kernels take other arguments",
+        remedy="pip install 'flash-attn>=2.7,<3'",
+    ),
+    LibraryRule(
+        **_FA2,
+        versions=">=3",
+        capabilities=">=8.0",
+        serves=False,
+        what="not known: later generations are distributions of their own",
         remedy="pip install 'flash-attn>=2.7,<3'",
     ),
     LibraryRule(
         **_FA3,
-        versions=">=3.0.0b1",
-        module="flash_attn_interface",
+        versions=">=3.0.0b1,<4",
         capabilities=">=9.0,<10",
         serves=True,
-        what="paged and packed attention, pages of any size; windows, soft cap, chunks, e4m3 KV",
+        what="pages of 16, 32 or 64 tokens; windows, soft cap; head sizes to 256, and 192 with values of 128",
     ),
     LibraryRule(
         **_FA4,
-        versions=">=4.0.0b20",
-        module="flash_attn.cute",
+        versions=">=4.0.0b26,<5",
         capabilities=">=9.0,<12",
         serves=True,
-        what="paged and packed attention; windows, soft cap, sinks",
-        compiles="each configuration of sizes, dtypes and features, by CuTe DSL: about 2 s each",
+        what="pages of 16 tokens and multiples but its key tile; windows, soft cap, sinks; head sizes to "
+        "256 on 9.x; to 128, and 256, on 10.x and 11.x; everywhere 192 with values of 128",
+        compiles="each configuration of sizes, dtypes and features, by the CuTe DSL, for about 2 s each",
     ),
     LibraryRule(
         **_FA4,
-        versions="<4.0.0b20",
-        module="flash_attn.cute",
+        versions=">=4.0.0b26,<5",
+        capabilities=">=8.0,<9",
+        serves=False,
+        what="no paged KV cache there",
+        remedy="pip install 'flash-attn>=2.7,<3' for FLASH_ATTN_2",
+    ),
+    LibraryRule(
+        **_FA4,
+        versions=">=4.0.0b26,<5",
+        capabilities=">=12.0",
+        serves=False,
+        what="no paged KV cache there",
+        remedy="pip install 'flash-attn>=2.7,<3' for FLASH_ATTN_2",
+    ),
+    LibraryRule(
+        **_FA4,
+        versions="<4.0.0b26",
         capabilities=">=8.0",
         serves=False,
-        what="an older interface, never tried",
-        remedy="pip install 'flash-attn-4>=4.0.0b20'",
+        what="sinks are rounded to bfloat16",
+        remedy="pip install 'flash-attn-4>=4.0.0b26'",
     ),
 )
 """Grouped by backend, what serves before what is refused."""

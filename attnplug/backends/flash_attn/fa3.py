@@ -1,0 +1,160 @@
+"""FLASH_ATTN_3: the operator `flash_attn_3::fwd`, which the library's own functions call, but with our output.
+
+Written from `hopper/flash_attn_interface.py` and `hopper/flash_api.cpp`; there is no release to install, so it
+has not been run on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+import torch
+
+from attnplug.backends.flash_attn.call import Call, Kernels
+from attnplug.backends.flash_attn.generations import FlashAttn3Backend
+from attnplug.backends.flash_attn.impl import FlashAttnImpl
+from attnplug.backends.library_imports import import_library
+from attnplug.core.errors import BackendUnavailableError
+
+__all__ = ["FWD", "NEEDED", "SCHEDULE", "FlashAttn3Impl", "FlashAttn3Kernels"]
+
+FWD = (
+    *("q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k"),
+    *("page_table", "softmax_scale", "is_causal", "window_size_left", "window_size_right", "softcap"),
+    *("scheduler_metadata", "num_splits"),
+)
+"""The arguments of `fwd` that are given, by name."""
+
+SCHEDULE = (
+    *("batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads", "num_heads_k", "headdim", "headdim_v"),
+    *("qkv_dtype", "seqused_k", "cu_seqlens_q", "page_size", "is_causal", "window_size_left"),
+    *("window_size_right", "has_softcap", "num_splits"),
+)
+"""The arguments of `get_scheduler_metadata` that are given, by name."""
+
+NEEDED = ("PAGEDKV", "VARLEN", "LOCAL", "SOFTCAP", "SPLIT", "PACKGQA", "FP16")
+"""What a build of the library can leave out (`FLASHATTENTION_DISABLE_...`) and the backend declares."""
+
+
+class FlashAttn3Kernels:
+    """Calls `fwd`, with what `get_scheduler_metadata` plans once per step.
+
+    Args:
+        fwd: the operator.
+        schedule: the operator `get_scheduler_metadata`.
+    """
+
+    decodes_apart: ClassVar[bool] = False
+    """Its scheduler splits the keys of each request as that request needs."""
+
+    def __init__(self, fwd: Callable[..., Any], schedule: Callable[..., Any]) -> None:
+        self._fwd = fwd
+        self._schedule = schedule
+
+    def __call__(self, call: Call) -> torch.Tensor | None:
+        """As `Kernels`."""
+        requests, spec = call.requests, call.spec
+        left, right = call.window
+        if call.paged:
+            where: dict[str, Any] = {
+                "seqused_k": requests.seq_lens,
+                "page_table": requests.block_table,
+                "scheduler_metadata": self._planned(call),
+            }
+        else:
+            where = {"cu_seqlens_k": requests.key_start_loc, "max_seqlen_k": max(requests.max_seq_len, 1)}
+        _, lse, *_ = self._fwd(
+            q=call.query,
+            k=call.key,
+            v=call.value,
+            out=call.output,
+            cu_seqlens_q=requests.query_start_loc,
+            max_seqlen_q=requests.max_query_len,
+            softmax_scale=spec.scale,
+            is_causal=call.causal,
+            window_size_left=left,
+            window_size_right=-1 if call.causal else right,
+            softcap=spec.logits_soft_cap or 0.0,
+            num_splits=0,
+            **where,
+        )
+        return cast(torch.Tensor, lse) if call.wants_lse else None
+
+    def _planned(self, call: Call) -> torch.Tensor | None:
+        """The step's schedule for layers like this one; None in a graph, where `fwd` plans by itself."""
+        requests, spec = call.requests, call.spec
+        if requests.captured:
+            return None
+        left, right = call.window
+        plan = {
+            "batch_size": requests.seq_lens.shape[0],
+            "max_seqlen_q": requests.max_query_len,
+            "max_seqlen_k": call.table_keys,
+            "num_heads": spec.num_heads,
+            "num_heads_k": spec.num_kv_heads,
+            "headdim": spec.head_size,
+            "headdim_v": spec.head_size_v,
+            "qkv_dtype": call.query.dtype,
+            "page_size": call.key.shape[1],
+            "is_causal": call.causal,
+            "window_size_left": left,
+            "window_size_right": -1 if call.causal else right,
+            "has_softcap": spec.logits_soft_cap is not None,
+            "num_splits": 0,
+        }
+
+        def make() -> torch.Tensor:
+            starts, lens = requests.query_start_loc, requests.seq_lens
+            return cast(torch.Tensor, self._schedule(seqused_k=lens, cu_seqlens_q=starts, **plan))
+
+        return requests.schedule(tuple(plan.values()), make)
+
+
+class FlashAttn3Impl(FlashAttnImpl):
+    """Attention in FlashAttention 3."""
+
+    _backend = FlashAttn3Backend
+
+    @classmethod
+    def kernels(cls) -> Kernels:
+        """FlashAttn3Kernels."""
+        return _kernels()
+
+
+@functools.cache
+def _kernels() -> FlashAttn3Kernels:
+    import_library("FLASH_ATTN_3")
+    _check_build()
+    operators = []
+    for name, given in (("fwd", FWD), ("get_scheduler_metadata", SCHEDULE)):
+        try:
+            operator = getattr(torch.ops.flash_attn_3, name).default
+        except AttributeError:
+            raise BackendUnavailableError(
+                f"flash_attn_3._C registers no operator {name}; {_REMEDY}"
+            ) from None
+        known = {argument.name for argument in operator._schema.arguments}
+        missing = ", ".join(sorted(set(given) - known))
+        if missing:
+            raise BackendUnavailableError(f"flash_attn_3::{name} does not take {missing}; {_REMEDY}")
+        operators.append(operator)
+    return FlashAttn3Kernels(*operators)
+
+
+def _check_build() -> None:
+    """BackendUnavailableError where the library was built without something that the backend declares."""
+    try:
+        flags = importlib.import_module("flash_attn_config").CONFIG["build_flags"]
+    except (ImportError, AttributeError, KeyError):
+        return  # earlier builds do not say
+    sizes = [f"HDIM{size}" for size in (64, 96, 128, 192, 256)]
+    lacking = [name for name in (*NEEDED, *sizes) if flags.get(f"FLASHATTENTION_DISABLE_{name}")]
+    if lacking:
+        switches = ", ".join(f"FLASHATTENTION_DISABLE_{name}" for name in lacking)
+        raise BackendUnavailableError(f"flash-attn-3 was built with {switches}; build it without")
+
+
+_REMEDY = "build flash-attn-3 from a current checkout of flash-attention/hopper"

@@ -1,0 +1,99 @@
+"""FLASH_ATTN_4: `_flash_attn_fwd` of flash-attn-4, which the library's own functions call, but with our output."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from attnplug.backends.flash_attn.call import Call, Kernels
+from attnplug.backends.flash_attn.generations import FlashAttn4Backend
+from attnplug.backends.flash_attn.impl import FlashAttnImpl
+from attnplug.backends.library_imports import import_library
+from attnplug.core.errors import BackendUnavailableError
+
+__all__ = ["FORWARD", "FlashAttn4Impl", "FlashAttn4Kernels"]
+
+FORWARD = (
+    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k"),
+    *("page_table", "softmax_scale", "causal", "softcap", "window_size_left", "window_size_right"),
+    *("learnable_sink", "num_splits", "out", "lse"),
+)
+"""The arguments of `_flash_attn_fwd` that are given, by name."""
+
+
+class FlashAttn4Kernels:
+    """Calls `_flash_attn_fwd`.
+
+    Args:
+        forward: of `flash_attn.cute.interface`.
+    """
+
+    decodes_apart: ClassVar[bool] = False
+    """Its kernels do not split the keys on Hopper, so a call for decodes alone gains nothing."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def __call__(self, call: Call) -> torch.Tensor | None:
+        """As `Kernels`."""
+        requests, spec = call.requests, call.spec
+        left, right = call.window
+        query, lse = call.query, None
+        if call.wants_lse:
+            lse = query.new_empty((spec.num_heads, query.shape[0]), dtype=torch.float32)
+        if call.paged:
+            # The table's bound: some versions assert that the two agree on Blackwell.
+            where: dict[str, Any] = {
+                "seqused_k": requests.seq_lens,
+                "page_table": requests.block_table,
+                "max_seqlen_k": call.table_keys,
+            }
+        else:
+            where = {"cu_seqlens_k": requests.key_start_loc, "max_seqlen_k": max(requests.max_seq_len, 1)}
+        self._forward(
+            q=query,
+            k=call.key,
+            v=call.value,
+            cu_seqlens_q=requests.query_start_loc,
+            max_seqlen_q=requests.max_query_len,
+            softmax_scale=spec.scale,
+            causal=call.causal,
+            softcap=spec.logits_soft_cap,
+            window_size_left=None if left < 0 else left,
+            window_size_right=None if call.causal or right < 0 else right,
+            learnable_sink=call.sinks,
+            num_splits=1,
+            out=call.output,
+            lse=lse,
+            **where,
+        )
+        return lse
+
+
+class FlashAttn4Impl(FlashAttnImpl):
+    """Attention in FlashAttention 4."""
+
+    _backend = FlashAttn4Backend
+
+    @classmethod
+    def kernels(cls) -> Kernels:
+        """FlashAttn4Kernels."""
+        return _kernels()
+
+
+@functools.cache
+def _kernels() -> FlashAttn4Kernels:
+    forward = getattr(import_library("FLASH_ATTN_4"), "_flash_attn_fwd", None)
+    if forward is None:
+        raise BackendUnavailableError(f"flash_attn.cute.interface has no _flash_attn_fwd; {_REMEDY}")
+    missing = ", ".join(sorted(set(FORWARD) - set(inspect.signature(forward).parameters)))
+    if missing:
+        raise BackendUnavailableError(f"_flash_attn_fwd does not take {missing}; {_REMEDY}")
+    return FlashAttn4Kernels(forward)
+
+
+_REMEDY = "pip install 'flash-attn-4==4.0.0b36'"
