@@ -46,15 +46,15 @@ class Request:
 class Engine:
     """Serves requests on a causal language model of transformers, whose attention it replaces.
 
-    `num_blocks` is the KV pool. A step runs at most `max_num_seqs` requests and `max_num_batched_tokens`
-    tokens: long prompts are computed in chunks.
+    `num_blocks` is the KV pool, of blocks as large as their backend likes where `block_size` is None. A step
+    runs at most `max_num_seqs` requests and `max_num_batched_tokens` tokens: long prompts are computed in chunks.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         num_blocks: int = 256,
-        block_size: int = 16,
+        block_size: int | None = None,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 512,
     ) -> None:
@@ -114,7 +114,7 @@ class Engine:
         for request, likeliest, row in zip(ready, logits.argmax(-1).tolist(), logits, strict=True):
             request.tokens.append(likeliest)
             if request.temperature > 0:
-                chances = (row / request.temperature).softmax(-1).float().cpu()
+                chances = (row.float() / request.temperature).softmax(-1).cpu()
                 request.tokens[-1] = int(torch.multinomial(chances, 1, generator=request.generator))
             if request.is_done:
                 self._release(request)

@@ -28,7 +28,7 @@ def attention(
 
 
 def page_model(
-    model: PreTrainedModel, num_blocks: int, block_size: int, limits: BuilderConfig
+    model: PreTrainedModel, num_blocks: int, block_size: int | None, limits: BuilderConfig
 ) -> AttentionRuntime:
     """Plan the layers of a model, and have it call the runtime given back; ModelConfigError if it cannot."""
     if not model._can_set_attn_implementation():
@@ -47,14 +47,18 @@ def page_model(
         module.paged_scale = layers[name].scale
     AttentionInterface.register(NAME, attention)
     model.set_attn_implementation(NAME)
-    pack_linears(model)
+    if model.device.type == "cpu":
+        pack_linears(model)
     return runtime
 
 
 def pack_linears(model: PreTrainedModel) -> None:
-    """On a CPU: run projections on a copy of their weights in oneDNN's own layout, which is faster."""
+    """Run projections on a copy of their weights in oneDNN's own layout, which is faster on a CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return
     linear, pack = torch.ops.mkldnn._linear_pointwise, torch.ops.mkldnn._reorder_linear_weight
     plain = {"attr": "none", "scalars": [], "algorithm": ""}
     for module in model.modules():
-        if type(module) is torch.nn.Linear and module.weight.device.type == "cpu":
+        # Other dtypes need more than every CPU has.
+        if type(module) is torch.nn.Linear and module.weight.dtype is torch.float32:
             module.forward = functools.partial(linear, W=pack(module.weight.data), B=module.bias, **plain)

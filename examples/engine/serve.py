@@ -16,7 +16,7 @@ import torch
 from engine import Engine
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from tiny import load
+from tiny import add_options, load
 from transformers import PreTrainedModel
 
 from attnplug.core.errors import AttnplugError
@@ -25,7 +25,7 @@ CONSOLE = Console()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve; 1 where a request was lost or an output differs from the unconstrained run, 2 for bad arguments."""
+    """Serve; 2 for bad arguments, 1 where a request was lost or, in float32, an output differs between the runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="the path of a config.json; weights are random")
     parser.add_argument(
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=positive, default=64, help="how many (default: %(default)s)")
     parser.add_argument("--max-blocks", type=positive, default=96, help="KV blocks, the null block included")
     parser.add_argument(
-        "--block-size", type=positive, default=16, help="tokens per block (default: %(default)s)"
+        "--block-size", type=positive, help="tokens per block (default: what the backend likes)"
     )
     parser.add_argument("--max-tokens", type=positive, default=48, help="tokens to draw for each request")
     parser.add_argument(
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="0 draws greedily (default: %(default)s)"
     )
+    add_options(parser)
     options = parser.parse_args(arguments)
     if options.chunk < options.batch:
         parser.error(
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """The constrained run, then the same requests with blocks for all."""
-    model = load(options.model, options.scale)
+    model = load(options.model, options.scale, options.device, options.dtype)
     if options.scale == "tiny":
         torch.set_num_threads(1)  # more would wait for each other
     twin = copy.deepcopy(model)
@@ -87,7 +88,8 @@ def run(options: argparse.Namespace) -> int:
     equal = outputs == expected
     CONSOLE.print(f"unconstrained: {free.preemptions} preemptions, {free.steps} steps")
     CONSOLE.print(f"outputs equal: {'yes' if equal else 'no'}")
-    return 0 if equal and not lost else 1
+    # With fewer bits, the requests that share a batch decide between tokens that are nearly as likely.
+    return 0 if not lost and (equal or options.dtype != "float32") else 1
 
 
 def serve(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 from pathlib import Path
 
@@ -51,8 +52,34 @@ def shrink(config: PreTrainedConfig, window: int = 32) -> PreTrainedConfig:
     return small
 
 
-def load(path: str | Path, scale: str = "full") -> PreTrainedModel:
-    """The model of a config.json with random weights in float32, the same each time; `scale` "tiny" shrinks it.
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Where a model runs, and in what: `--device` and `--dtype`."""
+    parser.add_argument(
+        "--device", type=usable_device, default="cpu", help="cpu, cuda, cuda:1 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        default="float32",
+        help="of weights and KV; tokens are compared, but need be equal in float32 only (default: %(default)s)",
+    )
+
+
+def usable_device(text: str) -> torch.device:
+    """An argument that names a device which torch can use here."""
+    try:
+        device = torch.device(text)
+        torch.zeros(1, device=device).item()
+        return device
+    except (RuntimeError, AssertionError) as error:
+        first_line = str(error).splitlines()[0]
+        raise argparse.ArgumentTypeError(f"{text!r} is no device torch can use here: {first_line}") from error
+
+
+def load(
+    path: str | Path, scale: str = "full", device: torch.device | str = "cpu", dtype: str = "float32"
+) -> PreTrainedModel:
+    """The model of a config.json with random weights, the same each time; `scale` "tiny" shrinks it.
 
     Raises:
         ModelConfigError: no such file, or no configuration of a causal language model.
@@ -65,7 +92,8 @@ def load(path: str | Path, scale: str = "full") -> PreTrainedModel:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         torch.manual_seed(0)
         small = shrink(config) if scale == "tiny" else config
-        return AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
+        with torch.device(device):  # drawn there, where large models are drawn much faster
+            return AutoModelForCausalLM.from_config(small, dtype=getattr(torch, dtype)).eval()
     except (OSError, ValueError, AttributeError) as error:
         raise ModelConfigError(
             f"{path}: not a causal language model that transformers can build: {error}"

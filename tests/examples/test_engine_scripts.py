@@ -46,6 +46,36 @@ def test_what_cannot_be_served_is_said_in_a_sentence(arguments, message, capsys)
     assert message in capsys.readouterr().err
 
 
+def test_serve_in_bfloat16_loses_nothing(capsys):
+    arguments = ["--model", LLAMA, "--scale", "tiny", "--requests", "4", "--max-tokens", "8"]
+
+    assert serve.main([*arguments, "--dtype", "bfloat16"]) == 0
+
+    assert "4 of 4 requests finished, 0 lost" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_demo_and_serve_run_on_a_gpu(dtype, capsys):
+    where = ["--device", "cuda", "--dtype", dtype, "--max-tokens", "8"]
+
+    assert demo.main([*where, "--requests", "3"]) == 0
+    assert serve.main([*where, "--model", LLAMA, "--scale", "tiny", "--requests", "12"]) == 0
+
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "24 tokens in 8 steps" in shown
+    assert "12 of 12 requests finished, 0 lost" in shown
+
+
+@pytest.mark.parametrize("device", ["nowhere", "meta"])
+def test_a_device_that_cannot_be_used_ends_with_the_usage(device, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        demo.main(["--device", device])
+
+    assert stopped.value.code == 2
+    assert f"'{device}' is no device torch can use here" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments", [[], ["--model", LLAMA, "--requests", "0"], ["--model", LLAMA, "--chunk", "1"]]
 )
