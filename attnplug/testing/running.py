@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
@@ -26,8 +27,11 @@ def run_batch(
     spec, device = batch.spec, batch.query.device
     block_size = 1 if batch.kv_cache is None else backend.split_kv(batch.kv_cache, spec)[0].shape[1]
     cache_spec: Any = kv_cache_spec_for(spec, block_size)
-    builder = backend.get_builder_cls()(cache_spec, ["layer"], BuilderConfig(), device)
-    impl = backend.get_impl_cls().from_spec(spec, layer_name="layer", tensors=batch.tensors)
+    options = None if backend.Options is None else backend.Options()
+    impl = backend.get_impl_cls().from_spec(spec, layer_name="layer", tensors=batch.tensors, options=options)
+    # Builders that plan read from their layers what to plan for.
+    config = BuilderConfig(layers={"layer": types.SimpleNamespace(impl=impl)})
+    builder = backend.get_builder_cls()(cache_spec, ["layer"], config, device)
     rows = batch.query.shape[0]
     output = batch.query.new_full((rows, spec.num_heads, spec.head_size_v), torch.nan)
     lse = torch.full((rows, spec.num_heads), torch.nan, device=device) if spec.needs_lse else None
