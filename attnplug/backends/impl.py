@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import ClassVar, TypeVar
 
@@ -16,13 +17,48 @@ from attnplug.ops.calls import check_cache_given, check_keys, check_queries, kv_
 from attnplug.ops.kv_write import write_kv_cache
 from attnplug.ops.storage import compute_dtype
 
-__all__ = ["BuiltinImpl"]
+__all__ = ["BuiltinImpl", "Pages"]
 
 _M = TypeVar("_M", bound=AttentionMetadata)
 
 
+class Pages:
+    """The pages of one cache, as a backend splits them.
+
+    They share the cache's memory and would keep it: whoever remembers them forgets them when told, and
+    remembers no more than their `form` otherwise.
+
+    Args:
+        kv_cache: they are pages of.
+        k: `[num_blocks, block_size, Hkv, D]`.
+        v: `[num_blocks, block_size, Hkv, Dv]`.
+        forget: called when `kv_cache` is no more.
+    """
+
+    __slots__ = ("_cache", "form", "k", "v")
+
+    def __init__(
+        self, kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forget: Callable[[object], None]
+    ) -> None:
+        # Detached, so that they do not hold the very tensor whose end is waited for.
+        self.k, self.v = k.detach(), v.detach()
+        self._cache = weakref.ref(kv_cache, forget)
+        self.form = _form(kv_cache)
+        """Of the cache: its memory, shape, strides and type."""
+
+    def are_of(self, kv_cache: torch.Tensor) -> bool:
+        """Whether it is that cache, still with the same memory, shape and type."""
+        return self._cache() is kv_cache and self.form == _form(kv_cache)
+
+
+def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 class BuiltinImpl(AttentionImpl[_M]):
     """Checks the tensors of a call against the layer; subclasses attend."""
+
+    _last_pages: Pages | None = None
 
     _backend: ClassVar[type[AttentionBackend]]
     """Whose caches these are."""
@@ -52,7 +88,19 @@ class BuiltinImpl(AttentionImpl[_M]):
 
     def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V `[num_blocks, block_size, Hkv, D]` of the cache; LayoutError unless it is the layer's."""
-        return pages_of(self._backend, kv_cache, self.spec)
+        pages = self._pages_of(kv_cache)
+        return pages.k, pages.v
+
+    def _pages_of(self, kv_cache: torch.Tensor) -> Pages:
+        """The same, as one object, and the same object as long as the cache is the same."""
+        pages = self._last_pages
+        if pages is None or not pages.are_of(kv_cache):
+            pages = Pages(kv_cache, *pages_of(self._backend, kv_cache, self.spec), self._forget_pages)
+            self._last_pages = pages
+        return pages
+
+    def _forget_pages(self, _: object) -> None:
+        self._last_pages = None
 
     def _check(
         self,

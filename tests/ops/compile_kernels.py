@@ -53,6 +53,10 @@ class Compiler:
     def get_current_stream(self, device: int) -> int:
         return 0
 
+    @property
+    def fn(self) -> object:
+        return self.kernel.fn
+
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def compile_only(*arguments: object, **options: object) -> None:
             self.compiled = self.kernel.warmup(*arguments, grid=grid, **options)

@@ -47,6 +47,7 @@ class Spy:
 
     def __init__(self, kernel: object, grids: list[tuple[int, ...]]) -> None:
         self.kernel, self.grids = kernel, grids
+        self.fn = kernel.fn
 
     def __getitem__(self, grid: tuple[int, ...]) -> object:
         self.grids.append(grid)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.backends.triton.workspace import SplitPlan, Workspace
+from attnplug.backends.triton.workspace import Workspace
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
@@ -43,6 +43,8 @@ class TritonMetadata(AttentionMetadata):
         starts_anew: whether none of the others has computed tokens, as far as the host knows.
         causal: what the batch says; it may only narrow the layer's spec.
         workspace: buffers and split plans, shared by the builder's steps.
+        step: its number in the workspace.
+        others: starts, lengths, pages and starts of keys of the requests after the decodes.
     """
 
     slot_mapping: torch.Tensor
@@ -59,10 +61,18 @@ class TritonMetadata(AttentionMetadata):
     starts_anew: bool
     causal: bool
     workspace: Workspace
+    step: int = 0
+    others: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = dataclasses.field(init=False)
 
-    def splits(self, plan: SplitPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """The items of the step's decodes, as `plan` splits them, and those of each request; see Workspace."""
-        return self.workspace.items(plan, self.query_start_loc, self.seq_lens, self.num_decodes)
+    def __post_init__(self) -> None:
+        first = self.num_decodes if self.num_decodes < self.num_reqs else 0
+        starts, lens, pages, keys = self.query_start_loc, self.seq_lens, self.block_table, self.key_start_loc
+        # Cut once for all layers.
+        self.others = (
+            (starts[first:], lens[first:], pages[first:], keys[first:])
+            if first
+            else (starts, lens, pages, keys)
+        )
 
 
 class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
@@ -95,16 +105,14 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         """
         common = common_attn_metadata
         reqs, tokens = common.num_reqs, common.num_actual_tokens
-        starts = common.query_start_loc_cpu[: reqs + 1].numpy()
-        lens = np.diff(starts)
-        if starts.size != reqs + 1 or (lens < 0).any() or starts[0] < 0 or starts[-1] > tokens:
+        starts = common.query_start_loc_cpu.numpy()[: reqs + 1]
+        lens = starts[1:] - starts[:-1]
+        if starts.size != reqs + 1 or starts[0] < 0 or starts[-1] > tokens or (reqs and lens.min() < 0):
             limit = f"must be {reqs + 1} ascending locations in 0 .. num_actual_tokens={tokens}"
             raise BatchError("query_start_loc_cpu", starts.tolist(), limit)
-        long = lens > (self.reorder_batch_threshold or 1)
-        decodes = int(long.argmax()) if long.any() else reqs
-        direct = common.key_start_loc is not None
-        if direct:
-            decodes = 0
+        decodes, max_decode_len, max_query_len = _decodes(lens, self.reorder_batch_threshold or 1)
+        if common.key_start_loc is not None:
+            decodes, max_decode_len, max_query_len = 0, 0, max(max_decode_len, max_query_len)
         metadata = TritonMetadata(
             slot_mapping=common.slot_mapping
             if isinstance(self.kv_cache_spec, CrossAttentionSpec)
@@ -117,13 +125,13 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             num_actual_tokens=tokens,
             num_decodes=decodes,
             num_decode_tokens=int(starts[decodes]),
-            max_decode_len=int(lens[:decodes].max(initial=0)),
-            max_query_len=int(lens[decodes:].max(initial=0)),
-            starts_anew=_starts_anew(common, lens, decodes),
+            max_decode_len=max_decode_len,
+            max_query_len=max_query_len,
+            starts_anew=decodes < reqs and _starts_anew(common, lens, decodes),
             causal=common.causal,
             workspace=self._workspace,
         )
-        self._workspace.plan_again(metadata.query_start_loc, metadata.seq_lens, decodes)
+        self._workspace.begin_step(metadata)
         return metadata
 
     def update_block_table(
@@ -133,6 +141,15 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         if not isinstance(self.kv_cache_spec, CrossAttentionSpec):
             slot_mapping = slot_mapping[: metadata.num_actual_tokens]
         return dataclasses.replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+
+
+def _decodes(lens: npt.NDArray[np.int32], threshold: int) -> tuple[int, int, int]:
+    """How many requests in front have at most `threshold` queries; the most of theirs, and of the others'."""
+    longest = int(lens.max(initial=0))
+    if longest <= threshold:
+        return lens.size, longest, 0
+    decodes = int((lens > threshold).argmax())
+    return decodes, int(lens[:decodes].max(initial=0)), int(lens[decodes:].max())
 
 
 def _starts_anew(common: CommonAttentionMetadata, lens: npt.NDArray[np.int32], decodes: int) -> bool:

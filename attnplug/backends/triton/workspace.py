@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -12,21 +11,40 @@ from attnplug.backends.triton.kernels.splits import FIELDS, plan_splits_kernel
 from attnplug.backends.triton.launch import tile_side
 from attnplug.backends.triton.reach import switches
 from attnplug.ops.reach import Reach
-from attnplug.ops.triton.launch import on_device_of
+from attnplug.ops.triton.launch import BoundKernel, on_device_of
 
-_PLAN_SPLITS: Any = plan_splits_kernel
+if TYPE_CHECKING:
+    from attnplug.backends.triton.builder import TritonMetadata
 
 __all__ = ["SplitPlan", "Workspace", "num_multiprocessors"]
 
+_PLAN_SPLITS: Any = plan_splits_kernel
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SplitPlan:
-    """How decodes are split: into about `target` items of at least `min_keys` keys, whole tiles of `tile`."""
 
-    reach: Reach
+class SplitPlan(NamedTuple):
+    """How decodes of a reach are split: about `target` items of at least `min_keys` keys, whole tiles."""
+
+    left: int
+    right: int
+    chunk: int
     target: int
     tile: int
     min_keys: int
+
+
+class _Splits:
+    """One plan's buffers, and the kernel that fills them."""
+
+    __slots__ = ("items", "plan", "spans", "step")
+
+    def __init__(self, plan: SplitPlan, reqs: int, device: torch.device) -> None:
+        self.items = torch.zeros(reqs + plan.target, int(FIELDS), dtype=torch.int32, device=device)
+        self.spans = torch.zeros(reqs, 2, dtype=torch.int32, device=device)
+        self.step = -1
+        # One width for all batches: one kernel serves them.
+        reach = Reach(plan.left, plan.right, plan.chunk)
+        sizes = {"REQS": tile_side(reqs + 1), "TILE": plan.tile}
+        self.plan = BoundKernel(_PLAN_SPLITS, 5, {**plan._asdict(), **switches(reach), **sizes})
 
 
 class Workspace:
@@ -35,67 +53,67 @@ class Workspace:
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._reqs = max_num_seqs
         self._device = device
-        self._items: dict[SplitPlan, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._planned: set[SplitPlan] = set()
+        self._steps = 0
+        self.multiprocessors = num_multiprocessors(device)
+        self._splits: dict[SplitPlan, _Splits] = {}
+        self._asked: dict[tuple[int, int], list[SplitPlan]] = {}
         self._partials = torch.empty(0, device=device)
         self._partial_lses = torch.empty(0, device=device)
         self._arrived = torch.empty(0, dtype=torch.int32, device=device)
+        self._outgrown: list[torch.Tensor | _Splits] = []
+        """Kept: a graph captured before the batches grew still writes there."""
 
-    def plan_again(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_decodes: int) -> None:
-        """Begin a step: every plan that its layers asked for before is made for it."""
-        self._planned.clear()
-        if num_decodes:
-            for plan in self._items:
-                self.items(plan, query_start_loc, seq_lens, num_decodes)
+    def begin_step(self, metadata: TritonMetadata) -> None:
+        """Number the step, and make the plans that layers asked for in steps of as many decodes as long.
 
-    def items(
-        self, plan: SplitPlan, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_decodes: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The items of the step, int32 `[most, FIELDS]`, idle ones marked, and those of each request.
+        A captured graph has always as many: what it reads is planned here, outside of it.
+        """
+        self._steps += 1
+        metadata.step = self._steps
+        for plan in self._asked.get((metadata.num_decodes, metadata.max_decode_len), ()):
+            self._make(self._splits[plan], metadata)
+
+    def items(self, plan: SplitPlan, metadata: TritonMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+        """The items of the step's decodes, int32 `[most, FIELDS]`, idle ones marked, and those of each request.
 
         The latter are int32 `[reqs, 2]`, the first and how many. Both are always the same memory.
         """
-        reqs = max(self._reqs, num_decodes)
-        kept = self._items.get(plan)
-        if kept is None or kept[1].shape[0] < reqs:
-            kept = (
-                torch.zeros(reqs + plan.target, int(FIELDS), dtype=torch.int32, device=self._device),
-                torch.zeros(reqs, 2, dtype=torch.int32, device=self._device),
-            )
-            self._items[plan] = kept
-            self._planned.discard(plan)
-        if plan not in self._planned:
-            reach = plan.reach
-            with on_device_of(seq_lens):
-                _PLAN_SPLITS[(num_decodes + 1,)](
-                    query_start_loc,
-                    seq_lens,
-                    *kept,
-                    num_decodes,
-                    reach.left,
-                    reach.right,
-                    reach.chunk,
-                    plan.target,
-                    plan.min_keys,
-                    num_decodes + plan.target,
-                    REQS=tile_side(num_decodes + 1),
-                    TILE=plan.tile,
-                    **switches(reach),
-                )
-            self._planned.add(plan)
-        return kept
+        splits, decodes = self._splits.get(plan), metadata.num_decodes
+        if splits is None or splits.spans.shape[0] < decodes:
+            self._reqs = max(self._reqs, decodes)
+            self._outgrown += [] if splits is None else [splits]
+            splits = self._splits[plan] = _Splits(plan, self._reqs, self._device)
+        if splits.step != metadata.step:
+            asked = self._asked.setdefault((decodes, metadata.max_decode_len), [])
+            if plan not in asked:
+                asked.append(plan)
+            self._make(splits, metadata)
+        return splits.items, splits.spans
+
+    def _make(self, splits: _Splits, metadata: TritonMetadata) -> None:
+        starts, lens, decodes = metadata.query_start_loc, metadata.seq_lens, metadata.num_decodes
+        with on_device_of(lens):
+            splits.plan((decodes + 1,), starts, lens, splits.items, splits.spans, decodes)
+        splits.step = metadata.step
 
     def partials(
-        self, items: int, reqs: int, kv_heads: int, rows: int, row_blocks: int, head_size_v: int
+        self, target: int, reqs: int, kv_heads: int, rows: int, row_blocks: int, head_size_v: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Flat buffers for partial outputs and LSEs (float32), and counters that are 0 between launches."""
-        lses = items * kv_heads * rows
+        """Flat buffers for partial outputs and LSEs (float32), and counters that are 0 between launches.
+
+        They hold those of as many requests as there ever are, in `target` items more.
+        """
+        reqs = max(self._reqs, reqs)
+        lses = (reqs + target) * kv_heads * rows
+        counters = reqs * kv_heads * row_blocks
         if self._partials.numel() < lses * head_size_v:
+            self._outgrown.append(self._partials)
             self._partials = torch.empty(lses * head_size_v, device=self._device)
         if self._partial_lses.numel() < lses:
+            self._outgrown.append(self._partial_lses)
             self._partial_lses = torch.empty(lses, device=self._device)
-        counters = max(self._reqs, reqs) * kv_heads * row_blocks
         if self._arrived.numel() < counters:
+            self._outgrown.append(self._arrived)
             self._arrived = torch.zeros(counters, dtype=torch.int32, device=self._device)
         return self._partials, self._partial_lses, self._arrived
 

@@ -11,9 +11,9 @@ import triton
 from attnplug.core.errors import LayoutError
 from attnplug.ops.checks import check_kv_write
 from attnplug.ops.triton.kernels.kv_write import kv_write_kernel
-from attnplug.ops.triton.launch import on_device_of, power_of_two
+from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
-__all__ = ["write_kv_cache"]
+__all__ = ["BoundWrite", "write_kv_cache"]
 
 _KERNEL: Any = kv_write_kernel
 
@@ -59,39 +59,74 @@ def write_kv_cache(
         LayoutError: pages of integers, or K and V pages that do not belong together.
     """
     check_kv_write(key, value, k_cache, v_cache, slot_mapping)
-    _, block_size, heads, head_size = k_cache.shape
-    head_size_v = v_cache.shape[3]
-    num_rows = slot_mapping.shape[0] * heads
-    if not num_rows:
-        return
-    form = _format(k_cache.dtype, k_cache.device)
-    if len(form) > 1:
+    BoundWrite(key, value, k_cache, v_cache, slot_mapping, (k_scale, v_scale))(
+        key, value, k_cache, v_cache, slot_mapping
+    )
+
+
+class BoundWrite:
+    """`write_kv_cache` for tensors of the same strides and types as those given here, without its checks.
+
+    Args:
+        key: `[T, Hkv, D]`.
+        value: `[T, Hkv, Dv]`.
+        k_cache: pages `[num_blocks, block_size, Hkv, D]`.
+        v_cache: pages `[num_blocks, block_size, Hkv, Dv]`.
+        slot_mapping: int64 `[T]`.
+        scales: of stored keys and values.
+    """
+
+    __slots__ = ("_heads", "_kernel", "_rows", "_stored")
+
+    def __init__(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        scales: tuple[float, float],
+    ) -> None:
+        _, block_size, self._heads, head_size = k_cache.shape
+        tile = _tile(head_size, v_cache.shape[3])
+        self._rows = tile[0]
+        form = _format(k_cache.dtype, k_cache.device)
         # Triton refuses pointers to 8-bit floats that the hardware does not have.
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    tile = _tile(head_size, head_size_v)
-    with on_device_of(key):
-        _KERNEL[(-(-num_rows // tile[0]),)](
-            key,
-            value,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            num_rows,
-            float(k_scale),
-            float(v_scale),
-            *key.stride(),
-            *value.stride(),
-            slot_mapping.stride(0),
-            k_cache.stride(),
-            v_cache.stride(),
-            block_size,
-            heads,
-            head_size,
-            head_size_v,
-            tile,
-            form,
-            num_warps=_NUM_WARPS,
-        )
+        self._stored = torch.uint8 if len(form) > 1 else None
+        values = {
+            "k_scale": float(scales[0]),
+            "v_scale": float(scales[1]),
+            **dict(zip(("stride_kt", "stride_kh", "stride_kd"), key.stride(), strict=True)),
+            **dict(zip(("stride_vt", "stride_vh", "stride_vd"), value.stride(), strict=True)),
+            "stride_slot": slot_mapping.stride(0),
+            "K_PAGES": k_cache.stride(),
+            "V_PAGES": v_cache.stride(),
+            "BLOCK_SIZE": block_size,
+            "HEADS": self._heads,
+            "D": head_size,
+            "DV": v_cache.shape[3],
+            "TILE": tile,
+            "FORMAT": form,
+        }
+        self._kernel = BoundKernel(_KERNEL, 6, values, num_warps=_NUM_WARPS)
+
+    def __call__(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write each token where its slot says."""
+        num_rows = slot_mapping.shape[0] * self._heads
+        if not num_rows:
+            return
+        if self._stored is not None:
+            k_cache, v_cache = k_cache.view(self._stored), v_cache.view(self._stored)
+        with on_device_of(key):
+            grid = (-(-num_rows // self._rows),)
+            self._kernel(grid, key, value, k_cache, v_cache, slot_mapping, num_rows)
 
 
 @functools.cache

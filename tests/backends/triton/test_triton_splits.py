@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from attnplug.backends.triton.builder import TritonMetadata
 from attnplug.backends.triton.launch import decode_launch, merging, prefill_launch, tile_side
 from attnplug.backends.triton.workspace import SplitPlan, Workspace
 from attnplug.ops.reach import Reach
@@ -18,11 +21,33 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REACHES = [Reach(-1, 0, 0), Reach(31, 0, 0), Reach(-1, 0, 64), Reach(-1, -1, 0), Reach(15, 7, 0)]
 
 
+def metadata_of(workspace: Workspace, starts: torch.Tensor, lens: torch.Tensor) -> TritonMetadata:
+    """A step of decodes only."""
+    reqs = lens.numel()
+    longest = int(starts.diff().max())
+    sizes = {"num_reqs": reqs, "num_actual_tokens": int(starts[-1]), "num_decodes": reqs}
+    return TritonMetadata(
+        slot_mapping=starts,
+        block_table=starts,
+        query_start_loc=starts,
+        seq_lens=lens,
+        key_start_loc=starts,
+        num_decode_tokens=int(starts[-1]),
+        max_decode_len=longest,
+        max_query_len=0,
+        starts_anew=False,
+        causal=True,
+        workspace=workspace,
+        **sizes,
+    )
+
+
 def planned(reach: Reach, query_lens: list[int], seq_lens: list[int], target: int, min_keys: int = 32):
     starts = torch.from_numpy(np.cumsum([0, *query_lens]).astype(np.int32)).to(DEVICE)
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
     workspace = Workspace(len(seq_lens), DEVICE)
-    items, spans = workspace.items(SplitPlan(reach, target, 16, min_keys), starts, lens, len(seq_lens))
+    plan = SplitPlan(reach.left, reach.right, reach.chunk, target, 16, min_keys)
+    items, spans = workspace.items(plan, metadata_of(workspace, starts, lens))
     return items.cpu().numpy(), spans.cpu().numpy()
 
 
@@ -75,16 +100,53 @@ def test_one_long_request_among_short_ones_is_split_and_they_are_not():
     assert spans[:, 1].tolist() == [7, 1, 1, 1]
 
 
+PLAN = SplitPlan(-1, 0, 0, 4, 16, 16)
+
+
+def step(workspace: Workspace, *seq_lens: int) -> TritonMetadata:
+    starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=DEVICE)
+    metadata = metadata_of(workspace, starts, torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE))
+    workspace.begin_step(metadata)
+    return metadata
+
+
 def test_a_plan_that_a_layer_asked_for_once_is_made_again_with_each_step():
     workspace = Workspace(2, DEVICE)
-    plan = SplitPlan(Reach(-1, 0, 0), 4, 16, 16)
-    starts = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
-    items, spans = workspace.items(plan, starts, torch.tensor([64, 64], device=DEVICE).int(), 2)
-    workspace.plan_again(starts, torch.tensor([16, 128], device=DEVICE).int(), 2)
+    items, spans = workspace.items(PLAN, step(workspace, 64, 64))
+    later = step(workspace, 16, 128)
 
     assert spans[:, 1].tolist() == [1, 3]
-    again, _ = workspace.items(plan, starts, torch.tensor([16, 128], device=DEVICE).int(), 2)
+    again, _ = workspace.items(PLAN, later)
     assert again.data_ptr() == items.data_ptr()
+
+
+def test_a_plan_is_not_made_for_steps_of_another_size_until_a_layer_asks():
+    workspace = Workspace(4, DEVICE)
+    _, spans = workspace.items(PLAN, step(workspace, 64, 64))
+    later = step(workspace, 16, 16, 128)
+    assert spans[:3, 1].tolist() == [2, 2, 0]
+    workspace.items(PLAN, later)
+    assert spans[:3, 1].tolist() == [1, 1, 3]
+
+
+def test_layers_of_an_earlier_step_are_not_given_the_plan_of_a_later_one():
+    workspace = Workspace(2, DEVICE)
+    first, second = step(workspace, 64, 64), step(workspace, 16, 128)
+    _, spans = workspace.items(PLAN, second)
+    assert spans[:, 1].tolist() == [1, 3]
+    workspace.items(PLAN, first)
+    assert spans[:, 1].tolist() == [2, 2]
+
+
+def test_what_captured_graphs_may_still_write_to_is_kept_when_buffers_grow():
+    workspace = Workspace(2, DEVICE)
+    small = workspace.partials(4, 2, 1, 1, 1, 16)
+    freed = [weakref.ref(tensor) for tensor in small]
+    held = {tensor.data_ptr() for tensor in small}
+    del small
+    large = workspace.partials(4, 8, 1, 1, 1, 16)
+    assert all(ref() is not None for ref in freed)
+    assert held.isdisjoint(tensor.data_ptr() for tensor in large)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

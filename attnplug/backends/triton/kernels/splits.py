@@ -14,7 +14,7 @@ FIELDS = tl.constexpr(8)
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "left", "right", "chunk", "target", "min_keys", "most_items"],
+    do_not_specialize=["num_reqs", "left", "right", "chunk", "target", "min_keys"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens"],
 )
 def plan_splits_kernel(
@@ -28,7 +28,6 @@ def plan_splits_kernel(
     chunk,
     target,
     min_keys,
-    most_items,
     REQS: tl.constexpr,
     TILE: tl.constexpr,
     HAS_LEFT: tl.constexpr,
@@ -68,6 +67,7 @@ def plan_splits_kernel(
         tl.store(spans + request * 2, begin)
         tl.store(spans + request * 2 + 1, count)
     else:
+        most_items = num_reqs + target
         for left_over in range(begin, most_items, 128):
             idle = left_over + lanes
             tl.store(items + idle * FIELDS + 2, idle * 0, mask=idle < most_items)

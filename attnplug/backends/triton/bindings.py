@@ -1,0 +1,224 @@
+"""The kernels of one layer with what stays the same from step to step bound: made once, and launched often."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+
+from attnplug.backends.impl import Pages
+from attnplug.backends.triton.kernels.decode import decode_kernel, merge_kernel
+from attnplug.backends.triton.kernels.prefill import prefill_kernel
+from attnplug.backends.triton.launch import PrefillLaunch, decode_launch, merging, prefill_launch, tile_side
+from attnplug.backends.triton.reach import switches
+from attnplug.backends.triton.workspace import SplitPlan
+from attnplug.core.impl import LayerTensors
+from attnplug.core.spec import LayerSpec
+from attnplug.ops.reach import Reach
+from attnplug.ops.storage import compute_dtype
+from attnplug.ops.triton.launch import BoundKernel
+
+__all__ = ["BoundLayer", "Decode", "Prefill"]
+
+_DECODE: Any = decode_kernel
+_MERGE: Any = merge_kernel
+_PREFILL: Any = prefill_kernel
+
+
+class Prefill(NamedTuple):
+    """What the longer requests of a step are launched with."""
+
+    kernel: BoundKernel
+    tokens: int
+    """Queries of a tile."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Decode:
+    """What the decodes of a step are launched with, while there are as many and as long.
+
+    Args:
+        kernel: given queries, K, V, outputs, LSE, items, lengths, pages, sinks, slopes and partial results.
+        merge: given partial results, outputs, LSE, items and spans; None where `kernel` merges.
+        grid: of `kernel`.
+        merge_grid: of `merge`.
+        plan: how their keys are split.
+        sizes: what `Workspace.partials` is asked for.
+    """
+
+    kernel: BoundKernel
+    merge: BoundKernel | None
+    grid: tuple[int, int, int]
+    merge_grid: tuple[int, int, int]
+    plan: SplitPlan
+    sizes: tuple[int, int, int, int, int, int]
+
+
+class BoundLayer:
+    """A layer in calls whose tensors have the same strides.
+
+    Args:
+        spec: the layer.
+        tensors: its sinks and slopes; without sinks where those are not used.
+        reach: which keys a query sees.
+        query: `[T, H, D]`, of elements that lie together.
+        output: `[T, H, Dv]`, likewise.
+        output_lse: `[T, H]`, or None.
+        scales: of stored keys and values.
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        tensors: LayerTensors,
+        reach: Reach,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        output_lse: torch.Tensor | None,
+        scales: tuple[float, float],
+    ) -> None:
+        self.kv_heads = spec.num_kv_heads
+        self._reach = reach
+        self._spec = spec
+        self._group = spec.num_heads // spec.num_kv_heads
+        self._widest = max(spec.head_size, spec.head_size_v)
+        self._itemsize = compute_dtype(spec).itemsize
+        self._values: dict[str, Any] = {
+            "scale": spec.scale * scales[0],
+            "value_scale": scales[1],
+            "cap": spec.logits_soft_cap or 1.0,
+            "left": reach.left,
+            "right": reach.right,
+            "chunk": reach.chunk,
+            "stride_qt": query.stride(0),
+            "stride_qh": query.stride(1),
+            "stride_ot": output.stride(0),
+            "stride_oh": output.stride(1),
+            "stride_lse": 0 if output_lse is None else output_lse.stride(0),
+            "GROUP": self._group,
+            "D": spec.head_size,
+            "DV": spec.head_size_v,
+            "BLOCK_D": tile_side(spec.head_size),
+            "BLOCK_DV": tile_side(spec.head_size_v),
+            "HAS_CAP": spec.logits_soft_cap is not None,
+            "HAS_SINKS": tensors.sinks is not None,
+            "HAS_ALIBI": tensors.alibi_slopes is not None,
+            "HAS_LSE": output_lse is not None,
+            "COMPUTE": _computed(spec, query.device),
+            **switches(reach),
+        }
+        self._decode_key: object = None
+        self._prefill_key: object = None
+        self._decode: Decode
+        self._prefill: Prefill
+
+    def decode(
+        self, pages: Pages, stride_table: int, reqs: int, longest: int, multiprocessors: int
+    ) -> Decode:
+        """For `reqs` decodes of at most `longest` queries."""
+        key = pages.form, stride_table, reqs, longest, multiprocessors
+        if key != self._decode_key:
+            self._decode = self._bind_decode(pages, stride_table, reqs, longest, multiprocessors)
+            self._decode_key = key
+        return self._decode
+
+    def prefill(self, k: torch.Tensor, v: torch.Tensor, stride_table: int, longest: int) -> Prefill:
+        """For requests of at most `longest` queries over pages; over keys and values given where they have three dimensions."""
+        paged = k.dim() == 4
+        launch = _prefill_launch(self._widest, self._itemsize, longest * self._group, paged)
+        key = k.stride(), v.stride(), k.shape[1] if paged else 1, stride_table, launch
+        if key != self._prefill_key:
+            self._prefill = self._bind_prefill(paged, *key)
+            self._prefill_key = key
+        return self._prefill
+
+    def _bind_decode(
+        self, pages: Pages, stride_table: int, reqs: int, longest: int, multiprocessors: int
+    ) -> Decode:
+        spec = self._spec
+        rows = longest * self._group
+        block_m = min(tile_side(rows), 64)
+        row_blocks = -(-rows // block_m)
+        each = spec.num_kv_heads * row_blocks
+        launch = decode_launch(self._widest, self._itemsize, reqs * each, multiprocessors)
+        target = max(multiprocessors * launch.waves // each, 1)
+        merge = merging(rows, reqs * each, multiprocessors)
+        values = {
+            **self._values,
+            **_strides(pages.k.stride(), pages.v.stride()),
+            "BLOCK_SIZE": pages.k.shape[1],
+            "max_rows": rows,
+            "stride_table": stride_table,
+            "BLOCK_M": block_m,
+            "BLOCK_N": launch.block_n,
+            "MERGE": merge,
+        }
+        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+        if launch.max_registers is not None:
+            options["maxnreg"] = launch.max_registers
+        return Decode(
+            kernel=BoundKernel(_DECODE, 13, values, **options),
+            merge=BoundKernel(_MERGE, 6, values) if merge == "later" else None,
+            grid=(spec.num_kv_heads, row_blocks, reqs + target),
+            merge_grid=(reqs, spec.num_kv_heads, rows),
+            plan=SplitPlan(
+                self._reach.left,
+                self._reach.right,
+                self._reach.chunk,
+                target,
+                launch.block_n,
+                launch.min_keys,
+            ),
+            sizes=(target, reqs, spec.num_kv_heads, rows, row_blocks, spec.head_size_v),
+        )
+
+    def _bind_prefill(
+        self,
+        paged: bool,
+        k: tuple[int, ...],
+        v: tuple[int, ...],
+        block_size: int,
+        stride_table: int,
+        launch: PrefillLaunch,
+    ) -> Prefill:
+        block_m = max(launch.block_m, tile_side(self._group))
+        values = {
+            **self._values,
+            **_strides(k, v),
+            "stride_table": stride_table,
+            "PAGED": paged,
+            "BLOCK_SIZE": block_size,
+            "BLOCK_M": block_m,
+            "BLOCK_N": launch.block_n,
+        }
+        kernel = BoundKernel(_PREFILL, 13, values, num_warps=launch.num_warps, num_stages=launch.num_stages)
+        return Prefill(kernel, block_m // self._group)
+
+
+_prefill_launch = functools.cache(prefill_launch)
+
+
+def _strides(k: tuple[int, ...], v: tuple[int, ...]) -> dict[str, int]:
+    """Those of pages `[blocks, block_size, Hkv, D]`, or of keys and values `[T, Hkv, D]`, which are one page."""
+    (kb, kt, kh, _), (vb, vt, vh, _) = (each if len(each) == 4 else (0, *each) for each in (k, v))
+    return {
+        "stride_kb": kb,
+        "stride_kt": kt,
+        "stride_kh": kh,
+        "stride_vb": vb,
+        "stride_vt": vt,
+        "stride_vh": vh,
+    }
+
+
+def _computed(spec: LayerSpec, device: torch.device) -> Any:
+    """What queries, keys and values are multiplied in, where it is not their own type."""
+    if spec.dtype != "bfloat16":
+        return None
+    if device.type == "cpu":
+        return tl.float32  # the interpreter multiplies bfloat16 as if it were integers
+    # float16 holds every 8-bit float, and GPUs convert to nothing else as fast.
+    return tl.float16 if spec.has_quantized_kv_cache else None
