@@ -99,7 +99,14 @@ def _spec_of(name: str, path: list[str] | None) -> importlib.machinery.ModuleSpe
         return None  # its parent is a module, no package
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
-        found = None if find is None else find(name, path)
+        try:
+            found = None if find is None else find(name, path)
+        except KeyError:
+            # A folder without __init__.py asks for its parent in sys.modules, where it is not yet.
+            found = importlib.machinery.ModuleSpec(name, None, is_package=True)
+            part = name.rpartition(".")[2]
+            folders = [Path(each) / part for each in path or ()]
+            found.submodule_search_locations = [str(each) for each in folders if each.is_dir()]
         if found is not None:
             return found  # type: ignore[no-any-return]
     return None

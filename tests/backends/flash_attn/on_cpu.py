@@ -4,30 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import fake_libraries
-
 from attnplug.backends.flash_attn import FlashAttn2Backend, FlashAttn3Backend, FlashAttn4Backend
-from attnplug.backends.flash_attn.fa2 import FlashAttn2Impl, FlashAttn2Kernels
-from attnplug.backends.flash_attn.fa3 import FlashAttn3Impl, FlashAttn3Kernels
-from attnplug.backends.flash_attn.fa4 import FlashAttn4Impl, FlashAttn4Kernels
-
-
-class Impl2(FlashAttn2Impl):
-    @classmethod
-    def kernels(cls) -> Any:
-        return FlashAttn2Kernels(fake_libraries.varlen_fwd)
-
-
-class Impl3(FlashAttn3Impl):
-    @classmethod
-    def kernels(cls) -> Any:
-        return FlashAttn3Kernels(fake_libraries.fwd, fake_libraries.schedule)
-
-
-class Impl4(FlashAttn4Impl):
-    @classmethod
-    def kernels(cls) -> Any:
-        return FlashAttn4Kernels(fake_libraries._flash_attn_fwd)
 
 
 class FlashAttn2OnCpu(FlashAttn2Backend):
@@ -36,6 +13,8 @@ class FlashAttn2OnCpu(FlashAttn2Backend):
 
     @classmethod
     def get_impl_cls(cls) -> Any:
+        from cpu_impls import Impl2
+
         return Impl2
 
 
@@ -45,6 +24,8 @@ class FlashAttn3OnCpu(FlashAttn3Backend):
 
     @classmethod
     def get_impl_cls(cls) -> Any:
+        from cpu_impls import Impl3
+
         return Impl3
 
 
@@ -54,6 +35,8 @@ class FlashAttn4OnCpu(FlashAttn4Backend):
 
     @classmethod
     def get_impl_cls(cls) -> Any:
+        from cpu_impls import Impl4
+
         return Impl4
 
     @classmethod
