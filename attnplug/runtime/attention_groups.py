@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -19,19 +19,40 @@ from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.decision import Decision
 from attnplug.runtime.step_batch import StepBatch
 
-__all__ = ["AttentionGroup", "WorkspaceUser", "build_attn_metadata", "cross_metadata", "init_attn_backend"]
+__all__ = [
+    "AttentionGroup",
+    "WarmsUp",
+    "WorkspaceUser",
+    "build_attn_metadata",
+    "cross_metadata",
+    "init_attn_backend",
+    "share_workspace",
+]
 
 
 @runtime_checkable
 class WorkspaceUser(Protocol):
     """A builder with one large scratch buffer, which all such builders of a device share."""
 
+    @property
+    def workspace_bytes(self) -> int:
+        """What the buffer must have."""
+        ...
+
     def get_workspace_buffer(self) -> torch.Tensor:
         """The buffer, made when first asked for."""
         ...
 
     def set_workspace_buffer(self, buffer: torch.Tensor) -> None:
-        """Take another builder's buffer instead of making one."""
+        """Take another builder's buffer, which is large enough, instead of making one."""
+
+
+@runtime_checkable
+class WarmsUp(Protocol):
+    """A builder whose kernels are compiled, or loaded, when they are first used."""
+
+    def warm_up(self, phase: Phase | None = None) -> None:
+        """Do that now, before the first step, for the phase that it serves; None for both."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +103,6 @@ def init_attn_backend(
     _check_layers(groups, decisions)
     made: list[AttentionGroup] = []
     where = torch.device(device)
-    shared: torch.Tensor | None = None
     for group_id, group in enumerate(groups):
         alike: dict[Any, list[str]] = {}
         for name in group.layer_names:
@@ -95,12 +115,24 @@ def init_attn_backend(
             builder: AttentionMetadataBuilder[Any] = backend.get_builder_cls()(
                 group.kv_cache_spec, names, config, where
             )
-            shared = _share_workspace(builder, shared)
             specs = frozenset(decisions[name].spec for name in names)
             made.append(
                 AttentionGroup(backend, tuple(names), group.kv_cache_spec, group_id, builder, specs, phase)
             )
+    share_workspace(group.builder for group in made)
     return made
+
+
+def share_workspace(builders: Iterable[object]) -> None:
+    """Give those of the builders that use a workspace one together: the largest that any of them needs."""
+    users = [builder for builder in builders if isinstance(builder, WorkspaceUser)]
+    if len(users) < 2:
+        return
+    largest = max(users, key=lambda user: user.workspace_bytes)
+    buffer = largest.get_workspace_buffer()
+    for user in users:
+        if user is not largest:
+            user.set_workspace_buffer(buffer)
 
 
 def build_attn_metadata(
@@ -170,16 +202,6 @@ def cross_metadata(
         _seq_lens_cpu=None,
         _num_computed_tokens_cpu=None,
     )
-
-
-def _share_workspace(builder: object, shared: torch.Tensor | None) -> torch.Tensor | None:
-    """The buffer that the next builder is to use: the first one's."""
-    if not isinstance(builder, WorkspaceUser):
-        return shared
-    if shared is None:
-        return builder.get_workspace_buffer()
-    builder.set_workspace_buffer(shared)
-    return shared
 
 
 def _for_group(batch: StepBatch, group: int) -> CommonAttentionMetadata:

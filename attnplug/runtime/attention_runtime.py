@@ -18,9 +18,10 @@ from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.runtime.allocation import init_kv_cache
 from attnplug.runtime.attention_groups import (
     AttentionGroup,
-    WorkspaceUser,
+    WarmsUp,
     build_attn_metadata,
     init_attn_backend,
+    share_workspace,
 )
 from attnplug.runtime.block_pool import BlockPool
 from attnplug.runtime.model_plan import ModelPlan
@@ -109,6 +110,9 @@ class AttentionRuntime:
         self.block_pool = BlockPool(plan.num_blocks or 1)
         self._step: dict[str, _LayerStep] = {}
         self._closed = False
+        for group in (*self.attention_groups, *self._direct_groups):
+            if isinstance(group.builder, WarmsUp):
+                group.builder.warm_up(group.phase)
 
     def step_batch_builder(
         self, max_model_len: int | None = None, max_encoder_len: int = 0
@@ -262,16 +266,13 @@ class AttentionRuntime:
         for name, decision in self.plan.decisions.items():
             if decision.spec.direct_kv:
                 alike.setdefault((decision.get_backend_cls(), decision.spec), []).append(name)
-        users: list[WorkspaceUser] = [
-            g.builder for g in self.attention_groups if isinstance(g.builder, WorkspaceUser)
-        ]
         made = []
         for (backend, spec), names in alike.items():
             # No pages are kept, but a builder is told of the layer's heads in the form of a page.
             cache = cast(KVCacheSpec, kv_cache_spec_for(spec.replace(direct_kv=False), spec.block_size or 1))
             builder = backend.get_builder_cls()(cache, names, self.config, self.device)
-            _share_workspace(builder, users)
             made.append(AttentionGroup(backend, tuple(names), cache, -1, builder, frozenset({spec})))
+        share_workspace(group.builder for group in (*self.attention_groups, *made))
         return made
 
     def _check_shared_pages(self) -> None:
@@ -301,14 +302,6 @@ class AttentionRuntime:
     def _check_open(self) -> None:
         if self._closed:
             raise BatchError("runtime", "closed", "cannot be used any more", "make another one")
-
-
-def _share_workspace(builder: object, users: list[WorkspaceUser]) -> None:
-    if not isinstance(builder, WorkspaceUser):
-        return
-    if users:
-        builder.set_workspace_buffer(users[0].get_workspace_buffer())
-    users.append(builder)
 
 
 def _direct_keys(direct: CommonAttentionMetadata) -> int:

@@ -67,6 +67,7 @@ class WorkspaceBuilder(KeepingBuilder):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.workspace: torch.Tensor | None = None
+        self.workspace_bytes = 32
 
     def get_workspace_buffer(self) -> torch.Tensor:
         if self.workspace is None:

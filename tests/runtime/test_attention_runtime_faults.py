@@ -263,6 +263,7 @@ def test_one_workspace_serves_layers_with_pages_and_layers_without():
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
             self.buffer: torch.Tensor | None = None
+            self.workspace_bytes = 16
 
         def get_workspace_buffer(self) -> torch.Tensor:
             if self.buffer is None:
