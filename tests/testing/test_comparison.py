@@ -30,6 +30,14 @@ def test_bounds_follow_the_dtype_and_the_storage(layer: LayerSpec, output: float
     assert (bounds.output, bounds.lse) == (output, lse)
 
 
+def test_a_soft_cap_widens_half_precision_by_the_error_of_an_approximate_tanh() -> None:
+    for dtype, output in (("float16", 2e-3), ("bfloat16", 1e-2)):
+        bounds = tolerance(spec(dtype).replace(logits_soft_cap=3.0))
+        assert bounds.output == output + 3 * 2.0**-11
+        assert bounds.lse == 1e-3 + 3 * 2.0**-11
+    assert tolerance(spec("float32").replace(logits_soft_cap=3.0)) == tolerance(spec("float32"))
+
+
 def test_equal_tensors_pass_in_any_dtype() -> None:
     row = torch.tensor([[[1.0, -2.0, 0.5]]])
     assert_close(row.half(), row.double(), 1e-5)
