@@ -30,7 +30,8 @@ def run_batch(
     options = None if backend.Options is None else backend.Options()
     impl = backend.get_impl_cls().from_spec(spec, layer_name="layer", tensors=batch.tensors, options=options)
     # Builders that plan read from their layers what to plan for.
-    config = BuilderConfig(layers={"layer": types.SimpleNamespace(impl=impl)})
+    told: Any = types.SimpleNamespace(impl=impl)
+    config = BuilderConfig(layers={"layer": told})
     builder = backend.get_builder_cls()(cache_spec, ["layer"], config, device)
     rows = batch.query.shape[0]
     output = batch.query.new_full((rows, spec.num_heads, spec.head_size_v), torch.nan)
