@@ -1,0 +1,23 @@
+"""FLASHINFER: FlashInfer's paged attention, planned once per step and per group of layers that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pluggy
+
+from attnplug.backends.flashinfer.backend import FlashInferBackend
+from attnplug.core.backend import AttentionBackend
+
+__all__ = ["ATTNPLUG_API", "FlashInferBackend", "attnplug_backends"]
+
+ATTNPLUG_API = (1, 1)
+"""Lowest and highest version of the plugin API that this plugin speaks."""
+
+hookimpl = pluggy.HookimplMarker("attnplug")
+
+
+@hookimpl
+def attnplug_backends() -> Sequence[type[AttentionBackend]]:
+    """The backends of this plugin."""
+    return (FlashInferBackend,)

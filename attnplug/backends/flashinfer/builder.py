@@ -1,0 +1,319 @@
+"""A step's metadata for FLASHINFER: page-table arrays once per KV group, and a plan per group of like layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attnplug.backends.flashinfer.groups import PlanGroup, groups_of
+from attnplug.backends.flashinfer.library import library
+from attnplug.backends.flashinfer.page_indices import PageIndices
+from attnplug.backends.flashinfer.planner import PlanCost, Planner
+from attnplug.backends.flashinfer.planners import Planners
+from attnplug.backends.flashinfer.step import HostStep, Ints, Part, StepPages, trimmed
+from attnplug.core.batch import make_local_attention_virtual_batches
+from attnplug.core.batch.host import exact_seq_lens, query_spans, to_device
+from attnplug.core.config import BuilderConfig
+from attnplug.core.errors import BatchError
+from attnplug.core.impl import AttentionImpl
+from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
+from attnplug.core.metadata import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from attnplug.core.spec import Phase
+
+__all__ = ["FlashInferMetadata", "FlashInferMetadataBuilder"]
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class FlashInferMetadata(AttentionMetadata):
+    """One step for FLASHINFER.
+
+    Plans live in their wrappers: where another step was planned meanwhile, `planned` plans this one again.
+
+    Args:
+        slot_mapping: int64, where the new K and V go.
+        num_actual_tokens: query rows of the batch.
+        causal: what the batch says; it may only narrow the layers' specs.
+        pages: the step over the block table, by chunk size; under None as it is.
+        indices: where the pages' indices are, by chunk size.
+        planners: of the builder.
+        captured: the batch size whose graph planner serves the decodes; 0: none.
+    """
+
+    slot_mapping: torch.Tensor
+    num_actual_tokens: int
+    causal: bool
+    pages: dict[int | None, StepPages]
+    indices: Mapping[int | None, PageIndices]
+    planners: Planners
+    captured: int
+
+    def planned(self, group: PlanGroup) -> tuple[StepPages, list[tuple[Part, Planner]]]:
+        """The step as a group's layers see it, and what runs its parts, planned.
+
+        Raises:
+            BatchError: a group that the builder was not told of.
+            PluginError: FlashInfer has to compile, and cannot.
+        """
+        pages = self.pages.get(group.chunk_size)
+        if pages is None:
+            raise BatchError(
+                "layer", str(group), "was not planned for", "name the layer in BuilderConfig.layers"
+            )
+        buffer = self.indices[group.chunk_size].hold(pages)
+        work = []
+        host = pages.host
+        if host.decode is not None:
+            if self.captured:
+                decode = self.planners.captured(group, self.captured, buffer)
+            else:
+                decode = self.planners.of(group, "decode")
+            decode.ensure(host.decode, buffer, self.causal)
+            work.append((host.decode, decode))
+        if host.prefill is not None:
+            prefill = self.planners.of(group, "prefill")
+            prefill.ensure(host.prefill, buffer, self.causal)
+            work.append((host.prefill, prefill))
+        return pages, work
+
+
+class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
+    """Plans each group of like layers once per step, from exact host lengths; the host never waits.
+
+    Decodes are requests of one query. Layers are read from `config.layers`; their impls are made before.
+
+    Raises:
+        BatchError: a layer that `config.layers` does not have, or that is another backend's.
+        PolicyError: an option that cannot be honoured here, such as too small a workspace.
+        ImportError: FlashInfer cannot be used here.
+    """
+
+    supports_update_block_table: ClassVar[bool] = True
+    needs_host_seq_lens: ClassVar[Literal["none", "upper_bound", "exact"]] = "exact"
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: Sequence[str],
+        config: BuilderConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, config, device)
+        self._init_reorder_batch_threshold(1)
+        from attnplug.backends.flashinfer.impl import FlashInferImpl
+
+        impl_cls: type[AttentionImpl[FlashInferMetadata]] = FlashInferImpl
+        self._groups = groups_of(config.layers, layer_names, impl_cls)
+        self._page_size = kv_cache_spec.block_size
+        self._planners = Planners(library(), self._groups, self._page_size, device, config.max_num_seqs)
+        self._chunks = dict.fromkeys(group.chunk_size for group in self._groups)
+        self._indices = {chunk: self._page_indices(chunk) for chunk in self._chunks}
+        self._captured_indices: dict[int | None, PageIndices] = {}
+        self._captured: set[int] = set()
+
+    # The workspace that all builders of a device share
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What the float workspace must have."""
+        return self._planners.workspace_bytes
+
+    def get_workspace_buffer(self) -> torch.Tensor:
+        """The float workspace, made when first asked for."""
+        return self._planners.workspace
+
+    def set_workspace_buffer(self, buffer: torch.Tensor) -> None:
+        """Use another builder's; BatchError where it is too small."""
+        self._planners.workspace = buffer
+
+    @property
+    def plan_costs(self) -> dict[str, PlanCost]:
+        """Calls, skips and host seconds of FlashInfer's `plan()`, by phase and group of layers."""
+        return self._planners.costs
+
+    def warm_up(self, phase: Phase | None = None) -> None:
+        """Load, and where needed compile, what the layers run in a phase; None: in both.
+
+        What is not warmed up is when it is first planned.
+
+        Raises:
+            PluginError: a module that is not built, and cannot be compiled here.
+        """
+        self._planners.warm_up(phase)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> FlashInferMetadata:
+        """The metadata of one step, every group planned.
+
+        Raises:
+            BatchError: lengths that the host does not know exactly, that are ragged or too short, a table
+                without room, a batch that is not causal for causal layers, keys that do not come from pages.
+            PluginError: FlashInfer has to compile, and cannot.
+        """
+        common = common_attn_metadata
+        metadata = self._metadata(common, self._captured)
+        self._plan(metadata)
+        return metadata
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> FlashInferMetadata:
+        """The metadata of a uniform batch of decodes, over buffers that stay.
+
+        Host lengths may be bounds. Steps built later with as many requests, all decodes, use the same buffers.
+
+        Raises:
+            BatchError: requests of more than one query, and as `build`.
+        """
+        common = dataclasses.replace(common_attn_metadata, seq_lens_host_exact=True)
+        reqs = common.num_reqs
+        if common.max_query_len != 1 or common.num_actual_tokens != reqs:
+            raise BatchError("max_query_len", common.max_query_len, "must be 1 in a captured step")
+        pages = -(-max(common.max_seq_len, 1) // self._page_size)
+        for chunk in self._chunks:
+            if chunk not in self._captured_indices:
+                most = max((reqs, *self.config.cudagraph_batch_sizes))
+                room = most * (pages if chunk is None else chunk // self._page_size)
+                self._captured_indices[chunk] = PageIndices(self.device, most, room, fixed=True)
+        metadata = self._metadata(common, {reqs})
+        self._captured.add(reqs)
+        self._plan(metadata)
+        return metadata
+
+    def update_block_table(
+        self, metadata: FlashInferMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> FlashInferMetadata:
+        """`metadata` with another KV group's table and slots: its plans serve again, with other pages.
+
+        Raises:
+            BatchError: a table without room.
+        """
+        pages = {}
+        for chunk, step in metadata.pages.items():
+            table = blk_table if step.table_of is None else step.table_of(blk_table)
+            pages[chunk] = StepPages(step.host, table, step.table_of, step.seen)
+        if not isinstance(self.kv_cache_spec, CrossAttentionSpec):
+            slot_mapping = slot_mapping[: metadata.num_actual_tokens]
+        reqs = metadata.captured if metadata.captured in self._captured else 0
+        updated = dataclasses.replace(
+            metadata,
+            slot_mapping=slot_mapping,
+            pages=pages,
+            indices=self._captured_indices if reqs else self._indices,
+            # A captured graph reads the plans of its own builder.
+            planners=self._planners if reqs else metadata.planners,
+            captured=reqs,
+        )
+        for step in pages.values():
+            step.check()
+        if reqs:
+            self._plan(updated)
+        else:
+            for chunk, step in pages.items():
+                self._indices[chunk].hold(step)
+        return updated
+
+    def _metadata(self, common: CommonAttentionMetadata, captured: set[int]) -> FlashInferMetadata:
+        if common.key_start_loc is not None:
+            limit = "must be None: FLASHINFER finds keys in pages"
+            raise BatchError("key_start_loc", tuple(common.key_start_loc.shape), limit)
+        if not common.causal and any(group.causal for group in self._groups):
+            remedy = "declare the layer with causal=False"
+            raise BatchError("causal", common.causal, "cannot widen a causal layer", remedy)
+        pages = {chunk: self._pages(common, chunk) for chunk in self._chunks}
+        for step in pages.values():
+            step.check()
+        reqs, tokens = common.num_reqs, common.num_actual_tokens
+        only_decodes = all(
+            step.host.prefill is None and step.host.rows is None and step.host.num_tokens == reqs
+            for step in pages.values()
+        )
+        size = reqs if reqs in captured and only_decodes else 0
+        is_cross = isinstance(self.kv_cache_spec, CrossAttentionSpec)
+        return FlashInferMetadata(
+            slot_mapping=common.slot_mapping if is_cross else common.slot_mapping[:tokens],
+            num_actual_tokens=tokens,
+            causal=common.causal,
+            pages=pages,
+            indices=self._captured_indices if size else self._indices,
+            planners=self._planners,
+            captured=size,
+        )
+
+    def _pages(self, common: CommonAttentionMetadata, chunk: int | None) -> StepPages:
+        starts, query_lens = query_spans(common)
+        # Keys of a cross layer are counted apart from its queries, and a padding request has fewer than queries.
+        lengths = exact_seq_lens(common, query_lens * 0)
+        if chunk is None:
+            host = HostStep.of(starts, query_lens, lengths, self._page_size, common.causal)
+            return StepPages(host, common.block_table_tensor, None, self._sent(host.seen))
+        seen, rows = None, None
+        if (lengths < query_lens).any():
+            common, rows, seen = self._without_blind(common, starts, query_lens, lengths)
+        pieces, pieces_of = make_local_attention_virtual_batches(chunk, common, self._page_size)
+        starts, query_lens = query_spans(pieces)
+        lengths = exact_seq_lens(pieces, query_lens)
+        host = HostStep.of(starts, query_lens, lengths, self._page_size, True)
+        host = host if seen is None else dataclasses.replace(host, seen=seen)
+        table_of = pieces_of if rows is None else functools.partial(_rows_then, pieces_of, rows)
+        return StepPages(host, pieces.block_table_tensor, table_of, self._sent(seen))
+
+    def _without_blind(
+        self, common: CommonAttentionMetadata, starts: Ints, query_lens: Ints, lengths: Ints
+    ) -> tuple[CommonAttentionMetadata, torch.Tensor, npt.NDArray[np.int64] | None]:
+        """The batch without queries that see nothing, which rows of its table it has, and which queries."""
+        rows, seen, packed, _, kept = trimmed(starts, query_lens, lengths, True)
+        sent = self._to_device(rows)
+        cut = dataclasses.replace(
+            common,
+            query_start_loc=self._to_device(packed),
+            query_start_loc_cpu=torch.from_numpy(packed),
+            seq_lens=self._to_device(kept),
+            seq_lens_host=kept,
+            num_reqs=len(rows),
+            num_actual_tokens=int(packed[-1]),
+            block_table_tensor=common.block_table_tensor[sent],
+            _seq_lens_cpu=None,
+            _num_computed_tokens_cpu=None,
+        )
+        return cut, sent, seen
+
+    def _sent(self, seen: npt.NDArray[np.int64] | None) -> torch.Tensor | None:
+        return None if seen is None else self._to_device(seen)
+
+    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return to_device(array, self.device)
+
+    def _plan(self, metadata: FlashInferMetadata) -> None:
+        for group in self._groups:
+            metadata.planned(group)
+
+    def _page_indices(self, chunk: int | None) -> PageIndices:
+        longest, reqs = self.config.max_model_len, self.config.max_num_seqs
+        pages = 0
+        if chunk is not None:
+            pages = chunk // self._page_size
+        elif longest is not None:
+            pages = -(-longest // self._page_size)
+        return PageIndices(self.device, reqs, reqs * pages)
+
+
+def _rows_then(
+    pieces_of: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, block_table: torch.Tensor
+) -> torch.Tensor:
+    return pieces_of(block_table[rows])

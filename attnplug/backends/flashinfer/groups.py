@@ -1,0 +1,124 @@
+"""Layers that can share a plan: alike in hyperparameters, sizes, dtypes and options."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from attnplug.backends.flashinfer.library import Module
+from attnplug.backends.flashinfer.options import Options
+from attnplug.core.device import Device
+from attnplug.core.errors import PolicyError
+from attnplug.core.hyperparameters import (
+    PerLayerParameters,
+    get_per_layer_parameters,
+    group_by_hyperparameters,
+)
+from attnplug.core.spec import LayerSpec
+from attnplug.ops.storage import STORAGE_DTYPES
+
+__all__ = ["PlanGroup", "groups_of", "key_of"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanGroup:
+    """Everything that a FlashInfer plan fixes but the step and the page size.
+
+    Args:
+        parameters: window, cap, scale and sinks.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        head_size: of all of them.
+        dtype: of queries and outputs.
+        kv_dtype: of the pages.
+        chunk_size: of chunked local attention, which is planned over pieces of requests.
+        causal: whether the layers are.
+        options: the layers'.
+    """
+
+    parameters: PerLayerParameters
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    chunk_size: int | None
+    causal: bool
+    options: Options
+
+    def __str__(self) -> str:
+        asked = self.parameters
+        parts = [f"{self.num_heads}/{self.num_kv_heads}/{self.head_size}"]
+        parts += [f"window {asked.window_left + 1}"] if asked.window_left >= 0 else []
+        parts += [f"chunk {self.chunk_size}"] if self.chunk_size else []
+        parts += [f"soft cap {asked.logits_soft_cap:g}"] if asked.logits_soft_cap is not None else []
+        parts += ["sinks"] if asked.has_sinks else []
+        return ", ".join([*parts, f"scale {asked.sm_scale:.4g}"])
+
+    def module(self, phase: str, device: Device) -> Module:
+        """What serves a phase, "decode" or "prefill", of these layers.
+
+        Raises:
+            PolicyError: fa3 was asked for where it cannot be.
+        """
+        template = self._prefill_template(device) if phase == "prefill" else "fa2"
+        if phase == "decode" and not self.options.tensor_cores and not self.parameters.has_sinks:
+            template = "cuda-cores"
+        return Module(
+            template,
+            self.dtype,
+            self.kv_dtype,
+            self.head_size,
+            self.parameters.window_left >= 0,
+            self.parameters.logits_soft_cap is not None,
+            self.parameters.has_sinks,
+        )
+
+    def _prefill_template(self, device: Device) -> str:
+        asked = self.options.prefill_backend
+        capability = device.capability
+        why = None
+        # Without a capability, as on a CPU, nothing speaks against it but nothing for it either.
+        if capability is not None and capability[0] != 9:
+            why = f"needs compute capability 9.x, and the device has {capability[0]}.{capability[1]}"
+        elif self.kv_dtype.itemsize == 1:
+            why = "has no fp8 KV with 16-bit queries"
+        if asked == "fa3" and why is not None:
+            raise PolicyError("options['prefill_backend']", asked, why, "set it to 'auto' or 'fa2'")
+        if asked == "auto":
+            return "fa3" if why is None and capability is not None else "fa2"
+        return asked
+
+
+def key_of(spec: LayerSpec, parameters: PerLayerParameters, options: Options) -> PlanGroup:
+    """The group that a layer belongs to."""
+    return PlanGroup(
+        dataclasses.replace(parameters, has_same_window_lefts=None, has_same_all_params=None),
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_size,
+        STORAGE_DTYPES[spec.dtype],
+        STORAGE_DTYPES[spec.resolved_kv_cache_dtype],
+        spec.chunk_size,
+        spec.causal,
+        options,
+    )
+
+
+def groups_of(
+    layers: Mapping[str, Any], layer_names: Iterable[str], impl_cls: type[Any]
+) -> dict[PlanGroup, list[str]]:
+    """The groups of the named layers, in the order of first appearance.
+
+    Raises:
+        BatchError: a layer that `layers` does not have, or that another class runs.
+    """
+    alike = group_by_hyperparameters(get_per_layer_parameters(layers, layer_names, impl_cls))
+    groups: dict[PlanGroup, list[str]] = {}
+    for names in alike.values():
+        for name in names:
+            groups.setdefault(layers[name].impl.plan_group, []).append(name)
+    return groups

@@ -1,0 +1,316 @@
+"""FlashInfer 0.5 to 0.7 behind one face: the only module that knows how its versions differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import os
+import shutil
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from packaging.version import InvalidVersion, Version
+
+__all__ = ["Library", "Module", "library"]
+
+_OLDEST = Version("0.5")
+_DISTRIBUTION = "flashinfer-python"
+_PREBUILT = "flashinfer-jit-cache"
+_DISABLED = "FLASHINFER_DISABLE_JIT"
+
+_DECODE, _PREFILL, _SINKS = (
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchAttentionWithAttentionSinkWrapper",
+)
+_PLANNED = {
+    "window_left",
+    "logits_soft_cap",
+    "sm_scale",
+    "q_data_type",
+    "kv_data_type",
+    "non_blocking",
+    "seq_lens",
+}
+_RUN = {"q", "paged_kv_cache", "k_scale", "v_scale", "out", "lse", "return_lse"}
+_ASKED: dict[str, dict[str, set[str]]] = {
+    _DECODE: {"plan": _PLANNED, "run": _RUN},
+    _PREFILL: {"plan": _PLANNED | {"causal", "max_token_per_sequence"}, "run": _RUN},
+    _SINKS: {
+        "__init__": {"backend", "q_data_type", "kv_data_type", "head_dim_qk", "head_dim_vo", "window_left"}
+    },
+}
+_PRIVATE = (
+    "_float_workspace_buffer",
+    "_int_workspace_buffer",
+    "_pin_memory_int_workspace_buffer",
+    "_paged_kv_indices_buf",
+    "_paged_kv_last_page_len_buf",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Module:
+    """What FlashInfer compiles as one piece, or loads where it is compiled.
+
+    Args:
+        template: "fa2", "fa3", or "cuda-cores" for decodes without tensor cores.
+        q_dtype: of queries and outputs.
+        kv_dtype: of the pages.
+        head_size: of queries, keys and values.
+        windowed: whether keys are bounded by a window.
+        capped: whether logits are.
+        sinks: whether it is the kernel with sinks.
+    """
+
+    template: str
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    head_size: int
+    windowed: bool
+    capped: bool
+    sinks: bool
+
+    def __str__(self) -> str:
+        names = {"windowed": "window", "capped": "soft cap", "sinks": "sinks"}
+        extras = [text for name, text in names.items() if getattr(self, name)]
+        dtypes = " over ".join(str(each).removeprefix("torch.") for each in (self.q_dtype, self.kv_dtype))
+        return ", ".join([f"{self.template} for head size {self.head_size}", dtypes, *extras])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Library:
+    """The imported library.
+
+    Args:
+        module: `flashinfer`.
+        version: its.
+    """
+
+    module: ModuleType
+    version: Version
+
+    def decode_wrapper(
+        self, workspace: torch.Tensor, tensor_cores: bool, fixed: Mapping[str, torch.Tensor]
+    ) -> Any:
+        """A wrapper for decodes of one query; `fixed` has a CUDA graph's buffers by the names of this class."""
+        return self._checked(
+            getattr(self.module, _DECODE)(
+                workspace,
+                "NHD",
+                use_cuda_graph=bool(fixed),
+                use_tensor_cores=tensor_cores,
+                paged_kv_indptr_buffer=fixed.get("kv_indptr"),
+                paged_kv_indices_buffer=fixed.get("indices"),
+                paged_kv_last_page_len_buffer=fixed.get("last_page_len"),
+                # "auto" may settle for another library, and for another at each plan.
+                backend="fa2" if tensor_cores else "auto",
+            )
+        )
+
+    def prefill_wrapper(self, workspace: torch.Tensor, template: str) -> Any:
+        """A wrapper for any number of queries a request, on "fa2" or "fa3"."""
+        return self._checked(getattr(self.module, _PREFILL)(workspace, "NHD", backend=template))
+
+    def sink_wrapper(self, workspace: torch.Tensor, built: Module, fixed: Mapping[str, torch.Tensor]) -> Any:
+        """A wrapper for any number of queries a request that knows sinks."""
+        return self._checked(
+            _named_sinks(self.module)(
+                float_workspace_buffer=workspace,
+                kv_layout="NHD",
+                use_cuda_graph=bool(fixed),
+                qo_indptr_buf=fixed.get("qo_indptr"),
+                paged_kv_indptr_buf=fixed.get("kv_indptr"),
+                paged_kv_indices_buf=fixed.get("indices"),
+                paged_kv_last_page_len_buf=fixed.get("last_page_len"),
+                backend=built.template,
+                q_data_type=built.q_dtype,
+                kv_data_type=built.kv_dtype,
+                head_dim_qk=built.head_size,
+                head_dim_vo=built.head_size,
+                window_left=0 if built.windowed else -1,  # only whether there is one is compiled in
+            )
+        )
+
+    def _checked(self, wrapper: Any) -> Any:
+        missing = [name for name in _PRIVATE if not hasattr(wrapper, name)]
+        if missing:
+            raise ImportError(
+                f"flashinfer {self.version} has no {', '.join(missing)} in its wrappers, on which guarded "
+                f"planning rests; pip install 'flashinfer-python>=0.5,<0.8'"
+            )
+        return wrapper
+
+    # What compiles
+
+    def module_name(self, built: Module) -> str:
+        """The name under which FlashInfer keeps a compiled module."""
+        if built.sinks:
+            kind = self._safe(built.q_dtype)
+            wrapper = f"batch_prefill_attention_sink_{kind}_swa_{built.windowed}_{built.template}"
+            return _own_name(wrapper, built.kv_dtype, built.head_size, built.head_size)
+        attention = self._import("jit.attention")
+        sizes = (built.head_size, built.head_size, 0, built.windowed, built.capped)
+        dtypes = (built.q_dtype, built.kv_dtype, built.q_dtype, torch.int32)
+        if built.template == "cuda-cores":
+            return str(attention.get_batch_decode_uri(*dtypes, *sizes))
+        return str(attention.get_batch_prefill_uri(built.template, *dtypes, *sizes, False))
+
+    def is_built(self, name: str) -> bool:
+        """Whether a module is prebuilt or was compiled before."""
+        env = self._import("jit.env")
+        if hasattr(env, "get_aot_path"):
+            prebuilt = Path(env.get_aot_path(name))
+        else:
+            prebuilt = Path(env.FLASHINFER_AOT_DIR) / name / f"{name}.so"
+        return prebuilt.exists() or (Path(env.FLASHINFER_JIT_DIR) / name / f"{name}.so").exists()
+
+    def why_not_compiling(self) -> str | None:
+        """Why nothing can be compiled here, with what to do; None where it can."""
+        if os.environ.get(_DISABLED):
+            return f"{_DISABLED} is set; unset it, or pip install {_PREBUILT}"
+        if shutil.which("ninja") is None:
+            scripts = sysconfig.get_path("scripts")
+            found = (Path(scripts) / "ninja").exists()
+            remedy = f"put {scripts} on PATH" if found else "pip install ninja"
+            return f"ninja is not on PATH; {remedy}, or pip install {_PREBUILT}"
+        try:
+            nvcc = Path(self._import("jit.cpp_ext").get_cuda_path()) / "bin" / "nvcc"
+            found = nvcc.exists()
+        except RuntimeError:
+            found = False
+        if not found:
+            return (
+                f"nvcc is not found; install the CUDA toolkit and set CUDA_HOME, or pip install {_PREBUILT}"
+            )
+        return None
+
+    def _safe(self, dtype: torch.dtype) -> str:
+        return str(self._import("jit.utils").filename_safe_dtype_map[dtype])
+
+    def _import(self, name: str) -> Any:
+        return importlib.import_module(f"{self.module.__name__}.{name}")
+
+
+@functools.cache
+def library() -> Library:
+    """The library, imported and found usable.
+
+    Raises:
+        ImportError: it is missing, too old, unlike what is called here, built for another CUDA, or it raises
+            when imported; or it has to compile, cannot, and nothing is prebuilt. The text has the remedy.
+    """
+    try:
+        module = importlib.import_module("flashinfer")
+    except ModuleNotFoundError as error:
+        if error.name != "flashinfer":
+            raise ImportError(f"flashinfer lacks {error.name}; pip install {error.name}") from error
+        raise ImportError("flashinfer is not installed; pip install 'flashinfer-python>=0.5'") from None
+    except Exception as error:
+        remedy = "reinstall flashinfer-python, flashinfer-cubin and flashinfer-jit-cache in one version"
+        raise ImportError(
+            f"flashinfer raised {type(error).__name__}: {error} when imported; {remedy}"
+        ) from error
+    found = Library(module, _version(module))
+    _check_version(found.version)
+    _check_interface(found)
+    _check_cuda()
+    why = found.why_not_compiling()
+    if why is not None and not _has_prebuilt():
+        raise ImportError(f"flashinfer compiles its kernels when they are first used, and cannot: {why}")
+    return found
+
+
+def _version(module: ModuleType) -> Version:
+    text = str(getattr(module, "__version__", ""))
+    try:
+        return Version(text)
+    except InvalidVersion:
+        raise ImportError(
+            f"flashinfer has the version {text!r}, which is none; pip install 'flashinfer-python>=0.5'"
+        ) from None
+
+
+def _check_version(version: Version) -> None:
+    if version < _OLDEST:
+        raise ImportError(
+            f"flashinfer {version} is imported, older than {_OLDEST}; pip install 'flashinfer-python>=0.5'"
+        )
+
+
+def _check_interface(found: Library) -> None:
+    """Every name and argument that is used here must be there: a later version may have moved them."""
+    for name, methods in _ASKED.items():
+        wrapper: Any = getattr(found.module, name, None)
+        lacking = {name} if wrapper is None else set[str]()
+        for method, arguments in methods.items() if wrapper is not None else ():
+            lacking |= {f"{name}.{method}({each})" for each in arguments - _parameters(wrapper, method)}
+        if lacking:
+            missing = ", ".join(sorted(lacking))
+            raise ImportError(
+                f"flashinfer {found.version} has no {missing}; pip install 'flashinfer-python>=0.5,<0.8'"
+            )
+
+
+def _parameters(wrapper: Any, method: str) -> set[str]:
+    known = set(inspect.signature(getattr(wrapper, method)).parameters)
+    # Since 0.7 the decode wrapper's plan hands its keywords on.
+    inner = getattr(wrapper, "_plan_impl", None) if "kwargs" in known else None
+    return known | (set(inspect.signature(inner).parameters) if inner is not None else set())
+
+
+def _check_cuda() -> None:
+    """Prebuilt kernels must be of the CUDA that torch brings."""
+    version, ours = _installed(_PREBUILT), torch.version.cuda
+    local = Version(version).local if version else None
+    if local is None or ours is None or not local.startswith("cu"):
+        return
+    if local[2:4] != ours.split(".")[0]:
+        raise ImportError(
+            f"{_PREBUILT} {version} is built for CUDA {local[2:4]}, and torch for CUDA {ours}; "
+            f"pip install the {_PREBUILT} of cu{ours.replace('.', '')}, or uninstall it"
+        )
+
+
+def _has_prebuilt() -> bool:
+    return _installed(_PREBUILT) is not None
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _own_name(wrapper: str, kv_dtype: torch.dtype, qk: int, vo: int) -> str:
+    kind = str(kv_dtype).removeprefix("torch.")
+    return f"{wrapper}_kv_{kind}_d{qk}_{vo}"
+
+
+@functools.cache
+def _named_sinks(module: ModuleType) -> Any:
+    """The sink wrapper, whose modules are told apart by KV dtype and head sizes too.
+
+    FlashInfer names them by query dtype, window and template alone: a second head size would be compiled into
+    the first one's place, and the first one's kernels, which are loaded already, be run for it.
+    """
+    prefill: Any = getattr(module, _PREFILL)
+    sinks: Any = getattr(module, _SINKS)
+
+    class Named(prefill):  # type: ignore[misc]
+        def __init__(self, *args: Any, jit_args: list[Any], **keywords: Any) -> None:
+            uri, _, kv_dtype, _, _, qk, vo = jit_args[:7]
+            super().__init__(*args, jit_args=[_own_name(uri, kv_dtype, qk, vo), *jit_args[1:]], **keywords)
+
+    class NamedSinks(sinks, Named):  # type: ignore[misc]
+        pass
+
+    return NamedSinks

@@ -1,0 +1,41 @@
+"""What users may set for FLASHINFER."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from attnplug.core.errors import PolicyError
+
+__all__ = ["Options"]
+
+_PREFILL = ("auto", "fa2", "fa3")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """Options of FLASHINFER.
+
+    Args:
+        prefill_backend: the template of everything that is not a decode: "fa2", "fa3" (GPUs of compute
+            capability 9 and no fp8 KV), or "auto": fa3 where it can be.
+        tensor_cores: whether decodes run on tensor cores, which grouped queries need to be fast.
+        workspace_bytes: size of the scratch buffer that all layers of a device share; None: what the
+            layers need, and at least 128 MiB.
+
+    Raises:
+        PolicyError: another value.
+    """
+
+    prefill_backend: Literal["auto", "fa2", "fa3"] = "auto"
+    tensor_cores: bool = True
+    workspace_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefill_backend not in _PREFILL:
+            limit = f"must be one of {', '.join(_PREFILL)}"
+            raise PolicyError("options['prefill_backend']", self.prefill_backend, limit)
+        if self.workspace_bytes is not None and self.workspace_bytes < 1:
+            raise PolicyError(
+                "options['workspace_bytes']", self.workspace_bytes, "must be at least 1, or None"
+            )

@@ -1,0 +1,231 @@
+"""One FlashInfer wrapper that is planned when what its plan depends on has changed, and only then."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnplug.backends.flashinfer.groups import PlanGroup
+from attnplug.backends.flashinfer.library import Module
+from attnplug.backends.flashinfer.step import Part
+from attnplug.ops.buffers import StagingRing
+
+__all__ = ["PlanCost", "PlanSpace", "Planner", "one_request"]
+
+_FIELDS = ("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")
+
+
+@dataclasses.dataclass(slots=True)
+class PlanCost:
+    """What the plans of one group and phase have cost the host.
+
+    Args:
+        plans: calls of `plan()`.
+        skipped: steps that needed none.
+        seconds: in all calls of `plan()`.
+    """
+
+    plans: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Slot:
+    """What a plan's copies to the device read: it must stay until they are done.
+
+    Args:
+        schedule: pinned uint8, where FlashInfer writes its work list; None until a wrapper has given its own.
+        arrays: pinned int32 `[4, n + 1]`, the page-table arrays.
+    """
+
+    schedule: torch.Tensor | None
+    arrays: torch.Tensor
+
+
+class PlanSpace:
+    """Where plans of one group and phase live: one work list on the device, two guarded ones on the host.
+
+    Wrappers of different batch sizes, as CUDA graphs have them, share it: one of them is planned at a time.
+    """
+
+    def __init__(self, device: torch.device, max_num_seqs: int) -> None:
+        self.device = device
+        self.cost = PlanCost()
+        self.owner: Planner | None = None
+        """Whose plan it holds."""
+        self.part: Part | None = None
+        """What that was made for."""
+        self.schedule: torch.Tensor | None = None
+        self._pinned = device.type == "cuda"
+        self._slots = [_Slot(None, self._arrays(max_num_seqs)) for _ in range(2)]
+        self._ring = StagingRing(self._slots, device)
+
+    def adopt(self, wrapper: Any) -> None:
+        """Have a new wrapper plan here."""
+        if self.schedule is None:
+            self.schedule = wrapper._int_workspace_buffer
+            own = wrapper._pin_memory_int_workspace_buffer
+            self._slots[0].schedule = own
+            self._slots[1].schedule = torch.empty_like(own, pin_memory=self._pinned)
+        wrapper._int_workspace_buffer = self.schedule
+
+    def acquire(self, part: Part) -> tuple[_Slot, dict[str, torch.Tensor]]:
+        """A slot whose last copies are done, and the arrays of `part` in it."""
+        slot: _Slot = self._ring.acquire()
+        count = len(part.seq_lens)
+        if slot.arrays.shape[1] <= count:
+            slot.arrays = self._arrays(2 * count)
+        views = {}
+        for row, field in zip(slot.arrays, _FIELDS, strict=True):
+            array = getattr(part, field)
+            view = row[: len(array)]
+            view.numpy()[:] = array
+            views[field] = view
+        return slot, views
+
+    def release(self) -> None:
+        """The copies from the slot in hand are issued."""
+        self._ring.release()
+
+    def _arrays(self, count: int) -> torch.Tensor:
+        return torch.zeros(len(_FIELDS), count + 1, dtype=torch.int32, pin_memory=self._pinned)
+
+
+class Planner:
+    """A wrapper and what it was planned for.
+
+    Args:
+        wrapper: FlashInfer's.
+        built: the module that it runs.
+        group: the layers that it serves.
+        phase: "decode" or "prefill".
+        page_size: tokens of a page.
+        space: where its plans live.
+    """
+
+    def __init__(
+        self, wrapper: Any, built: Module, group: PlanGroup, phase: str, page_size: int, space: PlanSpace
+    ) -> None:
+        self._wrapper = wrapper
+        self._group = group
+        self._is_prefill_wrapper = phase == "prefill" or built.sinks
+        self._page_size = page_size
+        self._space = space
+        # The fa3 planner balances by keys, the other two by pages.
+        self._counts_pages = built.template != "fa3"
+        asked = group.parameters
+        self._fixed: dict[str, Any] = {
+            "window_left": asked.window_left,
+            "logits_soft_cap": asked.logits_soft_cap,
+            "sm_scale": asked.sm_scale,
+            "q_data_type": group.dtype,
+            "kv_data_type": group.kv_dtype,
+            "non_blocking": True,
+        }
+        self._causal = False
+        space.adopt(wrapper)
+
+    def ensure(self, part: Part, indices: torch.Tensor, causal: bool) -> None:
+        """Plan for `part` of a step, unless that is what the wrapper is planned for.
+
+        Args:
+            part: the requests.
+            indices: int32, pages of the whole step.
+            causal: whether the batch is.
+        """
+        space, mine = self._space, self._space.owner is self and self._causal == causal
+        if mine and space.part is part:
+            self._point(part, indices)
+            return
+        held = space.part if mine else None
+        if held is not None and held.same_lengths(part):
+            space.part = part
+            space.cost.skipped += 1
+        elif held is not None and self._counts_pages and held.same_pages(part):
+            self._send_lengths(part)
+            space.cost.skipped += 1
+        else:
+            began = time.perf_counter()
+            self._plan(part, indices, causal)
+            space.cost.seconds += time.perf_counter() - began
+            space.cost.plans += 1
+            return
+        self._point(part, indices)
+
+    def run(
+        self,
+        query: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+        scales: tuple[float, float] | None,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """Attend: `query [n, H, D]` into `output`, both dense, and LSE in base 2 `[n, H]` where given.
+
+        Args:
+            query: rows of the part planned for.
+            pages: K and V `[num_blocks, page_size, Hkv, D]`, of any strides.
+            output: written.
+            lse: float32, written.
+            scales: of fp8 keys and values; None where the pages hold them as they are.
+            sinks: float32 `[H]`, where the layers have any.
+        """
+        keywords: dict[str, Any] = {"out": output, "lse": lse, "return_lse": lse is not None}
+        if scales is not None:
+            keywords["k_scale"], keywords["v_scale"] = scales
+        if sinks is None:
+            self._wrapper.run(query, pages, **keywords)
+        else:
+            self._wrapper.run(query, pages, sinks, self._group.parameters.sm_scale, **keywords)
+
+    def _plan(self, part: Part, indices: torch.Tensor, causal: bool) -> None:
+        space, group = self._space, self._group
+        # Not its own any more, should planning raise.
+        space.owner = space.part = None
+        slot, arrays = space.acquire(part)
+        self._wrapper._pin_memory_int_workspace_buffer = slot.schedule
+        table = arrays["kv_indptr"], self._of(part, indices), arrays["last_page_len"]
+        sizes = group.num_heads, group.num_kv_heads, group.head_size, self._page_size
+        if self._is_prefill_wrapper:
+            self._wrapper.plan(
+                arrays["qo_indptr"],
+                *table,
+                *sizes,
+                causal=causal,
+                max_token_per_sequence=part.max_query_len,
+                seq_lens=arrays["seq_lens"],
+                **self._fixed,
+            )
+        else:
+            self._wrapper.plan(*table, *sizes, seq_lens=arrays["seq_lens"], **self._fixed)
+        space.release()
+        self._causal = causal
+        space.owner, space.part = self, part
+
+    def _send_lengths(self, part: Part) -> None:
+        space = self._space
+        _, arrays = space.acquire(part)
+        self._wrapper._paged_kv_last_page_len_buf.copy_(arrays["last_page_len"], non_blocking=True)
+        space.release()
+        space.part = part
+
+    def _point(self, part: Part, indices: torch.Tensor) -> None:
+        """The pages may be in another buffer than when it was planned: another KV group's, or a larger one."""
+        place = indices.data_ptr() + 4 * part.first_page
+        if self._wrapper._paged_kv_indices_buf.data_ptr() != place:
+            self._wrapper._paged_kv_indices_buf = self._of(part, indices)
+
+    def _of(self, part: Part, indices: torch.Tensor) -> torch.Tensor:
+        return indices[part.first_page : part.first_page + part.num_pages]
+
+
+def one_request() -> Part:
+    """A request of one token, with which a wrapper is planned before there is any step."""
+    one = np.array([0, 1], dtype=np.int32)
+    return Part(0, 1, 1, 0, one, one, one[1:], one[1:])

@@ -1,0 +1,160 @@
+"""The planners of one builder: one for each group of layers, phase and captured batch size, made when first used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from attnplug.backends.flashinfer.compiling import announced
+from attnplug.backends.flashinfer.groups import PlanGroup
+from attnplug.backends.flashinfer.library import Library, Module
+from attnplug.backends.flashinfer.planner import PlanCost, Planner, PlanSpace, one_request
+from attnplug.backends.flashinfer.workspace import num_multiprocessors, workspace_bytes
+from attnplug.core.device import Device
+from attnplug.core.errors import BatchError
+from attnplug.core.spec import Phase
+
+__all__ = ["Planners"]
+
+
+class Planners:
+    """Wrappers and their plans.
+
+    Args:
+        library: FlashInfer.
+        groups: the names of the layers of each group.
+        page_size: tokens of a page.
+        device: where they run.
+        max_num_seqs: requests for which host buffers are made.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        groups: Mapping[PlanGroup, Sequence[str]],
+        page_size: int,
+        device: torch.device,
+        max_num_seqs: int,
+    ) -> None:
+        self.groups = groups
+        self.workspace_bytes = workspace_bytes(groups, num_multiprocessors(device))
+        """What the float workspace must have."""
+        self._library = library
+        self._page_size = page_size
+        self._device = device
+        self._max_num_seqs = max_num_seqs
+        kind = _device(device)
+        # Settled now: an option that cannot be honoured is refused before the first step.
+        self._modules: dict[tuple[PlanGroup, str], Module] = {
+            (group, phase): group.module(phase, kind) for group in groups for phase in ("decode", "prefill")
+        }
+        self._workspace: torch.Tensor | None = None
+        self._spaces: dict[tuple[PlanGroup, str, bool], PlanSpace] = {}
+        self._planners: dict[tuple[PlanGroup, str, int], Planner] = {}
+
+    @property
+    def workspace(self) -> torch.Tensor:
+        """The float workspace, uint8: made when first asked for, unless another builder's was set."""
+        if self._workspace is None:
+            self._workspace = torch.zeros(self.workspace_bytes, dtype=torch.uint8, device=self._device)
+        return self._workspace
+
+    @workspace.setter
+    def workspace(self, buffer: torch.Tensor) -> None:
+        size = buffer.numel() * buffer.element_size()
+        if size < self.workspace_bytes:
+            limit = f"bytes are less than the {self.workspace_bytes} that these layers need"
+            raise BatchError("workspace", size, limit, "share the largest of the builders' workspaces")
+        if self._workspace is not None and self._workspace is not buffer:
+            # Wrappers keep the buffer that they were made with.
+            self._planners.clear()
+            self._spaces.clear()
+        self._workspace = buffer
+
+    @property
+    def costs(self) -> dict[str, PlanCost]:
+        """What plans have cost so far, by "phase: group"."""
+        found: dict[str, PlanCost] = {}
+        for (group, phase, captured), space in self._spaces.items():
+            found[f"{phase}{' in graphs' if captured else ''}: {group}"] = space.cost
+        return found
+
+    def of(self, group: PlanGroup, phase: str) -> Planner:
+        """The planner of a group's layers in "decode" or "prefill".
+
+        Raises:
+            BatchError: a group that the builder was not told of.
+            PluginError: a module that is not built, and cannot be compiled here.
+        """
+        planner = self._planners.get((group, phase, 0))
+        return self._make(group, phase, 0, {}) if planner is None else planner
+
+    def captured(self, group: PlanGroup, batch_size: int, indices: torch.Tensor) -> Planner:
+        """The decode planner of a batch size that is captured, over buffers that stay; `indices` is theirs."""
+        planner = self._planners.get((group, "decode", batch_size))
+        if planner is None:
+            arange = torch.arange(batch_size + 1, dtype=torch.int32, device=self._device)
+            fixed = {
+                "qo_indptr": arange,
+                "kv_indptr": torch.zeros_like(arange),
+                "last_page_len": torch.zeros_like(arange[1:]),
+                "indices": indices,
+            }
+            planner = self._make(group, "decode", batch_size, fixed)
+        return planner
+
+    def warm_up(self, phase: Phase | None) -> None:
+        """Make the planners of a phase, or of both, so that their modules are loaded, and compiled where needed."""
+        for group in self.groups:
+            for each in ("decode", "prefill") if phase is None else (str(phase),):
+                if (group, each, 0) not in self._planners:
+                    self._make(group, each, 0, {})
+
+    def _make(
+        self,
+        group: PlanGroup,
+        phase: str,
+        batch_size: int,
+        fixed: dict[str, torch.Tensor],
+    ) -> Planner:
+        built = self._modules.get((group, phase))
+        if built is None:
+            known = "; ".join(map(str, self.groups))
+            limit = f"is none of those that the builder plans for: {known}"
+            raise BatchError("layer", str(group), limit, "name the layer in BuilderConfig.layers")
+        captured = batch_size > 0
+        space = self._spaces.get((group, phase, captured))
+        if space is None:
+            space = self._spaces[group, phase, captured] = PlanSpace(self._device, self._max_num_seqs)
+        names = self.groups[group]
+        with announced(self._library, built, f"{phase} of {_listed(names)}"):
+            planner = Planner(
+                self._wrapper(built, group, phase, fixed), built, group, phase, self._page_size, space
+            )
+            if not captured:
+                # Plain wrappers load their module when they are planned.
+                one = torch.zeros(1, dtype=torch.int32, device=self._device)
+                planner.ensure(one_request(), one, group.causal)
+                space.cost.plans, space.cost.seconds = 0, 0.0
+        self._planners[group, phase, batch_size] = planner
+        return planner
+
+    def _wrapper(self, built: Module, group: PlanGroup, phase: str, fixed: Mapping[str, torch.Tensor]) -> Any:
+        if built.sinks:
+            return self._library.sink_wrapper(self.workspace, built, fixed)
+        if phase == "prefill":
+            return self._library.prefill_wrapper(self.workspace, built.template)
+        return self._library.decode_wrapper(self.workspace, group.options.tensor_cores, fixed)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"layers {shown}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _device(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return Device(device.type)
+    return Device("cuda", torch.cuda.get_device_capability(device))

@@ -1,0 +1,181 @@
+"""A step on the host: which requests are decodes, and the page-table arrays that plans are made from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attnplug.core.errors import BatchError
+
+__all__ = ["HostStep", "Ints", "Part", "StepPages", "trimmed"]
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """The decodes of a step, or its other requests: n of them, each with queries and keys.
+
+    Args:
+        first_token: where their queries start.
+        num_tokens: their queries.
+        max_query_len: of the longest.
+        first_page: where their pages start in the step's indices.
+        qo_indptr: int32 `[n + 1]`, where each request's queries start, from 0.
+        kv_indptr: int32 `[n + 1]`, where its pages start, from 0.
+        last_page_len: int32 `[n]`, keys in its last page, 1 to the page size.
+        seq_lens: int32 `[n]`, its keys.
+    """
+
+    first_token: int
+    num_tokens: int
+    max_query_len: int
+    first_page: int
+    qo_indptr: Ints
+    kv_indptr: Ints
+    last_page_len: Ints
+    seq_lens: Ints
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all of them."""
+        return int(self.kv_indptr[-1])
+
+    def same_pages(self, other: Part) -> bool:
+        """Whether queries and numbers of pages are equal, which is all that the fa2 planner looks at."""
+        return np.array_equal(self.qo_indptr, other.qo_indptr) and np.array_equal(
+            self.kv_indptr, other.kv_indptr
+        )
+
+    def same_lengths(self, other: Part) -> bool:
+        """Whether the keys are equal too."""
+        return self.same_pages(other) and np.array_equal(self.seq_lens, other.seq_lens)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class HostStep:
+    """The requests of a step that see anything, decodes first.
+
+    Args:
+        decode: requests of one query at the front; None without.
+        prefill: all others; None without.
+        kv_indptr: int32 `[n + 1]`, where each request's pages start in the step's indices.
+        rows: the block-table row of each request, int32 `[n]`; None where every row is a request.
+        seen: the queries that see anything, int64; None where all do. What is planned is packed without the
+            others, which FlashInfer has no defined answer for.
+        num_tokens: of the queries that see anything.
+    """
+
+    decode: Part | None
+    prefill: Part | None
+    kv_indptr: Ints
+    rows: Ints | None
+    seen: npt.NDArray[np.int64] | None
+    num_tokens: int
+
+    @classmethod
+    def of(cls, starts: Ints, query_lens: Ints, seq_lens: Ints, page_size: int, causal: bool) -> HostStep:
+        """Split a batch and count its pages.
+
+        Args:
+            starts: int32 `[R + 1]`, query start locations.
+            query_lens: int32 `[R]`.
+            seq_lens: int32 `[R]`, of all tokens or, where not causal, of keys.
+            page_size: tokens of a page.
+            causal: whether queries stand at the end of their request.
+        """
+        rows = seen = None
+        least = query_lens if causal else 1
+        if query_lens.size and (int(query_lens.min()) < 1 or bool((seq_lens < least).any())):
+            rows, seen, starts, query_lens, seq_lens = trimmed(starts, query_lens, seq_lens, causal)
+        count = len(seq_lens)
+        pages = (seq_lens + (page_size - 1)) // page_size
+        kv_indptr = np.zeros(count + 1, dtype=np.int32)
+        np.cumsum(pages, out=kv_indptr[1:])
+        last = seq_lens - (pages - 1) * page_size
+        longer = query_lens > 1
+        decodes = int(longer.argmax()) if longer.any() else count
+        arrays = starts, query_lens, kv_indptr, last, seq_lens
+        return cls(
+            _part(*arrays, 0, decodes),
+            _part(*arrays, decodes, count),
+            kv_indptr,
+            rows,
+            seen,
+            int(starts[-1]),
+        )
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all requests."""
+        return int(self.kv_indptr[-1])
+
+    @property
+    def most_pages(self) -> int:
+        """Pages of the longest request."""
+        return int(np.diff(self.kv_indptr).max(initial=0))
+
+
+def _part(
+    starts: Ints, query_lens: Ints, kv_indptr: Ints, last: Ints, seq_lens: Ints, begin: int, end: int
+) -> Part | None:
+    if begin == end:
+        return None
+    qo, kv = starts[begin : end + 1], kv_indptr[begin : end + 1]
+    first_token, first_page = int(qo[0]), int(kv[0])
+    return Part(
+        first_token,
+        int(qo[-1]) - first_token,
+        1 if begin == 0 and end - begin == int(qo[-1]) - first_token else int(query_lens[begin:end].max()),
+        first_page,
+        qo - np.int32(first_token) if first_token else qo,
+        kv - np.int32(first_page) if first_page else kv,
+        last[begin:end],
+        seq_lens[begin:end],
+    )
+
+
+def trimmed(
+    starts: Ints, query_lens: Ints, seq_lens: Ints, causal: bool
+) -> tuple[Ints, npt.NDArray[np.int64] | None, Ints, Ints, Ints]:
+    """Rows, seen queries, and the arrays without queries that see nothing and without requests of no queries."""
+    blind = np.maximum(query_lens - seq_lens, 0) if causal else np.where(seq_lens > 0, 0, query_lens)
+    kept_lens = query_lens - blind
+    rows = np.flatnonzero(kept_lens).astype(np.int32)
+    kept = kept_lens[rows].astype(np.int32, copy=False)
+    packed = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum(kept, out=packed[1:])
+    seen = None
+    if blind.any():
+        first = (starts[:-1] + blind)[rows].astype(np.int64)
+        seen = np.repeat(first - packed[:-1], kept) + np.arange(packed[-1])
+    return rows, seen, packed, kept, seq_lens[rows].astype(np.int32, copy=False)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class StepPages:
+    """A step over one block table.
+
+    Args:
+        host: the step's arrays.
+        block_table: int32 `[rows, max_blocks]` of the device.
+        table_of: this step's table from that of another KV group; None where they are the same.
+        seen: `host.seen` on the device.
+    """
+
+    host: HostStep
+    block_table: torch.Tensor
+    table_of: Callable[[torch.Tensor], torch.Tensor] | None
+    seen: torch.Tensor | None
+
+    def check(self) -> None:
+        """BatchError where requests have more pages than the table has columns."""
+        most, width = self.host.most_pages, self.block_table.shape[1]
+        if most > width:
+            raise BatchError(
+                "block_table", tuple(self.block_table.shape), f"has no room for a request of {most} pages"
+            )

@@ -1,0 +1,20 @@
+"""FLASHINFER passes the conformance kit over a FlashInfer in torch, which attends by what it was planned with."""
+
+from __future__ import annotations
+
+import pytest
+from on_cpu import FlashInferFa3OnCpu, FlashInferOnCpu
+
+from attnplug.testing import parametrize_with_checks
+
+pytestmark = pytest.mark.usefixtures("fake_library")
+
+
+@parametrize_with_checks(FlashInferOnCpu, device="cpu")
+def test_fa2(check):
+    check()
+
+
+@parametrize_with_checks(FlashInferFa3OnCpu, device="cpu")
+def test_fa3(check):
+    check()
