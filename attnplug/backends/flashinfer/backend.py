@@ -117,7 +117,7 @@ class FlashInferBackend(AttentionBackend):
 
     @classmethod
     def get_impl_cls(cls) -> type[FlashInferImpl]:
-        """FlashInferImpl; ImportError, with a remedy, where FlashInfer cannot be used here."""
+        """FlashInferImpl; BackendUnavailableError, with a remedy, where FlashInfer cannot be used here."""
         from attnplug.backends.flashinfer.impl import FlashInferImpl
         from attnplug.backends.flashinfer.library import library
 
@@ -126,7 +126,7 @@ class FlashInferBackend(AttentionBackend):
 
     @classmethod
     def get_builder_cls(cls) -> type[FlashInferMetadataBuilder]:
-        """FlashInferMetadataBuilder; ImportError, with a remedy, where FlashInfer cannot be used here."""
+        """FlashInferMetadataBuilder; BackendUnavailableError, with a remedy, where FlashInfer cannot be used here."""
         from attnplug.backends.flashinfer.builder import FlashInferMetadataBuilder
         from attnplug.backends.flashinfer.library import library
 

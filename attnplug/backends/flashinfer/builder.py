@@ -95,7 +95,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     Raises:
         BatchError: a layer that `config.layers` does not have, or that is another backend's.
         PolicyError: an option that cannot be honoured here, such as too small a workspace.
-        ImportError: FlashInfer cannot be used here.
+        BackendUnavailableError: FlashInfer cannot be used here.
     """
 
     supports_update_block_table: ClassVar[bool] = True

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from packaging.version import InvalidVersion, Version
 
+from attnplug.backends.library_imports import import_library
+from attnplug.core.errors import BackendUnavailableError
+
 __all__ = ["Library", "Module", "library"]
 
 _OLDEST = Version("0.5")
-_DISTRIBUTION = "flashinfer-python"
 _PREBUILT = "flashinfer-jit-cache"
 _DISABLED = "FLASHINFER_DISABLE_JIT"
 
@@ -142,7 +144,7 @@ class Library:
     def _checked(self, wrapper: Any) -> Any:
         missing = [name for name in _PRIVATE if not hasattr(wrapper, name)]
         if missing:
-            raise ImportError(
+            raise BackendUnavailableError(
                 f"flashinfer {self.version} has no {', '.join(missing)} in its wrappers, on which guarded "
                 f"planning rests; pip install 'flashinfer-python>=0.5,<0.8'"
             )
@@ -204,27 +206,19 @@ def library() -> Library:
     """The library, imported and found usable.
 
     Raises:
-        ImportError: it is missing, too old, unlike what is called here, built for another CUDA, or it raises
+        BackendUnavailableError: it is missing, too old, unlike what is called here, built for another CUDA, or it raises
             when imported; or it has to compile, cannot, and nothing is prebuilt. The text has the remedy.
     """
-    try:
-        module = importlib.import_module("flashinfer")
-    except ModuleNotFoundError as error:
-        if error.name != "flashinfer":
-            raise ImportError(f"flashinfer lacks {error.name}; pip install {error.name}") from error
-        raise ImportError("flashinfer is not installed; pip install 'flashinfer-python>=0.5'") from None
-    except Exception as error:
-        remedy = "reinstall flashinfer-python, flashinfer-cubin and flashinfer-jit-cache in one version"
-        raise ImportError(
-            f"flashinfer raised {type(error).__name__}: {error} when imported; {remedy}"
-        ) from error
+    module = import_library("FLASHINFER")
     found = Library(module, _version(module))
     _check_version(found.version)
     _check_interface(found)
     _check_cuda()
     why = found.why_not_compiling()
     if why is not None and not _has_prebuilt():
-        raise ImportError(f"flashinfer compiles its kernels when they are first used, and cannot: {why}")
+        raise BackendUnavailableError(
+            f"flashinfer compiles its kernels when they are first used, and cannot: {why}"
+        )
     return found
 
 
@@ -233,14 +227,14 @@ def _version(module: ModuleType) -> Version:
     try:
         return Version(text)
     except InvalidVersion:
-        raise ImportError(
+        raise BackendUnavailableError(
             f"flashinfer has the version {text!r}, which is none; pip install 'flashinfer-python>=0.5'"
         ) from None
 
 
 def _check_version(version: Version) -> None:
     if version < _OLDEST:
-        raise ImportError(
+        raise BackendUnavailableError(
             f"flashinfer {version} is imported, older than {_OLDEST}; pip install 'flashinfer-python>=0.5'"
         )
 
@@ -254,7 +248,7 @@ def _check_interface(found: Library) -> None:
             lacking |= {f"{name}.{method}({each})" for each in arguments - _parameters(wrapper, method)}
         if lacking:
             missing = ", ".join(sorted(lacking))
-            raise ImportError(
+            raise BackendUnavailableError(
                 f"flashinfer {found.version} has no {missing}; pip install 'flashinfer-python>=0.5,<0.8'"
             )
 
@@ -273,7 +267,7 @@ def _check_cuda() -> None:
     if local is None or ours is None or not local.startswith("cu"):
         return
     if local[2:4] != ours.split(".")[0]:
-        raise ImportError(
+        raise BackendUnavailableError(
             f"{_PREBUILT} {version} is built for CUDA {local[2:4]}, and torch for CUDA {ours}; "
             f"pip install the {_PREBUILT} of cu{ours.replace('.', '')}, or uninstall it"
         )

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 from fake_flashinfer import make_flashinfer
-from recorded_signatures import VERSIONS
+from flashinfer_signatures import VERSIONS
 
+import attnplug.backends.flashinfer.library as adapter
 from attnplug.backends.flashinfer.library import Library, library
 
 
@@ -23,8 +24,10 @@ def fake_library(fake_version: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """The library as the backend then finds it."""
     for name in [each for each in sys.modules if each.split(".")[0] == "flashinfer"]:
         monkeypatch.delitem(sys.modules, name)
-    for name, module in make_flashinfer(fake_version).items():
+    modules = make_flashinfer(fake_version)
+    for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(adapter, "import_library", lambda backend: modules["flashinfer"])
     monkeypatch.setattr(Library, "why_not_compiling", lambda self: None)
     library.cache_clear()
     yield library()

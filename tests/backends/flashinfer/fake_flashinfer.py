@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recorded_signatures import recorded
+from flashinfer_signatures import recorded
 
 _DECODE = "BatchDecodeWithPagedKVCacheWrapper"
 _PREFILL = "BatchPrefillWithPagedKVCacheWrapper"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from on_cpu import FlashInferFa3OnCpu, FlashInferOnCpu
+from flashinfer_on_cpu import FlashInferFa3OnCpu, FlashInferOnCpu
 
 from attnplug.testing import parametrize_with_checks
 
