@@ -12,7 +12,7 @@ REGISTER = """
 import sys, types
 import torch
 sys.path.insert(0, {here!r})
-from fake_libraries import FA3_FWD, FA3_SCHEDULE
+from flash_attn_fakes import FA3_FWD, FA3_SCHEDULE
 import attnplug.backends.flash_attn.fa3 as fa3
 fa3.import_library = lambda backend: None
 library = torch.library.Library("flash_attn_3", "DEF")

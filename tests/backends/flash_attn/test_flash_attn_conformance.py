@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from on_cpu import FlashAttn2OnCpu, FlashAttn3OnCpu, FlashAttn4OnCpu
+from flash_attn_on_cpu import FlashAttn2OnCpu, FlashAttn3OnCpu, FlashAttn4OnCpu
 
 from attnplug.testing import parametrize_with_checks
 

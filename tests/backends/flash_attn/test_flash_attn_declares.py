@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_libraries import key_tile
+from flash_attn_fakes import key_tile
 
 import attnplug
 from attnplug.backends.flash_attn import FlashAttn2Backend, FlashAttn3Backend, FlashAttn4Backend

@@ -13,7 +13,7 @@ class FlashAttn2OnCpu(FlashAttn2Backend):
 
     @classmethod
     def get_impl_cls(cls) -> Any:
-        from cpu_impls import Impl2
+        from flash_attn_cpu_impls import Impl2
 
         return Impl2
 
@@ -24,7 +24,7 @@ class FlashAttn3OnCpu(FlashAttn3Backend):
 
     @classmethod
     def get_impl_cls(cls) -> Any:
-        from cpu_impls import Impl3
+        from flash_attn_cpu_impls import Impl3
 
         return Impl3
 
@@ -35,7 +35,7 @@ class FlashAttn4OnCpu(FlashAttn4Backend):
 
     @classmethod
     def get_impl_cls(cls) -> Any:
-        from cpu_impls import Impl4
+        from flash_attn_cpu_impls import Impl4
 
         return Impl4
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from library_math import Asked, attend, keys_of
+from flash_attn_math import Asked, attend, keys_of
 
 FA3_FWD = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor(v_new!)? v_new = None, "
