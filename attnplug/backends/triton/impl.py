@@ -62,9 +62,10 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         """
         pages = self._pages_of(kv_cache)
         scales = self._scales(layer) if self._stores_8_bits else _UNSCALED
-        form = (pages.form, scales, slot_mapping.stride(), *_form(key), *_form(value))
-        rows = slot_mapping.shape[0]
-        if form != self._write_form or key.shape[0] < rows or value.shape[0] < rows:
+        rows, keys, values = slot_mapping.shape[0], key.shape, value.shape
+        form: tuple[object, ...] = (pages.form, scales, slot_mapping.stride())
+        form += (keys[1:], key.stride(), key.dtype, values[1:], value.stride(), value.dtype)
+        if form != self._write_form or keys[0] < rows or values[0] < rows:
             check_keys(key, value, rows, self.spec)
             check_kv_write(key, value, pages.k, pages.v, slot_mapping)
             self._bound_write = BoundWrite(key, value, pages.k, pages.v, slot_mapping, scales)
@@ -161,16 +162,15 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         scales: tuple[float, float],
     ) -> BoundLayer:
         """What was bound for calls like this; else checks the tensors, and binds."""
-        tokens = meta.num_actual_tokens
-        lse_form = None if output_lse is None else _form(output_lse)
-        form = (meta.causal, use_sinks, scales, query.device, lse_form, *_form(query), *_form(output))
+        tokens, asked, written = meta.num_actual_tokens, query.shape, output.shape
+        form: tuple[object, ...] = (meta.causal, use_sinks, scales, query.device)
+        form += (asked[1:], query.stride(), query.dtype, written[1:], output.stride(), output.dtype)
+        least = tokens
+        if output_lse is not None:
+            form += (output_lse.shape[1:], output_lse.stride(), output_lse.dtype)
+            least = min(output_lse.shape[:1], default=0)
         bound = self._bound.get(form)
-        if (
-            bound is not None
-            and query.shape[0] >= tokens
-            and output.shape[0] >= tokens
-            and (output_lse is None or output_lse.shape[0] >= tokens)
-        ):
+        if bound is not None and asked[0] >= tokens <= written[0] and least >= tokens:
             return bound
         self._check(query, tokens, output, output_lse)
         if output.stride(2) != 1:
@@ -182,11 +182,6 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
             self._bound.clear()
         bound = self._bound[form] = BoundLayer(self.spec, tensors, reach, query, output, output_lse, scales)
         return bound
-
-
-def _form(tensor: torch.Tensor) -> tuple[object, object, object]:
-    """What a kernel that is bound for a tensor relies on, and its rows' shape."""
-    return tensor.shape[1:], tensor.stride(), tensor.dtype
 
 
 def _decode(bound: BoundLayer, meta: TritonMetadata, call: _Call, pages: Pages) -> None:

@@ -60,6 +60,7 @@ class Workspace:
         self._partials = torch.empty(0, device=device)
         self._partial_lses = torch.empty(0, device=device)
         self._arrived = torch.empty(0, dtype=torch.int32, device=device)
+        self._buffers: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._outgrown: list[torch.Tensor | _Splits] = []
         """Kept: a graph captured before the batches grew still writes there."""
 
@@ -103,19 +104,26 @@ class Workspace:
 
         They hold those of as many requests as there ever are, in `target` items more.
         """
-        reqs = max(self._reqs, reqs)
-        lses = (reqs + target) * kv_heads * rows
-        counters = reqs * kv_heads * row_blocks
-        if self._partials.numel() < lses * head_size_v:
-            self._outgrown.append(self._partials)
-            self._partials = torch.empty(lses * head_size_v, device=self._device)
-        if self._partial_lses.numel() < lses:
-            self._outgrown.append(self._partial_lses)
-            self._partial_lses = torch.empty(lses, device=self._device)
-        if self._arrived.numel() < counters:
-            self._outgrown.append(self._arrived)
-            self._arrived = torch.zeros(counters, dtype=torch.int32, device=self._device)
-        return self._partials, self._partial_lses, self._arrived
+        sizes = target, reqs, kv_heads, rows, row_blocks, head_size_v
+        buffers = self._buffers.get(sizes)
+        if buffers is None:
+            reqs = max(self._reqs, reqs)
+            lses = (reqs + target) * kv_heads * rows
+            self._grow(lses * head_size_v, lses, reqs * kv_heads * row_blocks)
+            buffers = self._buffers[sizes] = self._partials, self._partial_lses, self._arrived
+        return buffers
+
+    def _grow(self, *least: int) -> None:
+        """Make each of the buffers for partial results at least so large."""
+        held = self._partials, self._partial_lses, self._arrived
+        made = [
+            old if old.numel() >= size else torch.zeros(size, dtype=old.dtype, device=self._device)
+            for old, size in zip(held, least, strict=True)
+        ]
+        if any(new is not old for new, old in zip(made, held, strict=True)):
+            self._outgrown += held
+            self._buffers.clear()
+        self._partials, self._partial_lses, self._arrived = made
 
 
 @functools.lru_cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,8 +44,13 @@ def _parameters(function: Any) -> tuple[str, ...]:
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """Triton launches on the current device: here it is that of `tensor`; nothing for a host tensor."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _HERE
     guard: AbstractContextManager[None] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
     return guard
+
+
+_HERE = nullcontext()
 
 
 def power_of_two(size: int) -> int:

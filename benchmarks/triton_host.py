@@ -1,0 +1,219 @@
+"""The host's time in TRITON: building a step's metadata, and a layer's eager call over its bare launches.
+
+Run as `python benchmarks/triton_host.py [--quick] [--json FILE]`. With a GPU the calls are real, and "launches" are
+the same kernels with the same arguments at hand. Without one the kernels do nothing: what is left is Python's
+part, and that of dispatching a launch is not in it. Figures are medians of rounds, the two interleaved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime as dt
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # so that TRITON serves a CPU; triton reads it when it is imported
+
+import attnplug  # noqa: E402
+from attnplug.backends.triton.kernels.decode import decode_kernel  # noqa: E402
+from attnplug.core import BuilderConfig, LayerSpec  # noqa: E402
+from attnplug.runtime import AttentionRuntime  # noqa: E402
+
+SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, block_size=16)
+NAME, CONTEXT = "layer", 96
+GOAL_BUILD, GOAL_CALL = 50.0, 10.0
+GOAL_SIZE = 256
+CALLS = 20
+"""Between two waits for the GPU: its queue must not fill."""
+BATCHES = {
+    "decode": lambda size: [1] * size,
+    "speculative": lambda size: [4] * size,
+    "mixed": lambda size: [1] * (size - 1) + [64],
+    "prefill": lambda size: [64] * min(size, 64),
+}
+Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
+
+
+@dataclasses.dataclass
+class Figure:
+    """One row of the table, in microseconds."""
+
+    what: str
+    batch: str
+    requests: int
+    measured: float
+    launches: float
+    num_launches: int
+    goal: float | None
+
+    @property
+    def over(self) -> float:
+        return self.measured - self.launches
+
+
+class Step:
+    """A step of a runtime with one layer on TRITON, and what was launched in it."""
+
+    def __init__(self, query_lens: list[int]) -> None:
+        device = "cuda" if ON_GPU else "cpu"
+        pages = 2 + sum(-(-(CONTEXT + new) // SPEC.block_size) for new in query_lens)
+        plan = attnplug.plan({NAME: SPEC}, device=device, backend="TRITON", num_blocks=pages)
+        most = max(query_lens)
+        config = BuilderConfig(
+            max_num_seqs=len(query_lens),
+            max_num_batched_tokens=sum(query_lens),
+            max_model_len=CONTEXT + most,
+            num_speculative_tokens=most - 1 if most < 16 else 0,
+        )
+        self.runtime = AttentionRuntime(plan, config=config)
+        requests = self.runtime.step_batch_builder()
+        page = 1
+        for index, new in enumerate(query_lens):
+            count = -(-(CONTEXT + new) // SPEC.block_size)
+            requests.add_request(str(index), [list(range(page, page + count))], num_computed_tokens=CONTEXT)
+            page += count
+        self.batch = requests.step(query_lens)
+        self.runtime.begin_step(self.batch)
+        self.builder = self.runtime.attention_groups[0].builder
+        tokens = sum(query_lens)
+        draw = torch.randn(tokens, SPEC.num_heads + 2 * SPEC.num_kv_heads, SPEC.head_size, device=device)
+        split = draw.bfloat16().split([SPEC.num_heads, SPEC.num_kv_heads, SPEC.num_kv_heads], 1)
+        self.query, self.key, self.value = split
+        self.output = torch.empty_like(self.query)
+
+    def build(self) -> None:
+        self.builder.build(0, self.batch.common)
+
+    def forward(self) -> None:
+        self.runtime.forward(NAME, self.query, self.key, self.value, self.output)
+
+    def layer(self) -> None:
+        """The impl alone, without what the runtime checks of a call."""
+        layer = self.runtime.layers[NAME]
+        metadata = self.runtime._step[NAME].metadata
+        layer.impl.forward(layer, self.query, self.key, self.value, layer.kv_cache, metadata, self.output)
+
+
+@contextlib.contextmanager
+def kernels(do: Callable[..., None]) -> Iterator[None]:
+    """Inside, `do(kernel, grid, arguments, options)` stands in for every launch."""
+
+    def getitem(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **options: do(kernel, grid, arguments, options)
+
+    # Triton's methods are inherited: what is set here is removed again.
+    kind: Any = type(decode_kernel)
+    kind.__getitem__, before = getitem, kind.__getitem__
+    try:
+        yield
+    finally:
+        kind.__getitem__ = before
+
+
+def launched(call: Callable[[], None]) -> list[Launch]:
+    """What `call` launches, in order."""
+    kept: list[Launch] = []
+    with kernels(lambda *launch: kept.append(launch)):
+        call()
+    return kept
+
+
+def replay(launches: Sequence[Launch]) -> Callable[[], None]:
+    def run() -> None:
+        for kernel, grid, arguments, options in launches:
+            kernel[grid](*arguments, **options)
+
+    return run
+
+
+def microseconds(calls: Sequence[Callable[[], None]], rounds: int) -> list[float]:
+    """One call of each: the median over rounds of the mean of a few, with the GPU idle before."""
+    means: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        call()
+    for _ in range(rounds):
+        for call, kept in zip(calls, means, strict=True):
+            if ON_GPU:
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            kept.append((time.perf_counter() - began) / CALLS)
+    return [statistics.median(kept) * 1e6 for kept in means]
+
+
+def measure(kind: str, requests: int, rounds: int) -> Iterator[Figure]:
+    step = Step(BATCHES[kind](requests))
+    step.forward()  # binds, and on a GPU compiles
+    counts = len(step.batch.req_ids)
+    for what, call, goal in (
+        ("build", step.build, GOAL_BUILD),
+        ("impl.forward", step.layer, GOAL_CALL),
+        ("runtime.forward", step.forward, GOAL_CALL),
+    ):
+        call()
+        launches = launched(call)
+        measured, bare = microseconds([call, replay(launches)], rounds)
+        has_goal = what != "build" or requests == GOAL_SIZE
+        yield Figure(what, kind, counts, measured, bare, len(launches), goal if has_goal else None)
+    step.runtime.close()
+
+
+def run(sizes: Sequence[int], rounds: int) -> list[Figure]:
+    figures = []
+    print(f"{'':18}{'batch':>12} {'B':>5} {'us':>8} {'launches':>9} {'of them':>8} {'over':>7} {'goal':>6}")
+    for kind in BATCHES:
+        for requests in sizes:
+            for figure in measure(kind, requests, rounds):
+                figures.append(figure)
+                found = figure.measured if figure.what == "build" else figure.over
+                goal = "" if figure.goal is None else f"{figure.goal:.0f}"
+                missed = "  missed" if figure.goal is not None and found > figure.goal else ""
+                print(
+                    f"{figure.what:18}{kind:>12} {figure.requests:>5} {figure.measured:8.1f}"
+                    f" {figure.launches:9.1f} {figure.num_launches:>8} {figure.over:7.1f} {goal:>6}{missed}"
+                )
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--quick", action="store_true", help=f"only {GOAL_SIZE} requests, fewer rounds")
+    chosen = parser.parse_args()
+    sizes, rounds = ((GOAL_SIZE,), 25) if chosen.quick else ((1, 16, GOAL_SIZE), 101)
+    device = torch.cuda.get_device_name() if ON_GPU else "none: kernels do nothing"
+    print(f"{device}, triton {importlib.metadata.version('triton')}, torch {torch.__version__}")
+    print(f"goals: build at most {GOAL_BUILD:.0f} us; calls at most {GOAL_CALL:.0f} us over their launches")
+    with contextlib.nullcontext() if ON_GPU else kernels(lambda *_: None):
+        figures = run(sizes, rounds)
+    if chosen.json:
+        data = {
+            "date": dt.datetime.now(dt.UTC).date().isoformat(),
+            "device": device,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "attnplug": importlib.metadata.version("attnplug"),
+            "torch": torch.__version__,
+            "triton": importlib.metadata.version("triton"),
+            "unit": "us",
+            "figures": [{**dataclasses.asdict(figure), "over": figure.over} for figure in figures],
+        }
+        chosen.json.write_text(json.dumps(data, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
