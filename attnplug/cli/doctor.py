@@ -18,8 +18,11 @@ from typing import Annotated, Any
 
 import typer
 
+from attnplug.backends.libraries import LIBRARY_RULES
 from attnplug.cli.arguments import AsJson
+from attnplug.cli.kernel_libraries import LibraryState, library_states
 from attnplug.cli.output import console, print_json, table
+from attnplug.core.device import Device
 from attnplug.core.errors import UnknownBackendError
 
 __all__ = ["doctor"]
@@ -48,8 +51,22 @@ def doctor(
     Exit code 1 where anything failed.
     """
     findings = _examine(backends or [], timeout)
+    look = _run(None, None, timeout)
+    device, used = None, look.facts.get("used", {})
+    if "device" in look.facts:
+        device = Device.from_dict(look.facts["device"])
+    else:
+        findings.append(Finding("current device", "failed", str(look.failure)))
+    libraries = library_states(device, _with_library(backends or []))
     if as_json:
-        print_json({"environment": _environment(), "findings": [dataclasses.asdict(f) for f in findings]})
+        report = {
+            "environment": _environment(),
+            "device": None if device is None else device.to_dict(),
+            "findings": [dataclasses.asdict(f) for f in findings],
+            "libraries": [dataclasses.asdict(state) for state in libraries],
+            "used": used,
+        }
+        print_json(report)
     else:
         out = console()
         out.print(", ".join(f"{name} {found}" for name, found in _environment().items()), end="\n\n")
@@ -57,7 +74,35 @@ def doctor(
         for finding in findings:
             shown.add_row(finding.what, finding.state, finding.detail)
         out.print(shown)
+        _print_libraries(libraries, device, used)
     raise typer.Exit(int(any(finding.state == "failed" for finding in findings)))
+
+
+def _print_libraries(
+    libraries: Sequence[LibraryState], device: Device | None, used: dict[str, str | None]
+) -> None:
+    if not libraries:
+        return
+    out = console()
+    out.print()
+    shown = table(("kernel library", "version", "state", "detail"), fixed=("state",))
+    for each in libraries:
+        lines = [each.detail]
+        lines += [f"at first use it compiles {each.compiles}"] if each.compiles else []
+        lines += [f"to do: {each.remedy}"] if each.remedy else []
+        shown.add_row(each.library, each.version or "-", each.state, "\n".join(lines))
+    out.print(shown)
+    if device is not None and used:
+        phases = ", ".join(f"{phase} by {name or 'nobody'}" for phase, name in used.items())
+        out.print(
+            f"\nOn {device.name or device}, a layer of 32 heads over 8 of size 128 in bfloat16: {phases}"
+        )
+
+
+def _with_library(wanted: Sequence[str]) -> list[str]:
+    """The backends with a kernel library that are named, families by their members; all without a name."""
+    names = dict.fromkeys(rule.backend for rule in LIBRARY_RULES)
+    return [name for name in names if not wanted or any(f"{name}_".startswith(f"{each}_") for each in wanted)]
 
 
 def _environment() -> dict[str, str]:
@@ -134,14 +179,16 @@ class Look:
     failure: str | None
 
 
-def _run(plugin: str, backend: str | None, timeout: float) -> Look:
+def _run(plugin: str | None, backend: str | None, timeout: float) -> Look:
+    """Load a plugin in a child, or open a backend's doors; without a plugin, ask for the device."""
     with tempfile.TemporaryDirectory(prefix="attnplug-doctor-") as folder:
         report, log = Path(folder, "report"), Path(folder, "log")
-        command = [sys.executable, "-m", "attnplug.cli.probe", str(report), plugin]
+        command = [sys.executable, "-m", "attnplug.cli.probe", str(report)]
+        command += [each for each in (plugin, backend) if each is not None]
         # A file, not a pipe: a grandchild that outlives its parent would hold a pipe open.
         with log.open("wb") as output:
             child = subprocess.Popen(  # noqa: S603  (our own interpreter on our own module)
-                command + ([backend] if backend else []),
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

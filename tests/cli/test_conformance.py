@@ -230,7 +230,10 @@ def test_bad_usage_exits_with_2_and_says_what_is_meant(command, no_workers, args
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("TROCH",), "NAME='TROCH' is no backend; loaded are TORCH, TRITON; did you mean TORCH or TRITON?"),
+        (
+            ("TROCH",),
+            "NAME='TROCH' is no backend; loaded are FLASHINFER, FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, TORCH, TRITON; did you mean TORCH or TRITON?",
+        ),
         (("TORCH", "--device", "sm35"), "TORCH does not run here on sm35: this machine has no sm35"),
     ],
 )

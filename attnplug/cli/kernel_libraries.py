@@ -1,0 +1,112 @@
+"""What `attnplug doctor` says of the kernel libraries: installed, for this GPU, used, compiled, broken."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from attnplug.backends.libraries import LIBRARY_RULES, LibraryRule, rules_of
+from attnplug.backends.library_imports import problem_of
+
+if TYPE_CHECKING:
+    from attnplug.core.device import Device
+
+__all__ = ["LibraryState", "library_states", "used_by_phase"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LibraryState:
+    """One line of the report.
+
+    Args:
+        library: the name people use.
+        version: what is installed; None where nothing is.
+        backend: the backend that calls it.
+        state: "ok", "missing", "refused" (this version, or this GPU) or "broken".
+        detail: what it is used for, or what is wrong.
+        compiles: what is compiled at first use, where it is ok.
+        remedy: what to do, where anything can be done.
+    """
+
+    library: str
+    version: str | None
+    backend: str
+    state: str
+    detail: str
+    compiles: str | None = None
+    remedy: str | None = None
+
+
+def library_states(device: Device | None, backends: Collection[str] | None = None) -> list[LibraryState]:
+    """The state of each kernel library on a device, in the order of the table; nothing is imported.
+
+    Args:
+        device: the device; None where it is not known, and no GPU is a reason to refuse.
+        backends: only the libraries of these; None for all.
+    """
+    names = dict.fromkeys(rule.backend for rule in LIBRARY_RULES)
+    return [_state(name, device) for name in names if backends is None or name in backends]
+
+
+def used_by_phase(device: Device, states: Sequence[LibraryState]) -> dict[str, str | None]:
+    """The backend that would serve a plain layer in each phase: the first that nothing speaks against."""
+    from attnplug.core.spec import LayerSpec, Phase
+    from attnplug.registry.default import explain
+
+    layer = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+    broken = {state.backend for state in states if state.state == "broken"}
+    used: dict[str, str | None] = {}
+    for phase in (Phase.PREFILL, Phase.DECODE):
+        standing = [each for each in explain(layer, device, phase).candidates if each.refused_at is None]
+        used[str(phase)] = next((each.name for each in standing if each.name not in broken), None)
+    return used
+
+
+def _state(backend: str, device: Device | None) -> LibraryState:
+    rules = rules_of(backend)
+    main = next(rule for rule in rules if rule.serves)
+    install = f"pip install '{main.distribution}{main.versions}'"
+    try:
+        version = importlib.metadata.version(main.distribution)
+    except importlib.metadata.PackageNotFoundError:
+        refused = _refused_here(rules, device)
+        if refused is not None:
+            return LibraryState(main.library, None, backend, "missing", refused)
+        return LibraryState(main.library, None, backend, "missing", main.what, remedy=install)
+    known = [rule for rule in rules if rule.covers_version(version)]
+    served = [rule for rule in known if rule.serves]
+    if not served:
+        rule = known[0] if known else main
+        detail = f"this version: {rule.what}" if known else f"this version is not one of {main.versions}"
+        return LibraryState(main.library, version, backend, "refused", detail, remedy=rule.remedy or install)
+    refused = _refused_here(known, device)
+    if refused is not None:
+        return LibraryState(
+            main.library, version, backend, "refused", refused, remedy=_elsewhere(known, device)
+        )
+    problem = problem_of(main)
+    if problem is not None:
+        what, _, remedy = problem.rpartition("; ")
+        return LibraryState(main.library, version, backend, "broken", what, remedy=remedy)
+    return LibraryState(main.library, version, backend, "ok", served[0].what, served[0].compiles)
+
+
+def _refused_here(rules: Sequence[LibraryRule], device: Device | None) -> str | None:
+    """Why no version meant serves the device, where none does."""
+    if device is None or (device.type == "cuda" and device.capability is None):
+        return None
+    if device.type != "cuda" or device.capability is None:
+        return f"not for {device}: it needs an NVIDIA GPU"
+    here = [rule for rule in rules if rule.covers_capability(device.capability)]
+    if any(rule.serves for rule in here):
+        return None
+    return f"not for {device}: {here[0].what if here else 'its kernels are made for other GPUs'}"
+
+
+def _elsewhere(rules: Sequence[LibraryRule], device: Device | None) -> str | None:
+    if device is None or device.capability is None:
+        return None
+    capability = device.capability
+    return next((rule.remedy for rule in rules if rule.remedy and rule.covers_capability(capability)), None)

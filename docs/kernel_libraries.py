@@ -1,0 +1,58 @@
+"""Writes the page of kernel libraries from the table in the code: `python docs/kernel_libraries.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attnplug.backends.libraries import LIBRARY_RULES, LibraryRule
+
+PAGE = Path(__file__).parent / "reference" / "kernel-libraries.md"
+
+INTRODUCTION = """# Kernel libraries
+
+Which versions of which library serve what on which NVIDIA GPUs. `attnplug doctor` says which of these are installed here,
+and what is broken. Generations of FlashAttention share a package folder, so a library counts as installed only where the
+file that would be imported is the one that its distribution has installed. This page is written by
+`docs/kernel_libraries.py` from `attnplug/backends/libraries.py`, which the backends read too.
+"""
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    served = [rule for rule in LIBRARY_RULES if rule.serves]
+    refused = [rule for rule in LIBRARY_RULES if not rule.serves]
+    parts = [INTRODUCTION, "\n## Served\n\n"]
+    parts.append(
+        "| backend | library | install | compute capability | what it does | compiled at first use |\n"
+    )
+    parts.append("|---|---|---|---|---|---|\n")
+    for rule in served:
+        install = f"`{rule.distribution}{rule.versions}`"
+        cells = (
+            f"`{rule.backend}`",
+            rule.library,
+            install,
+            _words(rule),
+            rule.what,
+            rule.compiles or "nothing",
+        )
+        parts.append(_row(cells))
+    parts.append(
+        "\n## Refused\n\n| library | versions | compute capability | why | instead |\n|---|---|---|---|---|\n"
+    )
+    for rule in refused:
+        cells = (rule.library, f"`{rule.versions}`", _words(rule), rule.what, f"`{rule.remedy}`")
+        parts.append(_row(cells))
+    return "".join(parts)
+
+
+def _words(rule: LibraryRule) -> str:
+    return " and ".join(f"`{part}`" for part in rule.capabilities.split(","))
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
