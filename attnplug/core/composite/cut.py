@@ -39,7 +39,7 @@ def cut_step(common: CommonAttentionMetadata, threshold: int, is_cross: bool) ->
     reqs, rest, tokens, rest_tokens = split_decodes_and_prefills(common, threshold)
     if not rest:
         return Cut(reqs, tokens, common, None)
-    if not tokens:  # requests without new tokens go where the others go
+    if not reqs:
         return Cut(0, 0, None, common)
     end = common.num_reqs
     start_locs, start_locs_cpu = common.query_start_loc, common.query_start_loc_cpu
@@ -47,20 +47,6 @@ def cut_step(common: CommonAttentionMetadata, threshold: int, is_cross: bool) ->
     if not is_cross:
         slots = slots[0][:tokens], slots[0][tokens : tokens + rest_tokens]
     first, second = _optional(common, reqs)
-    decode = CommonAttentionMetadata(
-        start_locs[: reqs + 1],
-        start_locs_cpu[: reqs + 1],
-        common.seq_lens[:reqs],
-        reqs,
-        tokens,
-        1 if threshold == 1 else int(start_locs_cpu[: reqs + 1].diff().max()),
-        _longest(first, common),
-        common.block_table_tensor[:reqs],
-        slots[0],
-        common.causal,
-        seq_lens_host_exact=common.seq_lens_host_exact,
-        **first,
-    )
     prefill = CommonAttentionMetadata(
         start_locs[reqs : end + 1] - tokens,
         start_locs_cpu[reqs:] - tokens,
@@ -74,6 +60,22 @@ def cut_step(common: CommonAttentionMetadata, threshold: int, is_cross: bool) ->
         common.causal,
         seq_lens_host_exact=common.seq_lens_host_exact,
         **second,
+    )
+    if not tokens:  # requests without new tokens are no work
+        return Cut(reqs, 0, None, prefill)
+    decode = CommonAttentionMetadata(
+        start_locs[: reqs + 1],
+        start_locs_cpu[: reqs + 1],
+        common.seq_lens[:reqs],
+        reqs,
+        tokens,
+        1 if threshold == 1 else int(start_locs_cpu[: reqs + 1].diff().max()),
+        _longest(first, common),
+        common.block_table_tensor[:reqs],
+        slots[0],
+        common.causal,
+        seq_lens_host_exact=common.seq_lens_host_exact,
+        **first,
     )
     return Cut(reqs, tokens, decode, prefill)
 

@@ -71,7 +71,7 @@ def _check_combination(target: Target) -> None:
             raise ConformanceError(
                 f"supports_combination for a layer with {what} gave {why!r}; it must give None or a sentence"
             )
-        if why and not reasons_for(target, spec, f"a layer with {what}"):
+        if why and not reasons_for(target, spec, f"a layer with {what}", phase=target.phase):
             raise ConformanceError(
                 f"a layer with {what} is accepted, though supports_combination says: {why}"
             )
@@ -81,7 +81,7 @@ def _check_kept(target: Target) -> None:
     keys: set[Hashable] = set()
     tried = 0
     for what, spec in grid(target).items():
-        if reasons_for(target, spec, f"a layer with {what}"):
+        if reasons_for(target, spec, f"a layer with {what}", phase=target.phase):
             continue
         tried += 1
         try:

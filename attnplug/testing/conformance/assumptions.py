@@ -16,6 +16,7 @@ from attnplug.core.errors import BatchError
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.testing.conformance.check import Check, ConformanceError
 from attnplug.testing.conformance.driving import Build, Driver
+from attnplug.testing.conformance.phases import of_phase
 from attnplug.testing.conformance.steps import Make, decodes, kinds, layer_of_kind, mixed, step_of
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.conformance.verdicts import Misread, during, judge, with_lengths
@@ -74,10 +75,14 @@ def _same(one: Any, other: Any) -> bool:
 def _check_host_lengths(target: Target, kind: str, form: str) -> None:
     spec = layer_of_kind(target, kind)
     size = target.block_size(spec)
-    for lengths in (mixed(size), decodes(size)):
+    for each in (mixed(size), decodes(size)):
+        lengths = of_phase(target.phase, *each)
         for more in (0, size):
             _check_host_form(
-                target, step_of(target, spec, lengths), form, _page_ends(lengths[1], size) + more
+                target,
+                step_of(target, spec, (lengths[0], lengths[1])),
+                form,
+                _page_ends(lengths[1], size) + more,
             )
 
 

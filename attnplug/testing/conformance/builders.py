@@ -16,6 +16,7 @@ from attnplug.core.metadata import (
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, ConformanceError
 from attnplug.testing.conformance.driving import Driver
+from attnplug.testing.conformance.phases import in_phase
 from attnplug.testing.conformance.steps import decodes, kinds, layer_of_kind, mixed, step_of
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.conformance.verdicts import Misread, check_slots, during, judge, with_lengths
@@ -117,7 +118,7 @@ def _check_capture(target: Target, kind: str) -> None:
         raise ConformanceError(f"get_cudagraph_support gave {levels[0].name}, then {levels[1].name}")
     asked = (AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, 1), (AttentionCGSupport.UNIFORM_BATCH, 3)
     for level, new in asked:
-        if levels[0] < level:
+        if levels[0] < level or (target.phase is not None and not in_phase(target.phase, [new])):
             continue
         common = step_of(target, spec, decodes(size, 2, new))().common
         # As a graph is captured: no length is known, only the longest.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -137,13 +138,8 @@ def _check_clamped(target: Target, name: str) -> None:
 def _batch(target: Target, name: str, **scales: float) -> Batch:
     spec = target.spec(kv_cache_dtype=name)
     size = target.block_size(spec)
-    return target.batch(
-        spec,
-        [1, 5, size + 3],
-        [size, size + 9, size + 3],
-        padding=3,
-        **scales if spec.has_quantized_kv_cache else {},
-    )
+    options: dict[str, Any] = dict(scales) if spec.has_quantized_kv_cache else {}
+    return target.batch(spec, [1, 5, size + 3], [size, size + 9, size + 3], padding=3, **options)
 
 
 def _rows(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,7 @@ def _check_parts(target: Target, count: int, has_sinks: bool, short: bool = Fals
     spec = _layer(target, has_sinks)
     size = target.block_size(spec)
     seq_lens = [4 * size + 1, 3 * size, 5 * size - 1] + ([1, size] if short else [])
-    whole = target.batch(spec, [1] * len(seq_lens), seq_lens)
+    whole = target.batch(spec, [1] * len(seq_lens), seq_lens, exact=True)
     pages = [-(-length // size) for length in seq_lens]
     parts = []
     for index in range(count):
@@ -80,9 +80,9 @@ def _check_context(target: Target, has_sinks: bool) -> None:
     refused = target.reasons(free)
     if refused:
         raise CheckSkipped(f"{target.name} serves no such layer without causality: {'; '.join(refused)}")
-    context, new = [2 * size, size, 3 * size, 0], [3, 1, 5, 4]
+    context, new = [2 * size, 3 * size, 0, size], [3, 5, 4, 1]
     lengths = [old + more for old, more in zip(context, new, strict=True)]
-    whole = target.batch(spec, new, lengths)
+    whole = target.batch(spec, new, lengths, exact=True)
     older = _part(whole, [(0, old) for old in context], free, size)
     newer = _part(whole, list(zip(context, lengths, strict=True)), spec, size)
     _merge(target, whole, [older, newer])

@@ -79,8 +79,11 @@ def expect_refused(
     device: Device | None = None,
     phase: Phase | None = None,
 ) -> None:
-    """ConformanceError unless `spec`, which asks for `what`, is refused with one of `codes`."""
-    reasons = reasons_for(target, spec, what, device, phase)
+    """ConformanceError unless `spec`, which asks for `what`, is refused with one of `codes`.
+
+    Without a `phase` a backend of one is asked about that: the other it refuses whatever the layer.
+    """
+    reasons = reasons_for(target, spec, what, device, target.phase if phase is None else phase)
     if not reasons:
         raise ConformanceError(f"{what} is accepted, though it is not declared: it would be ignored")
     if not any(reason.code in codes for reason in reasons):

@@ -10,11 +10,13 @@ import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.core.features import Feature
+from attnplug.core.spec import Phase
 from attnplug.registry.containment import attempt
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import Check, ConformanceError
+from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.driving import Answer
 from attnplug.testing.conformance.guarded import GuardedCache, slots_of
+from attnplug.testing.conformance.phases import in_phase, of_phase
 from attnplug.testing.conformance.single_layer import SingleLayer, blank, matches_oracle
 from attnplug.testing.conformance.situations import PAGED, only, situations, step
 from attnplug.testing.conformance.steps import decodes, kinds, layer_of_kind, mixed, step_of
@@ -49,6 +51,8 @@ def _check_alone(target: Target, situation: str) -> None:
     for index in range(len(make().seq_lens)):
         batch = only(make(), [index])
         new = batch.common.num_actual_tokens
+        if not in_phase(target.phase, [new]):
+            continue
         what = f"request {index} of the batch alone, with {new} new tokens of {batch.seq_lens[0]}"
         matches_oracle(batch, SingleLayer.of(target, batch).forward(batch, what=what), what)
 
@@ -62,6 +66,8 @@ def _check_order(target: Target, situation: str) -> None:
     for order in (list(range(len(lens)))[::-1], [2, 0, 3, 1]):
         if threshold is not None:
             order.sort(key=lambda index: lens[index] > threshold)
+        if target.phase is Phase.PREFILL:
+            order.sort(key=lambda index: lens[index] <= 1)
         batch, what = only(make(), order), f"with the requests in the order {order}"
         matches_oracle(batch, parts.forward(batch, what=what), what)
 
@@ -75,12 +81,16 @@ def _check_idle(target: Target, situation: str) -> None:
         ([0, 0], [size, 2 * size + 1]),
         ([0], [0]),
     ):
+        if not in_phase(target.phase, of_phase(target.phase, new, all_tokens)[0]):
+            continue  # a step without new tokens is no prefill
         batch = target.batch(spec, new, all_tokens, padding=2)
         what = f"with requests of {new} new tokens"
         matches_oracle(batch, SingleLayer.of(target, batch).forward(batch, what=what), what)
 
 
 def _check_nobody(target: Target, situation: str) -> None:
+    if target.phase is Phase.PREFILL:
+        raise CheckSkipped(f"{target.name} serves prefill only, and a step without requests is none")
     whole = step(target, situation)()
     guarded = GuardedCache.of(target.backend, whole)
     empty = only(guarded.batch, [])
@@ -104,7 +114,7 @@ def _check_state(target: Target, situation: str) -> None:
     # As many requests each time, so that what is kept by their number is found out.
     steps = [own(size), other(size, size), own(size, size + 5), own(size)]
     makes = [step_of(target, spec, lengths, seed) for seed, lengths in enumerate(steps)]
-    makes.append(lambda: only(makes[2](), [1]))
+    makes.append(lambda: only(makes[2](), [0 if target.phase is Phase.PREFILL else 1]))
     parts = SingleLayer.of(target, makes[0]())
     for number, make in enumerate(makes, 1):
         batch = make()
@@ -116,9 +126,10 @@ def _check_pieces(target: Target, kind: str) -> None:
     spec = layer_of_kind(target, kind)
     size = target.block_size(spec)
     total = 3 * size + 5
-    whole = target.batch(spec, [total], [total])
+    whole = target.batch(spec, [total], [total], exact=True)
     parts = SingleLayer.of(target, whole)
-    ends = (size - 1, size, 2 * size + 3, total)
+    # A second piece of one token, unless that is a decode which the backend does not serve.
+    ends = (size - 1, size + (2 if target.phase else 0), 2 * size + 3, total)
     what = f"prefilling {total} tokens in pieces that end at {', '.join(map(str, ends))}"
     pieces = (_piece(whole, start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True))
     outputs = [parts.forward(piece, what=what).output for piece in pieces]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from attnplug.core.spec import LayerSpec
 from attnplug.testing.comparison import assert_close, tolerance
-from attnplug.testing.conformance.check import Check, ConformanceError, Level
+from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, Level
 from attnplug.testing.conformance.serving import Call, Served
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.conformance.verdicts import during
@@ -35,8 +35,11 @@ def model_of(target: Target) -> tuple[dict[str, LayerSpec], dict[str, str]]:
     """Layers of the kinds that the backend serves, of which one reads another's pages, and which that is.
 
     Raises:
-        CheckSkipped: it serves no plain layer.
+        CheckSkipped: it serves no plain layer, or one phase only.
     """
+    if target.phase is not None:
+        why = "the steps of a model have both; check it as a half of PREFILL+DECODE"
+        raise CheckSkipped(f"{target.name} serves {target.phase} only: {why}")
     full = target.spec()
     wanted: Mapping[str, Mapping[str, object]] = {
         "window": {"window": (19, 0)},

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.core.spec import AttentionType, LayerSpec, Phase
 
-__all__ = ["SHAPES", "lengths"]
+__all__ = ["SHAPES", "lengths", "shapes_of"]
 
 SHAPES = ("decode", "prefill", "extend", "mixed", "speculative", "one", "alike", "idle")
 """Kinds of batches: `one` is a single decode, `alike` has requests of one length, whose pages could be
 mistaken for each other, `idle` has requests without new tokens, and a query with nothing to see."""
+
+_OF_PHASE: dict[Phase | None, tuple[str, ...]] = {
+    None: SHAPES,
+    Phase.DECODE: ("decode", "one", "alike", "idle"),
+    Phase.PREFILL: ("mixed", "prefill", "extend", "speculative", "alike", "idle"),
+}
+
+
+def shapes_of(phase: Phase | None) -> tuple[str, ...]:
+    """The kinds of batches that differ where a backend serves one phase; all for None."""
+    return _OF_PHASE[phase]
+
 
 _LONGEST = 300
 _TILE = 128

@@ -12,9 +12,10 @@ from attnplug.core.device import Device
 from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name
 from attnplug.core.errors import SpecError
 from attnplug.core.reasons import Reason
-from attnplug.core.spec import LayerSpec
+from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.testing.batches import Batch, direct_batch, paged_batch
 from attnplug.testing.conformance.check import CheckSkipped, Level
+from attnplug.testing.conformance.phases import in_phase, of_phase, only_phase
 
 __all__ = ["Target", "canonical"]
 
@@ -80,9 +81,14 @@ class Target:
             dict.fromkeys([self.backend.get_preferred_block_size(), *canonical(allowed, _BLOCK_SIZES)])
         )
 
+    @property
+    def phase(self) -> Phase | None:
+        """The one phase that it serves, and is asked about; None for both."""
+        return only_phase(self.backend)
+
     def reasons(self, spec: LayerSpec) -> list[Reason]:
-        """Why it does not serve `spec`; empty where it does."""
-        return self.backend.validate_configuration(spec, self.device)
+        """Why it does not serve `spec`, in its phase where it has but one; empty where it does."""
+        return self.backend.validate_configuration(spec, self.device, self.phase)
 
     def spec(self, **fields: Any) -> LayerSpec:
         """A small layer that it serves: 4 heads over 2, its plainest head size and dtype, with `fields` set.
@@ -119,12 +125,42 @@ class Target:
         return spec.block_size or self.backend.get_preferred_block_size(spec, self.device)
 
     def batch(
-        self, spec: LayerSpec, query_lens: Sequence[int], seq_lens: Sequence[int], **options: Any
+        self,
+        spec: LayerSpec,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        *,
+        exact: bool = False,
+        **options: Any,
     ) -> Batch:
         """A batch for `spec` on this device: pages as the backend has them, or K and V with the call.
 
-        The options are those of `paged_batch` and `direct_batch`.
+        Of a backend of one phase it is made one of that phase, as `of_phase` says.
+
+        Args:
+            spec: the layer.
+            query_lens: new tokens of each request.
+            seq_lens: all tokens of each request.
+            exact: whether the check needs these very lengths.
+            options: those of `paged_batch` and `direct_batch`.
+
+        Raises:
+            CheckSkipped: no such step is of the one phase that the backend serves.
         """
+        if self.phase is not None:
+            held = [options["key_lens"]] if options.get("key_lens") is not None else []
+            new, tokens, *held = of_phase(self.phase, query_lens, seq_lens, *held)
+            changed = new != list(query_lens) or tokens != list(seq_lens)
+            # An encoder computes all its tokens at once.
+            torn = spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY) and new != tokens
+            if not in_phase(self.phase, new) or (exact and changed) or torn:
+                what = f"{self.name} serves {self.phase} only"
+                raise CheckSkipped(
+                    f"{what}: not asked for queries of {', '.join(map(str, query_lens))} tokens"
+                )
+            query_lens, seq_lens = new, tokens
+            if held:
+                options["key_lens"] = held[0]
         if spec.direct_kv:
             for name in ("block_size", "layout", "drop_window"):
                 options.pop(name, None)
