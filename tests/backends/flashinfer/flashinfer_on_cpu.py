@@ -25,6 +25,7 @@ class Fa3Options(Options):
 class FlashInferOnCpu(FlashInferBackend):
     """Imports nothing of the library before a builder is made."""
 
+    requires: ClassVar[Sequence[str | tuple[str, ...]]] = ()
     device_types: ClassVar[Sequence[str]] = ("cpu",)
 
     @classmethod

@@ -15,6 +15,7 @@ def test_fa2(check):
     check()
 
 
+@pytest.mark.slow
 @parametrize_with_checks(FlashInferFa3OnCpu, device="cpu")
 def test_fa3(check):
     check()
