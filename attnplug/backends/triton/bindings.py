@@ -12,7 +12,14 @@ import triton.language as tl
 from attnplug.backends.impl import Pages
 from attnplug.backends.triton.kernels.decode import decode_kernel, merge_kernel
 from attnplug.backends.triton.kernels.prefill import prefill_kernel
-from attnplug.backends.triton.launch import PrefillLaunch, decode_launch, merging, prefill_launch, tile_side
+from attnplug.backends.triton.launch import (
+    PrefillLaunch,
+    decode_launch,
+    merging,
+    partial_sums,
+    prefill_launch,
+    tile_side,
+)
 from attnplug.backends.triton.reach import switches
 from attnplug.backends.triton.workspace import SplitPlan
 from attnplug.core.impl import LayerTensors
@@ -128,7 +135,7 @@ class BoundLayer:
     def prefill(self, k: torch.Tensor, v: torch.Tensor, stride_table: int, longest: int) -> Prefill:
         """For requests of at most `longest` queries over pages; over keys and values given where they have three dimensions."""
         paged = k.dim() == 4
-        launch = _prefill_launch(self._widest, self._itemsize, longest * self._group, paged)
+        launch = _prefill_launch(self._widest, self._itemsize, longest * self._group)
         key = k.stride(), v.stride(), k.shape[1] if paged else 1, stride_table, launch
         if key != self._prefill_key:
             self._prefill = self._bind_prefill(paged, *key)
@@ -143,17 +150,20 @@ class BoundLayer:
         block_m = min(tile_side(rows), 64)
         row_blocks = -(-rows // block_m)
         each = spec.num_kv_heads * row_blocks
-        launch = decode_launch(self._widest, self._itemsize, reqs * each, multiprocessors)
+        itemsize = pages.k.dtype.itemsize
+        launch = decode_launch(self._widest, itemsize, rows, reqs * each, multiprocessors)
         target = max(multiprocessors * launch.waves // each, 1)
         merge = merging(rows, reqs * each, multiprocessors)
         values = {
             **self._values,
             **_strides(pages.k.stride(), pages.v.stride()),
+            **_paired(pages.v),
             "BLOCK_SIZE": pages.k.shape[1],
             "max_rows": rows,
             "stride_table": stride_table,
             "BLOCK_M": block_m,
             "BLOCK_N": launch.block_n,
+            "SUMS": partial_sums(launch.block_n, block_m, launch.num_warps),
             "MERGE": merge,
         }
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
@@ -193,6 +203,7 @@ class BoundLayer:
             "BLOCK_SIZE": block_size,
             "BLOCK_M": block_m,
             "BLOCK_N": launch.block_n,
+            "SUMS": partial_sums(launch.block_n, block_m, launch.num_warps),
         }
         kernel = BoundKernel(_PREFILL, 13, values, num_warps=launch.num_warps, num_stages=launch.num_stages)
         return Prefill(kernel, block_m // self._group)
@@ -208,6 +219,23 @@ def _strides(k: tuple[int, ...], v: tuple[int, ...]) -> dict[str, int]:
         "stride_kb": kb,
         "stride_kt": kt,
         "stride_kh": kh,
+        "stride_vb": vb,
+        "stride_vt": vt,
+        "stride_vh": vh,
+        "ALIKE": (kb, kt) == (vb, vt),
+    }
+
+
+def _paired(v: torch.Tensor) -> dict[str, Any]:
+    """Whether decodes read values of 8 bits two by two, and the strides of pairs: where all places are even."""
+    if v.dtype.itemsize > 1 or v.data_ptr() % 2 or any(stride % 2 for stride in v.stride()[:3]):
+        return {"PAIRS": False, "PTX": False}
+    nvidia = v.is_cuda and torch.version.hip is None
+    vb, vt, vh, _ = (stride // 2 for stride in v.stride())
+    return {
+        "PAIRS": True,
+        "PTX": nvidia and torch.cuda.get_device_capability(v.device) >= (8, 9),
+        "ALIKE": False,
         "stride_vb": vb,
         "stride_vt": vt,
         "stride_vh": vh,

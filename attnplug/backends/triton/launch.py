@@ -11,6 +11,7 @@ __all__ = [
     "PrefillLaunch",
     "decode_launch",
     "merging",
+    "partial_sums",
     "prefill_launch",
     "tile_side",
 ]
@@ -63,24 +64,38 @@ def tile_side(size: int) -> int:
     return max(power_of_two(size), 16)
 
 
-def decode_launch(head_size: int, itemsize: int, programs: int, multiprocessors: int) -> DecodeLaunch:
-    """For heads of `head_size` (the larger of K and V), computed in elements of `itemsize` bytes.
+def partial_sums(block_n: int, block_m: int, num_warps: int) -> int:
+    """Partial sums of weights that a row keeps, so that its sum is taken without asking other threads.
+
+    A row's weights lie in four threads of as many warps as stand side by side, two in each.
+    """
+    return min(8 * max(num_warps * 16 // block_m, 1), block_n)
+
+
+def decode_launch(
+    head_size: int, itemsize: int, rows: int, programs: int, multiprocessors: int
+) -> DecodeLaunch:
+    """For heads of `head_size` (the larger of K and V), stored in elements of `itemsize` bytes.
 
     Args:
         head_size: elements of a head.
-        itemsize: bytes of an element.
+        itemsize: bytes of a stored element.
+        rows: queries of the longest request times heads of a group.
         programs: those that there are without splitting: requests, KV heads and blocks of rows.
         multiprocessors: of the GPU.
     """
-    few, many = _DECODE[_wide(head_size, itemsize)]
-    return many if programs >= 2 * multiprocessors else few
+    table = _DECODE_8_BIT if itemsize == 1 else _DECODE
+    few, few_wide, many = table[_wide(head_size, max(itemsize, 2))]
+    if programs >= 2 * multiprocessors:
+        return many
+    return few if rows <= 4 else few_wide
 
 
-def prefill_launch(head_size: int, itemsize: int, rows: int, paged: bool) -> PrefillLaunch:
+def prefill_launch(head_size: int, itemsize: int, rows: int) -> PrefillLaunch:
     """For tiles of at most `rows` rows: queries of the longest request times heads of a group."""
     wide = _wide(head_size, itemsize)
     if rows > 64 or wide > 512:
-        launch = (_PREFILL_PAGED if paged else _PREFILL)[wide]
+        launch = _PREFILL[wide]
         return dataclasses.replace(launch, block_m=min(launch.block_m, tile_side(rows)))
     return PrefillLaunch(tile_side(rows), 64 if wide <= 256 else 32, 4, 2)
 
@@ -91,22 +106,33 @@ def _wide(head_size: int, itemsize: int) -> int:
 
 
 # Measured on an H200 by benchmarks/tune_triton.py: 128 bytes are heads of 64 in bfloat16, 256 of 128, 512 of
-# 256; float32 heads of 256 are guarded against running out of shared memory.
+# 256; float32 heads of 256 are guarded against running out of shared memory. Of decodes: where there are few
+# programs, with at most 4 rows and with more; where there are many.
+_FLOAT32 = (DecodeLaunch(32, 4, 2, 2, 256),) * 3
 _DECODE = {
-    128: (DecodeLaunch(128, 8, 2, 2, 256), DecodeLaunch(128, 4, 2, 2, 128)),
-    256: (DecodeLaunch(128, 4, 3, 2, 128), DecodeLaunch(64, 8, 2, 1, 512, 64)),
-    512: (DecodeLaunch(64, 8, 2, 2, 256), DecodeLaunch(32, 4, 2, 2, 512)),
-    1024: (DecodeLaunch(32, 4, 2, 2, 256), DecodeLaunch(32, 4, 2, 2, 256)),
+    128: (
+        DecodeLaunch(64, 4, 3, 2, 128, 168),
+        DecodeLaunch(64, 4, 3, 2, 128, 168),
+        DecodeLaunch(64, 4, 3, 1, 128, 128),
+    ),
+    256: (
+        DecodeLaunch(128, 4, 3, 1, 128),
+        DecodeLaunch(64, 4, 3, 2, 128, 255),
+        DecodeLaunch(64, 4, 2, 1, 128, 128),
+    ),
+    512: (DecodeLaunch(64, 4, 3, 1, 128), DecodeLaunch(64, 4, 3, 1, 128), DecodeLaunch(64, 4, 2, 1, 128)),
+    1024: _FLOAT32,
 }
-_PREFILL_PAGED = {
-    128: PrefillLaunch(64, 64, 4, 2),
-    256: PrefillLaunch(256, 64, 8, 3),
-    512: PrefillLaunch(128, 64, 8, 2),
-    1024: PrefillLaunch(32, 16, 4, 1),
+_FEW_8_BIT = DecodeLaunch(64, 4, 3, 2, 128, 128)
+_DECODE_8_BIT = {
+    128: (_FEW_8_BIT, _FEW_8_BIT, DecodeLaunch(128, 4, 3, 1, 128, 255)),
+    256: (_FEW_8_BIT, _FEW_8_BIT, DecodeLaunch(128, 4, 3, 1, 128, 255)),
+    512: (DecodeLaunch(64, 4, 3, 1, 128), DecodeLaunch(64, 4, 3, 1, 128), DecodeLaunch(64, 4, 2, 1, 128)),
+    1024: _FLOAT32,
 }
 _PREFILL = {
     128: PrefillLaunch(128, 64, 8, 3),
-    256: PrefillLaunch(256, 64, 8, 3),
-    512: PrefillLaunch(128, 64, 8, 2),
+    256: PrefillLaunch(128, 64, 8, 3),
+    512: PrefillLaunch(128, 32, 8, 3),
     1024: PrefillLaunch(32, 16, 4, 1),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from attnplug.backends.triton.builder import TritonMetadata
-from attnplug.backends.triton.launch import decode_launch, merging, prefill_launch, tile_side
+from attnplug.backends.triton.launch import decode_launch, merging, partial_sums, prefill_launch, tile_side
 from attnplug.backends.triton.workspace import SplitPlan, Workspace
 from attnplug.ops.reach import Reach
 
@@ -149,19 +150,19 @@ def test_what_captured_graphs_may_still_write_to_is_kept_when_buffers_grow():
     assert held.isdisjoint(tensor.data_ptr() for tensor in large)
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize("head_size", [16, 64, 80, 128, 192, 256])
 def test_tiles_fit_the_shared_memory_of_a_multiprocessor(head_size, itemsize):
     width = tile_side(head_size) * itemsize
-    for programs in (1, 10_000):
-        decode = decode_launch(head_size, itemsize, programs, 132)
+    for rows, programs in itertools.product((1, 4, 8, 64), (1, 10_000)):
+        decode = decode_launch(head_size, itemsize, rows, programs, 132)
         assert 2 * decode.block_n * width * decode.num_stages + 64 * width <= 227 << 10
         assert decode.min_keys % decode.block_n == 0
+        assert decode.block_n % partial_sums(decode.block_n, tile_side(rows), decode.num_warps) == 0
     for rows in (1, 40, 100, 1 << 20):
-        for paged in (True, False):
-            prefill = prefill_launch(head_size, itemsize, rows, paged)
-            held = 2 * prefill.block_n * prefill.num_stages + prefill.block_m
-            assert held * width <= 227 << 10
+        prefill = prefill_launch(head_size, max(itemsize, 2), rows)
+        held = 2 * prefill.block_n * prefill.num_stages + prefill.block_m
+        assert held * max(itemsize, 2) * tile_side(head_size) <= 227 << 10
 
 
 def test_few_rows_are_merged_by_the_last_and_many_in_a_kernel_of_their_own():

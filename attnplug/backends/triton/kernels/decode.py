@@ -5,7 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnplug.backends.triton.kernels.scan import LN2, LOG2E, common_range, finish, load_queries, scan_keys
+from attnplug.backends.triton.kernels.scan import (
+    LN2,
+    LOG2E,
+    common_range,
+    finish,
+    load_queries,
+    page_start,
+    scan_keys,
+)
 from attnplug.backends.triton.kernels.splits import FIELDS
 
 __all__ = ["decode_kernel", "merge_kernel"]
@@ -65,7 +73,11 @@ def decode_kernel(
     HAS_ALIBI: tl.constexpr,
     HAS_LSE: tl.constexpr,
     COMPUTE: tl.constexpr,
+    ALIKE: tl.constexpr,
+    SUMS: tl.constexpr,
     MERGE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """One item of the plan for one KV head: BLOCK_M rows of queries over some of their request's keys.
 
@@ -97,7 +109,8 @@ def decode_kernel(
     full_lo, full_hi = common_range(
         first_pos, seq_len - 1, lo, hi, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
     )
-    full_lo = lo + tl.cdiv(full_lo - lo, BLOCK_N) * BLOCK_N
+    start = page_start(lo, BLOCK_SIZE, BLOCK_N)
+    full_lo = start + tl.cdiv(full_lo - start, BLOCK_N) * BLOCK_N
     full_hi = full_lo + tl.maximum(full_hi - full_lo, 0) // BLOCK_N * BLOCK_N
 
     heads = kv_head * GROUP + rows % GROUP
@@ -107,7 +120,9 @@ def decode_kernel(
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes + heads)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    WIDTH: tl.constexpr = BLOCK_DV // 2 if PAIRS else BLOCK_DV
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    odd = acc
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:
@@ -115,22 +130,26 @@ def decode_kernel(
             top = tl.load(sinks + heads) * LOG2E
             total += 1.0
     k_head = k_cache + kv_head * stride_kh
+    if PAIRS:
+        v_cache = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
     v_head = v_cache + kv_head * stride_vh
     table_row = block_table + request.to(tl.int64) * stride_table
     for stretch in tl.static_range(3):
         if stretch == 0:
-            begin, end = lo, tl.minimum(full_lo, hi)
+            begin, end = start, tl.minimum(full_lo, hi)
         elif stretch == 1:
             begin, end = full_lo, full_hi
         else:
             begin, end = full_hi, hi
         if stretch != 0 or HAS_LEFT or HAS_CHUNK:
-            acc, top, total = scan_keys(
-                acc, top, total, q, positions, slopes, begin, end, hi, k_head, v_head, table_row, 0,
+            acc, odd, top, total = scan_keys(
+                acc, odd, top, total, q, positions, slopes, begin, end, lo, hi, k_head, v_head, table_row, 0,
                 stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, left, right, chunk,
                 stretch != 1, True, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_ALIBI,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS,
             )  # fmt: skip
+    if PAIRS:
+        acc = tl.join(acc, odd).reshape(BLOCK_M, BLOCK_DV)
     out, out_lse = finish(acc, top, total)
 
     dims = tl.arange(0, BLOCK_DV)

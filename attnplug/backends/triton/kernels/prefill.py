@@ -12,6 +12,7 @@ from attnplug.backends.triton.kernels.scan import (
     finish,
     key_range,
     load_queries,
+    page_start,
     scan_keys,
 )
 
@@ -72,6 +73,8 @@ def prefill_kernel(
     HAS_ALIBI: tl.constexpr,
     HAS_LSE: tl.constexpr,
     COMPUTE: tl.constexpr,
+    ALIKE: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
     """One tile of BLOCK_M rows, `BLOCK_M // GROUP` tokens of one request times the group of one KV head.
 
@@ -119,7 +122,8 @@ def prefill_kernel(
     full_lo, full_hi = common_range(
         first_pos, last_pos, lo, hi, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
     )
-    full_lo = lo + tl.cdiv(full_lo - lo, BLOCK_N) * BLOCK_N
+    start = page_start(lo, BLOCK_SIZE, BLOCK_N) if PAGED else lo
+    full_lo = start + tl.cdiv(full_lo - start, BLOCK_N) * BLOCK_N
     full_hi = full_lo + tl.maximum(full_hi - full_lo, 0) // BLOCK_N * BLOCK_N
 
     heads = kv_head * GROUP + rows % GROUP
@@ -152,17 +156,17 @@ def prefill_kernel(
     for part in tl.static_range(3):
         # Masked keys before, seen ones, masked ones after; without a left edge nothing stands before.
         if part == 0:
-            begin, end = lo, tl.minimum(full_lo, hi)
+            begin, end = start, tl.minimum(full_lo, hi)
         elif part == 1:
             begin, end = full_lo, full_hi
         else:
             begin, end = full_hi, hi
         if part != 0 or HAS_LEFT or HAS_CHUNK:
-            acc, top, total = scan_keys(
-                acc, top, total, q, positions, slopes, begin, end, hi, k_head, v_head, table_row, key_shift,
+            acc, _, top, total = scan_keys(
+                acc, 0.0, top, total, q, positions, slopes, begin, end, lo, hi, k_head, v_head, table_row, key_shift,
                 stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, left, right, chunk,
                 part != 1, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_ALIBI,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_ALIBI, ALIKE, False, False, SUMS,
             )  # fmt: skip
 
     out, out_lse = finish(acc, top, total)

@@ -5,10 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["finish", "key_range", "load_queries", "scan_keys"]
+__all__ = ["common_range", "finish", "key_range", "load_queries", "page_start", "scan_keys"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+_HALVES = """{{
+.reg .b16 low, high;
+.reg .b32 first, second;
+mov.b32 {{low, high}}, $2;
+cvt.rn.f16x2.{stored}x2 first, low;
+cvt.rn.f16x2.{stored}x2 second, high;
+prmt.b32 $0, first, second, 0x5410;
+prmt.b32 $1, first, second, 0x7632;
+}}"""
+E4M3_HALVES = tl.constexpr(_HALVES.format(stored="e4m3"))
+E5M2_HALVES = tl.constexpr(_HALVES.format(stored="e5m2"))
 
 
 @triton.jit
@@ -62,6 +73,12 @@ def common_range(
 
 
 @triton.jit
+def page_start(key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the page of `key` starts, if pages divide tiles; else `key`."""
+    return key // BLOCK_SIZE * BLOCK_SIZE if BLOCK_N % BLOCK_SIZE == 0 else key
+
+
+@triton.jit
 def load_queries(
     query,
     rows,
@@ -101,6 +118,7 @@ def load_queries(
 @triton.jit
 def scan_keys(
     acc,
+    odd,
     top,
     total,
     q,
@@ -108,6 +126,7 @@ def scan_keys(
     slopes,
     begin,
     end,
+    floor,
     limit,
     k_head,
     v_head,
@@ -135,50 +154,43 @@ def scan_keys(
     HAS_CHUNK: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    ALIKE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PTX: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
-    """Attend the keys `begin .. end - 1`, tile by tile: accumulator, running maximum (base 2) and sum.
+    """Attend the keys `begin .. end - 1`, tile by tile: accumulators, running maximum (base 2) and sum.
 
-    Without MASKED every key of every tile is seen by every query, and is there; else keys at `limit` and
-    after are neither read nor seen.
+    Without MASKED every key of every tile is seen by every query, and is there; else keys before `floor`, or at
+    `limit` and after, are neither read nor seen. Where pages divide tiles, `begin` is the start of a page. Values of 8 bits may come as PAIRS, in int16: shared memory is transposed for
+    matrix products in no less than 16 bits. With PAIRS `acc` gathers the even elements and `odd` the odd ones.
     """
+    WIDTH: tl.constexpr = BLOCK_DV // 2 if PAIRS else BLOCK_DV
+    SIZE_V: tl.constexpr = DV // 2 if PAIRS else DV
     dims = tl.arange(0, BLOCK_D)
-    dims_v = tl.arange(0, BLOCK_DV)
+    dims_v = tl.arange(0, WIDTH)
+    sums = tl.zeros([q.shape[0], SUMS], tl.float32)
+    lanes = tl.arange(0, BLOCK_N)
+    if PAGED:
+        # A tile's pages are looked up while the tile before is attended: keys never wait for the table.
+        next_blocks = _pages(table_row, begin, end, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        there = keys < limit
+        keys = start + lanes
+        there = (keys >= floor) & (keys < limit) if HAS_LEFT or HAS_CHUNK else keys < limit
         if PAGED:
-            if MASKED:
-                blocks = tl.load(table_row + keys // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
-            else:
-                blocks = tl.load(table_row + keys // BLOCK_SIZE).to(tl.int64)
-            k_rows = blocks * stride_kb + (keys % BLOCK_SIZE) * stride_kt
-            v_rows = blocks * stride_vb + (keys % BLOCK_SIZE) * stride_vt
+            blocks = next_blocks.to(tl.int64)
+            next_blocks = _pages(table_row, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+            places = ((lanes if BLOCK_N % BLOCK_SIZE == 0 else keys) % BLOCK_SIZE).to(tl.int64)
+            k_rows = blocks * stride_kb + places * stride_kt
+            v_rows = k_rows if ALIKE else blocks * stride_vb + places * stride_vt
         else:
             places = (keys + key_shift).to(tl.int64)
             k_rows = places * stride_kt
-            v_rows = places * stride_vt
-        k_places = k_head + k_rows[None, :] + dims[:, None]
-        v_places = v_head + v_rows[:, None] + dims_v[None, :]
-        if MASKED:
-            if D < BLOCK_D:
-                k = tl.load(k_places, mask=there[None, :] & (dims < D)[:, None], other=0.0)
-            else:
-                k = tl.load(k_places, mask=there[None, :], other=0.0)
-            if DV < BLOCK_DV:
-                v = tl.load(v_places, mask=there[:, None] & (dims_v < DV)[None, :], other=0.0)
-            else:
-                v = tl.load(v_places, mask=there[:, None], other=0.0)
-        else:
-            if D < BLOCK_D:
-                k = tl.load(k_places, mask=(dims < D)[:, None], other=0.0)
-            else:
-                k = tl.load(k_places)
-            if DV < BLOCK_DV:
-                v = tl.load(v_places, mask=(dims_v < DV)[None, :], other=0.0)
-            else:
-                v = tl.load(v_places)
+            v_rows = k_rows if ALIKE else places * stride_vt
+        k = _rows(k_head, k_rows, dims, there, D, BLOCK_D, MASKED)
+        v = _rows(v_head, v_rows, dims_v, there, SIZE_V, WIDTH, MASKED)
 
-        logits = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+        logits = tl.dot(q, tl.trans(k).to(q.dtype), input_precision="ieee")
         # The softmax is in base 2, and what no cap, slope or mask changes is scaled within its one FMA.
         FUSED: tl.constexpr = not (HAS_CAP or HAS_ALIBI or MASKED)
         if HAS_CAP:
@@ -207,10 +219,67 @@ def scan_keys(
             pivot = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
             weights = tl.exp2(logits - pivot[:, None])
         fade = tl.exp2(top - pivot)
-        total = total * fade + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+        total = total * fade
+        sums = sums * fade[:, None] + tl.sum(tl.reshape(weights, [q.shape[0], BLOCK_N // SUMS, SUMS]), 1)
+        weights = weights.to(q.dtype)
+        if PAIRS:
+            low, high = _halves(v, k_head.dtype.element_ty, PTX)
+            acc = tl.dot(weights, low.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+            odd = tl.dot(weights, high.to(q.dtype), odd * fade[:, None], input_precision="ieee")
+        else:
+            acc = tl.dot(weights, v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
         top = new_top
-    return acc, top, total
+    return acc, odd, top, total + tl.sum(sums, 1)
+
+
+@triton.jit
+def _pages(table_row, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The blocks `[BLOCK_N]` of the keys from `start` on; 0 from `end` on.
+
+    Tiles start with a page where pages divide them: then places within pages are the same in every tile.
+    """
+    lanes = tl.arange(0, BLOCK_N)
+    if BLOCK_N % BLOCK_SIZE == 0:
+        return tl.load(
+            table_row + start // BLOCK_SIZE + lanes // BLOCK_SIZE, mask=start + lanes < end, other=0
+        )
+    else:
+        return tl.load(table_row + (start + lanes) // BLOCK_SIZE, mask=start + lanes < end, other=0)
+
+
+@triton.jit
+def _rows(head, rows, dims, there, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """Keys or values `[BLOCK_N, WIDTH]`: zeros past SIZE, and with MASKED where `there` says no."""
+    places = head + rows[:, None] + dims[None, :]
+    if MASKED:
+        if SIZE < WIDTH:
+            return tl.load(places, mask=there[:, None] & (dims < SIZE)[None, :], other=0.0)
+        else:
+            return tl.load(places, mask=there[:, None], other=0.0)
+    else:
+        if SIZE < WIDTH:
+            return tl.load(places, mask=(dims < SIZE)[None, :], other=0.0)
+        else:
+            return tl.load(places)
+
+
+@triton.jit
+def _halves(pairs, STORED: tl.constexpr, PTX: tl.constexpr):
+    """The even and the odd elements, in float16, of floats of 8 bits that come as pairs in int16."""
+    if PTX:
+        # Two pairs at a time; Triton's own conversion takes every element apart first.
+        if STORED == tl.float8e4nv:
+            return tl.inline_asm_elementwise(
+                E4M3_HALVES, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                E5M2_HALVES, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+            )
+    else:
+        even = pairs.to(tl.uint8).to(STORED, bitcast=True).to(tl.float16)
+        odd = (pairs >> 8).to(tl.uint8).to(STORED, bitcast=True).to(tl.float16)
+        return even, odd
 
 
 @triton.jit

@@ -54,7 +54,8 @@ def plan_splits_kernel(
     keys = tl.where(active, tl.maximum(hi - lo, 0), 0)
     share = tl.cdiv(tl.sum(keys, 0), target)
     share = tl.maximum(tl.cdiv(share, TILE) * TILE, min_keys)
-    counts = tl.where(active, tl.maximum(tl.cdiv(keys, share), 1), 0)
+    # A request's last item takes what is left if that is less than a quarter of a share more.
+    counts = tl.where(active, tl.maximum(tl.cdiv(keys - share // 4, share), 1), 0)
     begin = tl.sum(tl.where(reqs < request, counts, 0), 0)
     mine = reqs == request
     count = tl.sum(tl.where(mine, counts, 0), 0)
@@ -81,4 +82,4 @@ def plan_splits_kernel(
         tl.store(place + 3, parts * 0 + first, mask=mask)
         tl.store(place + 4, parts * 0 + tokens, mask=mask)
         tl.store(place + 5, my_lo + parts * share, mask=mask)
-        tl.store(place + 6, tl.minimum(my_lo + (parts + 1) * share, my_hi), mask=mask)
+        tl.store(place + 6, tl.where(parts == count - 1, my_hi, my_lo + (parts + 1) * share), mask=mask)
