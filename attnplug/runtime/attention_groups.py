@@ -21,7 +21,6 @@ from attnplug.runtime.step_batch import StepBatch
 
 __all__ = [
     "AttentionGroup",
-    "WarmsUp",
     "WorkspaceUser",
     "build_attn_metadata",
     "cross_metadata",
@@ -45,14 +44,6 @@ class WorkspaceUser(Protocol):
 
     def set_workspace_buffer(self, buffer: torch.Tensor) -> None:
         """Take another builder's buffer, which is large enough, instead of making one."""
-
-
-@runtime_checkable
-class WarmsUp(Protocol):
-    """A builder whose kernels are compiled, or loaded, when they are first used."""
-
-    def warm_up(self, phase: Phase | None = None) -> None:
-        """Do that now, before the first step, for the phase that it serves; None for both."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,6 @@ from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.runtime.allocation import init_kv_cache
 from attnplug.runtime.attention_groups import (
     AttentionGroup,
-    WarmsUp,
     build_attn_metadata,
     init_attn_backend,
     share_workspace,
@@ -27,6 +26,7 @@ from attnplug.runtime.block_pool import BlockPool
 from attnplug.runtime.model_plan import ModelPlan
 from attnplug.runtime.runtime_layer import RuntimeLayer, tensors_of_layers
 from attnplug.runtime.step_batch import StepBatch, StepBatchBuilder
+from attnplug.runtime.warm_up import WarmUpReport, warm_up
 
 __all__ = ["AttentionRuntime", "RuntimeLayer", "longest_sequence"]
 
@@ -110,9 +110,6 @@ class AttentionRuntime:
         self.block_pool = BlockPool(plan.num_blocks or 1)
         self._step: dict[str, _LayerStep] = {}
         self._closed = False
-        for group in (*self.attention_groups, *self._direct_groups):
-            if isinstance(group.builder, WarmsUp):
-                group.builder.warm_up(group.phase)
 
     def step_batch_builder(
         self, max_model_len: int | None = None, max_encoder_len: int = 0
@@ -141,6 +138,17 @@ class AttentionRuntime:
             ],
             max_encoder_len=max_encoder_len,
         )
+
+    def warm_up(self) -> WarmUpReport:
+        """Have the backends compile what the plan's steps need, before the first request; see `warm_up`.
+
+        Call it before requests are served and before graphs are captured.
+
+        Raises:
+            BatchError: a closed runtime.
+        """
+        self._check_open()
+        return warm_up(self)
 
     def begin_step(
         self,

@@ -254,6 +254,8 @@ def test_each_builder_sees_layers_with_its_own_impl():
 
 
 class HasWorkspace(DecodesFirst):
+    workspace_bytes = 4
+
     def get_workspace_buffer(self):
         if not hasattr(self, "buffer"):
             self.buffer = torch.zeros(1)
@@ -272,6 +274,11 @@ def test_members_with_scratch_share_it_with_all_others():
     assert not hasattr(builder(), "get_workspace_buffer")
     alone = builder(member("A", HasWorkspace), TWO)
     assert alone.get_workspace_buffer() is alone.prefill.buffer
+    unlike = builder(member("A", HasWorkspace), member("B", HasWorkspace))
+    unlike.prefill.workspace_bytes = 8
+    unlike.prefill.buffer = torch.zeros(2)
+    assert unlike.workspace_bytes == 8
+    assert unlike.get_workspace_buffer() is unlike.decode.buffer is unlike.prefill.buffer
 
 
 # Running

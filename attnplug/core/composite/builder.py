@@ -229,6 +229,7 @@ def composite_builder(
     }
     if any(hasattr(builder, "get_workspace_buffer") for builder in builders):
         namespace |= {"get_workspace_buffer": _get_workspace, "set_workspace_buffer": _set_workspace}
+        namespace["workspace_bytes"] = property(_workspace_bytes)
     return type("CompositeMetadataBuilder", (CompositeMetadataBuilder,), namespace)
 
 
@@ -240,12 +241,18 @@ def _users(builder: CompositeMetadataBuilder) -> list[Any]:
     return [each for each in (builder.decode, builder.prefill) if hasattr(each, "get_workspace_buffer")]
 
 
+def _workspace_bytes(self: CompositeMetadataBuilder) -> int:
+    """What the scratch buffer must have: as much as the member that needs most."""
+    return max(int(user.workspace_bytes) for user in _users(self))
+
+
 def _get_workspace(self: CompositeMetadataBuilder) -> torch.Tensor:
-    """The scratch buffer of the first member that has one, which another then uses too."""
-    first, *others = _users(self)
-    buffer: torch.Tensor = first.get_workspace_buffer()
-    for other in others:
-        other.set_workspace_buffer(buffer)
+    """The scratch buffer of the member that needs most, which another then uses too."""
+    largest = max(_users(self), key=lambda user: int(user.workspace_bytes))
+    buffer: torch.Tensor = largest.get_workspace_buffer()
+    for other in _users(self):
+        if other is not largest:
+            other.set_workspace_buffer(buffer)
     return buffer
 
 
