@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -124,9 +125,14 @@ class PagedLayer:
     def attend(self, backend: Any, *, give_new: bool = False) -> Callable[[int], torch.Tensor]:
         """A call of an attnplug backend on cache number `index`."""
         spec = self.spec
-        impl = backend.get_impl_cls().from_spec(spec, layer_name="layer", tensors=self.tensors)
+        options = None if backend.Options is None else backend.Options()
+        impl = backend.get_impl_cls().from_spec(
+            spec, layer_name="layer", tensors=self.tensors, options=options
+        )
+        told: Any = types.SimpleNamespace(impl=impl)
+        config = BuilderConfig(layers={"layer": told})
         builder = backend.get_builder_cls()(
-            kv_cache_spec_for(spec, self.cell.page), ["layer"], BuilderConfig(), torch.device("cuda")
+            kv_cache_spec_for(spec, self.cell.page), ["layer"], config, torch.device("cuda")
         )
         metadata = builder.build(0, self.common)
         given = self.given if give_new else (None, None)

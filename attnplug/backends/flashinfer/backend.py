@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attnplug.backends.flashinfer.options import Options
@@ -114,6 +115,13 @@ class FlashInferBackend(AttentionBackend):
             spec.logits_soft_cap is not None,
             spec.has_sinks,
         )
+
+    @classmethod
+    def watch_compiling(cls) -> AbstractContextManager[list[str]]:
+        """Inside, the list given grows by the name of each FlashInfer module that is compiled or loaded."""
+        from attnplug.backends.flashinfer.compiling import watch_compiling
+
+        return watch_compiling()
 
     @classmethod
     def get_impl_cls(cls) -> type[FlashInferImpl]:

@@ -18,7 +18,7 @@ from attnplug.backends.flashinfer.planner import PlanCost, Planner
 from attnplug.backends.flashinfer.planners import Planners
 from attnplug.backends.flashinfer.step import HostStep, Ints, Part, StepPages, trimmed
 from attnplug.core.batch import make_local_attention_virtual_batches
-from attnplug.core.batch.host import exact_seq_lens, query_spans, to_device
+from attnplug.core.batch.host import exact_seq_lens, known_seq_lens, query_spans, to_device
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionImpl
@@ -257,8 +257,11 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
 
     def _pages(self, common: CommonAttentionMetadata, chunk: int | None) -> StepPages:
         starts, query_lens = query_spans(common)
-        # Keys of a cross layer are counted apart from its queries, and a padding request has fewer than queries.
-        lengths = exact_seq_lens(common, query_lens * 0)
+        # They may be fewer than queries: of a cross layer's keys, and of a padding request.
+        lengths = known_seq_lens(common)
+        if lengths is None:
+            remedy = "give the batch exact seq_lens_host"
+            raise BatchError("seq_lens_host", None, "must be exact: plans are made on the host", remedy)
         if chunk is None:
             host = HostStep.of(starts, query_lens, lengths, self._page_size, common.causal)
             return StepPages(host, common.block_table_tensor, None, self._sent(host.seen))

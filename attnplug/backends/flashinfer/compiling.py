@@ -6,13 +6,26 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 from attnplug.backends.flashinfer.library import Library, Module
 from attnplug.core.errors import PluginError
 
-__all__ = ["announced"]
+__all__ = ["announced", "watch_compiling"]
 
+_WATCHES: ContextVar[tuple[list[str], ...]] = ContextVar("watches", default=())
 _LOG = logging.getLogger("attnplug.backends.flashinfer")
+
+
+@contextlib.contextmanager
+def watch_compiling() -> Iterator[list[str]]:
+    """Inside, the list given grows by the name of each module that is compiled, or loaded for another builder."""
+    found: list[str] = []
+    token = _WATCHES.set((*_WATCHES.get(), found))
+    try:
+        yield found
+    finally:
+        _WATCHES.reset(token)
 
 
 @contextlib.contextmanager
@@ -30,6 +43,7 @@ def announced(library: Library, built: Module, why: str) -> Iterator[None]:
     name = library.module_name(built)
     if library.is_built(name):
         yield
+        _tell(name)
         return
     problem = library.why_not_compiling()
     if problem is not None:
@@ -38,3 +52,9 @@ def announced(library: Library, built: Module, why: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
     _LOG.info("FlashInfer compiled %s in %.1f s", name, time.perf_counter() - began)
+    _tell(name)
+
+
+def _tell(name: str) -> None:
+    for found in _WATCHES.get():
+        found.append(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -48,6 +49,15 @@ class PlanGroup:
     chunk_size: int | None
     causal: bool
     options: Options
+    _hash: int = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Looked up for each layer of each step.
+        fields = (getattr(self, field.name) for field in dataclasses.fields(self) if field.init)
+        object.__setattr__(self, "_hash", hash(tuple(fields)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         asked = self.parameters
@@ -93,8 +103,9 @@ class PlanGroup:
         return asked
 
 
+@functools.lru_cache(maxsize=1024)
 def key_of(spec: LayerSpec, parameters: PerLayerParameters, options: Options) -> PlanGroup:
-    """The group that a layer belongs to."""
+    """The group that a layer belongs to: the same object for equal layers, which are looked up by it."""
     return PlanGroup(
         dataclasses.replace(parameters, has_same_window_lefts=None, has_same_all_params=None),
         spec.num_heads,

@@ -17,6 +17,7 @@ from attnplug.ops.buffers import StagingRing
 __all__ = ["PlanCost", "PlanSpace", "Planner", "one_request"]
 
 _FIELDS = ("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")
+_KEPT_VIEWS = 64
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,17 +35,40 @@ class PlanCost:
     seconds: float = 0.0
 
 
-@dataclasses.dataclass(slots=True, eq=False)
 class _Slot:
     """What a plan's copies to the device read: it must stay until they are done.
 
-    Args:
-        schedule: pinned uint8, where FlashInfer writes its work list; None until a wrapper has given its own.
-        arrays: pinned int32 `[4, n + 1]`, the page-table arrays.
+    `schedule` (pinned uint8) is where FlashInfer writes its work list; None until a wrapper has given its own.
     """
 
-    schedule: torch.Tensor | None
-    arrays: torch.Tensor
+    def __init__(self, count: int, pinned: bool) -> None:
+        self.schedule: torch.Tensor | None = None
+        self._pinned = pinned
+        self._views: dict[int, dict[str, torch.Tensor]] = {}
+        self._make(count)
+
+    def filled(self, part: Part) -> dict[str, torch.Tensor]:
+        """The arrays of `part`, int32 in pinned memory, by name."""
+        count = len(part.seq_lens)
+        if self._array.shape[1] <= count:
+            self._make(2 * count)
+        ends = (count + 1, count + 1, count, count)
+        array = self._array
+        for row, (field, end) in enumerate(zip(_FIELDS, ends, strict=True)):
+            array[row, :end] = getattr(part, field)
+        views = self._views.get(count)
+        if views is None:
+            # Slicing tensors takes longer than filling them, and batch sizes come again.
+            if len(self._views) >= _KEPT_VIEWS:
+                self._views.clear()
+            views = {field: row[:end] for field, row, end in zip(_FIELDS, self._tensor, ends, strict=True)}
+            self._views[count] = views
+        return views
+
+    def _make(self, count: int) -> None:
+        self._views.clear()
+        self._tensor = torch.zeros(len(_FIELDS), count + 1, dtype=torch.int32, pin_memory=self._pinned)
+        self._array = self._tensor.numpy()
 
 
 class PlanSpace:
@@ -62,7 +86,7 @@ class PlanSpace:
         """What that was made for."""
         self.schedule: torch.Tensor | None = None
         self._pinned = device.type == "cuda"
-        self._slots = [_Slot(None, self._arrays(max_num_seqs)) for _ in range(2)]
+        self._slots = [_Slot(max_num_seqs, self._pinned) for _ in range(2)]
         self._ring = StagingRing(self._slots, device)
 
     def adopt(self, wrapper: Any) -> None:
@@ -77,23 +101,11 @@ class PlanSpace:
     def acquire(self, part: Part) -> tuple[_Slot, dict[str, torch.Tensor]]:
         """A slot whose last copies are done, and the arrays of `part` in it."""
         slot: _Slot = self._ring.acquire()
-        count = len(part.seq_lens)
-        if slot.arrays.shape[1] <= count:
-            slot.arrays = self._arrays(2 * count)
-        views = {}
-        for row, field in zip(slot.arrays, _FIELDS, strict=True):
-            array = getattr(part, field)
-            view = row[: len(array)]
-            view.numpy()[:] = array
-            views[field] = view
-        return slot, views
+        return slot, slot.filled(part)
 
     def release(self) -> None:
         """The copies from the slot in hand are issued."""
         self._ring.release()
-
-    def _arrays(self, count: int) -> torch.Tensor:
-        return torch.zeros(len(_FIELDS), count + 1, dtype=torch.int32, pin_memory=self._pinned)
 
 
 class Planner:
@@ -143,17 +155,15 @@ class Planner:
             self._point(part, indices)
             return
         held = space.part if mine else None
-        if held is not None and held.same_lengths(part):
+        same = held is not None and held.same_pages(part)
+        if held is not None and same and held.same_lengths(part):
             space.part = part
             space.cost.skipped += 1
-        elif held is not None and self._counts_pages and held.same_pages(part):
+        elif same and self._counts_pages:
             self._send_lengths(part)
             space.cost.skipped += 1
         else:
-            began = time.perf_counter()
             self._plan(part, indices, causal)
-            space.cost.seconds += time.perf_counter() - began
-            space.cost.plans += 1
             return
         self._point(part, indices)
 
@@ -192,6 +202,7 @@ class Planner:
         self._wrapper._pin_memory_int_workspace_buffer = slot.schedule
         table = arrays["kv_indptr"], self._of(part, indices), arrays["last_page_len"]
         sizes = group.num_heads, group.num_kv_heads, group.head_size, self._page_size
+        began = time.perf_counter()
         if self._is_prefill_wrapper:
             self._wrapper.plan(
                 arrays["qo_indptr"],
@@ -204,6 +215,8 @@ class Planner:
             )
         else:
             self._wrapper.plan(*table, *sizes, seq_lens=arrays["seq_lens"], **self._fixed)
+        space.cost.seconds += time.perf_counter() - began
+        space.cost.plans += 1
         space.release()
         self._causal = causal
         space.owner, space.part = self, part
@@ -228,4 +241,4 @@ class Planner:
 def one_request() -> Part:
     """A request of one token, with which a wrapper is planned before there is any step."""
     one = np.array([0, 1], dtype=np.int32)
-    return Part(0, 1, 1, 0, one, one, one[1:], one[1:])
+    return Part(0, 1, 1, 0, one, one, one[1:], one[1:], one.tobytes())

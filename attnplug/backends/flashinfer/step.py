@@ -29,6 +29,7 @@ class Part:
         kv_indptr: int32 `[n + 1]`, where its pages start, from 0.
         last_page_len: int32 `[n]`, keys in its last page, 1 to the page size.
         seq_lens: int32 `[n]`, its keys.
+        pages_key: equal where the numbers of pages are.
     """
 
     first_token: int
@@ -39,6 +40,7 @@ class Part:
     kv_indptr: Ints
     last_page_len: Ints
     seq_lens: Ints
+    pages_key: bytes
 
     @property
     def num_pages(self) -> int:
@@ -47,13 +49,13 @@ class Part:
 
     def same_pages(self, other: Part) -> bool:
         """Whether queries and numbers of pages are equal, which is all that the fa2 planner looks at."""
-        return np.array_equal(self.qo_indptr, other.qo_indptr) and np.array_equal(
-            self.kv_indptr, other.kv_indptr
-        )
+        if self.pages_key != other.pages_key or self.max_query_len != other.max_query_len:
+            return False
+        return self.max_query_len == 1 or np.array_equal(self.qo_indptr, other.qo_indptr)
 
     def same_lengths(self, other: Part) -> bool:
-        """Whether the keys are equal too."""
-        return self.same_pages(other) and np.array_equal(self.seq_lens, other.seq_lens)
+        """Whether the keys of parts with the same pages are equal."""
+        return np.array_equal(self.last_page_len, other.last_page_len)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +70,7 @@ class HostStep:
         seen: the queries that see anything, int64; None where all do. What is planned is packed without the
             others, which FlashInfer has no defined answer for.
         num_tokens: of the queries that see anything.
+        most_pages: of the longest request.
     """
 
     decode: Part | None
@@ -76,6 +79,7 @@ class HostStep:
     rows: Ints | None
     seen: npt.NDArray[np.int64] | None
     num_tokens: int
+    most_pages: int
 
     @classmethod
     def of(cls, starts: Ints, query_lens: Ints, seq_lens: Ints, page_size: int, causal: bool) -> HostStep:
@@ -89,16 +93,20 @@ class HostStep:
             causal: whether queries stand at the end of their request.
         """
         rows = seen = None
-        least = query_lens if causal else 1
-        if query_lens.size and (int(query_lens.min()) < 1 or bool((seq_lens < least).any())):
-            rows, seen, starts, query_lens, seq_lens = trimmed(starts, query_lens, seq_lens, causal)
+        if query_lens.size:
+            # Plain decodes, which come most often, are told by three reductions.
+            longest = int(query_lens.max())
+            least = query_lens if causal and longest > 1 else 1
+            if query_lens.min() < 1 or (seq_lens.min() < 1 if longest <= 1 else (seq_lens < least).any()):
+                rows, seen, starts, query_lens, seq_lens = trimmed(starts, query_lens, seq_lens, causal)
         count = len(seq_lens)
         pages = (seq_lens + (page_size - 1)) // page_size
         kv_indptr = np.zeros(count + 1, dtype=np.int32)
-        np.cumsum(pages, out=kv_indptr[1:])
+        pages.cumsum(out=kv_indptr[1:])
         last = seq_lens - (pages - 1) * page_size
-        longer = query_lens > 1
-        decodes = int(longer.argmax()) if longer.any() else count
+        tokens, decodes = int(starts[-1]), count
+        if tokens > count:
+            decodes = int((query_lens > 1).argmax())
         arrays = starts, query_lens, kv_indptr, last, seq_lens
         return cls(
             _part(*arrays, 0, decodes),
@@ -106,18 +114,14 @@ class HostStep:
             kv_indptr,
             rows,
             seen,
-            int(starts[-1]),
+            tokens,
+            int(pages.max()) if count else 0,
         )
 
     @property
     def num_pages(self) -> int:
         """Pages of all requests."""
         return int(self.kv_indptr[-1])
-
-    @property
-    def most_pages(self) -> int:
-        """Pages of the longest request."""
-        return int(np.diff(self.kv_indptr).max(initial=0))
 
 
 def _part(
@@ -127,15 +131,19 @@ def _part(
         return None
     qo, kv = starts[begin : end + 1], kv_indptr[begin : end + 1]
     first_token, first_page = int(qo[0]), int(kv[0])
+    tokens = int(qo[-1]) - first_token
+    kv = kv - np.int32(first_page) if first_page else kv
     return Part(
         first_token,
-        int(qo[-1]) - first_token,
-        1 if begin == 0 and end - begin == int(qo[-1]) - first_token else int(query_lens[begin:end].max()),
+        tokens,
+        # None is shorter than one query.
+        1 if tokens == end - begin else int(query_lens[begin:end].max()),
         first_page,
         qo - np.int32(first_token) if first_token else qo,
-        kv - np.int32(first_page) if first_page else kv,
+        kv,
         last[begin:end],
         seq_lens[begin:end],
+        kv.tobytes(),
     )
 
 

@@ -182,6 +182,18 @@ def test_what_is_compiled_already_is_not_announced(
     assert caplog.text == ""
 
 
+def test_what_is_compiled_or_loaded_can_be_watched(tools: Path, install: Install) -> None:
+    install("0.7.2", built=False, folder=tools)
+    with FlashInferBackend.watch_compiling() as outer:
+        with FlashInferBackend.watch_compiling() as inner, announced(library(), BUILT, "x"):
+            pass
+        install("0.7.2")
+        with announced(library(), BUILT, "x"):
+            pass
+    assert inner == [library().module_name(BUILT)]
+    assert outer == 2 * inner
+
+
 def test_plain_modules_go_by_flashinfers_own_names(install: Install) -> None:
     install("0.7.2")
     dtypes = (torch.bfloat16, torch.float8_e4m3fn)
