@@ -31,7 +31,7 @@ def test_explain_lists_every_reason_against_a_backend_from_the_command_line(
         "feature.soft_cap",
         "not_installed",
     ]
-    assert (sm80["refused_at"], sm80["priority"]) == ("installed", 210)
+    assert (sm80["refused_at"], sm80["priority"]) == ("installed", 250)
     assert sm80["reasons"][0]["text"] == "head_size not supported: 80 is not one of 64, 128"
     assert sm80["reasons"][-1]["remedy"] == "pip install 'flash-attn>=2.7'"
 
@@ -42,7 +42,7 @@ def test_a_what_if_with_everything_installed_chooses_among_all_by_priority(see_p
     priorities = {each.name: each.priority for each in found.candidates if each.accepted}
     ours = ["ACME_DECODE", "ACME_SM80", "TORCH"]
     assert [name for name in priorities if name in ours] == ours
-    assert [priorities[name] for name in ours] == [300, 210, 0]
+    assert [priorities[name] for name in ours] == [300, 250, 0]
     assert list(priorities.values()) == sorted(priorities.values(), reverse=True)
     assert (found.level, found.assumed) == ("declared", "all")
 

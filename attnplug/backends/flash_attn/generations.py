@@ -132,7 +132,7 @@ class FlashAttn4Backend(FlashAttnBackend):
         """Head sizes of Blackwell, and value heads of another size in the one pair it is tuned for."""
         sizes = spec.head_size, spec.head_size_v
         blackwell = device.capability is not None and device.capability >= (10, 0)
-        if blackwell and spec.head_size > 128 and sizes not in ((192, 128), (256, 256)):
+        if blackwell and 128 < spec.head_size <= 256 and sizes not in ((192, 128), (256, 256)):
             return f"head_size={sizes[0]} on {device}: there it is at most 128, or 256, or 192 with values of 128"
         return _other_values(spec) or super().supports_combination(spec, device)
 
@@ -175,7 +175,8 @@ def _is_hopper(device: Device) -> bool:
 
 
 def _other_values(spec: LayerSpec) -> str | None:
-    if spec.head_size_v == spec.head_size or (spec.head_size, spec.head_size_v) == (192, 128):
+    asked = Feature.HEAD_SIZE_V in spec.required_features()
+    if not asked or (spec.head_size, spec.head_size_v) == (192, 128):
         return None
     return (
         f"head_size={spec.head_size} with head_size_v={spec.head_size_v}; values of another size are "

@@ -44,8 +44,8 @@ class AcmeSm80Backend(AttentionBackend):
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
-        """Just above the first of the vendors' libraries."""
-        return 210
+        """Above all of the vendors' libraries."""
+        return 250
 
     @classmethod
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
