@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attnplug.core.blocks import MultipleOf
@@ -158,6 +160,14 @@ class AttentionBackend(ABC):
         Layers with equal keys share what was compiled. The conformance kit keeps to a few keys.
         """
         return None
+
+    @classmethod
+    def watch_compiling(cls) -> AbstractContextManager[list[str]]:
+        """Inside, the list given grows by the name of whatever its library compiles, or loads compiled.
+
+        By default it stays empty: what is compiled is not known. `AttentionRuntime.warm_up` tells its users.
+        """
+        return contextlib.nullcontext([])
 
     # KV cache
 

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from attnplug.runtime.planning import plan as plan
     from attnplug.runtime.step_batch import StepBatch as StepBatch
     from attnplug.runtime.step_batch import StepBatchBuilder as StepBatchBuilder
+    from attnplug.runtime.warm_up import WarmUpReport as WarmUpReport
+    from attnplug.runtime.warm_up import WarmUpStep as WarmUpStep
 
 __all__ = [
     "AttentionGroup",
@@ -57,6 +59,8 @@ __all__ = [
     "StagingRing",
     "StepBatch",
     "StepBatchBuilder",
+    "WarmUpReport",
+    "WarmUpStep",
     "WorkspaceUser",
     "allocate_kv_cache",
     "bind_kv_cache",
@@ -98,6 +102,8 @@ __getattr__, __dir__ = lazy_exports(
         "StagingRing": "buffers",
         "StepBatch": "step_batch",
         "StepBatchBuilder": "step_batch",
+        "WarmUpReport": "warm_up",
+        "WarmUpStep": "warm_up",
         "WorkspaceUser": "attention_groups",
         "allocate_kv_cache": "allocation",
         "bind_kv_cache": "allocation",

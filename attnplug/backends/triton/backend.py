@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar
 
 from attnplug.core.backend import AttentionBackend
@@ -106,6 +107,13 @@ class TritonBackend(AttentionBackend):
             spec.block_size,
             spec.required_features(),
         )
+
+    @classmethod
+    def watch_compiling(cls) -> AbstractContextManager[list[str]]:
+        """Names attnplug's kernels, with the sizes that they are compiled for."""
+        from attnplug.ops.triton.compiling import watch_compiling
+
+        return watch_compiling()
 
     @classmethod
     def get_impl_cls(cls) -> type[TritonImpl]:

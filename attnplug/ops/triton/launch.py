@@ -44,7 +44,8 @@ def _parameters(function: Any) -> tuple[str, ...]:
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """Triton launches on the current device: here it is that of `tensor`; nothing for a host tensor."""
-    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+    index = tensor.get_device()
+    if index < 0 or index == torch.cuda.current_device():
         return _HERE
     guard: AbstractContextManager[None] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
     return guard
