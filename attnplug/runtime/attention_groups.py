@@ -127,7 +127,11 @@ def share_workspace(builders: Iterable[object]) -> None:
 
 
 def build_attn_metadata(
-    builders: Sequence[AttentionGroup], batch: StepBatch, kv_cache_config: KVCacheConfig
+    builders: Sequence[AttentionGroup],
+    batch: StepBatch,
+    kv_cache_config: KVCacheConfig,
+    *,
+    for_capture: bool = False,
 ) -> dict[str, AttentionMetadata]:
     """Each layer's metadata of one step: built once per attention group, or updated where a twin was built.
 
@@ -139,6 +143,8 @@ def build_attn_metadata(
         builders: the attention groups.
         batch: the step.
         kv_cache_config: the KV groups.
+        for_capture: whether a CUDA graph is captured with it. The same groups are updated then, since a
+            step before a replay builds again what the captured layers read.
 
     Raises:
         BatchError: a batch with another number of KV groups, or with other cross groups.
@@ -156,7 +162,10 @@ def build_attn_metadata(
         else:
             if at not in commons:
                 commons[at] = _for_group(batch, at)
-            made = group.builder.build(0, commons[at])
+            if for_capture:
+                made = group.builder.build_for_cudagraph_capture(commons[at])
+            else:
+                made = group.builder.build(0, commons[at])
             built[twin] = made
         for name in group.layer_names:
             metadata[name] = made

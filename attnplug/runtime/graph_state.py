@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import CrossAttentionSpec
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadata, CommonAttentionMetadata
-from attnplug.runtime.attention_groups import cross_metadata
+from attnplug.runtime.attention_groups import build_attn_metadata
 from attnplug.runtime.attention_runtime import AttentionRuntime, longest_sequence
 from attnplug.runtime.graph_buffers import GraphBuffers, GraphInputBuffers
 from attnplug.runtime.step_batch import StepBatch
@@ -30,6 +29,7 @@ class GraphState:
     replay, with the engine's own graphs and its own buffers for queries, keys and values:
 
     ```python
+    runtime.warm_up()
     with state.capture(batch_size=8):
         model()  # warm up
         with torch.cuda.graph(graph):
@@ -143,17 +143,8 @@ class GraphState:
             # Derived metadata takes the largest encoder length for an exact one.
             buffers.encoder_seq_lens.fill_(self.max_encoder_len)
         batch = self._capture_batch(buffers)
-        metadata: dict[str, AttentionMetadata] = {}
-        for group in self._runtime.attention_groups:
-            table, slots = batch.of_group(group.kv_cache_group_id)
-            if group.kv_cache_group_id in self._cross:
-                common = cross_metadata(batch.common, table, slots)
-            else:
-                common = dataclasses.replace(batch.common, block_table_tensor=table, slot_mapping=slots)
-            made: AttentionMetadata = group.builder.build_for_cudagraph_capture(common)
-            for name in group.layer_names:
-                metadata[name] = made
-        return metadata
+        runtime = self._runtime
+        return build_attn_metadata(runtime.attention_groups, batch, runtime.kv_cache_config, for_capture=True)
 
     def get_graph_input_buffers(self, batch_size: int, query_len: int = 1) -> GraphInputBuffers:
         """What a graph of this size reads; always the same memory.

@@ -11,7 +11,7 @@ from attnplug.backends.triton.kernels.splits import FIELDS, plan_splits_kernel
 from attnplug.backends.triton.launch import tile_side
 from attnplug.backends.triton.reach import switches
 from attnplug.ops.reach import Reach
-from attnplug.ops.triton.launch import BoundKernel, on_device_of
+from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
 if TYPE_CHECKING:
     from attnplug.backends.triton.builder import TritonMetadata
@@ -55,39 +55,41 @@ class Workspace:
         self._device = device
         self._steps = 0
         self.multiprocessors = num_multiprocessors(device)
-        self._splits: dict[SplitPlan, _Splits] = {}
-        self._asked: dict[tuple[int, int], list[SplitPlan]] = {}
+        self._splits: dict[tuple[SplitPlan, int], _Splits] = {}
+        self._asked: dict[tuple[int, int], list[_Splits]] = {}
         self._partials = torch.empty(0, device=device)
         self._partial_lses = torch.empty(0, device=device)
         self._arrived = torch.empty(0, dtype=torch.int32, device=device)
         self._buffers: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        self._outgrown: list[torch.Tensor | _Splits] = []
+        self._outgrown: list[torch.Tensor] = []
         """Kept: a graph captured before the batches grew still writes there."""
 
     def begin_step(self, metadata: TritonMetadata) -> None:
-        """Number the step, and make the plans that layers asked for in steps of as many decodes as long.
+        """Number the step, and make the plans that layers asked for in steps of as many decodes, as long.
 
         A captured graph has always as many: what it reads is planned here, outside of it.
         """
         self._steps += 1
         metadata.step = self._steps
-        for plan in self._asked.get((metadata.num_decodes, metadata.max_decode_len), ()):
-            self._make(self._splits[plan], metadata)
+        for splits in self._asked.get((metadata.num_decodes, metadata.max_decode_len), ()):
+            self._make(splits, metadata)
 
     def items(self, plan: SplitPlan, metadata: TritonMetadata) -> tuple[torch.Tensor, torch.Tensor]:
         """The items of the step's decodes, int32 `[most, FIELDS]`, idle ones marked, and those of each request.
 
-        The latter are int32 `[reqs, 2]`, the first and how many. Both are always the same memory.
+        The latter are int32 `[reqs, 2]`, the first and how many. Both are the same memory
+        in all steps of as many decodes.
         """
-        splits, decodes = self._splits.get(plan), metadata.num_decodes
-        if splits is None or splits.spans.shape[0] < decodes:
-            self._reqs = max(self._reqs, decodes)
-            self._outgrown += [] if splits is None else [splits]
-            splits = self._splits[plan] = _Splits(plan, self._reqs, self._device)
+        decodes = metadata.num_decodes
+        # More requests than there ever should be have buffers of their own: graphs may read the others.
+        reqs = self._reqs if decodes <= self._reqs else power_of_two(decodes)
+        splits = self._splits.get((plan, reqs))
+        if splits is None:
+            splits = self._splits[plan, reqs] = _Splits(plan, reqs, self._device)
         if splits.step != metadata.step:
             asked = self._asked.setdefault((decodes, metadata.max_decode_len), [])
-            if plan not in asked:
-                asked.append(plan)
+            if splits not in asked:
+                asked.append(splits)
             self._make(splits, metadata)
         return splits.items, splits.spans
 

@@ -130,6 +130,16 @@ def test_a_plan_is_not_made_for_steps_of_another_size_until_a_layer_asks():
     assert spans[:3, 1].tolist() == [1, 1, 3]
 
 
+def test_steps_larger_than_expected_leave_the_buffers_of_others_alone():
+    """A graph captured before reads them: they must be planned still."""
+    workspace = Workspace(2, DEVICE)
+    _, spans = workspace.items(PLAN, step(workspace, 64, 64))
+    _, larger = workspace.items(PLAN, step(workspace, 16, 16, 128))
+    assert larger.data_ptr() != spans.data_ptr()
+    step(workspace, 16, 128)
+    assert spans[:, 1].tolist() == [1, 3]
+
+
 def test_layers_of_an_earlier_step_are_not_given_the_plan_of_a_later_one():
     workspace = Workspace(2, DEVICE)
     first, second = step(workspace, 64, 64), step(workspace, 16, 128)

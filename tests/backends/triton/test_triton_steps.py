@@ -1,0 +1,185 @@
+"""TRITON over several steps: speculation, steps that overlap, graphs, very large caches, and a builder that never waits."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import attnplug
+from attnplug.backends.triton import TritonBackend
+from attnplug.core import BuilderConfig, LayerSpec
+from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.core.metadata import AttentionMetadata
+from attnplug.errors import BatchError, LayoutError
+from attnplug.runtime import AttentionRuntime, GraphState
+from attnplug.testing import Batch, assert_close, paged_batch, run_batch, tolerance
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SPEC = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype="float16", block_size=16)
+
+
+class Layer:
+    """One layer and its builder, over steps of any batches."""
+
+    def __init__(self, spec: LayerSpec, device: str = DEVICE, **limits: int) -> None:
+        self.impl = TritonBackend.get_impl_cls().from_spec(spec, layer_name="layer")
+        cache = kv_cache_spec_for(spec, spec.block_size or 16)
+        config = BuilderConfig(**limits)
+        self.builder = TritonBackend.get_builder_cls()(cache, ["layer"], config, torch.device(device))
+
+    def build(self, batch: Batch) -> AttentionMetadata:
+        return self.builder.build(0, batch.common)
+
+    def run(self, batch: Batch, metadata: AttentionMetadata, output: torch.Tensor | None = None):
+        output = torch.full_like(batch.query, torch.nan) if output is None else output
+        given = batch.query, batch.key, batch.value, batch.kv_cache
+        return self.impl.forward(None, *given, metadata, output)
+
+    def check(self, batch: Batch, found: torch.Tensor) -> None:
+        tokens = batch.common.num_actual_tokens
+        assert_close(found[:tokens], batch.oracle().output, tolerance(batch.spec).output)
+
+
+@pytest.mark.parametrize("group", [4, 24])
+def test_drafts_are_verified_as_decodes_whatever_part_of_them_a_request_has(group):
+    """With a group of 24, six queries fill more than one tile of rows."""
+    spec = SPEC.replace(num_heads=2 * group)
+    layer = Layer(spec, num_speculative_tokens=5)
+    batch = paged_batch(spec, [6, 1, 3, 6, 0, 2, 9], [300, 33, 3, 6, 9, 200, 40], device=DEVICE)
+    metadata = layer.build(batch)
+    assert (metadata.num_decodes, metadata.max_decode_len, metadata.max_query_len) == (6, 6, 9)
+    layer.check(batch, layer.run(batch, metadata))
+
+
+def test_two_steps_may_be_built_before_either_runs():
+    """Micro-batches are: the plan of splits of one must not serve the other."""
+    layer = Layer(SPEC)
+    batches = [paged_batch(SPEC, [1, 1], lens, device=DEVICE) for lens in ([700, 20], [16, 900])]
+    layer.check(batches[0], layer.run(batches[0], layer.build(batches[0])))
+    built = [layer.build(batch) for batch in batches]
+    for batch, metadata in zip(batches, built, strict=True):
+        layer.check(batch, layer.run(batch, metadata))
+
+
+def test_a_call_unlike_the_last_is_checked_anew():
+    layer = Layer(SPEC)
+    batch = paged_batch(SPEC, [1, 1], [40, 20], device=DEVICE)
+    metadata = layer.build(batch)
+    layer.check(batch, layer.run(batch, metadata))
+    for change in (
+        {"query": batch.query[:1]},
+        {"query": batch.query.float()},
+        {"query": batch.query[:, :4]},
+        {"key": batch.key[:, :1]},
+        {"key": batch.key[:1]},
+        {"value": batch.value.bfloat16()},
+    ):
+        with pytest.raises(BatchError, match=next(iter(change))):
+            layer.run(dataclasses.replace(batch, **change), metadata, torch.empty_like(batch.query))
+    with pytest.raises(LayoutError, match="kv_cache"):
+        layer.run(dataclasses.replace(batch, kv_cache=batch.kv_cache.bfloat16()), metadata)
+    layer.check(batch, layer.run(batch, metadata))
+
+
+def test_a_cache_whose_memory_was_exchanged_is_split_anew():
+    layer = Layer(SPEC)
+    batch = paged_batch(SPEC, [1, 1], [40, 20], device=DEVICE)
+    first = batch.kv_cache.clone()
+    layer.run(dataclasses.replace(batch, kv_cache=first), layer.build(batch))
+    first.set_(batch.kv_cache.clone())
+    layer.check(batch, layer.run(dataclasses.replace(batch, kv_cache=first), layer.build(batch)))
+
+
+def test_a_layer_does_not_keep_the_memory_of_a_cache_that_is_given_up():
+    layer = Layer(SPEC)
+    batch = paged_batch(SPEC, [1], [20], device=DEVICE)
+    cache = batch.kv_cache.clone()
+    layer.run(dataclasses.replace(batch, kv_cache=cache), layer.build(batch))
+    pages = weakref.ref(layer.impl._last_pages.k)
+    del cache
+    assert pages() is None
+    assert layer.impl._last_pages is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("query_lens", [[1] * 256, [1] * 200 + [40] * 3, [4] * 256])
+def test_a_builder_allocates_nothing_and_never_waits(query_lens, sync_errors):
+    layer = Layer(SPEC, num_speculative_tokens=3)
+    batch = paged_batch(SPEC, query_lens, [64] * len(query_lens), device=DEVICE)
+    for _ in range(2):
+        layer.run(batch, layer.build(batch))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with sync_errors():
+        layer.build(batch)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.gpu
+def test_a_graph_is_right_after_steps_that_were_too_large_for_its_buffers():
+    layer = Layer(SPEC, max_num_seqs=2)
+    batch = paged_batch(SPEC, [1, 1], [900, 33], device=DEVICE)
+    output = torch.empty_like(batch.query)
+    layer.run(batch, layer.build(batch), output)
+    graph, metadata = torch.cuda.CUDAGraph(), layer.build(batch)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        layer.run(batch, metadata, output)
+    for count in (3, 300):
+        large = paged_batch(SPEC, [1] * count, [70] * count, device=DEVICE)
+        layer.check(large, layer.run(large, layer.build(large)))
+    # Whatever was freed is taken again, by something that a replay must not spoil.
+    others = [torch.full((1 << size,), 7.0, device=DEVICE) for size in range(8, 22) for _ in range(4)]
+    for _ in range(3):
+        output.fill_(torch.nan)
+        layer.build(batch)
+        graph.replay()
+        layer.check(batch, output)
+    assert all((other == 7.0).all() for other in others)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("query_lens", [[1] * 4, [1, 1, 70, 300]])
+def test_pages_past_2_to_the_31_elements_are_written_and_read(query_lens, layout):
+    spec = SPEC.replace(num_kv_heads=8, head_size=128)
+    batch = paged_batch(spec, query_lens, [500, 33, 400, 300], layout=layout, device=DEVICE)
+    small, common = batch.kv_cache, batch.common
+    blocks = 2**31 // small[0].numel() + 2 * small.shape[0]
+    needed = blocks * small[0].nbytes
+    if torch.cuda.mem_get_info()[0] < needed + 2**30:
+        pytest.skip(f"needs {needed / 2**30:.0f} GiB of free device memory")
+    swapped = small.shape if layout == "NHD" else small.transpose(2, 3).shape
+    large = torch.empty(blocks, *swapped[1:], dtype=small.dtype, device=DEVICE)
+    large = large if layout == "NHD" else large.transpose(2, 3)
+    shift = blocks - small.shape[0]
+    large[shift:] = small
+    slots = common.slot_mapping
+    common = dataclasses.replace(
+        common,
+        block_table_tensor=common.block_table_tensor + shift,
+        slot_mapping=torch.where(slots < 0, slots, slots + shift * 16),
+    )
+    found, _ = run_batch(TritonBackend, dataclasses.replace(batch, kv_cache=large, common=common))
+    tokens = common.num_actual_tokens
+    assert_close(found[:tokens], batch.oracle().output, tolerance(spec).output)
+
+
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="the kit captures real graphs; here only what they read is looked at"
+)
+def test_groups_that_are_updated_in_a_step_are_in_a_capture_too():
+    """What a captured layer reads is planned by the builder that each step before a replay builds with."""
+    specs = {"full": SPEC, "a": SPEC.replace(sliding_window=20), "b": SPEC.replace(sliding_window=20)}
+    config = BuilderConfig(max_num_seqs=2, max_model_len=64, cudagraph_batch_sizes=(2,))
+    plan = attnplug.plan(specs, device=DEVICE, backend="TRITON", num_blocks=9)
+    state = GraphState(AttentionRuntime(plan, config=config))
+    metadata = state.metadata_for_capture(2)
+    assert metadata["a"].block_table.data_ptr() != metadata["b"].block_table.data_ptr()
+    assert metadata["a"].workspace is metadata["b"].workspace
+    assert metadata["a"].workspace is not metadata["full"].workspace
