@@ -22,13 +22,17 @@ from attnplug.cli.arguments import (
 from attnplug.cli.memory import budget_for, print_budget
 from attnplug.cli.output import console, print_json, table
 from attnplug.cli.words import features_in_words, layers_in_words
-from attnplug.core.spec import LayerSpec, Phase
+from attnplug.core.errors import PolicyError
+from attnplug.core.spec import LayerSpec
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from attnplug.core.device import Device
     from attnplug.integrations.transformers import ModelSpec
     from attnplug.registry.decision import Decision
+    from attnplug.registry.registry import Asked
+    from attnplug.runtime.planning import ByPhase
 
 __all__ = ["select"]
 
@@ -43,6 +47,12 @@ def select(
     block_size: BlockSize = None,
     backend: BackendRules = None,
     phase: PhaseChoice = None,
+    per_phase: Annotated[
+        bool,
+        typer.Option(
+            "--per-phase", help="Ask each phase alone: one backend may prefill and another decode a layer."
+        ),
+    ] = False,
     assume_installed: AssumedVersions = None,
     memory: Annotated[
         str | None,
@@ -56,27 +66,43 @@ def select(
     """Choose a backend for every layer of a model, and say why not the others."""
     from attnplug.integrations.transformers import read_config
     from attnplug.registry.default import get_registry
-    from attnplug.registry.policy import parse_rules
+    from attnplug.registry.devices import resolve_device
+    from attnplug.runtime.plan_phases import has_phase_rules
 
-    registry = get_registry()
-    rules = parse_rules(backend)
+    if per_phase and phase is not None:
+        raise PolicyError("--per-phase", True, f"cannot stand with --phase {phase}", "give one of the two")
     model = read_config(config, tensor_parallel_size=tp, kv_cache_dtype=kv_cache_dtype)
     specs = {name: _with_block_size(spec, block_size) for name, spec in model.layers.items()}
-    by_phase = phase is None and any(rule.scope == "phase" for rule in rules)
-    rounds: Sequence[Phase | None] = tuple(Phase) if by_phase else (phase,)
-    decisions = registry.judge_layers(
-        specs, device, rounds, backend=backend, assume_installed=assumed(assume_installed)
-    )
-    budget = budget_for(decisions[rounds[0]], model.kv_sharing, memory) if memory else None
-    every = [d for per_layer in decisions.values() for d in per_layer.values()]
+    asked: Asked = {"backend": backend, "assume_installed": assumed(assume_installed)}
+    by_phase: ByPhase | None = None
+    notes: tuple[str, ...] = ()
+    if per_phase or (phase is None and has_phase_rules(backend)):
+        by_phase, decisions, notes = _phase_by_phase(specs, device, asked, per_phase)
+    else:
+        decisions = get_registry().judge_layers(specs, device, (phase,), **asked)[phase]
+    budget = budget_for(decisions, model.kv_sharing, memory) if memory else None
+    every = list(decisions.values())
     if as_json:
         data = _as_json(model, every)
+        if by_phase is not None:
+            data |= {"by_phase": _phases_as_json(by_phase), "notes": list(notes)}
         print_json({**data, "budget": None if budget is None else budget.to_dict()} if memory else data)
     else:
-        _print(config, model, every, why)
+        _print(config, model, every, resolve_device(device), by_phase, notes, why)
         if memory:
             print_budget(budget, memory)
     raise typer.Exit(0 if all(every) else 3)
+
+
+def _phase_by_phase(
+    specs: Mapping[str, LayerSpec], device: str, asked: Asked, per_phase: bool
+) -> tuple[ByPhase, Mapping[str, Decision], tuple[str, ...]]:
+    """What each phase alone would choose, the decisions as `attnplug.plan` makes them, and its notes."""
+    from attnplug.registry.devices import resolve_device
+    from attnplug.runtime.planning import choose_backends, settled
+
+    by_phase, phased = choose_backends(specs, resolve_device(device), asked, per_phase=per_phase)
+    return by_phase, *settled(by_phase, phased)
 
 
 def _with_block_size(spec: LayerSpec, block_size: int | None) -> LayerSpec:
@@ -92,26 +118,48 @@ def _as_json(model: ModelSpec, decisions: Iterable[Decision]) -> dict[str, Any]:
     }
 
 
-def _print(config: Path, model: ModelSpec, decisions: Sequence[Decision], why: bool) -> None:
+def _phases_as_json(by_phase: ByPhase) -> dict[str, dict[str, Any]]:
+    return {
+        name: {str(phase): decision.to_dict() for phase, decision in phases.items()}
+        for name, phases in by_phase.items()
+    }
+
+
+def _print(
+    config: Path,
+    model: ModelSpec,
+    decisions: Sequence[Decision],
+    device: Device,
+    by_phase: ByPhase | None,
+    notes: Sequence[str],
+    why: bool,
+) -> None:
     out = console()
-    where = decisions[0].device if decisions else "no device"
-    name = getattr(where, "name", None)
-    out.print(f"{config} ({model.model_type}) on {where}{f' ({name})' if name else ''}\n")
+    out.print(f"{config} ({model.model_type}) on {device}{f' ({device.name})' if device.name else ''}\n")
     groups = _groups(decisions)
-    out.print(_table(groups))
+    out.print(_table(groups, split=by_phase is not None))
     _print_rest(model)
+    for note in notes:
+        out.print(f"\n{note}.")
     for members in groups:
         first = members[0]
         if why or not first:
-            layers = layers_in_words([str(decision.layer_name) for decision in members])
-            phase = f", {first.phase}" if first.phase else ""
-            out.print(f"\nlayers {layers} ({features_in_words(first.spec)}{phase}):")
-            out.print(first.table())
-            for note in first.notes:
-                out.print(note)
+            alone = by_phase[str(first.layer_name)].values() if by_phase else ()
+            for decision in (first, *alone):
+                _print_why(decision, members)
     if not all(decisions):
         lacking = sum(not decision for decision in decisions)
         out.print(f"\nNo backend for {lacking} of {len(decisions)} layers.")
+
+
+def _print_why(decision: Decision, members: Sequence[Decision]) -> None:
+    out = console()
+    layers = layers_in_words([str(member.layer_name) for member in members])
+    phase = f", {decision.phase}" if decision.phase else ""
+    out.print(f"\nlayers {layers} ({features_in_words(decision.spec)}{phase}):")
+    out.print(decision.table())
+    for note in decision.notes:
+        out.print(note)
 
 
 def _groups(decisions: Iterable[Decision]) -> list[list[Decision]]:
@@ -122,25 +170,27 @@ def _groups(decisions: Iterable[Decision]) -> list[list[Decision]]:
     return list(groups.values())
 
 
-def _table(groups: Sequence[Sequence[Decision]]) -> Table:
+def _table(groups: Sequence[Sequence[Decision]], split: bool) -> Table:
     phases = any(members[0].phase for members in groups)
-    columns = ["layers", "which", "heads", "size", "asks for", "backend", "prio", "block"]
+    who = ["prefill", "decode"] if split else ["backend", "prio"]
+    columns = ["layers", "which", "heads", "size", "asks for", *who, "block"]
     shown = table(
         ["phase", *columns] if phases else columns,
         right=("layers", "size", "prio", "block"),
-        fixed=("phase", "layers", "heads", "backend"),
+        fixed=("phase", "layers", "heads", "backend", "prefill", "decode"),
     )
     for members in groups:
         first = members[0]
         spec, chosen = first.spec, first.chosen
+        priority = "-" if chosen is None or chosen.priority is None else str(chosen.priority)
+        served = list(first.members.values()) if split else [first.backend or "none", priority]
         cells = [
             str(len(members)),
             layers_in_words([str(decision.layer_name) for decision in members], 3),
             f"{spec.num_heads}/{spec.num_kv_heads}",
             str(spec.head_size),
             features_in_words(spec),
-            first.backend or "none",
-            "-" if chosen is None or chosen.priority is None else str(chosen.priority),
+            *served,
             "-" if first.block_size is None else str(first.block_size),
         ]
         shown.add_row(*([str(first.phase)] if phases else []), *cells)

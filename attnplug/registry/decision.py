@@ -163,6 +163,12 @@ class Decision:
         return next((c for c in self.candidates if c.accepted and c.name == self.backend), None)
 
     @property
+    def members(self) -> dict[Phase, str]:
+        """Who serves which phase: the halves of a composite, or one backend in both; "none" without one."""
+        prefill, _, decode = (self.backend or "none").partition("+")
+        return {Phase.PREFILL: prefill, Phase.DECODE: decode or prefill}
+
+    @property
     def refused(self) -> tuple[Candidate, ...]:
         """The candidates that do not serve the layer."""
         return tuple(candidate for candidate in self.candidates if not candidate.accepted)

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["ModelPlan"]
 
 _SCHEMA = 1
-_PHASES = (Phase.PREFILL, Phase.DECODE)
-"""In the order of a composite's name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ class ModelPlan:
     @property
     def members(self) -> dict[str, dict[Phase, str]]:
         """Who serves each layer in which phase: the halves of a composite, or one backend in both."""
-        return {name: _members(str(decision.backend)) for name, decision in self.decisions.items()}
+        return {name: decision.members for name, decision in self.decisions.items()}
 
     def table(self) -> Table:
         """A rich table: a row for each group of layers that were decided alike.
@@ -101,18 +99,18 @@ class ModelPlan:
         from rich.table import Table
         from rich.text import Text
 
+        split = bool(self.by_phase) or any("+" in name for name in self.backends)
+        who = ["prefill", "decode"] if split else ["backend"]
         alike: dict[Any, list[str]] = {}
         for name, d in self.decisions.items():
-            alike.setdefault((d.spec, d.backend, d.block_size, d.kv_cache_layout), []).append(name)
+            served = tuple(map(str, d.members.values() if split else [d.backend]))
+            alike.setdefault((d.spec, served, d.block_size, d.kv_cache_layout), []).append(name)
         home = {n: str(i) for i, g in enumerate(self.kv_cache_config.kv_cache_groups) for n in g.layer_names}
         table = Table(box=None, pad_edge=False, header_style="bold")
-        split = bool(self.by_phase) or any("+" in name for name in self.backends)
-        who = [str(phase) for phase in _PHASES] if split else ["backend"]
         for column in ("layers", "first", "kind", *who, "block", "layout", "KV groups"):
             table.add_column(column, justify="right" if column in ("layers", "block") else "left")
-        for (spec, backend, block_size, layout), names in alike.items():
+        for (spec, served, block_size, layout), names in alike.items():
             groups = ", ".join(dict.fromkeys(home[name] for name in names if name in home))
-            served = _members(str(backend)).values() if split else [backend]
             row = (len(names), names[0], " ".join(spec.kinds), *served, block_size, layout, groups)
             # Text: a bracket in a layer's name is no markup.
             table.add_row(*(Text("-" if cell in (None, "") else str(cell)) for cell in row))
@@ -196,8 +194,3 @@ class ModelPlan:
     def from_json(cls, text: str) -> Self:
         """The plan that `to_json` wrote."""
         return cls.from_dict(json.loads(text))
-
-
-def _members(backend: str) -> dict[Phase, str]:
-    prefill, _, decode = backend.partition("+")
-    return dict(zip(_PHASES, (prefill, decode or prefill), strict=True))

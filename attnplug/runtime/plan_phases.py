@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.device import Device
 from attnplug.core.errors import BackendUnavailableError, LayoutError
-from attnplug.core.spec import LayerSpec, Phase
+from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.registry.decision import Decision
 from attnplug.registry.policy import Rule, rule_for, rule_sets
 from attnplug.registry.registry import Asked, Registry, Rules
@@ -94,6 +94,8 @@ class _Layer:
 
     def decide(self) -> tuple[Decision, str | None]:
         """The decision, and why it is not what the phases alone would choose, where it is not."""
+        if self.both.spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
+            return self._encoder(), None
         for decision in self.by_phase.values():
             if not decision:
                 return (decision if self.rules else self.both), None
@@ -119,6 +121,15 @@ class _Layer:
             first,
             refused.reasons,
         )
+
+    def _encoder(self) -> Decision:
+        """An encoder computes all its tokens at once: what decodes elsewhere has no part in it."""
+        prefill = self.by_phase[Phase.PREFILL]
+        if not prefill:
+            return prefill if self.rules else self.both
+        best = self._best(Phase.PREFILL)
+        chosen = self._together(best, best)
+        return chosen if chosen or self.rules else self.both
 
     def _alike(self) -> Decision:
         if self.rules is None:

@@ -74,10 +74,62 @@ def test_kv_dtype_and_block_size_reach_the_layers_that_have_pages(run):
     assert asked == {("encoder", "auto", None), ("decoder", "fp8", 32), ("encoder_decoder", "fp8", 32)}
 
 
-def test_a_rule_for_a_phase_gives_rows_for_both_phases(run):
-    outcome = run("select", LLAMA, "--device", "cpu", "--backend", "decode=TORCH", "--json")
-    settled = {(d["phase"], d["chosen_by"]) for d in outcome.json["decisions"]}
-    assert settled == {("decode", "backend"), ("prefill", "priority")}
+def test_a_rule_for_a_phase_asks_both_phases(run):
+    outcome = run("select", LLAMA, "--device", "cpu", "--backend", "decode=TORCH", "--json").json
+    asked = list(outcome["by_phase"].values())
+    assert len(asked) == 32
+    assert {(p, d["phase"], d["chosen_by"]) for phases in asked for p, d in phases.items()} == {
+        ("decode", "decode", "backend"),
+        ("prefill", "prefill", "priority"),
+    }
+    assert {(d["phase"], d["backend"]) for d in outcome["decisions"]} == {(None, "TORCH")}
+
+
+def test_two_backends_for_the_phases_of_a_layer_have_a_column_each(run):
+    rules = ("--backend", "TRITON,prefill=TORCH", "--device", "sm90", "--assume-installed", "all")
+    outcome = run("select", MODELS / "gpt-oss-20b.json", *rules)
+    assert outcome.code == 0
+    header, *rows = [line.split() for line in outcome.out.splitlines()[2:]]
+    assert header[-3:] == ["prefill", "decode", "block"]
+    assert {tuple(row[-3:-1]) for row in rows} == {("TORCH", "TRITON")}
+    assert max(map(len, outcome.out.splitlines())) <= 80
+
+
+def test_why_shows_both_phases_and_what_they_come_to(run):
+    rules = ("--backend", "TRITON,prefill=TORCH", "--device", "sm90", "--assume-installed", "all", "--why")
+    out = run("select", LLAMA, *rules).out
+    assert "layers 0-31 (full):\n" in out
+    assert "layers 0-31 (full, prefill):\n" in out
+    assert "layers 0-31 (full, decode):\n" in out
+    assert "TORCH+TRITON" in out
+
+
+def test_an_encoder_is_left_to_what_prefills(run):
+    rules = ("--backend", "prefill=TORCH,decode=TRITON", "--device", "sm90", "--assume-installed", "all")
+    decisions = run("select", MODELS / "whisper-large-v3.json", *rules, "--json").json["decisions"]
+    assert {(d["spec"]["attn_type"], d["backend"]) for d in decisions} == {
+        ("encoder", "TORCH"),
+        ("decoder", "TORCH+TRITON"),
+        ("encoder_decoder", "TORCH+TRITON"),
+    }
+
+
+def test_each_phase_alone_on_a_device_with_one_backend_is_that_backend(run):
+    outcome = run("select", LLAMA, "--per-phase", "--device", "cpu", "--json").json
+    assert outcome["notes"] == []
+    assert {d["backend"] for d in outcome["decisions"]} == {"TORCH"}
+
+
+def test_a_composite_is_asked_for_by_name(run):
+    rules = ("--backend", "TORCH+TRITON", "--device", "sm90", "--assume-installed", "all", "--json")
+    decisions = run("select", LLAMA, *rules).json["decisions"]
+    assert {d["backend"] for d in decisions} == {"TORCH+TRITON"}
+
+
+def test_one_phase_and_each_phase_cannot_both_be_asked(run):
+    outcome = run("select", LLAMA, "--per-phase", "--phase", "decode", "--device", "cpu")
+    assert outcome.code == 2
+    assert "--per-phase=True cannot stand with --phase decode; give one of the two" in outcome.err
 
 
 def test_a_rule_that_matches_no_layer_is_bad_usage(run):

@@ -155,7 +155,24 @@ def test_an_encoder_stays_with_one_backend_and_its_decoder_has_two():
     with offered(decoder()):
         made = plan(whisper(), "cpu", per_phase=True)
     assert made.backends == ("TORCH", "TORCH+DECODER")
-    assert the_note(made).startswith("4 layers would prefill")
+    assert made.notes == ()
+
+
+def test_rules_for_decodes_leave_an_encoder_to_what_prefills():
+    no_encoders = decoder(features=no(Feature.ENCODER))
+    with offered(no_encoders, FIRST):
+        made = plan(whisper(), "cpu", backend="FIRST,decode=DECODER")
+    assert made.backends == ("FIRST", "FIRST+DECODER")
+
+
+def test_a_backend_of_one_phase_serves_no_encoder():
+    prefiller = backend("PREFILLER", 90, supported_phases=(Phase.PREFILL,))
+    with offered(prefiller):
+        assert plan(whisper(), "cpu", per_phase=True).backends == ("TORCH", "PREFILLER+TORCH")
+        with pytest.raises(
+            BackendUnavailableError, match="PREFILLER: phase not supported: decode is not prefill"
+        ):
+            plan(whisper(), "cpu", backend="prefill=PREFILLER")
 
 
 def test_what_a_phase_alone_would_choose_does_not_decide_the_pages():

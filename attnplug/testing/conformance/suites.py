@@ -121,7 +121,8 @@ def refusals(backend: type[AttentionBackend], device: Device) -> list[str]:
     found, problem = attempt(backend.validate_configuration, layer, device)
     if problem is not None:
         return [f"validate_configuration raised {describe(problem)}", *missing]
-    codes = ("device_type", "compute_capability")
+    # The last is said of composites only: their halves see a cache differently, whatever the layer.
+    codes = ("device_type", "compute_capability", "kv_cache_layout")
     lacking = [str(reason) for reason in found if getattr(reason, "code", None) in codes]
     if lacking or missing:
         return [*lacking, *missing]
