@@ -63,6 +63,7 @@ class Engine:
         self.runtime = page_model(model, num_blocks, block_size, self.limits)
         self.pages = Pages(self.runtime.block_pool, self.runtime.kv_cache_config)
         self.builder = self.runtime.step_batch_builder(self.pages.max_tokens)
+        self.runtime.warm_up()
         self.waiting: deque[Request] = deque()
         self.running: dict[str, Request] = {}
         self.added = self.steps = self.preemptions = 0
