@@ -96,8 +96,8 @@ def load_queries(
     """Queries `[BLOCK_M, BLOCK_D]` and the scale that their logits still need.
 
     Row i is head `i % GROUP` of the KV head's group, token `i // GROUP`. Keys, values and weights follow the
-    type of the queries: COMPUTE, or their own where it is None. In float16 they are scaled here, so that no
-    size of a bfloat16 query is too large for it.
+    type of the queries: COMPUTE, or their own where it is None. For float16 they are multiplied with a power of
+    two, which rounds nothing, such that no bfloat16 query is too large for it and none that matters too small.
     """
     dims = tl.arange(0, BLOCK_D)
     tokens = (first_token + rows // GROUP).to(tl.int64)
@@ -109,8 +109,11 @@ def load_queries(
     q = tl.load(query + places, mask=mask, other=0.0)
     if COMPUTE is not None:
         if COMPUTE == tl.float16:
-            q = q.to(tl.float32) * scale
-            scale = scale * 0.0 + 1.0
+            q = q.to(tl.float32)
+            largest = tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0), 1e-30)
+            shift = 14.0 - tl.floor(tl.log2(largest))
+            q = q * tl.exp2(shift)
+            scale = scale * tl.exp2(-shift)
         q = q.to(COMPUTE)
     return q, scale
 
