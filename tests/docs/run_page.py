@@ -22,7 +22,9 @@ FLAGS = doctest.ELLIPSIS | doctest.REPORT_NDIFF
 def run_page(page: str, folder: Path) -> None:
     """Run the blocks of a page in order; AssertionError where one does not what it says."""
     blocks = fences(page)
-    installs = any("pip install" in f.code and "data-not-run" not in f.options for f in blocks)
+    run = [f for f in blocks if f.language == "console" and "data-not-run" not in f.options]
+    # What is printed may speak of it too: refusals say what to install.
+    installs = any("pip install" in command.text for f in run for command in commands(f))
     workplace = Workplace(folder / "clone", installs=installs)
     os.chdir(workplace.folder)
     names: dict[str, Any] = {"__name__": "page"}
