@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from attnplug import Device, Phase, plan
 from attnplug.core.errors import BackendUnavailableError, NoBackendError, PolicyError, UnknownBackendError
 from attnplug.core.features import Feature
 from attnplug.integrations.transformers import read_config
+from attnplug.runtime import AttentionRuntime, ModelPlan
 
 TWO_KINDS = model([SLIDING, FULL])
 FIRST, SECOND = backend("FIRST", 60), backend("SECOND", 55)
@@ -393,3 +395,47 @@ def test_a_hybrid_model_of_composites_has_the_groups_it_has_without():
     with offered(decoder()):
         made, plain = plan(gemma_3(), "cpu", per_phase=True), plan(gemma_3(), "cpu")
     assert made.kv_cache_config == plain.kv_cache_config
+
+
+# Options of the halves
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    splits: int = 4
+
+
+OPTED = backend("OPTED", 70, family="FAM", Options=Splits), backend("OTHER", 60, Options=Splits)
+
+
+@pytest.mark.parametrize(
+    ("options", "prefill", "decode"),
+    [
+        (None, 4, 4),
+        ({"OPTED": {"splits": 2}}, 4, 2),
+        ({"FAM": {"splits": 3}, "OTHER": Splits(9)}, 9, 3),
+        ({"decode_splits": 7}, 4, 7),
+        ({"OPTED": {"splits": 2}, "OTHER+OPTED": {"decode_splits": 8}}, 4, 8),
+    ],
+)
+def test_options_reach_the_half_that_they_are_for(options, prefill, decode):
+    with offered(*OPTED):
+        made = plan(model([FULL]), "cpu", backend="OTHER+OPTED", options=options, num_blocks=4)
+        members = AttentionRuntime(made).layers["layers.0"].impl.members
+        assert ModelPlan.from_json(made.to_json()) == made
+    assert members[Phase.PREFILL].options == Splits(prefill)
+    assert members[Phase.DECODE].options == Splits(decode)
+
+
+def test_options_reach_the_halves_that_rules_make():
+    with offered(*OPTED):
+        made = plan(model([FULL]), "cpu", backend="OTHER,decode=OPTED", options={"OPTED": {"splits": 2}})
+    assert dict(made.decisions["layers.0"].options) == {"prefill_splits": 4, "decode_splits": 2}
+
+
+def test_an_option_that_no_half_has_is_refused_with_those_there_are():
+    with (
+        offered(*OPTED),
+        pytest.raises(PolicyError, match="there are: prefill_splits: int, decode_splits: int"),
+    ):
+        plan(model([FULL]), "cpu", backend="OTHER+OPTED", options={"splits": 2})

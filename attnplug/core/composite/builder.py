@@ -176,7 +176,9 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         prefill: AttentionMetadata | None,
     ) -> CompositeMetadata:
         tokens = common.num_actual_tokens
-        slots = common.slot_mapping if self._is_cross else common.slot_mapping[:tokens]
+        slots = common.slot_mapping
+        if not self._is_cross and slots.shape[0] > tokens:
+            slots = slots[:tokens]
         return CompositeMetadata(
             slots, common.num_reqs, tokens, cut.num_reqs, cut.num_tokens, decode, prefill
         )

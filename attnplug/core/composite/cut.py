@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
+
 from attnplug.core.batch.splitting import split_decodes_and_prefills
 from attnplug.core.metadata import CommonAttentionMetadata
 
@@ -49,7 +51,7 @@ def cut_step(common: CommonAttentionMetadata, threshold: int, is_cross: bool) ->
     first, second = _optional(common, reqs)
     prefill = CommonAttentionMetadata(
         start_locs[reqs : end + 1] - tokens,
-        start_locs_cpu[reqs:] - tokens,
+        torch.from_numpy(start_locs_cpu.numpy()[reqs:] - tokens),
         common.seq_lens[reqs:end],
         rest,
         rest_tokens,
