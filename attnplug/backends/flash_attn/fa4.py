@@ -14,6 +14,7 @@ from attnplug.backends.flash_attn.generations import FlashAttn4Backend
 from attnplug.backends.flash_attn.impl import FlashAttnImpl
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError
+from attnplug.ops.triton.launch import on_device_of
 
 __all__ = ["FORWARD", "FlashAttn4Impl", "FlashAttn4Kernels"]
 
@@ -54,23 +55,25 @@ class FlashAttn4Kernels:
             }
         else:
             where = {"cu_seqlens_k": requests.key_start_loc, "max_seqlen_k": max(requests.max_seq_len, 1)}
-        self._forward(
-            q=query,
-            k=call.key,
-            v=call.value,
-            cu_seqlens_q=requests.query_start_loc,
-            max_seqlen_q=requests.max_query_len,
-            softmax_scale=spec.scale,
-            causal=call.causal,
-            softcap=spec.logits_soft_cap,
-            window_size_left=None if left < 0 else left,
-            window_size_right=None if call.causal or right < 0 else right,
-            learnable_sink=call.sinks,
-            num_splits=1,
-            out=call.output,
-            lse=lse,
-            **where,
-        )
+        # Unlike the other generations it asks for the current device, and launches there.
+        with on_device_of(query):
+            self._forward(
+                q=query,
+                k=call.key,
+                v=call.value,
+                cu_seqlens_q=requests.query_start_loc,
+                max_seqlen_q=requests.max_query_len,
+                softmax_scale=spec.scale,
+                causal=call.causal,
+                softcap=spec.logits_soft_cap,
+                window_size_left=None if left < 0 else left,
+                window_size_right=None if call.causal or right < 0 else right,
+                learnable_sink=call.sinks,
+                num_splits=1,
+                out=call.output,
+                lse=lse,
+                **where,
+            )
         return lse
 
 
