@@ -1,7 +1,7 @@
 """The host's time in TRITON: building a step's metadata, and a layer's eager call over its bare launches.
 
 Run as `python benchmarks/triton_host.py [--quick] [--json FILE]`. With a GPU the calls are real, and "launches" are
-the same kernels with the same arguments at hand. Without one the kernels do nothing: what is left is Python's
+the same kernels, launched as Triton is called, with the same arguments at hand. Without one the kernels do nothing: what is left is Python's
 part, and that of dispatching a launch is not in it. Figures are medians of rounds, the two interleaved.
 """
 
@@ -30,6 +30,7 @@ if not ON_GPU:
 import attnplug  # noqa: E402
 from attnplug.backends.triton.kernels.decode import decode_kernel  # noqa: E402
 from attnplug.core import BuilderConfig, LayerSpec  # noqa: E402
+from attnplug.ops.triton.launch import BoundKernel  # noqa: E402
 from attnplug.runtime import AttentionRuntime  # noqa: E402
 
 SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, block_size=16)
@@ -126,8 +127,16 @@ def kernels(do: Callable[..., None]) -> Iterator[None]:
 def launched(call: Callable[[], None]) -> list[Launch]:
     """What `call` launches, in order."""
     kept: list[Launch] = []
-    with kernels(lambda *launch: kept.append(launch)):
+
+    def keep(kernel: Any, grid: tuple[int, ...], *given: Any) -> None:
+        kept.append((kernel._kernel, grid, (*given, *kernel._bound), kernel._options))
+
+    kind: Any = BoundKernel
+    kind.__call__, before = keep, kind.__call__
+    try:
         call()
+    finally:
+        kind.__call__ = before
     return kept
 
 

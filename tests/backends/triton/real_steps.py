@@ -6,6 +6,7 @@ is counted. Prints the kernels of the warm-up, then those that the steps compile
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from types import SimpleNamespace
@@ -110,9 +111,17 @@ def main() -> None:
             function=0, packed_metadata=(), launch_metadata=lambda *_: None, run=lambda *_: None
         )
         self.device_caches[device][0][key] = idle
-        target = driver.active.get_current_target()
-        facts = key, signature, target, device, constexprs, options, [attrs], warmup
-        self._call_hook(knobs.runtime.jit_post_compile_hook, *facts)
+        facts = {"target": driver.active.get_current_target(), "device": device, "constants": constexprs}
+        facts |= {
+            "key": key,
+            "signature": signature,
+            "options": options,
+            "configs": [attrs],
+            "is_warmup": warmup,
+        }
+        known = inspect.signature(self._call_hook).parameters  # Triton 3.6 gives no target
+        facts = {name: value for name, value in facts.items() if name in known}
+        self._call_hook(knobs.runtime.jit_post_compile_hook, **facts)
         return idle
 
     JITFunction._do_compile = compile_nothing
