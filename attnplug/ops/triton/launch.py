@@ -41,7 +41,7 @@ class BoundKernel:
         if not given[0].is_cuda:
             self._kernel[grid](*given, *self._bound, **self._options)
             return
-        form = (given[0].get_device(), *[each.data_ptr() & 15 for each in given if type(each) is not int])
+        form = (given[0].get_device(), *[not each.data_ptr() & 15 for each in given if type(each) is not int])
         compiled = self._compiled.get(form)
         if compiled is None:
             self._compiled[form] = self._kernel[grid](*given, *self._bound, **self._options)
