@@ -9,6 +9,7 @@ contenders in turn, by graph replay, over more KV than the L2 holds.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime as dt
 import importlib.metadata
 import json
@@ -83,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--plot", type=Path, help="write a bar chart here")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--page", type=int, default=16, help="tokens of a page; FlashAttention 2 needs 256")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("needs a GPU that torch can use")
@@ -91,11 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ceilings = measure_ceilings()
     print(f"copy {ceilings['copy_tbps']:.2f} TB/s   matmul {ceilings['matmul_tflops']:.0f} TFLOP/s")
     cells = [
-        measure(cell, names, ceilings, options.repeats)
+        measure(dataclasses.replace(cell, page=options.page), names, ceilings, options.repeats)
         for cell in CORE
         if kinds is None or cell.kind in kinds
     ]
-    goals = judge(cells)
+    goals = judge(cells) if "TRITON" in names else []
+    goals += judge_libraries(cells, [name for name in names if name not in ("TRITON", "peers")])
     for goal in goals:
         mark = "" if goal["met"] is None else "met" if goal["met"] else "MISSED"
         print(f"{goal['name']:60}{goal['value']:8.3f}  {goal['goal']:12}{mark}")
@@ -133,7 +136,11 @@ def contenders(layer: PagedLayer, names: Sequence[str]) -> dict[str, Callable[[i
                 if call is not None:
                     calls[peer] = call
             continue
-        backend = attnplug.backends()[name]
+        decision = attnplug.explain(layer.spec, backend=name)
+        if not decision:
+            print(f"  {name}: {decision.explanation}", file=sys.stderr)
+            continue
+        backend = decision.get_backend_cls()
         calls[name] = layer.attend(backend)
         if layer.given[0] is not None:
             calls[f"{name}, keys given"] = layer.attend(backend, give_new=True)
@@ -240,6 +247,40 @@ def judge(cells: Sequence[dict[str, Any]], name: str = "TRITON") -> list[dict[st
     return found
 
 
+THROUGH = {"FLASHINFER": "FlashInfer", "FLASH_ATTN_4": "FlashAttention 4", "FLASH_ATTN_2": "FlashAttention 2"}
+"""Backends, and the peer that calls their library directly."""
+
+
+def judge_libraries(cells: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """What going through attnplug costs, and whether a composite is as good as the better of its halves."""
+    found: list[dict[str, Any]] = []
+
+    def worst(title: str, ratios: dict[str, float], limit: float) -> None:
+        if ratios:
+            cell = max(ratios, key=ratios.__getitem__)
+            met = ratios[cell] <= limit
+            goal = {"name": f"{title} ({cell})", "value": ratios[cell], "goal": f"<= {limit}", "met": met}
+            found.append(goal)
+
+    for name in names:
+        of = {cell["cell"]: cell["us"] for cell in cells if name in cell["us"]}
+        peer = THROUGH.get(name)
+        direct = {cell: us[name] / us[peer] for cell, us in of.items() if peer in us}
+        worst(f"{name} against {peer} directly, most", direct, 1.02)
+        parts = [of[part][name] for part in ("60 decodes of 8k", "a prefill of 4k") if part in of]
+        if "both" in of and len(parts) == 2:
+            worst(f"{name}: mixed batch against its parts", {"both": of["both"][name] / sum(parts)}, 1.05)
+        for kind in ("decode", "prefill") if "+" in name else ():
+            of_kind = {
+                cell["cell"]: cell["us"] for cell in cells if cell["kind"] == kind and name in cell["us"]
+            }
+            best = {
+                cell: us[name] / min(us[each] for each in names if each in us) for cell, us in of_kind.items()
+            }
+            worst(f"{name}: {kind} against the best of {', '.join(names)}, most", best, 1.02)
+    return found
+
+
 def geometric(values: Any) -> float:
     values = list(values)
     return math.exp(sum(map(math.log, values)) / len(values))
@@ -247,7 +288,7 @@ def geometric(values: Any) -> float:
 
 def report(ceilings: dict[str, float], cells: list[Any], goals: list[Any]) -> dict[str, Any]:
     versions = {}
-    for name in ("attnplug", "torch", "triton", "flashinfer-python", "flash-attn-4"):
+    for name in ("attnplug", "torch", "triton", "flashinfer-python", "flash-attn", "flash-attn-4"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -43,6 +44,35 @@ def flash_attention_4(layer: PagedLayer) -> Call | None:
     return call
 
 
+def flash_attention_2(layer: PagedLayer) -> Call | None:
+    spec = layer.spec
+    if spec.has_quantized_kv_cache or spec.has_sinks or layer.cell.page % 256:
+        return None
+    from flash_attn import flash_attn_varlen_func
+
+    common, left = layer.common, spec.window[0]
+    ends = torch.tensor([0, *layer.cell.seq_lens], device="cuda").cumsum(0).int()
+
+    def call(index: int) -> torch.Tensor:
+        cache = layer.cache(index)
+        return flash_attn_varlen_func(
+            layer.query,
+            cache[:, 0],
+            cache[:, 1],
+            cu_seqlens_q=common.query_start_loc,
+            cu_seqlens_k=ends,
+            max_seqlen_q=common.max_query_len,
+            max_seqlen_k=common.max_seq_len,
+            softmax_scale=spec.scale,
+            causal=True,
+            window_size=(left, 0 if left >= 0 else -1),
+            softcap=spec.logits_soft_cap or 0.0,
+            block_table=common.block_table_tensor,
+        )
+
+    return call
+
+
 def flashinfer(layer: PagedLayer) -> Call | None:
     spec, cell = layer.spec, layer.cell
     if spec.has_sinks or (cell.kind == "mixed"):
@@ -61,7 +91,8 @@ def flashinfer(layer: PagedLayer) -> Call | None:
         "kv_data_type": layer.caches[0].dtype,
     }
     if cell.is_prefill:
-        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        template = os.environ.get("FLASHINFER_PREFILL", "fa2")  # fa3 compiles for minutes
+        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=template)
         wrapper.plan(
             layer.common.query_start_loc_cpu, indptr, layer.pages, last, heads, kv_heads, size, cell.page,
             causal=True, **common,
@@ -96,5 +127,6 @@ def cudnn_sdpa(layer: PagedLayer) -> Call | None:
 PEERS: dict[str, Callable[[PagedLayer], Call | None]] = {
     "FlashInfer": flashinfer,
     "FlashAttention 4": flash_attention_4,
+    "FlashAttention 2": flash_attention_2,
     "cuDNN SDPA": cudnn_sdpa,
 }
