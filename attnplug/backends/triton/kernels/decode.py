@@ -8,11 +8,9 @@ import triton.language as tl
 from attnplug.backends.triton.kernels.scan import (
     LN2,
     LOG2E,
-    common_range,
+    attend,
     finish,
     load_queries,
-    page_start,
-    scan_keys,
 )
 from attnplug.backends.triton.kernels.splits import FIELDS
 
@@ -106,13 +104,6 @@ def decode_kernel(
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     first_pos = seq_len - query_len
     positions = first_pos + tl.minimum(rows, num_rows - 1) // GROUP
-    full_lo, full_hi = common_range(
-        first_pos, seq_len - 1, lo, hi, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
-    )
-    start = page_start(lo, BLOCK_SIZE, BLOCK_N)
-    full_lo = start + tl.cdiv(full_lo - start, BLOCK_N) * BLOCK_N
-    full_hi = full_lo + tl.maximum(full_hi - full_lo, 0) // BLOCK_N * BLOCK_N
-
     heads = kv_head * GROUP + rows % GROUP
     q, scale = load_queries(
         query, rows, num_rows, first, kv_head, stride_qt, stride_qh, GROUP, D, BLOCK_D, scale, COMPUTE
@@ -120,9 +111,6 @@ def decode_kernel(
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes + heads)
-    WIDTH: tl.constexpr = BLOCK_DV // 2 if PAIRS else BLOCK_DV
-    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    odd = acc
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:
@@ -134,23 +122,12 @@ def decode_kernel(
         v_cache = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
     v_head = v_cache + kv_head * stride_vh
     table_row = block_table + request.to(tl.int64) * stride_table
-    for stretch in tl.static_range(3):
-        if stretch == 0:
-            begin, end = start, tl.minimum(full_lo, hi)
-        elif stretch == 1:
-            begin, end = full_lo, full_hi
-        else:
-            begin, end = full_hi, hi
-        if stretch != 0 or HAS_LEFT or HAS_CHUNK:
-            acc, odd, top, total = scan_keys(
-                acc, odd, top, total, q, positions, slopes, begin, end, lo, hi, k_head, v_head, table_row, 0,
-                stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, left, right, chunk,
-                stretch != 1, True, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS,
-            )  # fmt: skip
-    if PAIRS:
-        acc = tl.join(acc, odd).reshape(BLOCK_M, BLOCK_DV)
-    out, out_lse = finish(acc, top, total)
+    out, out_lse = attend(
+        q, scale, top, total, positions, slopes, first_pos, seq_len - 1, lo, hi, k_head, v_head, table_row, 0,
+        stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
+        True, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS,
+    )  # fmt: skip
 
     dims = tl.arange(0, BLOCK_DV)
     inside = rows < num_rows

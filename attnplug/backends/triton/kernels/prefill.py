@@ -5,16 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnplug.backends.triton.kernels.scan import (
-    LN2,
-    LOG2E,
-    common_range,
-    finish,
-    key_range,
-    load_queries,
-    page_start,
-    scan_keys,
-)
+from attnplug.backends.triton.kernels.ranges import key_range
+from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend, load_queries
 
 __all__ = ["prefill_kernel"]
 
@@ -119,13 +111,6 @@ def prefill_kernel(
     lo, hi = key_range(
         first_pos, last_pos, first_key, seq_len, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
     )
-    full_lo, full_hi = common_range(
-        first_pos, last_pos, lo, hi, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
-    )
-    start = page_start(lo, BLOCK_SIZE, BLOCK_N) if PAGED else lo
-    full_lo = start + tl.cdiv(full_lo - start, BLOCK_N) * BLOCK_N
-    full_hi = full_lo + tl.maximum(full_hi - full_lo, 0) // BLOCK_N * BLOCK_N
-
     heads = kv_head * GROUP + rows % GROUP
     q, scale = load_queries(
         query,
@@ -144,7 +129,6 @@ def prefill_kernel(
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes + heads)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:
@@ -153,23 +137,12 @@ def prefill_kernel(
     k_head = k_cache + kv_head * stride_kh
     v_head = v_cache + kv_head * stride_vh
     table_row = block_table + request.to(tl.int64) * stride_table
-    for part in tl.static_range(3):
-        # Masked keys before, seen ones, masked ones after; without a left edge nothing stands before.
-        if part == 0:
-            begin, end = start, tl.minimum(full_lo, hi)
-        elif part == 1:
-            begin, end = full_lo, full_hi
-        else:
-            begin, end = full_hi, hi
-        if part != 0 or HAS_LEFT or HAS_CHUNK:
-            acc, _, top, total = scan_keys(
-                acc, 0.0, top, total, q, positions, slopes, begin, end, lo, hi, k_head, v_head, table_row, key_shift,
-                stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, left, right, chunk,
-                part != 1, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_ALIBI, ALIKE, False, False, SUMS,
-            )  # fmt: skip
-
-    out, out_lse = finish(acc, top, total)
+    out, out_lse = attend(
+        q, scale, top, total, positions, slopes, first_pos, last_pos, lo, hi, k_head, v_head, table_row, key_shift,
+        stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
+        PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_ALIBI, ALIKE, False, False, SUMS,
+    )  # fmt: skip
     places = (first + offset + rows // GROUP).to(tl.int64)
     dims = tl.arange(0, BLOCK_DV)
     mask = (rows < num_rows)[:, None] & (dims < DV)[None, :]

@@ -1,11 +1,13 @@
-"""What both kernels share: which keys a tile of queries sees, and the walk over them."""
+"""What both kernels share: queries loaded, and the walk over the keys that they see."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-__all__ = ["common_range", "finish", "key_range", "load_queries", "page_start", "scan_keys"]
+from attnplug.backends.triton.kernels.ranges import common_range
+
+__all__ = ["attend", "finish", "load_queries"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -20,62 +22,6 @@ prmt.b32 $1, first, second, 0x7632;
 }}"""
 E4M3_HALVES = tl.constexpr(_HALVES.format(stored="e4m3"))
 E5M2_HALVES = tl.constexpr(_HALVES.format(stored="e5m2"))
-
-
-@triton.jit
-def key_range(
-    first_pos,
-    last_pos,
-    first_key,
-    seq_len,
-    left,
-    right,
-    chunk,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_CHUNK: tl.constexpr,
-):
-    """`[lo, hi)`: the keys that some query at `first_pos .. last_pos` sees."""
-    lo = first_key
-    hi = seq_len
-    if HAS_LEFT:
-        lo = tl.maximum(lo, first_pos - left)
-    if HAS_RIGHT:
-        hi = tl.minimum(hi, last_pos + right + 1)
-    if HAS_CHUNK:
-        lo = tl.maximum(lo, tl.maximum(first_pos, 0) // chunk * chunk)
-        hi = tl.minimum(hi, tl.where(last_pos < 0, lo, (tl.maximum(last_pos, 0) // chunk + 1) * chunk))
-    return lo, hi
-
-
-@triton.jit
-def common_range(
-    first_pos,
-    last_pos,
-    lo,
-    hi,
-    left,
-    right,
-    chunk,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_CHUNK: tl.constexpr,
-):
-    """`[lo, hi)`: the keys of a range that every query at `first_pos .. last_pos` sees."""
-    if HAS_LEFT:
-        lo = tl.maximum(lo, last_pos - left)
-    if HAS_RIGHT:
-        hi = tl.minimum(hi, first_pos + right + 1)
-    if HAS_CHUNK:
-        lo = tl.maximum(lo, tl.maximum(last_pos, 0) // chunk * chunk)
-        hi = tl.minimum(hi, tl.where(first_pos < 0, lo, (tl.maximum(first_pos, 0) // chunk + 1) * chunk))
-    return lo, hi
-
-
-@triton.jit
-def page_start(key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the page of `key` starts, if pages divide tiles; else `key`."""
-    return key // BLOCK_SIZE * BLOCK_SIZE if BLOCK_N % BLOCK_SIZE == 0 else key
 
 
 @triton.jit
@@ -119,7 +65,81 @@ def load_queries(
 
 
 @triton.jit
-def scan_keys(
+def attend(
+    q,
+    scale,
+    top,
+    total,
+    positions,
+    slopes,
+    first_pos,
+    last_pos,
+    lo,
+    hi,
+    k_head,
+    v_head,
+    table_row,
+    key_shift,
+    stride_kb,
+    stride_kt,
+    stride_vb,
+    stride_vt,
+    cap,
+    left,
+    right,
+    chunk,
+    PAGED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    ALIKE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PTX: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Outputs and LSE (base 2) of queries at `first_pos .. last_pos` over the keys `lo .. hi - 1`.
+
+    `top` and `total` are what the softmax starts with: its maximum, in base 2, and its sum. With PAIRS `v_head`
+    points to int16, see _scan_keys.
+    """
+    full_lo, full_hi = common_range(
+        first_pos, last_pos, lo, hi, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
+    )
+    start = lo // BLOCK_SIZE * BLOCK_SIZE if PAGED and BLOCK_N % BLOCK_SIZE == 0 else lo
+    full_lo = start + tl.cdiv(full_lo - start, BLOCK_N) * BLOCK_N
+    full_hi = full_lo + tl.maximum(full_hi - full_lo, 0) // BLOCK_N * BLOCK_N
+    acc = tl.zeros([q.shape[0], BLOCK_DV // 2 if PAIRS else BLOCK_DV], tl.float32)
+    odd = acc if PAIRS else 0.0
+    for stretch in tl.static_range(3):
+        # Masked keys before, seen ones, masked ones after; without a left edge nothing stands before.
+        if stretch == 0:
+            begin, end = start, tl.minimum(full_lo, hi)
+        elif stretch == 1:
+            begin, end = full_lo, full_hi
+        else:
+            begin, end = full_hi, hi
+        if stretch != 0 or HAS_LEFT or HAS_CHUNK:
+            acc, odd, top, total = _scan_keys(
+                acc, odd, top, total, q, positions, slopes, begin, end, lo, hi, k_head, v_head, table_row, key_shift,
+                stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, left, right, chunk,
+                stretch != 1, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS,
+            )  # fmt: skip
+    if PAIRS:
+        acc = tl.join(acc, odd).reshape(q.shape[0], BLOCK_DV)
+    return finish(acc, top, total)
+
+
+@triton.jit
+def _scan_keys(
     acc,
     odd,
     top,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnplug.backends.triton.kernels.scan import key_range
+from attnplug.backends.triton.kernels.ranges import key_range
 
 __all__ = ["FIELDS", "plan_splits_kernel"]
 
