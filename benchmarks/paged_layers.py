@@ -1,4 +1,4 @@
-"""One attention layer over a random paged cache on a GPU, a reference for it, and timing by graph replay."""
+"""One attention layer over a random paged cache, a reference for it, and on a GPU timing by graph replay."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from attnplug.core import BuilderConfig, CommonAttentionMetadata, LayerSpec, LayerTensors
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.ops.storage import STORAGE_DTYPES
 
 __all__ = ["Cell", "PagedLayer", "graph_us", "interleaved_us"]
 
@@ -65,25 +66,32 @@ class Cell:
 
 
 class PagedLayer:
-    """A cell's tensors: as many caches as the L2 cannot hold, shuffled pages, one common metadata."""
+    """A cell's tensors: as many caches as the L2 cannot hold, shuffled pages, one common metadata.
 
-    def __init__(self, cell: Cell) -> None:
-        self.cell, self.spec = cell, cell.spec
+    Args:
+        cell: what is measured.
+        device: where; calls are timed on a GPU only.
+        copies: caches; by default more than the L2 holds.
+    """
+
+    def __init__(self, cell: Cell, device: str = "cuda", copies: int | None = None) -> None:
+        self.cell, self.spec, self.device = cell, cell.spec, torch.device(device)
         heads, kv_heads, size = cell.heads
         counts = [-(-each // cell.page) for each in cell.seq_lens]
-        stored = torch.float8_e4m3fn if self.spec.has_quantized_kv_cache else torch.bfloat16
+        dtype, stored = (STORAGE_DTYPES[d] for d in (self.spec.dtype, self.spec.resolved_kv_cache_dtype))
         pages = sum(counts) + 1
-        copies = min(max(1, -(-_MORE_THAN_L2 // cell.kv_bytes)), 8)
+        copies = copies or min(max(1, -(-_MORE_THAN_L2 // cell.kv_bytes)), 8)
         torch.manual_seed(0)
         shape = (pages, 2, cell.page, kv_heads, size)
-        self.caches = [
-            torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(stored) for _ in range(copies)
-        ]
+        self.caches = [torch.randn(shape, device=device, dtype=dtype).to(stored) for _ in range(copies)]
         tokens = sum(cell.query_lens)
-        self.query = torch.randn(tokens, heads, size, device="cuda", dtype=torch.bfloat16)
+        self.query = torch.randn(tokens, heads, size, device=device, dtype=dtype)
         self.output = torch.empty_like(self.query)
         self.tensors = LayerTensors(
-            sinks=torch.randn(heads, device="cuda") if self.spec.has_sinks else None,
+            sinks=torch.randn(heads, device=device) if self.spec.has_sinks else None,
+            alibi_slopes=2.0 ** (-8.0 * torch.arange(1, heads + 1, device=device) / heads)
+            if self.spec.has_alibi
+            else None,
             k_scale=1.0,
             v_scale=1.0,
         )
@@ -96,15 +104,15 @@ class PagedLayer:
         starts = torch.from_numpy(np.cumsum([0, *cell.query_lens]).astype(np.int32))
         lens = np.asarray(cell.seq_lens, dtype=np.int32)
         self.common = CommonAttentionMetadata(
-            query_start_loc=starts.cuda(),
+            query_start_loc=starts.to(device),
             query_start_loc_cpu=starts,
-            seq_lens=torch.from_numpy(lens.copy()).cuda(),
+            seq_lens=torch.from_numpy(lens.copy()).to(device),
             num_reqs=len(lens),
             num_actual_tokens=tokens,
             max_query_len=max(cell.query_lens),
             max_seq_len=int(lens.max()),
-            block_table_tensor=self.table.cuda(),
-            slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device="cuda"),
+            block_table_tensor=self.table.to(device),
+            slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device=device),
             seq_lens_host=lens,
         )
         self.given = self._new_tokens() if cell.query_lens == cell.seq_lens else (None, None)
@@ -132,7 +140,7 @@ class PagedLayer:
         told: Any = types.SimpleNamespace(impl=impl)
         config = BuilderConfig(layers={"layer": told})
         builder = backend.get_builder_cls()(
-            kv_cache_spec_for(spec, self.cell.page), ["layer"], config, torch.device("cuda")
+            kv_cache_spec_for(spec, self.cell.page), ["layer"], config, self.device
         )
         metadata = builder.build(0, self.common)
         given = self.given if give_new else (None, None)
@@ -155,11 +163,15 @@ class PagedLayer:
             if spec.logits_soft_cap:
                 logits = spec.logits_soft_cap * torch.tanh(logits / spec.logits_soft_cap)
             length = k.shape[1]
-            at = torch.arange(length - rows, length, device="cuda")[:, None]
-            keys = torch.arange(length, device="cuda")[None]
+            at = torch.arange(length - rows, length, device=self.device)[:, None]
+            keys = torch.arange(length, device=self.device)[None]
+            if self.tensors.alibi_slopes is not None:
+                logits -= self.tensors.alibi_slopes[:, None, None] * (at - keys)
             hidden = keys > at
             if spec.window[0] >= 0:
                 hidden |= keys < at - spec.window[0]
+            if spec.chunk_size is not None:
+                hidden |= keys // spec.chunk_size != at // spec.chunk_size
             logits.masked_fill_(hidden, -torch.inf)
             if self.tensors.sinks is not None:
                 sinks = self.tensors.sinks[:, None, None].expand(-1, rows, 1)

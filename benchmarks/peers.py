@@ -51,7 +51,7 @@ def flash_attention_2(layer: PagedLayer) -> Call | None:
     from flash_attn import flash_attn_varlen_func
 
     common, left = layer.common, spec.window[0]
-    ends = torch.tensor([0, *layer.cell.seq_lens], device="cuda").cumsum(0).int()
+    ends = torch.tensor([0, *layer.cell.seq_lens], device=layer.device).cumsum(0).int()
 
     def call(index: int) -> torch.Tensor:
         cache = layer.cache(index)
@@ -80,7 +80,7 @@ def flashinfer(layer: PagedLayer) -> Call | None:
     import flashinfer as library
 
     heads, kv_heads, size = cell.heads
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=layer.device)
     indptr = torch.tensor([0, *layer.counts]).cumsum(0).int()
     last = torch.tensor([(n - 1) % cell.page + 1 for n in cell.seq_lens], dtype=torch.int32)
     common = {
@@ -99,7 +99,7 @@ def flashinfer(layer: PagedLayer) -> Call | None:
         )  # fmt: skip
     else:
         wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-        wrapper.plan(indptr, layer.pages.cuda(), last, heads, kv_heads, size, cell.page, **common)
+        wrapper.plan(indptr, layer.pages.to(layer.device), last, heads, kv_heads, size, cell.page, **common)
     return lambda index: wrapper.run(layer.query, layer.cache(index), out=layer.output)
 
 
