@@ -1,8 +1,9 @@
 """The host's time in TRITON: building a step's metadata, and a layer's eager call over its bare launches.
 
 Run as `python benchmarks/triton_host.py [--quick] [--json FILE]`. With a GPU the calls are real, and "launches" are
-the same kernels, launched as Triton is called, with the same arguments at hand. Without one the kernels do nothing: what is left is Python's
-part, and that of dispatching a launch is not in it. Figures are medians of rounds, the two interleaved.
+the same kernels, launched as Triton is called, with the same arguments at hand. Without one the kernels do nothing:
+what is left is Python's part, and that of dispatching a launch is not in it. Figures are medians of rounds, the two
+interleaved.
 """
 
 from __future__ import annotations
@@ -10,42 +11,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime as dt
 import importlib.metadata
-import json
-import os
-import platform
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+from host_time import ON_GPU, device_name, kernels, launched, microseconds, replay, write_report
 
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # so that TRITON serves a CPU; triton reads it when it is imported
-
-import attnplug  # noqa: E402
-from attnplug.backends.triton.kernels.decode import decode_kernel  # noqa: E402
-from attnplug.core import BuilderConfig, LayerSpec  # noqa: E402
-from attnplug.ops.triton.launch import BoundKernel  # noqa: E402
-from attnplug.runtime import AttentionRuntime  # noqa: E402
+import attnplug
+from attnplug.core import BuilderConfig, LayerSpec
+from attnplug.runtime import AttentionRuntime
 
 SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, block_size=16)
 NAME, CONTEXT = "layer", 96
 GOAL_BUILD, GOAL_CALL = 50.0, 10.0
 GOAL_SIZE = 256
-CALLS = 20
-"""Between two waits for the GPU: its queue must not fill."""
 BATCHES = {
     "decode": lambda size: [1] * size,
     "speculative": lambda size: [4] * size,
     "mixed": lambda size: [1] * (size - 1) + [64],
     "prefill": lambda size: [64] * min(size, 64),
 }
-Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 
 
 @dataclasses.dataclass
@@ -108,62 +94,6 @@ class Step:
         layer.impl.forward(layer, self.query, self.key, self.value, layer.kv_cache, metadata, self.output)
 
 
-@contextlib.contextmanager
-def kernels(do: Callable[..., None]) -> Iterator[None]:
-    """Inside, `do(kernel, grid, arguments, options)` stands in for every launch."""
-
-    def getitem(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *arguments, **options: do(kernel, grid, arguments, options)
-
-    # Triton's methods are inherited: what is set here is removed again.
-    kind: Any = type(decode_kernel)
-    kind.__getitem__, before = getitem, kind.__getitem__
-    try:
-        yield
-    finally:
-        kind.__getitem__ = before
-
-
-def launched(call: Callable[[], None]) -> list[Launch]:
-    """What `call` launches, in order."""
-    kept: list[Launch] = []
-
-    def keep(kernel: Any, grid: tuple[int, ...], *given: Any) -> None:
-        kept.append((kernel._kernel, grid, (*given, *kernel._bound), kernel._options))
-
-    kind: Any = BoundKernel
-    kind.__call__, before = keep, kind.__call__
-    try:
-        call()
-    finally:
-        kind.__call__ = before
-    return kept
-
-
-def replay(launches: Sequence[Launch]) -> Callable[[], None]:
-    def run() -> None:
-        for kernel, grid, arguments, options in launches:
-            kernel[grid](*arguments, **options)
-
-    return run
-
-
-def microseconds(calls: Sequence[Callable[[], None]], rounds: int) -> list[float]:
-    """One call of each: the median over rounds of the mean of a few, with the GPU idle before."""
-    means: list[list[float]] = [[] for _ in calls]
-    for call in calls:
-        call()
-    for _ in range(rounds):
-        for call, kept in zip(calls, means, strict=True):
-            if ON_GPU:
-                torch.cuda.synchronize()
-            began = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            kept.append((time.perf_counter() - began) / CALLS)
-    return [statistics.median(kept) * 1e6 for kept in means]
-
-
 def measure(kind: str, requests: int, rounds: int) -> Iterator[Figure]:
     step = Step(BATCHES[kind](requests))
     step.forward()  # binds, and on a GPU compiles
@@ -204,24 +134,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help=f"only {GOAL_SIZE} requests, fewer rounds")
     chosen = parser.parse_args()
     sizes, rounds = ((GOAL_SIZE,), 25) if chosen.quick else ((1, 16, GOAL_SIZE), 101)
-    device = torch.cuda.get_device_name() if ON_GPU else "none: kernels do nothing"
-    print(f"{device}, triton {importlib.metadata.version('triton')}, torch {torch.__version__}")
+    print(f"{device_name()}, triton {importlib.metadata.version('triton')}, torch {torch.__version__}")
     print(f"goals: build at most {GOAL_BUILD:.0f} us; calls at most {GOAL_CALL:.0f} us over their launches")
     with contextlib.nullcontext() if ON_GPU else kernels(lambda *_: None):
         figures = run(sizes, rounds)
     if chosen.json:
-        data = {
-            "date": dt.datetime.now(dt.UTC).date().isoformat(),
-            "device": device,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "attnplug": importlib.metadata.version("attnplug"),
-            "torch": torch.__version__,
-            "triton": importlib.metadata.version("triton"),
-            "unit": "us",
-            "figures": [{**dataclasses.asdict(figure), "over": figure.over} for figure in figures],
-        }
-        chosen.json.write_text(json.dumps(data, indent=2) + "\n")
+        write_report(chosen.json, [{**dataclasses.asdict(figure), "over": figure.over} for figure in figures])
 
 
 if __name__ == "__main__":
