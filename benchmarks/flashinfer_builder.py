@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from library_stand_ins import FlashInfer
 
 import attnplug.backends.flashinfer.builder as builder_module
 from attnplug.backends.flashinfer.builder import FlashInferMetadataBuilder
@@ -40,34 +41,6 @@ GOALS = {
     "two groups / one": 1.6,
     "synchronisations": 0.0,
 }
-
-
-class Wrapper:
-    """Stands for FlashInfer's wrappers where there is no GPU: plans nothing."""
-
-    def __init__(self) -> None:
-        self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = torch.empty(8, dtype=torch.uint8)
-        self._paged_kv_last_page_len_buf = torch.zeros(1, dtype=torch.int32)
-
-    def plan(self, *arrays: Any, **fixed: Any) -> None:
-        self._paged_kv_indices_buf = next(each for each in arrays if isinstance(each, torch.Tensor))
-
-
-class Stub:
-    """Stands for the library."""
-
-    version = "none"
-
-    def is_built(self, name: str) -> bool:
-        return True
-
-    def module_name(self, built: object) -> str:
-        return str(built)
-
-    def decode_wrapper(self, *given: Any) -> Wrapper:
-        return Wrapper()
-
-    prefill_wrapper = sink_wrapper = decode_wrapper
 
 
 def builder_of(specs: dict[str, LayerSpec], requests: int, device: torch.device) -> FlashInferMetadataBuilder:
@@ -171,7 +144,7 @@ def main() -> None:
         version = None
         print(problem)
     if version is None:
-        builder_module.library = Stub  # type: ignore[assignment]
+        builder_module.library = FlashInfer  # type: ignore[assignment]
         device = torch.device("cpu")
     batches = steps(arguments.requests, device)
     builders = {name: builder_of(specs, arguments.requests, device) for name, specs in MODELS.items()}
