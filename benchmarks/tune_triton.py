@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from paged_layers import Cell, PagedLayer, graph_us
 
-from attnplug.backends.triton import TritonBackend
-from attnplug.backends.triton import impl as triton_impl
-from attnplug.backends.triton.launch import DecodeLaunch, PrefillLaunch, decode_launch, prefill_launch
+from attnplug.backends.triton import TritonBackend, bindings
+from attnplug.backends.triton.launch import DecodeLaunch, Gpu, PrefillLaunch, decode_launch, prefill_launch
 
 SHARED_MEMORY = 230_000
+H200 = Gpu(132, SHARED_MEMORY)
 REGISTERS = 65_536
 FP8 = (("kv_cache_dtype", "fp8"),)
 
@@ -99,11 +99,11 @@ def candidates(cell: Cell) -> list[Any]:
             and m * size / warps <= 4096
             and m / warps >= 16
         ]
-        return [prefill_launch(size, 2, 1 << 20), *found]
+        return [prefill_launch(size, 2, 1 << 20, H200), *found]
     itemsize = 1 if cell.spec.has_quantized_kv_cache else 2
     programs = len(cell.seq_lens) * kv_heads
-    few = programs < 264
-    now = decode_launch(size, itemsize, heads // kv_heads, programs, 132)
+    few = programs < 2 * H200.multiprocessors
+    now = decode_launch(size, itemsize, heads // kv_heads, programs, H200)
     found = [
         DecodeLaunch(n, warps, stages, waves, max(n, 128), registers(warps, resident))
         for n, warps, stages, resident, waves in itertools.product(
@@ -132,12 +132,12 @@ def compiled_as(cell: Cell) -> Cell:
 @contextlib.contextmanager
 def launching(candidate: Any) -> Iterator[None]:
     name = "decode_launch" if isinstance(candidate, DecodeLaunch) else "prefill_launch"
-    kept = getattr(triton_impl, name)
-    setattr(triton_impl, name, lambda *_: candidate)
+    kept = getattr(bindings, name)
+    setattr(bindings, name, lambda *_: candidate)
     try:
         yield
     finally:
-        setattr(triton_impl, name, kept)
+        setattr(bindings, name, kept)
 
 
 def compile_one(cell: Cell, candidate: Any, given: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from attnplug.backends.triton.kernels.prefill import prefill_kernel
 from attnplug.backends.triton.launch import (
     PrefillLaunch,
     decode_launch,
+    gpu_of,
     merging,
     partial_sums,
     prefill_launch,
@@ -89,6 +89,7 @@ class BoundLayer:
     ) -> None:
         self.kv_heads = spec.num_kv_heads
         self._reach = reach
+        self._gpu = gpu_of(query.device)
         self._spec = spec
         self._group = spec.num_heads // spec.num_kv_heads
         self._widest = max(spec.head_size, spec.head_size_v)
@@ -122,38 +123,34 @@ class BoundLayer:
         self._decode: Decode
         self._prefill: Prefill
 
-    def decode(
-        self, pages: Pages, stride_table: int, reqs: int, longest: int, multiprocessors: int
-    ) -> Decode:
+    def decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:
         """For `reqs` decodes of at most `longest` queries."""
-        key = pages.form, stride_table, reqs, longest, multiprocessors
+        key = pages.form, stride_table, reqs, longest
         if key != self._decode_key:
-            self._decode = self._bind_decode(pages, stride_table, reqs, longest, multiprocessors)
+            self._decode = self._bind_decode(pages, stride_table, reqs, longest)
             self._decode_key = key
         return self._decode
 
     def prefill(self, k: torch.Tensor, v: torch.Tensor, stride_table: int, longest: int) -> Prefill:
         """For requests of at most `longest` queries over pages; over keys and values given where they have three dimensions."""
         paged = k.dim() == 4
-        launch = _prefill_launch(self._widest, self._itemsize, longest * self._group)
+        launch = prefill_launch(self._widest, self._itemsize, longest * self._group, self._gpu)
         key = k.stride(), v.stride(), k.shape[1] if paged else 1, stride_table, launch
         if key != self._prefill_key:
             self._prefill = self._bind_prefill(paged, *key)
             self._prefill_key = key
         return self._prefill
 
-    def _bind_decode(
-        self, pages: Pages, stride_table: int, reqs: int, longest: int, multiprocessors: int
-    ) -> Decode:
+    def _bind_decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:
         spec = self._spec
         rows = longest * self._group
         block_m = min(tile_side(rows), 64)
         row_blocks = -(-rows // block_m)
         each = spec.num_kv_heads * row_blocks
         itemsize = pages.k.dtype.itemsize
-        launch = decode_launch(self._widest, itemsize, rows, reqs * each, multiprocessors)
-        target = max(multiprocessors * launch.waves // each, 1)
-        merge = merging(rows, reqs * each, multiprocessors)
+        launch = decode_launch(self._widest, itemsize, rows, reqs * each, self._gpu)
+        target = max(self._gpu.multiprocessors * launch.waves // each, 1)
+        merge = merging(rows, reqs * each, self._gpu)
         values = {
             **self._values,
             **_strides(pages.k.stride(), pages.v.stride()),
@@ -207,9 +204,6 @@ class BoundLayer:
         }
         kernel = BoundKernel(_PREFILL, 13, values, num_warps=launch.num_warps, num_stages=launch.num_stages)
         return Prefill(kernel, block_m // self._group)
-
-
-_prefill_launch = functools.cache(prefill_launch)
 
 
 def _strides(k: tuple[int, ...], v: tuple[int, ...]) -> dict[str, int]:

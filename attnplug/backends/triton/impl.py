@@ -187,9 +187,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
 def _decode(bound: BoundLayer, meta: TritonMetadata, call: _Call, pages: Pages) -> None:
     query, output, lse, sinks, slopes = call
     table, workspace = meta.block_table, meta.workspace
-    decode = bound.decode(
-        pages, table.stride(0), meta.num_decodes, meta.max_decode_len, workspace.multiprocessors
-    )
+    decode = bound.decode(pages, table.stride(0), meta.num_decodes, meta.max_decode_len)
     items, spans = workspace.items(decode.plan, meta)
     partials = workspace.partials(*decode.sizes)
     tensors = query, pages.k, pages.v, output, lse, items, meta.seq_lens, table, sinks, slopes

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from triton.runtime import driver
 
 from attnplug.ops.triton.launch import power_of_two
 
 __all__ = [
     "DecodeLaunch",
+    "Gpu",
     "PrefillLaunch",
     "decode_launch",
+    "gpu_of",
     "merging",
     "partial_sums",
     "prefill_launch",
@@ -17,7 +24,7 @@ __all__ = [
 ]
 
 
-def merging(rows: int, programs: int, multiprocessors: int) -> str:
+def merging(rows: int, programs: int, gpu: Gpu) -> str:
     """How partial results of `rows` rows per request and KV head are merged; see decode_kernel.
 
     Few rows are merged by whoever finishes last, one by one. More go to a kernel of their own, where they
@@ -25,7 +32,26 @@ def merging(rows: int, programs: int, multiprocessors: int) -> str:
     """
     if rows <= 4:
         return "by row"
-    return "tile" if programs >= 2 * multiprocessors else "later"
+    return "tile" if programs >= 2 * gpu.multiprocessors else "later"
+
+
+class Gpu(NamedTuple):
+    """What of a GPU decides how kernels are launched."""
+
+    multiprocessors: int
+    shared_memory: int
+    """Bytes that a program may have."""
+
+
+@functools.lru_cache
+def gpu_of(device: torch.device) -> Gpu:
+    """Of a GPU; of a CPU, where kernels are interpreted, something small."""
+    if device.type != "cuda":
+        return Gpu(4, 1 << 18)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    active: Any = driver.active
+    found = active.utils.get_device_properties(index)
+    return Gpu(found["multiprocessor_count"], found["max_shared_mem"])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,9 +98,7 @@ def partial_sums(block_n: int, block_m: int, num_warps: int) -> int:
     return min(8 * max(num_warps * 16 // block_m, 1), block_n)
 
 
-def decode_launch(
-    head_size: int, itemsize: int, rows: int, programs: int, multiprocessors: int
-) -> DecodeLaunch:
+def decode_launch(head_size: int, itemsize: int, rows: int, programs: int, gpu: Gpu) -> DecodeLaunch:
     """For heads of `head_size` (the larger of K and V), stored in elements of `itemsize` bytes.
 
     Args:
@@ -82,22 +106,39 @@ def decode_launch(
         itemsize: bytes of a stored element.
         rows: queries of the longest request times heads of a group.
         programs: those that there are without splitting: requests, KV heads and blocks of rows.
-        multiprocessors: of the GPU.
+        gpu: where.
     """
     table = _DECODE_8_BIT if itemsize == 1 else _DECODE
     few, few_wide, many = table[_wide(head_size, max(itemsize, 2))]
-    if programs >= 2 * multiprocessors:
-        return many
-    return few if rows <= 4 else few_wide
+    launch = many if programs >= 2 * gpu.multiprocessors else few if rows <= 4 else few_wide
+    return _fitting(launch, min(tile_side(rows), 64), tile_side(head_size) * itemsize, gpu)
 
 
-def prefill_launch(head_size: int, itemsize: int, rows: int) -> PrefillLaunch:
+@functools.cache
+def prefill_launch(head_size: int, itemsize: int, rows: int, gpu: Gpu) -> PrefillLaunch:
     """For tiles of at most `rows` rows: queries of the longest request times heads of a group."""
     wide = _wide(head_size, itemsize)
     if rows > 64 or wide > 512:
         launch = _PREFILL[wide]
-        return dataclasses.replace(launch, block_m=min(launch.block_m, tile_side(rows)))
-    return PrefillLaunch(tile_side(rows), 64 if wide <= 256 else 32, 4, 2)
+        launch = dataclasses.replace(launch, block_m=min(launch.block_m, tile_side(rows)))
+    else:
+        launch = PrefillLaunch(tile_side(rows), 64 if wide <= 256 else 32, 4, 2)
+    return _fitting(launch, launch.block_m, tile_side(head_size) * itemsize, gpu)
+
+
+_Launch = TypeVar("_Launch", DecodeLaunch, PrefillLaunch)
+
+
+def _fitting(launch: _Launch, block_m: int, width: int, gpu: Gpu) -> _Launch:
+    """With smaller tiles, and fewer in flight, until queries, keys and values of `width` bytes fit the GPU."""
+    while (block_m + 2 * launch.block_n * launch.num_stages) * width > gpu.shared_memory:
+        if launch.block_n > 32 or (launch.num_stages < 3 and launch.block_n > 16):
+            launch = dataclasses.replace(launch, block_n=launch.block_n // 2)
+        elif launch.num_stages > 1:
+            launch = dataclasses.replace(launch, num_stages=launch.num_stages - 1)
+        else:
+            break
+    return launch
 
 
 def _wide(head_size: int, itemsize: int) -> int:
@@ -105,7 +146,7 @@ def _wide(head_size: int, itemsize: int) -> int:
     return min(max(tile_side(head_size) * itemsize, 128), 1024)
 
 
-# Measured on an H200 by benchmarks/tune_triton.py: 128 bytes are heads of 64 in bfloat16, 256 of 128, 512 of
+# Measured on an H200 by benchmarks/tune_triton.py, and fitted to other GPUs: 128 bytes are heads of 64 in bfloat16, 256 of 128, 512 of
 # 256; float32 heads of 256 are guarded against running out of shared memory. Of decodes: where there are few
 # programs, with at most 4 rows and with more; where there are many.
 _FLOAT32 = (DecodeLaunch(32, 4, 2, 2, 256),) * 3

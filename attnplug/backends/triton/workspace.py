@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 if TYPE_CHECKING:
     from attnplug.backends.triton.builder import TritonMetadata
 
-__all__ = ["SplitPlan", "Workspace", "num_multiprocessors"]
+__all__ = ["SplitPlan", "Workspace"]
 
 _PLAN_SPLITS: Any = plan_splits_kernel
 
@@ -54,7 +53,6 @@ class Workspace:
         self._reqs = max_num_seqs
         self._device = device
         self._steps = 0
-        self.multiprocessors = num_multiprocessors(device)
         self._splits: dict[tuple[SplitPlan, int], _Splits] = {}
         self._asked: dict[tuple[int, int], list[_Splits]] = {}
         self._partials = torch.empty(0, device=device)
@@ -126,11 +124,3 @@ class Workspace:
             self._outgrown += held
             self._buffers.clear()
         self._partials, self._partial_lses, self._arrived = made
-
-
-@functools.lru_cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 4 on a CPU, where kernels are interpreted."""
-    if device.type != "cuda":
-        return 4
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

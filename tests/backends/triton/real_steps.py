@@ -94,10 +94,11 @@ def main() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import JITFunction, driver
 
-    from attnplug.backends.triton import TritonBackend, workspace
+    from attnplug.backends.triton import TritonBackend, bindings
+    from attnplug.backends.triton.launch import Gpu
 
     TritonBackend.device_types = ("cpu",)
-    workspace.num_multiprocessors = lambda device: 132
+    bindings.gpu_of = lambda device: Gpu(132, 227 << 10)
     driver.set_active(
         SimpleNamespace(
             get_current_device=lambda: 0,

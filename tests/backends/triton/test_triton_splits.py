@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from attnplug.backends.triton.builder import TritonMetadata
-from attnplug.backends.triton.launch import decode_launch, merging, partial_sums, prefill_launch, tile_side
+from attnplug.backends.triton.launch import (
+    Gpu,
+    decode_launch,
+    merging,
+    partial_sums,
+    prefill_launch,
+    tile_side,
+)
 from attnplug.backends.triton.workspace import SplitPlan, Workspace
 from attnplug.ops.reach import Reach
 
@@ -160,22 +167,37 @@ def test_what_captured_graphs_may_still_write_to_is_kept_when_buffers_grow():
     assert held.isdisjoint(tensor.data_ptr() for tensor in large)
 
 
+H200, A100, RTX_4090 = Gpu(132, 227 << 10), Gpu(108, 163 << 10), Gpu(128, 99 << 10)
+
+
+@pytest.mark.parametrize("gpu", [H200, A100, RTX_4090], ids=["H200", "A100", "RTX 4090"])
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize("head_size", [16, 64, 80, 128, 192, 256])
-def test_tiles_fit_the_shared_memory_of_a_multiprocessor(head_size, itemsize):
+def test_tiles_fit_the_shared_memory_of_a_multiprocessor(head_size, itemsize, gpu):
     width = tile_side(head_size) * itemsize
     for rows, programs in itertools.product((1, 4, 8, 64), (1, 10_000)):
-        decode = decode_launch(head_size, itemsize, rows, programs, 132)
-        assert 2 * decode.block_n * width * decode.num_stages + 64 * width <= 227 << 10
+        decode = decode_launch(head_size, itemsize, rows, programs, gpu)
+        assert (2 * decode.block_n * decode.num_stages + tile_side(rows)) * width <= gpu.shared_memory
         assert decode.min_keys % decode.block_n == 0
         assert decode.block_n % partial_sums(decode.block_n, tile_side(rows), decode.num_warps) == 0
     for rows in (1, 40, 100, 1 << 20):
-        prefill = prefill_launch(head_size, max(itemsize, 2), rows)
+        prefill = prefill_launch(head_size, itemsize, rows, gpu)
         held = 2 * prefill.block_n * prefill.num_stages + prefill.block_m
-        assert held * max(itemsize, 2) * tile_side(head_size) <= 227 << 10
+        assert held * width <= gpu.shared_memory
+        assert prefill.block_n % partial_sums(prefill.block_n, prefill.block_m, prefill.num_warps) == 0
+
+
+@pytest.mark.parametrize(("head_size", "rows"), [(64, 1), (128, 4), (128, 8), (256, 2)])
+def test_what_was_tuned_is_launched_where_it_was_tuned(head_size, rows):
+    for programs in (8, 10_000):
+        tuned = decode_launch(head_size, 2, rows, programs, Gpu(132, 1 << 30))
+        assert decode_launch(head_size, 2, rows, programs, H200) == tuned
+    assert prefill_launch(head_size, 2, 1 << 20, H200) == prefill_launch(
+        head_size, 2, 1 << 20, Gpu(132, 1 << 30)
+    )
 
 
 def test_few_rows_are_merged_by_the_last_and_many_in_a_kernel_of_their_own():
-    assert merging(4, 8, 132) == "by row"
-    assert merging(8, 8, 132) == "later"
-    assert merging(8, 512, 132) == "tile"
+    assert merging(4, 8, H200) == "by row"
+    assert merging(8, 8, H200) == "later"
+    assert merging(8, 512, H200) == "tile"
