@@ -116,7 +116,10 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         impl_cls: type[AttentionImpl[FlashInferMetadata]] = FlashInferImpl
         self._groups = groups_of(config.layers, layer_names, impl_cls)
         self._page_size = kv_cache_spec.block_size
-        self._planners = Planners(library(), self._groups, self._page_size, device, config.max_num_seqs)
+        sizes = config.cudagraph_batch_sizes
+        self._planners = Planners(
+            library(), self._groups, self._page_size, device, config.max_num_seqs, sizes
+        )
         self._chunks = dict.fromkeys(group.chunk_size for group in self._groups)
         self._indices = {chunk: self._page_indices(chunk) for chunk in self._chunks}
         self._captured_indices: dict[int | None, PageIndices] = {}
@@ -185,11 +188,10 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         if common.max_query_len != 1 or common.num_actual_tokens != reqs:
             raise BatchError("max_query_len", common.max_query_len, "must be 1 in a captured step")
         pages = -(-max(common.max_seq_len, 1) // self._page_size)
+        most = max((reqs, *self.config.cudagraph_batch_sizes))
         for chunk in self._chunks:
-            if chunk not in self._captured_indices:
-                most = max((reqs, *self.config.cudagraph_batch_sizes))
-                room = most * (pages if chunk is None else chunk // self._page_size)
-                self._captured_indices[chunk] = PageIndices(self.device, most, room, fixed=True)
+            room = most * (pages if chunk is None else chunk // self._page_size)
+            self._fix_indices(chunk, most, room)
         metadata = self._metadata(common, {reqs})
         self._captured.add(reqs)
         self._plan(metadata)
@@ -209,7 +211,12 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             pages[chunk] = StepPages(step.host, table, step.table_of, step.seen)
         if not isinstance(self.kv_cache_spec, CrossAttentionSpec):
             slot_mapping = slot_mapping[: metadata.num_actual_tokens]
-        reqs = metadata.captured if metadata.captured in self._captured else 0
+        reqs = metadata.captured
+        if reqs and reqs not in self._captured:
+            # The step that is captured is built for one KV group, and updated for those like it.
+            for chunk, theirs in metadata.indices.items():
+                self._fix_indices(chunk, reqs, theirs.buffer.shape[0])
+            self._captured.add(reqs)
         updated = dataclasses.replace(
             metadata,
             slot_mapping=slot_mapping,
@@ -227,6 +234,11 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             for chunk, step in pages.items():
                 self._indices[chunk].hold(step)
         return updated
+
+    def _fix_indices(self, chunk: int | None, max_num_seqs: int, room: int) -> None:
+        """Make the buffer that captured steps read, unless there is one."""
+        if chunk not in self._captured_indices:
+            self._captured_indices[chunk] = PageIndices(self.device, max_num_seqs, room, fixed=True)
 
     def _metadata(self, common: CommonAttentionMetadata, captured: set[int]) -> FlashInferMetadata:
         if common.key_start_loc is not None:

@@ -41,13 +41,17 @@ def announced(library: Library, built: Module, why: str) -> Iterator[None]:
         PluginError: it is not built, and cannot be compiled here; the text has the remedy.
     """
     name = library.module_name(built)
-    if library.is_built(name):
+    prebuilt = library.is_prebuilt(name)
+    compiled = not prebuilt and library.is_compiled(name)
+    if not prebuilt:
+        problem = library.why_not_loading() if compiled else library.why_not_compiling()
+        if problem is not None:
+            work = "load" if compiled else "compile"
+            raise PluginError(f"FLASHINFER has to {work} {built} for {why}, and cannot: {problem}")
+    if prebuilt or compiled:
         yield
         _tell(name)
         return
-    problem = library.why_not_compiling()
-    if problem is not None:
-        raise PluginError(f"FLASHINFER has to compile {built} for {why}, and cannot: {problem}")
     _LOG.info("FlashInfer %s compiles %s (%s), once, for %s", library.version, built, name, why)
     began = time.perf_counter()
     yield

@@ -23,6 +23,9 @@ from attnplug.ops.storage import STORAGE_DTYPES
 
 __all__ = ["PlanGroup", "groups_of", "key_of"]
 
+_GROUPED_HEADS = (1, 2, 3, 4, 8)
+"""What FlashInfer's decode kernel without tensor cores is instantiated for, in every version; 0.7 has more."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanGroup:
@@ -72,11 +75,9 @@ class PlanGroup:
         """What serves a phase, "decode" or "prefill", of these layers.
 
         Raises:
-            PolicyError: fa3 was asked for where it cannot be.
+            PolicyError: fa3, or decoding without tensor cores, was asked for where it cannot be.
         """
-        template = self._prefill_template(device) if phase == "prefill" else "fa2"
-        if phase == "decode" and not self.options.tensor_cores and not self.parameters.has_sinks:
-            template = "cuda-cores"
+        template = self._prefill_template(device) if phase == "prefill" else self._decode_template()
         return Module(
             template,
             self.dtype,
@@ -86,6 +87,20 @@ class PlanGroup:
             self.parameters.logits_soft_cap is not None,
             self.parameters.has_sinks,
         )
+
+    def _decode_template(self) -> str:
+        if self.options.tensor_cores:
+            return "fa2"
+        grouped = self.num_heads // self.num_kv_heads
+        why = None
+        if self.parameters.has_sinks:
+            why = "has no kernel with sinks"
+        elif grouped not in _GROUPED_HEADS:
+            limit = ", ".join(map(str, _GROUPED_HEADS))
+            why = f"has kernels for {limit} query heads of a KV head, and these layers have {grouped}"
+        if why is not None:
+            raise PolicyError("options['tensor_cores']", False, why, "leave it True")
+        return "cuda-cores"
 
     def _prefill_template(self, device: Device) -> str:
         asked = self.options.prefill_backend

@@ -14,7 +14,7 @@ from attnplug.backends.flashinfer.options import Options
 from attnplug.backends.flashinfer.planner import Planner
 from attnplug.backends.flashinfer.step import Part
 from attnplug.backends.impl import BuiltinImpl
-from attnplug.core.errors import BatchError, LayoutError
+from attnplug.core.errors import LayoutError
 from attnplug.core.hyperparameters import PerLayerParameters
 from attnplug.core.impl import AttentionLayer
 from attnplug.ops import Reach, write_kv_cache
@@ -105,12 +105,9 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
 
     @functools.cached_property
     def _no_sinks(self) -> torch.Tensor:
-        return torch.full((self.spec.num_heads,), _NO_SINK, device=self._device_of_sinks())
-
-    def _device_of_sinks(self) -> torch.device:
-        if self.tensors.sinks is None:
-            raise BatchError("sinks", None, "is required")
-        return self.tensors.sinks.device
+        device = None if self.tensors.sinks is None else self.tensors.sinks.device
+        # The kernel reads float32 whatever torch's default dtype is.
+        return torch.full((self.spec.num_heads,), _NO_SINK, dtype=torch.float32, device=device)
 
 
 def _run(

@@ -24,6 +24,7 @@ from attnplug.core.errors import BackendUnavailableError
 __all__ = ["Library", "Module", "library"]
 
 _OLDEST = Version("0.5")
+_NAMES_LONGEST = Version("0.6.13")
 _PREBUILT = "flashinfer-jit-cache"
 _DISABLED = "FLASHINFER_DISABLE_JIT"
 
@@ -99,6 +100,14 @@ class Library:
     module: ModuleType
     version: Version
 
+    @property
+    def names_longest_query(self) -> bool:
+        """Whether the prefill wrapper's `plan` may be told the longest query, which then it need not look for.
+
+        Before 0.6.13 (0.6.6 is known to) it then raises UnboundLocalError.
+        """
+        return self.version >= _NAMES_LONGEST
+
     def decode_wrapper(
         self, workspace: torch.Tensor, tensor_cores: bool, fixed: Mapping[str, torch.Tensor]
     ) -> Any:
@@ -165,17 +174,23 @@ class Library:
             return str(attention.get_batch_decode_uri(*dtypes, *sizes))
         return str(attention.get_batch_prefill_uri(built.template, *dtypes, *sizes, False))
 
-    def is_built(self, name: str) -> bool:
-        """Whether a module is prebuilt or was compiled before."""
+    def is_prebuilt(self, name: str) -> bool:
+        """Whether a module is in a package of prebuilt ones, from which it is loaded and no more."""
         env = self._import("jit.env")
         if hasattr(env, "get_aot_path"):
-            prebuilt = Path(env.get_aot_path(name))
-        else:
-            prebuilt = Path(env.FLASHINFER_AOT_DIR) / name / f"{name}.so"
-        return prebuilt.exists() or (Path(env.FLASHINFER_JIT_DIR) / name / f"{name}.so").exists()
+            return Path(env.get_aot_path(name)).exists()
+        return (Path(env.FLASHINFER_AOT_DIR) / name / f"{name}.so").exists()
+
+    def is_compiled(self, name: str) -> bool:
+        """Whether a module was compiled before; ninja looks whether it still holds, each time it is loaded."""
+        return (Path(self._import("jit.env").FLASHINFER_JIT_DIR) / name / f"{name}.so").exists()
 
     def why_not_compiling(self) -> str | None:
         """Why nothing can be compiled here, with what to do; None where it can."""
+        return self.why_not_loading() or self._why_no_nvcc()
+
+    def why_not_loading(self) -> str | None:
+        """Why not even what was compiled before can be loaded, with what to do; None where it can."""
         if os.environ.get(_DISABLED):
             return f"{_DISABLED} is set; unset it, or pip install {_PREBUILT}"
         if shutil.which("ninja") is None:
@@ -183,6 +198,9 @@ class Library:
             found = (Path(scripts) / "ninja").exists()
             remedy = f"put {scripts} on PATH" if found else "pip install ninja"
             return f"ninja is not on PATH; {remedy}, or pip install {_PREBUILT}"
+        return None
+
+    def _why_no_nvcc(self) -> str | None:
         try:
             nvcc = Path(self._import("jit.cpp_ext").get_cuda_path()) / "bin" / "nvcc"
             found = nvcc.exists()

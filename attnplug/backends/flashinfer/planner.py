@@ -118,16 +118,25 @@ class Planner:
         phase: "decode" or "prefill".
         page_size: tokens of a page.
         space: where its plans live.
+        names_longest_query: whether a prefill wrapper may be told the longest query.
     """
 
     def __init__(
-        self, wrapper: Any, built: Module, group: PlanGroup, phase: str, page_size: int, space: PlanSpace
+        self,
+        wrapper: Any,
+        built: Module,
+        group: PlanGroup,
+        phase: str,
+        page_size: int,
+        space: PlanSpace,
+        names_longest_query: bool,
     ) -> None:
         self._wrapper = wrapper
         self._group = group
         self._is_prefill_wrapper = phase == "prefill" or built.sinks
         self._page_size = page_size
         self._space = space
+        self._names_longest_query = names_longest_query
         # The fa3 planner balances by keys, the other two by pages.
         self._counts_pages = built.template != "fa3"
         asked = group.parameters
@@ -209,7 +218,7 @@ class Planner:
                 *table,
                 *sizes,
                 causal=causal,
-                max_token_per_sequence=part.max_query_len,
+                max_token_per_sequence=part.max_query_len if self._names_longest_query else None,
                 seq_lens=arrays["seq_lens"],
                 **self._fixed,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from attnplug.backends.flashinfer.compiling import announced
 from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.backends.flashinfer.library import Library, Module
 from attnplug.backends.flashinfer.planner import PlanCost, Planner, PlanSpace, one_request
-from attnplug.backends.flashinfer.workspace import num_multiprocessors, workspace_bytes
+from attnplug.backends.flashinfer.workspace import captured_bytes, num_multiprocessors, workspace_bytes
 from attnplug.core.device import Device
 from attnplug.core.errors import BatchError
 from attnplug.core.spec import Phase
@@ -28,6 +29,7 @@ class Planners:
         page_size: tokens of a page.
         device: where they run.
         max_num_seqs: requests for which host buffers are made.
+        captured_sizes: batch sizes that are to be captured.
     """
 
     def __init__(
@@ -37,9 +39,11 @@ class Planners:
         page_size: int,
         device: torch.device,
         max_num_seqs: int,
+        captured_sizes: Sequence[int] = (),
     ) -> None:
         self.groups = groups
-        self.workspace_bytes = workspace_bytes(groups, num_multiprocessors(device))
+        self._multiprocessors = num_multiprocessors(device)
+        self.workspace_bytes = workspace_bytes(groups, self._multiprocessors, captured_sizes)
         """What the float workspace must have."""
         self._library = library
         self._page_size = page_size
@@ -92,9 +96,17 @@ class Planners:
         return self._make(group, phase, 0, {}) if planner is None else planner
 
     def captured(self, group: PlanGroup, batch_size: int, indices: torch.Tensor) -> Planner:
-        """The decode planner of a batch size that is captured, over buffers that stay; `indices` is theirs."""
+        """The decode planner of a batch size that is captured, over buffers that stay; `indices` is theirs.
+
+        Raises:
+            BatchError: a batch size that the workspace was not made for, or as `of`.
+            PluginError: as `of`.
+        """
         planner = self._planners.get((group, "decode", batch_size))
         if planner is None:
+            # Its module is loaded, or compiled and announced, with the plain wrapper.
+            self.of(group, "decode")
+            self._check_captured(group, batch_size)
             arange = torch.arange(batch_size + 1, dtype=torch.int32, device=self._device)
             fixed = {
                 "qo_indptr": arange,
@@ -104,6 +116,13 @@ class Planners:
             }
             planner = self._make(group, "decode", batch_size, fixed)
         return planner
+
+    def _check_captured(self, group: PlanGroup, batch_size: int) -> None:
+        needed, given = captured_bytes(group, self._multiprocessors, batch_size), self.workspace.nbytes
+        if needed > given:
+            limit = f"needs a workspace of {needed} bytes for layers {group}, and it has {given}"
+            remedy = "name the size in BuilderConfig.cudagraph_batch_sizes"
+            raise BatchError("batch size", batch_size, limit, remedy)
 
     def warm_up(self, phase: Phase | None) -> None:
         """Make the planners of a phase, or of both, so that their modules are loaded, and compiled where needed."""
@@ -129,10 +148,11 @@ class Planners:
         if space is None:
             space = self._spaces[group, phase, captured] = PlanSpace(self._device, self._max_num_seqs)
         names = self.groups[group]
-        with announced(self._library, built, f"{phase} of {_listed(names)}"):
-            planner = Planner(
-                self._wrapper(built, group, phase, fixed), built, group, phase, self._page_size, space
-            )
+        why = f"{phase} of {_listed(names)}"
+        with contextlib.nullcontext() if captured else announced(self._library, built, why):
+            wrapper = self._wrapper(built, group, phase, fixed)
+            longest = self._library.names_longest_query
+            planner = Planner(wrapper, built, group, phase, self._page_size, space, longest)
             if not captured:
                 # Plain wrappers load their module when they are planned.
                 one = torch.zeros(1, dtype=torch.int32, device=self._device)

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.core.errors import PolicyError
 
-__all__ = ["num_multiprocessors", "workspace_bytes"]
+__all__ = ["captured_bytes", "num_multiprocessors", "workspace_bytes"]
 
 _LEAST = 128 << 20
+_SLACK = 1 << 20
+"""For what the buffers are aligned to."""
 _BLOCKS_EACH = 2
 """Thread blocks that a multiprocessor runs at once, as FlashInfer's scheduler counts them."""
 
 
-def workspace_bytes(groups: Iterable[PlanGroup], multiprocessors: int) -> int:
+def workspace_bytes(
+    groups: Iterable[PlanGroup], multiprocessors: int, captured_sizes: Sequence[int] = ()
+) -> int:
     """The size of the float workspace for these layers: what was asked, or what they need and 128 MiB at least.
 
     A split request leaves float32 outputs and LSEs of its parts: at most as many tiles as run at once, of up
-    to 128 rows (64 for head sizes from 256).
+    to 128 rows (64 for head sizes from 256); a captured step may be split in more.
+
+    Args:
+        groups: the layers.
+        multiprocessors: of the GPU.
+        captured_sizes: batch sizes of CUDA graphs.
 
     Raises:
         PolicyError: less was asked than is needed.
     """
     needed, asked = 0, []
     for group in groups:
-        rows = 64 if group.head_size >= 256 else 128
-        tiles = max(_BLOCKS_EACH * multiprocessors // group.num_kv_heads, 1)
-        each = 4 * group.num_heads * tiles * rows * (group.head_size + 1)
-        needed = max(needed, each + (1 << 20))
+        tiles = _tiles_at_once(group, multiprocessors)
+        needed = max(needed, _partial_bytes(group, tiles, 64 if group.head_size >= 256 else 128))
+        for size in captured_sizes:
+            needed = max(needed, captured_bytes(group, multiprocessors, size))
         if group.options.workspace_bytes is not None:
             asked.append(group.options.workspace_bytes)
     if not asked:
@@ -40,6 +49,25 @@ def workspace_bytes(groups: Iterable[PlanGroup], multiprocessors: int) -> int:
         limit = f"is less than the {needed} bytes that split attention of these layers needs"
         raise PolicyError("options['workspace_bytes']", given, limit, "leave it None, and the size is chosen")
     return given
+
+
+def captured_bytes(group: PlanGroup, multiprocessors: int, batch_size: int) -> int:
+    """What captured decodes of a batch size need: a graph is planned for parts of every request, split or not.
+
+    As FlashInfer 0.5 and 0.6 count them; 0.7 needs no more.
+    """
+    grouped = group.num_heads // group.num_kv_heads
+    rows = 128 if grouped > 64 and group.head_size < 256 else 64 if grouped > 16 else 16
+    tiles = -(-batch_size * grouped // rows) + batch_size - 1
+    return _partial_bytes(group, max(tiles, _tiles_at_once(group, multiprocessors)), rows)
+
+
+def _tiles_at_once(group: PlanGroup, multiprocessors: int) -> int:
+    return max(_BLOCKS_EACH * multiprocessors // group.num_kv_heads, 1)
+
+
+def _partial_bytes(group: PlanGroup, tiles: int, rows: int) -> int:
+    return 4 * group.num_heads * tiles * rows * (group.head_size + 1) + _SLACK
 
 
 def num_multiprocessors(device: torch.device) -> int:

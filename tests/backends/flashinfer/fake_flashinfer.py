@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from flashinfer_signatures import recorded
+from packaging.version import Version
 
 _DECODE = "BatchDecodeWithPagedKVCacheWrapper"
 _PREFILL = "BatchPrefillWithPagedKVCacheWrapper"
@@ -25,8 +26,11 @@ class PlannedWrapper:
     """What the wrappers share; subclasses have the `signatures` of one class and version."""
 
     signatures: dict[str, inspect.Signature]
+    version = ""
     schedules_keys = False
     """Whether the plan balances by keys, as fa3's does, and not by pages."""
+    splits = True
+    """Whether a captured plan reserves room for split queries, as that of fa2 does."""
 
     def _bound(self, method: str, *args: Any, **keywords: Any) -> dict[str, Any]:
         bound = self.signatures[method].bind(*args, **keywords)
@@ -72,8 +76,19 @@ class PlannedWrapper:
         self._pin_memory_int_workspace_buffer[: len(raw)] = raw
         self._int_workspace_buffer[: len(raw)].copy_(self._pin_memory_int_workspace_buffer[: len(raw)])
         self._plan_info = len(lengths)
+        if self._graph and self.splits:
+            self._reserve(planned, len(lengths))
         self.planned = planned
         self.plans += 1
+
+    def _reserve(self, planned: dict[str, Any], requests: int) -> None:
+        """The room of 0.5 and 0.6, on a GPU of one multiprocessor, for float32 outputs and LSEs of parts."""
+        heads, kv_heads = planned["num_qo_heads"], planned["num_kv_heads"]
+        grouped = heads // kv_heads
+        rows = 16 if grouped <= 16 else 64
+        tiles = max(2 // kv_heads, math.ceil(requests * grouped / rows) + requests - 1)
+        if heads * tiles * rows * (planned["head_dim"] + 1) * 4 > self._float_workspace_buffer.numel():
+            raise RuntimeError("Failed to allocate memory for batch_prefill_tmp_v")
 
     def _scheduled(self, lengths: torch.Tensor) -> tuple[list[int], list[int]]:
         count = self._plan_info
@@ -162,6 +177,7 @@ class Decode(PlannedWrapper):
     def __init__(self, *args: Any, **keywords: Any) -> None:
         given = self._bound("__init__", *args, **keywords)
         assert given["backend"] == ("fa2" if given["use_tensor_cores"] else "auto")
+        self.splits = bool(given["use_tensor_cores"])
         graph = bool(given["use_cuda_graph"])
         fixed = [given[f"paged_kv_{name}_buffer"] for name in ("indptr", "indices", "last_page_len")]
         start = torch.zeros_like(fixed[0]) if graph else None
@@ -211,7 +227,11 @@ class Prefill(PlannedWrapper):
         given = self._bound("plan", *args, **keywords)
         assert given["non_blocking"]
         given["head_dim"] = given["head_dim_qk"]
-        assert given["max_token_per_sequence"] == int(given["qo_indptr"].diff().max())
+        longest = given["max_token_per_sequence"]
+        if longest is not None:
+            if Version(self.version) < Version("0.6.13"):
+                raise UnboundLocalError("qo_indptr_host")
+            assert longest == int(given["qo_indptr"].diff().max())
         if self.backend == "fa3":
             assert given["kv_data_type"].itemsize == 2, "fa3 has no fp8 KV"
         arrays = [given["paged_kv_indices"], given["paged_kv_last_page_len"]]
@@ -249,6 +269,7 @@ def make_flashinfer(
     root = types.ModuleType("flashinfer")
     decode: Any = type(_DECODE, (_with_signatures(Decode, signatures[_DECODE]),), {})
     prefill: Any = type(_PREFILL, (_with_signatures(Prefill, signatures[_PREFILL]),), {})
+    decode.version = prefill.version = version
     sinks = _sink_wrapper(prefill, signatures[_SINKS]["__init__"])
     root.__dict__.update(
         {"__version__": version, "__path__": [], _DECODE: decode, _PREFILL: prefill, _SINKS: sinks}

@@ -182,6 +182,29 @@ def test_what_is_compiled_already_is_not_announced(
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize("lacks", ["FLASHINFER_DISABLE_JIT", "bin/ninja", "cuda/bin/nvcc"])
+def test_what_was_compiled_before_is_loaded_by_ninja_and_only_where_compiling_is_not_switched_off(
+    lacks: str, tools: Path, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("0.7.2", built=False, folder=tools)
+    name = library().module_name(BUILT)
+    library_file = tools / "jit" / name / f"{name}.so"
+    library_file.parent.mkdir(parents=True)
+    library_file.touch()
+    if lacks.isupper():
+        monkeypatch.setenv(lacks, "1")
+    else:
+        (tools / lacks).unlink()
+    if lacks.endswith("nvcc"):
+        with announced(library(), BUILT, "x"):
+            return
+    with (
+        pytest.raises(PluginError, match="has to load fa2 for head size 64"),
+        announced(library(), BUILT, "x"),
+    ):
+        pytest.fail("was entered")
+
+
 def test_what_is_compiled_or_loaded_can_be_watched(tools: Path, install: Install) -> None:
     install("0.7.2", built=False, folder=tools)
     with FlashInferBackend.watch_compiling() as outer:

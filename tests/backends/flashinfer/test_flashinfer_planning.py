@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from flashinfer_builders import CPU, PAGE, builder_of, common_of, costs, layer, run, wrappers
 from flashinfer_on_cpu import FlashInferFa3OnCpu, FlashInferOnCpu
 from flashinfer_signatures import VERSIONS
 
-from attnplug.backends.flashinfer.builder import FlashInferMetadata, FlashInferMetadataBuilder
+from attnplug.backends.flashinfer.builder import FlashInferMetadataBuilder
 from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.backends.flashinfer.impl import FlashInferImpl
 from attnplug.backends.flashinfer.options import Options
 from attnplug.backends.flashinfer.workspace import num_multiprocessors, workspace_bytes
-from attnplug.core import BuilderConfig, Device, LayerSpec
-from attnplug.core.kv_cache_spec import kv_cache_spec_for
-from attnplug.core.metadata import CommonAttentionMetadata
+from attnplug.core import Device, LayerSpec
 from attnplug.errors import BatchError, PolicyError
 from attnplug.runtime.attention_groups import share_workspace
-from attnplug.testing import Batch, assert_close, layer_tensors, paged_batch, run_batch, tolerance
+from attnplug.testing import assert_close, paged_batch, run_batch, tolerance
 
 pytestmark = pytest.mark.usefixtures("fake_library")
-CPU = torch.device("cpu")
-PAGE = 4
-
-
-def layer(**fields: Any) -> LayerSpec:
-    return LayerSpec(**{"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "dtype": "float16", **fields})
-
 
 GEMMA_2 = {
     str(i): layer(logits_soft_cap=50.0, scale=0.0625, **({"sliding_window": 4096} if i % 2 == 0 else {}))
@@ -41,36 +32,12 @@ GEMMA_3 = {str(i): layer(scale=0.0625, **({} if i % 6 == 5 else {"sliding_window
 GPT_OSS = {str(i): layer(has_sinks=True, **({"sliding_window": 128} if i % 2 == 0 else {})) for i in range(4)}
 
 
-def builder_of(
-    specs: dict[str, LayerSpec],
-    backend: type[FlashInferOnCpu] = FlashInferOnCpu,
-    options: Options | None = None,
-    **config: Any,
-) -> FlashInferMetadataBuilder:
-    made = {}
-    for name, spec in specs.items():
-        impl = FlashInferImpl.from_spec(
-            spec, layer_name=name, tensors=layer_tensors(spec), options=options or backend.Options()
-        )
-        made[name] = types.SimpleNamespace(impl=impl)
-    cache: Any = kv_cache_spec_for(next(iter(specs.values())), PAGE)
-    return backend.get_builder_cls()(cache, list(specs), BuilderConfig(layers=made, **config), CPU)
-
-
-def common_of(new: list[int], tokens: list[int], seed: int = 0) -> CommonAttentionMetadata:
-    return paged_batch(layer(), new, tokens, block_size=PAGE, seed=seed).common
-
-
 def parameters(builder: FlashInferMetadataBuilder) -> list[tuple[Any, ...]]:
     found = []
     for group, names in builder._groups.items():
         asked = group.parameters
         found.append((asked.window_left, asked.logits_soft_cap, asked.sm_scale, asked.has_sinks, len(names)))
     return found
-
-
-def wrappers(metadata: FlashInferMetadata, group: PlanGroup) -> list[Any]:
-    return [planner._wrapper for _, planner in metadata.planned(group)[1]]
 
 
 def test_gemma_2_has_two_groups_of_one_cap() -> None:
@@ -142,10 +109,6 @@ def test_layers_of_unlike_chunks_stand_beside_others_in_one_builder() -> None:
     assert list(metadata.pages) == [None, 8, 16]
 
 
-def costs(builder: FlashInferMetadataBuilder) -> list[tuple[int, int]]:
-    return [(cost.plans, cost.skipped) for cost in builder.plan_costs.values()]
-
-
 @pytest.mark.parametrize(("backend", "planned"), [(FlashInferOnCpu, 1), (FlashInferFa3OnCpu, 2)])
 def test_a_plan_is_skipped_where_nothing_it_depends_on_changed(
     backend: type[FlashInferOnCpu], planned: int
@@ -165,20 +128,6 @@ def test_lengths_within_a_page_reach_a_plan_that_is_kept() -> None:
         batch = paged_batch(spec, [1], [tokens], block_size=PAGE, seed=tokens)
         run(builder, batch)
     assert costs(builder) == [(2, 3)]
-
-
-def run(
-    builder: FlashInferMetadataBuilder,
-    batch: Batch,
-    metadata: FlashInferMetadata | None = None,
-    name: str = "0",
-) -> None:
-    """The batch through the builder's layer, against the oracle."""
-    impl = builder.config.layers[name].impl
-    output = torch.full((batch.query.shape[0], 4, 64), torch.nan, dtype=torch.float16)
-    metadata = builder.build(0, batch.common) if metadata is None else metadata
-    impl.forward(None, batch.query, batch.key, batch.value, batch.kv_cache, metadata, output)
-    assert_close(output, batch.oracle().output, tolerance(batch.spec).output)
 
 
 def test_a_step_that_another_was_planned_after_is_planned_again() -> None:
@@ -217,55 +166,16 @@ def test_another_kv_groups_table_needs_no_plan() -> None:
     assert costs(one) == [(1, 0), (1, 0)]
 
 
-def test_a_captured_step_keeps_its_buffers_and_other_steps_do_not_touch_them() -> None:
-    builder = builder_of({"0": layer()}, cudagraph_batch_sizes=(2,), max_model_len=16)
-    capture = dataclasses.replace(
-        common_of([1, 1], [16, 16]),
-        max_seq_len=16,
-        seq_lens_host_exact=False,
-        slot_mapping=torch.tensor([-1, -1]),
-    )
-    group = next(iter(builder._groups))
-    kept = wrappers(builder.build_for_cudagraph_capture(capture), group)[0]
-    names = ("_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf")
-    places = [getattr(kept, name).data_ptr() for name in names]
-    for new, tokens in (([1, 1], [3, 14]), ([1, 4], [9, 4]), ([1], [5]), ([1, 1], [16, 1])):
-        batch = paged_batch(layer(), new, tokens, block_size=PAGE, seed=tokens[0])
-        batch.common.max_seq_len = 16
-        run(builder, batch)
-        metadata = builder.build(0, batch.common)
-        assert (wrappers(metadata, group)[0] is kept) == (new == [1, 1])
-        assert [getattr(kept, name).data_ptr() for name in names] == places
-    with pytest.raises(BatchError, match="more than the 8"):
-        builder.build(0, common_of([1, 1], [30, 30]))
-    with pytest.raises(BatchError, match="max_query_len=3"):
-        builder.build_for_cudagraph_capture(common_of([3], [3]))
-
-
-@pytest.mark.parametrize(
-    "specs", [{"0": layer(chunk_size=8)}, {"0": layer(has_sinks=True)}], ids=["chunk", "sinks"]
-)
-def test_captured_steps_of_chunked_layers_and_of_sinks_answer_right(specs: dict[str, LayerSpec]) -> None:
-    builder = builder_of(specs, cudagraph_batch_sizes=(2,), max_model_len=16)
-    capture = dataclasses.replace(common_of([1, 1], [16, 16]), max_seq_len=16)
-    assert builder.build_for_cudagraph_capture(capture).captured == 2
-    batch = paged_batch(specs["0"], [1, 1], [3, 14], block_size=PAGE)
-    metadata = builder.build(0, batch.common)
-    assert metadata.captured == 2
-    run(builder, batch, metadata)
-
-
-def test_a_twin_of_a_captured_step_is_planned_in_its_own_graph() -> None:
-    one, other = (builder_of({"0": layer()}, cudagraph_batch_sizes=(2,), max_model_len=16) for _ in range(2))
-    for builder in (one, other):
-        builder.build_for_cudagraph_capture(dataclasses.replace(common_of([1, 1], [16, 16]), max_seq_len=16))
-    batch = paged_batch(layer(), [1, 1], [5, 9], block_size=PAGE)
-    updated = other.update_block_table(
-        one.build(0, batch.common), batch.common.block_table_tensor, batch.common.slot_mapping
-    )
-    assert updated.captured == 2
-    assert updated.planners is other._planners
-    run(other, batch, updated)
+def test_layers_told_to_leave_their_sinks_out_do_so_whatever_torchs_default_dtype_is() -> None:
+    spec = layer(has_sinks=True)
+    batch = paged_batch(spec, [1, 3], [6, 9], block_size=PAGE)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        output, _ = run_batch(FlashInferOnCpu, batch, use_sinks=False)
+    finally:
+        torch.set_default_dtype(before)
+    assert_close(output, batch.oracle(use_sinks=False).output, tolerance(spec).output)
 
 
 def test_decodes_may_leave_tensor_cores() -> None:
@@ -277,6 +187,20 @@ def test_decodes_may_leave_tensor_cores() -> None:
         "fa2",
     ]
     run(builder, paged_batch(layer(), [1, 1], [5, 9], block_size=PAGE))
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"has_sinks": True}, "no kernel with sinks"),
+        ({"num_heads": 12, "num_kv_heads": 2}, "these layers have 6"),
+    ],
+)
+def test_decodes_without_tensor_cores_are_refused_where_no_kernel_is(
+    fields: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(PolicyError, match=rf"tensor_cores.*False.*{why}.*leave it True"):
+        builder_of({"0": layer(**fields)}, options=Options(tensor_cores=False))
 
 
 @pytest.mark.parametrize(
