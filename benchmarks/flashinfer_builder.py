@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from library_stand_ins import FlashInfer
+from library_stand_ins import flashinfer
 
 import attnplug.backends.flashinfer.builder as builder_module
 from attnplug.backends.flashinfer.builder import FlashInferMetadataBuilder
@@ -144,7 +144,7 @@ def main() -> None:
         version = None
         print(problem)
     if version is None:
-        builder_module.library = FlashInfer  # type: ignore[assignment]
+        builder_module.library = flashinfer  # type: ignore[assignment]
         device = torch.device("cpu")
     batches = steps(arguments.requests, device)
     builders = {name: builder_of(specs, arguments.requests, device) for name, specs in MODELS.items()}

@@ -68,7 +68,8 @@ class Layer:
         self.layer = RuntimeLayer("layer", decision, paged.tensors, paged.device)
         config = BuilderConfig(layers={"layer": self.layer}, max_num_seqs=len(cell.seq_lens))
         builder_cls = decision.get_backend_cls().get_builder_cls()
-        builder = builder_cls(kv_cache_spec_for(paged.spec, cell.page), ["layer"], config, paged.device)
+        cache_spec: Any = kv_cache_spec_for(paged.spec, cell.page)
+        builder = builder_cls(cache_spec, ["layer"], config, paged.device)
         self.metadata = builder.build(0, paged.common)
         self.cache = paged.cache(0)
         new = torch.randn(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import sys
 import types
 from collections.abc import Iterator
@@ -10,16 +12,20 @@ from typing import Any
 from unittest import mock
 
 import torch
+from packaging.version import Version
 
-__all__ = ["FlashInfer", "Wrapper", "stand_ins"]
+from attnplug.backends.flashinfer.library import Library
+
+__all__ = ["flashinfer", "stand_ins"]
 
 
 class Wrapper:
     """FlashInfer's wrappers: plans nothing, attends nothing."""
 
-    def __init__(self, *given: Any, **fixed: Any) -> None:
+    def __init__(self, workspace: torch.Tensor, *given: Any, **fixed: Any) -> None:
+        self._float_workspace_buffer = workspace
         self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = torch.empty(8, dtype=torch.uint8)
-        self._paged_kv_last_page_len_buf = torch.zeros(1, dtype=torch.int32)
+        self._paged_kv_last_page_len_buf = self._paged_kv_indices_buf = torch.zeros(1, dtype=torch.int32)
 
     def plan(self, *arrays: Any, **fixed: Any) -> None:
         self._paged_kv_indices_buf = next(each for each in arrays if isinstance(each, torch.Tensor))
@@ -28,21 +34,21 @@ class Wrapper:
         return out
 
 
-class FlashInfer:
-    """FlashInfer, as `attnplug.backends.flashinfer.library` gives it."""
-
-    version = "none"
+class FlashInfer(Library):
+    """FlashInfer as the backend finds it, with all its kernels built."""
 
     def is_built(self, name: str) -> bool:
         return True
 
+    is_prebuilt = is_built
+
     def module_name(self, built: object) -> str:
         return str(built)
 
-    def decode_wrapper(self, *given: Any) -> Wrapper:
-        return Wrapper()
 
-    prefill_wrapper = sink_wrapper = decode_wrapper
+def flashinfer() -> FlashInfer:
+    """Stands for `attnplug.backends.flashinfer.library.library`."""
+    return FlashInfer(_module("flashinfer", _FLASHINFER), Version("0.7.2"))
 
 
 @contextlib.contextmanager
@@ -55,30 +61,37 @@ def stand_ins() -> Iterator[None]:
     from attnplug.backends.impl import BuiltinImpl
     from attnplug.ops.triton.kv_write import write_kv_cache
 
-    fa2_kernels, fa4_kernels = fa2.FlashAttn2Kernels(_varlen_fwd), fa4.FlashAttn4Kernels(_forward)
+    # Of FlashAttention 4 the arguments are looked at.
+    arguments = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in fa4.FORWARD]
+    forward: Any = functools.partial(_forward)
+    forward.__signature__ = inspect.Signature(arguments)
+    extension = types.SimpleNamespace(varlen_fwd=_extension_call, fwd_kvcache=_extension_call)
+    interface = types.SimpleNamespace(_flash_attn_fwd=forward)
     modules = {
         "flash_attn": {"flash_attn_varlen_func": _varlen_func},
         "flash_attn.cute": {},
         "flash_attn.cute.interface": {"flash_attn_varlen_func": _varlen_func},
-        "flashinfer": dict.fromkeys(
-            ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"), Wrapper
-        ),
+        "flashinfer": _FLASHINFER,
     }
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(sys.modules, {k: _module(k, v) for k, v in modules.items()}))
         for owner, name, value in (
-            (fa2, "_kernels", lambda: fa2_kernels),
-            (fa4, "_kernels", lambda: fa4_kernels),
-            (flashinfer_builder, "library", FlashInfer),
-            (flashinfer_library, "library", FlashInfer),
+            (fa2, "import_library", lambda backend: extension),
+            (fa4, "import_library", lambda backend: interface),
+            (flashinfer_builder, "library", flashinfer),
+            (flashinfer_library, "library", flashinfer),
             (flashinfer_impl, "write_kv_cache", write_kv_cache),
             (BuiltinImpl, "_write", staticmethod(write_kv_cache)),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
+        for each in (fa2, fa4):
+            each._kernels.cache_clear()
+            stack.callback(each._kernels.cache_clear)
         yield
 
 
-def _varlen_fwd(query: torch.Tensor, k: object, v: object, out: object, *given: object) -> list[torch.Tensor]:
+def _extension_call(query: torch.Tensor, *given: object) -> list[torch.Tensor]:
+    """What it gives is as large as its queries: output, LSE, and what else there is."""
     return [query, query]
 
 
@@ -88,6 +101,11 @@ def _forward(**given: object) -> None:
 
 def _varlen_func(query: torch.Tensor, *given: object, **keywords: object) -> torch.Tensor:
     return query
+
+
+_FLASHINFER: dict[str, Any] = dict.fromkeys(
+    ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"), Wrapper
+)
 
 
 def _module(name: str, members: dict[str, Any]) -> types.ModuleType:
