@@ -22,7 +22,10 @@ _MORE_THAN_L2 = 200_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What is measured: heads of query, heads of KV, head size; new tokens and all tokens of each request."""
+    """What is measured: heads of query, heads of KV, head size; new tokens and all tokens of each request.
+
+    `layer`, where it is given, says all of the layer, and `heads` and `page` must be its.
+    """
 
     name: str
     kind: str
@@ -31,9 +34,12 @@ class Cell:
     seq_lens: tuple[int, ...]
     fields: tuple[tuple[str, Any], ...] = ()
     page: int = 16
+    layer: LayerSpec | None = None
 
     @property
     def spec(self) -> LayerSpec:
+        if self.layer is not None:
+            return self.layer
         heads, kv_heads, size = self.heads
         return LayerSpec(
             num_heads=heads,

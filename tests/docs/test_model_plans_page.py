@@ -1,0 +1,49 @@
+"""The page of model plans is what the backends say today, and its layers are those of the example models."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from types import ModuleType
+
+import pytest
+from fences import ROOT
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("model_plans_page", ROOT / "benchmarks" / "model_plans.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their annotations up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_the_one_that_its_script_writes(script: ModuleType) -> None:
+    text = script.PAGE.read_text()
+    plan, times = script.make_plan(), script.known_times()
+    assert text == script.page(text, plan, times), "run: python benchmarks/model_plans.py --write"
+
+
+def test_every_example_model_is_planned(script: ModuleType) -> None:
+    models = dict.fromkeys(row.model for row in script.make_plan().rows)
+    assert list(models) == [path.stem for path in script.MODELS]
+
+
+def test_a_time_stands_in_the_row_that_it_was_taken_of_and_in_no_other(script: ModuleType) -> None:
+    first, second = script.make_plan().rows[3:5]
+    taken = {"row": first.key, "decode_us": 123.4, "prefill_us": 567.8}
+    lines = script.table([first, second], {"rows": [taken]}).splitlines()[2:]
+    assert ["| 123 | 568 |" in line for line in lines] == [True, False]
+
+
+@pytest.mark.slow
+def test_the_layers_planned_are_those_of_the_configurations(script: ModuleType) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    read = json.loads(json.dumps(script.read_layers()))
+    assert json.loads(script.LAYERS.read_text()) == read, (
+        "run: python benchmarks/model_plans.py --read --write"
+    )
