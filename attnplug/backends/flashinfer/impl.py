@@ -17,7 +17,7 @@ from attnplug.backends.impl import BuiltinImpl
 from attnplug.core.errors import LayoutError
 from attnplug.core.hyperparameters import PerLayerParameters
 from attnplug.core.impl import AttentionLayer
-from attnplug.ops import Reach, write_kv_cache
+from attnplug.ops import Reach
 
 __all__ = ["FlashInferImpl"]
 
@@ -39,18 +39,6 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         options = Options() if self.options is None else self.options
         parameters = PerLayerParameters(spec.window[0], spec.logits_soft_cap, spec.scale, spec.has_sinks)
         return key_of(spec, parameters, options)
-
-    def _write(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        k_scale: float,
-        v_scale: float,
-    ) -> None:
-        write_kv_cache(key, value, k, v, slot_mapping, k_scale, v_scale)
 
     @torch.no_grad()
     def attend(

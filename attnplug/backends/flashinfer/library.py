@@ -141,12 +141,7 @@ class Library:
                 paged_kv_indptr_buf=fixed.get("kv_indptr"),
                 paged_kv_indices_buf=fixed.get("indices"),
                 paged_kv_last_page_len_buf=fixed.get("last_page_len"),
-                backend=built.template,
-                q_data_type=built.q_dtype,
-                kv_data_type=built.kv_dtype,
-                head_dim_qk=built.head_size,
-                head_dim_vo=built.head_size,
-                window_left=0 if built.windowed else -1,  # only whether there is one is compiled in
+                **_sink_keywords(built),
             )
         )
 
@@ -167,12 +162,28 @@ class Library:
             kind = self._safe(built.q_dtype)
             wrapper = f"batch_prefill_attention_sink_{kind}_swa_{built.windowed}_{built.template}"
             return _own_name(wrapper, built.kv_dtype, built.head_size, built.head_size)
-        attention = self._import("jit.attention")
-        sizes = (built.head_size, built.head_size, 0, built.windowed, built.capped)
-        dtypes = (built.q_dtype, built.kv_dtype, built.q_dtype, torch.int32)
+        attention, arguments = self._import("jit.attention"), _arguments(built)
         if built.template == "cuda-cores":
-            return str(attention.get_batch_decode_uri(*dtypes, *sizes))
-        return str(attention.get_batch_prefill_uri(built.template, *dtypes, *sizes, False))
+            return str(attention.get_batch_decode_uri(*arguments))
+        name = str(attention.get_batch_prefill_uri(built.template, *arguments, False))
+        # Since 0.7 there is one of the fa2 template for K and V of equal strides, as in a cache.
+        of_strides = getattr(self._import("jit.attention.modules"), "_get_batch_prefill_module_uri", None)
+        if built.template == "fa2" and of_strides is not None:
+            return str(of_strides(name, "fa2", "equal", "full"))
+        return name
+
+    def source(self, built: Module) -> Any:
+        """FlashInfer's JitSpec of a module, its sources written: what `build_modules` builds."""
+        generate = self._import("jit.attention.modules")
+        if built.sinks:
+            args, keywords = _sink_arguments(self.module, built)
+            return generate.gen_customize_batch_prefill_module(built.template, *args, **keywords)
+        arguments = _arguments(built)
+        if built.template == "cuda-cores":
+            return generate.gen_batch_decode_module(*arguments)
+        primary = getattr(generate, "_gen_batch_prefill_primary_module", generate.gen_batch_prefill_module)
+        make = primary if built.template == "fa2" else generate.gen_batch_prefill_module
+        return make(built.template, *arguments, False)
 
     def is_prebuilt(self, name: str) -> bool:
         """Whether a module is in a package of prebuilt ones, from which it is loaded and no more."""
@@ -300,6 +311,41 @@ def _installed(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _arguments(built: Module) -> tuple[Any, ...]:
+    """What FlashInfer's plain modules are told apart by: dtypes, head sizes, no position encoding, window, cap."""
+    dtypes = (built.q_dtype, built.kv_dtype, built.q_dtype, torch.int32)
+    return (*dtypes, built.head_size, built.head_size, 0, built.windowed, built.capped)
+
+
+def _sink_keywords(built: Module) -> dict[str, Any]:
+    return {
+        "backend": built.template,
+        "q_data_type": built.q_dtype,
+        "kv_data_type": built.kv_dtype,
+        "head_dim_qk": built.head_size,
+        "head_dim_vo": built.head_size,
+        "window_left": 0 if built.windowed else -1,  # only whether there is one is compiled in
+    }
+
+
+def _sink_arguments(module: ModuleType, built: Module) -> tuple[list[Any], dict[str, Any]]:
+    """What the sink wrapper would have its module generated from, under our name; nothing is compiled."""
+    found: list[tuple[list[Any], dict[str, Any]]] = []
+    prefill: Any = getattr(module, _PREFILL)
+    sinks: Any = getattr(module, _SINKS)
+
+    class Asks(prefill):  # type: ignore[misc]
+        def __init__(self, *args: Any, jit_args: list[Any], jit_kwargs: dict[str, Any], **_: Any) -> None:
+            uri, _, kv_dtype, _, _, qk, vo = jit_args[:7]
+            found.append(([_own_name(uri, kv_dtype, qk, vo), *jit_args[1:]], jit_kwargs))
+
+    class SinksAsk(sinks, Asks):  # type: ignore[misc]
+        pass
+
+    SinksAsk(float_workspace_buffer=torch.empty(0, dtype=torch.uint8), **_sink_keywords(built))
+    return found[0]
 
 
 def _own_name(wrapper: str, kv_dtype: torch.dtype, qk: int, vo: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import types
 from pathlib import Path
 from typing import Any
@@ -280,9 +281,11 @@ def make_flashinfer(
         "jit.utils": {"filename_safe_dtype_map": names},
         "jit.cpp_ext": {"get_cuda_path": lambda: str(folder / "cuda") if folder else "/nowhere"},
         "jit.attention": {
+            "__path__": [],
             "get_batch_prefill_uri": lambda *asked: "prefill_" + "_".join(map(str, asked)),
             "get_batch_decode_uri": lambda *asked: "decode_" + "_".join(map(str, asked)),
         },
+        "jit.attention.modules": _generators(version),
         "jit.env": {
             "FLASHINFER_JIT_DIR": (folder or Path("/nowhere")) / "jit",
             "FLASHINFER_AOT_DIR": (folder or Path("/nowhere")) / "aot",
@@ -294,6 +297,39 @@ def make_flashinfer(
         module = modules[f"flashinfer.{name}"] = types.ModuleType(f"flashinfer.{name}")
         module.__dict__.update(members)
     return modules
+
+
+class JitSpec:
+    """What a module is built from: a name, and how it was asked for."""
+
+    def __init__(self, *asked: Any, **keywords: Any) -> None:
+        self.asked, self.keywords = asked, keywords
+        self.built: list[str | None] = []
+
+    def build(self, verbose: bool, need_lock: bool) -> None:
+        assert not verbose
+        assert need_lock
+        self.built.append(os.environ.get("MAX_JOBS"))
+
+
+def _generators(version: str) -> dict[str, Any]:
+    made: list[JitSpec] = []
+
+    def generator(kind: str) -> Any:
+        def generate(*asked: Any, **keywords: Any) -> JitSpec:
+            made.append(JitSpec(kind, *asked, **keywords))
+            if Version(version) >= Version("0.6"):
+                made[-1].build_dir = Path("/nowhere")  # type: ignore[attr-defined]
+            return made[-1]
+
+        return generate
+
+    names = ["gen_batch_prefill_module", "gen_batch_decode_module", "gen_customize_batch_prefill_module"]
+    found: dict[str, Any] = {"made": made}
+    if Version(version) >= Version("0.7"):
+        names.append("_gen_batch_prefill_primary_module")
+        found["_get_batch_prefill_module_uri"] = lambda base, *mode: f"{base}_{'_'.join(mode[1:])}"
+    return found | {name: generator(name) for name in names}
 
 
 def _with_signatures(base: type[Any], signatures: dict[str, inspect.Signature]) -> type[Any]:
