@@ -93,19 +93,19 @@ def _check_kept(target: Target) -> None:
 
 
 def _serve(target: Target, spec: LayerSpec, keys: set[Hashable]) -> None:
-    """from_spec and build for an accepted layer, and a forward where little is compiled for it."""
+    """from_spec for an accepted layer, and build and forward, either of which may compile, where little is compiled."""
     stored = STORAGE_DTYPES.get(spec.resolved_kv_cache_dtype)
     is_known = stored is not None and stored.is_floating_point
-    if spec.mla is not None or spec.sparse or spec.mm_prefix or not is_known:
+    key = target.backend.compile_key(spec)
+    few = key is None or key in keys or len(keys) < _MAX_COMPILE_KEYS[target.level]
+    if spec.mla is not None or spec.sparse or spec.mm_prefix or not is_known or not few:
         _make_only(target, spec)
         return
+    keys.add(key)
     batch = _batch(target, spec)
     layer = SingleLayer.of(target, batch)
     layer.build(batch)
-    key = target.backend.compile_key(spec)
-    if key is None or key in keys or len(keys) < _MAX_COMPILE_KEYS[target.level]:
-        keys.add(key)
-        layer.forward(batch)
+    layer.forward(batch)
 
 
 def _make_only(target: Target, spec: LayerSpec) -> None:
