@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from attnplug.backends.flash_attn.call import Requests
-from attnplug.core.batch.host import query_spans
+from attnplug.core.batch.host import IntArray, query_spans
 from attnplug.core.batch.local_attention import make_local_attention_virtual_batches
 from attnplug.core.config import BuilderConfig
 from attnplug.core.kv_cache_spec import ChunkedLocalAttentionSpec, CrossAttentionSpec, KVCacheSpec
@@ -117,7 +118,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
     def _build(self, common: CommonAttentionMetadata, *, captured: bool) -> FlashAttnMetadata:
         _, lens = query_spans(common)
         tokens = common.num_actual_tokens
-        known = common.seq_lens_host if common.seq_lens_host_exact else None
+        known = _known(common, captured)
         together: Requests | None = None
         apart: tuple[Requests, ...] = ()
         pages: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -136,7 +137,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             key_tokens=tokens if common.key_start_loc is None else None if keys is None else int(keys[-1]),
             together=together,
             apart=apart,
-            starts_anew=known is not None and bool((known[: common.num_reqs] == lens).all()),
+            starts_anew=known is not None and bool((known == lens).all()),
             causal=common.causal,
             chunk=self._chunk,
             pages_of_pieces=pages,
@@ -147,10 +148,19 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
     ) -> tuple[Requests, tuple[Requests, ...]]:
         """All requests, and the same as decodes and others where there are both."""
         starts, lens = query_spans(common)
+        known = _known(common, captured)
         keys = common.query_start_loc if common.key_start_loc is None else common.key_start_loc
 
         def some(first: int, end: int, end_token: int) -> Requests:
             own, begin = lens[first:end], int(starts[first])
+            longest = max(int(own.max(initial=0)), 1)
+            if known is None:
+                # In a graph any request may become padding, of length 1.
+                keyless, unseen = True, longest - 1 if captured else 0
+            else:
+                held = known[first:end]
+                keyless = bool((held[own > 0] == 0).any())
+                unseen = max(int((own - np.maximum(held, 1)).max(initial=0)), 0)
             return Requests(
                 query_start_loc=common.query_start_loc[first : end + 1],
                 seq_lens=common.seq_lens[first:end],
@@ -158,10 +168,12 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
                 key_start_loc=keys[first : end + 1],
                 first_token=begin,
                 end_token=end_token,
-                max_query_len=max(int(own.max(initial=0)), 1),
+                max_query_len=longest,
                 max_seq_len=common.max_seq_len,
                 single=end_token - begin == end - first and bool((own == 1).all()),
                 captured=captured,
+                keyless=keyless,
+                unseen=unseen,
             )
 
         reqs, tokens = common.num_reqs, common.num_actual_tokens
@@ -171,3 +183,10 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         if decodes in (0, reqs) or not lens[:decodes].any():
             return together, (together,)
         return together, (some(0, decodes, int(starts[decodes])), some(decodes, reqs, tokens))
+
+
+def _known(common: CommonAttentionMetadata, captured: bool) -> IntArray | None:
+    """Sequence lengths `[R]` that hold for the step; a graph is replayed with others than it is captured with."""
+    if common.seq_lens_host is None or not common.seq_lens_host_exact or captured:
+        return None
+    return common.seq_lens_host[: common.num_reqs]

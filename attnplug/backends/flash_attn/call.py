@@ -28,6 +28,8 @@ class Requests:
         max_seq_len: keys of the longest, or an upper bound.
         single: whether each has exactly one query, and the rows are no more than the requests.
         captured: whether the call will stand in a CUDA graph.
+        keyless: whether one with queries may have no key at all, as far as the host knows.
+        unseen: queries of a request before its first key, at most, as far as the host knows.
     """
 
     query_start_loc: torch.Tensor
@@ -40,8 +42,12 @@ class Requests:
     max_seq_len: int
     single: bool
     captured: bool
+    keyless: bool
+    unseen: int
     schedules: dict[object, torch.Tensor] = dataclasses.field(default_factory=dict)
     """What FlashAttention 3 planned for them, by what it depends on: made once per step."""
+    kept: dict[str, object] = dataclasses.field(default_factory=dict, init=False)
+    """What else was made of them in this step. It holds for their own table: another one begins empty."""
 
     def schedule(self, key: object, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """What was planned under `key` in this step, made by the first layer that asks."""
@@ -99,5 +105,5 @@ class Kernels(Protocol):
         """Attend and write the rows of `call.requests`.
 
         Returns:
-            The LSE `[H, T]` where it is wanted, natural logarithm, as the library has it.
+            The LSE `[H, rows]` of those rows where it is wanted, natural logarithm, as the library has it.
         """

@@ -1,7 +1,7 @@
 """FLASH_ATTN_2: `varlen_fwd` of flash-attn 2, which the library's own functions call, but with our output.
 
-The public functions return a new output, to be copied. Positions follow
-`_flash_attn_varlen_forward` in `flash_attn/flash_attn_interface.py`.
+The public functions return a new output, to be copied. Positions follow `_flash_attn_varlen_forward` in
+`flash_attn/flash_attn_interface.py`. Decodes over pages go to `fwd_kvcache`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any, ClassVar, cast
 import torch
 
 from attnplug.backends.flash_attn.call import Call, Kernels
+from attnplug.backends.flash_attn.fa2_decode import FWD_KVCACHE, FlashAttn2Decodes
 from attnplug.backends.flash_attn.generations import FlashAttn2Backend
 from attnplug.backends.flash_attn.impl import FlashAttnImpl
+from attnplug.backends.flash_attn.keyless import WithKeys
 from attnplug.backends.library_imports import import_library
-from attnplug.core.errors import BackendUnavailableError
+from attnplug.core.errors import BackendUnavailableError, BatchError
 
 __all__ = ["VARLEN_FWD", "FlashAttn2Impl", "FlashAttn2Kernels"]
 
@@ -29,47 +31,81 @@ VARLEN_FWD = (
 """The arguments of `varlen_fwd`, which are positional."""
 
 
+_ROWS = 64
+"""Queries in a block of the kernels that read pages, whatever the head size."""
+
+
 class FlashAttn2Kernels:
-    """Calls `varlen_fwd`.
+    """Calls `varlen_fwd`, and `fwd_kvcache` for decodes over pages.
 
     Args:
         varlen_fwd: of the extension `flash_attn_2_cuda`.
+        fwd_kvcache: of the same.
     """
 
     decodes_apart: ClassVar[bool] = True
     """Only where all queries are single does it pack the heads of a KV head and split the keys."""
 
-    def __init__(self, varlen_fwd: Callable[..., Any]) -> None:
+    def __init__(self, varlen_fwd: Callable[..., Any], fwd_kvcache: Callable[..., Any]) -> None:
         self._varlen_fwd = varlen_fwd
+        self._decodes = FlashAttn2Decodes(fwd_kvcache)
 
     def __call__(self, call: Call) -> torch.Tensor | None:
-        """As `Kernels`."""
-        requests, spec = call.requests, call.spec
-        query, out, longest = call.query, call.output, requests.max_query_len
-        keys = max(requests.max_seq_len, 1)
-        causal, left, right = _window(call, keys)
-        single = longest == 1 and requests.single
-        if longest == 1 and not single:
-            longest = 2  # with 1 it may take row i for request i, whatever the start locations say
+        """As `Kernels`.
+
+        Raises:
+            BatchError: a request with so many more queries than keys that whole blocks of them see nothing.
+        """
+        requests = call.requests
         own = slice(requests.first_token, requests.end_token)
-        if single:
-            query, out = query[own], out[own]
-        # Here it packs the query heads of a KV head and splits the keys, and returns another output.
-        packs = single and spec.num_heads > spec.num_kv_heads and call.alibi_slopes is None
-        packs = packs and left < 0 and (causal or right < 0)
+        if requests.single:
+            return self._decodes(call) if call.paged else self._single(call, own)
+        seen = None
+        if call.paged:
+            _check_blocks(call)
+            seen = WithKeys.of(requests)
+        # With 1 it may take row i for request i, whatever the start locations say.
+        _, lse = self._varlen(call, call.query, call.output, max(requests.max_query_len, 2), seen)
+        lse = lse[:, own]
+        if seen is not None:
+            seen.blank(call.output[own], lse)
+        return lse if call.wants_lse else None
+
+    def _single(self, call: Call, own: slice) -> torch.Tensor | None:
+        """One query of each request, over keys that come with the call."""
+        spec, query, out = call.spec, call.query[own], call.output[own]
+        _, left, right = _window(call)
+        # Here it packs the query heads of a KV head, and returns another output.
+        packs = spec.num_heads > spec.num_kv_heads and call.alibi_slopes is None and left < 0 and right < 0
+        found, lse = self._varlen(call, query, None if packs else out, 1, None)
+        if packs:
+            out.copy_(found)
+        return lse if call.wants_lse else None
+
+    def _varlen(
+        self,
+        call: Call,
+        query: torch.Tensor,
+        out: torch.Tensor | None,
+        longest: int,
+        seen: WithKeys | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and LSE of `varlen_fwd`, over pages where `seen` is given."""
+        requests, spec = call.requests, call.spec
+        causal, left, right = _window(call)
         found, lse, *_ = self._varlen_fwd(
             query,
             call.key,
             call.value,
-            None if packs else out,
+            out,
             requests.query_start_loc,
-            requests.query_start_loc if call.paged else requests.key_start_loc,
-            requests.seq_lens if call.paged else None,
+            requests.key_start_loc if seen is None else requests.query_start_loc,
+            None if seen is None else seen.seq_lens,
             None,
-            requests.block_table if call.paged else None,
+            None if seen is None else seen.block_table,
             call.alibi_slopes,
             longest,
-            keys,
+            _longest_keys(call),
             0.0,
             spec.scale,
             False,
@@ -80,9 +116,7 @@ class FlashAttn2Kernels:
             False,
             None,
         )
-        if packs:
-            out.copy_(found)
-        return cast(torch.Tensor, lse) if call.wants_lse else None
+        return cast(torch.Tensor, found), cast(torch.Tensor, lse)
 
 
 class FlashAttn2Impl(FlashAttnImpl):
@@ -96,27 +130,47 @@ class FlashAttn2Impl(FlashAttnImpl):
         return _kernels()
 
 
-def _window(call: Call, keys: int) -> tuple[bool, int, int]:
+def _longest_keys(call: Call) -> int:
+    return max(call.requests.max_seq_len, 1)
+
+
+def _window(call: Call) -> tuple[bool, int, int]:
     """Causal, left and right as `varlen_fwd` is told them; it makes right 0 of causal by itself."""
     left, right = call.window
     if call.alibi_slopes is None or right != 0:
         return call.causal, left, -1 if call.causal else right
     # Causal, it adds slope * key position to each logit, which shifts the LSE by slope * query position and
     # costs precision far out. With a window, if one as wide as all keys, it subtracts the distance.
-    return False, min(left, keys - 1) if left >= 0 else keys - 1, 0
+    widest = _longest_keys(call) - 1
+    return False, min(left, widest) if left >= 0 else widest, 0
+
+
+def _check_blocks(call: Call) -> None:
+    """BatchError where a block of queries lies before the first key: see `keyless`; each request has a key now."""
+    right, unseen = call.window[1], call.requests.unseen
+    if right < 0 or unseen - right < _ROWS:
+        return
+    limit = f"must be at most {_ROWS - 1 + right} here: FLASH_ATTN_2 needs a key in reach of every {_ROWS} queries"
+    if call.requests.captured:
+        raise BatchError("max_query_len - 1", unseen, f"{limit}, and requests of a graph may become padding")
+    raise BatchError("query_len - seq_len", unseen, limit, "let seq_lens count the new tokens too")
 
 
 @functools.cache
 def _kernels() -> FlashAttn2Kernels:
-    found = getattr(import_library("FLASH_ATTN_2"), "varlen_fwd", None)
-    if found is None:
-        raise BackendUnavailableError(f"flash_attn_2_cuda has no varlen_fwd; {_REMEDY}")
-    # pybind11 writes the arguments of a function into its documentation.
-    numbers = re.findall(r"\barg(\d+):", found.__doc__ or "")
-    if numbers and int(numbers[-1]) + 1 != len(VARLEN_FWD):
-        what = f"takes {int(numbers[-1]) + 1} arguments, not {len(VARLEN_FWD)}"
-        raise BackendUnavailableError(f"varlen_fwd of flash_attn_2_cuda {what}; {_REMEDY}")
-    return FlashAttn2Kernels(found)
+    library = import_library("FLASH_ATTN_2")
+    functions = []
+    for name, arguments in (("varlen_fwd", VARLEN_FWD), ("fwd_kvcache", FWD_KVCACHE)):
+        found = getattr(library, name, None)
+        if found is None:
+            raise BackendUnavailableError(f"flash_attn_2_cuda has no {name}; {_REMEDY}")
+        # pybind11 writes the arguments of a function into its documentation.
+        numbers = re.findall(r"\barg(\d+):", found.__doc__ or "")
+        if numbers and int(numbers[-1]) + 1 != len(arguments):
+            what = f"takes {int(numbers[-1]) + 1} arguments, not {len(arguments)}"
+            raise BackendUnavailableError(f"{name} of flash_attn_2_cuda {what}; {_REMEDY}")
+        functions.append(found)
+    return FlashAttn2Kernels(*functions)
 
 
 _REMEDY = "pip install 'flash-attn==2.8.3'"

@@ -18,7 +18,7 @@ from attnplug.backends.flash_attn.tiles import key_tiles
 from attnplug.backends.libraries import requirements_of
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.features import Feature
-from attnplug.core.spec import Phase
+from attnplug.core.spec import AttentionType, Phase
 
 if TYPE_CHECKING:
     from attnplug.backends.flash_attn.fa2 import FlashAttn2Impl
@@ -51,6 +51,17 @@ class FlashAttn2Backend(FlashAttnBackend):
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
         """8 to 256 in steps of 8."""
         return tuple(range(8, 257, 8))
+
+    @classmethod
+    def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
+        """No windows in cross attention, where queries may be more than the keys they count back from."""
+        if spec.attn_type is AttentionType.ENCODER_DECODER and spec.window != (-1, -1):
+            # A limit on one side puts one on the other, as far off as the longest request has keys; and what
+            # lies before the first key by a block of queries is not to be given: see `keyless`.
+            return (
+                f"window={spec.window} in cross attention: its kernels are right where keys outnumber queries"
+            )
+        return super().supports_combination(spec, device)
 
     @classmethod
     def _page_sizes(cls, spec: LayerSpec | None, device: Device | None) -> Sequence[int | MultipleOf]:

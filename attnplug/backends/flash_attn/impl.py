@@ -95,7 +95,7 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
             if written is not rows:
                 rows[own].copy_(written[own])
             if output_lse is not None and lse is not None:
-                _write_lse(lse[:, own].t(), output_lse[own])
+                _write_lse(lse.t(), output_lse[own])
         return output
 
     def _keys(

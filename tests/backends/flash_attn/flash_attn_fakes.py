@@ -1,9 +1,9 @@
-"""FlashAttention's three entry points with their real arguments, computed on the CPU; they keep the traps."""
+"""Entry points of FlashAttention 3 and 4 with their real arguments, computed on the CPU; they keep the traps."""
 
 from __future__ import annotations
 
 import torch
-from flash_attn_math import Asked, attend, keys_of
+from flash_attn_math import Asked, attend, check_rows, keys_of
 
 FA3_FWD = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor(v_new!)? v_new = None, "
@@ -31,12 +31,6 @@ FA3_SCHEDULE = (
 )
 
 
-def _checked(*tensors: torch.Tensor) -> None:
-    for each in tensors:
-        assert each.stride(-1) == 1
-        assert each.dtype in (torch.float16, torch.bfloat16)
-
-
 def _fill(q, k, v, out, lse, starts_q, starts_k, used, table, asked, whole_pages=False):
     for request in range(starts_q.shape[0] - 1):
         rows = slice(int(starts_q[request]), int(starts_q[request + 1]))
@@ -45,80 +39,6 @@ def _fill(q, k, v, out, lse, starts_q, starts_k, used, table, asked, whole_pages
         found, its_lse = attend(q[rows], keys, values, asked)
         out[rows] = found.to(out.dtype)
         lse[:, rows] = its_lse.float()
-
-
-def varlen_fwd(
-    q,
-    k,
-    v,
-    out_,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seqused_k,
-    leftpad_k,
-    block_table,
-    alibi_slopes,
-    max_seqlen_q,
-    max_seqlen_k,
-    p_dropout,
-    softmax_scale,
-    zero_tensors,
-    is_causal,
-    window_size_left,
-    window_size_right,
-    softcap,
-    return_softmax,
-    gen_,
-):
-    """`mha_varlen_fwd` of `csrc/flash_attn/flash_api.cpp`."""
-    _checked(q, k, v)
-    batch, heads, kv_heads = cu_seqlens_q.numel() - 1, q.shape[1], k.shape[-2]
-    assert batch > 0
-    assert cu_seqlens_k.shape == (batch + 1,)
-    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-    assert q.shape[2] % 8 == 0
-    assert q.shape[2] <= 256
-    assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
-    if block_table is not None:
-        assert k.shape[1] % 256 == 0
-        assert block_table.shape[0] == batch
-        assert block_table.stride(-1) == 1
-    if seqused_k is not None:
-        assert seqused_k.shape == (batch,)
-        assert seqused_k.dtype == torch.int32
-        assert seqused_k.is_contiguous()
-        assert max_seqlen_k >= int(seqused_k.max())
-    if max_seqlen_q == 1 and alibi_slopes is None:
-        is_causal = False
-    if is_causal:
-        window_size_right = 0
-    swapped = max_seqlen_q == 1 and heads > kv_heads and window_size_left < 0 and window_size_right < 0
-    swapped = swapped and alibi_slopes is None
-    if swapped:
-        assert q.shape[0] == batch  # or reshaping fails
-        cu_seqlens_q = torch.arange(batch + 1)
-    if window_size_left >= max_seqlen_k:
-        window_size_left = -1
-    if window_size_right >= max_seqlen_k:
-        window_size_right = -1
-    out = torch.empty_like(q)
-    if out_ is not None:
-        assert out_.shape == q.shape
-        assert out_.stride(-1) == 1
-        out = torch.empty_like(q) if swapped else out_
-    lse = torch.empty(heads, q.shape[0])
-    asked = Asked(
-        softmax_scale,
-        is_causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes,
-        shifted_alibi=True,
-    )
-    starts_k = None if block_table is not None else cu_seqlens_k
-    _fill(q, k, v, out, lse, cu_seqlens_q, starts_k, seqused_k, block_table, asked)
-    return out, lse, torch.empty(0), torch.empty(2)
 
 
 def _flash_attn_fwd(
@@ -165,7 +85,7 @@ def _flash_attn_fwd(
     gather_bwd_recompute_p=False,
 ):
     """`_flash_attn_fwd` of `flash_attn/cute/interface.py` 4.0.0b36, on compute capability 9.0."""
-    _checked(q, k, v, out)
+    check_rows(q, k, v, out)
     batch = cu_seqlens_q.shape[0] - 1
     assert num_splits == 1, "SplitKV not supported on SM 9.0"
     assert 8 <= q.shape[2] <= 256
@@ -225,7 +145,7 @@ SCHEDULES: list[dict[str, object]] = []
 
 def fwd(*, q, k, v, out, cu_seqlens_q, softmax_scale, **given):
     """`flash_attn_3::fwd`, whose other arguments have defaults."""
-    _checked(q, k, v, out)
+    check_rows(q, k, v, out)
     table, used = given.get("page_table"), given.get("seqused_k")
     if table is None:
         assert given["cu_seqlens_k"] is not None

@@ -29,6 +29,13 @@ class Asked:
     """Whether a causal bias is slope * key position, as of FlashAttention 2."""
 
 
+def check_rows(*tensors: torch.Tensor) -> None:
+    """Each is of a type that the kernels read, and the elements of a row lie together."""
+    for each in tensors:
+        assert each.stride(-1) == 1
+        assert each.dtype in (torch.float16, torch.bfloat16)
+
+
 def keys_of(
     k: torch.Tensor,
     request: int,

@@ -13,6 +13,12 @@ RECORDED = {
         "window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, "
         "block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False"
     ),
+    "flash_attn 2.8.3 flash_attn_with_kvcache": (
+        "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+        "cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
+        "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+        "return_softmax_lse=False"
+    ),
     "flash_attn_3 3.0.0b1 flash_attn_varlen_func": (
         "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, "
         "softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "

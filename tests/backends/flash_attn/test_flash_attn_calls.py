@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import flash_attn_2_fakes
 import flash_attn_cpu_impls
 import flash_attn_fakes
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from flash_attn_on_cpu import FlashAttn2OnCpu, FlashAttn3OnCpu, FlashAttn4OnCpu
 
+from attnplug.backends.flash_attn import fa2, fa2_decode
 from attnplug.backends.flash_attn.builder import FlashAttnMetadataBuilder
 from attnplug.core import BuilderConfig, LayerSpec
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
@@ -33,11 +35,18 @@ def calls(monkeypatch):
     """The calls of FlashAttention 2, by name of argument."""
     made = []
 
-    def record(*args):
-        made.append(dict(zip(flash_attn_cpu_impls.fa2_names(), args, strict=True)))
-        return flash_attn_fakes.varlen_fwd(*args)
+    def recording(function, names):
+        def record(*args):
+            made.append({"function": function.__name__, **dict(zip(names, args, strict=True))})
+            return function(*args)
 
-    monkeypatch.setattr(flash_attn_cpu_impls, "varlen_fwd", record)
+        return record
+
+    for function, names in (
+        (flash_attn_2_fakes.varlen_fwd, fa2.VARLEN_FWD),
+        (flash_attn_2_fakes.fwd_kvcache, fa2_decode.FWD_KVCACHE),
+    ):
+        monkeypatch.setattr(flash_attn_cpu_impls, function.__name__, recording(function, names))
     return made
 
 
@@ -61,10 +70,12 @@ def builder_for(spec, block_size=256):
     return FlashAttnMetadataBuilder(cache, ["layer"], BuilderConfig(), torch.device("cpu"))
 
 
-def test_decodes_beside_longer_queries_are_a_call_of_their_own_with_packed_heads(calls):
+def test_decodes_beside_longer_queries_are_a_call_of_their_own_that_packs_heads_in_place(calls):
     check(FlashAttn2OnCpu, LayerSpec(**SIZES), MIXED)
     decodes, others = calls
-    assert (decodes["max_seqlen_q"], decodes["q"].shape[0], decodes["out"]) == (1, 2, None)
+    assert (decodes["function"], others["function"]) == ("fwd_kvcache", "varlen_fwd")
+    assert decodes["q"].shape == (2, 1, 4, 16)
+    assert decodes["out"].shape == (2, 2, 2, 16)
     assert (others["max_seqlen_q"], others["q"].shape[0]) == (9, 16)
     assert others["cu_seqlens_q"].tolist() == [2, 7, 16]
     assert others["out"] is not None
@@ -84,9 +95,16 @@ def test_a_request_without_new_tokens_is_not_taken_for_the_next_row(calls):
     assert call["max_seqlen_q"] == 2
 
 
-def test_a_window_keeps_flash_attn_2_from_packing_so_that_it_writes_in_place(calls):
-    check(FlashAttn2OnCpu, LayerSpec(**SIZES, sliding_window=8), ([1, 1], [9, 30]))
-    assert calls[0]["out"] is not None
+def test_a_window_keeps_flash_attn_2_from_packing(calls):
+    check(FlashAttn2OnCpu, LayerSpec(**SIZES, sliding_window=8, needs_lse=True), ([1, 1], [9, 30]))
+    check(FlashAttn2OnCpu, LayerSpec(**SIZES, sliding_window=8, direct_kv=True), ([1, 1], [9, 30]))
+    assert calls[0]["out"].shape == (2, 1, 4, 16)
+    assert calls[1]["out"].shape == (2, 4, 16)
+
+
+def test_one_query_over_keys_that_come_with_the_call_is_packed_beside_the_output(calls):
+    check(FlashAttn2OnCpu, LayerSpec(**SIZES, direct_kv=True, needs_lse=True), ([1, 1, 1], [9, 700, 30]))
+    assert (calls[0]["function"], calls[0]["max_seqlen_q"], calls[0]["out"]) == ("varlen_fwd", 1, None)
 
 
 @pytest.mark.parametrize("window", [None, 8, 4000])
@@ -96,12 +114,13 @@ def test_causal_alibi_is_the_distance_and_its_lse_is_not_shifted(calls, lens, wi
     check(FlashAttn2OnCpu, spec, lens)
     for call in calls:
         assert call["is_causal"] is False
-        assert 0 <= call["window_size_left"] < call["max_seqlen_k"]
+        if call["function"] == "varlen_fwd":
+            assert 0 <= call["window_size_left"] < call["max_seqlen_k"]
 
 
 def test_alibi_of_a_layer_that_is_not_causal_is_given_as_it_is(calls):
     check(FlashAttn2OnCpu, LayerSpec(**SIZES, has_alibi=True, causal=False, needs_lse=True), MIXED)
-    assert calls[0]["window_size_left"] == -1
+    assert [call["window_size_left"] for call in calls] == [-1, -1]
 
 
 @pytest.mark.parametrize("backend", BLOCKS)

@@ -59,6 +59,8 @@ def test_each_gpu_is_served_by_the_generations_made_for_it(device, generations):
         ({"chunk_size": 100}, []),
         ({"attn_type": "encoder_only"}, ["2", "3", "4"]),
         ({"attn_type": "encoder_decoder"}, ["2", "3", "4"]),
+        ({"attn_type": "encoder_decoder", "window": (5, -1)}, ["3", "4"]),
+        ({"attn_type": "encoder_only", "window": (5, -1)}, ["2", "3", "4"]),
         ({"direct_kv": True, "needs_lse": True}, ["2", "3", "4"]),
         ({"direct_kv": True, "chunk_size": 8192}, []),
         ({"block_size": 16}, ["3", "4"]),

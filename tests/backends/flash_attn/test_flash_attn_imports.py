@@ -26,7 +26,7 @@ FORWARD = f"def _flash_attn_fwd({', '.join(fa4.FORWARD)}): ...\n"
 CUTE = {"flash_attn/cute/__init__.py": "", "flash_attn/cute/interface.py": FORWARD}
 CUDA = {
     "flash_attn/__init__.py": "import flash_attn_2_cuda\n",
-    "flash_attn_2_cuda.py": "def varlen_fwd(): ...\n",
+    "flash_attn_2_cuda.py": "def varlen_fwd(): ...\ndef fwd_kvcache(): ...\n",
 }
 
 
@@ -198,4 +198,10 @@ def test_a_release_without_the_function_is_refused(site):
 def test_an_extension_with_another_number_of_arguments_is_refused(site):
     text = 'def varlen_fwd():\n    "varlen_fwd(arg0: torch.Tensor, arg1: torch.Tensor) -> list"\n'
     site.install("flash-attn", "2.9.0", {"flash_attn/__init__.py": "", "flash_attn_2_cuda.py": text})
-    assert "takes 2 arguments, not 21" in refusal(FlashAttn2Backend)
+    assert "varlen_fwd of flash_attn_2_cuda takes 2 arguments, not 21" in refusal(FlashAttn2Backend)
+
+
+def test_an_extension_without_the_function_for_decodes_is_refused(site):
+    text = "def varlen_fwd(): ...\n"
+    site.install("flash-attn", "2.9.0", {"flash_attn/__init__.py": "", "flash_attn_2_cuda.py": text})
+    assert "flash_attn_2_cuda has no fwd_kvcache; pip install" in refusal(FlashAttn2Backend)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import inspect
 
+import flash_attn_2_fakes
 import flash_attn_fakes
 import pytest
 from flash_attn_signatures import RECORDED
 
-from attnplug.backends.flash_attn import fa2, fa3, fa4
+from attnplug.backends.flash_attn import fa2, fa2_decode, fa3, fa4
 
 
 def signature(name: str) -> inspect.Signature:
@@ -26,11 +27,28 @@ def test_what_flash_attn_4_is_given_binds(version):
 
 
 def test_the_positions_that_flash_attn_2_is_given_are_those_of_its_extension():
-    assert len(inspect.signature(flash_attn_fakes.varlen_fwd).parameters) == len(fa2.VARLEN_FWD)
+    assert len(inspect.signature(flash_attn_2_fakes.varlen_fwd).parameters) == len(fa2.VARLEN_FWD)
     told = set(signature("flash_attn 2.8.3 _flash_attn_varlen_forward").parameters)
     names = {"dropout_p": "p_dropout", "causal": "is_causal"}
     # The wrapper leaves out the output and the generator.
     assert {names.get(each, each) for each in told} == set(fa2.VARLEN_FWD) - {"out", "gen"}
+
+
+def test_the_positions_of_decodes_that_flash_attn_2_is_given_are_those_of_its_extension():
+    taken = [name.rstrip("_") for name in inspect.signature(flash_attn_2_fakes.fwd_kvcache).parameters]
+    assert taken == list(fa2_decode.FWD_KVCACHE)
+    told = set(signature("flash_attn 2.8.3 flash_attn_with_kvcache").parameters)
+    names = {
+        "k_cache": "kcache",
+        "v_cache": "vcache",
+        "cache_seqlens": "seqlens_k",
+        "causal": "is_causal",
+        "cache_leftpad": "leftpad_k",
+        "rotary_interleaved": "is_rotary_interleaved",
+    }
+    # The wrapper gives the window as a pair, and no output.
+    given = {names.get(each, each) for each in told} - {"window_size", "return_softmax_lse"}
+    assert given | {"window_size_left", "window_size_right", "out"} == set(fa2_decode.FWD_KVCACHE)
 
 
 def test_what_flash_attn_3_is_given_is_in_the_operators_schemas():
@@ -46,6 +64,11 @@ def test_what_flash_attn_3_is_given_is_in_the_operators_schemas():
             "flash_attn.flash_attn_interface",
             "flash_attn_varlen_func",
             "flash_attn 2.8.3 flash_attn_varlen_func",
+        ),
+        (
+            "flash_attn.flash_attn_interface",
+            "flash_attn_with_kvcache",
+            "flash_attn 2.8.3 flash_attn_with_kvcache",
         ),
         (
             "flash_attn_interface",
