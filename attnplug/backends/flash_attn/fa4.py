@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -24,6 +25,10 @@ FORWARD = (
     *("learnable_sink", "num_splits", "out", "lse"),
 )
 """The arguments of `_flash_attn_fwd` that are given, by name."""
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Held in every call: any may compile, and the compiler of the process, CuTe DSL, serves one thread."""
 
 
 class FlashAttn4Kernels:
@@ -56,7 +61,7 @@ class FlashAttn4Kernels:
         else:
             where = {"cu_seqlens_k": requests.key_start_loc, "max_seqlen_k": max(requests.max_seq_len, 1)}
         # Unlike the other generations it asks for the current device, and launches there.
-        with on_device_of(query):
+        with _ONE_AT_A_TIME, on_device_of(query):
             self._forward(
                 q=query,
                 k=call.key,
