@@ -330,9 +330,19 @@ def test_without_new_keys_nothing_is_written(calls):
     assert [call[1] for call in calls] == ["attend", "attend"]
 
 
-def test_output_scales_are_refused(calls):
-    with pytest.raises(BatchError, match="output_scale"):
-        run(calls, ([1, 3], [9, 8]), output_scale=torch.ones(1))
+@pytest.mark.parametrize("field", ["output_scale", "output_block_scale"])
+def test_output_scales_are_refused(calls, field):
+    with pytest.raises(BatchError, match=field):
+        run(calls, ([1, 3], [9, 8]), **{field: torch.ones(1)})
+
+
+@pytest.mark.parametrize("field", ["query", "output"])
+def test_fewer_rows_than_decodes_are_refused_like_fewer_than_tokens(field):
+    impl = composite_backend(ONE, TWO).get_impl_cls().from_spec(SPEC, layer_name="l")
+    metadata = builder().build(0, batch([1, 1, 3], [9, 3, 8]))
+    given = {"query": rows(5), "output": rows(5)} | {field: rows(1)}
+    with pytest.raises(BatchError, match=rf"{field}\.shape\[0\]=1.*5 tokens"):
+        impl.attend(None, given["query"], None, None, torch.zeros(1), metadata, given["output"])
 
 
 def test_what_an_impl_can_is_what_its_members_can():

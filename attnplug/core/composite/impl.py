@@ -90,10 +90,11 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
         """Attend each half, as AttentionImpl.attend says.
 
         Raises:
-            BatchError: an output scale; what a member refuses.
+            BatchError: an output scale, or fewer rows than the step has tokens; what a member refuses.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise BatchError("output_scale", "given", "must be None", "quantise the output after attention")
+        for field, scale in (("output_scale", output_scale), ("output_block_scale", output_block_scale)):
+            if scale is not None:
+                raise BatchError(field, "given", "must be None", "quantise the output after attention")
         meta = attn_metadata
         decode, prefill = meta.decode, meta.prefill
         if prefill is None or decode is None:
@@ -103,6 +104,10 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
             )
             return output
         cut = meta.num_decode_tokens
+        for field, tensor in (("query", query), ("output", output)):
+            if tensor.shape[0] < meta.num_actual_tokens:
+                limit = f"must be at least the step's {meta.num_actual_tokens} tokens"
+                raise BatchError(f"{field}.shape[0]", tensor.shape[0], limit)
         # One call for two views: this runs for every layer.
         queries = query.split_with_sizes((cut, query.shape[0] - cut))
         outputs = output.split_with_sizes((cut, output.shape[0] - cut))
