@@ -14,12 +14,14 @@ from attnplug.core.impl import AttentionImpl, AttentionLayer
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.spec import AttentionType
 from attnplug.ops.calls import check_cache_given, check_keys, check_queries, kv_scales, pages_of
-from attnplug.ops.kv_write import write_kv_cache
+from attnplug.ops.checks import check_kv_write
+from attnplug.ops.kv_write import bound_kv_write
 from attnplug.ops.storage import compute_dtype
 
 __all__ = ["BuiltinImpl", "Pages"]
 
 _M = TypeVar("_M", bound=AttentionMetadata)
+_UNSCALED = (1.0, 1.0)
 
 
 class Pages:
@@ -62,8 +64,10 @@ class BuiltinImpl(AttentionImpl[_M]):
 
     _backend: ClassVar[type[AttentionBackend]]
     """Whose caches these are."""
-    _write: ClassVar[Callable[..., None]] = staticmethod(write_kv_cache)
-    """Writes pages, as `attnplug.ops.write_kv_cache`."""
+    _bind_write: ClassVar[Callable[..., Callable[..., None]]] = staticmethod(bound_kv_write)
+    """Makes what writes pages, as `attnplug.ops.kv_write.bound_kv_write`."""
+    _write_form: object = None
+    _bound_write: Callable[..., None]
 
     def update_kv_cache(
         self,
@@ -79,8 +83,18 @@ class BuiltinImpl(AttentionImpl[_M]):
             BatchError: key or value of another shape or dtype, or fewer rows than slots.
             LayoutError: a cache of another shape or dtype.
         """
-        key, value = check_keys(key, value, slot_mapping.shape[0], self.spec)
-        self._write(key, value, *self._pages(kv_cache), slot_mapping, *self._scales(layer))
+        pages = self._pages_of(kv_cache)
+        scales = self._scales(layer) if pages.k.dtype.itemsize == 1 else _UNSCALED
+        rows, keys, values = slot_mapping.shape[0], key.shape, value.shape
+        form: tuple[object, ...] = (pages.form, scales, slot_mapping.stride())
+        form += (keys[1:], key.stride(), key.dtype, values[1:], value.stride(), value.dtype)
+        # Tensors like those of the call before were checked then.
+        if form != self._write_form or keys[0] < rows or values[0] < rows:
+            check_keys(key, value, rows, self.spec)
+            check_kv_write(key, value, pages.k, pages.v, slot_mapping)
+            self._bound_write = self._bind_write(key, value, pages.k, pages.v, slot_mapping, scales)
+            self._write_form = form
+        self._bound_write(key, value, pages.k, pages.v, slot_mapping)
 
     @functools.cached_property
     def _dtype(self) -> torch.dtype:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from attnplug.ops.accelerated import triton_ops
 from attnplug.ops.checks import check_kv_write
 
-__all__ = ["write_kv_cache"]
+__all__ = ["bound_kv_write", "write_kv_cache"]
 
 
 def write_kv_cache(
@@ -39,19 +42,43 @@ def write_kv_cache(
         LayoutError: pages of integers (they would need more than a scale), or K and V pages that do not
             belong together.
     """
-    kernels = triton_ops("kv_write") if key.is_cuda else None
-    if kernels is not None:
-        kernels.write_kv_cache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-        return
     check_kv_write(key, value, k_cache, v_cache, slot_mapping)
-    with torch.no_grad():
-        slots = slot_mapping.shape[0]
-        key, value = key[:slots], value[:slots]
-        kept = slot_mapping >= 0
-        if not bool(kept.all()):
-            slot_mapping, key, value = slot_mapping[kept], key[kept], value[kept]
-        _write(k_cache, key, slot_mapping, k_scale)
-        _write(v_cache, value, slot_mapping, v_scale)
+    write = bound_kv_write(key, value, k_cache, v_cache, slot_mapping, (k_scale, v_scale))
+    write(key, value, k_cache, v_cache, slot_mapping)
+
+
+def bound_kv_write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    scales: tuple[float, float],
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """`write_kv_cache` without its checks, for tensors of the same strides and types as those given here."""
+    kernels = triton_ops("kv_write") if key.is_cuda else None
+    if kernels is None:
+        return functools.partial(_write_both, scales)
+    write: Callable[..., None] = kernels.BoundWrite(key, value, k_cache, v_cache, slot_mapping, scales)
+    return write
+
+
+@torch.no_grad()
+def _write_both(
+    scales: tuple[float, float],
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    slots = slot_mapping.shape[0]
+    key, value = key[:slots], value[:slots]
+    kept = slot_mapping >= 0
+    if not bool(kept.all()):
+        slot_mapping, key, value = slot_mapping[kept], key[kept], value[kept]
+    _write(k_cache, key, slot_mapping, scales[0])
+    _write(v_cache, value, slot_mapping, scales[1])
 
 
 def _write(pages: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, scale: float) -> None:

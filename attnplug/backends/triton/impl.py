@@ -14,7 +14,6 @@ from attnplug.backends.triton.builder import TritonMetadata
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
 from attnplug.ops.calls import check_keys, refuse_output_scales
-from attnplug.ops.checks import check_kv_write
 from attnplug.ops.reach import Reach
 from attnplug.ops.triton.kv_write import BoundWrite
 from attnplug.ops.triton.launch import on_device_of
@@ -38,39 +37,12 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
 
     can_return_lse_for_decode = True
     _backend = TritonBackend
+    _bind_write = BoundWrite
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stores_8_bits = self.spec.has_quantized_kv_cache
         self._bound: dict[object, BoundLayer] = {}
-        self._write_form: object = None
-        self._bound_write: BoundWrite
-
-    def update_kv_cache(
-        self,
-        layer: AttentionLayer | None,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """Write new keys and values; fp8 storage divides by the scales and clamps.
-
-        Raises:
-            BatchError: key or value of another shape or dtype, or fewer rows than slots.
-            LayoutError: a cache of another shape or dtype.
-        """
-        pages = self._pages_of(kv_cache)
-        scales = self._scales(layer) if self._stores_8_bits else _UNSCALED
-        rows, keys, values = slot_mapping.shape[0], key.shape, value.shape
-        form: tuple[object, ...] = (pages.form, scales, slot_mapping.stride())
-        form += (keys[1:], key.stride(), key.dtype, values[1:], value.stride(), value.dtype)
-        if form != self._write_form or keys[0] < rows or values[0] < rows:
-            check_keys(key, value, rows, self.spec)
-            check_kv_write(key, value, pages.k, pages.v, slot_mapping)
-            self._bound_write = BoundWrite(key, value, pages.k, pages.v, slot_mapping, scales)
-            self._write_form = form
-        self._bound_write(key, value, pages.k, pages.v, slot_mapping)
 
     def attend(
         self,
