@@ -22,6 +22,8 @@ __all__ = ["FlashInferBackend"]
 
 _NAME = "FLASHINFER"
 _FP8_CAPABILITY = (8, 9)
+LEAST_SCALE = 2.0**-11
+"""Before 0.7 a masked logit is -50000, and scaled after that: at this scale it still weighs nothing."""
 
 
 class FlashInferBackend(AttentionBackend):
@@ -93,6 +95,11 @@ class FlashInferBackend(AttentionBackend):
             return (
                 f"window={spec.window} of a layer that is not causal: "
                 "FlashInfer bounds the keys before a query only, and that in causal layers"
+            )
+        if spec.scale < LEAST_SCALE and spec.logits_soft_cap is None:
+            return (
+                f"scale={spec.scale:g} is below {LEAST_SCALE:g}: "
+                "FlashInfer masks with a finite logit before it scales, and masked keys would be seen"
             )
         if spec.has_sinks and spec.logits_soft_cap is not None:
             return "has_sinks with logits_soft_cap: FlashInfer's sink kernel has no soft cap"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -15,6 +16,8 @@ __all__ = ["announced", "watch_compiling"]
 
 _WATCHES: ContextVar[tuple[list[str], ...]] = ContextVar("watches", default=())
 _LOG = logging.getLogger("attnplug.backends.flashinfer")
+_ONE_AT_A_TIME = threading.Lock()
+"""Threads that want the same module would write its sources under each other: only building is locked there."""
 
 
 @contextlib.contextmanager
@@ -32,6 +35,8 @@ def watch_compiling() -> Iterator[list[str]]:
 def announced(library: Library, built: Module, why: str) -> Iterator[None]:
     """Inside, a module is loaded, or compiled where it is not built: that is logged at INFO, with how long it took.
 
+    Threads take turns.
+
     Args:
         library: which library.
         built: the module.
@@ -40,23 +45,24 @@ def announced(library: Library, built: Module, why: str) -> Iterator[None]:
     Raises:
         PluginError: it is not built, and cannot be compiled here; the text has the remedy.
     """
-    name = library.module_name(built)
-    prebuilt = library.is_prebuilt(name)
-    compiled = not prebuilt and library.is_compiled(name)
-    if not prebuilt:
-        problem = library.why_not_loading() if compiled else library.why_not_compiling()
-        if problem is not None:
-            work = "load" if compiled else "compile"
-            raise PluginError(f"FLASHINFER has to {work} {built} for {why}, and cannot: {problem}")
-    if prebuilt or compiled:
+    with _ONE_AT_A_TIME:
+        name = library.module_name(built)
+        prebuilt = library.is_prebuilt(name)
+        compiled = not prebuilt and library.is_compiled(name)
+        if not prebuilt:
+            problem = library.why_not_loading() if compiled else library.why_not_compiling()
+            if problem is not None:
+                work = "load" if compiled else "compile"
+                raise PluginError(f"FLASHINFER has to {work} {built} for {why}, and cannot: {problem}")
+        if prebuilt or compiled:
+            yield
+            _tell(name)
+            return
+        _LOG.info("FlashInfer %s compiles %s (%s), once, for %s", library.version, built, name, why)
+        began = time.perf_counter()
         yield
+        _LOG.info("FlashInfer compiled %s in %.1f s", name, time.perf_counter() - began)
         _tell(name)
-        return
-    _LOG.info("FlashInfer %s compiles %s (%s), once, for %s", library.version, built, name, why)
-    began = time.perf_counter()
-    yield
-    _LOG.info("FlashInfer compiled %s in %.1f s", name, time.perf_counter() - began)
-    _tell(name)
 
 
 def _tell(name: str) -> None:

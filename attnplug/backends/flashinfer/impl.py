@@ -7,14 +7,15 @@ import math
 
 import torch
 
-from attnplug.backends.flashinfer.backend import FlashInferBackend
+from attnplug.backends.flashinfer.backend import LEAST_SCALE, FlashInferBackend
 from attnplug.backends.flashinfer.builder import FlashInferMetadata
 from attnplug.backends.flashinfer.groups import PlanGroup, key_of
+from attnplug.backends.flashinfer.library import library
 from attnplug.backends.flashinfer.options import Options
 from attnplug.backends.flashinfer.planner import Planner
 from attnplug.backends.flashinfer.step import Part
 from attnplug.backends.impl import BuiltinImpl
-from attnplug.core.errors import LayoutError
+from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.hyperparameters import PerLayerParameters
 from attnplug.core.impl import AttentionLayer
 from attnplug.ops import Reach
@@ -61,7 +62,7 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         Raises:
             BatchError: tensors that do not fit the spec or the batch, an LSE the spec did not
                 declare, a batch that is not causal for a causal layer, an output scale, a layer that the
-                builder was not told of.
+                builder was not told of, a scale of keys too small for this FlashInfer.
             LayoutError: a cache of another shape, dtype or page size, or none.
         """
         meta = attn_metadata
@@ -70,7 +71,10 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         self._check(query, tokens, output, output_lse, **scales)
         Reach.of(self.spec, meta.causal)
         k, v = self._paged(kv_cache)
-        kv_scales = self._scales(layer) if k.dtype.itemsize == 1 else None
+        kv_scales = None
+        if k.dtype.itemsize == 1:
+            kv_scales = self._scales(layer)
+            self._check_k_scale(kv_scales[0])
         sinks = self.tensors.sinks if use_sinks or self.tensors.sinks is None else self._no_sinks
         step, work = meta.planned(self.plan_group)
         rows, out, lse = query[:tokens], output[:tokens], None if output_lse is None else output_lse[:tokens]
@@ -90,6 +94,20 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
             raise LayoutError("kv_cache", None, "is required: FLASHINFER finds keys in pages")
         self._check_pages(kv_cache)
         return self._pages(kv_cache)
+
+    def _check_k_scale(self, k_scale: float) -> None:
+        """BatchError where the scale of the layer's logits, of which it is a part, is too small for a mask."""
+        spec = self.spec
+        if (
+            spec.logits_soft_cap is None
+            and spec.scale * k_scale < LEAST_SCALE
+            and not library().masks_infinitely
+        ):
+            limit = (
+                f"makes the scale of logits {spec.scale * k_scale:g}; below {LEAST_SCALE:g} FlashInfer "
+                f"{library().version} sees masked keys"
+            )
+            raise BatchError("k_scale", k_scale, limit, "pip install 'flashinfer-python>=0.7.2'")
 
     @functools.cached_property
     def _no_sinks(self) -> torch.Tensor:

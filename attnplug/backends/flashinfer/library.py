@@ -25,6 +25,7 @@ __all__ = ["Library", "Module", "library"]
 
 _OLDEST = Version("0.5")
 _NAMES_LONGEST = Version("0.6.13")
+_MASKS_INFINITELY = Version("0.7.2")
 _PREBUILT = "flashinfer-jit-cache"
 _DISABLED = "FLASHINFER_DISABLE_JIT"
 
@@ -107,6 +108,11 @@ class Library:
         Before 0.6.13 (0.6.6 is known to) it then raises UnboundLocalError.
         """
         return self.version >= _NAMES_LONGEST
+
+    @property
+    def masks_infinitely(self) -> bool:
+        """Whether a masked logit is minus infinity: it is in 0.7.2, and -50000 up to 0.6.13 at least."""
+        return self.version >= _MASKS_INFINITELY
 
     def decode_wrapper(
         self, workspace: torch.Tensor, tensor_cores: bool, fixed: Mapping[str, torch.Tensor]

@@ -154,6 +154,7 @@ class PlannedWrapper:
         groups = planned["num_qo_heads"] // planned["num_kv_heads"]
         key, value = (each.repeat_interleave(groups, 1).transpose(0, 1) for each in (key, value))
         logits = queries.transpose(0, 1) @ key.transpose(1, 2) * scale
+        masked = -5e4 * (planned["logits_soft_cap"] or scale)
         if planned["logits_soft_cap"]:
             logits = planned["logits_soft_cap"] * torch.tanh(logits / planned["logits_soft_cap"])
         at = torch.arange(queries.shape[0])[:, None] + key.shape[1] - queries.shape[0]
@@ -161,7 +162,9 @@ class PlannedWrapper:
         hidden = (keys > at) if causal else torch.zeros_like(keys > at)
         if planned["window_left"] >= 0:
             hidden = hidden | (keys < at - planned["window_left"])
-        logits = logits.masked_fill(hidden, -math.inf)
+        logits = logits.masked_fill(
+            hidden, -math.inf if Version(self.version) >= Version("0.7.2") else masked
+        )
         terms = logits
         if sinks is not None:
             assert sinks.dtype == torch.float32

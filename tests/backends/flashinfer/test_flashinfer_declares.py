@@ -37,6 +37,8 @@ def test_it_decodes_before_it_prefills() -> None:
         {"kv_cache_dtype": "fp8_e5m2", "block_size": 1},
         {"attn_type": "encoder_decoder"},
         {"causal": False},
+        {"scale": 1e-3},
+        {"scale": 1e-4, "logits_soft_cap": 30.0},
     ],
 )
 def test_what_it_serves(fields: dict[str, object]) -> None:
@@ -56,6 +58,7 @@ def test_what_it_serves(fields: dict[str, object]) -> None:
         ({"has_sinks": True, "logits_soft_cap": 3.0}, "combination"),
         ({"has_sinks": True, "kv_cache_dtype": "fp8"}, "combination"),
         ({"has_sinks": True, "causal": False}, "combination"),
+        ({"scale": 1e-4}, "combination"),
         ({"chunk_size": 64, "block_size": 48}, "block_size"),
         ({"sparse": True}, "sparse"),
     ],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import importlib.metadata
 import importlib.util
 import inspect
 import logging
 import sys
+import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ from fake_flashinfer import make_flashinfer
 from flashinfer_signatures import VERSIONS, recorded
 
 import attnplug.backends.flashinfer.library as adapter
-from attnplug.backends.flashinfer import FlashInferBackend
+from attnplug.backends.flashinfer import FlashInferBackend, compiling
 from attnplug.backends.flashinfer.compiling import announced
 from attnplug.backends.flashinfer.library import Module, library
 from attnplug.errors import BackendUnavailableError, PluginError
@@ -203,6 +205,41 @@ def test_what_was_compiled_before_is_loaded_by_ninja_and_only_where_compiling_is
         announced(library(), BUILT, "x"),
     ):
         pytest.fail("was entered")
+
+
+def test_of_two_threads_that_want_a_module_one_compiles_and_the_other_then_loads_it(
+    tools: Path, install: Install, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("0.7.2", built=False, folder=tools)
+    caplog.set_level(logging.INFO, "attnplug.backends.flashinfer")
+    found, asked = library(), threading.Semaphore(0)
+    turns = threading.Lock()
+
+    class Turns:
+        def __enter__(self) -> None:
+            asked.release()
+            turns.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            turns.release()
+
+    def want() -> None:
+        with announced(found, BUILT, "x"):
+            name = found.module_name(BUILT)
+            made = tools / "jit" / name / f"{name}.so"
+            if made.exists():
+                return
+            # Not done until the other thread wants it too.
+            assert asked.acquire(timeout=60)
+            assert asked.acquire(timeout=60)
+            made.parent.mkdir(parents=True)
+            made.touch()
+
+    monkeypatch.setattr(compiling, "_ONE_AT_A_TIME", Turns())
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for run in [pool.submit(want) for _ in range(2)]:
+            run.result()
+    assert caplog.text.count("FlashInfer compiled ") == 1
 
 
 def test_what_is_compiled_or_loaded_can_be_watched(tools: Path, install: Install) -> None:

@@ -265,6 +265,18 @@ def test_the_workspace_holds_every_part_of_split_requests() -> None:
     assert workspace_bytes([group(32, 8, 128, workspace_bytes=1 << 28)], 132) == 1 << 28
 
 
+@pytest.mark.parametrize("fake_version", VERSIONS)
+def test_scales_so_small_that_masks_leak_are_refused_by_versions_that_do(fake_version: str) -> None:
+    spec = layer(kv_cache_dtype="fp8_e4m3")
+    batch = paged_batch(spec, [1, 3], [6, 9], block_size=PAGE, k_scale=1e-4)
+    if fake_version == "0.7.2":
+        output, _ = run_batch(FlashInferOnCpu, batch)
+        assert_close(output, batch.oracle().output, tolerance(spec).output)
+        return
+    with pytest.raises(BatchError, match=r"k_scale=0\.0001.*sees masked keys.*>=0\.7\.2"):
+        run_batch(FlashInferOnCpu, batch)
+
+
 def test_a_layer_that_the_builder_was_not_told_of_is_refused() -> None:
     builder = builder_of({"0": layer()})
     metadata = builder.build(0, common_of([1], [5]))
