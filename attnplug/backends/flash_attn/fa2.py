@@ -75,7 +75,8 @@ class FlashAttn2Kernels:
         """One query of each request, over keys that come with the call."""
         spec, query, out = call.spec, call.query[own], call.output[own]
         _, left, right = _window(call)
-        # Here it packs the query heads of a KV head, and returns another output.
+        # Here it packs the query heads of a KV head, and returns another output. It takes memory for up to 128
+        # parts of the keys by their number; the caller holds the keys themselves, and these are no pages.
         packs = spec.num_heads > spec.num_kv_heads and call.alibi_slopes is None and left < 0 and right < 0
         found, lse = self._varlen(call, query, None if packs else out, 1, None)
         if packs:

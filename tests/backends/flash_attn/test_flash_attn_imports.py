@@ -56,7 +56,8 @@ class Site:
 
 
 def _forget() -> None:
-    for name in [name for name in sys.modules if name.startswith("flash_attn")]:
+    libraries = {"flash_attn", "flash_attn_2_cuda", "flash_attn_3", "flash_attn_interface"}
+    for name in [name for name in sys.modules if name.partition(".")[0] in libraries]:
         del sys.modules[name]
     for module in (fa2, fa3, fa4):
         module._kernels.cache_clear()
