@@ -84,7 +84,7 @@ class BuiltinImpl(AttentionImpl[_M]):
             LayoutError: a cache of another shape or dtype.
         """
         pages = self._pages_of(kv_cache)
-        scales = self._scales(layer) if pages.k.dtype.itemsize == 1 else _UNSCALED
+        scales = self._scales(layer, pages.k.dtype)
         rows, keys, values = slot_mapping.shape[0], key.shape, value.shape
         form: tuple[object, ...] = (pages.form, scales, slot_mapping.stride())
         form += (keys[1:], key.stride(), key.dtype, values[1:], value.stride(), value.dtype)
@@ -137,8 +137,10 @@ class BuiltinImpl(AttentionImpl[_M]):
         cross = self.spec.attn_type is AttentionType.ENCODER_DECODER
         return not cross and self.kv_sharing_target_layer_name is None
 
-    def _scales(self, layer: AttentionLayer | None) -> tuple[float, float]:
-        """Of keys and values: the engine's layer knows them, or the layer's tensors do."""
+    def _scales(self, layer: AttentionLayer | None, stored: torch.dtype) -> tuple[float, float]:
+        """Of keys and values: the engine's layer knows them, or the layer's tensors do; only 8 bits have any."""
+        if stored.itemsize > 1:
+            return _UNSCALED
         return self._own_scales if layer is None else kv_scales(layer, self.tensors)
 
     @functools.cached_property

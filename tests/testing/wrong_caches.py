@@ -74,7 +74,7 @@ class StoresOtherwise(TorchImpl):
     """Stores with other scales than the layer's."""
 
     def update_kv_cache(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
-        scales = self.used(*self._scales(layer))
+        scales = self.used(*self._scales(layer, kv_cache.dtype))
         write_kv_cache(key, value, *self._pages(kv_cache), slot_mapping, *scales)
 
     def used(self, k_scale: float, v_scale: float) -> tuple[float, float]:

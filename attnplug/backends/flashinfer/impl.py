@@ -73,7 +73,7 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         k, v = self._paged(kv_cache)
         kv_scales = None
         if k.dtype.itemsize == 1:
-            kv_scales = self._scales(layer)
+            kv_scales = self._scales(layer, k.dtype)
             self._check_k_scale(kv_scales[0])
         sinks = self.tensors.sinks if use_sinks or self.tensors.sinks is None else self._no_sinks
         step, work = meta.planned(self.plan_group)

@@ -142,5 +142,5 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         sinks = None
         if use_sinks and tensors.sinks is not None:
             sinks = tensors.sinks.to(device).view(grouped)
-        k_scale, v_scale = self._scales(layer) if stored.itemsize == 1 else (1.0, 1.0)
+        k_scale, v_scale = self._scales(layer, stored)
         return Scoring(spec.scale * k_scale, v_scale, spec.logits_soft_cap, slopes, sinks)

@@ -23,7 +23,6 @@ __all__ = ["TritonImpl"]
 _Call: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, outputs, LSE, sinks and slopes; a pointer that is not used stands for one that is."""
 
-_UNSCALED = (1.0, 1.0)
 _MOST_FORMS = 8
 """Kinds of calls that a layer remembers: with sinks and without, with an LSE, with other strides."""
 
@@ -41,7 +40,6 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._stores_8_bits = self.spec.has_quantized_kv_cache
         self._bound: dict[object, BoundLayer] = {}
 
     def attend(
@@ -72,7 +70,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         if query.stride()[2:] != (1,):
             self._check(query, meta.num_actual_tokens, output, output_lse)
             query = query.contiguous()
-        scales = self._scales(layer) if self._stores_8_bits and kv_cache is not None else _UNSCALED
+        scales = self._scales(layer, query.dtype if kv_cache is None else kv_cache.dtype)
         bound = self._bound_for(query, output, output_lse, use_sinks, meta, scales)
         lse = query if output_lse is None else output_lse
         sinks = tensors.sinks if use_sinks and tensors.sinks is not None else query
@@ -119,7 +117,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         """The new tokens' keys and values, where they are all that the longer requests attend."""
         if key is None or value is None or not meta.starts_anew:
             return None
-        if self._stores_8_bits or not self._attends_own_keys:
+        if self.spec.has_quantized_kv_cache or not self._attends_own_keys:
             return None
         check_keys(key, value, meta.num_actual_tokens, self.spec)
         return None if key.stride(2) != 1 or value.stride(2) != 1 else (key, value)
