@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from attnplug.backends.flash_attn.call import Call
+from attnplug.backends.multiprocessors import num_multiprocessors
 
 __all__ = ["FWD_KVCACHE", "FlashAttn2Decodes", "num_splits"]
 
@@ -64,7 +65,7 @@ class FlashAttn2Decodes:
             out = call.output[own].view(-1, heads, rows, spec.head_size).transpose(1, 2)
         page, table = call.key.shape[1], requests.block_table
         units = requests.seq_lens.shape[0] * heads * -(-rows // _ROWS)
-        slots = _multiprocessors(call.query.device) * _BLOCKS_AT_ONCE
+        slots = num_multiprocessors(call.query.device, on_cpu=4) * _BLOCKS_AT_ONCE
         # Of the table's width, not of the context, on which no memory may depend.
         splits = num_splits(units, slots, -(-call.table_keys // _block_keys(spec.head_size)))
         # It takes the width of the table for the longest context, and splits that.
@@ -116,11 +117,3 @@ def num_splits(units: int, slots: int, most: int) -> int:
 
 def _block_keys(head_size: int) -> int:
     return 256 if head_size <= 64 else 128 if head_size <= 128 else 64
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 4 on a CPU, where tests compute what the kernels would."""
-    if device.type != "cuda":
-        return 4
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

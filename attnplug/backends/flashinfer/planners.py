@@ -12,7 +12,8 @@ from attnplug.backends.flashinfer.compiling import announced
 from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.backends.flashinfer.library import Library, Module
 from attnplug.backends.flashinfer.planner import PlanCost, Planner, PlanSpace, one_request
-from attnplug.backends.flashinfer.workspace import captured_bytes, num_multiprocessors, workspace_bytes
+from attnplug.backends.flashinfer.workspace import captured_bytes, workspace_bytes
+from attnplug.backends.multiprocessors import num_multiprocessors
 from attnplug.core.device import Device
 from attnplug.core.errors import BatchError
 from attnplug.core.spec import Phase

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.core.errors import PolicyError
 
-__all__ = ["captured_bytes", "num_multiprocessors", "workspace_bytes"]
+__all__ = ["captured_bytes", "workspace_bytes"]
 
 _LEAST = 128 << 20
 _SLACK = 1 << 20
@@ -68,10 +66,3 @@ def _tiles_at_once(group: PlanGroup, multiprocessors: int) -> int:
 
 def _partial_bytes(group: PlanGroup, tiles: int, rows: int) -> int:
     return 4 * group.num_heads * tiles * rows * (group.head_size + 1) + _SLACK
-
-
-def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 1 on a CPU, where there is no FlashInfer but that of tests."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
