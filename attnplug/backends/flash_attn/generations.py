@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from attnplug.backends.flash_attn.backend import COMMON_FEATURES, FlashAttnBackend
-from attnplug.backends.flash_attn.tiles import key_tiles
+from attnplug.backends.flash_attn.tiles import key_tiles, why_not_over_pages
 from attnplug.backends.libraries import requirements_of
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.features import Feature
@@ -135,17 +135,21 @@ class FlashAttn4Backend(FlashAttnBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
-        """16 to 256 in steps of 8; Blackwell serves some of them, see `supports_combination`."""
+        """16 to 256 in steps of 8; pages and Blackwell take some of them, see `supports_combination`."""
         return tuple(range(16, 257, 8))
 
     @classmethod
     def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
-        """Head sizes of Blackwell, and value heads of another size in the one pair it is tuned for."""
+        """Head sizes over pages and of Blackwell, and value heads of another size in the one pair it is tuned for."""
         sizes = spec.head_size, spec.head_size_v
         blackwell = device.capability is not None and device.capability >= (10, 0)
         if blackwell and 128 < spec.head_size <= 256 and sizes not in ((192, 128), (256, 256)):
             return f"head_size={sizes[0]} on {device}: there it is at most 128, or 256, or 192 with values of 128"
-        return _other_values(spec) or super().supports_combination(spec, device)
+        return (
+            _other_values(spec)
+            or why_not_over_pages(spec, device)
+            or super().supports_combination(spec, device)
+        )
 
     @classmethod
     def _page_sizes(cls, spec: LayerSpec | None, device: Device | None) -> Sequence[int | MultipleOf]:

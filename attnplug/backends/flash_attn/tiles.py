@@ -3,20 +3,25 @@
 A page that is one whole tile of keys is loaded by the tensor memory accelerator, rows past the sequence's
 end included; their weight is 0, but 0 times NaN is NaN, and pages are reused. The sizes are those of
 `_tile_size_fwd_sm90` and `_get_fwd_config` in `flash_attn/cute/interface.py` (flash-attn-4 4.0.0b26 to
-b36).
+b36), and how other pages are read is in `flash_attn/cute/paged_kv.py`.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
+
+from attnplug.core.spec import AttentionType
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec
 
-__all__ = ["key_tiles"]
+__all__ = ["key_tiles", "why_not_over_pages"]
 
 _TILE_BLACKWELL = 128
+_PAGE_READERS = 128
+"""Threads that read pages which are no whole tile."""
 
 
 def key_tiles(spec: LayerSpec, device: Device | None) -> tuple[int, ...]:
@@ -35,6 +40,29 @@ def key_tiles(spec: LayerSpec, device: Device | None) -> tuple[int, ...]:
         if not spec.causal:
             tiles.add(_tile_hopper(spec, left >= 0 or right >= 0, causal=False))
     return tuple(sorted(tiles))
+
+
+def why_not_over_pages(spec: LayerSpec, device: Device | None) -> str | None:
+    """Why FlashAttention 4 does not read a layer's keys from pages; None: it does, or there are none.
+
+    Heads are read in steps of 16, without a test for their end; tiles in rounds of as many rows as its threads
+    reach at once, and a last round that is not whole overwrites the tile after it.
+    """
+    if spec.direct_kv or spec.attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
+        return None
+    asked = f"head_size={spec.head_size} over pages"
+    if spec.head_size % 16:
+        return f"{asked}: there it is a multiple of 16"
+    row = math.gcd(spec.head_size, spec.head_size_v, 64) // 8
+    rows = _PAGE_READERS // row
+    for tile in key_tiles(spec, device):
+        if tile % rows:
+            return f"{asked}, {_masked(spec)}: its tile of {tile} keys is read in rounds of {rows}, which do not fit"
+    return None
+
+
+def _masked(spec: LayerSpec) -> str:
+    return ("causal" if spec.causal else "not causal") + (" with a window" if spec.is_windowed else "")
 
 
 def _tile_hopper(spec: LayerSpec, local: bool, *, causal: bool) -> int:

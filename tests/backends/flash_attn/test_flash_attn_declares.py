@@ -50,6 +50,14 @@ def test_each_gpu_is_served_by_the_generations_made_for_it(device, generations):
         ({"head_size": 192, "head_size_v": 128}, ["3", "4"]),
         ({"head_size": 128, "head_size_v": 64}, []),
         ({"head_size": 8}, ["2", "3"]),
+        ({"head_size": 40}, ["2", "3"]),
+        ({"head_size": 40, "direct_kv": True}, ["2", "3", "4"]),
+        ({"head_size": 40, "attn_type": "encoder_only"}, ["2", "3", "4"]),
+        ({"head_size": 96}, ["2", "3", "4"]),
+        ({"head_size": 96, "causal": False}, ["2", "3"]),
+        ({"head_size": 96, "causal": False, "window": (9, 9)}, ["2", "3", "4"]),
+        ({"head_size": 96, "causal": False, "direct_kv": True}, ["2", "3", "4"]),
+        ({"head_size": 96, "attn_type": "encoder_decoder"}, ["2", "3"]),
         ({"head_size": 264}, []),
         ({"head_size": 100}, []),
         ({"dtype": "float32"}, []),
@@ -86,11 +94,29 @@ def test_flash_attn_4_refuses_pages_of_its_key_tile(head_size, window):
     for tile in tiles:
         asked = spec.replace(block_size=tile)
         if tile % 16 == 0:
-            (reason,) = FlashAttn4Backend.validate_configuration(asked, Device.parse("sm90"))
-            assert reason.code == "block_size"
+            reasons = FlashAttn4Backend.validate_configuration(asked, Device.parse("sm90"))
+            (reason,) = (each for each in reasons if each.code == "block_size")
             assert f"{tile} is not a multiple of 16 other than" in reason
     (sizes,) = FlashAttn4Backend.get_supported_kernel_block_sizes(spec, Device.parse("sm90"))
     assert [size for size in range(16, 1025, 16) if size not in sizes] == sorted(tiles)
+
+
+@pytest.mark.parametrize("head_size", range(16, 257, 16))
+@pytest.mark.parametrize("window", [(-1, 0), (63, 0), (-1, -1), (63, 5)])
+def test_flash_attn_4_reads_pages_where_rounds_of_rows_end_with_the_tile(head_size, window):
+    causal = window[1] == 0
+    spec = SPEC.replace(head_size=head_size, head_size_v=head_size, causal=causal, window=window, scale=0.1)
+    tiles = {key_tile(head_size, head_size, True, window[0] >= 0)}
+    if not causal:
+        tiles.add(key_tile(head_size, head_size, False, window != (-1, -1)))
+    # 128 threads copy 16 bytes each, and so many sit side by side as share a row's largest power of two.
+    side_by_side = next(threads for threads in (8, 4, 2) if head_size % (8 * threads) == 0)
+    spill = [tile for tile in sorted(tiles) if tile % (128 // side_by_side)]
+    reasons = FlashAttn4Backend.validate_configuration(spec, Device.parse("sm90"))
+    assert [reason.code for reason in reasons] == ["combination"] * bool(spill)
+    if spill:
+        assert f"tile of {spill[0]} keys is read in rounds of {128 // side_by_side}" in reasons[0]
+    assert codes(FlashAttn4Backend, "sm100", head_size=96, causal=False, window=(-1, -1)) == []
 
 
 def test_on_blackwell_the_key_tile_is_128_and_head_sizes_are_fewer():
