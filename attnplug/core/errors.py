@@ -7,6 +7,7 @@ AttnplugError
 ├── PolicyError (ValueError)            a backend rule, an option or an environment variable that means nothing
 │   └── UnknownBackendError (LookupError)   a name that no loaded plugin offers
 ├── ModelConfigError (ValueError)       a model configuration that cannot be read
+├── MatrixFileError (ValueError)        a file of the compatibility matrix that cannot be read or written
 ├── BackendFaultError                   a backend that broke the contract while running (debug mode)
 ├── PluginError                         a plugin asked for by name, or under strict mode, that did not load
 └── NoBackendError                      no backend serves a layer; carries the Decision
@@ -28,6 +29,7 @@ __all__ = [
     "BackendUnavailableError",
     "BatchError",
     "LayoutError",
+    "MatrixFileError",
     "ModelConfigError",
     "NoBackendError",
     "PluginError",
@@ -78,6 +80,20 @@ class UnknownBackendError(PolicyError, LookupError):
 
 class ModelConfigError(AttnplugError, ValueError):
     """A model configuration that cannot be read, or asks for attention that no LayerSpec can say."""
+
+
+class MatrixFileError(AttnplugError, ValueError):
+    """A file of the compatibility matrix that cannot be read or written: `path`, `what`, `remedy`."""
+
+    def __init__(self, path: object, what: str, remedy: str | None = None) -> None:
+        self.path = str(path)
+        self.what = what
+        self.remedy = remedy
+        text = f"{path} {what}"
+        super().__init__(f"{text}; {remedy}" if remedy else text)
+
+    def __reduce__(self) -> tuple[type[MatrixFileError], tuple[object, ...]]:
+        return type(self), (self.path, self.what, self.remedy)
 
 
 class BackendFaultError(AttnplugError):

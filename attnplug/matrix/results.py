@@ -1,0 +1,205 @@
+"""The matrix in JSON files: a schema with a version, a cell a line, read strictly and written whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from attnplug.core.errors import MatrixFileError
+from attnplug.matrix.files import write_whole
+from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
+
+__all__ = ["SCHEMA", "VERSION", "read_matrix", "run_to_dict", "write_matrix"]
+
+SCHEMA = "attnplug.matrix"
+VERSION = 1
+
+_AGAIN = "make it again with attnplug matrix --json"
+_PHASES = ("prefill", "decode", "mixed")
+_LAYOUTS = ("NHD", "HND")
+
+_Rule = tuple[Callable[[Any], bool], str]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_date(value: Any) -> bool:
+    try:
+        return dt.datetime.fromisoformat(value).tzinfo is not None
+    except (TypeError, ValueError):
+        return False
+
+
+_TEXT: _Rule = (_is_text, "text")
+_TEXT_OR_NULL: _Rule = (lambda value: value is None or _is_text(value), "text or null")
+_COUNT: _Rule = (_is_count, "a whole number above 0")
+_RUN: dict[str, _Rule] = {
+    "backend": _TEXT,
+    "distribution": _TEXT_OR_NULL,
+    "version": _TEXT_OR_NULL,
+    "device": _TEXT,
+    "device_name": _TEXT_OR_NULL,
+    "versions": (
+        lambda value: isinstance(value, dict) and all(map(_is_text, [*value, *value.values()])),
+        "an object of text",
+    ),
+    "date": (_is_date, "a date and time with its offset, as 2026-11-21T18:00:00+00:00"),
+    "commit": _TEXT_OR_NULL,
+    "cells": (lambda value: isinstance(value, list), "a list"),
+}
+_CELL: dict[str, _Rule] = {
+    "feature": _TEXT,
+    "phase": (lambda value: value in _PHASES, f"one of {', '.join(_PHASES)}"),
+    "head_size": _COUNT,
+    "dtype": _TEXT,
+    "kv_cache_dtype": _TEXT,
+    "block_size": (lambda value: value is None or _is_count(value), "a whole number above 0, or null"),
+    "layout": (lambda value: value is None or value in _LAYOUTS, f"{', '.join(_LAYOUTS)} or null"),
+    "status": (lambda value: value in {*Status}, f"one of {', '.join(Status)}"),
+    "why": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of text"),
+}
+
+
+def run_to_dict(run: Run) -> dict[str, Any]:
+    """The JSON object of a run, as it stands in a file's `runs`."""
+    about = {name: getattr(run, name) for name in _RUN if name != "cells"}
+    return {**about, "versions": dict(run.versions), "cells": [_cell_to_dict(each) for each in run.findings]}
+
+
+def write_matrix(matrix: Matrix, path: Path) -> None:
+    """Write the matrix to `path` in one step.
+
+    Raises:
+        MatrixFileError: the file cannot be written; an older one is as it was.
+    """
+    try:
+        write_whole(path, _text(matrix))
+    except OSError as problem:
+        raise MatrixFileError(path, f"cannot be written: {problem.strerror or problem}") from None
+
+
+def read_matrix(path: Path) -> Matrix:
+    """The matrix that `write_matrix` wrote to `path`.
+
+    Raises:
+        MatrixFileError: there is no such file, it is half written, of an unknown schema or version, or says
+            what a matrix cannot; it names the place.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise MatrixFileError(path, f"cannot be read: {problem.strerror or problem}") from None
+    except UnicodeDecodeError:
+        raise MatrixFileError(path, "is not UTF-8 text", _AGAIN) from None
+    except RecursionError:
+        raise MatrixFileError(path, "is nested too deeply", _AGAIN) from None
+    except json.JSONDecodeError as problem:
+        what = f"is half written, or no JSON: {problem.msg} in line {problem.lineno}"
+        raise MatrixFileError(path, what, _AGAIN) from None
+    return _Reader(path).matrix(data)
+
+
+class _Reader:
+    """Turns JSON values into the matrix, or says which of them cannot be.
+
+    Args:
+        path: for messages.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def matrix(self, data: Any) -> Matrix:
+        """All of a file."""
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            found = data.get("schema") if isinstance(data, dict) else data
+            self._refuse(f"has the schema {found!r:.60}, not {SCHEMA!r}", _AGAIN)
+        if data.get("version") != VERSION or type(data["version"]) is not int:
+            remedy = f"read it with the attnplug that wrote it, or {_AGAIN}"
+            self._refuse(f"is version {data.get('version')!r:.60} of {SCHEMA}; this reads {VERSION}", remedy)
+        if not isinstance(data.get("runs"), list):
+            self._refuse("has no list of runs", _AGAIN)
+        runs = [self._run(run, f"runs[{index}]") for index, run in enumerate(data["runs"])]
+        keys = [run.key for run in runs]
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                remedy = "put each into a file of its own, and join them with attnplug matrix merge"
+                self._refuse(f"has two runs of {key[0]} on {key[1]}", remedy)
+        return Matrix(tuple(runs))
+
+    def _run(self, data: Any, place: str) -> Run:
+        self._check(data, _RUN, place)
+        findings = [
+            self._finding(each, f"{place}.cells[{index}]") for index, each in enumerate(data["cells"])
+        ]
+        seen: set[str] = set()
+        for finding in findings:
+            if finding.cell.id in seen:
+                self._refuse(f"has two cells {finding.cell.id} in {place}", _AGAIN)
+            seen.add(finding.cell.id)
+        about = {name: data[name] for name in _RUN if name != "cells"}
+        return Run(**about, findings=tuple(findings))
+
+    def _finding(self, data: Any, place: str) -> Finding:
+        self._check(data, _CELL, place)
+        cell = Cell(**{field.name: data[field.name] for field in dataclasses.fields(Cell)})
+        if (cell.block_size is None) is not (cell.layout is None):
+            self._refuse(f"has in {place} one of block_size and layout without the other", _AGAIN)
+        return Finding(cell, Status(data["status"]), tuple(data["why"]))
+
+    def _check(self, data: Any, rules: Mapping[str, _Rule], place: str) -> None:
+        if not isinstance(data, dict):
+            self._refuse(f"has {data!r:.60} for {place}, not an object", _AGAIN)
+        if data.keys() != rules.keys():
+            missing, more = [*(rules.keys() - data.keys())], [*(data.keys() - rules.keys())]
+            what = (
+                f"lacks {', '.join(sorted(missing))}"
+                if missing
+                else f"has the unknown {sorted(more)[0]!r:.60}"
+            )
+            self._refuse(f"{what} in {place}", _AGAIN)
+        for name, (is_right, what) in rules.items():
+            if not _holds(is_right, data[name]):
+                self._refuse(f"has {data[name]!r:.60} for {place}.{name}, which must be {what}", _AGAIN)
+
+    def _refuse(self, what: str, remedy: str) -> NoReturn:
+        raise MatrixFileError(self._path, what, remedy)
+
+
+def _holds(is_right: Callable[[Any], bool], value: Any) -> bool:
+    try:
+        return is_right(value)
+    except TypeError:  # a list or an object, which is in no set
+        return False
+
+
+def _cell_to_dict(finding: Finding) -> dict[str, Any]:
+    cell = {field.name: getattr(finding.cell, field.name) for field in dataclasses.fields(Cell)}
+    return {**cell, "status": str(finding.status), "why": list(finding.why)}
+
+
+def _text(matrix: Matrix) -> str:
+    """JSON with a line for each cell: small, and its differences can be read."""
+    runs = [_run_text(run_to_dict(run)) for run in matrix.runs]
+    head = f'{{\n"schema": {_line(SCHEMA)},\n"version": {VERSION},\n"runs": ['
+    return head + ("\n" + ",\n".join(runs) + "\n" if runs else "") + "]\n}\n"
+
+
+def _run_text(run: dict[str, Any]) -> str:
+    about = ",\n".join(f"{_line(name)}: {_line(value)}" for name, value in run.items() if name != "cells")
+    cells: Sequence[str] = [_line(cell) for cell in run["cells"]]
+    return f'{{{about},\n"cells": [' + ("\n" + ",\n".join(cells) + "\n" if cells else "") + "]}"
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
