@@ -1,0 +1,114 @@
+"""The matrix as Markdown: for each device the backends by every value of every axis, and all evidence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from attnplug.matrix.model import Matrix, Status
+from attnplug.matrix.summary import (
+    Answer,
+    Summary,
+    by_device,
+    counts_in_words,
+    evidence_lines,
+    refusal_lines,
+    serving,
+    summarise,
+    values_of,
+)
+from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, device_in_words, one_line, value_in_words
+
+__all__ = ["markdown_row", "markdown_text", "render_markdown"]
+
+_SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<!\w)_|_(?!\w)|^[-+#]|(?<=^\d)[.)]")
+
+
+def render_markdown(matrix: Matrix, *, level: int = 2) -> str:
+    """The matrix as Markdown, for any renderer with tables.
+
+    Args:
+        matrix: what is shown.
+        level: of the headings of devices.
+
+    Returns:
+        Text that ends with a line break; empty where nothing was asked. Names and reasons are escaped.
+    """
+    parts: list[str] = []
+    shown: set[Status] = set()
+    limited = False
+    for runs in by_device(matrix).values():
+        summaries = [summarise(run) for run in runs]
+        parts.append(f"{'#' * level} {markdown_text(device_in_words(runs))}\n")
+        parts.extend(_device(summaries, "#" * (level + 1)))
+        shown.update(status for summary in summaries for status in summary.total.counts)
+        answers = [answer for each in summaries for axis in each.answers.values() for answer in axis.values()]
+        limited = limited or any(answer.limits for answer in answers)
+    legend = [
+        (f"{MARKS[status]} {status}", meaning) for status, meaning in MEANINGS.items() if status in shown
+    ]
+    if limited:
+        legend.append(("\\*", "not with everything else that is served"))
+    if legend:
+        parts.append(_table(("", "meaning"), legend))
+    return "\n".join(parts)
+
+
+def markdown_text(text: str) -> str:
+    """The text as Markdown that shows it as it stands, in one line and in a table too."""
+    escaped = _SPECIAL.sub(lambda found: "\\" + found[0], one_line(text))
+    return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def markdown_row(cells: Sequence[str]) -> str:
+    """A line of a table; the cells are Markdown already."""
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _device(summaries: Sequence[Summary], heading: str) -> Iterator[str]:
+    head = ("backend", "from", "ran with", "date", "cells")
+    rows = [
+        (
+            markdown_text(run.backend),
+            markdown_text(f"{run.distribution or '-'} {run.version or ''}".strip()),
+            markdown_text(", ".join(f"{name} {version}" for name, version in run.versions.items()) or "-"),
+            markdown_text(run.date[:10]),
+            counts_in_words(summary.total),
+        )
+        for summary in summaries
+        for run in (summary.run,)
+    ]
+    yield _table(head, rows)
+    served = serving(summaries)
+    for axis, name in AXIS_NAMES.items() if served else ():
+        yield _table(
+            (name, *(markdown_text(summary.run.backend) for summary in served)),
+            [
+                (
+                    markdown_text(value_in_words(axis, value)),
+                    *(_answer(summary.answers[axis].get(value)) for summary in served),
+                )
+                for value in values_of(served, axis)
+                if value is not None
+            ],
+        )
+    yield from _bullets(f"{heading} Serves nothing there", refusal_lines(summaries))
+    yield from _bullets(f"{heading} Refuted", evidence_lines(summaries, Status.REFUTED))
+    yield from _bullets(f"{heading} Not run", evidence_lines(summaries, Status.NOT_RUN))
+
+
+def _bullets(heading: str, lines: Sequence[str]) -> Iterator[str]:
+    if lines:
+        yield f"{heading}\n"
+        yield "".join(f"- {markdown_text(line)}\n" for line in lines)
+
+
+def _answer(answer: Answer | None) -> str:
+    if answer is None:
+        return ""
+    star = "\\*" if answer.limits else ""
+    return f"{MARKS[answer.status]} {answer.status}{star} {answer.part}".rstrip()
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return markdown_row(head) + "|" + "---|" * len(head) + "\n" + "".join(map(markdown_row, rows))

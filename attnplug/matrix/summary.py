@@ -1,0 +1,216 @@
+"""What the cells of a run say together about one value of one axis."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
+from attnplug.matrix.words import AXIS_NAMES, MEANINGS, Value, in_order
+
+__all__ = [
+    "CLAIMED",
+    "Answer",
+    "Limit",
+    "Summary",
+    "by_device",
+    "counts_in_words",
+    "evidence_lines",
+    "refusal_lines",
+    "serving",
+    "summarise",
+    "values_of",
+]
+
+CLAIMED = frozenset({Status.DECLARED, Status.VERIFIED, Status.REFUTED, Status.NOT_RUN})
+"""The statuses of a cell that its backend says it serves."""
+
+# Nothing wrong is hidden behind something right; what was run counts more than what was only said.
+_STRONGEST_FIRST = (
+    Status.REFUTED,
+    Status.VERIFIED,
+    Status.DECLARED,
+    Status.NOT_RUN,
+    Status.UNCLAIMED,
+    Status.REFUSED,
+)
+_AXES = tuple(AXIS_NAMES)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limit:
+    """A value of another axis that one is not served with, though each is served with others.
+
+    Args:
+        axis: the other axis.
+        value: its value.
+        why: the reasons.
+    """
+
+    axis: str
+    value: Value
+    why: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """What the cells with one value say together.
+
+    Args:
+        status: the strongest of theirs: refuted, then verified, declared, not run, unclaimed, refused.
+        counts: how many cells have each status.
+        why: the reasons that all refused cells give, where nothing is claimed; else the evidence against it.
+        limits: what it is not served with.
+    """
+
+    status: Status
+    counts: Mapping[Status, int]
+    why: tuple[str, ...] = ()
+    limits: tuple[Limit, ...] = ()
+
+    @property
+    def claimed(self) -> int:
+        """The number of cells that are claimed."""
+        return sum(self.counts.get(status, 0) for status in CLAIMED)
+
+    @property
+    def part(self) -> str:
+        """How many of the claimed cells have been verified or refuted, "3/40", where not all were; else empty."""
+        count = self.counts.get(self.status, 0)
+        if self.status not in (Status.VERIFIED, Status.REFUTED) or count == self.claimed:
+            return ""
+        return f"{count}/{self.claimed}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Summary:
+    """A run with the answer of each value of each axis.
+
+    Args:
+        run: what is summed up.
+        total: all its cells together.
+        answers: by axis and value, in reading order.
+    """
+
+    run: Run
+    total: Answer
+    answers: Mapping[str, Mapping[Value, Answer]]
+
+
+def by_device(matrix: Matrix) -> dict[str, list[Run]]:
+    """The runs of each device, in the order of the matrix."""
+    found: dict[str, list[Run]] = {}
+    for run in matrix.runs:
+        found.setdefault(run.device, []).append(run)
+    return found
+
+
+def summarise(run: Run) -> Summary:
+    """Sum up a run by every value of every axis."""
+    rows = [(_values(finding.cell), finding) for finding in run.findings]
+    groups: dict[tuple[int, Value], list[Finding]] = collections.defaultdict(list)
+    for values, finding in rows:
+        for key in enumerate(values):
+            groups[key].append(finding)
+    limits = _limits(rows)
+    answers: dict[str, dict[Value, Answer]] = {}
+    for index, axis in enumerate(_AXES):
+        values_of_axis = in_order(axis, (value for position, value in groups if position == index))
+        answers[axis] = {
+            value: _answer(groups[index, value], limits.get((index, value), ())) for value in values_of_axis
+        }
+    return Summary(run, _answer(run.findings), answers)
+
+
+def _values(cell: Cell) -> tuple[Value, ...]:
+    return (
+        cell.feature,
+        cell.phase,
+        cell.head_size,
+        cell.dtype,
+        cell.kv_cache_dtype,
+        cell.block_size,
+        cell.layout,
+    )
+
+
+def _answer(findings: Sequence[Finding], limits: Iterable[Limit] = ()) -> Answer:
+    counts = collections.Counter(finding.status for finding in findings)
+    status = next((status for status in _STRONGEST_FIRST if counts[status]), Status.NOT_RUN)
+    same = [finding.why for finding in findings if finding.status is status]
+    if status is Status.REFUSED:
+        why = _common(same)
+    elif status in (Status.REFUTED, Status.NOT_RUN):
+        why = tuple(dict.fromkeys(itertools.chain.from_iterable(same)))
+    else:
+        why = ()
+    return Answer(status, dict(counts), why, tuple(limits))
+
+
+def _common(whys: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """The reasons that all give; where there is none, those of the one with the fewest."""
+    shortest = min(whys, key=len)
+    others = [set(why) for why in set(whys)]
+    return tuple(reason for reason in shortest if all(reason in why for why in others)) or shortest
+
+
+def _limits(rows: Sequence[tuple[tuple[Value, ...], Finding]]) -> dict[tuple[int, Value], list[Limit]]:
+    """The pairs of values in refused cells that no claimed cell holds, though it holds each of the two."""
+    served: set[tuple[int, Value]] = set()
+    pairs: set[tuple[tuple[int, Value], ...]] = set()
+    for values, finding in rows:
+        if finding.status in CLAIMED:
+            served.update(enumerate(values))
+            pairs.update(itertools.combinations(enumerate(values), 2))
+    found: dict[tuple[int, Value], dict[tuple[int, Value], Limit]] = {}
+    for values, finding in rows:
+        if finding.status in CLAIMED:
+            continue
+        for one, other in itertools.combinations(enumerate(values), 2):
+            if one in served and other in served and (one, other) not in pairs:
+                for this, that in ((one, other), (other, one)):
+                    limit = Limit(_AXES[that[0]], that[1], finding.why)
+                    found.setdefault(this, {}).setdefault(that, limit)
+    return {key: list(limits.values()) for key, limits in found.items()}
+
+
+def values_of(summaries: Iterable[Summary], axis: str) -> list[Value]:
+    """The values of an axis that any of the runs has cells of, in reading order."""
+    return in_order(axis, (value for summary in summaries for value in summary.answers[axis]))
+
+
+def counts_in_words(answer: Answer) -> str:
+    """How many cells have each status: "1,204 verified, 72 refused"."""
+    counts = [(answer.counts.get(status, 0), status) for status in MEANINGS]
+    return ", ".join(f"{count:,} {status}" for count, status in counts if count) or "none"
+
+
+def serving(summaries: Iterable[Summary]) -> list[Summary]:
+    """Those of which any cell is not refused: the others have no values to be told apart."""
+    return [summary for summary in summaries if summary.total.status is not Status.REFUSED]
+
+
+def refusal_lines(summaries: Iterable[Summary]) -> list[str]:
+    """Each backend that serves nothing on its device, with the reasons of all its cells."""
+    return [
+        f"{summary.run.backend}: {'; '.join(summary.total.why)}"
+        for summary in summaries
+        if summary.total.status is Status.REFUSED
+    ]
+
+
+def evidence_lines(summaries: Iterable[Summary], status: Status) -> list[str]:
+    """What was recorded with the cells of a status, once for all cells of a backend that it was recorded with."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for summary in summaries:
+        for finding in summary.run.findings:
+            if finding.status is status:
+                why = "; ".join(finding.why) or "nothing was recorded"
+                said.setdefault((summary.run.backend, why), []).append(finding.cell.id)
+    lines = []
+    for (backend, why), cells in said.items():
+        more = f" and {len(cells) - 3:,} more" if len(cells) > 3 else ""
+        lines.append(f"{backend} {', '.join(cells[:3])}{more}: {why}")
+    return lines

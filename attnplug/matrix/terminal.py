@@ -1,0 +1,190 @@
+"""The matrix in a terminal: what was asked where, backends by features, the values served, and all evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from attnplug.matrix.model import Matrix, Status
+from attnplug.matrix.summary import (
+    Answer,
+    Summary,
+    by_device,
+    counts_in_words,
+    evidence_lines,
+    refusal_lines,
+    serving,
+    summarise,
+    values_of,
+)
+from attnplug.matrix.words import (
+    AXIS_NAMES,
+    MARKS,
+    MEANINGS,
+    PLAIN_MARKS,
+    Value,
+    device_in_words,
+    one_line,
+    value_in_words,
+)
+
+__all__ = ["render_terminal"]
+
+_STYLES = {
+    Status.VERIFIED: "green",
+    Status.DECLARED: "cyan",
+    Status.REFUTED: "bold red",
+    Status.UNCLAIMED: "magenta",
+    Status.NOT_RUN: "yellow",
+    Status.REFUSED: "dim",
+}
+_BESIDE = ("feature", "phase")
+"""The axes whose values stand in rows with the backends beside each other; of the others, values are listed."""
+
+
+def render_terminal(matrix: Matrix, console: Console) -> None:
+    """Print the matrix, device by device; backends that do not fit beside each other go on in a further table.
+
+    Colour only repeats what marks and words say, and the marks are ASCII where the console's encoding is.
+    Where it is no terminal, each piece of evidence is one line.
+    """
+    page = _Page(console)
+    if not matrix.runs:
+        page.line("No backend was asked.")
+    for runs in by_device(matrix).values():
+        page.device(device_in_words(runs), [summarise(run) for run in runs])
+    page.legend()
+
+
+class _Page:
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._shown: set[Status] = set()
+        self._limited = False
+        try:
+            "".join(MARKS.values()).encode(console.encoding)
+        except (LookupError, UnicodeEncodeError):
+            self._marks = PLAIN_MARKS
+        else:
+            self._marks = MARKS
+
+    def line(self, text: str | Text = "", *, style: str = "") -> None:
+        shown = text if isinstance(text, Text) else Text(one_line(text), style=style)
+        self._console.print(shown, soft_wrap=not self._console.is_terminal)
+
+    def device(self, name: str, summaries: Sequence[Summary]) -> None:
+        self.line(name, style="bold")
+        self.line()
+        self._runs(summaries)
+        served = serving(summaries)
+        for beside in self._fitting(served):
+            self._answers(beside)
+        if served:
+            self._values(served)
+        self._evidence(evidence_lines(summaries, Status.REFUTED), "Refuted: claimed, and wrong when run")
+        self._evidence(evidence_lines(summaries, Status.NOT_RUN), "Not run")
+
+    def legend(self) -> None:
+        for status, meaning in MEANINGS.items():
+            if status in self._shown:
+                self.line(Text.assemble(self._status(status), f": {meaning}"))
+        if self._limited:
+            self.line("*: not with everything else that is served; --html and --json have each cell")
+
+    def _runs(self, summaries: Sequence[Summary]) -> None:
+        table = _table("backend", "from", "date", "cells")
+        for summary in summaries:
+            run = summary.run
+            source = f"{run.distribution or '-'} {run.version or ''}".strip()
+            self._shown.update(summary.total.counts)
+            row = (run.backend, source, run.date[:10], counts_in_words(summary.total))
+            table.add_row(*(Text(one_line(word)) for word in row))
+        self._console.print(table)
+        for line in refusal_lines(summaries):
+            self.line(f"serves nothing there: {line}")
+        self.line()
+
+    def _answers(self, summaries: Sequence[Summary]) -> None:
+        table = _table("", *(one_line(summary.run.backend) for summary in summaries))
+        for axis in _BESIDE:
+            for value in values_of(summaries, axis):
+                answers = [summary.answers[axis].get(value) for summary in summaries]
+                table.add_row(one_line(value_in_words(axis, value)), *map(self._answer, answers))
+            table.add_section()
+        self._console.print(table)
+        self.line()
+
+    def _fitting(self, summaries: Sequence[Summary]) -> Iterator[list[Summary]]:
+        """The backends in groups of as many as stand beside each other."""
+        labels = [value_in_words(axis, value) for axis in _BESIDE for value in values_of(summaries, axis)]
+        beside: list[Summary] = []
+        width = first = max(map(len, labels), default=0)
+        for summary in summaries:
+            answers = [answer for axis in _BESIDE for answer in summary.answers[axis].values()]
+            words = [len(one_line(summary.run.backend)), *(self._answer(each).cell_len for each in answers)]
+            if beside and width + 2 + max(words) > self._console.width:
+                yield beside
+                beside, width = [], first
+            beside.append(summary)
+            width += 2 + max(words)
+        if beside:
+            yield beside
+
+    def _values(self, summaries: Sequence[Summary]) -> None:
+        listed = [axis for axis in AXIS_NAMES if axis not in _BESIDE]
+        if len(summaries) == 1:
+            table = _table("", "", "")
+            table.show_header = False
+            for axis in listed:
+                self._list(table, f"{AXIS_NAMES[axis]}s", axis, summaries[0].answers[axis])
+            self._console.print(table)
+            self.line()
+            return
+        for axis in listed:
+            table = _table(f"{AXIS_NAMES[axis]}s", "", "")
+            for summary in summaries:
+                self._list(table, one_line(summary.run.backend), axis, summary.answers[axis])
+            self._console.print(table)
+            self.line()
+
+    def _list(self, table: Table, label: str, axis: str, answers: Mapping[Value, Answer]) -> None:
+        for status in MEANINGS:
+            words = []
+            for value, answer in answers.items():
+                # Cells without pages are features, direct KV and encoders, and no size of a page.
+                if answer.status is status and value is not None:
+                    part = f" ({answer.part})" if answer.part else ""
+                    words.append(f"{one_line(value_in_words(axis, value))}{self._star(answer)}{part}")
+            if words:
+                table.add_row(Text(label), self._status(status), Text(", ".join(words)))
+                label = ""
+
+    def _evidence(self, lines: Sequence[str], heading: str) -> None:
+        if lines:
+            self.line(heading, style="bold")
+            for line in lines:
+                self.line(line)
+            self.line()
+
+    def _answer(self, answer: Answer | None) -> Text:
+        if answer is None:
+            return Text("")
+        text = self._status(answer.status)
+        return text.append(f"{self._star(answer)} {answer.part}".rstrip())
+
+    def _star(self, answer: Answer) -> str:
+        self._limited |= bool(answer.limits)
+        return "*" if answer.limits else ""
+
+    def _status(self, status: Status) -> Text:
+        return Text(f"{self._marks[status]} {status}", style=_STYLES[status])
+
+
+def _table(*columns: str) -> Table:
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        made.add_column(Text(column), overflow="fold")
+    return made

@@ -1,0 +1,112 @@
+"""How the matrix is worded for people: marks and meanings of statuses, names of axes and features."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from attnplug.core.features import Feature
+from attnplug.matrix.model import Run, Status
+
+__all__ = [
+    "AXIS_NAMES",
+    "MARKS",
+    "MEANINGS",
+    "PLAIN_MARKS",
+    "Value",
+    "device_in_words",
+    "in_order",
+    "one_line",
+    "value_in_words",
+]
+
+Value = str | int | None
+"""A value of an axis; None where the layer has no pages."""
+
+AXIS_NAMES = {
+    "feature": "feature",
+    "phase": "phase",
+    "head_size": "head size",
+    "dtype": "dtype",
+    "kv_cache_dtype": "KV dtype",
+    "block_size": "block size",
+    "layout": "layout",
+}
+"""Each axis of a cell by its field's name, in the order of the fields."""
+
+MARKS = {
+    Status.VERIFIED: "✓",
+    Status.DECLARED: "○",
+    Status.REFUTED: "✗",
+    Status.UNCLAIMED: "+",
+    Status.NOT_RUN: "?",
+    Status.REFUSED: "–",  # noqa: RUF001  (a dash as wide as the other marks)
+}
+"""A mark for each status, told apart by its shape."""
+
+PLAIN_MARKS = {**MARKS, Status.VERIFIED: "v", Status.DECLARED: "o", Status.REFUTED: "x", Status.REFUSED: "-"}
+"""The marks where the output knows only ASCII."""
+
+MEANINGS = {
+    Status.VERIFIED: "claimed, run on the device, and right",
+    Status.DECLARED: "claimed, and not run",
+    Status.REFUTED: "claimed, run on the device, and wrong",
+    Status.UNCLAIMED: "not claimed, run all the same, and right",
+    Status.NOT_RUN: "claimed, and could not be run",
+    Status.REFUSED: "not claimed: the reasons say why",
+}
+"""What each status says, in the words of the legends; the order is that of legends too."""
+
+_FEATURE_NAMES = {
+    "mla": "MLA",
+    "lse": "LSE",
+    "alibi": "ALiBi",
+    "mm_prefix": "mm prefix",
+    "head_size_v": "value head size",
+    "non_causal": "non-causal",
+    "direct_kv": "direct KV",
+    "fp8_kv": "fp8 KV",
+    "cross": "cross attention",
+    "encoder": "encoder",
+}
+_ORDERS: dict[str, tuple[str, ...]] = {
+    "feature": ("plain", *(str(flag.name).lower() for flag in Feature)),
+    "phase": ("prefill", "decode", "mixed"),
+    "dtype": ("float16", "bfloat16", "float32"),
+    "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
+    "layout": ("NHD", "HND"),
+}
+
+
+def value_in_words(axis: str, value: Value) -> str:
+    """A value as people read it: "sliding window", "128"; "no pages" for None."""
+    if value is None:
+        return "no pages"
+    if axis == "feature":
+        return _FEATURE_NAMES.get(str(value), str(value).replace("_", " "))
+    return str(value)
+
+
+def in_order(axis: str, values: Iterable[Value]) -> list[Value]:
+    """The distinct values in reading order: numbers by size, known names as usual, then others; None last."""
+    known = _ORDERS.get(axis, ())
+
+    def key(value: Value) -> tuple[bool, int, str]:
+        if isinstance(value, int):
+            return False, value, ""
+        name = str(value)
+        return value is None, known.index(name) if name in known else len(known), name
+
+    return sorted(set(values), key=key)
+
+
+def device_in_words(runs: Iterable[Run]) -> str:
+    """The device of some runs with what it calls itself: "sm90 (NVIDIA H200)"."""
+    runs = list(runs)
+    names = dict.fromkeys(run.device_name for run in runs if run.device_name)
+    return f"{runs[0].device} ({', '.join(names)})" if names else runs[0].device
+
+
+def one_line(text: str) -> str:
+    """The text in one line, with what moves a cursor or a terminal's colours shown as escapes."""
+    joined = " ".join(text.split())
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in joined)
