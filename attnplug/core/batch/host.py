@@ -87,8 +87,15 @@ def known_seq_lens(common: CommonAttentionMetadata) -> IntArray | None:
     return lengths
 
 
-def exact_seq_lens(common: CommonAttentionMetadata, query_lens: IntArray) -> IntArray:
+def exact_seq_lens(
+    common: CommonAttentionMetadata, query_lens: IntArray, *, keyless: bool = False
+) -> IntArray:
     """Sequence lengths `[R]`, none of them shorter than the request's query.
+
+    Args:
+        common: the batch.
+        query_lens: new tokens of each request, `[R]`.
+        keyless: whether a request may be of length 0 all the same: its queries, if any, see nothing.
 
     Raises:
         BatchError: lengths that the host does not know exactly, that are ragged or too short.
@@ -99,7 +106,10 @@ def exact_seq_lens(common: CommonAttentionMetadata, query_lens: IntArray) -> Int
         remedy = "give the batch exact seq_lens_host"
         raise BatchError("seq_lens_host", found, "must be exact: a copy would wait for the device", remedy)
     if lengths.size and (lengths - query_lens).min() < 0:
-        row = int((lengths < query_lens).argmax())
+        short = (lengths < query_lens) & (lengths > 0) if keyless else lengths < query_lens
+        if not short.any():
+            return lengths
+        row = int(short.argmax())
         limit = f"of request {row} must be at least its query length {int(query_lens[row])}"
         raise BatchError("seq_lens", int(lengths[row]), limit)
     return lengths

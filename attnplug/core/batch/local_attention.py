@@ -43,7 +43,7 @@ def make_local_attention_virtual_batches(
     if common.key_start_loc is not None:
         raise BatchError("key_start_loc", "given", "must be None: pieces find their keys in pages")
     starts, query_lens = query_spans(common)
-    seq_lens = exact_seq_lens(common, query_lens)
+    seq_lens = exact_seq_lens(common, query_lens, keyless=True)
     pieces = _cut(attn_chunk_size, starts, query_lens, seq_lens)
     device = common.query_start_loc.device
     table = _PieceTable(pieces, common.num_reqs, attn_chunk_size // block_size)
@@ -87,7 +87,8 @@ class _Pieces(NamedTuple):
 def _cut(chunk: int, starts: IntArray, query_lens: IntArray, seq_lens: IntArray) -> _Pieces:
     computed = seq_lens - query_lens
     last_chunk = np.maximum(seq_lens - 1, 0) // chunk
-    first_chunk = np.minimum(computed // chunk, last_chunk)
+    # Without keys, positions begin before 0.
+    first_chunk = np.minimum(np.maximum(computed, 0) // chunk, last_chunk)
     extra = last_chunk - first_chunk
     if not extra.any():
         keys = (seq_lens - first_chunk * chunk).astype(np.int32, copy=False)
@@ -97,7 +98,7 @@ def _cut(chunk: int, starts: IntArray, query_lens: IntArray, seq_lens: IntArray)
     # A request's pieces count up to its last chunk.
     chunks = np.arange(ends[-1]) + (last_chunk + 1 - ends)[rows]
     chunk_starts = chunks * chunk
-    begin = np.maximum(chunk_starts, computed[rows])
+    begin = np.where(chunks == first_chunk[rows], computed[rows], chunk_starts)
     end = np.minimum(chunk_starts + chunk, seq_lens[rows])
     cuts = np.empty(len(rows) + 1, dtype=np.int32)
     np.add(begin, (starts[:-1] - computed)[rows], out=cuts[:-1], casting="unsafe")

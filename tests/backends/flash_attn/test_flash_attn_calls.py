@@ -141,6 +141,11 @@ def test_all_generations_give_the_oracles_numbers(backend, asked):
     check(backend, LayerSpec(**SIZES, **asked), lens, padding=3)
 
 
+@pytest.mark.parametrize("backend", BLOCKS)
+def test_with_chunks_a_query_of_a_request_of_length_0_sees_nothing(backend):
+    check(backend, LayerSpec(**SIZES, chunk_size=512, needs_lse=True), ([1, 1, 20], [600, 0, 530]))
+
+
 def test_sinks_enter_once_and_an_empty_row_has_the_sinks_lse():
     spec = LayerSpec(**SIZES, has_sinks=True, needs_lse=True, causal=False, attn_type="encoder_decoder")
     batch = check(FlashAttn4OnCpu, spec, ([2, 3], [0, 9]))

@@ -17,7 +17,11 @@ from attnplug.testing import (
     tolerance,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # What the libraries warn of when they compile is none of attnplug's warnings.
+    pytest.mark.filterwarnings("default", "error:::attnplug"),
+]
 
 
 def missing(backend: type[AttentionBackend]) -> str | None:

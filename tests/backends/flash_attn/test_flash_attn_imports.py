@@ -88,6 +88,12 @@ def test_flash_attn_4_alone_is_imported_from_a_folder_without_init(site):
     assert import_parts(FlashAttn4Backend) is None
 
 
+def test_a_library_that_warns_when_it_is_imported_is_usable_where_warnings_are_errors(site):
+    warned = "import warnings\nwarnings.warn('LayoutEnum moves', DeprecationWarning)\n"
+    site.install("flash-attn-4", "4.0.0b36", {**CUTE, "flash_attn/cute/interface.py": warned + FORWARD})
+    assert import_parts(FlashAttn4Backend) is None
+
+
 def test_both_generations_share_their_folder(site):
     site.install("flash-attn", "2.8.3", CUDA)
     site.install("flash-attn-4", "4.0.0b36", CUTE)

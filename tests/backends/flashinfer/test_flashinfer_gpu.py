@@ -11,7 +11,11 @@ from attnplug.backends.flashinfer import FlashInferBackend
 from attnplug.backends.flashinfer.options import Options
 from attnplug.testing import parametrize_with_checks
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # What the library warns of when it compiles is none of attnplug's warnings.
+    pytest.mark.filterwarnings("default", "error:::attnplug"),
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

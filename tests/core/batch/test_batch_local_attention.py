@@ -93,6 +93,17 @@ def test_a_request_within_one_chunk_stays_one_piece(query_len: int, seq_len: int
         assert pieces.seq_lens[0] == keys
 
 
+@pytest.mark.parametrize("query_len", [1, 3, 9])
+def test_queries_of_a_request_of_length_0_are_one_piece_without_keys(query_len: int) -> None:
+    for others in ([], [(7, 20)]):  # alone, and beside one that is cut
+        requests = [*others, (query_len, 0), (1, 9), *others]
+        common = common_of([query for query, _ in requests], [length for _, length in requests])
+        pieces, _ = make_local_attention_virtual_batches(4, common, 2)
+        spans = list(zip(pieces.query_start_loc.diff().tolist(), pieces.seq_lens.tolist(), strict=True))
+        cut = [(3, 4), (4, 4)] * len(others)
+        assert spans == [*cut, (query_len, 0), (1, 1), *cut]
+
+
 def test_a_thousand_requests_are_cut_as_one_by_one() -> None:
     random = np.random.default_rng(1)
     query_lens = random.integers(0, 40, 1024)
