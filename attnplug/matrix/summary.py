@@ -12,6 +12,7 @@ from attnplug.matrix.words import AXIS_NAMES, MEANINGS, Value, in_order
 
 __all__ = [
     "CLAIMED",
+    "STRONGEST_FIRST",
     "Answer",
     "Limit",
     "Summary",
@@ -27,8 +28,7 @@ __all__ = [
 CLAIMED = frozenset({Status.DECLARED, Status.VERIFIED, Status.REFUTED, Status.NOT_RUN})
 """The statuses of a cell that its backend says it serves."""
 
-# Nothing wrong is hidden behind something right; what was run counts more than what was only said.
-_STRONGEST_FIRST = (
+STRONGEST_FIRST = (
     Status.REFUTED,
     Status.VERIFIED,
     Status.DECLARED,
@@ -36,6 +36,8 @@ _STRONGEST_FIRST = (
     Status.UNCLAIMED,
     Status.REFUSED,
 )
+"""Which status cells together have: nothing wrong is hidden behind something right, and what was run
+counts more than what was only said."""
 _AXES = tuple(AXIS_NAMES)
 
 
@@ -138,7 +140,7 @@ def _values(cell: Cell) -> tuple[Value, ...]:
 
 def _answer(findings: Sequence[Finding], limits: Iterable[Limit] = ()) -> Answer:
     counts = collections.Counter(finding.status for finding in findings)
-    status = next((status for status in _STRONGEST_FIRST if counts[status]), Status.NOT_RUN)
+    status = next((status for status in STRONGEST_FIRST if counts[status]), Status.NOT_RUN)
     same = [finding.why for finding in findings if finding.status is status]
     if status is Status.REFUSED:
         why = _common(same)

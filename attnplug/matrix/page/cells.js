@@ -1,0 +1,61 @@
+// The list of cells that pass the filters, a hundred at a time.
+
+const AT_ONCE = 100;
+const listed = { found: [], count: 0 };
+
+/** Draw the list anew; `open` shows a cell. */
+function drawCells(open) {
+  listed.found = passing();
+  listed.count = 0;
+  const number = plural(listed.found.length, "cell");
+  byId("cells-title").textContent = listed.found.length === rows.count ? `All ${number}` : number;
+  byId("said").textContent = `${number} shown`;
+  const names = ["status", "backend", "device", ...axes.map((axis) => axis.name), "why"];
+  const head = names.map((name) => make("th", { scope: "col", role: "columnheader" }, name));
+  const body = make("tbody", { role: "rowgroup" });
+  // Roles are said again: a phone's layout takes the table's display away, and with it what it is.
+  byId("cells").replaceChildren(make("thead", { role: "rowgroup" }, make("tr", { role: "row" }, ...head)), body);
+  byId("cells").hidden = listed.found.length === 0;
+  byId("none").hidden = listed.found.length > 0;
+  byId("none").textContent = runs.length ? "No cell passes all of these filters." : "The matrix is empty.";
+  byId("further").onclick = () => drawFurther(open).focus();
+  body.onclick = (event) => {
+    const row = event.target.closest("tr");
+    // A text that is being marked to be copied is not a click on its row.
+    if (row && getSelection().isCollapsed) open(row.dataset.shows);
+  };
+  drawFurther(open);
+}
+
+/** Draw the next rows, and give back the first one's button. */
+function drawFurther() {
+  const next = listed.found.slice(listed.count, listed.count + AT_ONCE).map(cellRow);
+  byId("cells").tBodies[0].append(...next);
+  listed.count += next.length;
+  const left = listed.found.length - listed.count;
+  byId("further").hidden = left === 0;
+  byId("further").textContent = `Show ${count(Math.min(left, AT_ONCE))} more of ${count(left)}`;
+  return next[0]?.querySelector("button");
+}
+
+function cellRow(row) {
+  const run = runs[rows.run[row]];
+  const status = rows.status[row];
+  const reasons = reasonsOf(rows.why[row]);
+  const id = cellId(rows.cell[row]);
+  const label = `${statuses[status].word}: ${run.backend} on ${run.device}, ${id}`;
+  const button = make("button", { type: "button", className: "open", "aria-label": label }, badge(status));
+  const cells = axes.map((axis, number) =>
+    make("td", { role: "cell", "data-name": axis.name }, axis.words[valueOf(row, number)]),
+  );
+  const why = reasons.length > 1 ? `${reasons[0]}; and ${reasons.length - 1} more` : (reasons[0] ?? "");
+  return make(
+    "tr",
+    { role: "row", "data-shows": ["cell", run.backend, run.device, id].join("|") },
+    make("td", { role: "cell", className: "status" }, button),
+    make("td", { role: "cell", "data-name": "backend" }, run.backend),
+    make("td", { role: "cell", "data-name": "device" }, run.device),
+    ...cells,
+    make("td", { role: "cell", className: "why" }, make("span", {}, why)),
+  );
+}

@@ -1,0 +1,80 @@
+"use strict";
+// What the page shows, read once: a row is one finding of one run, by its number in these columns.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const { axes, runs, statuses } = data;
+const rows = readRows();
+
+/** The columns of all rows, what is wrong or open first and otherwise in the order of the runs. */
+function readRows() {
+  const all = [];
+  runs.forEach((run, runNumber) => {
+    for (let at = 0; at < run.findings.length; at += 3) {
+      all.push([runNumber, run.findings[at], run.findings[at + 1], run.findings[at + 2]]);
+    }
+  });
+  const rank = new Map(["refuted", "not run", "unclaimed"].map((word, place) => [word, place]));
+  const placeOf = statuses.map((status) => rank.get(status.word) ?? rank.size);
+  all.sort((one, other) => placeOf[one[2]] - placeOf[other[2]]);
+  const column = (place) => Int32Array.from(all, (row) => row[place]);
+  return { count: all.length, run: column(0), cell: column(1), status: column(2), why: column(3) };
+}
+
+/** The number of a row's value on an axis. */
+function valueOf(row, axis) {
+  return data.cells[rows.cell[row] * axes.length + axis];
+}
+
+/** The value as an address spells it. */
+function spelled(axis, value) {
+  return String(axes[axis].values[value] ?? "none");
+}
+
+/** The reasons or the evidence of a row, as texts. */
+function reasonsOf(why) {
+  return data.whys[why].map((number) => data.reasons[number]);
+}
+
+/** What names a cell everywhere: "sinks/decode/d128/bfloat16/auto/b16/NHD". */
+function cellId(cell) {
+  const at = (axis) => axes[axis].values[data.cells[cell * axes.length + axis]];
+  const pages = at(5) === null ? ["direct"] : [`b${at(5)}`, at(6)];
+  return [at(0), at(1), `d${at(2)}`, at(3), at(4), ...pages].join("/");
+}
+
+/** What several rows say together: the strongest status, how many have each, and the reasons. */
+function together(found) {
+  const counts = new Array(statuses.length).fill(0);
+  for (const row of found) counts[rows.status[row]] += 1;
+  const status = data.strongest.find((each) => counts[each]);
+  const claimed = counts.reduce((sum, count, each) => sum + (statuses[each].claimed ? count : 0), 0);
+  const same = found.filter((row) => rows.status[row] === status).map((row) => data.whys[rows.why[row]]);
+  return { status, counts, claimed, reasons: reasonsTogether(statuses[status].word, same) };
+}
+
+/** Of refusals the reasons that all give, or the fewest; of anything else each that is given. */
+function reasonsTogether(word, whys) {
+  if (word !== "refused") return [...new Set(whys.flat())].map((number) => data.reasons[number]);
+  const shortest = whys.reduce((one, other) => (other.length < one.length ? other : one));
+  const common = shortest.filter((reason) => whys.every((why) => why.includes(reason)));
+  return (common.length ? common : shortest).map((number) => data.reasons[number]);
+}
+
+/** How many of the claimed cells were verified or refuted, where not all were: "3/40". */
+function partOf(answer) {
+  const ran = ["verified", "refuted"].includes(statuses[answer.status].word);
+  const count = answer.counts[answer.status];
+  return ran && count !== answer.claimed ? `${count}/${answer.claimed}` : "";
+}
+
+/** What a value of an axis is not served with, though each is served with others. */
+function limitsOf(run, axis, value) {
+  const found = [];
+  const { limits } = runs[run];
+  for (let at = 0; at < limits.length; at += 5) {
+    const [one, its, other, others, why] = limits.slice(at, at + 5);
+    if (one === axis && its === value) found.push({ axis: other, value: others, why });
+    if (other === axis && others === value) found.push({ axis: one, value: its, why });
+  }
+  return found;
+}

@@ -1,0 +1,117 @@
+// What stands behind an answer or a cell, in a dialog: its reasons or evidence, and where it was found.
+
+/** Open what `state.shown` names, or close the dialog; a name that means nothing is dropped. */
+function drawDetail(changed) {
+  const dialog = byId("detail");
+  const [kind, ...names] = (state.shown ?? "").split("|");
+  const content = { answer: answerDetail, cell: cellDetail }[kind]?.(names, changed) ?? null;
+  if (content === null) {
+    state.shown = null;
+    if (dialog.open) dialog.close();
+    return;
+  }
+  const close = make("button", { type: "button", className: "close", "aria-label": "Close", onclick: () => dialog.close() }, "×");
+  dialog.replaceChildren(close, ...content);
+  dialog.scrollTop = 0;
+  if (!dialog.open) dialog.showModal();
+}
+
+/** Closing by Escape, the cross or a click beside it takes the name out of the address. */
+function buildDetail(changed) {
+  const dialog = byId("detail");
+  dialog.addEventListener("close", () => {
+    if (state.shown === null) return;
+    state.shown = null;
+    changed();
+  });
+  dialog.addEventListener("click", (event) => {
+    if (event.target === dialog) dialog.close();
+  });
+}
+
+function answerDetail([backend, device, field, value], changed) {
+  const run = runs.findIndex((each) => each.backend === backend && each.device === device);
+  const axis = axes.findIndex((each) => each.field === field);
+  const number = axis < 0 ? -1 : axes[axis].values.findIndex((_, place) => spelled(axis, place) === value);
+  const found = passing("status").filter((row) => rows.run[row] === run && valueOf(row, axis) === number);
+  if (run < 0 || number < 0 || !found.length) return null;
+  const answer = together(found);
+  const list = () => {
+    state.chosen.set("backend", backend).set("device", device).set(field, value);
+    state.shown = null;
+    changed();
+    byId("cells-title").focus();
+    byId("cells-title").scrollIntoView();
+  };
+  const counts = answer.counts.map((each, status) => (each ? `${count(each)} ${statuses[status].word}` : null));
+  return [
+    heading(axes[axis].words[number], `${axes[axis].name}, ${backend} on ${device}`),
+    verdict(answer.status, partOf(answer)),
+    reasonList(answer),
+    limitList(limitsOf(run, axis, number)),
+    facts(runs[run], [["cells", counts.filter(Boolean).join(", ")]]),
+    make("p", { className: "actions" }, make("button", { type: "button", className: "plain", onclick: list }, `List ${plural(found.length, "cell")}`)),
+  ].filter(Boolean);
+}
+
+function cellDetail([backend, device, id]) {
+  for (let row = 0; row < rows.count; row += 1) {
+    const run = runs[rows.run[row]];
+    if (run.backend === backend && run.device === device && cellId(rows.cell[row]) === id) return cellContent(row, run, id);
+  }
+  return null;
+}
+
+function cellContent(row, run, id) {
+  const values = axes.map((axis, number) => [axis.name, axis.words[valueOf(row, number)]]);
+  return [
+    heading(axes[0].words[valueOf(row, 0)], `${run.backend} on ${run.device}`),
+    verdict(rows.status[row], ""),
+    reasonList({ status: rows.status[row], reasons: reasonsOf(rows.why[row]) }),
+    facts(run, values, id),
+  ].filter(Boolean);
+}
+
+function heading(title, below) {
+  return make("header", {}, make("h2", { id: "detail-title" }, title), make("p", {}, below));
+}
+
+function verdict(status, part) {
+  return make("p", { className: `verdict is-${statusClass(status)}` }, badge(status, part), ` ${statuses[status].meaning}`);
+}
+
+function reasonList({ status, reasons }) {
+  if (!reasons.length) return null;
+  const title = { refuted: "Evidence", refused: "Reasons" }[statuses[status].word] ?? "Why";
+  const items = reasons.map((reason) => make("li", {}, reason));
+  return make("section", {}, make("h3", {}, title), make("ul", { className: "reasons" }, ...items));
+}
+
+function limitList(limits) {
+  if (!limits.length) return null;
+  const items = limits.map(({ axis, value, why }) =>
+    make("li", {}, make("b", {}, `${axes[axis].name} ${axes[axis].words[value]}`), `: ${reasonsOf(why).join("; ") || "not claimed"}`),
+  );
+  return make("section", {}, make("h3", {}, "Not together with"), make("ul", { className: "reasons" }, ...items));
+}
+
+/** The facts of a run, behind those of what was asked; whatever is not known is left out. */
+function facts(run, asked, id = null) {
+  const ran = Object.entries(run.versions).map(([name, version]) => `${name} ${version}`);
+  const known = [
+    ...asked,
+    ["from", run.source],
+    ["device", run.deviceName ? `${run.device}, ${run.deviceName}` : run.device],
+    ["ran with", ran.join(", ")],
+    ["date", whenOf(run)],
+    ["commit", run.commit],
+    ["cell", id],
+  ].filter(([, value]) => value);
+  return make("dl", {}, ...known.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
+}
+
+/** "2026-11-21 18:00 UTC". */
+function whenOf(run) {
+  const parts = /^(\d{4}-\d\d-\d\d)T(\d\d:\d\d)/.exec(run.date);
+  return parts ? `${parts[1]} ${parts[2]} UTC` : run.date;
+}

@@ -1,0 +1,87 @@
+// The overview: the values of one axis by the backends of each device, each answer a button to its reasons.
+
+/** Build the choice of the axis once. */
+function buildOverview(changed) {
+  axes.forEach((axis, number) => {
+    const choose = () => {
+      state.by = number;
+      changed();
+    };
+    const radio = make("input", { type: "radio", name: "by", value: axis.field, onchange: choose });
+    byId("by").append(make("label", {}, radio, make("span", {}, axis.name)));
+  });
+}
+
+/** Draw the table for the rows that the filters leave; `open` shows what is behind an answer. */
+function drawOverview(open) {
+  byId("by").elements[state.by].checked = true;
+  const found = passing("status");
+  const groups = new Map();
+  for (const row of found) {
+    const key = rows.run[row] * 4096 + valueOf(row, state.by);
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key).push(row);
+  }
+  const shownRuns = [...new Set(found.map((row) => rows.run[row]))].sort((one, other) => columnOf(one) - columnOf(other));
+  const values = [...new Set(found.map((row) => valueOf(row, state.by)))].sort((one, other) => one - other);
+  const body = values.map((value) => {
+    const label = make("th", { scope: "row" }, axes[state.by].words[value]);
+    const answers = shownRuns.map((run) => {
+      const group = groups.get(run * 4096 + value);
+      return group ? answerCell(run, value, together(group), open) : make("td", { className: "blank" });
+    });
+    return make("tr", {}, label, ...answers);
+  });
+  byId("overview").replaceChildren(overviewHead(shownRuns), make("tbody", {}, ...body));
+  const narrowed = state.chosen.size || state.text;
+  byId("overview-note").textContent =
+    (narrowed ? "Only cells that pass the filters are counted. " : "") +
+    "A fraction counts the cells that were verified or refuted, of those claimed. " +
+    "A corner: not with everything else that is served. Open an answer for its reasons.";
+}
+
+/** The place of a run: devices in the order of the data, and the runs of a device beside each other. */
+function columnOf(run) {
+  const field = FIELDS.find((each) => each.key === "device");
+  return field.values.indexOf(runs[run].device) * runs.length + run;
+}
+
+function overviewHead(shownRuns) {
+  const devices = new Map();
+  for (const run of shownRuns) devices.set(runs[run].device, (devices.get(runs[run].device) ?? 0) + 1);
+  const field = FIELDS.find((each) => each.key === "device");
+  const above = [...devices].map(([device, colSpan]) =>
+    make("th", { scope: "colgroup", colSpan }, make("span", {}, wordsOf(field, device))),
+  );
+  const corner = make("td", { rowSpan: 2 });
+  const names = shownRuns.map((run) => make("th", { scope: "col", className: startOf(run, shownRuns) }, runs[run].backend));
+  return make("thead", {}, make("tr", {}, corner, ...above), make("tr", {}, ...names));
+}
+
+/** A line stands before the first backend of a device. */
+function startOf(run, shownRuns) {
+  const before = shownRuns[shownRuns.indexOf(run) - 1];
+  return before === undefined || runs[before].device !== runs[run].device ? "start" : "";
+}
+
+function answerCell(run, value, answer, open) {
+  const { backend, device } = runs[run];
+  const limits = limitsOf(run, state.by, value);
+  const part = partOf(answer);
+  const words = [axes[state.by].words[value], `${backend} on ${device}`, statuses[answer.status].word];
+  if (part) words.push(part.replace("/", " of "));
+  if (limits.length) words.push(`not with ${plural(limits.length, "other value")}`);
+  const button = make(
+    "button",
+    {
+      type: "button",
+      className: `answer is-${statusClass(answer.status)}${limits.length ? " limited" : ""}`,
+      "aria-label": words.join(", "),
+      onclick: () => open(["answer", backend, device, axes[state.by].field, spelled(state.by, value)].join("|")),
+    },
+    mark(answer.status),
+    make("span", { className: "word" }, statuses[answer.status].word),
+    part ? make("small", {}, part) : null,
+  );
+  return make("td", {}, button);
+}
