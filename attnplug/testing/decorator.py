@@ -78,11 +78,13 @@ def as_parameters(checks: list[Check] | tuple[Check, ...], known: Mapping[str, s
     """Checks as pytest parameters: skips are pytest's, those of `known` must fail."""
     import pytest
 
+    def marks(check: Check) -> list[pytest.MarkDecorator]:
+        fails = [pytest.mark.xfail(strict=True, reason=known[check.id])] if check.id in known else []
+        return [*fails, pytest.mark.xdist_group(check.group)] if check.group else fails
+
     return [
         pytest.param(
-            dataclasses.replace(check, run=functools.partial(_run, check)),
-            id=check.id,
-            marks=[pytest.mark.xfail(strict=True, reason=known[check.id])] if check.id in known else [],
+            dataclasses.replace(check, run=functools.partial(_run, check)), id=check.id, marks=marks(check)
         )
         for check in checks
     ]

@@ -37,6 +37,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--level", choices=("smoke", "full"), default="smoke", help="How much is tried; default smoke."
     )
+    group.addoption(
+        "--attn-checks",
+        metavar="MODULE:FUNCTION",
+        help="Lists the checks of an attnplug.testing.conformance.target.Target; default those of the kit.",
+    )
     group.addoption("--shard", metavar="I/N", help="Run one of N disjoint parts of the checks.")
 
 
@@ -78,6 +83,7 @@ def _load(config: pytest.Config, name: str) -> Suite:
         level=str(config.getoption("--level")),
         known_failures=config.getoption("--known-failures"),
         source="--attn-backend",
+        checks_of=config.getoption("--attn-checks"),
     )
     if part is None:
         return suite

@@ -45,11 +45,14 @@ class Check:
         id: its name, as "correct/decode-h8x2-d64-float32"; the same wherever the declaration is.
         run: raises ConformanceError, or whatever the backend raises; CheckSkipped where it cannot tell.
         summary: one sentence that says what is checked.
+        group: checks of one group share what is compiled: where workers are told of groups, one worker runs
+            them, one after another. None for a check alone.
     """
 
     id: str
     run: Callable[[], None]
     summary: str
+    group: str | None = None
 
     def __call__(self) -> None:
         """Run the check."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from attnplug.registry.policy import Rule
 from attnplug.testing.conformance.check import Check, Level
 from attnplug.testing.conformance.known_failures import known_reasons, read_known_failures
 from attnplug.testing.conformance.listing import conformance_checks
+from attnplug.testing.conformance.target import Target
 
 if TYPE_CHECKING:
     from attnplug.registry.records import Offer
@@ -58,6 +60,7 @@ def load_suite(
     level: Level | str = Level.SMOKE,
     known_failures: Path | None = None,
     source: str = "NAME",
+    checks_of: str | None = None,
 ) -> Suite:
     """The checks of an installed or registered backend.
 
@@ -67,6 +70,7 @@ def load_suite(
         level: "smoke" or "full".
         known_failures: a TOML file; an id in it may belong to either level.
         source: what gave the name, for messages.
+        checks_of: "module:function" that lists the checks of a Target; default those of the kit.
 
     Raises:
         PolicyError: an unknown name, a family's name, or known failures that match no check.
@@ -80,6 +84,9 @@ def load_suite(
     if reasons:
         raise BackendUnavailableError(f"{offer.name} does not run here on {where}: {'; '.join(reasons)}")
     _make_current(device)
+    if checks_of is not None:
+        listed = pkgutil.resolve_name(checks_of)(Target(offer.backend, where, Level(level)))
+        return Suite(offer, where, Level(level), tuple(listed), {})
     checks = conformance_checks(offer.backend, device=where, level=level)
     chosen = Level(level)
     known: dict[str, str] = {}

@@ -70,6 +70,13 @@ class Controller:
         node.workerinput[ORDERS] = {**self._orders, "log": str(log)}
 
     @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        """Where groups stay together, a scheduler that runs no check again that a worker died of."""
+        from attnplug.testing.isolation.groups import Groups
+
+        return Groups(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+    @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any) -> None:
         """Note that a worker came as far as its list of checks."""
         self._collected.add(node.gateway.id)

@@ -6,7 +6,10 @@ import re
 import sysconfig
 from collections.abc import Callable
 
-__all__ = ["cause_of_death"]
+__all__ = ["GPU_LOST", "cause_of_death"]
+
+GPU_LOST = "the GPU's context was lost: "
+"""What a worker writes first in its log where it ends since its GPU can no longer be used."""
 
 _FRAME = re.compile(r'  File "(?P<path>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x.*$", re.MULTILINE)
@@ -22,6 +25,8 @@ def cause_of_death(said: str, timeout: float, exit_status: Callable[[], str]) ->
         timeout: seconds that a check may take.
         exit_status: how the process ended, as ": SIGKILL"; asked where the log does not say.
     """
+    if said.startswith(GPU_LOST):
+        return said.partition("\n")[0], said
     words, stack = _words_and_stack(said)
     detail = "\n".join([*words, *stack])
     if any(line.startswith("Timeout (") for line in words):

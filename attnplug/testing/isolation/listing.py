@@ -34,6 +34,7 @@ class Wanted:
     device: str | None = None
     level: str = "smoke"
     known_failures: str | None = None
+    checks_of: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Listing:
         known: the reason of each check that is known to fail.
         versions: of Python, torch, attnplug, and the distributions that the backend comes from and requires.
         code: changes whenever a file of attnplug's or the backend's package does.
+        checks_of: as in Wanted.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Listing:
     known: Mapping[str, str]
     versions: Mapping[str, str]
     code: str
+    checks_of: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,7 +134,13 @@ def _list(wanted: Wanted) -> Listing:
     from attnplug.testing.isolation.environment import fingerprint, versions
 
     known = None if wanted.known_failures is None else Path(wanted.known_failures)
-    suite = load_suite(wanted.name, device=wanted.device, level=wanted.level, known_failures=known)
+    suite = load_suite(
+        wanted.name,
+        device=wanted.device,
+        level=wanted.level,
+        known_failures=known,
+        checks_of=wanted.checks_of,
+    )
     backend = suite.offer.backend
     halves = backend.members().values() if issubclass(backend, CompositeBackend) else (backend,)
     return Listing(
@@ -145,4 +154,5 @@ def _list(wanted: Wanted) -> Listing:
         known=dict(suite.known),
         versions=versions(suite.offer),
         code=fingerprint(["attnplug", *(half.__module__.partition(".")[0] for half in halves)]),
+        checks_of=wanted.checks_of,
     )

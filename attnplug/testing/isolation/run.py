@@ -121,6 +121,9 @@ def _arguments(wanted: Wanted, ids: Sequence[str], limits: Limits, folder: str) 
     arguments += ["-p", "attnplug.testing.plugin", f"--attn-backend={wanted.name}", f"--level={wanted.level}"]
     if wanted.device is not None:
         arguments.append(f"--attn-device={wanted.device}")
+    if wanted.checks_of is not None:
+        # Groups stay together, in the order of the list.
+        arguments += [f"--attn-checks={wanted.checks_of}", "--dist=loadgroup", "--no-loadscope-reorder"]
     # Every check may cost a worker; a long one must not hold many others back.
     arguments += [f"-n{limits.jobs}", f"--max-worker-restart={len(ids) + limits.jobs}", "--maxschedchunk=1"]
     method = "signal" if hasattr(signal, "SIGALRM") else "thread"

@@ -19,7 +19,7 @@ __all__ = ["State"]
 class State:
     """Results of one suite of checks, a JSON line each, in the user's cache folder.
 
-    A file belongs to a backend, its code and versions, a device, a level and a shard: after any of them
+    A file belongs to a backend, its code and versions, a device, a kind of checks, a level and a shard: after any of them
     changed, nothing is remembered. Lines are appended whole and the last of a check counts, so that a run
     may end at any moment.
 
@@ -38,6 +38,7 @@ class State:
             "versions": dict(listing.versions),
             "code": listing.code,
             "shard": shard,
+            "checks_of": listing.checks_of,
         }
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
         self.path = (folder or _cache_folder()) / f"{listing.name}-{digest}.jsonl"

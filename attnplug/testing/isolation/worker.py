@@ -7,6 +7,7 @@ import dataclasses
 import faulthandler
 import os
 import signal
+import sys
 from collections.abc import Generator
 from types import FrameType
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import pytest
 
 from attnplug.testing.conformance.check import ConformanceError
+from attnplug.testing.isolation.deaths import GPU_LOST
 from attnplug.testing.plugin import SUITE
 
-__all__ = ["ORDERS", "Orders"]
+__all__ = ["ORDERS", "Orders", "check_id"]
 
 ORDERS = "attnplug"
 """The key of a worker's input under which its orders are."""
@@ -48,7 +50,7 @@ class Worker:
     """
 
     def __init__(self, orders: Orders) -> None:
-        self._ids = set(orders["ids"])
+        self._ids = list(orders["ids"])
         self._known = dict(orders["known"])
         self._timeout = float(orders["timeout"])
         # Before torch is imported, which reads it then.
@@ -63,9 +65,10 @@ class Worker:
             _limit_memory(orders["memory"])
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Leave out the checks that were not ordered."""
+        """Keep the checks that were ordered, in that order."""
         suite = session.config.stash[SUITE]
-        checks = tuple(check for check in suite.checks if check.id in self._ids)
+        by_id = {check.id: check for check in suite.checks}
+        checks = tuple(by_id[each] for each in self._ids if each in by_id)
         session.config.stash[SUITE] = dataclasses.replace(suite, checks=checks, known=self._known)
 
     @pytest.hookimpl(wrapper=True)
@@ -89,6 +92,21 @@ class Worker:
             if self._signalled:
                 raise
             raise ConformanceError("raised KeyboardInterrupt") from None
+        except Exception as problem:
+            self._end_without_gpu(problem)
+            raise
+
+    def _end_without_gpu(self, problem: Exception) -> None:
+        """After some errors of a kernel nothing runs on the GPU any more, until another process begins."""
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os.ftruncate(self._log, 0)
+            os.write(self._log, f"{GPU_LOST}{type(problem).__name__}: {problem}".encode())
+            os._exit(1)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
@@ -96,8 +114,8 @@ class Worker:
 
 
 def check_id(nodeid: str) -> str:
-    """The check's id in "attnplug/testing/suite.py::test_conformance[ID]"."""
-    return nodeid.partition("[")[2].removesuffix("]")
+    """The check's id in "attnplug/testing/suite.py::test_conformance[ID]", which "@GROUP" may follow."""
+    return nodeid.partition("[")[2].partition("]")[0]
 
 
 def _limit_memory(limit: int) -> None:
