@@ -12,11 +12,19 @@ from attnplug.cli.conformance import conformance
 from attnplug.cli.doctor import doctor
 from attnplug.cli.explain import explain
 from attnplug.cli.list import list_backends
+from attnplug.cli.matrix import matrix_app
 from attnplug.cli.new_backend import new_backend
 from attnplug.cli.output import error
 from attnplug.cli.select import select
 from attnplug.cli.show import show
-from attnplug.core.errors import AttnplugError, LayoutError, NoBackendError, PolicyError, SpecError
+from attnplug.core.errors import (
+    AttnplugError,
+    LayoutError,
+    MatrixFileError,
+    NoBackendError,
+    PolicyError,
+    SpecError,
+)
 
 __all__ = ["app", "main"]
 
@@ -39,6 +47,7 @@ app.command("select")(select)
 app.command("explain")(explain)
 app.command("doctor")(doctor)
 app.command("conformance")(conformance)
+app.add_typer(matrix_app, name="matrix")
 app.command("new-backend")(new_backend)
 
 
@@ -64,7 +73,7 @@ def main() -> None:
         app()
     except NoBackendError as problem:
         sys.exit(error(problem, NO_BACKEND))
-    except (LayoutError, PolicyError, SpecError) as problem:
+    except (LayoutError, MatrixFileError, PolicyError, SpecError) as problem:
         sys.exit(error(problem, BAD_USAGE))
     except AttnplugError as problem:
         sys.exit(error(problem, FAILED))

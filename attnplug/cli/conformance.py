@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from attnplug.testing.isolation.run import Limits
     from attnplug.testing.isolation.state import State
 
-__all__ = ["conformance"]
+__all__ = ["conformance", "require_the_extra"]
 
 _MODULES = {"pytest": "pytest", "xdist": "pytest-xdist", "pytest_timeout": "pytest-timeout"}
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
@@ -104,7 +104,7 @@ def conformance(
 
     Exit codes: 0 all passed (or failed as known), 1 some failed, 2 bad usage, 130 interrupted.
     """
-    _require_the_extra()
+    require_the_extra()
     from attnplug.cli.conformance_report import Report
     from attnplug.testing.isolation.listing import Listing, Wanted, list_checks
     from attnplug.testing.isolation.state import State
@@ -159,11 +159,12 @@ def _run(
         raise typer.Exit(_INTERRUPTED) from None
 
 
-def _require_the_extra() -> None:
+def require_the_extra(what: str = "conformance") -> None:
+    """Exit with bad usage, and say what to install, where what the workers need is not."""
     names = {**_MODULES, "platformdirs": "platformdirs"}
     missing = [dist for module, dist in names.items() if importlib.util.find_spec(module) is None]
     if missing:
-        text = f"conformance needs {', '.join(missing)}: pip install 'attnplug[testing]'"
+        text = f"{what} needs {', '.join(missing)}: pip install 'attnplug[testing]'"
         raise typer.Exit(error(text, _USAGE))
 
 

@@ -1,0 +1,140 @@
+"""The files of `attnplug matrix`: what it writes, `merge` joins and `diff` compares."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attnplug.cli.output import console
+from attnplug.core.errors import MatrixFileError, PolicyError
+
+if TYPE_CHECKING:
+    from attnplug.matrix.model import Matrix
+
+__all__ = ["Outputs", "diff", "merge"]
+
+_LOST = 4
+_SHOWN = 200
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outputs:
+    """Where a matrix is written, by form; None where it is not.
+
+    Args:
+        json: data.
+        html: one page.
+        markdown: tables.
+    """
+
+    json: Path | None = None
+    html: Path | None = None
+    markdown: Path | None = None
+
+    def check(self, json_option: str = "--json") -> None:
+        """PolicyError where a file cannot be written, before anything takes long."""
+        options = {json_option: self.json, "--html": self.html, "--markdown": self.markdown}
+        given = {name: path for name, path in options.items() if path is not None}
+        for name, path in given.items():
+            if path.is_dir():
+                raise PolicyError(name, str(path), "is a folder", "name a file in it")
+            if not path.parent.is_dir():
+                raise PolicyError(name, str(path), "is in no folder that exists", f"mkdir -p {path.parent}")
+        names = list(given)
+        for index, (name, path) in enumerate(given.items()):
+            for other in names[:index]:
+                if given[other].resolve() == path.resolve():
+                    raise PolicyError(name, str(path), f"is the file of {other} too", "name two files")
+
+    def write_json(self, matrix: Matrix) -> None:
+        """Write the data."""
+        if self.json is not None:
+            from attnplug.matrix.results import write_matrix
+
+            write_matrix(matrix, self.json)
+
+    def write(self, matrix: Matrix) -> None:
+        """Write all files; MatrixFileError names one that cannot be written."""
+        self.write_json(matrix)
+        if self.html is not None:
+            from attnplug.matrix.html import render_html
+
+            _write(self.html, render_html(matrix))
+        if self.markdown is not None:
+            from attnplug.matrix.markdown import render_markdown
+
+            _write(self.markdown, render_markdown(matrix))
+
+
+def merge(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="What attnplug matrix --json wrote.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the joined JSON.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page that needs no network.")
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write Markdown.")] = None,
+) -> None:
+    """Join the results of several machines; without a file to write, show them.
+
+    Of one backend on one device, runs of the same versions are joined cell by cell: what was run beats what was not, the newer beats the older. Of other versions the newest run stands. What is left out, and cells on which runs disagree, are said.
+
+    Exit codes: 0 joined, 2 a file that cannot be read.
+    """
+    from attnplug.matrix.merging import merge as join
+    from attnplug.matrix.results import read_matrix
+
+    outputs = Outputs(output, html, markdown)
+    outputs.check("--output")
+    found = join(
+        [read_matrix(path) for path in files], lambda text: typer.echo(f"attnplug: {text}", err=True)
+    )
+    outputs.write(found)
+    if outputs == Outputs():
+        from attnplug.matrix.terminal import render_terminal
+
+        render_terminal(found, console())
+
+
+def diff(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="What attnplug matrix --json wrote before.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="What it wrote now.")],
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Show every change, however many of one kind there are.")
+    ] = False,
+) -> None:
+    """Say what changed from OLD to NEW, the gravest first.
+
+    Exit codes: 0 nothing was lost, 4 a claim is refuted, no longer made, or vanished with its cell, 2 a file that cannot be read.
+    """
+    from attnplug.matrix.changes import changes
+    from attnplug.matrix.results import read_matrix
+
+    found = changes(read_matrix(old), read_matrix(new))
+    counts = Counter(change.kind for change in found)
+    shown: Counter[str] = Counter()
+    for change in found:
+        shown[change.kind] += 1
+        if show_all or shown[change.kind] <= _SHOWN:
+            typer.echo(str(change))
+        elif shown[change.kind] == _SHOWN + 1:
+            typer.echo(f"... and {counts[change.kind] - _SHOWN} more {change.kind}; --all shows them")
+    typer.echo(", ".join(f"{number} {kind}" for kind, number in counts.items()) or "nothing changed")
+    if any(kind.is_loss for kind in counts):
+        raise typer.Exit(_LOST)
+
+
+def _write(path: Path, text: str) -> None:
+    from attnplug.matrix.files import write_whole
+
+    try:
+        write_whole(path, text)
+    except OSError as problem:
+        raise MatrixFileError(path, f"cannot be written: {problem.strerror or problem}") from None

@@ -1,0 +1,72 @@
+"""The cells of the matrix as checks of the conformance kit, which workers run: each against the float64 oracle."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from attnplug.core.features import Feature
+from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.matrix.design import design
+from attnplug.matrix.keys import compile_keys
+from attnplug.matrix.layers import spec_of
+from attnplug.matrix.model import Cell
+from attnplug.ops.storage import STORAGE_DTYPES
+from attnplug.testing.conformance.cases import Case
+from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
+from attnplug.testing.conformance.correctness import check_case
+from attnplug.testing.conformance.target import Target
+
+__all__ = ["cases_of", "cell_checks"]
+
+_SHAPES = {"prefill": ("prefill", "extend"), "decode": ("decode",), "mixed": ("mixed",)}
+"""The batches that stand for a phase; prefills without computed tokens and with them may go different ways."""
+_UNTRIED = Feature.MLA | Feature.SPARSE | Feature.MM_PREFIX
+_BLOCK_SIZE, _LAYOUT = 16, "NHD"
+"""Of layers without pages: lengths lie around the ends of such pages all the same."""
+
+
+def cell_checks(target: Target) -> Iterator[Check]:
+    """One check for each cell of the design, under its id; cells that one compilation serves are of one group."""
+    cells = design(target.backend, target.device)
+    keys = compile_keys(target.backend, cells)
+    groups = {key: f"compiled-{number}" for number, key in enumerate(dict.fromkeys(keys.values()))}
+    for cell in cells:
+        key = keys[cell]
+        yield Check(
+            cell.id,
+            functools.partial(_check, target, cell),
+            f"{cell.feature} in {cell.phase} is as the float64 oracle has it",
+            None if key is None else groups[key],
+        )
+
+
+def cases_of(cell: Cell) -> list[Case]:
+    """The kit's cases that a cell stands for.
+
+    Raises:
+        CheckSkipped: layers that need more inputs, or other storage, than the kit's batches have.
+    """
+    spec = spec_of(cell)
+    if untried := spec.required_features() & _UNTRIED:
+        raise CheckSkipped(f"the conformance kit has no batches of {', '.join(untried.names())} layers")
+    stored = STORAGE_DTYPES.get(spec.resolved_kv_cache_dtype)
+    if stored is None or not stored.is_floating_point:
+        raise CheckSkipped(f"the conformance kit stores no kv_cache_dtype={spec.kv_cache_dtype!r}")
+    block_size, layout = cell.block_size or _BLOCK_SIZE, cell.layout or _LAYOUT
+    return [Case(spec, shape, block_size, layout) for shape in _shapes(cell, spec)]
+
+
+def _shapes(cell: Cell, spec: LayerSpec) -> tuple[str, ...]:
+    shapes = _SHAPES[cell.phase]
+    # Encoders compute all their tokens at once.
+    encoder = spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+    return shapes[:1] if encoder else shapes
+
+
+def _check(target: Target, cell: Cell) -> None:
+    for case in cases_of(cell):
+        try:
+            check_case(target, case)
+        except ConformanceError as problem:
+            raise ConformanceError(f"{case.id}: {problem}", problem.named) from problem

@@ -1,0 +1,120 @@
+"""What changed between two matrices, and whether a claim was lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping
+
+from attnplug.matrix.model import Finding, Matrix, Run, Status
+
+__all__ = ["Change", "Kind", "changes"]
+
+_CLAIMED = {Status.DECLARED, Status.VERIFIED, Status.REFUTED, Status.NOT_RUN}
+
+
+class Kind(enum.StrEnum):
+    """What happened to a cell, the gravest first."""
+
+    REFUTED = "now refuted"
+    """Claimed, and not known to be wrong before."""
+    WITHDRAWN = "no longer claimed"
+    """Claimed before, refused now."""
+    VANISHED = "vanished"
+    """Claimed before, and there is no such cell any more."""
+    UNKNOWN = "no longer run"
+    """Run before; claimed still."""
+    VERIFIED = "now verified"
+    """Claimed, and known to be right for the first time."""
+    CLAIMED = "newly claimed"
+    """Refused before."""
+    ADDED = "new"
+    """There was no such cell."""
+    DROPPED = "no longer asked"
+    """Not claimed before, and there is no such cell any more."""
+    REASONS = "other reasons"
+    """As before, for other reasons."""
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether something that could be relied on cannot be any more."""
+        return self in (Kind.REFUTED, Kind.WITHDRAWN, Kind.VANISHED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """One cell that is not as it was.
+
+    Args:
+        backend: whose.
+        device: where.
+        cell: its id.
+        kind: what happened.
+        old: its status before; None where there was no such cell.
+        new: its status now; None where there is no such cell.
+        why: the reasons or the evidence of now.
+    """
+
+    backend: str
+    device: str
+    cell: str
+    kind: Kind
+    old: Status | None
+    new: Status | None
+    why: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        said = f"{self.backend} on {self.device}: {self.cell} {self.kind}"
+        before = f" (was {self.old})" if self.old is not None and self.new is not None else ""
+        return said + before + (f": {'; '.join(self.why)}" if self.why else "")
+
+
+def changes(old: Matrix, new: Matrix) -> list[Change]:
+    """All cells that are not as they were, the gravest changes first, then in the order of the matrices."""
+    before = {run.key: run for run in old.runs}
+    after = {run.key: run for run in new.runs}
+    found = [
+        change
+        for key in dict.fromkeys([*before, *after])
+        for change in _of_run(key, before.get(key), after.get(key))
+    ]
+    order = list(Kind)
+    return sorted(found, key=lambda change: order.index(change.kind))
+
+
+def _of_run(key: tuple[str, str], old: Run | None, new: Run | None) -> Iterator[Change]:
+    before, after = _cells(old), _cells(new)
+    for cell in dict.fromkeys([*before, *after]):
+        was, now = before.get(cell), after.get(cell)
+        kind = _kind(was, now)
+        if kind is not None:
+            then, today = (None if each is None else each.status for each in (was, now))
+            yield Change(*key, cell, kind, then, today, now.why if now else ())
+
+
+def _cells(run: Run | None) -> Mapping[str, Finding]:
+    return {} if run is None else {finding.cell.id: finding for finding in run.findings}
+
+
+def _kind(was: Finding | None, now: Finding | None) -> Kind | None:
+    if was is None or now is None:
+        if now is not None:
+            return Kind.REFUTED if now.status is Status.REFUTED else Kind.ADDED
+        return Kind.VANISHED if was is not None and was.status in _CLAIMED else Kind.DROPPED
+    if was.status is now.status:
+        return Kind.REASONS if was.why != now.why and now.status in (Status.REFUSED, Status.REFUTED) else None
+    if now.status is Status.REFUTED:
+        return Kind.REFUTED
+    if now.status in _CLAIMED:
+        return _still_claimed(was.status, now.status)
+    if was.status in _CLAIMED:
+        return Kind.WITHDRAWN
+    return None  # refused as before, and tried in one of the two
+
+
+def _still_claimed(was: Status, now: Status) -> Kind | None:
+    if was not in _CLAIMED:
+        return Kind.CLAIMED
+    if now is Status.VERIFIED:
+        return Kind.VERIFIED
+    return Kind.UNKNOWN if was in (Status.VERIFIED, Status.REFUTED) else None
