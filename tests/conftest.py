@@ -1,9 +1,10 @@
-"""Fixtures for all tests: scratch environments with plugins in them, no switches of the shell, the `gpu` marker."""
+"""Fixtures for all tests: scratch environments with plugins, no switches or data of the user, the `gpu` marker."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,21 @@ def _no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     # What this run of pytest was asked for is not meant for those that tests start.
     for name in [name for name in os.environ if name.startswith("ATTNPLUG_") or name == "PYTEST_ADDOPTS"]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def data_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where tests and what they start keep their data: nothing is read from the user's folder or written there."""
+    folder = tmp_path_factory.getbasetemp() / "user-data"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_DATA_HOME", str(folder / "session"))
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def _own_data_folder(data_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A name alone: most tests keep nothing, and no folder is made for them.
+    monkeypatch.setenv("XDG_DATA_HOME", str(data_folders / uuid.uuid4().hex))
 
 
 @pytest.fixture
