@@ -24,9 +24,11 @@ __all__ = [
     "LAYOUTS",
     "PHASES",
     "PLAIN",
+    "ROPE",
     "Axes",
     "axes_of",
     "goes_with",
+    "own_latents",
 ]
 
 PLAIN = "plain"
@@ -39,6 +41,8 @@ HEAD_SIZES: tuple[int, ...] = (128, 64, 16, 32, 80, 96, 112, 192, 256)
 """What models have, and the ends of what kernels have; a backend's own come on top."""
 LATENT = 576
 """Head size of multi-head latent attention: kv_lora_rank 512 and qk_rope_head_dim 64, as DeepSeek's."""
+ROPE = 64
+"""Of a latent's elements those that hold positions; the rest is kv_lora_rank."""
 DTYPES: tuple[str, ...] = ("bfloat16", "float16", "float32")
 """Values of the axis `dtype`."""
 KV_CACHE_DTYPES: tuple[str, ...] = ("auto", "fp8_e4m3", "fp8_e5m2")
@@ -84,19 +88,25 @@ def axes_of(backend: type[AttentionBackend], most_own: int | None = None) -> Axe
         "head_size": joined((*HEAD_SIZES, LATENT), _sizes(heads, HEAD_SIZES)),
         "dtype": joined(DTYPES, (name for name in dtypes if name in KNOWN_DTYPES)),
         "kv_cache_dtype": joined(KV_CACHE_DTYPES, kv_dtypes),
-        "block_size": joined(BLOCK_SIZES, (*_sizes(blocks, BLOCK_SIZES), *_sizes(preferred, ()))),
+        "block_size": joined(BLOCK_SIZES, (*_sizes(preferred, ()), *_sizes(blocks, BLOCK_SIZES))),
         "layout": joined(LAYOUTS, (name for name in layouts if isinstance(name, str))),
     }
 
 
-def goes_with(feature: str, axis: str, value: Any, own_latents: Collection[int] = ()) -> bool:
+def own_latents(backend: type[AttentionBackend]) -> frozenset[int]:
+    """The head sizes that a backend of MLA lists beside LATENT; none of any other backend."""
+    is_mla, _ = attempt(backend.is_mla)
+    return frozenset(_sizes(_asked(backend.get_supported_head_sizes), ())) if is_mla else frozenset()
+
+
+def goes_with(feature: str, axis: str, value: Any, latents: Collection[int] = ()) -> bool:
     """Whether a layer with a feature can be asked for a value of another axis, so that it means something.
 
     Args:
         feature: of FEATURES.
         axis: a field of Cell other than the feature.
         value: of that axis, or None for what only pages have.
-        own_latents: head sizes beside LATENT that an MLA backend lists.
+        latents: head sizes beside LATENT that are asked with MLA; see `own_latents`.
     """
     is_direct = feature in _DIRECT
     if axis in ("block_size", "layout"):
@@ -112,7 +122,7 @@ def goes_with(feature: str, axis: str, value: Any, own_latents: Collection[int] 
     if axis == "head_size":
         if value == LATENT:
             return feature in _LATENTS
-        return feature != "mla" or value in own_latents
+        return feature != "mla" or (value in latents and value > ROPE)
     # An encoder's tokens are computed at once.
     return axis != "phase" or feature != "encoder" or value == "prefill"
 

@@ -8,12 +8,11 @@ from typing import Any
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.spec import LayerSpec, MLADims, Phase
-from attnplug.matrix.axes import FEATURES, LATENT, PLAIN
+from attnplug.matrix.axes import FEATURES, LATENT, PLAIN, ROPE
 from attnplug.matrix.model import Cell
 
 __all__ = ["phase_of", "spec_of"]
 
-_ROPE = 64
 _LEAST_CHUNK = 24
 _FIELDS: dict[str, dict[str, Any]] = {
     "sliding_window": {"window": (6, 0)},
@@ -79,12 +78,12 @@ def _asked(feature: str, head_size: int, block_size: int | None) -> dict[str, An
 
 
 def _mla(head_size: int) -> MLADims:
-    if head_size <= _ROPE:
-        raise SpecError("head_size", head_size, f"must be more than {_ROPE} with the feature mla")
+    if head_size <= ROPE:
+        raise SpecError("head_size", head_size, f"must be more than {ROPE} with the feature mla")
     return MLADims(
         q_lora_rank=1536,
-        kv_lora_rank=head_size - _ROPE,
+        kv_lora_rank=head_size - ROPE,
         qk_nope_head_dim=128,
-        qk_rope_head_dim=_ROPE,
+        qk_rope_head_dim=ROPE,
         v_head_dim=128,
     )
