@@ -177,6 +177,7 @@ def requirements_of(backend: str) -> tuple[str, ...]:
     return _unique(rule.distribution + rule.versions for rule in served)
 
 
+@functools.lru_cache(maxsize=256)
 def serves_capability(backend: str, capability: tuple[int, int]) -> bool:
     """Whether any version serves a backend on GPUs of this compute capability."""
     return any(rule.serves and rule.covers_capability(capability) for rule in rules_of(backend))

@@ -48,4 +48,4 @@ class Feature(enum.Flag):
 
     def names(self) -> tuple[str, ...]:
         """The lower-case names of the flags set, in the order of this class."""
-        return tuple(flag.name.lower() for flag in type(self) if flag in self and flag.name)
+        return tuple(flag.name.lower() for flag in self if flag.name)
