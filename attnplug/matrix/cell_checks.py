@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
+from attnplug.core.backend import AttentionBackend
+from attnplug.core.composite import CompositeBackend
 from attnplug.core.features import Feature
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.matrix.design import design
@@ -41,8 +43,8 @@ def cell_checks(target: Target) -> Iterator[Check]:
         )
 
 
-def cases_of(cell: Cell) -> list[Case]:
-    """The kit's cases that a cell stands for.
+def cases_of(cell: Cell, backend: type[AttentionBackend]) -> list[Case]:
+    """The kit's cases that a cell of `backend` stands for.
 
     Raises:
         CheckSkipped: layers that need more inputs, or other storage, than the kit's batches have.
@@ -54,18 +56,19 @@ def cases_of(cell: Cell) -> list[Case]:
     if stored is None or not stored.is_floating_point:
         raise CheckSkipped(f"the conformance kit stores no kv_cache_dtype={spec.kv_cache_dtype!r}")
     block_size, layout = cell.block_size or _BLOCK_SIZE, cell.layout or _LAYOUT
-    return [Case(spec, shape, block_size, layout) for shape in _shapes(cell, spec)]
+    return [Case(spec, shape, block_size, layout) for shape in _shapes(cell, spec, backend)]
 
 
-def _shapes(cell: Cell, spec: LayerSpec) -> tuple[str, ...]:
-    shapes = _SHAPES[cell.phase]
-    # Encoders compute all their tokens at once.
-    encoder = spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
-    return shapes[:1] if encoder else shapes
+def _shapes(cell: Cell, spec: LayerSpec, backend: type[AttentionBackend]) -> tuple[str, ...]:
+    if spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
+        return _SHAPES[cell.phase][:1]  # encoders compute all their tokens at once
+    if cell.phase == "mixed" and issubclass(backend, CompositeBackend):
+        return ("mixed", "ordered")
+    return _SHAPES[cell.phase]
 
 
 def _check(target: Target, cell: Cell) -> None:
-    for case in cases_of(cell):
+    for case in cases_of(cell, target.backend):
         try:
             check_case(target, case)
         except ConformanceError as problem:

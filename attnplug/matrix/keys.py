@@ -22,14 +22,13 @@ def compile_keys(backend: type[AttentionBackend], cells: Iterable[Cell]) -> dict
 
 
 def most_used(keys: Mapping[Cell, Hashable | None], claimed: Collection[Cell]) -> list[list[Cell]]:
-    """The cells by key: first the plainest cell's, then the keys of most cells that are claimed, None last."""
+    """The cells by key: the keys of most cells that are claimed first, None last."""
     groups: dict[Hashable | None, list[Cell]] = {}
     for cell, key in keys.items():
         groups.setdefault(key, []).append(cell)
     alone = groups.pop(None, [])
-    first, others = [*groups.values()][:1], [*groups.values()][1:]
-    others.sort(key=lambda group: sum(cell in claimed for cell in group), reverse=True)
-    return [*first, *others, *([alone] if alone else [])]
+    ordered = sorted(groups.values(), key=lambda group: sum(map(claimed.__contains__, group)), reverse=True)
+    return [*ordered, alone] if alone else ordered
 
 
 def _hashed(key: Hashable | None) -> Hashable | None:

@@ -64,7 +64,8 @@ class Finding:
     Args:
         cell: what was asked.
         status: the answer.
-        why: the reasons of a refusal, the evidence of a refutation, or why it was not run; empty otherwise.
+        why: the reasons of a refusal, of what is unclaimed too, the evidence of a refutation, or why it was not
+            run; empty otherwise.
     """
 
     cell: Cell

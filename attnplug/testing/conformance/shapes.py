@@ -8,7 +8,8 @@ __all__ = ["SHAPES", "lengths", "shapes_of"]
 
 SHAPES = ("decode", "prefill", "extend", "mixed", "speculative", "one", "alike", "idle")
 """Kinds of batches: `one` is a single decode, `alike` has requests of one length, whose pages could be
-mistaken for each other, `idle` has requests without new tokens, and a query with nothing to see."""
+mistaken for each other, `idle` has requests without new tokens, and a query with nothing to see. Besides
+these `ordered` is as `mixed`, with the decodes first, so that both halves of a composite have work."""
 
 _OF_PHASE: dict[Phase | None, tuple[str, ...]] = {
     None: SHAPES,
@@ -55,5 +56,9 @@ def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], li
     if shape == "idle":
         return [0, 1, 0, 1, new[-1], 0], [ends[-1], ends[-2], 0, 0, ends[-1], 1]
     # Decodes, extends and prefills in no order.
+    mixed = [new[-1], 1, ends[0], 1, new[-2], ends[-1]]
     all_tokens = [ends[-1], ends[-2], ends[0], ends[-1], ends[-2], ends[-1]]
-    return [new[-1], 1, ends[0], 1, new[-2], ends[-1]], all_tokens
+    if shape == "ordered":
+        order = sorted(range(len(mixed)), key=lambda request: mixed[request] > 1)
+        return [mixed[request] for request in order], [all_tokens[request] for request in order]
+    return mixed, all_tokens

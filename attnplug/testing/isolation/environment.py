@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["fingerprint", "memory_of_this_machine", "only_our_pytest", "versions"]
 
 _CODE = {".py", ".so", ".pyd", ".dylib", ".cu", ".cpp", ".h", ".json", ".toml"}
+_LARGE = 2**20
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _SET = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONSAFEPATH": "1"}
 _UNSET = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_TIMEOUT", "PYTEST_DEBUG")
@@ -38,12 +39,17 @@ def versions(offer: Offer) -> dict[str, str]:
 
 
 def fingerprint(packages: Sequence[str]) -> str:
-    """A digest of the names, sizes and times of the code of `packages`: it changes where they are edited."""
+    """A digest of the code of `packages`: it changes where they are edited, not where they are copied.
+
+    Of large files, which are compiled libraries, it holds the size and the time only.
+    """
     digest = hashlib.sha256()
     for package in dict.fromkeys(packages):
         for path in sorted(_files(package)):
             about = path.stat()
-            digest.update(f"{path}\0{about.st_size}\0{about.st_mtime_ns}\n".encode())
+            digest.update(f"{path}\0{about.st_size}\0".encode())
+            is_small = about.st_size <= _LARGE
+            digest.update(path.read_bytes() if is_small else str(about.st_mtime_ns).encode())
     return digest.hexdigest()[:16]
 
 
