@@ -13,6 +13,7 @@ __all__ = [
     "element_size",
     "is_quantized_kv_cache",
     "kv_cache_dtype_name",
+    "stored_dtype_name",
 ]
 
 DTYPES: tuple[str, ...] = ("float16", "bfloat16", "float32")
@@ -47,6 +48,11 @@ def kv_cache_dtype_name(value: object, field: str = "kv_cache_dtype") -> str:
     if not name:
         raise SpecError(field, value, "must be 'auto' or the name of a storage dtype")
     return _TORCH_FP8.get(name, name.replace("float8_", "fp8_"))
+
+
+def stored_dtype_name(kv_cache_dtype: str, dtype: str) -> str:
+    """The storage dtype that a layer's `kv_cache_dtype` stands for: "auto" is `dtype`, "fp8" "fp8_e4m3"."""
+    return {"auto": dtype, "fp8": "fp8_e4m3"}.get(kv_cache_dtype, kv_cache_dtype)
 
 
 def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:

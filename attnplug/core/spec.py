@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attnplug.core.checks import check_flag, check_member, check_positive, check_size, check_window
 from attnplug.core.device import Device
-from attnplug.core.dtypes import dtype_name, is_quantized_kv_cache, kv_cache_dtype_name
+from attnplug.core.dtypes import (
+    dtype_name,
+    is_quantized_kv_cache,
+    kv_cache_dtype_name,
+    stored_dtype_name,
+)
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 
@@ -232,7 +238,7 @@ class LayerSpec:
     @property
     def resolved_kv_cache_dtype(self) -> str:
         """The storage dtype that `kv_cache_dtype` stands for: "auto" is `dtype`, "fp8" "fp8_e4m3"."""
-        return {"auto": self.dtype, "fp8": "fp8_e4m3"}.get(self.kv_cache_dtype, self.kv_cache_dtype)
+        return stored_dtype_name(self.kv_cache_dtype, self.dtype)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -262,24 +268,7 @@ class LayerSpec:
 
     def required_features(self) -> Feature:
         """The flags of everything this layer asks beyond sizes and dtypes."""
-        asked = (
-            (self.is_windowed, Feature.SLIDING_WINDOW),
-            (self.chunk_size is not None, Feature.CHUNKED_LOCAL),
-            (self.logits_soft_cap is not None, Feature.SOFT_CAP),
-            (self.has_sinks, Feature.SINKS),
-            (self.has_alibi, Feature.ALIBI),
-            (self.mla is not None, Feature.MLA),
-            (self.sparse, Feature.SPARSE),
-            (self.mm_prefix, Feature.MM_PREFIX),
-            (self.needs_lse, Feature.LSE),
-            (self.head_size_v != self.head_size and self.mla is None, Feature.HEAD_SIZE_V),
-            (not self.causal, Feature.NON_CAUSAL),
-            (self.direct_kv, Feature.DIRECT_KV),
-            (self.resolved_kv_cache_dtype.startswith("fp8"), Feature.FP8_KV),
-            (self.attn_type is AttentionType.ENCODER_DECODER, Feature.CROSS),
-            (self.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY), Feature.ENCODER),
-        )
-        return Feature(sum(flag.value for wanted, flag in asked if wanted))
+        return _required_features(self)
 
     @property
     def has_quantized_kv_cache(self) -> bool:
@@ -317,6 +306,29 @@ class LayerSpec:
 
 def _rebuild(cls: type[LayerSpec], given: dict[str, Any]) -> LayerSpec:
     return cls(**given)
+
+
+# Asked several times for each backend, and worth as much as the rest of what validates a layer.
+@functools.lru_cache(maxsize=4096)
+def _required_features(spec: LayerSpec) -> Feature:
+    asked = (
+        (spec.is_windowed, Feature.SLIDING_WINDOW),
+        (spec.chunk_size is not None, Feature.CHUNKED_LOCAL),
+        (spec.logits_soft_cap is not None, Feature.SOFT_CAP),
+        (spec.has_sinks, Feature.SINKS),
+        (spec.has_alibi, Feature.ALIBI),
+        (spec.mla is not None, Feature.MLA),
+        (spec.sparse, Feature.SPARSE),
+        (spec.mm_prefix, Feature.MM_PREFIX),
+        (spec.needs_lse, Feature.LSE),
+        (spec.head_size_v != spec.head_size and spec.mla is None, Feature.HEAD_SIZE_V),
+        (not spec.causal, Feature.NON_CAUSAL),
+        (spec.direct_kv, Feature.DIRECT_KV),
+        (spec.resolved_kv_cache_dtype.startswith("fp8"), Feature.FP8_KV),
+        (spec.attn_type is AttentionType.ENCODER_DECODER, Feature.CROSS),
+        (spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY), Feature.ENCODER),
+    )
+    return Feature(sum(flag.value for wanted, flag in asked if wanted))
 
 
 def _check_mla(mla: object, kind: AttentionType, kv_heads: int, size: int, size_v: int | None) -> None:

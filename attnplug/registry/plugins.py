@@ -14,7 +14,7 @@ from attnplug.core.composite import CompositeBackend, composite_backend
 from attnplug.core.errors import PluginError, PolicyError, UnknownBackendError
 from attnplug.registry.discovery import Host, Loaded, installed_plugins, raise_strict
 from attnplug.registry.gates import conflicting, import_parts, not_loaded
-from attnplug.registry.records import Offer, PluginRecord, PluginStatus
+from attnplug.registry.records import JOIN, Offer, PluginRecord, PluginStatus, joined
 from attnplug.registry.switches import Switches
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from attnplug.registry.policy import Rule
 
 __all__ = ["PluginSet"]
-
-_JOIN = "+"
-"""Between the names of a composite's halves; no backend's, plugin's or distribution's name has one."""
 
 
 class PluginSet:
@@ -150,6 +147,11 @@ class PluginSet:
         return dataclasses.replace(record, reason=f"{record.reason}; {note}" if record.reason else note)
 
     @property
+    def allow_refuted(self) -> tuple[str, ...]:
+        """The names in ATTNPLUG_ALLOW_REFUTED."""
+        return self._switches.allow_refuted
+
+    @property
     def offers(self) -> tuple[Offer, ...]:
         """The backends that can be chosen automatically."""
         return self._offers
@@ -191,7 +193,7 @@ class PluginSet:
         return named or record.name in self._in_code
 
     def import_failure(self, backend: type[AttentionBackend]) -> Reason | None:
-        """Gate 4, remembered: why a backend's parts do not import here, or None."""
+        """The last gate, remembered: why a backend's parts do not import here, or None."""
         if backend not in self._import_failures:
             self._import_failures[backend] = import_parts(backend)
         return self._import_failures[backend]
@@ -205,8 +207,8 @@ class PluginSet:
             UnknownBackendError: no plugin offers the name; it suggests near ones.
         """
         name = rule.backend
-        if _JOIN in name:
-            halves = name.split(_JOIN)
+        if JOIN in name:
+            halves = name.split(JOIN)
             if len(halves) != 2:
                 limit = f"names {len(halves)} backends; a composite has two"
                 raise PolicyError(rule.source, name, limit, "write PREFILL+DECODE")
@@ -228,8 +230,8 @@ class PluginSet:
 
         Of "PREFILL+DECODE" the composites of what each half stands for, as `composite_backend` makes them.
         """
-        if _JOIN in name:
-            halves = [self.find(half.strip()) for half in name.split(_JOIN)]
+        if JOIN in name:
+            halves = [self.find(half.strip()) for half in name.split(JOIN)]
             pairs = itertools.product(*halves) if len(halves) == 2 else ()
             return tuple(dict.fromkeys(self._pair(prefill, decode) for prefill, decode in pairs))
         if "@" in name:
@@ -246,9 +248,9 @@ class PluginSet:
         return Offer(
             backend.get_name(),
             backend,
-            _JOIN.join(dict.fromkeys(offer.plugin for offer in both)),
-            _joined(offer.distribution for offer in both),
-            _joined(offer.version for offer in both),
+            str(joined(offer.plugin for offer in both)),
+            joined(offer.distribution for offer in both),
+            joined(offer.version for offer in both),
         )
 
     def _ships(self, owner: str, offer: Offer) -> bool:
@@ -263,7 +265,3 @@ class PluginSet:
             limit += f"; not loaded: {'; '.join(failed)}"
         remedy = f"did you mean {' or '.join(near)}?" if near else None
         return UnknownBackendError(rule.source, rule.backend, limit, remedy)
-
-
-def _joined(items: Iterable[str | None]) -> str | None:
-    return _JOIN.join(dict.fromkeys(item for item in items if item is not None)) or None

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
 
-__all__ = ["Offer", "PluginRecord", "PluginStatus", "canonical_name"]
+__all__ = ["JOIN", "Offer", "PluginRecord", "PluginStatus", "canonical_name", "joined"]
+
+JOIN = "+"
+"""Between the names of a composite's halves; no backend's, plugin's or distribution's name has one."""
 
 
 class PluginStatus(enum.StrEnum):
@@ -77,3 +81,8 @@ class Offer:
 def canonical_name(name: str) -> str:
     """A distribution or plugin name with case and -, _, . made alike (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def joined(items: Iterable[str | None]) -> str | None:
+    """What a composite is shipped by, or in which version: that of both halves, once where they are alike."""
+    return JOIN.join(dict.fromkeys(item for item in items if item is not None)) or None
