@@ -12,6 +12,7 @@ from attnplug.core.spec import Phase
 from attnplug.registry.installed import AssumeInstalled
 
 __all__ = [
+    "AllowRefuted",
     "AsJson",
     "AssumedVersions",
     "BackendRules",
@@ -19,6 +20,7 @@ __all__ = [
     "DeviceText",
     "KVCacheDtype",
     "PhaseChoice",
+    "allowed",
     "assumed",
 ]
 
@@ -54,7 +56,20 @@ AssumedVersions: TypeAlias = Annotated[
         help="Ask what would be chosen if these were installed; may be repeated.",
     ),
 ]
+AllowRefuted: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-refuted",
+        metavar="all|NAMES",
+        help="Have these backends though they were wrong when run here; may be repeated.",
+    ),
+]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def allowed(given: Sequence[str] | None) -> str | None:
+    """The names that `--allow-refuted` gives; None without any."""
+    return ",".join(given) if given else None
 
 
 def assumed(given: Sequence[str] | None) -> AssumeInstalled:

@@ -20,6 +20,7 @@ import typer
 
 from attnplug.backends.libraries import LIBRARY_RULES
 from attnplug.cli.arguments import AsJson
+from attnplug.cli.evidence import evidence_findings
 from attnplug.cli.kernel_libraries import LibraryState, library_states
 from attnplug.cli.output import console, print_json, table
 from attnplug.core.device import Device
@@ -57,6 +58,7 @@ def doctor(
         device = Device.from_dict(look.facts["device"])
     else:
         findings.append(Finding("current device", "failed", str(look.failure)))
+    findings += (Finding(*each) for each in evidence_findings(device, backends or []))
     libraries = library_states(device, _with_library(backends or []))
     if as_json:
         report = {

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from attnplug.cli.arguments import (
+    AllowRefuted,
     AsJson,
     AssumedVersions,
     BackendRules,
@@ -14,6 +15,7 @@ from attnplug.cli.arguments import (
     DeviceText,
     KVCacheDtype,
     PhaseChoice,
+    allowed,
     assumed,
 )
 from attnplug.cli.output import console, print_json
@@ -85,6 +87,7 @@ def explain(
     phase: PhaseChoice = None,
     backend: BackendRules = None,
     assume_installed: AssumedVersions = None,
+    allow_refuted: AllowRefuted = None,
     as_json: AsJson = False,
 ) -> None:
     """Explain who serves one layer, given by flags, and why each other does not. Imports no backend's parts."""
@@ -114,7 +117,14 @@ def explain(
         direct_kv=direct_kv,
         needs_lse=lse,
     )
-    decision = ask(spec, device, phase, backend=backend, assume_installed=assumed(assume_installed))
+    decision = ask(
+        spec,
+        device,
+        phase,
+        backend=backend,
+        assume_installed=assumed(assume_installed),
+        allow_refuted=allowed(allow_refuted),
+    )
     if as_json:
         print_json(decision.to_dict())
     else:

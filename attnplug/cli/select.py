@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnplug.cli.arguments import (
+    AllowRefuted,
     AsJson,
     AssumedVersions,
     BackendRules,
@@ -17,6 +18,7 @@ from attnplug.cli.arguments import (
     DeviceText,
     KVCacheDtype,
     PhaseChoice,
+    allowed,
     assumed,
 )
 from attnplug.cli.memory import budget_for, print_budget
@@ -54,6 +56,7 @@ def select(
         ),
     ] = False,
     assume_installed: AssumedVersions = None,
+    allow_refuted: AllowRefuted = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -73,13 +76,18 @@ def select(
         raise PolicyError("--per-phase", True, f"cannot stand with --phase {phase}", "give one of the two")
     model = read_config(config, tensor_parallel_size=tp, kv_cache_dtype=kv_cache_dtype)
     specs = {name: _with_block_size(spec, block_size) for name, spec in model.layers.items()}
-    asked: Asked = {"backend": backend, "assume_installed": assumed(assume_installed)}
+    asked: Asked = {
+        "backend": backend,
+        "assume_installed": assumed(assume_installed),
+        "allow_refuted": allowed(allow_refuted),
+    }
     by_phase: ByPhase | None = None
     notes: tuple[str, ...] = ()
     if per_phase or (phase is None and has_phase_rules(backend)):
         by_phase, decisions, notes = _phase_by_phase(specs, device, asked, per_phase)
     else:
         decisions = get_registry().judge_layers(specs, device, (phase,), **asked)[phase]
+        notes = tuple(dict.fromkeys(note for decision in decisions.values() for note in decision.notes))
     budget = budget_for(decisions, model.kv_sharing, memory) if memory else None
     every = list(decisions.values())
     if as_json:
@@ -158,8 +166,6 @@ def _print_why(decision: Decision, members: Sequence[Decision]) -> None:
     phase = f", {decision.phase}" if decision.phase else ""
     out.print(f"\nlayers {layers} ({features_in_words(decision.spec)}{phase}):")
     out.print(decision.table())
-    for note in decision.notes:
-        out.print(note)
 
 
 def _groups(decisions: Iterable[Decision]) -> list[list[Decision]]:

@@ -31,6 +31,7 @@ REASON_CODES: tuple[str, ...] = (
     "api_version",
     "plugin_error",
     "policy",
+    "refuted",
 )
 """Every stable code, in the order in which reasons are listed. Features report `feature.<name>`."""
 

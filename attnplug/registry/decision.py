@@ -26,7 +26,7 @@ _SCHEMA = 1
 
 
 class Gate(enum.StrEnum):
-    """The four gates, in the order in which they are passed."""
+    """The gates, in the order in which they are passed."""
 
     PLUGIN = "plugin"
     """The plugin loaded."""
@@ -34,6 +34,8 @@ class Gate(enum.StrEnum):
     """The distributions it requires are installed."""
     CONFIGURATION = "configuration"
     """It serves the spec on the device."""
+    EVIDENCE = "evidence"
+    """It was not wrong when it was run here."""
     IMPORT = "import"
     """Its parts import on this machine."""
 
@@ -112,7 +114,8 @@ class Decision:
         kv_cache_layout: "NHD" or "HND"; None without a backend or pages.
         options: the chosen backend's options by name, where it has any.
         assumed: versions assumed instead of the installed ones: "all", pairs, or None.
-        notes: what went wrong on the way without changing who can be chosen.
+        allow_refuted: the names of backends that may serve though they were wrong when run here, or "all".
+        notes: what went wrong on the way without changing who can be chosen, and which evidence was overridden.
     """
 
     spec: LayerSpec
@@ -129,6 +132,7 @@ class Decision:
     kv_cache_layout: str | None = None
     options: tuple[tuple[str, Any], ...] | None = None
     assumed: Any = None
+    allow_refuted: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     backend_cls: type[AttentionBackend] | None = dataclasses.field(default=None, repr=False, compare=False)
     """The chosen class; None without one, or where the decision was read from JSON."""
@@ -230,6 +234,7 @@ class Decision:
             "kv_cache_layout": self.kv_cache_layout,
             "options": None if self.options is None else dict(self.options),
             "assumed": self.assumed,
+            "allow_refuted": list(self.allow_refuted),
             "notes": list(self.notes),
             "spec": self.spec.to_dict(),
             "device": self.device.to_dict(),
@@ -270,6 +275,7 @@ class Decision:
             if options is None
             else tuple(sorted((k, _tuples(v)) for k, v in options.items())),
             assumed=assumed,
+            allow_refuted=tuple(data.get("allow_refuted", ())),
             notes=tuple(data["notes"]),
         )
 

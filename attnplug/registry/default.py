@@ -10,6 +10,7 @@ from attnplug.core.errors import PluginError
 from attnplug.registry.devices import DeviceLike
 from attnplug.registry.installed import AssumeInstalled
 from attnplug.registry.registry import Registry, Rules
+from attnplug.registry.weighing import AllowRefuted
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -55,6 +56,7 @@ def select(
     backend: Rules = None,
     options: Any = None,
     assume_installed: AssumeInstalled = None,
+    allow_refuted: AllowRefuted = None,
 ) -> Decision:
     """The backend for one layer.
 
@@ -69,12 +71,14 @@ def select(
         options: options by backend name, or of the one backend asked for.
         assume_installed: "all", or a mapping of distribution to version, to ask what would be
             chosen if those, and only those, were installed; the answer is "declared", not "usable".
+        allow_refuted: backends that may serve though they were wrong when they were run on this device
+            with these versions: names, or "all". Comes before ATTNPLUG_ALLOW_REFUTED.
 
     Raises:
         NoBackendError: none serves it; the message lists every candidate with its reasons.
         BackendUnavailableError: the one asked for does not serve it. No other takes its place.
         UnknownBackendError: no plugin offers the name asked for.
-        PolicyError: rules, options or versions that mean nothing.
+        PolicyError: rules, options, versions or names that mean nothing.
         PluginError: the plugin asked for by name did not load.
     """
     return get_registry().select(
@@ -85,6 +89,7 @@ def select(
         backend=backend,
         options=options,
         assume_installed=assume_installed,
+        allow_refuted=allow_refuted,
     )
 
 
@@ -97,6 +102,7 @@ def explain(
     backend: Rules = None,
     options: Any = None,
     assume_installed: AssumeInstalled = None,
+    allow_refuted: AllowRefuted = None,
 ) -> Decision:
     """As `select`, but imports no backend's parts and never raises for lack of a backend."""
     return get_registry().explain(
@@ -107,6 +113,7 @@ def explain(
         backend=backend,
         options=options,
         assume_installed=assume_installed,
+        allow_refuted=allow_refuted,
     )
 
 
@@ -118,6 +125,7 @@ def select_layers(
     backend: Rules = None,
     options: Any = None,
     assume_installed: AssumeInstalled = None,
+    allow_refuted: AllowRefuted = None,
 ) -> dict[str, Decision]:
     """A backend for each layer of a model, with one block size and KV layout for like caches.
 
@@ -129,7 +137,13 @@ def select_layers(
         LayoutError: layers with like caches whose backends agree on no block size or layout.
     """
     return get_registry().select_layers(
-        specs, device, phase, backend=backend, options=options, assume_installed=assume_installed
+        specs,
+        device,
+        phase,
+        backend=backend,
+        options=options,
+        assume_installed=assume_installed,
+        allow_refuted=allow_refuted,
     )
 
 

@@ -69,7 +69,7 @@ def examine(
 
 
 def import_parts(backend: type[AttentionBackend]) -> Reason | None:
-    """Gate 4: import the impl and the builder; the reason why that failed, or None."""
+    """The last gate: import the impl and the builder; the reason why that failed, or None."""
     for door in ("get_impl_cls", "get_builder_cls"):
         part, error = attempt(getattr(backend, door))
         if error is not None or not isinstance(part, type):
@@ -92,7 +92,7 @@ def pages(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> t
 
 
 def refuse_import(candidate: Candidate, reason: Reason) -> Candidate:
-    """The candidate after it failed gate 4."""
+    """The candidate after it failed the last gate."""
     return dataclasses.replace(candidate, refused_at=Gate.IMPORT, reasons=(reason,))
 
 

@@ -14,7 +14,7 @@ from attnplug.registry.records import canonical_name
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-__all__ = ["AssumeInstalled", "Assumed", "forget_versions", "freeze_assumed", "unmet"]
+__all__ = ["AssumeInstalled", "Assumed", "forget_versions", "freeze_assumed", "installed_version", "unmet"]
 
 AssumeInstalled: TypeAlias = Mapping[str, str] | Literal["all"] | None
 """Versions to assume for a what-if query: a whole mapping, "all" of everything, or None to look."""
@@ -104,11 +104,12 @@ def _parse(text: str) -> Requirement:
 def _version(name: str, assumed: Assumed) -> str | None:
     if isinstance(assumed, tuple):
         return dict(assumed).get(canonical_name(name))
-    return _installed_version(name)
+    return installed_version(name)
 
 
 @functools.lru_cache(maxsize=256)
-def _installed_version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """The version of an installed distribution, remembered; None where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -117,4 +118,4 @@ def _installed_version(name: str) -> str | None:
 
 def forget_versions() -> None:
     """Look at the installed distributions again."""
-    _installed_version.cache_clear()
+    installed_version.cache_clear()

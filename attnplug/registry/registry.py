@@ -20,10 +20,12 @@ from attnplug.registry.options import by_backend, check_options, freeze
 from attnplug.registry.plugins import PluginSet
 from attnplug.registry.policy import ENVIRONMENT, Rule, rule_for, rule_sets, used
 from attnplug.registry.selector import AUTOMATIC, Policy, decide, refusal
+from attnplug.registry.weighing import AllowRefuted, Scales, allowed_names
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.registry.decision import Decision
+    from attnplug.registry.evidence import Evidence
     from attnplug.registry.records import PluginRecord
 
 __all__ = ["Asked", "Registry", "Rules"]
@@ -41,6 +43,7 @@ class Asked(TypedDict, total=False):
     backend: Rules
     options: Any
     assume_installed: AssumeInstalled
+    allow_refuted: AllowRefuted
 
 
 class Registry:
@@ -60,11 +63,24 @@ class Registry:
         """The plugins held, and what the names of backends stand for."""
         self._lock = threading.RLock()
         self._cache: dict[Any, Decision] = {}
+        self._evidence: Evidence | None = None
 
     @property
     def records(self) -> tuple[PluginRecord, ...]:
         """What became of each plugin."""
         return self.plugins.records
+
+    @property
+    def evidence(self) -> Evidence:
+        """What was wrong when it was run on this machine; read once, when first needed."""
+        with self._lock:
+            if self._evidence is None:
+                from attnplug.registry.refuted import read_evidence
+
+                self._evidence = read_evidence()
+                if self._evidence.trouble:
+                    _log.warning("evidence is left out: %s", self._evidence.trouble)
+            return self._evidence
 
     def backends(self) -> Mapping[str, type[AttentionBackend]]:
         """The backends that can be chosen automatically, by name; a read-only view."""
@@ -169,7 +185,19 @@ class Registry:
             for name, spec in specs.items()
         }
         settled = negotiated(every) if negotiate else every
+        if negotiate:
+            self.check_pages(settled.values())
         return {phase: {name: settled[phase, name] for name in specs} for phase in phases}
+
+    def check_pages(self, decisions: Iterable[Decision]) -> None:
+        """That no decision's block size or layout, where layers had to agree on one, was refuted here.
+
+        Raises:
+            LayoutError: one was; it names the layer, the backend and the evidence.
+        """
+        for decision in decisions:
+            if self.evidence.cells:
+                Scales(self.plugins, self.evidence, decision.allow_refuted).check_pages(decision)
 
     def _policy(
         self,
@@ -179,6 +207,7 @@ class Registry:
         backend: Rules,
         options: Any,
         assume_installed: AssumeInstalled,
+        allow_refuted: AllowRefuted,
     ) -> Policy:
         sets = rule_sets(backend)
         if layer_name is None:
@@ -190,7 +219,8 @@ class Registry:
             merged.update(by_backend(given, only, self.plugins))
         check_options(merged, self.plugins)
         rule = rule_for(sets, spec, phase, layer_name)
-        return Policy(rule, freeze(merged), freeze_assumed(assume_installed))
+        assumed = freeze_assumed(assume_installed)
+        return Policy(rule, freeze(merged), assumed, allowed_names(allow_refuted))
 
     def _decision(
         self,
@@ -202,6 +232,7 @@ class Registry:
         backend: Rules = None,
         options: Any = None,
         assume_installed: AssumeInstalled = None,
+        allow_refuted: AllowRefuted = None,
     ) -> tuple[Decision, Rule | None]:
         if not isinstance(spec, LayerSpec):
             raise SpecError("spec", spec, "must be a LayerSpec")
@@ -212,10 +243,11 @@ class Registry:
             backend is not None
             or options is not None
             or assume_installed is not None
+            or allow_refuted is not None
             or used()
             or os.environ.get(ENVIRONMENT)
         ):
-            policy = self._policy(spec, when, layer_name, backend, options, assume_installed)
+            policy = self._policy(spec, when, layer_name, backend, options, assume_installed, allow_refuted)
         key = (spec, where, when, policy, usable)
         decision = self._cache.get(key)
         if decision is None:
@@ -230,7 +262,7 @@ class Registry:
             known = self._cache.get(key)
             if known is not None:
                 return known
-            decision = decide(self.plugins, spec, device, phase, policy, usable=usable)
+            decision = decide(self.plugins, spec, device, phase, policy, self.evidence, usable=usable)
             if len(self._cache) >= _MOST_DECISIONS:
                 self._cache.clear()
             self._cache[key] = decision

@@ -12,12 +12,14 @@ from attnplug.registry.decision import Candidate, Decision
 from attnplug.registry.devices import is_here
 from attnplug.registry.gates import examine, pages, refuse_import
 from attnplug.registry.options import build_options, options_of
+from attnplug.registry.weighing import Question, Scales
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.device import Device
     from attnplug.core.reasons import Reason
     from attnplug.core.spec import LayerSpec, Phase
+    from attnplug.registry.evidence import Evidence
     from attnplug.registry.installed import Assumed
     from attnplug.registry.plugins import PluginSet
     from attnplug.registry.policy import Rule
@@ -33,6 +35,7 @@ class Policy:
     rule: Rule | None = None
     options: tuple[tuple[str, Any], ...] = ()
     assumed: Assumed = None
+    allow_refuted: tuple[str, ...] | None = None
 
 
 AUTOMATIC = Policy()
@@ -45,6 +48,7 @@ def decide(
     device: Device,
     phase: Phase | None,
     policy: Policy,
+    evidence: Evidence,
     *,
     usable: bool,
 ) -> Decision:
@@ -56,22 +60,25 @@ def decide(
         device: the device it runs on.
         phase: the phase, or None for both.
         policy: what the user asked for.
-        usable: whether gate 4 is to be passed, where the device is of this machine.
+        evidence: what was wrong when it was run here.
+        usable: whether the last gate is to be passed, where the device is of this machine.
 
     Raises:
-        PolicyError, PluginError: a rule or options that cannot be followed by anybody.
+        PolicyError, PluginError: a rule, options or names that cannot be followed by anybody.
     """
     asked = None if policy.rule is None else plugins.resolve(policy.rule)
     offers = dict.fromkeys((*plugins.offers, *(asked or ())))
     judged = {offer: examine(offer, spec, device, phase, policy.assumed) for offer in offers}
+    scales = Scales(plugins, evidence, policy.allow_refuted)
+    notes = _weighed(scales, judged, Question(spec, device, phase, policy.assumed))
     order = sorted(
         (offer for offer, candidate in judged.items() if candidate.accepted),
         key=lambda offer: (-(judged[offer].priority or 0), offer.full_name),
     )
     ranked_by: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
     if asked is None:
-        order, ranked_by, notes = _ranked(plugins, order, spec, device, phase)
+        order, ranked_by, faults = _ranked(plugins, order, spec, device, phase)
+        notes += faults
     else:
         order.sort(key=lambda offer: offer not in asked)
     winner, level = None, "declared"
@@ -96,10 +103,21 @@ def decide(
         ranked_by=ranked_by,
         options=None if winner is None else _options(winner, policy),
         assumed=policy.assumed,
-        notes=notes,
+        allow_refuted=scales.allowed,
+        notes=(*notes, *([evidence.trouble] if evidence.trouble else [])),
         backend_cls=None if winner is None else winner.backend,
         **({} if winner is None else _paged(winner.backend, spec, device)),
     )
+
+
+def _weighed(scales: Scales, judged: dict[Offer, Candidate], asked: Question) -> tuple[str, ...]:
+    """Refuse what was refuted, in place; a note for each candidate that the user wants all the same."""
+    notes = []
+    for offer, candidate in judged.items():
+        if candidate.accepted:
+            judged[offer], note = scales.weigh(offer, candidate, asked)
+            notes += [note] if note else []
+    return tuple(notes)
 
 
 def _ranked(

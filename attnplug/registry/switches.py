@@ -12,18 +12,20 @@ from attnplug.core.errors import PolicyError
 if TYPE_CHECKING:
     from attnplug.registry.records import PluginRecord
 
-__all__ = ["ALLOW", "BACKEND", "BLOCK", "RANK", "STRICT", "Switches"]
+__all__ = ["ALLOW", "ALLOW_REFUTED", "BACKEND", "BLOCK", "EVIDENCE", "RANK", "STRICT", "Switches"]
 
 BACKEND = "ATTNPLUG_BACKEND"
 ALLOW = "ATTNPLUG_PLUGINS"
 BLOCK = "ATTNPLUG_BLOCK_PLUGINS"
 RANK = "ATTNPLUG_RANK"
 STRICT = "ATTNPLUG_STRICT"
+ALLOW_REFUTED = "ATTNPLUG_ALLOW_REFUTED"
+EVIDENCE = "ATTNPLUG_EVIDENCE"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Switches:
-    """What the environment says of plugins, read once when a registry is built.
+    """What the environment says of plugins and backends, read once when a registry is built.
 
     `allow` is None where ATTNPLUG_PLUGINS is unset (everything may load); set but empty it leaves
     the built-in backends alone.
@@ -33,6 +35,7 @@ class Switches:
     block: tuple[str, ...] = ()
     rank: tuple[str, ...] = ()
     strict: bool = False
+    allow_refuted: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -44,6 +47,7 @@ class Switches:
             block=_names(BLOCK, env.get(BLOCK, "")),
             rank=_names(RANK, env.get(RANK, "")),
             strict=_boolean(STRICT, env.get(STRICT, "")),
+            allow_refuted=_names(ALLOW_REFUTED, env.get(ALLOW_REFUTED, ""), "backend"),
         )
 
     def blocked_by(self, plugin: PluginRecord, is_builtin: bool = False) -> str | None:
@@ -68,12 +72,12 @@ class Switches:
                     raise PolicyError(variable, name, f"names no installed plugin; there are: {found}")
 
 
-def _names(variable: str, text: str) -> tuple[str, ...]:
+def _names(variable: str, text: str, of: str = "plugin") -> tuple[str, ...]:
     if not text.strip():
         return ()
     names = tuple(part.strip() for part in text.split(","))
     if not all(names):
-        raise PolicyError(variable, text, "must be plugin names with commas between them")
+        raise PolicyError(variable, text, f"must be {of} names with commas between them")
     return names
 
 

@@ -39,7 +39,7 @@ class ModelPlan:
             memory was given, and no cache can be allocated.
         memory: bytes given for the caches, where they were.
         by_phase: what each phase asked alone would have chosen, where that was asked.
-        notes: what the plan had to give up, and why.
+        notes: what the plan had to give up and why, and what its decisions note.
     """
 
     decisions: Mapping[str, Decision]

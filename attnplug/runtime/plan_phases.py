@@ -132,6 +132,9 @@ class _Layer:
         return chosen if chosen or self.rules else self.both
 
     def _alike(self) -> Decision:
+        if self._is_wrong_for_both():
+            best = self._best(Phase.DECODE)
+            return self.both if self.rules is None else self._together(best, best)
         if self.rules is None:
             chosen = self.by_phase[Phase.DECODE]
             return (
@@ -139,6 +142,11 @@ class _Layer:
             )
         ruled = next(d for d in self.by_phase.values() if d.rule is not None)
         return dataclasses.replace(ruled, phase=None)
+
+    def _is_wrong_for_both(self) -> bool:
+        """Whether what serves each phase alone is refused where batches hold both, as evidence may say."""
+        name = self.by_phase[Phase.DECODE].backend
+        return any(not candidate.accepted and candidate.name == name for candidate in self.both.candidates)
 
     def _best(self, phase: Phase) -> str:
         chosen = self.by_phase[phase].chosen

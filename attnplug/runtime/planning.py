@@ -17,6 +17,7 @@ from attnplug.registry.devices import DeviceLike, resolve_device
 from attnplug.registry.installed import AssumeInstalled
 from attnplug.registry.negotiation import negotiated
 from attnplug.registry.registry import Asked, Rules
+from attnplug.registry.weighing import AllowRefuted
 from attnplug.runtime.budget import fit_kv_cache, parse_memory
 from attnplug.runtime.model_plan import ModelPlan
 from attnplug.runtime.plan_choice import check_served, uniform_choice
@@ -63,6 +64,7 @@ def plan(
     num_blocks: int | None = None,
     memory: int | str | None = None,
     assume_installed: AssumeInstalled = None,
+    allow_refuted: AllowRefuted = None,
 ) -> ModelPlan:
     """Decide for all layers at once, so that backends, block sizes and layouts fit each other.
 
@@ -81,6 +83,7 @@ def plan(
         num_blocks: blocks of the KV pool, the null block included; at least 2.
         memory: bytes for the KV caches instead ("80GiB"): as many blocks as fit.
         assume_installed: as `attnplug.select` takes it: what would be planned if these were installed.
+        allow_refuted: as `attnplug.select` takes it.
 
     Raises:
         NoBackendError: layers that no backend serves, or no one backend with `uniform`; it lists each
@@ -104,7 +107,12 @@ def plan(
     if num_blocks is not None:
         # Block 0 is the null block: with it alone no request could be served.
         num_blocks = check_size("num_blocks", num_blocks, 2)
-    asked: Asked = {"backend": backend, "options": options, "assume_installed": assume_installed}
+    asked: Asked = {
+        "backend": backend,
+        "options": options,
+        "assume_installed": assume_installed,
+        "allow_refuted": allow_refuted,
+    }
     where = resolve_device(device)
     by_phase, phased = choose_backends(specs, where, asked, per_phase=per_phase, uniform=uniform)
     check_served(get_registry(), phased.decisions)
@@ -147,21 +155,24 @@ def choose_backends(
 
 
 def settled(by_phase: ByPhase, phased: Phased) -> tuple[dict[str, Decision], tuple[str, ...]]:
-    """The decisions with block sizes and layouts that fit each other, and what was given up for it.
+    """The decisions with block sizes and layouts that fit each other, and what is to be said of them.
 
     Composites that nobody asked for give way where their pages do not fit those of other layers.
 
     Raises:
-        LayoutError: sizes or layouts that cannot be agreed on.
+        LayoutError: sizes or layouts that cannot be agreed on, or were refuted here.
     """
     try:
         decisions = _with_pages(phased.decisions)
     except LayoutError as error:
         phased = without_composites(phased, error)
         decisions = _with_pages(phased.decisions)
-    return decisions, phase_notes(decisions, by_phase, phased.why)
+    noted = (note for decision in decisions.values() for note in decision.notes)
+    return decisions, tuple(dict.fromkeys((*phase_notes(decisions, by_phase, phased.why), *noted)))
 
 
 def _with_pages(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
     agreed = negotiated(decisions)
-    return with_layout(with_equal_pages(agreed)) if all(agreed.values()) else agreed
+    settled = with_layout(with_equal_pages(agreed)) if all(agreed.values()) else agreed
+    get_registry().check_pages(settled.values())
+    return settled

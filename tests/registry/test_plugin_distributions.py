@@ -56,6 +56,7 @@ LOOKS_SOUND = {
     "attnplug-bad-aborts",
     "attnplug-bad-door-hangs",
     "attnplug-bad-kernels",
+    "attnplug-bad-liar",
     "attnplug-bad-missing-symbol",
     "attnplug-bad-imports-torch",
 }

@@ -1,0 +1,240 @@
+"""The file in which refuted cells are remembered: what verifying writes, and the selector reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnplug.core.device import Device
+from attnplug.core.errors import MatrixFileError
+from attnplug.registry.evidence import Evidence, RefutedCell, Subject
+from attnplug.registry.files import write_whole
+from attnplug.registry.switches import EVIDENCE
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+__all__ = ["SCHEMA", "VERSION", "Recorded", "evidence_path", "forget", "read_evidence", "record"]
+
+SCHEMA = "attnplug.refuted"
+VERSION = 1
+
+_NAME = "refuted.json"
+_WRONG, _RIGHT = ("refuted",), ("verified", "unclaimed")
+_LOCK_SECONDS = 60
+_AGAIN = f"delete it and verify again, or name another file in {EVIDENCE}"
+
+Cells = dict[Subject, dict[tuple[object, ...], RefutedCell]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recorded:
+    """What became of a run's evidence.
+
+    Args:
+        path: where it is kept.
+        refuted: how many of the run's cells are remembered as refuted.
+        cleared: how many are no longer, since they were right this time.
+    """
+
+    path: Path
+    refuted: int
+    cleared: int
+
+
+def evidence_path() -> Path:
+    """The file that ATTNPLUG_EVIDENCE names (in the folder, if it is one), else one in the user's data folder."""
+    named = os.environ.get(EVIDENCE)
+    if named:
+        path = Path(named).expanduser()
+        return path / _NAME if path.is_dir() or named.endswith(os.sep) else path
+    from platformdirs import user_data_path
+
+    return user_data_path("attnplug", appauthor=False) / _NAME
+
+
+def read_evidence() -> Evidence:
+    """Everything that is remembered. A file that cannot be read is no evidence, and says so in `trouble`."""
+    path = evidence_path()
+    try:
+        return Evidence(path, {subject: tuple(cells.values()) for subject, cells in _read(path).items()})
+    except MatrixFileError as error:
+        return Evidence(path, trouble=str(error))
+
+
+def record(run: Mapping[str, Any]) -> Recorded:
+    """Remember which cells of a run were refuted, and forget those that were right this time.
+
+    Cells that were not run change nothing, nor does what is remembered of a later date. Several
+    processes may record at once.
+
+    Args:
+        run: one of the `runs` of a file of the compatibility matrix.
+
+    Raises:
+        MatrixFileError: the file is of another schema or damaged, cannot be written, or the run is none.
+    """
+    path = evidence_path()
+    subject, found = _run(path, run)
+    refuted = cleared = 0
+    if not path.exists() and not any(status in _WRONG for status, _ in found):
+        return Recorded(path, 0, 0)
+    with _locked(path):
+        known = _read(path)
+        cells = known.setdefault(subject, {})
+        for status, cell in found:
+            before = cells.get(cell.key)
+            if before is not None and _moment(before.date) > _moment(cell.date):
+                continue
+            if status in _WRONG:
+                cells[cell.key] = cell
+                refuted += 1
+            elif before is not None:
+                del cells[cell.key]
+                cleared += 1
+        if refuted or cleared:
+            _write(path, known)
+    return Recorded(path, refuted, cleared)
+
+
+def forget(backend: str | None = None) -> int:
+    """Forget what was refuted of a backend, or of all; the number of cells forgotten.
+
+    Raises:
+        MatrixFileError: the file is of another schema or damaged, or cannot be written.
+    """
+    path = evidence_path()
+    if not path.exists():
+        return 0
+    with _locked(path):
+        known = _read(path)
+        kept = {each: cells for each, cells in known.items() if backend not in (None, each.backend)}
+        forgotten = sum(map(len, known.values())) - sum(map(len, kept.values()))
+        if forgotten:
+            _write(path, kept)
+    return forgotten
+
+
+def _locked(path: Path) -> AbstractContextManager[object]:
+    from filelock import FileLock, Timeout
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return FileLock(path.with_name(f"{path.name}.lock")).acquire(timeout=_LOCK_SECONDS)
+    except Timeout:
+        what = f"is still being written by another process after {_LOCK_SECONDS} s"
+        raise MatrixFileError(path, what, "try again") from None
+    except OSError as problem:
+        raise _unwritable(path, problem) from None
+
+
+def _write(path: Path, known: Cells) -> None:
+    runs = [_text(subject, cells) for subject, cells in known.items() if cells]
+    listed = "\n" + ",\n".join(runs) + "\n" if runs else ""
+    try:
+        write_whole(path, f'{{"schema": "{SCHEMA}", "version": {VERSION}, "runs": [{listed}]}}\n')
+    except OSError as problem:
+        raise _unwritable(path, problem) from None
+
+
+def _unwritable(path: Path, problem: OSError) -> MatrixFileError:
+    what = f"cannot be written: {problem.strerror or problem}"
+    return MatrixFileError(path, what, f"name another file in {EVIDENCE}")
+
+
+def _text(subject: Subject, cells: Mapping[tuple[object, ...], RefutedCell]) -> str:
+    about = {
+        **{name: getattr(subject, name) for name in ("backend", "distribution", "version")},
+        "device": str(subject.device),
+        "device_name": subject.device.name,
+        "versions": dict(subject.versions),
+    }
+    lines = ",\n".join(json.dumps(dataclasses.asdict(cell)) for cell in cells.values())
+    return f'{json.dumps(about)[:-1]}, "cells": [\n{lines}]}}'
+
+
+def _read(path: Path) -> Cells:
+    """What a file holds, none where there is no file; MatrixFileError where it says something else."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as problem:
+        raise MatrixFileError(path, f"cannot be read: {problem.strerror or problem}", _AGAIN) from None
+    except (ValueError, RecursionError) as problem:
+        raise MatrixFileError(path, f"is half written, or no JSON: {problem}", _AGAIN) from None
+    about = (data.get("schema"), data.get("version")) if isinstance(data, dict) else (None, None)
+    if about != (SCHEMA, VERSION):
+        found = f"{about[0]!r:.60}, version {about[1]!r:.20}"
+        raise MatrixFileError(path, f"has the schema {found}, not {SCHEMA!r}, version {VERSION}", _AGAIN)
+    try:
+        return {subject: dict(cells) for subject, cells in map(_refuted_of, data["runs"])}
+    except (LookupError, TypeError, ValueError, AttributeError) as problem:
+        raise MatrixFileError(path, f"says what it cannot: {_told(problem)}", _AGAIN) from None
+
+
+def _refuted_of(data: Any) -> tuple[Subject, Iterator[tuple[tuple[object, ...], RefutedCell]]]:
+    found = (_cell(each, each["date"]) for each in data["cells"])
+    return _subject(data), ((cell.key, cell) for cell in found)
+
+
+def _run(path: Path, run: Mapping[str, Any]) -> tuple[Subject, list[tuple[str, RefutedCell]]]:
+    """The subject of a run, and its cells that were run, with their status."""
+    try:
+        was_run = [each for each in run["cells"] if each["status"] in (*_WRONG, *_RIGHT)]
+        return _subject(run), [(each["status"], _cell(each, run["date"])) for each in was_run]
+    except (LookupError, TypeError, ValueError, AttributeError) as problem:
+        raise MatrixFileError(path, f"cannot take the run in: {_told(problem)}") from None
+
+
+def _told(problem: Exception) -> str:
+    return f"{problem} is missing" if isinstance(problem, KeyError) else str(problem)
+
+
+def _subject(data: Mapping[str, Any]) -> Subject:
+    device = Device.parse(data["device"])
+    return Subject(
+        backend=_typed(data, "backend", str),
+        distribution=_optional(data, "distribution"),
+        version=_optional(data, "version"),
+        device=Device(device.type, device.capability, _optional(data, "device_name")),
+        versions=tuple(sorted((str(name), str(each)) for name, each in data["versions"].items())),
+    )
+
+
+def _cell(data: Mapping[str, Any], date: str) -> RefutedCell:
+    _moment(date)
+    block_size = data["block_size"]
+    return RefutedCell(
+        feature=_typed(data, "feature", str),
+        phase=_typed(data, "phase", str),
+        head_size=_typed(data, "head_size", int),
+        dtype=_typed(data, "dtype", str),
+        kv_cache_dtype=_typed(data, "kv_cache_dtype", str),
+        block_size=None if block_size is None else _typed(data, "block_size", int),
+        layout=_optional(data, "layout"),
+        date=date,
+        why=tuple(map(str, _typed(data, "why", list))),
+    )
+
+
+def _moment(date: Any) -> dt.datetime:
+    """When; dates without an offset are of UTC."""
+    moment = dt.datetime.fromisoformat(date)
+    return moment if moment.tzinfo else moment.replace(tzinfo=dt.UTC)
+
+
+def _optional(data: Mapping[str, Any], name: str) -> str | None:
+    return None if data[name] is None else _typed(data, name, str)
+
+
+def _typed(data: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
+    value = data[name]
+    if type(value) is not kind:
+        raise TypeError(f"{name} is {value!r:.60}")
+    return value
