@@ -15,7 +15,7 @@ from attnplug.core.errors import MatrixFileError, PolicyError
 if TYPE_CHECKING:
     from attnplug.matrix.model import Matrix
 
-__all__ = ["Outputs", "diff", "merge"]
+__all__ = ["Outputs", "diff", "merge", "show"]
 
 _LOST = 4
 _SHOWN = 200
@@ -70,6 +70,13 @@ class Outputs:
             _write(self.markdown, render_markdown(matrix))
 
 
+def show(matrix: Matrix) -> None:
+    """Print a matrix as tables."""
+    from attnplug.matrix.terminal import render_terminal
+
+    render_terminal(matrix, console())
+
+
 def merge(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILE...", help="What attnplug matrix --json wrote.")
@@ -98,9 +105,7 @@ def merge(
     )
     outputs.write(found)
     if outputs == Outputs():
-        from attnplug.matrix.terminal import render_terminal
-
-        render_terminal(found, console())
+        show(found)
 
 
 def diff(

@@ -25,7 +25,7 @@ __all__ = ["MatrixReport"]
 
 _CAUSE_LINES = 3
 _SECONDS = 30.0
-"""How often a line says how far a run is, where there is no bar."""
+"""How often results are saved, and where there is no bar a line says how far the run is."""
 
 
 class MatrixReport:
@@ -33,10 +33,12 @@ class MatrixReport:
 
     Args:
         verbose: print every cell.
+        save: called now and then while cells end.
     """
 
-    def __init__(self, verbose: bool) -> None:
+    def __init__(self, verbose: bool, save: Callable[[], None]) -> None:
         self._verbose = verbose
+        self._save = save
         self._out = console()
         # While pytest runs, sys.stdout is where pytest's own words go.
         self._out.file = sys.stdout
@@ -47,7 +49,7 @@ class MatrixReport:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._total = 0
-        self._start = self._told = time.monotonic()
+        self._start = self._told = self._saved = time.monotonic()
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -106,6 +108,9 @@ class MatrixReport:
             for line in result.cause.splitlines()[:_CAUSE_LINES] if status is not Status.REFUSED else ():
                 self._print(f"          {line}")
         self._tell_how_far()
+        if time.monotonic() - self._saved > _SECONDS:
+            self._save()
+            self._saved = time.monotonic()
 
     def end(self, what: str, run: Run, problem: str | None = None) -> None:
         """Sum up one backend."""
