@@ -137,7 +137,7 @@ def diff(
 
 
 def _write(path: Path, text: str) -> None:
-    from attnplug.matrix.files import write_whole
+    from attnplug.registry.files import write_whole
 
     try:
         write_whole(path, text)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from attnplug.core.errors import MatrixFileError
-from attnplug.matrix.files import write_whole
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
+from attnplug.registry.files import write_whole
 
 __all__ = ["SCHEMA", "VERSION", "read_matrix", "run_to_dict", "write_matrix"]
 
