@@ -175,7 +175,7 @@ def _read(path: Path) -> Cells:
     try:
         return {subject: dict(cells) for subject, cells in map(_refuted_of, data["runs"])}
     except (LookupError, TypeError, ValueError, AttributeError) as problem:
-        raise MatrixFileError(path, f"says what it cannot: {_told(problem)}", _AGAIN) from None
+        raise MatrixFileError(path, f"cannot be made sense of: {_told(problem)}", _AGAIN) from None
 
 
 def _refuted_of(data: Any) -> tuple[Subject, Iterator[tuple[tuple[object, ...], RefutedCell]]]:
