@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Literal
+
 import pytest
 
 pytest.importorskip("transformers", minversion="5.15")
@@ -10,6 +13,9 @@ import torch
 from logit_bounds import check_logits
 from model_families import FAMILIES, MANY
 from model_runs import RUNS, make_texts, references, refusal, whole_text
+
+from attnplug.backends.flashinfer import FlashInferBackend
+from attnplug.backends.flashinfer.options import Options
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,6 +32,13 @@ LIBRARIES = ("FLASH_ATTN_2", "FLASH_ATTN_4", "FLASHINFER")
 COMPOSITES = ("FLASH_ATTN_4+FLASHINFER", "FLASH_ATTN_4+TRITON")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fa2Options(Options):
+    """Prefill on fa2, unless the user says otherwise."""
+
+    prefill_backend: Literal["auto", "fa2", "fa3"] = "fa2"
+
+
 @pytest.mark.parametrize(
     ("run", "backend"),
     [
@@ -40,6 +53,18 @@ def test_logits_in_bfloat16_are_as_exact_as_torchs(run: str, family: str, backen
         pytest.skip(reason)
     assert reason is None
     check_logits(RUNS[run](family, MANY, "cuda", backend), references(family, MANY, "cuda"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_as_exact_where_flashinfer_prefills_on_fa2(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the GPU has fa3, that is what the test above runs."""
+    reason = refusal(family, MANY, "cuda", "FLASHINFER", "engine")
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(FlashInferBackend, "Options", Fa2Options)
+    check_logits(RUNS["engine"](family, MANY, "cuda", "FLASHINFER"), references(family, MANY, "cuda"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

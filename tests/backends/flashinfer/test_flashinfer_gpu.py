@@ -39,3 +39,9 @@ def test_fa2(check):
 @parametrize_with_checks(FlashInferBackend)
 def test_fa3(check):
     check()
+
+
+@pytest.mark.slow
+@parametrize_with_checks(FlashInferFa2, level="full")
+def test_fa2_at_the_full_level(check):
+    check()
