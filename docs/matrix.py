@@ -1,0 +1,160 @@
+"""Writes the page of compatibility and the README's table from the results of runs: `python docs/matrix.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+from attnplug.matrix import Matrix, Run, Status
+from attnplug.matrix.declared import declare
+from attnplug.matrix.markdown import markdown_row, markdown_text, render_markdown
+from attnplug.matrix.merging import merge
+from attnplug.matrix.results import read_matrix
+from attnplug.matrix.summary import CLAIMED, Answer, Summary, summarise, values_of
+from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, list_in_words, value_in_words
+from attnplug.registry import Registry
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "reference" / "compatibility.md"
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- The table is written by docs/matrix.py. -->", "<!-- End of the table. -->"
+
+DEVICES = ("cpu", "sm80", "sm90", "sm100", "rocm:9.4")
+"""What the built-in backends declare for these stands in the page, where nothing has been run."""
+SHOWN = ("TORCH", "TRITON", "FLASHINFER", "FLASH_ATTN_4", "FLASH_ATTN_3", "FLASH_ATTN_2")
+"""The backends of the README's table, in its order."""
+
+INTRODUCTION = """# Compatibility
+
+What each built-in backend serves on which device. *Verified* cells ran there against the [oracle](../concepts/tolerances.md)
+and were right; *declared* ones are what the classes say, which nobody has run there yet. Which versions of the kernel
+libraries do what on which GPUs stands under [kernel libraries](kernel-libraries.md).
+
+[Open the whole matrix](matrix.html){ .md-button }
+
+The page of it holds every cell with its reasons or evidence, can be filtered, and needs nothing else once it is loaded; `attnplug
+matrix --html FILE` writes the same for your machine and your backends.
+
+![The page: features by backends, each answer with a mark and a word](../assets/matrix-1280-light.png#only-light)
+![The page: features by backends, each answer with a mark and a word](../assets/matrix-1280-dark.png#only-dark)
+
+On a phone:
+
+![The page on a phone](../assets/matrix-390-light.png#only-light){ width="300" }
+![The page on a phone](../assets/matrix-390-dark.png#only-dark){ width="300" }
+
+This page is written by `docs/matrix.py` from the files `benchmarks/results/matrix-*.json`, which
+`attnplug matrix --verify --json` has made, and from what the classes declare.
+
+"""
+
+
+def docs_matrix(results: Path = RESULTS) -> Matrix:
+    """What was run, and of the built-in backends on `DEVICES` what they declare where nothing was."""
+    ran = merge([read_matrix(path) for path in sorted(results.glob("matrix-*.json"))])
+    known = {run.key for run in ran.runs}
+    # Only what attnplug ships, whatever else is installed where this runs.
+    offers = [offer for offer in Registry().plugins.offers if offer.distribution == "attnplug"]
+    declared = [
+        # Without a date and a commit: the page changes when a declaration does, and not each day.
+        dataclasses.replace(declare(offer, device), date="", commit=None)
+        for device in DEVICES
+        for offer in offers
+        if (offer.name, device) not in known
+    ]
+    # Where something was run comes first, then as in DEVICES.
+    devices = list(dict.fromkeys([*(run.device for run in ran.runs), *DEVICES]))
+    runs = sorted([*ran.runs, *declared], key=lambda run: (devices.index(run.device), _place(run)))
+    return Matrix(tuple(runs))
+
+
+def page(matrix: Matrix) -> str:
+    """The whole page as Markdown."""
+    return INTRODUCTION + render_markdown(matrix)
+
+
+def readme(matrix: Matrix, text: str) -> str:
+    """The README with the table of this matrix in it."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"README.md lacks {BEGIN!r} or {END!r}, between which its table stands")
+    return f"{before}{BEGIN}\n\n{table(matrix)}\n{END}{after}"
+
+
+def table(matrix: Matrix) -> str:
+    """Each backend of `SHOWN` where most of it was run: features by marks, and the values that it serves."""
+    best = [summarise(max(runs, key=_weight)) for name in SHOWN if (runs := _runs_of(matrix, name))]
+    lines = [
+        markdown_row(("", *(f"`{summary.run.backend}`<br>on {_device(summary.run)}" for summary in best))),
+        f"|---|{'---|' * len(best)}\n",
+    ]
+    for value in values_of(best, "feature"):
+        marks = (_mark(summary.answers["feature"].get(value)) for summary in best)
+        lines.append(markdown_row((markdown_text(value_in_words("feature", value)), *marks)))
+    for axis, name in list(AXIS_NAMES.items())[1:]:
+        lines.append(markdown_row((f"{name}s", *(_served(summary, axis) for summary in best))))
+    shown = {answer.status for summary in best for answer in summary.answers["feature"].values()}
+    legend = [f"{MARKS[each]} {each} ({meaning})" for each, meaning in MEANINGS.items() if each in shown]
+    return f"{''.join(lines)}\n{'; '.join(legend)}.\n"
+
+
+def _runs_of(matrix: Matrix, name: str) -> list[Run]:
+    return [run for run in matrix.runs if run.backend == name]
+
+
+def _weight(run: Run) -> tuple[int, int]:
+    """What was run, then what is claimed: the first device of the most."""
+    statuses = [finding.status for finding in run.findings]
+    return statuses.count(Status.VERIFIED), sum(status in CLAIMED for status in statuses)
+
+
+def _place(run: Run) -> tuple[int, str]:
+    return SHOWN.index(run.backend) if run.backend in SHOWN else len(SHOWN), run.backend
+
+
+def _device(run: Run) -> str:
+    return markdown_text(run.device_name or run.device)
+
+
+def _mark(answer: Answer | None) -> str:
+    return "" if answer is None else MARKS[answer.status]
+
+
+def _served(summary: Summary, axis: str) -> str:
+    values = [
+        (value, "")
+        for value, answer in summary.answers[axis].items()
+        if answer.status in CLAIMED and value is not None
+    ]
+    return markdown_text(list_in_words(axis, values))
+
+
+def stale(matrix: Matrix) -> list[Path]:
+    """The files that do not say what this matrix does."""
+    made = {PAGE: page(matrix), README: readme(matrix, README.read_text(encoding="utf-8"))}
+    return [
+        path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    """Write both files; with `--check` only say which are stale, and fail where one is."""
+    matrix = docs_matrix()
+    if "--check" in arguments:
+        old = stale(matrix)
+        for path in old:
+            print(f"{path.relative_to(ROOT)} is stale; run: python docs/matrix.py")
+        return 1 if old else 0
+    PAGE.write_text(page(matrix), encoding="utf-8")
+    README.write_text(readme(matrix, README.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    # TRITON on a CPU is for tests; the variable that turns it on says nothing of the backend.
+    os.environ.pop("TRITON_INTERPRET", None)
+    sys.exit(main(sys.argv[1:]))
