@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from attnplug.matrix.model import Matrix, Status
 from attnplug.matrix.summary import (
+    BESIDE,
     Answer,
     Summary,
     by_device,
@@ -15,6 +16,7 @@ from attnplug.matrix.summary import (
     refusal_lines,
     serving,
     summarise,
+    values_by_status,
     values_of,
 )
 from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, device_in_words, one_line, value_in_words
@@ -71,8 +73,10 @@ def _device(summaries: Sequence[Summary], heading: str) -> Iterator[str]:
         (
             markdown_text(run.backend),
             markdown_text(f"{run.distribution or '-'} {run.version or ''}".strip()),
-            markdown_text(", ".join(f"{name} {version}" for name, version in run.versions.items()) or "-"),
-            markdown_text(run.date[:10]),
+            markdown_text(
+                ", ".join(f"{name} {version}" for name, version in run.versions.items()) or "nothing"
+            ),
+            markdown_text(run.date[:10] or "-"),
             counts_in_words(summary.total),
         )
         for summary in summaries
@@ -80,21 +84,38 @@ def _device(summaries: Sequence[Summary], heading: str) -> Iterator[str]:
     ]
     yield _table(head, rows)
     served = serving(summaries)
-    for axis, name in AXIS_NAMES.items() if served else ():
-        yield _table(
-            (name, *(markdown_text(summary.run.backend) for summary in served)),
-            [
-                (
-                    markdown_text(value_in_words(axis, value)),
-                    *(_answer(summary.answers[axis].get(value)) for summary in served),
-                )
-                for value in values_of(served, axis)
-                if value is not None
-            ],
-        )
+    if served:
+        names = [markdown_text(summary.run.backend) for summary in served]
+        yield _table(("", *names), _answer_rows(served))
+        yield _table(("", *names), _value_rows(served))
     yield from _bullets(f"{heading} Serves nothing there", refusal_lines(summaries))
     yield from _bullets(f"{heading} Refuted", evidence_lines(summaries, Status.REFUTED))
     yield from _bullets(f"{heading} Not run", evidence_lines(summaries, Status.NOT_RUN))
+
+
+def _answer_rows(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
+    return [
+        (
+            markdown_text(value_in_words(axis, value)),
+            *(_answer(summary.answers[axis].get(value)) for summary in summaries),
+        )
+        for axis in BESIDE
+        for value in values_of(summaries, axis)
+    ]
+
+
+def _value_rows(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
+    rows = []
+    for axis, name in AXIS_NAMES.items():
+        if axis in BESIDE:
+            continue
+        lists = [values_by_status(axis, summary.answers[axis]) for summary in summaries]
+        cells = (
+            "<br>".join(f"{MARKS[status]} {status}: {markdown_text(words)}" for status, words in each.items())
+            for each in lists
+        )
+        rows.append((f"{name}s", *cells))
+    return rows
 
 
 def _bullets(heading: str, lines: Sequence[str]) -> Iterator[str]:
@@ -105,7 +126,7 @@ def _bullets(heading: str, lines: Sequence[str]) -> Iterator[str]:
 
 def _answer(answer: Answer | None) -> str:
     if answer is None:
-        return ""
+        return "not asked"
     star = "\\*" if answer.limits else ""
     return f"{MARKS[answer.status]} {answer.status}{star} {answer.part}".rstrip()
 

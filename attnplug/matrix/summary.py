@@ -8,9 +8,10 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
-from attnplug.matrix.words import AXIS_NAMES, MEANINGS, Value, in_order
+from attnplug.matrix.words import AXIS_NAMES, MEANINGS, Value, in_order, list_in_words
 
 __all__ = [
+    "BESIDE",
     "CLAIMED",
     "STRONGEST_FIRST",
     "Answer",
@@ -22,9 +23,12 @@ __all__ = [
     "refusal_lines",
     "serving",
     "summarise",
+    "values_by_status",
     "values_of",
 ]
 
+BESIDE = ("feature", "phase")
+"""The axes whose values stand in rows with backends beside each other; of the others, values are listed."""
 CLAIMED = frozenset({Status.DECLARED, Status.VERIFIED, Status.REFUTED, Status.NOT_RUN})
 """The statuses of a cell that its backend says it serves."""
 
@@ -187,6 +191,23 @@ def counts_in_words(answer: Answer) -> str:
     """How many cells have each status: "1,204 verified, 72 refused"."""
     counts = [(answer.counts.get(status, 0), status) for status in MEANINGS]
     return ", ".join(f"{count:,} {status}" for count, status in counts if count) or "none"
+
+
+def values_by_status(axis: str, answers: Mapping[Value, Answer]) -> dict[Status, str]:
+    """The values of an axis that share a status, as a list, a star behind each that has limits.
+
+    Cells without pages have no size or layout of pages: they are features, direct KV and encoders.
+    """
+    lists = {}
+    for status in MEANINGS:
+        marked = [
+            (value, ("*" if answer.limits else "") + (f" ({answer.part})" if answer.part else ""))
+            for value, answer in answers.items()
+            if answer.status is status and value is not None
+        ]
+        if marked:
+            lists[status] = list_in_words(axis, marked)
+    return lists
 
 
 def serving(summaries: Iterable[Summary]) -> list[Summary]:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from attnplug.matrix.model import Matrix, Status
 from attnplug.matrix.summary import (
+    BESIDE,
     Answer,
     Summary,
     by_device,
@@ -18,6 +19,7 @@ from attnplug.matrix.summary import (
     refusal_lines,
     serving,
     summarise,
+    values_by_status,
     values_of,
 )
 from attnplug.matrix.words import (
@@ -41,8 +43,6 @@ _STYLES = {
     Status.NOT_RUN: "yellow",
     Status.REFUSED: "dim",
 }
-_BESIDE = ("feature", "phase")
-"""The axes whose values stand in rows with the backends beside each other; of the others, values are listed."""
 
 
 def render_terminal(matrix: Matrix, console: Console) -> None:
@@ -100,7 +100,7 @@ class _Page:
             run = summary.run
             source = f"{run.distribution or '-'} {run.version or ''}".strip()
             self._shown.update(summary.total.counts)
-            row = (run.backend, source, run.date[:10], counts_in_words(summary.total))
+            row = (run.backend, source, run.date[:10] or "-", counts_in_words(summary.total))
             table.add_row(*(Text(one_line(word)) for word in row))
         self._console.print(table)
         for line in refusal_lines(summaries):
@@ -109,21 +109,22 @@ class _Page:
 
     def _answers(self, summaries: Sequence[Summary]) -> None:
         table = _table("", *(one_line(summary.run.backend) for summary in summaries))
-        for axis in _BESIDE:
+        for axis in BESIDE:
             for value in values_of(summaries, axis):
                 answers = [summary.answers[axis].get(value) for summary in summaries]
                 table.add_row(one_line(value_in_words(axis, value)), *map(self._answer, answers))
-            table.add_section()
+            if axis != BESIDE[-1]:
+                table.add_row()
         self._console.print(table)
         self.line()
 
     def _fitting(self, summaries: Sequence[Summary]) -> Iterator[list[Summary]]:
         """The backends in groups of as many as stand beside each other."""
-        labels = [value_in_words(axis, value) for axis in _BESIDE for value in values_of(summaries, axis)]
+        labels = [value_in_words(axis, value) for axis in BESIDE for value in values_of(summaries, axis)]
         beside: list[Summary] = []
         width = first = max(map(len, labels), default=0)
         for summary in summaries:
-            answers = [answer for axis in _BESIDE for answer in summary.answers[axis].values()]
+            answers = [answer for axis in BESIDE for answer in summary.answers[axis].values()]
             words = [len(one_line(summary.run.backend)), *(self._answer(each).cell_len for each in answers)]
             if beside and width + 2 + max(words) > self._console.width:
                 yield beside
@@ -134,7 +135,7 @@ class _Page:
             yield beside
 
     def _values(self, summaries: Sequence[Summary]) -> None:
-        listed = [axis for axis in AXIS_NAMES if axis not in _BESIDE]
+        listed = [axis for axis in AXIS_NAMES if axis not in BESIDE]
         if len(summaries) == 1:
             table = _table("", "", "")
             table.show_header = False
@@ -151,16 +152,10 @@ class _Page:
             self.line()
 
     def _list(self, table: Table, label: str, axis: str, answers: Mapping[Value, Answer]) -> None:
-        for status in MEANINGS:
-            words = []
-            for value, answer in answers.items():
-                # Cells without pages are features, direct KV and encoders, and no size of a page.
-                if answer.status is status and value is not None:
-                    part = f" ({answer.part})" if answer.part else ""
-                    words.append(f"{one_line(value_in_words(axis, value))}{self._star(answer)}{part}")
-            if words:
-                table.add_row(Text(label), self._status(status), Text(", ".join(words)))
-                label = ""
+        self._limited |= any(answer.limits for answer in answers.values())
+        for status, words in values_by_status(axis, answers).items():
+            table.add_row(Text(label), self._status(status), Text(words))
+            label = ""
 
     def _evidence(self, lines: Sequence[str], heading: str) -> None:
         if lines:
@@ -171,13 +166,10 @@ class _Page:
 
     def _answer(self, answer: Answer | None) -> Text:
         if answer is None:
-            return Text("")
-        text = self._status(answer.status)
-        return text.append(f"{self._star(answer)} {answer.part}".rstrip())
-
-    def _star(self, answer: Answer) -> str:
+            return Text("not asked", style="dim")
         self._limited |= bool(answer.limits)
-        return "*" if answer.limits else ""
+        star = "*" if answer.limits else ""
+        return self._status(answer.status).append(f"{star} {answer.part}".rstrip())
 
     def _status(self, status: Status) -> Text:
         return Text(f"{self._marks[status]} {status}", style=_STYLES[status])

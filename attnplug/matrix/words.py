@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 
 from attnplug.core.features import Feature
 from attnplug.matrix.model import Run, Status
@@ -15,6 +16,7 @@ __all__ = [
     "Value",
     "device_in_words",
     "in_order",
+    "list_in_words",
     "one_line",
     "value_in_words",
 ]
@@ -56,6 +58,7 @@ MEANINGS = {
 }
 """What each status says, in the words of the legends; the order is that of legends too."""
 
+_FEWEST_STEPS = 5
 _FEATURE_NAMES = {
     "mla": "MLA",
     "lse": "LSE",
@@ -97,6 +100,37 @@ def in_order(axis: str, values: Iterable[Value]) -> list[Value]:
         return value is None, known.index(name) if name in known else len(known), name
 
     return sorted(set(values), key=key)
+
+
+def list_in_words(axis: str, marked: Sequence[tuple[Value, str]]) -> str:
+    """Values, each with what is written behind it: "16 to 256 in steps of 8, 320*".
+
+    Where six numbers or more follow each other in equal steps, with the same behind them, the ends stand for all.
+    """
+    words = [f"{one_line(value_in_words(axis, value))}{mark}" for value, mark in marked]
+    listed = []
+    at = 0
+    while at < len(marked):
+        step, end = _equal_steps(marked, at)
+        if end - at >= _FEWEST_STEPS:
+            listed.append(f"{words[at]} to {words[end]} in steps of {step}")
+            at = end + 1
+        else:
+            listed.append(words[at])
+            at += 1
+    return ", ".join(listed)
+
+
+def _equal_steps(marked: Sequence[tuple[Value, str]], start: int) -> tuple[int, int]:
+    """The step between the number at `start` and its next, and where the numbers in such steps end."""
+    step = 0
+    for at, ((value, mark), (following, its)) in enumerate(itertools.pairwise(marked[start:]), start):
+        if not isinstance(value, int) or not isinstance(following, int) or mark != its:
+            return step, at
+        if step not in (0, following - value):
+            return step, at
+        step = following - value
+    return step, len(marked) - 1
 
 
 def device_in_words(runs: Iterable[Run]) -> str:

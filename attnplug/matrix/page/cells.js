@@ -10,7 +10,7 @@ function drawCells(open) {
   const number = plural(listed.found.length, "cell");
   byId("cells-title").textContent = listed.found.length === rows.count ? `All ${number}` : number;
   byId("said").textContent = `${number} shown`;
-  const names = ["status", "backend", "device", ...axes.map((axis) => axis.name), "why"];
+  const names = ["status", ...FIELDS.map((field) => field.name), "why"];
   const head = names.map((name) => make("th", { scope: "col", role: "columnheader" }, name));
   const body = make("tbody", { role: "rowgroup" });
   // Roles are said again: a phone's layout takes the table's display away, and with it what it is.
@@ -18,13 +18,13 @@ function drawCells(open) {
   byId("cells").hidden = listed.found.length === 0;
   byId("none").hidden = listed.found.length > 0;
   byId("none").textContent = runs.length ? "No cell passes all of these filters." : "The matrix is empty.";
-  byId("further").onclick = () => drawFurther(open).focus();
+  byId("further").onclick = () => drawFurther().focus();
   body.onclick = (event) => {
     const row = event.target.closest("tr");
     // A text that is being marked to be copied is not a click on its row.
     if (row && getSelection().isCollapsed) open(row.dataset.shows);
   };
-  drawFurther(open);
+  drawFurther();
 }
 
 /** Draw the next rows, and give back the first one's button. */
@@ -45,16 +45,17 @@ function cellRow(row) {
   const id = cellId(rows.cell[row]);
   const label = `${statuses[status].word}: ${run.backend} on ${run.device}, ${id}`;
   const button = make("button", { type: "button", className: "open", "aria-label": label }, badge(status));
-  const cells = axes.map((axis, number) =>
-    make("td", { role: "cell", "data-name": axis.name }, axis.words[valueOf(row, number)]),
-  );
+  // What a filter has made the same in all rows is left out where there is little room.
+  const cells = FIELDS.map((field) => {
+    const words = field.axis === undefined ? field.of(row) : axes[field.axis].words[valueOf(row, field.axis)];
+    const className = state.chosen.has(field.key) ? "same" : "";
+    return make("td", { role: "cell", "data-name": field.name, className }, words);
+  });
   const why = reasons.length > 1 ? `${reasons[0]}; and ${reasons.length - 1} more` : (reasons[0] ?? "");
   return make(
     "tr",
-    { role: "row", "data-shows": ["cell", run.backend, run.device, id].join("|") },
+    { role: "row", "data-shows": shownName("cell", run.backend, run.device, id) },
     make("td", { role: "cell", className: "status" }, button),
-    make("td", { role: "cell", "data-name": "backend" }, run.backend),
-    make("td", { role: "cell", "data-name": "device" }, run.device),
     ...cells,
     make("td", { role: "cell", className: "why" }, make("span", {}, why)),
   );

@@ -5,7 +5,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const { axes, runs, statuses } = data;
 const rows = readRows();
 
-/** The columns of all rows, what is wrong or open first and otherwise in the order of the runs. */
+/** The columns of all rows: what is wrong or open first, refusals last, otherwise in the order of the runs. */
 function readRows() {
   const all = [];
   runs.forEach((run, runNumber) => {
@@ -13,8 +13,8 @@ function readRows() {
       all.push([runNumber, run.findings[at], run.findings[at + 1], run.findings[at + 2]]);
     }
   });
-  const rank = new Map(["refuted", "not run", "unclaimed"].map((word, place) => [word, place]));
-  const placeOf = statuses.map((status) => rank.get(status.word) ?? rank.size);
+  const order = ["refuted", "not run", "unclaimed", "verified", "declared", "refused"];
+  const placeOf = statuses.map((status) => order.indexOf(status.word));
   all.sort((one, other) => placeOf[one[2]] - placeOf[other[2]]);
   const column = (place) => Int32Array.from(all, (row) => row[place]);
   return { count: all.length, run: column(0), cell: column(1), status: column(2), why: column(3) };

@@ -3,8 +3,8 @@
 /** Open what `state.shown` names, or close the dialog; a name that means nothing is dropped. */
 function drawDetail(changed) {
   const dialog = byId("detail");
-  const [kind, ...names] = (state.shown ?? "").split("|");
-  const content = { answer: answerDetail, cell: cellDetail }[kind]?.(names, changed) ?? null;
+  const [kind, ...names] = shownParts();
+  const content = { answer: answerDetail, cell: cellDetail, run: runDetail }[kind]?.(names, changed) ?? null;
   if (content === null) {
     state.shown = null;
     if (dialog.open) dialog.close();
@@ -16,13 +16,13 @@ function drawDetail(changed) {
   if (!dialog.open) dialog.showModal();
 }
 
-/** Closing by Escape, the cross or a click beside it takes the name out of the address. */
-function buildDetail(changed) {
+/** Closing by Escape, the cross or a click beside it takes the name out of the address; the rest stays as drawn. */
+function buildDetail() {
   const dialog = byId("detail");
   dialog.addEventListener("close", () => {
     if (state.shown === null) return;
     state.shown = null;
-    changed();
+    writeAddress();
   });
   dialog.addEventListener("click", (event) => {
     if (event.target === dialog) dialog.close();
@@ -35,22 +35,45 @@ function answerDetail([backend, device, field, value], changed) {
   const number = axis < 0 ? -1 : axes[axis].values.findIndex((_, place) => spelled(axis, place) === value);
   const found = passing("status").filter((row) => rows.run[row] === run && valueOf(row, axis) === number);
   if (run < 0 || number < 0 || !found.length) return null;
-  const answer = together(found);
   const list = () => {
     state.chosen.set("backend", backend).set("device", device).set(field, value);
-    state.shown = null;
-    changed();
-    byId("cells-title").focus();
-    byId("cells-title").scrollIntoView();
+    listCells(changed);
   };
+  return answerContent(run, found, `${axes[axis].name}, ${backend} on ${device}`, {
+    title: axes[axis].words[number],
+    limits: limitsOf(run, axis, number),
+    list,
+  });
+}
+
+function runDetail([backend, device], changed) {
+  const run = runs.findIndex((each) => each.backend === backend && each.device === device);
+  const found = passing("status").filter((row) => rows.run[row] === run);
+  const list = () => {
+    state.chosen.set("backend", backend).set("device", device);
+    listCells(changed);
+  };
+  return found.length ? answerContent(run, found, `on ${device}`, { title: backend, limits: [], list }) : null;
+}
+
+function listCells(changed) {
+  state.shown = null;
+  changed();
+  byId("cells-title").focus();
+  byId("cells-title").scrollIntoView();
+}
+
+function answerContent(run, found, below, { title, limits, list }) {
+  const answer = together(found);
   const counts = answer.counts.map((each, status) => (each ? `${count(each)} ${statuses[status].word}` : null));
+  const button = make("button", { type: "button", className: "plain", onclick: list }, `List ${plural(found.length, "cell")}`);
   return [
-    heading(axes[axis].words[number], `${axes[axis].name}, ${backend} on ${device}`),
+    heading(title, below),
     verdict(answer.status, partOf(answer)),
     reasonList(answer),
-    limitList(limitsOf(run, axis, number)),
+    limitList(limits),
     facts(runs[run], [["cells", counts.filter(Boolean).join(", ")]]),
-    make("p", { className: "actions" }, make("button", { type: "button", className: "plain", onclick: list }, `List ${plural(found.length, "cell")}`)),
+    make("p", { className: "actions" }, button),
   ].filter(Boolean);
 }
 
@@ -68,16 +91,17 @@ function cellContent(row, run, id) {
     heading(axes[0].words[valueOf(row, 0)], `${run.backend} on ${run.device}`),
     verdict(rows.status[row], ""),
     reasonList({ status: rows.status[row], reasons: reasonsOf(rows.why[row]) }),
-    facts(run, values, id),
+    facts(run, values, id, againWith(run, row)),
   ].filter(Boolean);
 }
 
 function heading(title, below) {
-  return make("header", {}, make("h2", { id: "detail-title" }, title), make("p", {}, below));
+  return make("header", {}, make("h2", { id: "detail-title", tabIndex: -1, autofocus: true }, title), make("p", {}, below));
 }
 
 function verdict(status, part) {
-  return make("p", { className: `verdict is-${statusClass(status)}` }, badge(status, part), ` ${statuses[status].meaning}`);
+  const meaning = make("span", {}, statuses[status].meaning);
+  return make("p", { className: `verdict is-${statusClass(status)}` }, badge(status, part), meaning);
 }
 
 function reasonList({ status, reasons }) {
@@ -89,14 +113,31 @@ function reasonList({ status, reasons }) {
 
 function limitList(limits) {
   if (!limits.length) return null;
-  const items = limits.map(({ axis, value, why }) =>
-    make("li", {}, make("b", {}, `${axes[axis].name} ${axes[axis].words[value]}`), `: ${reasonsOf(why).join("; ") || "not claimed"}`),
-  );
+  const groups = new Map();
+  for (const { axis, value, why } of limits) {
+    // Sizes that are refused in the same words stand in one line, with a gap where each has its own.
+    const word = axes[axis].words[value];
+    const text = reasonsOf(why).join("; ") || "not claimed";
+    const key = `${axis} ${text.split(/\b/).map((part) => (part === word ? "…" : part)).join("")}`;
+    if (!groups.has(key)) groups.set(key, { axis, words: [], text });
+    groups.get(key).words.push(word);
+  }
+  const items = [...groups].map(([key, { axis, words, text }]) => {
+    const said = words.length > 1 ? key.slice(key.indexOf(" ") + 1) : text;
+    return make("li", {}, make("b", {}, `${axes[axis].name} ${words.join(", ")}`), `: ${said}`);
+  });
   return make("section", {}, make("h3", {}, "Not together with"), make("ul", { className: "reasons" }, ...items));
 }
 
+/** The command that runs a claimed cell again, where the names in it need no quoting. */
+function againWith(run, row) {
+  const names = [run.backend, spelled(0, valueOf(row, 0))];
+  if (!statuses[rows.status[row]].claimed || !names.every((name) => /^[\w+.-]+$/.test(name))) return null;
+  return make("code", {}, `attnplug matrix --verify --backend ${names[0]} --feature ${names[1]}`);
+}
+
 /** The facts of a run, behind those of what was asked; whatever is not known is left out. */
-function facts(run, asked, id = null) {
+function facts(run, asked, id = null, again = null) {
   const ran = Object.entries(run.versions).map(([name, version]) => `${name} ${version}`);
   const known = [
     ...asked,
@@ -104,8 +145,9 @@ function facts(run, asked, id = null) {
     ["device", run.deviceName ? `${run.device}, ${run.deviceName}` : run.device],
     ["ran with", ran.join(", ")],
     ["date", whenOf(run)],
-    ["commit", run.commit],
+    ["commit", run.commit?.slice(0, 12)],
     ["cell", id],
+    ["run again", again],
   ].filter(([, value]) => value);
   return make("dl", {}, ...known.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
 }

@@ -26,7 +26,7 @@ function drawAbout() {
   byId("about").textContent = `What attention backends claim, and what running them has shown: ${what}.`;
   const items = runs.map((run) => {
     const ran = Object.entries(run.versions).map(([name, version]) => `${name} ${version}`);
-    const words = [run.source, ...ran, whenOf(run)].join(", ");
+    const words = [run.source, ...ran, whenOf(run)].filter(Boolean).join(", ");
     return make("li", {}, make("b", {}, run.backend), ` on ${run.device}: ${words}`);
   });
   byId("runs").append(...items);
@@ -34,7 +34,7 @@ function drawAbout() {
 
 buildFilters(changed);
 buildOverview(changed);
-buildDetail(changed);
+buildDetail();
 drawAbout();
 readAddress();
 byId("main").hidden = false;

@@ -22,17 +22,25 @@ function drawOverview(open) {
     if (!groups.has(key)) groups.set(key, []);
     groups.get(key).push(row);
   }
-  const shownRuns = [...new Set(found.map((row) => rows.run[row]))].sort((one, other) => columnOf(one) - columnOf(other));
+  const asked = [...new Set(found.map((row) => rows.run[row]))].sort((one, other) => columnOf(one) - columnOf(other));
+  const shownRuns = asked.filter((run) => servesAnything(run));
+  drawServingNothing(asked.filter((run) => !servesAnything(run)), open);
+  byId("overview").hidden = shownRuns.length === 0;
   const values = [...new Set(found.map((row) => valueOf(row, state.by)))].sort((one, other) => one - other);
   const body = values.map((value) => {
     const label = make("th", { scope: "row" }, axes[state.by].words[value]);
     const answers = shownRuns.map((run) => {
       const group = groups.get(run * 4096 + value);
-      return group ? answerCell(run, value, together(group), open) : make("td", { className: "blank" });
+      const className = startOf(run, shownRuns);
+      const notAsked = make("span", { className: "not-asked" }, "not asked");
+      return make("td", { className }, group ? answerButton(run, value, together(group), open) : notAsked);
     });
     return make("tr", {}, label, ...answers);
   });
-  byId("overview").replaceChildren(overviewHead(shownRuns), make("tbody", {}, ...body));
+  const table = byId("overview");
+  table.replaceChildren(overviewHead(shownRuns), make("tbody", {}, ...body));
+  // Beside the first column, which stays, a device's name stays in view while its backends are.
+  if (body.length) table.style.setProperty("--first", `${table.rows[0].cells[0].offsetWidth}px`);
   const narrowed = state.chosen.size || state.text;
   byId("overview-note").textContent =
     (narrowed ? "Only cells that pass the filters are counted. " : "") +
@@ -50,8 +58,8 @@ function overviewHead(shownRuns) {
   const devices = new Map();
   for (const run of shownRuns) devices.set(runs[run].device, (devices.get(runs[run].device) ?? 0) + 1);
   const field = FIELDS.find((each) => each.key === "device");
-  const above = [...devices].map(([device, colSpan]) =>
-    make("th", { scope: "colgroup", colSpan }, make("span", {}, wordsOf(field, device))),
+  const above = [...devices].map(([device, colSpan], place) =>
+    make("th", { scope: "colgroup", colSpan, className: place ? "start" : "" }, make("span", {}, wordsOf(field, device))),
   );
   const corner = make("td", { rowSpan: 2 });
   const names = shownRuns.map((run) => make("th", { scope: "col", className: startOf(run, shownRuns) }, runs[run].backend));
@@ -61,27 +69,46 @@ function overviewHead(shownRuns) {
 /** A line stands before the first backend of a device. */
 function startOf(run, shownRuns) {
   const before = shownRuns[shownRuns.indexOf(run) - 1];
-  return before === undefined || runs[before].device !== runs[run].device ? "start" : "";
+  return before !== undefined && runs[before].device !== runs[run].device ? "start" : "";
 }
 
-function answerCell(run, value, answer, open) {
+function answerButton(run, value, answer, open) {
   const { backend, device } = runs[run];
   const limits = limitsOf(run, state.by, value);
   const part = partOf(answer);
   const words = [axes[state.by].words[value], `${backend} on ${device}`, statuses[answer.status].word];
   if (part) words.push(part.replace("/", " of "));
   if (limits.length) words.push(`not with ${plural(limits.length, "other value")}`);
-  const button = make(
+  return make(
     "button",
     {
       type: "button",
       className: `answer is-${statusClass(answer.status)}${limits.length ? " limited" : ""}`,
       "aria-label": words.join(", "),
-      onclick: () => open(["answer", backend, device, axes[state.by].field, spelled(state.by, value)].join("|")),
+      onclick: () => open(shownName("answer", backend, device, axes[state.by].field, spelled(state.by, value))),
     },
     mark(answer.status),
     make("span", { className: "word" }, statuses[answer.status].word),
     part ? make("small", {}, part) : null,
   );
-  return make("td", {}, button);
+}
+
+/** Whether any cell of a run is not refused. */
+function servesAnything(run) {
+  const refused = statuses.findIndex((status) => status.word === "refused");
+  return runs[run].findings.some((number, at) => at % 3 === 1 && number !== refused);
+}
+
+/** Who is refused on a device altogether stands below the table, a device a line. */
+function drawServingNothing(without, open) {
+  const devices = new Map();
+  for (const run of without) devices.set(runs[run].device, [...(devices.get(runs[run].device) ?? []), run]);
+  const lines = [...devices].map(([device, there]) => {
+    const buttons = there.map((run) => {
+      const onclick = () => open(shownName("run", runs[run].backend, device));
+      return make("button", { type: "button", className: "small", onclick }, runs[run].backend);
+    });
+    return make("li", {}, make("span", {}, `Nothing is served on ${device} by`), ...buttons);
+  });
+  byId("nothing").replaceChildren(...lines);
 }

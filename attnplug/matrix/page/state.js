@@ -60,6 +60,20 @@ function writeAddress(step = false) {
   history[step ? "pushState" : "replaceState"](null, "", address);
 }
 
+/** What is shown as the address names it: a kind, and names which may hold anything. */
+function shownName(kind, ...names) {
+  return [kind, ...names.map((name) => name.replaceAll("%", "%25").replaceAll("|", "%7C"))].join("|");
+}
+
+/** The kind and the names again; none where the address is not one that this page has made. */
+function shownParts() {
+  try {
+    return (state.shown ?? "").split("|").map(decodeURIComponent);
+  } catch {
+    return [];
+  }
+}
+
 const searched = new Map();
 
 /** Everything about a row that a search finds, in lower case. */
