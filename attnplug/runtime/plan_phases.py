@@ -135,13 +135,13 @@ class _Layer:
         if self._is_wrong_for_both():
             best = self._best(Phase.DECODE)
             return self.both if self.rules is None else self._together(best, best)
-        if self.rules is None:
-            chosen = self.by_phase[Phase.DECODE]
-            return (
-                self.both if self.both.backend == chosen.backend else dataclasses.replace(chosen, phase=None)
-            )
-        ruled = next(d for d in self.by_phase.values() if d.rule is not None)
-        return dataclasses.replace(ruled, phase=None)
+        if self.rules is None and self.both.backend == self.by_phase[Phase.DECODE].backend:
+            return self.both
+        ruled = (decision for decision in self.by_phase.values() if decision.rule is not None)
+        alone = self.by_phase[Phase.DECODE] if self.rules is None else next(ruled)
+        # What is said of batches that hold both phases counts, too.
+        notes = tuple(dict.fromkeys((*alone.notes, *self.both.notes)))
+        return dataclasses.replace(alone, phase=None, notes=notes)
 
     def _is_wrong_for_both(self) -> bool:
         """Whether what serves each phase alone is refused where batches hold both, as evidence may say."""
