@@ -11,7 +11,8 @@ function drawDetail(changed) {
     return;
   }
   const close = make("button", { type: "button", className: "close", "aria-label": "Close", onclick: () => dialog.close() }, "×");
-  dialog.replaceChildren(close, ...content);
+  // Behind the heading, which has the focus first, so that the next stop of the keyboard is the way out.
+  dialog.replaceChildren(content[0], close, ...content.slice(1));
   dialog.scrollTop = 0;
   if (!dialog.open) dialog.showModal();
 }

@@ -1,0 +1,270 @@
+"""The page in a browser: filtered by a feature, a cell opened, by mouse and keyboard, on a laptop and a phone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from synthetic_matrix import HOSTILE, hostile_matrix, synthetic_matrix
+
+from attnplug.matrix import Matrix, Status
+from attnplug.matrix.html import render_html
+from attnplug.matrix.summary import summarise
+from attnplug.matrix.words import AXIS_NAMES, value_in_words
+
+playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+LAPTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with playwright_api.sync_playwright() as playwright:
+        # Containers withhold what chromium's sandbox needs; the page is our own.
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+class Opened:
+    """A matrix's page in a tab, and everything that went wrong in it."""
+
+    def __init__(
+        self, browser: Browser, folder: Path, matrix: Matrix, hash_: str = "", **options: Any
+    ) -> None:
+        self.file = folder / "matrix.html"
+        self.file.write_text(render_html(matrix), encoding="utf-8")
+        self.wrong: list[str] = []
+        self.requests: list[str] = []
+        self.tab: Page = browser.new_page(**{"viewport": LAPTOP, **options})
+        self.tab.on("pageerror", lambda problem: self.wrong.append(str(problem)))
+        self.tab.on("console", lambda message: self.wrong.append(message.text))
+        self.tab.on("dialog", lambda dialog: self.wrong.append(dialog.message))
+        self.tab.on("request", lambda request: self.requests.append(request.url))
+        self.go(hash_)
+
+    def go(self, hash_: str) -> None:
+        self.tab.goto("about:blank")
+        self.tab.goto(f"{self.file.as_uri()}{hash_}")
+        self.tab.wait_for_selector("#main:not([hidden])")
+
+    @property
+    def hash(self) -> str:
+        return str(self.tab.evaluate("decodeURIComponent(location.hash)"))
+
+    def statuses(self) -> list[str]:
+        return self.tab.locator("#cells .open .word").all_inner_texts()
+
+    def title(self) -> str:
+        return self.tab.locator("#cells-title").inner_text()
+
+
+@pytest.fixture
+def open_page(browser: Browser, tmp_path: Path) -> Iterator[Any]:
+    opened: list[Opened] = []
+
+    def open_it(matrix: Matrix, hash_: str = "", **options: Any) -> Opened:
+        opened.append(Opened(browser, tmp_path, matrix, hash_, **options))
+        return opened[-1]
+
+    yield open_it
+    for each in opened:
+        each.tab.close()
+        assert each.wrong == []
+        assert {url.partition("#")[0] for url in each.requests} <= {"about:blank", each.file.as_uri()}
+
+
+def cells_of(matrix: Matrix, **values: object) -> list[Status]:
+    return [
+        found.status
+        for run in matrix.runs
+        for found in run.findings
+        if all(getattr(found.cell, axis) == value for axis, value in values.items())
+    ]
+
+
+@pytest.mark.parametrize("viewport", [LAPTOP, PHONE], ids=["laptop", "phone"])
+def test_filtering_by_a_feature_and_opening_a_cell_shows_its_evidence(open_page: Any, viewport: Any) -> None:
+    matrix = synthetic_matrix()
+    page = open_page(matrix, viewport=viewport)
+    if viewport is PHONE:
+        page.tab.locator("#more summary").click()
+    page.tab.get_by_role("combobox", name="feature").select_option("alibi")
+    assert page.title() == f"{len(cells_of(matrix, feature='alibi'))} cells"
+    assert page.statuses()[0] == "refuted"
+    page.tab.locator("#cells .open").first.click()
+    dialog = page.tab.get_by_role("dialog", name="ALiBi")
+    text = dialog.inner_text()
+    assert "37 of 2048 elements are off by more than 0.01" in text
+    assert "these are the numbers of a layer without ALiBi" in text
+    assert "NVIDIA H200" in text
+    assert "torch 2.11.0" in text
+    assert "2026-11-21 18:00 UTC" in text
+    assert "attnplug matrix --verify --backend FLASHINFER --feature alibi" in text
+    page.tab.keyboard.press("Escape")
+    dialog.wait_for(state="hidden")
+    assert page.hash == "#feature=alibi"
+
+
+@pytest.mark.parametrize("axis", AXIS_NAMES)
+def test_the_overview_says_what_the_other_renderers_say(open_page: Any, axis: str) -> None:
+    matrix = synthetic_matrix()
+    page = open_page(matrix, f"#by={axis}")
+    expected = {
+        (value_in_words(axis, value), f"{each.backend} on {each.device}", str(answer.status)): answer
+        for each in matrix.runs
+        for value, answer in summarise(each).answers[axis].items()
+    }
+    shown = page.tab.locator("#overview .answer").evaluate_all(
+        "all => all.map((each) => each.ariaLabel.split(', '))"
+    )
+    assert {tuple(words[:3]) for words in shown} == set(expected)
+    for words in shown:
+        answer = expected[tuple(words[:3])]
+        rest = [answer.part.replace("/", " of ")] if answer.part else []
+        if answer.limits:
+            rest.append(f"not with {len(answer.limits)} other value{'s' if len(answer.limits) > 1 else ''}")
+        assert words[3:] == rest
+
+
+def test_an_answer_of_the_overview_opens_its_reasons_and_lists_its_cells(open_page: Any) -> None:
+    matrix = synthetic_matrix()
+    page = open_page(matrix)
+    page.tab.get_by_role("button", name="ALiBi, TRITON on sm90, verified").click()
+    dialog = page.tab.get_by_role("dialog", name="ALiBi")
+    assert "head size 256: combination not supported: alibi with 256" in dialog.inner_text()
+    number = sum(len(cells_of(Matrix((run,)), feature="alibi")) for run in matrix.runs[2:3])
+    dialog.get_by_role("button", name=f"List {number} cells").click()
+    assert page.hash == "#backend=TRITON&device=sm90&feature=alibi"
+    assert page.title() == f"{number} cells"
+    assert page.tab.evaluate("document.activeElement.id") == "cells-title"
+
+
+def test_the_browsers_back_button_closes_what_was_opened(open_page: Any) -> None:
+    page = open_page(synthetic_matrix(), "#feature=sinks")
+    page.tab.locator("#cells .open").first.click()
+    page.tab.get_by_role("dialog").wait_for()
+    page.tab.go_back()
+    page.tab.get_by_role("dialog").wait_for(state="hidden")
+    assert page.hash == "#feature=sinks"
+
+
+def test_the_address_alone_shows_the_same_again(open_page: Any) -> None:
+    page = open_page(
+        synthetic_matrix(), "#device=sm90&layout=HND&status=refused,not-run&text=float32+dtype&by=dtype"
+    )
+    assert set(page.statuses()) == {"refused"}
+    chips = page.tab.locator("#chips button").evaluate_all("all => all.map((each) => each.ariaLabel)")
+    assert chips == [
+        "Remove the filter device sm90 (NVIDIA H200)",
+        "Remove the filter layout HND",
+        "Remove the filter status refused",
+        "Remove the filter status not run",
+        "Remove the filter text float32 dtype",
+        None,
+    ]
+    assert page.tab.locator("#by input:checked").input_value() == "dtype"
+    page.tab.get_by_role("button", name="Clear all").click()
+    assert page.title() == "All 2,835 cells"
+    assert page.hash == "#by=dtype"
+
+
+def test_an_address_that_means_nothing_shows_everything(open_page: Any) -> None:
+    page = open_page(synthetic_matrix(), "#feature=nothing&status=maybe&by=colour&show=cell|TORCH|cpu|x&junk")
+    assert page.title() == "All 2,835 cells"
+    assert page.tab.get_by_role("dialog").count() == 0
+
+
+@pytest.mark.parametrize("hash_", ["#show=answer|TORCH|cpu|colour|red", "#show=run|ACME|cpu", "#show=junk"])
+def test_nothing_opens_for_a_name_that_is_not_there(open_page: Any, hash_: str) -> None:
+    assert open_page(synthetic_matrix(), hash_).tab.get_by_role("dialog").count() == 0
+
+
+def test_a_status_is_a_button_that_can_be_pressed(open_page: Any) -> None:
+    page = open_page(synthetic_matrix())
+    refuted = page.tab.locator("#statuses").get_by_role("button", name="refuted 1")
+    refuted.press("Enter")
+    assert refuted.get_attribute("aria-pressed") == "true"
+    assert page.statuses() == ["refuted"]
+    assert page.tab.get_by_role("status").inner_text() == "1 cell shown"
+    refuted.press("Space")
+    assert page.title() == "All 2,835 cells"
+
+
+def test_a_search_finds_words_of_a_reason(open_page: Any) -> None:
+    page = open_page(synthetic_matrix())
+    page.tab.get_by_label("text", exact=True).fill("Elements  OFF by")
+    page.tab.get_by_text("1 cell shown").wait_for(state="attached")
+    assert page.statuses() == ["refuted"]
+    page.tab.get_by_label("text", exact=True).fill("no such words")
+    page.tab.get_by_text("No cell passes all of these filters.").wait_for()
+    assert page.hash == "#text=no+such+words"
+
+
+def test_more_cells_are_shown_when_asked_for(open_page: Any) -> None:
+    page = open_page(synthetic_matrix())
+    assert len(page.statuses()) == 100
+    page.tab.get_by_role("button", name="Show 100 more of 2,735").press("Enter")
+    assert len(page.statuses()) == 200
+    assert page.tab.evaluate("document.activeElement === document.querySelectorAll('#cells .open')[100]")
+
+
+def test_the_keyboard_alone_reaches_a_cell_and_comes_back(open_page: Any) -> None:
+    page = open_page(synthetic_matrix(), "#feature=sinks&backend=TORCH")
+    page.tab.locator("#cells .open").first.focus()
+    page.tab.keyboard.press("Enter")
+    dialog = page.tab.get_by_role("dialog", name="sinks")
+    dialog.wait_for()
+    assert page.tab.evaluate("document.activeElement.id") == "detail-title"
+    page.tab.keyboard.press("Tab")
+    page.tab.keyboard.press("Enter")
+    dialog.wait_for(state="hidden")
+    assert page.tab.evaluate("document.activeElement.className") == "open"
+
+
+def test_a_screen_reader_meets_tables_with_heads_on_a_phone_too(open_page: Any) -> None:
+    page = open_page(synthetic_matrix(), "#feature=sinks", viewport=PHONE)
+    cells = page.tab.get_by_role("table", name="cells")
+    assert cells.get_by_role("columnheader").count() == 11
+    assert cells.get_by_role("row").nth(1).get_by_role("cell").count() >= 9
+    overview = page.tab.locator("#overview")
+    assert overview.get_by_role("rowheader").count() == 1
+    assert overview.get_by_role("columnheader", name="TRITON").count() == 1
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [320, 390, 768, 1024, 1280])
+def test_nothing_is_wider_than_the_screen(open_page: Any, width: int, scheme: str) -> None:
+    page = open_page(synthetic_matrix(), viewport={"width": width, "height": 844}, color_scheme=scheme)
+    assert page.tab.evaluate("document.documentElement.scrollWidth") <= width
+    page.tab.locator("#cells .open").first.click()
+    assert page.tab.locator("#detail").evaluate("each => each.scrollWidth <= each.clientWidth")
+
+
+def test_texts_of_a_plugin_are_shown_and_never_run(open_page: Any) -> None:
+    page = open_page(hostile_matrix())
+    page.tab.locator("#cells .open").first.click()
+    dialog = page.tab.get_by_role("dialog")
+    assert HOSTILE.split("|")[0].strip() in dialog.inner_text()
+    assert page.tab.locator("img").count() == 0
+    assert "run again" not in dialog.inner_text()
+
+
+def test_ten_thousand_cells_are_filtered_in_one_page(open_page: Any) -> None:
+    matrix = synthetic_matrix(10_000)
+    page = open_page(matrix)
+    page.tab.get_by_role("combobox", name="feature").select_option("sinks")
+    assert page.title() == f"{len(cells_of(matrix, feature='sinks')):,} cells"
+
+
+def test_an_empty_matrix_says_so(open_page: Any) -> None:
+    page = open_page(Matrix(()))
+    assert page.tab.get_by_text("The matrix is empty.").is_visible()
