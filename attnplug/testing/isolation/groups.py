@@ -13,7 +13,8 @@ class Groups(LoadGroupScheduling):  # type: ignore[misc]
     """pytest-xdist's groups, of which a worker's death ends one check only.
 
     pytest-xdist itself gives all that a dead worker had been given to the others: what it had run, which
-    leaves them with nothing to wait for, and the check that it died of, which they die of in turn.
+    leaves them with nothing to wait for, and the check that it died of, which they die of in turn. To a worker
+    that comes later it gives a single check, and waits for ever.
     """
 
     def remove_node(self, node: Any) -> str | None:
@@ -35,3 +36,9 @@ class Groups(LoadGroupScheduling):  # type: ignore[misc]
                 # What was begun is gone on with first.
                 self.workqueue.move_to_end(group, last=False)
         return running
+
+    def _reschedule(self, node: Any) -> None:
+        """Give a worker what it waits for: it begins a check once it knows the next, or that there is none."""
+        super()._reschedule(node)
+        if not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)
