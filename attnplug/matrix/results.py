@@ -20,7 +20,6 @@ VERSION = 1
 
 _AGAIN = "make it again with attnplug matrix --json"
 _PHASES = ("prefill", "decode", "mixed")
-_LAYOUTS = ("NHD", "HND")
 
 _Rule = tuple[Callable[[Any], bool], str]
 
@@ -64,7 +63,7 @@ _CELL: dict[str, _Rule] = {
     "dtype": _TEXT,
     "kv_cache_dtype": _TEXT,
     "block_size": (lambda value: value is None or _is_count(value), "a whole number above 0, or null"),
-    "layout": (lambda value: value is None or value in _LAYOUTS, f"{', '.join(_LAYOUTS)} or null"),
+    "layout": _TEXT_OR_NULL,
     "status": (lambda value: value in {*Status}, f"one of {', '.join(Status)}"),
     "why": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of text"),
 }
