@@ -51,8 +51,9 @@ def evidence_path() -> Path:
     """The file that ATTNPLUG_EVIDENCE names (in the folder, if it is one), else one in the user's data folder."""
     named = os.environ.get(EVIDENCE)
     if named:
-        path = Path(named).expanduser()
-        return path / _NAME if path.is_dir() or named.endswith(os.sep) else path
+        # As os.path has them: pathlib's raise where a home or a folder cannot be looked up.
+        path = os.path.expanduser(named)  # noqa: PTH111
+        return Path(path, _NAME) if os.path.isdir(path) or named.endswith(os.sep) else Path(path)  # noqa: PTH112
     from platformdirs import user_data_path
 
     return user_data_path("attnplug", appauthor=False) / _NAME
@@ -82,7 +83,7 @@ def record(run: Mapping[str, Any]) -> Recorded:
     path = evidence_path()
     subject, found = _run(path, run)
     refuted = cleared = 0
-    if not path.exists() and not any(status in _WRONG for status, _ in found):
+    if not any(status in _WRONG for status, _ in found) and not _read(path):
         return Recorded(path, 0, 0)
     with _locked(path):
         known = _read(path)
@@ -109,7 +110,7 @@ def forget(backend: str | None = None) -> int:
         MatrixFileError: the file is of another schema or damaged, or cannot be written.
     """
     path = evidence_path()
-    if not path.exists():
+    if not _read(path):
         return 0
     with _locked(path):
         known = _read(path)

@@ -91,7 +91,7 @@ class Scales:
             LayoutError: they were; it names the layer, the backend and the evidence.
         """
         chosen, backend = decision.chosen, decision.backend_cls
-        if chosen is None or backend is None or not self._evidence.cells:
+        if chosen is None or backend is None:
             return
         size, layout = decision.block_size, decision.kv_cache_layout
         settled = None if size is None or layout is None else (size, layout)

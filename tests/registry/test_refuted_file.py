@@ -65,6 +65,12 @@ def test_the_variable_names_a_file_or_a_folder(
     assert ids() == ["LIAR sinks/decode/d64/bfloat16/auto/b16/NHD"]
 
 
+@pytest.mark.parametrize("named", ["~nobody-of-this-name/e.json", "/dev/null/e.json"])
+def test_a_place_that_cannot_be_is_no_evidence(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNPLUG_EVIDENCE", named)
+    assert read_evidence().cells == {}
+
+
 # What a run does to it
 
 
