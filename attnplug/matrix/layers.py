@@ -48,7 +48,7 @@ def spec_of(cell: Cell) -> LayerSpec:
     return _spec(cell.feature, cell.head_size, cell.dtype, cell.kv_cache_dtype, cell.block_size)
 
 
-@functools.lru_cache(maxsize=65_536)
+@functools.lru_cache(maxsize=16_384)
 def _spec(feature: str, head_size: int, dtype: str, kv_cache_dtype: str, block_size: int | None) -> LayerSpec:
     if feature not in FEATURES:
         raise SpecError("feature", feature, f"must be one of {', '.join(FEATURES)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.blocks import MultipleOf
@@ -35,6 +35,10 @@ _AT_FAULT = {
 _WHATEVER_THE_LAYER = ("device_type", "compute_capability", "plugin_error")
 _MOVED = ("block_size", "head_size", "dtype", "kv_cache_dtype", "phase", "feature", "layout")
 """The order in which what is left open is moved from the base."""
+_TOGETHER = ("block_size", "head_size", "dtype", "kv_cache_dtype", "feature")
+"""What `supports_combination` sees, so that two of them may have to be moved together."""
+_FEW = 16
+"""Values of each that are moved together with another's: those that every backend is asked about, and some more."""
 
 
 class Search:
@@ -112,7 +116,7 @@ class Search:
         # What is never served helps nothing else.
         self._movable = self._only(moves.keys() | doubtful.keys())
         for (axis, value), cell in doubtful.items():
-            found = self._served({axis: value}, [{axis: value}])
+            found = self._served({axis: value}, [{axis: value}], twice=True)
             if found is not None:
                 moves[axis, value] = {
                     name: new for name in self._axes if (new := getattr(found, name)) != getattr(cell, name)
@@ -120,14 +124,16 @@ class Search:
         self._movable = self._only(moves.keys())
         return {key: moves.get(key) for key in plainest}
 
-    def _only(self, keys: Any) -> Axes:
+    def _only(self, keys: Set[tuple[str, Any]]) -> Axes:
         return {
             axis: tuple(value for value in values if (axis, value) in keys)
             for axis, values in self._axes.items()
         }
 
-    def _served(self, fixed: Mapping[str, Any], starts: list[Mapping[str, Any]]) -> Cell | None:
-        """The first that is served of the starts, then of those that differ from one in one more value."""
+    def _served(
+        self, fixed: Mapping[str, Any], starts: list[Mapping[str, Any]], *, twice: bool = False
+    ) -> Cell | None:
+        """The first that is served of the starts, then of those that differ from one in one more value, or two."""
         begun: dict[Cell, Mapping[str, Any]] = {}
         for start in starts:
             cell = self._settled(start)
@@ -138,17 +144,26 @@ class Search:
                 return cell
         for cell, start in begun.items():
             if not self._is_hopeless(fixed, cell):
-                for moved in self._one_more(start, fixed):
+                for moved in self._moved(start, fixed, twice=twice):
                     if not self.reasons(moved):
                         return moved
         return None
 
-    def _one_more(self, start: Mapping[str, Any], fixed: Mapping[str, Any]) -> Iterator[Cell]:
+    def _moved(
+        self, start: Mapping[str, Any], fixed: Mapping[str, Any], *, twice: bool = False
+    ) -> Iterator[Cell]:
+        """The cells that differ from a start in one value, then, if asked for, in two."""
         for axis in _MOVED:
             for value in () if axis in fixed else self._movable[axis]:
-                cell = self._settled({**start, axis: value})
-                if cell is not None:
-                    yield cell
+                yield from self._settled_or_none({**start, axis: value})
+        for axes in itertools.combinations(_TOGETHER, 2) if twice else ():
+            if fixed.keys().isdisjoint(axes):
+                for values in itertools.product(*(self._movable[axis][:_FEW] for axis in axes)):
+                    yield from self._settled_or_none({**start, **dict(zip(axes, values, strict=True))})
+
+    def _settled_or_none(self, fixed: Mapping[str, Any]) -> tuple[Cell, ...]:
+        cell = self._settled(fixed)
+        return () if cell is None else (cell,)
 
     def _is_hopeless(self, fixed: Mapping[str, Any], cell: Cell) -> bool:
         """Whether a reason against the cell stands against a fixed value, whatever the others are."""
@@ -187,10 +202,11 @@ class Search:
 
     def _find_base(self) -> Cell:
         best = self.base = Cell(**{axis: values[0] for axis, values in self._axes.items()})
-        while not self._is_hopeless({}, best):
-            counted = [(len(self.reasons(cell)), cell) for cell in self._one_more({}, {})]
-            least, cell = min(counted, key=lambda pair: pair[0])
-            if least >= len(self.reasons(best)):
-                break
-            best = self.base = cell
+        # Another feature is the last resort: one without pages has no reasons against its pages either.
+        for kept in ({"feature": best.feature}, {}):
+            while self.reasons(best) and not self._is_hopeless({}, best):
+                moved = min(self._moved({}, kept), key=lambda cell: len(self.reasons(cell)))
+                if len(self.reasons(moved)) >= len(self.reasons(best)):
+                    break
+                best = self.base = moved
         return best
