@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec, Phase
 
-__all__ = ["conflicting", "examine", "import_parts", "not_loaded", "pages", "refuse_import"]
+__all__ = [
+    "conflicting",
+    "examine",
+    "fault",
+    "import_parts",
+    "not_loaded",
+    "pages",
+    "refuse_import",
+    "validated",
+]
 
 _CODES = {
     PluginStatus.BLOCKED: "blocked",
@@ -51,7 +60,7 @@ def examine(
 ) -> Candidate:
     """Gates 2 and 3, and the priority. Both gates leave their reasons, the spec's first."""
     backend = offer.backend
-    configuration = _validated(backend, spec, device, phase)
+    configuration = validated(backend, spec, device, phase)
     installed = _installed(backend, assumed)
     priority = _priority(offer, spec, device, phase)
     if isinstance(priority, Reason):
@@ -96,15 +105,16 @@ def refuse_import(candidate: Candidate, reason: Reason) -> Candidate:
     return dataclasses.replace(candidate, refused_at=Gate.IMPORT, reasons=(reason,))
 
 
-def _validated(
+def validated(
     backend: type[AttentionBackend], spec: LayerSpec, device: Device, phase: Phase | None
 ) -> list[Reason]:
+    """Gate 2: what `validate_configuration` says; a reason against the backend where it raises, or says nothing."""
     found, error = attempt(backend.validate_configuration, spec, device, phase)
     if error is not None:
-        return [_fault(backend, f"raised {describe(error)} in validate_configuration")]
+        return [fault(backend, f"raised {describe(error)} in validate_configuration")]
     if isinstance(found, str) or not isinstance(found, Sequence):
         what = f"returned {found!r} from validate_configuration, which must be a list of reasons"
-        return [_fault(backend, what)]
+        return [fault(backend, what)]
     # Backends ported from vLLM return plain sentences.
     return [item if isinstance(item, Reason) else Reason(str(item), code="combination") for item in found]
 
@@ -112,7 +122,7 @@ def _validated(
 def _installed(backend: type[AttentionBackend], assumed: Assumed) -> list[Reason]:
     reasons, error = attempt(unmet, backend.requires, assumed)
     if error is not None:
-        return [_fault(backend, f"has requires={backend.requires!r}: {describe(error)}")]
+        return [fault(backend, f"has requires={backend.requires!r}: {describe(error)}")]
     return list(reasons)
 
 
@@ -120,11 +130,11 @@ def _priority(offer: Offer, spec: LayerSpec, device: Device, phase: Phase | None
     backend = offer.backend
     priority, error = attempt(backend.get_priority, spec, device, phase)
     if error is not None:
-        return _fault(backend, f"raised {describe(error)} in get_priority")
+        return fault(backend, f"raised {describe(error)} in get_priority")
     # Of a composite two distributions may be named.
     lowest = 0 if PROJECT in (offer.distribution or "").split("+") else 1
     if type(priority) is not int or not lowest <= priority <= 999:
-        return _fault(backend, f"has priority {priority!r}; it must be an integer from {lowest} to 999")
+        return fault(backend, f"has priority {priority!r}; it must be an integer from {lowest} to 999")
     return int(priority)
 
 
@@ -133,13 +143,14 @@ def _unfit(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> 
     faults = []
     _, error = attempt(pages, backend, spec, device)
     if error is not None:
-        faults.append(_fault(backend, f"raised {describe(error)} for its block size and layout"))
+        faults.append(fault(backend, f"raised {describe(error)} for its block size and layout"))
     _, error = attempt(build_options, backend, None)
     if error is not None:
-        faults.append(_fault(backend, f"has Options that cannot be made: {describe(error)}"))
+        faults.append(fault(backend, f"has Options that cannot be made: {describe(error)}"))
     return faults
 
 
-def _fault(backend: type[AttentionBackend], what: str) -> Reason:
+def fault(backend: type[AttentionBackend], what: str) -> Reason:
+    """The reason against a backend that did `what` to a gate."""
     owner = f"{backend.__module__}.{backend.__qualname__}"
     return Reason(f"{owner} {what}", code="plugin_error", remedy="tell its author")
