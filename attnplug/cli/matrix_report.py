@@ -105,7 +105,8 @@ class MatrixReport:
             seconds = f" ({result.seconds:.1f} s)" if result.seconds >= 1 else ""
             style = "red" if status is Status.REFUTED else None
             self._print(f"{status:9} {result.id}{seconds}", style)
-            for line in result.cause.splitlines()[:_CAUSE_LINES] if status is not Status.REFUSED else ():
+            # The evidence stands in the tables that follow.
+            for line in result.cause.splitlines()[:_CAUSE_LINES] if self._verbose else ():
                 self._print(f"          {line}")
         self._tell_how_far()
         if time.monotonic() - self._saved > _SECONDS:

@@ -1,0 +1,415 @@
+"""`attnplug matrix`: what it asks, runs, writes, joins and compares, and how it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import importlib.util
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from attnplug.backends.torch_native.backend import TorchBackend
+from attnplug.cli import matrix_files, matrix_report
+from attnplug.core.errors import MatrixFileError
+from attnplug.matrix import declared, verify
+from attnplug.matrix.model import Matrix
+from attnplug.matrix.results import read_matrix, write_matrix
+from attnplug.registry import refuted
+from attnplug.testing.isolation.listing import Listing, Trouble
+from attnplug.testing.isolation.results import Outcome, Result
+
+FEW = ("--only", "plain/*/d128/*/auto/b16/NHD")
+"""Few cells of TORCH; its three dtypes and three phases."""
+WRONG = "output[0]: 1 is not 2; these are the numbers of a known mistake: window ignored"
+
+
+@pytest.fixture
+def command(run, monkeypatch, tmp_path):
+    """`command(...)` runs `attnplug matrix ...` in an empty folder, with a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(declared, "source_commit", lambda: "0123")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return lambda *args: run("matrix", *args)
+
+
+class Workers:
+    """Stands for the workers: every cell passes but those with an ending of their own."""
+
+    def __init__(self) -> None:
+        self.endings: dict[str, Result | type[BaseException] | int] = {}
+        self.trouble: dict[str, str] = {}
+        self.problem: str | None = None
+        self.runs: list[list[str]] = []
+        self.limits = None
+        self.wanted = None
+
+    def listing(self, wanted, timeout):
+        if wanted.name in self.trouble:
+            return Trouble(self.trouble[wanted.name], True)
+        return Listing(wanted.name, "attnplug", "cpu", "cpu", None, "smoke", (), {}, {}, "0123")
+
+    def run_checks(self, listing, wanted, ids, limits, watcher):
+        self.runs.append(list(ids))
+        self.limits, self.wanted = limits, wanted
+        for each in ids:
+            watcher.started(each)
+            ending = self.endings.get(each)
+            if isinstance(ending, int):
+                os.kill(os.getpid(), ending)
+            if isinstance(ending, type):
+                raise ending
+            watcher.finished(ending or Result(each, Outcome.PASSED, 2.0))
+        return self.problem
+
+
+@pytest.fixture
+def workers(monkeypatch) -> Iterator[Workers]:
+    played = Workers()
+    monkeypatch.setattr(verify, "list_checks", played.listing)
+    monkeypatch.setattr(verify, "run_checks", played.run_checks)
+    before = signal.getsignal(signal.SIGTERM)
+    yield played
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def torch_cells() -> list[str]:
+    """The cells of FEW, in the order in which they are asked."""
+    ids = [each.cell.id for each in declared.declare(TorchBackend, "cpu").findings]
+    return fnmatch.filter(ids, FEW[1])
+
+
+def wrong(cell: str) -> Result:
+    return Result(cell, Outcome.FAILED, 0.2, WRONG)
+
+
+def statuses(path) -> dict[str, str]:
+    (run,) = read_matrix(Path(path)).runs
+    return {finding.cell.id: str(finding.status) for finding in run.findings}
+
+
+# Help and declarations.
+
+
+@pytest.mark.parametrize("name", [(), ("merge",), ("diff",)])
+def test_help_fits_80_columns_and_names_the_exit_codes(run, name):
+    outcome = run("matrix", *name, "--help")
+    assert outcome.code == 0
+    assert max(map(len, outcome.out.splitlines())) <= 80
+    assert "Exit codes: 0 " in outcome.out
+
+
+def test_any_devices_are_asked_at_once_and_nothing_is_run(command):
+    outcome = command(
+        "--backend", "TORCH", "--device", "sm90", "--device", "cpu", "--device", "sm90", "--json", "m.json"
+    )
+    assert (outcome.code, outcome.err) == (0, "")
+    runs = read_matrix(Path("m.json")).runs
+    assert [each.key for each in runs] == [("TORCH", "sm90"), ("TORCH", "cpu")]
+    assert {str(each.status) for one in runs for each in one.findings} == {"declared", "refused"}
+    assert "sinks            ○ declared" in outcome.out
+
+
+def test_without_a_name_all_backends_are_asked_and_composites_by_name(command):
+    assert command("--device", "cpu", "--json", "m.json").code == 0
+    names = {each.backend for each in read_matrix(Path("m.json")).runs}
+    assert {"TORCH", "TRITON", "FLASH_ATTN_2", "FLASHINFER"} <= names
+    command("--backend", "FLASH_ATTN_4+FLASHINFER", "--device", "sm90", "--json", "m.json")
+    assert [each.backend for each in read_matrix(Path("m.json")).runs] == ["FLASH_ATTN_4+FLASHINFER"]
+
+
+def test_a_family_stands_for_its_members(command):
+    command("--backend", "FLASH_ATTN", "--device", "sm90", "--json", "m.json")
+    names = [each.backend for each in read_matrix(Path("m.json")).runs]
+    assert {"FLASH_ATTN_2", "FLASH_ATTN_4"} <= set(names)
+
+
+def test_cells_are_chosen_by_feature_and_by_id(command):
+    command(
+        "--backend", "TORCH", "--device", "cpu", "--feature", "sinks", "--only", "*/d64/*", "--json", "m.json"
+    )
+    found = statuses("m.json")
+    assert found
+    assert all(each.startswith("sinks/") and "/d64/" in each for each in found)
+
+
+def test_the_commit_is_that_of_the_checkout_unless_told(command):
+    command("--backend", "TORCH", "--device", "cpu", "--json", "m.json")
+    assert read_matrix(Path("m.json")).runs[0].commit == "0123"
+    command("--backend", "TORCH", "--device", "cpu", "--commit", "4567", "--json", "m.json")
+    assert read_matrix(Path("m.json")).runs[0].commit == "4567"
+
+
+def test_all_three_files_are_written(command):
+    outcome = command(
+        "--backend", "TORCH", "--device", "cpu", "--json", "m.json", "--html", "m.html", "--markdown", "m.md"
+    )
+    assert outcome.code == 0
+    assert Path("m.html").read_text().startswith("<!doctype html>")
+    assert "TORCH" in Path("m.md").read_text()
+    assert sorted(path.name for path in Path().iterdir()) == ["m.html", "m.json", "m.md"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--backend", "TORHC"), "--backend='TORHC' is no backend"),
+        (("--device", "sm9000000"), "is no device"),
+        (("--feature", "sink"), "--feature='sink' must be one of plain, sliding_window"),
+        (("--only", "sink/*"), "--only='sink/*' matches no cell; ids are as "),
+        (("--unclaimed",), "--unclaimed=True says how cells are run; add --verify"),
+        (("--resume",), "--resume=True says how cells are run; add --verify"),
+        (("--jobs", "2"), "--jobs=2 says how cells are run; add --verify"),
+        (("--compile-limit", "2"), "--compile-limit=2 says how cells are run; add --verify"),
+        (("--memory", "2GiB"), "--memory='2GiB' says how cells are run; add --verify"),
+        (("--json", "."), "--json='.' is a folder; name a file in it"),
+        (("--html", "no/m.html"), "--html='no/m.html' is in no folder that exists; mkdir -p no"),
+        (("--json", "m", "--markdown", "./m"), "--markdown='m' is the file of --json too; name two files"),
+        (
+            ("--verify", "--device", "rocm:9.4"),
+            "--device='rocm:9.4' is not of this machine, so nothing can be run",
+        ),
+        (("--verify", "--memory", "lots"), "lots"),
+    ],
+)
+def test_bad_usage_is_named_before_anything_is_run(command, workers, arguments, message):
+    outcome = command(*arguments) if "--backend" in arguments else command("--backend", "TORCH", *arguments)
+    assert outcome.code == 2
+    assert message in outcome.err
+    assert workers.runs == []
+
+
+def test_an_option_of_a_subcommand_is_not_taken_for_one_of_the_whole(command):
+    assert command("diff", "a.json", "b.json").err.startswith("attnplug: a.json cannot be read: No such file")
+    assert command("merge", "a.json").code == 2
+
+
+# Verifying, with played workers.
+
+
+def verifying(*more):
+    return ("--backend", "TORCH", "--device", "cpu", "--verify", *FEW, "--json", "m.json", *more)
+
+
+def test_what_passes_is_verified(command, workers):
+    outcome = command(*verifying("--jobs", "2", "--timeout", "9", "--memory", "3GiB"))
+    assert (outcome.code, outcome.err) == (0, "")
+    assert workers.runs == [torch_cells()]
+    assert set(statuses("m.json").values()) == {"verified"}
+    assert (workers.limits.timeout, workers.limits.jobs, workers.limits.memory) == (9.0, 2, 3 * 2**30)
+    assert (workers.wanted.name, workers.wanted.device) == ("TORCH", "cpu")
+    lines = outcome.out.splitlines()
+    count = len(torch_cells())
+    assert lines[0] == f"TORCH on cpu: {count} cells, 2 workers"
+    assert lines[1].startswith(f"TORCH on cpu: {count} verified in ")
+    assert "plain    ✓ verified" in outcome.out
+
+
+def test_a_refuted_claim_ends_with_4_and_select_is_told(command, workers):
+    cell = torch_cells()[1]
+    workers.endings[cell] = wrong(cell)
+    outcome = command(*verifying())
+    assert outcome.code == 4
+    assert statuses("m.json")[cell] == "refuted"
+    assert f"refuted   {cell}\n" in outcome.out
+    assert WRONG in outcome.out
+    assert (
+        f"TORCH on cpu: attnplug select refuses what was refuted ({refuted.evidence_path()})" in outcome.out
+    )
+    known = json.loads(refuted.evidence_path().read_text())
+    assert WRONG in json.dumps(known)
+    workers.endings.clear()
+    outcome = command(*verifying())
+    assert outcome.code == 0
+    assert "TORCH on cpu: 1 refuted before and right now, no longer refused" in outcome.out
+
+
+def test_where_select_cannot_be_told_the_results_stand_all_the_same(command, workers, monkeypatch):
+    def record(run):
+        raise MatrixFileError("refuted.json", "is half written", "delete it")
+
+    monkeypatch.setattr(refuted, "record", record)
+    workers.endings[torch_cells()[0]] = wrong(torch_cells()[0])
+    outcome = command(*verifying())
+    assert outcome.code == 4
+    assert (
+        outcome.err
+        == "attnplug: attnplug select is not told what was refuted: refuted.json is half written; delete it\n"
+    )
+    assert "refuted" in statuses("m.json").values()
+
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt, signal.SIGTERM])
+def test_an_interrupted_run_writes_what_it_has_and_goes_on_with_resume(command, workers, how):
+    cells = torch_cells()
+    workers.endings[cells[2]] = how
+    outcome = command(*verifying("--html", "m.html"))
+    assert outcome.code == 130
+    assert "interrupted; the same command with --resume goes on from here" in outcome.out
+    assert f"{len(cells) - 2} not run: interrupted" in outcome.out
+    assert list(statuses("m.json").values()) == ["verified"] * 2 + ["not run"] * (len(cells) - 2)
+    assert Path("m.html").exists()
+    workers.endings.clear()
+    outcome = command(*verifying("--resume"))
+    assert outcome.code == 0
+    assert workers.runs[1] == cells[2:]
+    assert "2 kept from the run before" in outcome.out
+    assert set(statuses("m.json").values()) == {"verified"}
+
+
+def test_an_interrupted_run_counts_as_such_even_where_something_is_refuted(command, workers):
+    cells = torch_cells()
+    workers.endings |= {cells[0]: wrong(cells[0]), cells[1]: KeyboardInterrupt}
+    assert command(*verifying()).code == 130
+
+
+def test_results_are_written_while_cells_run(command, workers, monkeypatch):
+    seen = []
+    cells = torch_cells()
+    monkeypatch.setattr(matrix_report, "_SECONDS", -1.0)
+    finished = verify.Verification.finished
+
+    def watch(self, result):
+        finished(self, result)
+        seen.append(list(statuses("m.json").values()).count("verified"))
+
+    monkeypatch.setattr(verify.Verification, "finished", watch)
+    outcome = command(*verifying())
+    assert seen == list(range(1, len(cells) + 1))
+    assert f"  1 of {len(cells)}: 1 verified" in outcome.out
+
+
+def test_a_backend_asked_for_by_name_that_does_not_run_here_ends_with_1(command, workers):
+    workers.trouble["TORCH"] = "TORCH does not run here on cpu: torch is missing"
+    outcome = command(*verifying())
+    assert (outcome.code, outcome.err) == (1, "attnplug: TORCH does not run here on cpu: torch is missing\n")
+    assert set(statuses("m.json").values()) == {"not run"}
+    assert "not run: TORCH does not run here on cpu: torch is missing" in outcome.out
+
+
+def test_of_all_backends_one_that_does_not_run_here_is_no_error(command, workers):
+    workers.trouble["TORCH"] = "TORCH does not run here"
+    outcome = command("--device", "cpu", "--verify", *FEW, "--json", "m.json")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert len(read_matrix(Path("m.json")).runs) > 1
+
+
+def test_a_run_that_stops_is_an_error_with_the_cause(command, workers):
+    workers.problem = "no worker process starts: SIGKILL\nkilled"
+    outcome = command(*verifying())
+    assert outcome.code == 1
+    assert outcome.err == "attnplug: the run of TORCH on cpu stopped: no worker process starts: SIGKILL\n"
+    assert "the run stopped:\nno worker process starts: SIGKILL\nkilled" in outcome.out
+
+
+def test_where_nothing_is_claimed_no_worker_starts(command, workers):
+    outcome = command("--backend", "FLASHINFER", "--device", "cpu", "--verify", "--json", "m.json")
+    assert outcome.code == 0
+    assert workers.runs == []
+    assert set(statuses("m.json").values()) == {"refused"}
+
+
+def test_unclaimed_cells_are_run_when_asked_and_listed(command, workers):
+    only = ("--only", "plain/decode/d128/bfloat16/*/b16/NHD", "--only", "mm_prefix/decode/d128/*")
+    outcome = command(
+        "--backend", "TORCH", "--device", "cpu", "--verify", "--unclaimed", *only, "--json", "m.json"
+    )
+    assert outcome.code == 0
+    assert statuses("m.json")["mm_prefix/decode/d128/bfloat16/auto/b16/NHD"] == "unclaimed"
+
+
+def test_every_cell_is_shown_where_all_are_wanted(command, workers):
+    cells = torch_cells()
+    workers.endings[cells[0]] = wrong(cells[0])
+    lines = command(*verifying("--verbose")).out.splitlines()
+    assert lines[1] == f"refuted   {cells[0]}"
+    assert lines[2].strip() == WRONG
+    assert lines[3] == f"verified  {cells[1]} (2.0 s)"
+
+
+def test_many_reasons_for_what_was_not_run_are_summed_up(command, workers):
+    for number, cell in enumerate(torch_cells()[:5]):
+        workers.endings[cell] = Result(cell, Outcome.SKIPPED, 0.0, f"reason {number}")
+    assert "  ... and 2 other reasons" in command(*verifying()).out
+
+
+def test_workers_need_their_extra(command, workers, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "xdist" else find_spec(name)
+    )
+    outcome = command(*verifying())
+    assert (outcome.code, outcome.err) == (
+        *(2, "attnplug: matrix --verify needs pytest-xdist: pip install 'attnplug[testing]'\n"),
+    )
+
+
+# Files.
+
+
+@pytest.fixture
+def files(command, workers):
+    """`files(name, cell=Result, ...)` writes a verified matrix in which cells may end otherwise."""
+
+    def write(name, *more, **endings):
+        workers.endings = endings
+        command(*verifying("--json", name, *more))
+        return name
+
+    return write
+
+
+def test_merge_joins_machines_and_says_what_it_leaves_out(command, files):
+    first, second = files("a.json"), files("b.json")
+    older = read_matrix(Path(first)).runs[0]
+    write_matrix(Matrix((dataclasses.replace(older, versions={"torch": "2.0"}),)), Path(first))
+    outcome = command("merge", first, second, "-o", "all.json", "--html", "all.html", "--markdown", "all.md")
+    assert (outcome.code, outcome.out) == (0, "")
+    assert outcome.err.startswith("attnplug: TORCH on cpu of ")
+    assert read_matrix(Path("all.json")) == read_matrix(Path(second))
+    assert Path("all.html").exists()
+    assert Path("all.md").exists()
+
+
+def test_merge_without_a_file_shows_tables(command, files):
+    outcome = command("merge", files("a.json"))
+    assert outcome.code == 0
+    assert "plain    ✓ verified" in outcome.out
+
+
+def test_merge_refuses_what_is_no_result_file_and_writes_nothing(command, files):
+    Path("half.json").write_text(Path(files("a.json")).read_text()[:-20])
+    outcome = command("merge", "a.json", "half.json", "-o", "all.json")
+    assert outcome.code == 2
+    assert outcome.err.startswith("attnplug: half.json is half written, or no JSON")
+    assert not Path("all.json").exists()
+
+
+def test_diff_of_equal_results_finds_nothing(command, files):
+    outcome = command("diff", files("a.json"), files("b.json"))
+    assert (outcome.code, outcome.out) == (0, "nothing changed\n")
+
+
+def test_diff_names_what_is_refuted_now_and_ends_with_4(command, files):
+    cell = torch_cells()[0]
+    outcome = command("diff", files("a.json"), files("b.json", **{cell: wrong(cell)}))
+    assert outcome.code == 4
+    assert outcome.out == f"TORCH on cpu: {cell} now refuted (was verified): {WRONG}\n1 now refuted\n"
+    back = command("diff", "b.json", "a.json")
+    assert (back.code, back.out) == (0, f"TORCH on cpu: {cell} now verified (was refuted)\n1 now verified\n")
+
+
+def test_diff_shows_many_changes_of_a_kind_when_asked(command, monkeypatch):
+    monkeypatch.setattr(matrix_files, "_SHOWN", 2)
+    for device, name in (("cpu", "a.json"), ("sm90", "b.json")):
+        command("--backend", "TORCH", "--device", device, *FEW, "--json", name)
+    outcome = command("diff", "a.json", "b.json")
+    count = len(torch_cells())
+    assert outcome.code == 4
+    assert f"... and {count - 2} more vanished; --all shows them\n" in outcome.out
+    assert "... and" not in command("diff", "a.json", "b.json", "--all").out
