@@ -1,0 +1,122 @@
+"""The page of compatibility and the README's table are what the committed results and the classes make them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from fences import DOCS, ROOT
+from workplace import readers_environment
+
+from attnplug.errors import AttnplugError
+from attnplug.matrix import Matrix, Run, Status
+from attnplug.matrix.declared import declare
+from attnplug.matrix.results import write_matrix
+from attnplug.registry import backends
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("compatibility_page", DOCS / "matrix.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def verified(backend: str, device: str, name: str) -> Run:
+    """A run in which everything that the class declares was right."""
+    declared = declare(backends()[backend], device)
+    findings = tuple(
+        dataclasses.replace(each, status=Status.VERIFIED) if each.status is Status.DECLARED else each
+        for each in declared.findings
+    )
+    return dataclasses.replace(
+        declared,
+        distribution="attnplug",
+        version="0.1.0",
+        device_name=name,
+        versions={"python": "3.12.3", "torch": "2.11.0"},
+        findings=findings,
+    )
+
+
+def test_the_page_and_the_table_are_those_that_the_script_writes() -> None:
+    # In a process of its own: TRITON_INTERPRET, which tests set, changes what TRITON declares.
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(DOCS / "matrix.py"), "--check"],
+        cwd=ROOT,
+        env=readers_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_stale_file_is_named(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(script, "PAGE", tmp_path / "compatibility.md")
+    assert script.stale(Matrix(())) == [tmp_path / "compatibility.md", ROOT / "README.md"]
+
+
+def test_what_was_run_stands_before_what_is_only_declared(script: ModuleType, tmp_path: Path) -> None:
+    write_matrix(Matrix((verified("TRITON", "sm90", "NVIDIA H200"),)), tmp_path / "matrix-triton-h200.json")
+    matrix = script.docs_matrix(tmp_path)
+    assert len({run.key for run in matrix.runs}) == len(matrix.runs)
+    assert {run.key for run in matrix.runs if run.device_name} == {("TRITON", "sm90")}
+    devices = re.findall(r"^## (.*)$", script.page(matrix), re.MULTILINE)
+    assert devices == ["sm90 (NVIDIA H200)", "cpu", "sm80", "sm100", "rocm:9.4"]
+
+
+def test_declarations_have_no_date_that_would_make_the_page_stale(script: ModuleType, tmp_path: Path) -> None:
+    assert {(run.date, run.commit) for run in script.docs_matrix(tmp_path).runs} == {("", None)}
+
+
+def test_the_table_shows_a_backend_where_most_of_it_was_run(script: ModuleType, tmp_path: Path) -> None:
+    write_matrix(Matrix((verified("TRITON", "sm90", "NVIDIA H200"),)), tmp_path / "matrix-1.json")
+    write_matrix(Matrix((verified("TORCH", "cpu", "some CPU"),)), tmp_path / "matrix-2.json")
+    table = script.table(script.docs_matrix(tmp_path))
+    head, _, *rows = table.splitlines()
+    assert head.startswith(
+        "|  | `TORCH`<br>on some CPU | `TRITON`<br>on NVIDIA H200 | `FLASHINFER`<br>on sm90 |"
+    )
+    cells = {row.split(" | ")[0].strip("| "): row.split(" | ")[1:] for row in rows if row.startswith("|")}
+    assert cells["sinks"][:3] == ["✓", "✓", "○"]
+    assert cells["MLA"][:2] == ["–", "–"]  # noqa: RUF001
+    assert cells["head sizes"][1] == "16 to 256 in steps of 8"
+    assert "✓ verified (claimed, run on the device, and right)" in table
+
+
+def test_the_readme_keeps_everything_but_its_table(script: ModuleType) -> None:
+    text = f"before\n{script.BEGIN}\nold\n{script.END}\nafter"
+    matrix = Matrix((verified("TORCH", "cpu", "some CPU"),))
+    made = script.readme(matrix, text)
+    assert made.startswith(f"before\n{script.BEGIN}\n\n|  | `TORCH`")
+    assert made.endswith(f"{script.END}\nafter")
+    assert "old" not in made
+    assert script.readme(matrix, made) == made
+
+
+@pytest.mark.parametrize("text", ["nothing", "<!-- End of the table. -->"])
+def test_a_readme_without_its_markers_is_an_error(script: ModuleType, text: str) -> None:
+    with pytest.raises(ValueError, match=r"README\.md lacks"):
+        script.readme(Matrix(()), text)
+
+
+def test_a_broken_result_file_is_named(script: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "matrix-torn.json").write_text('{"schema": "attnplug.matrix", "ver')
+    with pytest.raises(AttnplugError, match=r"matrix-torn\.json"):
+        script.docs_matrix(tmp_path)
+
+
+def test_the_pictures_of_the_page_are_there(script: ModuleType) -> None:
+    pictures = re.findall(r"\]\(\.\./(assets/[\w.-]+\.png)", script.page(Matrix(())))
+    assert len(pictures) == 4
+    assert all((DOCS / picture).is_file() for picture in pictures)
