@@ -15,6 +15,7 @@ from synthetic_matrix import HOSTILE, finding, hostile_matrix, run, synthetic_ma
 from attnplug.matrix import Matrix, Status
 from attnplug.matrix.html import render_html
 from attnplug.matrix.page_data import page_data
+from attnplug.matrix.words import AXIS_NAMES
 
 MATRICES = pytest.mark.parametrize(
     "matrix", [Matrix(()), synthetic_matrix(), hostile_matrix()], ids=["empty", "synthetic", "hostile"]
@@ -72,7 +73,7 @@ def test_the_data_of_the_page_holds_every_finding_as_it_is(matrix: Matrix) -> No
         (
             each.backend,
             each.device,
-            tuple(getattr(found.cell, axis["field"]) for axis in page_data(matrix)["axes"]),
+            tuple(getattr(found.cell, axis) for axis in AXIS_NAMES),
             str(found.status),
             found.why,
         )

@@ -39,9 +39,7 @@ drawAbout();
 readAddress();
 byId("main").hidden = false;
 draw();
-for (const event of ["hashchange", "popstate"]) {
-  addEventListener(event, () => {
-    readAddress();
-    draw();
-  });
-}
+addEventListener("popstate", () => {
+  readAddress();
+  draw();
+});

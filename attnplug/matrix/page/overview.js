@@ -18,7 +18,7 @@ function drawOverview(open) {
   const found = passing("status");
   const groups = new Map();
   for (const row of found) {
-    const key = rows.run[row] * 4096 + valueOf(row, state.by);
+    const key = `${rows.run[row]} ${valueOf(row, state.by)}`;
     if (!groups.has(key)) groups.set(key, []);
     groups.get(key).push(row);
   }
@@ -30,7 +30,7 @@ function drawOverview(open) {
   const body = values.map((value) => {
     const label = make("th", { scope: "row" }, axes[state.by].words[value]);
     const answers = shownRuns.map((run) => {
-      const group = groups.get(run * 4096 + value);
+      const group = groups.get(`${run} ${value}`);
       const className = startOf(run, shownRuns);
       const notAsked = make("span", { className: "not-asked" }, "not asked");
       return make("td", { className }, group ? answerButton(run, value, together(group), open) : notAsked);
