@@ -171,6 +171,11 @@ def test_of_long_lists_so_many_values_are_asked_as_can_be_paired(count: int) -> 
     assert len(sizes) > 35
 
 
+def test_what_cannot_be_paired_at_all_is_named_by_its_first_value() -> None:
+    axes = axes_of(backend_of(block_sizes=tuple(range(300, 400))), most_own=1)
+    assert axes["block_size"] == (16, 32, 64, 128, 256, 8, 1, 300)
+
+
 def test_a_backend_of_latents_is_asked_for_its_own_latents() -> None:
     backend = backend_of(head_sizes=(320, LATENT), features=Feature.MLA)
     served = [cell for cell, reasons in answers(backend, CPU).items() if not reasons]
