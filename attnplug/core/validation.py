@@ -171,6 +171,8 @@ def _combination(backend: type[AttentionBackend], spec: LayerSpec, device: Devic
 
 def _features(backend: type[AttentionBackend], spec: LayerSpec) -> Iterator[Reason]:
     missing = spec.required_features() & ~backend.features & ~_OWN_CHECK
+    if not missing:
+        return
     if not _stores(backend, spec):
         missing &= ~Feature.FP8_KV
     if spec.attn_type is not AttentionType.DECODER and not backend.supports_attn_type(spec.attn_type):
