@@ -47,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Find the backend and list its checks; whatever is in the way is a usage error, exit code 4."""
+    config.addinivalue_line("markers", "xdist_group(name): checks that one worker runs (pytest-xdist's)")
     if config.stash.get(REMOTE, False):
         return
     name = config.getoption("--attn-backend")

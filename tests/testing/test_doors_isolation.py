@@ -24,6 +24,7 @@ from attnplug.testing.isolation.environment import fingerprint, only_our_pytest,
 from attnplug.testing.isolation.listing import Listing, Trouble, Wanted, list_checks
 from attnplug.testing.isolation.results import Outcome, Result
 from attnplug.testing.isolation.state import State
+from attnplug.testing.isolation.worker import Worker
 
 LISTING = Listing(
     name="ACME",
@@ -107,6 +108,7 @@ def test_a_new_run_forgets_only_what_it_runs(state):
         {"device": "sm90"},
         {"device_name": "NVIDIA H200"},
         {"level": "full"},
+        {"checks_of": "acme:cells"},
         {"versions": {"attnplug": "0.1.0", "torch": "2.14.0"}},
         {"code": "4567"},
     ],
@@ -129,8 +131,20 @@ def test_edited_code_has_another_fingerprint(tmp_path, monkeypatch):
     (package / "kernel.py").write_text("one")
     before = fingerprint(["attnplug_made_here"])
     assert fingerprint(["attnplug_made_here", "attnplug_made_here"]) == before
-    (package / "kernel.py").write_text("three")
+    (package / "kernel.py").write_text("two")
     assert fingerprint(["attnplug_made_here"]) != before
+    (package / "kernel.py").write_text("one")
+    os.utime(package / "kernel.py", (1, 1))
+    assert fingerprint(["attnplug_made_here"]) == before
+
+
+def test_of_large_files_the_time_tells(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(environment, "_LARGE", 2)
+    (tmp_path / "attnplug_large.py").write_text("one")
+    before = fingerprint(["attnplug_large"])
+    os.utime(tmp_path / "attnplug_large.py", (1, 1))
+    assert fingerprint(["attnplug_large"]) != before
 
 
 def test_a_module_without_files_has_a_fingerprint_too(monkeypatch, tmp_path):
@@ -205,6 +219,10 @@ def stack(current: str) -> str:
         (
             "terminate called after throwing an instance of 'std::bad_alloc'\nFatal Python error: Aborted\n",
             "out of memory: terminate called after throwing an instance of 'std::bad_alloc'",
+        ),
+        (
+            "the GPU's context was lost: AcceleratorError: an illegal memory access\nwas encountered",
+            "the GPU's context was lost: AcceleratorError: an illegal memory access",
         ),
         ("acme: a warning\n", "the worker process crashed: SIGKILL"),
         ("", "the worker process crashed: SIGKILL"),
@@ -349,6 +367,59 @@ def test_the_list_is_made_in_a_child():
     assert (listing.name, listing.shipped_by, listing.device_type) == ("TORCH", "attnplug", "cpu")
     assert len(set(listing.ids)) == len(listing.ids) > 50
     assert {"Python", "attnplug", "torch"} <= set(listing.versions)
+
+
+def test_another_list_of_checks_may_be_asked_for():
+    listing = list_checks(Wanted("TORCH", "cpu", checks_of="attnplug.matrix.cell_checks:cell_checks"), 120)
+    assert isinstance(listing, Listing)
+    assert "sinks/decode/d128/bfloat16/auto/b16/NHD" in listing.ids
+    assert listing.checks_of == "attnplug.matrix.cell_checks:cell_checks"
+
+
+def test_a_list_of_checks_that_is_none_is_bad_usage():
+    trouble = list_checks(Wanted("TORCH", "cpu", checks_of="attnplug.matrix.model:cells"), 120)
+    assert isinstance(trouble, Trouble)
+    assert trouble.usage
+    assert trouble.text.startswith("--attn-checks='attnplug.matrix.model:cells' names no function: module")
+
+
+@pytest.fixture
+def worker(monkeypatch, tmp_path):
+    """A worker in this process, whose end raises SystemExit; its log is `log`."""
+    made = object.__new__(Worker)
+    made._log = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT)
+    os.write(made._log, b"what the kernel said first")
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    yield made
+    os.close(made._log)
+
+
+def gpu(monkeypatch, *, is_used=True, problem=None):
+    """torch with a GPU on which the next call raises `problem`."""
+
+    def synchronize():
+        if problem is not None:
+            raise problem
+
+    cuda = types.SimpleNamespace(is_initialized=lambda: is_used, synchronize=synchronize)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+
+
+def test_a_worker_ends_with_the_context_of_its_gpu_and_says_why(worker, monkeypatch, tmp_path):
+    gpu(monkeypatch, problem=RuntimeError("CUDA error: an illegal memory access was encountered"))
+    with pytest.raises(SystemExit):
+        worker._end_without_gpu(ValueError("output is NaN"))
+    said = (tmp_path / "log").read_text()
+    assert cause_of_death(said, 1.0, str)[0] == "the GPU's context was lost: ValueError: output is NaN"
+
+
+@pytest.mark.parametrize("state", [{}, {"is_used": False, "problem": RuntimeError("no driver")}])
+def test_a_worker_whose_gpu_works_or_is_not_used_goes_on(worker, monkeypatch, tmp_path, state):
+    gpu(monkeypatch, **state)
+    worker._end_without_gpu(ValueError("output is NaN"))
+    monkeypatch.delitem(sys.modules, "torch")
+    worker._end_without_gpu(ValueError("output is NaN"))
+    assert (tmp_path / "log").read_bytes() == b"what the kernel said first"
 
 
 def test_a_list_that_takes_too_long_is_given_up():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,7 +73,7 @@ def load_suite(
         checks_of: "module:function" that lists the checks of a Target; default those of the kit.
 
     Raises:
-        PolicyError: an unknown name, a family's name, or known failures that match no check.
+        PolicyError: an unknown name, a family's name, known failures that match no check, or no function.
         PluginError: the plugin asked for did not load.
         BackendUnavailableError: it lacks what it requires, cannot be imported, or does not run here.
         SpecError: a device or level that means nothing.
@@ -84,10 +84,8 @@ def load_suite(
     if reasons:
         raise BackendUnavailableError(f"{offer.name} does not run here on {where}: {'; '.join(reasons)}")
     _make_current(device)
-    if checks_of is not None:
-        listed = pkgutil.resolve_name(checks_of)(Target(offer.backend, where, Level(level)))
-        return Suite(offer, where, Level(level), tuple(listed), {})
-    checks = conformance_checks(offer.backend, device=where, level=level)
+    list_of = _lister(checks_of, offer.backend, where)
+    checks = list_of(level)
     chosen = Level(level)
     known: dict[str, str] = {}
     if known_failures is not None:
@@ -96,11 +94,22 @@ def load_suite(
             read_known_failures(known_failures),
             [check.id for check in checks],
             source=f"--known-failures {known_failures}",
-            elsewhere=lambda: [
-                check.id for check in conformance_checks(offer.backend, device=where, level=other)
-            ],
+            elsewhere=lambda: [check.id for check in list_of(other)],
         )
     return Suite(offer, where, chosen, tuple(checks), known)
+
+
+def _lister(
+    checks_of: str | None, backend: type[AttentionBackend], device: Device
+) -> Callable[[Level | str], list[Check]]:
+    """What lists the checks of a level: the kit, or the function named; PolicyError where there is none."""
+    if checks_of is None:
+        return lambda level: conformance_checks(backend, device=device, level=level)
+    try:
+        function = pkgutil.resolve_name(checks_of)
+    except (ImportError, AttributeError, ValueError) as problem:
+        raise PolicyError("--attn-checks", checks_of, f"names no function: {problem}") from None
+    return lambda level: list(function(Target(backend, device, Level(level))))
 
 
 def find_backend(name: str, source: str) -> Offer:

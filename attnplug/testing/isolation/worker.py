@@ -105,6 +105,7 @@ class Worker:
             torch.cuda.synchronize()
         except RuntimeError:
             os.ftruncate(self._log, 0)
+            os.lseek(self._log, 0, os.SEEK_SET)
             os.write(self._log, f"{GPU_LOST}{type(problem).__name__}: {problem}".encode())
             os._exit(1)
 
