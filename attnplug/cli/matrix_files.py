@@ -79,7 +79,7 @@ def show(matrix: Matrix) -> None:
 
 def merge(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="What attnplug matrix --json wrote.")
+        list[Path], typer.Argument(metavar="FILE", help="What attnplug matrix --json wrote.")
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the joined JSON.")

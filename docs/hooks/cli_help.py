@@ -11,6 +11,8 @@ from typing import Any
 MARKER = "<!-- attnplug help -->"
 WIDTH = 92
 
+_COMMANDS = "\nCommands:\n"
+
 # Without rich: its boxes break where lines have space between them. `terminal_width` is click's own.
 PROGRAM = """
 import sys
@@ -29,15 +31,27 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def commands_page() -> str:
     """What the commands do, then the help of the program and of each of them."""
     program = help_of()
-    options, heading, rest = program.partition("\nCommands:\n")
-    names = re.findall(r"^  ([a-z][a-z-]*)  ", rest, re.MULTILINE)
-    if not (heading and names):
+    options, _, rest = program.partition(_COMMANDS)
+    names = subcommands(program)
+    if not names:
         raise RuntimeError(f"attnplug --help names no command:\n{program}")
-    texts = {name: help_of(name) for name in names}
-    rows = [f"| [`attnplug {name}`](#attnplug-{name}) | {summary(text)} |" for name, text in texts.items()]
+    texts: dict[str, str] = {}
+    for name in names:
+        texts[name] = help_of(name)
+        for sub in subcommands(texts[name]):
+            texts[f"{name} {sub}"] = help_of(name, sub)
+    rows = [
+        f"| [`attnplug {name}`](#attnplug-{name.replace(' ', '-')}) | {summary(text)} |"
+        for name, text in texts.items()
+    ]
     after = rest.partition("\n\n")[2]
     parts = ["| command | |\n|---|---|", *rows, "", _section("attnplug", f"{options}\n{after}")]
     return "\n".join([*parts, *(_section(f"attnplug {name}", text) for name, text in texts.items())])
+
+
+def subcommands(text: str) -> list[str]:
+    """The commands that a help text lists."""
+    return re.findall(r"^  ([a-z][a-z-]*)  ", text.partition(_COMMANDS)[2], re.MULTILINE)
 
 
 def help_of(*command: str) -> str:

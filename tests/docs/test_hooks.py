@@ -36,6 +36,13 @@ def test_the_page_of_commands_has_a_section_for_each_with_its_options() -> None:
             assert any(each in section for each in shown), f"{name} {parameter.name}"
 
 
+def test_commands_of_a_command_have_sections_of_their_own() -> None:
+    page = hook("cli_help").commands_page()
+    assert "| [`attnplug matrix merge`](#attnplug-matrix-merge) | Join the results" in page
+    section = page.partition("\n## attnplug matrix diff\n")[2].partition("\n## ")[0]
+    assert "Usage: attnplug matrix diff " in section
+
+
 def test_a_page_without_the_marker_is_left_alone() -> None:
     assert hook("cli_help").on_page_markdown("# Title\n") == "# Title\n"
 
