@@ -67,8 +67,10 @@ class Search:
         self._blocks: tuple[int | MultipleOf, ...] = blocks or ()
         self._asked: dict[Cell, tuple[Reason, ...]] = {}
         self._movable = axes
-        self.base = self._find_base()
+        self.base: Cell
         """The plainest cell that is served, or one that is refused for as little as can be."""
+        self._plainest: dict[str, dict[str, Any]] = {}
+        self._find_base()
 
     def reasons(self, cell: Cell) -> tuple[Reason, ...]:
         """As `reasons_of`."""
@@ -152,18 +154,20 @@ class Search:
     def _moved(
         self, start: Mapping[str, Any], fixed: Mapping[str, Any], *, twice: bool = False
     ) -> Iterator[Cell]:
-        """The cells that differ from a start in one value, then, if asked for, in two."""
+        """The cells that differ from a start in one value that is not fixed, then, if asked for, in two."""
+        for moves in self._steps(fixed, twice=twice):
+            cell = self._settled({**start, **moves})
+            if cell is not None:
+                yield cell
+
+    def _steps(self, fixed: Mapping[str, Any], *, twice: bool) -> Iterator[Mapping[str, Any]]:
         for axis in _MOVED:
             for value in () if axis in fixed else self._movable[axis]:
-                yield from self._settled_or_none({**start, axis: value})
+                yield {axis: value}
         for axes in itertools.combinations(_TOGETHER, 2) if twice else ():
             if fixed.keys().isdisjoint(axes):
                 for values in itertools.product(*(self._movable[axis][:_FEW] for axis in axes)):
-                    yield from self._settled_or_none({**start, **dict(zip(axes, values, strict=True))})
-
-    def _settled_or_none(self, fixed: Mapping[str, Any]) -> tuple[Cell, ...]:
-        cell = self._settled(fixed)
-        return () if cell is None else (cell,)
+                    yield dict(zip(axes, values, strict=True))
 
     def _is_hopeless(self, fixed: Mapping[str, Any], cell: Cell) -> bool:
         """Whether a reason against the cell stands against a fixed value, whatever the others are."""
@@ -187,26 +191,34 @@ class Search:
             wanted = (self.base.feature, PLAIN, "fp8_kv", "mla")
             feature = next((name for name in wanted if self._fits(name, fixed)), None)
         elif not self._fits(feature, fixed):
-            feature = None
+            return None
         if feature is None:
             return None
-        values: dict[str, Any] = {"feature": feature}
-        for axis, fitting in self._fitting[feature].items():
-            value = fixed[axis] if axis in fixed else getattr(self.base, axis)
-            values[axis] = value if value in fitting else fitting[0]
-        return Cell(**values)
+        return Cell(**{**self._plainest[feature], **fixed})
 
     def _fits(self, feature: str, fixed: Mapping[str, Any]) -> bool:
         fitting = self._fitting[feature]
         return all(value in fitting[axis] for axis, value in fixed.items() if axis != "feature")
 
-    def _find_base(self) -> Cell:
-        best = self.base = Cell(**{axis: values[0] for axis, values in self._axes.items()})
+    def _find_base(self) -> None:
+        self._stand_on(Cell(**{axis: values[0] for axis, values in self._axes.items()}))
         # Another feature is the last resort: one without pages has no reasons against its pages either.
-        for kept in ({"feature": best.feature}, {}):
-            while self.reasons(best) and not self._is_hopeless({}, best):
+        for kept in ({"feature": self.base.feature}, {}):
+            while self.reasons(self.base) and not self._is_hopeless({}, self.base):
                 moved = min(self._moved({}, kept), key=lambda cell: len(self.reasons(cell)))
-                if len(self.reasons(moved)) >= len(self.reasons(best)):
+                if len(self.reasons(moved)) >= len(self.reasons(self.base)):
                     break
-                best = self.base = moved
-        return best
+                self._stand_on(moved)
+
+    def _stand_on(self, base: Cell) -> None:
+        self.base = base
+        self._plainest = {
+            feature: {
+                "feature": feature,
+                **{
+                    axis: value if (value := getattr(base, axis)) in fitting else fitting[0]
+                    for axis, fitting in fittings.items()
+                },
+            }
+            for feature, fittings in self._fitting.items()
+        }
