@@ -18,7 +18,7 @@ from attnplug.core.device import Device
 from attnplug.core.features import Feature
 from attnplug.matrix.axes import LATENT, axes_of
 from attnplug.matrix.design import MOST_CELLS, answers, design
-from attnplug.matrix.layers import spec_of
+from attnplug.matrix.layers import phase_of, spec_of
 from attnplug.matrix.model import Cell
 from attnplug.registry.default import get_registry
 
@@ -107,8 +107,7 @@ def test_two_values_that_are_served_are_shown_served(name: str, device: str) -> 
         cell = Cell(feature, phase, head_size, "bfloat16", kv, *pages)
         if any(means_nothing(feature, *item) for item in (("head_size", head_size), ("kv_cache_dtype", kv))):
             continue
-        when = None if phase == "mixed" else phase
-        if not backend.validate_configuration(spec_of(cell), where, when):
+        if not backend.validate_configuration(spec_of(cell), where, phase_of(cell)):
             assert pairs_in([cell]) <= shown
 
 

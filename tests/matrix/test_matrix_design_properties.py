@@ -87,7 +87,8 @@ def served_pairs(backend: type[AttentionBackend]) -> dict[Any, Cell]:
             for axis in SEARCHED[1:]
         ]
         for values in itertools.product(*fitting):
-            cell = Cell(feature, *values, layouts[0] if values[-1] is not None else None)
+            layout = None if values[-1] is None else layouts[0]
+            cell = Cell(feature, **dict(zip(SEARCHED[1:], values, strict=True)), layout=layout)
             pairs = pairs_of(cell)
             if not pairs <= found.keys() and not refusals(backend, cell):
                 found |= dict.fromkeys(pairs, cell)

@@ -31,7 +31,7 @@ def natural(feature: str) -> Cell:
 
 
 def test_there_is_a_value_for_every_feature() -> None:
-    assert list(FEATURES) == ["plain", *(flag.name.lower() for flag in Feature)]
+    assert list(FEATURES) == ["plain", *(name for flag in Feature for name in flag.names())]
 
 
 @pytest.mark.parametrize("feature", FEATURES)
