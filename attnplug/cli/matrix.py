@@ -154,13 +154,13 @@ def matrix(
         show(found)
         return
     require_the_extra("matrix --verify")
-    from attnplug.cli.matrix_verify import How, run_cells, terminated_as_interrupted
+    from attnplug.cli.matrix_verify import How, ended_once, run_cells
     from attnplug.matrix.verify import Extent
     from attnplug.runtime.budget import parse_memory
 
     allowed = None if memory is None else parse_memory(memory)
     how = How(Extent(unclaimed, compile_limit), resume, jobs, timeout, allowed)
-    with terminated_as_interrupted():
+    with ended_once():
         code, cannot = run_cells(pairs, declared, how, outputs, verbose)
     for why in cannot if backend else ():
         error(why, _FAILED)

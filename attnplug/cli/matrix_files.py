@@ -36,14 +36,17 @@ class Outputs:
     markdown: Path | None = None
 
     def check(self, json_option: str = "--json") -> None:
-        """PolicyError where a file cannot be written, before anything takes long."""
+        """Make the folders of the files; PolicyError where one cannot be written, before anything takes long."""
         options = {json_option: self.json, "--html": self.html, "--markdown": self.markdown}
         given = {name: path for name, path in options.items() if path is not None}
         for name, path in given.items():
             if path.is_dir():
                 raise PolicyError(name, str(path), "is a folder", "name a file in it")
-            if not path.parent.is_dir():
-                raise PolicyError(name, str(path), "is in no folder that exists", f"mkdir -p {path.parent}")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as problem:
+                why = f"is in a folder that cannot be made: {problem.strerror or problem}"
+                raise PolicyError(name, str(path), why) from None
         names = list(given)
         for index, (name, path) in enumerate(given.items()):
             for other in names[:index]:
@@ -78,9 +81,7 @@ def show(matrix: Matrix) -> None:
 
 
 def merge(
-    files: Annotated[
-        list[Path], typer.Argument(metavar="FILE", help="What attnplug matrix --json wrote.")
-    ],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="What attnplug matrix --json wrote.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the joined JSON.")
     ] = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -19,9 +20,11 @@ from attnplug.matrix.verify import Extent, Verification
 if TYPE_CHECKING:
     from attnplug.cli.matrix_cells import Pair
 
-__all__ = ["How", "run_cells", "terminated_as_interrupted"]
+__all__ = ["How", "ended_once", "run_cells"]
 
 _FAILED, _REFUTED, _INTERRUPTED = 1, 4, 130
+_AT_ONCE = 1.0
+"""Seconds within which signals to end are one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,14 +113,24 @@ def _remember(found: Matrix, report: MatrixReport) -> None:
 
 
 @contextlib.contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """Write what is known where a scheduler ends us, as where the user does."""
+def ended_once() -> Iterator[None]:
+    """SIGTERM is an interrupt as SIGINT is, and several at once are one.
+
+    coreutils' timeout sends its signal to us, and then to our process group; the second must not keep us from
+    writing what is known.
+    """
+    last = -_AT_ONCE
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _AT_ONCE:
+            last = now
+            raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {each: signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -27,9 +27,11 @@ INTERRUPTED = "interrupted"
 
 _CHECKS = "attnplug.matrix.cell_checks:cell_checks"
 _LISTING_SECONDS = 300.0
-_OF_THE_LIMITS = re.compile(r"timed out after|.*\bout of memory\b|.*runs out of memory$", re.IGNORECASE)
-"""What says more of the limits than of the backend: nothing wrong came back."""
-_UNAVAILABLE = re.compile(r"[\w.]*BackendUnavailableError: ")
+_NO_VERDICT = re.compile(
+    r"timed out after |.*\bout of memory\b|.* crashed: SIG(TERM|INT|HUP)\b|[\w.]*BackendUnavailableError: ",
+    re.IGNORECASE,
+)
+"""What says more of the limits, of whoever ended a worker, or of this machine than of the backend."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -182,9 +184,8 @@ class Verification:
         if passed:
             return Finding(declared.cell, Status.VERIFIED)
         why = result.cause or "it failed and did not say why"
-        could_not = _OF_THE_LIMITS.match(why) or _UNAVAILABLE.match(why)
-        is_skipped = result.outcome is Outcome.SKIPPED
-        return Finding(declared.cell, Status.NOT_RUN if is_skipped or could_not else Status.REFUTED, (why,))
+        no_verdict = result.outcome is Outcome.SKIPPED or _NO_VERDICT.match(why)
+        return Finding(declared.cell, Status.NOT_RUN if no_verdict else Status.REFUTED, (why,))
 
     def _chosen(self, extent: Extent) -> list[str]:
         wanted = {Status.DECLARED, Status.REFUSED} if extent.unclaimed else {Status.DECLARED}

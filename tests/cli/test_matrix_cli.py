@@ -153,6 +153,8 @@ def test_all_three_files_are_written(command):
     assert Path("m.html").read_text().startswith("<!doctype html>")
     assert "TORCH" in Path("m.md").read_text()
     assert sorted(path.name for path in Path().iterdir()) == ["m.html", "m.json", "m.md"]
+    assert command("--backend", "TORCH", "--device", "cpu", "--json", "build/new/m.json").code == 0
+    assert Path("build/new/m.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,8 @@ def test_all_three_files_are_written(command):
         (("--compile-limit", "2"), "--compile-limit=2 says how cells are run; add --verify"),
         (("--memory", "2GiB"), "--memory='2GiB' says how cells are run; add --verify"),
         (("--json", "."), "--json='.' is a folder; name a file in it"),
-        (("--html", "no/m.html"), "--html='no/m.html' is in no folder that exists; mkdir -p no"),
+        (("--html", "file/m.html"), "--html='file/m.html' is in a folder that cannot be made: File exists"),
+        (("--html", "file/no/m.html"), "is in a folder that cannot be made: Not a directory"),
         (("--json", "m", "--markdown", "./m"), "--markdown='m' is the file of --json too; name two files"),
         (
             ("--verify", "--device", "rocm:9.4"),
@@ -178,6 +181,7 @@ def test_all_three_files_are_written(command):
     ],
 )
 def test_bad_usage_is_named_before_anything_is_run(command, workers, arguments, message):
+    Path("file").touch()
     outcome = command(*arguments) if "--backend" in arguments else command("--backend", "TORCH", *arguments)
     assert outcome.code == 2
     assert message in outcome.err
@@ -266,6 +270,33 @@ def test_an_interrupted_run_counts_as_such_even_where_something_is_refuted(comma
     cells = torch_cells()
     workers.endings |= {cells[0]: wrong(cells[0]), cells[1]: KeyboardInterrupt}
     assert command(*verifying()).code == 130
+
+
+def test_a_signal_that_comes_twice_at_once_is_one_interrupt(command, workers, monkeypatch):
+    def show(matrix):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    workers.endings[torch_cells()[1]] = signal.SIGTERM
+    monkeypatch.setattr("attnplug.cli.matrix_verify.show", show)
+    assert command(*verifying()).code == 130
+    assert next(iter(statuses("m.json").values())) == "verified"
+
+
+def test_one_that_comes_later_is_another(command, workers, monkeypatch):
+    monkeypatch.setattr("attnplug.cli.matrix_verify._AT_ONCE", 0.0)
+    monkeypatch.setattr(matrix_files.Outputs, "write", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    workers.endings[torch_cells()[1]] = signal.SIGTERM
+    assert command(*verifying()).code == 130
+    assert not Path("m.json").exists()
+
+
+def test_a_terminal_sees_a_bar(command, workers, monkeypatch):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    outcome = command(*verifying())
+    assert outcome.code == 0
+    assert f"{len(torch_cells())}/{len(torch_cells())}" in outcome.out
+    assert "━" in outcome.out
 
 
 def test_results_are_written_while_cells_run(command, workers, monkeypatch):
@@ -402,6 +433,15 @@ def test_diff_names_what_is_refuted_now_and_ends_with_4(command, files):
     assert outcome.out == f"TORCH on cpu: {cell} now refuted (was verified): {WRONG}\n1 now refuted\n"
     back = command("diff", "b.json", "a.json")
     assert (back.code, back.out) == (0, f"TORCH on cpu: {cell} now verified (was refuted)\n1 now verified\n")
+
+
+def test_a_file_that_cannot_be_written_is_named(command, monkeypatch):
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("attnplug.registry.files.write_whole", full)
+    outcome = command("--backend", "TORCH", "--device", "cpu", "--html", "m.html")
+    assert (outcome.code, outcome.err) == (2, "attnplug: m.html cannot be written: No space left on device\n")
 
 
 def test_diff_shows_many_changes_of_a_kind_when_asked(command, monkeypatch):

@@ -244,6 +244,7 @@ def test_beyond_the_limit_of_compilations_nothing_is_run(play):
             result("the worker process crashed: SIGKILL, as when the system runs out of memory"),
             Status.NOT_RUN,
         ),
+        (result("the worker process crashed: SIGTERM"), Status.NOT_RUN),
         (result("attnplug.core.errors.BackendUnavailableError: nvcc is missing"), Status.NOT_RUN),
         (result("the kit has no batches of it", Outcome.SKIPPED), Status.NOT_RUN),
     ],
