@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attnplug.core.blocks import MultipleOf
-from attnplug.core.dtypes import DTYPES as KNOWN_DTYPES
-from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name
+from attnplug.core.dtypes import kv_cache_dtype_name
 from attnplug.core.features import Feature
 from attnplug.registry.containment import attempt
 
@@ -40,11 +39,14 @@ PHASES: tuple[str, ...] = ("mixed", "prefill", "decode")
 HEAD_SIZES: tuple[int, ...] = (128, 64, 16, 32, 80, 96, 112, 192, 256)
 """What models have, and the ends of what kernels have; a backend's own come on top."""
 LATENT = 576
-"""Head size of multi-head latent attention: kv_lora_rank 512 and qk_rope_head_dim 64, as DeepSeek's."""
+"""Head size of multi-head latent attention: kv_lora_rank 512 and qk_rope_head_dim 64, as DeepSeek's.
+
+It is asked with MLA, and with sparse attention, which models have over latents.
+"""
 ROPE = 64
 """Of a latent's elements those that hold positions; the rest is kv_lora_rank."""
 DTYPES: tuple[str, ...] = ("bfloat16", "float16", "float32")
-"""Values of the axis `dtype`."""
+"""Values of the axis `dtype`: all that a layer can have."""
 KV_CACHE_DTYPES: tuple[str, ...] = ("auto", "fp8_e4m3", "fp8_e5m2")
 """Storage types that every backend is asked for; a backend's own come on top."""
 BLOCK_SIZES: tuple[int, ...] = (16, 32, 64, 128, 256, 8, 1)
@@ -63,7 +65,7 @@ def axes_of(backend: type[AttentionBackend], most_own: int | None = None) -> Axe
     """The values of each axis that a backend is asked about.
 
     Those that every backend is asked about, and what it lists itself. Where it allows every multiple of
-    something, the canonical values stand for them, or the nearest where none of them is one.
+    something, the canonical values stand for them, or the least where none of them is one.
 
     Args:
         backend: the class. A declaration that raises, or is none, adds nothing.
@@ -75,7 +77,6 @@ def axes_of(backend: type[AttentionBackend], most_own: int | None = None) -> Axe
     kv_dtypes = _asked(
         lambda: tuple(kv_cache_dtype_name(name, "kv") for name in backend.supported_kv_cache_dtypes)
     )
-    dtypes = _asked(lambda: tuple(bare_dtype_name(name, "dtype") for name in backend.supported_dtypes))
     layouts = _asked(backend.supported_kv_cache_layouts)
 
     def joined(canonical: Sequence[Any], own: Iterable[Any]) -> tuple[Any, ...]:
@@ -86,7 +87,7 @@ def axes_of(backend: type[AttentionBackend], most_own: int | None = None) -> Axe
         "feature": FEATURES,
         "phase": PHASES,
         "head_size": joined((*HEAD_SIZES, LATENT), _sizes(heads, HEAD_SIZES)),
-        "dtype": joined(DTYPES, (name for name in dtypes if name in KNOWN_DTYPES)),
+        "dtype": DTYPES,
         "kv_cache_dtype": joined(KV_CACHE_DTYPES, kv_dtypes),
         "block_size": joined(BLOCK_SIZES, (*_sizes(preferred, ()), *_sizes(blocks, BLOCK_SIZES))),
         "layout": joined(LAYOUTS, (name for name in layouts if isinstance(name, str))),

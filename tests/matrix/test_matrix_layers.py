@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from attnplug.core import dtypes
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.spec import Phase
+from attnplug.matrix import axes
 from attnplug.matrix.axes import FEATURES
 from attnplug.matrix.layers import phase_of, spec_of
 from attnplug.matrix.model import Cell
@@ -28,6 +30,10 @@ def natural(feature: str) -> Cell:
     if feature == "mla":
         return cell(feature, 576)
     return cell(feature, kv="fp8_e4m3" if feature == "fp8_kv" else "auto")
+
+
+def test_every_dtype_that_a_layer_can_have_is_asked() -> None:
+    assert set(axes.DTYPES) == set(dtypes.DTYPES)
 
 
 def test_there_is_a_value_for_every_feature() -> None:
