@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import statistics
 import types
 from collections.abc import Callable
@@ -218,7 +219,7 @@ def graph_us(call: Callable[[int], object], count: int, repeats: int = 7) -> flo
 def interleaved_us(
     calls: dict[str, Callable[[int], object]], count: int, repeats: int = 7, graphs: bool = True
 ) -> dict[str, float]:
-    """The same of several calls that take turns, so that a GPU which slows down slows all."""
+    """The same of several calls that take turns, each round in another order: what follows a heavy call is slower."""
     runs: dict[str, Callable[[], object]] = {}
     for name, call in calls.items():
         if graphs:
@@ -227,9 +228,11 @@ def interleaved_us(
             call(0)
             runs[name] = lambda call=call: [call(index) for index in range(count)]
     times: dict[str, list[float]] = {name: [] for name in runs}
+    order, shuffled = list(runs), random.Random(0)
     for repeat in range(repeats + 1):
-        for name, run in runs.items():
-            spent = _timed_ms(run)
+        for name in order:
+            spent = _timed_ms(runs[name])
             if repeat:
                 times[name].append(1e3 * spent / count)
+        shuffled.shuffle(order)
     return {name: statistics.median(each) for name, each in times.items()}

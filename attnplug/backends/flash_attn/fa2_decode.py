@@ -96,20 +96,26 @@ class FlashAttn2Decodes:
 
 
 @functools.lru_cache(maxsize=4096)
-def num_splits(units: int, slots: int, most: int) -> int:
+def num_splits(units: int, slots: int, key_blocks: int) -> int:
     """Into how many parts to split the keys of each request.
 
-    The fewest with which the GPU is nearly as full as with any number: 85 % of that, as the library has it.
+    The fewest with which the GPU is nearly as full as with any number: 85 % of that, as the library has it. Of
+    numbers that leave a part as many blocks of keys only the least is considered.
 
     Args:
         units: blocks of threads without splitting.
         slots: blocks of threads that the GPU runs at once.
-        most: the limit, besides the library's.
+        key_blocks: blocks of keys that the longest request may have; a part has one at least.
     """
     if units >= 0.8 * slots:
         return 1
     # Each wave of blocks takes as long as a full one.
-    counts = range(1, max(min(most, slots, _MOST_SPLITS), 1) + 1)
+    blocks = max(key_blocks, 1)
+    counts = [
+        count
+        for count in range(1, min(blocks, slots, _MOST_SPLITS) + 1)
+        if count == 1 or -(-blocks // count) < -(-blocks // (count - 1))
+    ]
     full = [units * count / (-(-units * count // slots) * slots) for count in counts]
     enough = 0.85 * max(full)
     return next(count for count, share in zip(counts, full, strict=True) if share >= enough)

@@ -154,11 +154,19 @@ def test_the_kernels_computed_here_write_out_of_bounds_where_a_request_has_no_ke
 
 
 def test_keys_are_split_as_the_gpu_has_room_and_not_as_the_context_is_long():
-    assert num_splits(units=240, slots=264, most=1000) == 1
-    assert num_splits(units=8, slots=264, most=1000) == 29
-    assert num_splits(units=8, slots=264, most=4) == 4
-    assert num_splits(units=1, slots=264, most=1000) <= 128
-    assert num_splits(units=8, slots=264, most=0) == 1
+    assert num_splits(units=240, slots=264, key_blocks=1000) == 1
+    assert num_splits(units=8, slots=264, key_blocks=1000) == 29
+    assert num_splits(units=8, slots=264, key_blocks=4) == 4
+    assert num_splits(units=1, slots=264, key_blocks=1000) <= 128
+    assert num_splits(units=8, slots=264, key_blocks=0) == 1
+
+
+def test_more_parts_that_are_no_shorter_are_not_made():
+    # 29 parts of 64 blocks are as long as 22, which leave room; 32 are shorter.
+    assert num_splits(units=8, slots=264, key_blocks=64) == 32
+    for blocks in range(2, 400):
+        parts = num_splits(units=8, slots=264, key_blocks=blocks)
+        assert parts == 1 or -(-blocks // parts) < -(-blocks // (parts - 1))
 
 
 def test_decodes_take_memory_by_the_tables_width(monkeypatch):
