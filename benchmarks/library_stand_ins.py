@@ -55,11 +55,10 @@ def flashinfer() -> FlashInfer:
 def stand_ins() -> Iterator[None]:
     """Inside, FlashAttention 2 and 4 and FlashInfer are these; keys are written as on a GPU, by Triton's launch."""
     import attnplug.backends.flashinfer.builder as flashinfer_builder
-    import attnplug.backends.flashinfer.impl as flashinfer_impl
     import attnplug.backends.flashinfer.library as flashinfer_library
     from attnplug.backends.flash_attn import fa2, fa4
     from attnplug.backends.impl import BuiltinImpl
-    from attnplug.ops.triton.kv_write import write_kv_cache
+    from attnplug.ops.triton.kv_write import BoundWrite
 
     # Of FlashAttention 4 the arguments are looked at.
     arguments = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in fa4.FORWARD]
@@ -80,8 +79,7 @@ def stand_ins() -> Iterator[None]:
             (fa4, "import_library", lambda backend: interface),
             (flashinfer_builder, "library", flashinfer),
             (flashinfer_library, "library", flashinfer),
-            (flashinfer_impl, "write_kv_cache", write_kv_cache),
-            (BuiltinImpl, "_write", staticmethod(write_kv_cache)),
+            (BuiltinImpl, "_bind_write", BoundWrite),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         for each in (fa2, fa4):
