@@ -18,6 +18,7 @@ PARENTS = {
     "PolicyError": ValueError,
     "UnknownBackendError": (errors.PolicyError, LookupError),
     "ModelConfigError": ValueError,
+    "MatrixFileError": ValueError,
     "BackendFaultError": errors.AttnplugError,
     "PluginError": errors.AttnplugError,
     "NoBackendError": errors.AttnplugError,
