@@ -17,6 +17,7 @@ from attnplug.ops.buffers import StagingRing
 __all__ = ["PlanCost", "PlanSpace", "Planner", "one_request"]
 
 _FIELDS = ("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")
+_LONGEST = "longest"
 _KEPT_VIEWS = 64
 
 
@@ -48,7 +49,7 @@ class _Slot:
         self._make(count)
 
     def filled(self, part: Part) -> dict[str, torch.Tensor]:
-        """The arrays of `part`, int32 in pinned memory, by name."""
+        """The arrays of `part`, int32 in pinned memory, by name; and "longest", the longest of its lengths."""
         count = len(part.seq_lens)
         if self._array.shape[1] <= count:
             self._make(2 * count)
@@ -56,18 +57,20 @@ class _Slot:
         array = self._array
         for row, (field, end) in enumerate(zip(_FIELDS, ends, strict=True)):
             array[row, :end] = getattr(part, field)
+        array[-1, 0] = part.seq_lens.max()
         views = self._views.get(count)
         if views is None:
             # Slicing tensors takes longer than filling them, and batch sizes come again.
             if len(self._views) >= _KEPT_VIEWS:
                 self._views.clear()
-            views = {field: row[:end] for field, row, end in zip(_FIELDS, self._tensor, ends, strict=True)}
+            views = {field: row[:end] for field, row, end in zip(_FIELDS, self._tensor, ends, strict=False)}
+            views[_LONGEST] = self._tensor[-1, :1]
             self._views[count] = views
         return views
 
     def _make(self, count: int) -> None:
         self._views.clear()
-        self._tensor = torch.zeros(len(_FIELDS), count + 1, dtype=torch.int32, pin_memory=self._pinned)
+        self._tensor = torch.zeros(len(_FIELDS) + 1, count + 1, dtype=torch.int32, pin_memory=self._pinned)
         self._array = self._tensor.numpy()
 
 
@@ -211,6 +214,9 @@ class Planner:
         self._wrapper._pin_memory_int_workspace_buffer = slot.schedule
         table = arrays["kv_indptr"], self._of(part, indices), arrays["last_page_len"]
         sizes = group.num_heads, group.num_kv_heads, group.head_size, self._page_size
+        # Before 0.7 the library looks for the longest element by element, 2 us each, and the planners that count
+        # pages read no more of the lengths than that: one is enough.
+        lengths = arrays[_LONGEST if self._counts_pages else "seq_lens"]
         began = time.perf_counter()
         if self._is_prefill_wrapper:
             self._wrapper.plan(
@@ -219,11 +225,11 @@ class Planner:
                 *sizes,
                 causal=causal,
                 max_token_per_sequence=part.max_query_len if self._names_longest_query else None,
-                seq_lens=arrays["seq_lens"],
+                seq_lens=lengths,
                 **self._fixed,
             )
         else:
-            self._wrapper.plan(*table, *sizes, seq_lens=arrays["seq_lens"], **self._fixed)
+            self._wrapper.plan(*table, *sizes, seq_lens=lengths, **self._fixed)
         space.cost.seconds += time.perf_counter() - began
         space.cost.plans += 1
         space.release()

@@ -70,15 +70,21 @@ class PlannedWrapper:
     def _schedule(
         self, planned: dict[str, Any], qo: torch.Tensor, kv: torch.Tensor, lengths: torch.Tensor
     ) -> None:
-        """Write the work list on the host, and copy it: what `run` reads is the copy."""
-        keys = lengths if self.schedules_keys else torch.zeros_like(lengths)
+        """Write the work list on the host, and copy it: what `run` reads is the copy.
+
+        A planner that counts pages is told lengths too, but reads none: any number of them will do.
+        """
+        count = len(kv) - 1
+        if self.schedules_keys:
+            assert len(lengths) == count, "a length for each request"
+        keys = lengths if self.schedules_keys else torch.zeros(count, dtype=torch.int32)
         work = torch.cat([qo, kv, keys]).to(torch.int32)
         raw = work.view(torch.uint8)
         self._pin_memory_int_workspace_buffer[: len(raw)] = raw
         self._int_workspace_buffer[: len(raw)].copy_(self._pin_memory_int_workspace_buffer[: len(raw)])
-        self._plan_info = len(lengths)
+        self._plan_info = count
         if self._graph and self.splits:
-            self._reserve(planned, len(lengths))
+            self._reserve(planned, count)
         self.planned = planned
         self.plans += 1
 
