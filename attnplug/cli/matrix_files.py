@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Outputs", "diff", "merge", "show"]
 
-_LOST = 4
+_LOST = _REFUTED = 4
 _SHOWN = 200
 
 
@@ -89,24 +90,38 @@ def merge(
         Path | None, typer.Option(metavar="FILE", help="Write a page that needs no network.")
     ] = None,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write Markdown.")] = None,
+    by_file: Annotated[
+        bool,
+        typer.Option("--by-file", help="Keep what each file holds apart, and name its devices after it too."),
+    ] = False,
 ) -> None:
     """Join the results of several machines; without a file to write, show them.
 
-    Of one backend on one device, runs of the same versions are joined cell by cell: what was run beats what was not, the newer beats the older. Of other versions the newest run stands. What is left out, and cells on which runs disagree, are said.
+    Of one backend on one device, runs of the same versions are joined cell by cell: what was run beats what was not, the newer beats the older. Of other versions the newest run stands. What is left out, and cells on which runs disagree, are said. With --by-file nothing is left out: versions stand side by side.
 
-    Exit codes: 0 joined, 2 a file that cannot be read.
+    Exit codes: 0 joined, 4 joined, and a claim is refuted, 2 a file that cannot be read.
     """
     from attnplug.matrix.merging import merge as join
+    from attnplug.matrix.merging import with_name
+    from attnplug.matrix.model import Status
     from attnplug.matrix.results import read_matrix
 
     outputs = Outputs(output, html, markdown)
     outputs.check("--output")
-    found = join(
-        [read_matrix(path) for path in files], lambda text: typer.echo(f"attnplug: {text}", err=True)
-    )
+    read = [read_matrix(path) for path in files]
+    if by_file:
+        read = [with_name(each, name) for each, name in zip(read, _names(files), strict=True)]
+    found = join(read, _say)
     outputs.write(found)
     if outputs == Outputs():
         show(found)
+    refuted = [(run, each) for run in found.runs for each in run.findings if each.status is Status.REFUTED]
+    for run, each in refuted[:_SHOWN]:
+        _say(f"{run.backend} on {run.device}: {each.cell.id} is refuted: {'; '.join(each.why)}")
+    if len(refuted) > _SHOWN:
+        _say(f"... and {len(refuted) - _SHOWN} more are refuted")
+    if refuted:
+        raise typer.Exit(_REFUTED)
 
 
 def diff(
@@ -135,6 +150,16 @@ def diff(
     typer.echo(", ".join(f"{number} {kind}" for kind, number in counts.items()) or "nothing changed")
     if any(kind.is_loss for kind in counts):
         raise typer.Exit(_LOST)
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """What each file is called, without its ending; its whole path where another is called the same."""
+    counts = Counter(path.stem for path in files)
+    return [path.stem if counts[path.stem] == 1 else str(path.with_suffix("")) for path in files]
+
+
+def _say(text: str) -> None:
+    typer.echo(f"attnplug: {text}", err=True)
 
 
 def _write(path: Path, text: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from attnplug.matrix.model import Finding, Matrix, Run, Status
 
-__all__ = ["merge"]
+__all__ = ["merge", "with_name"]
 
 _EVIDENCE = {Status.VERIFIED, Status.REFUTED, Status.UNCLAIMED}
 
@@ -28,6 +28,15 @@ def merge(matrices: Sequence[Matrix], say: Callable[[str], None] | None = None) 
     for run in (run for matrix in matrices for run in matrix.runs):
         by_key.setdefault(run.key, []).append(run)
     return Matrix(tuple(_one(runs, tell) for runs in by_key.values()))
+
+
+def with_name(matrix: Matrix, name: str) -> Matrix:
+    """The matrix with its devices named after where it comes from too, as "cpu (torch-2.9)".
+
+    Runs of other versions on such a device stand beside each other when they are joined. `attnplug.select` takes
+    no such name: what is made of it is for people.
+    """
+    return Matrix(tuple(dataclasses.replace(run, device=f"{run.device} ({name})") for run in matrix.runs))
 
 
 def _one(runs: Sequence[Run], tell: Callable[[str], None]) -> Run:

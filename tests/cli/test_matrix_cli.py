@@ -7,6 +7,7 @@ import fnmatch
 import importlib.util
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -405,6 +406,41 @@ def test_merge_joins_machines_and_says_what_it_leaves_out(command, files):
     assert read_matrix(Path("all.json")) == read_matrix(Path(second))
     assert Path("all.html").exists()
     assert Path("all.md").exists()
+
+
+def test_merge_by_file_keeps_versions_apart_and_names_them(command, files):
+    first, second = Path(files("old.json")), Path(files("new.json"))
+    older = read_matrix(first).runs[0]
+    write_matrix(Matrix((dataclasses.replace(older, versions={"torch": "2.0"}),)), first)
+    Path("other").mkdir()
+    third = Path(shutil.copy(first, "other"))
+    outcome = command("merge", first, second, third, "--by-file", "-o", "all.json")
+    assert (outcome.code, outcome.out, outcome.err) == (0, "", "")
+    runs = read_matrix(Path("all.json")).runs
+    assert [run.device for run in runs] == ["cpu (old)", "cpu (new)", "cpu (other/old)"]
+    assert [run.versions.get("torch") == "2.0" for run in runs] == [True, False, True]
+
+
+def test_merge_ends_with_4_where_a_claim_is_refuted_and_writes_all_the_same(command, files, monkeypatch):
+    one, other = torch_cells()[:2]
+    broken = files("a.json", **{one: wrong(one), other: wrong(other)})
+    outcome = command("merge", broken, "-o", "all.json")
+    assert (outcome.code, outcome.out) == (4, "")
+    told = [f"attnplug: TORCH on cpu: {cell} is refuted: {WRONG}\n" for cell in (one, other)]
+    assert outcome.err == "".join(told)
+    assert read_matrix(Path("all.json")) == read_matrix(Path(broken))
+    monkeypatch.setattr("attnplug.cli.matrix_files._SHOWN", 1)
+    assert (
+        command("merge", broken, "-o", "all.json").err == told[0] + "attnplug: ... and 1 more are refuted\n"
+    )
+
+
+def test_merge_does_not_end_with_4_for_what_a_newer_run_found_right(command, files):
+    cell = torch_cells()[0]
+    before, now = files("a.json", **{cell: wrong(cell)}), files("b.json")
+    outcome = command("merge", before, now, "-o", "all.json")
+    assert outcome.code == 0
+    assert f"{cell} was refuted on " in outcome.err
 
 
 def test_merge_without_a_file_shows_tables(command, files):
