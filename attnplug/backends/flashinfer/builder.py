@@ -31,7 +31,26 @@ from attnplug.core.metadata import (
 )
 from attnplug.core.spec import Phase
 
-__all__ = ["FlashInferMetadata", "FlashInferMetadataBuilder"]
+__all__ = ["FlashInferMetadata", "FlashInferMetadataBuilder", "Work"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Work:
+    """What a group's layers run in a step.
+
+    Args:
+        pages: the step as they see it.
+        indices: where its pages' indices are.
+        parts: its parts, and what runs each.
+        only: what runs all tokens of the batch, where one does.
+        generation: of the planners.
+    """
+
+    pages: StepPages
+    indices: PageIndices
+    parts: Sequence[tuple[Part, Planner]]
+    only: Planner | None
+    generation: int
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -58,33 +77,42 @@ class FlashInferMetadata(AttentionMetadata):
     planners: Planners
     captured: int
 
-    def planned(self, group: PlanGroup) -> tuple[StepPages, list[tuple[Part, Planner]]]:
+    _work: dict[PlanGroup, Work] = dataclasses.field(init=False, repr=False, default_factory=dict)
+
+    def planned(self, group: PlanGroup) -> Work:
         """The step as a group's layers see it, and what runs its parts, planned.
 
         Raises:
             BatchError: a group that the builder was not told of.
             PluginError: FlashInfer has to compile, and cannot.
         """
+        work = self._work.get(group)
+        if work is None or work.generation != self.planners.generation:
+            work = self._work[group] = self._work_of(group)
+        buffer = work.indices.hold(work.pages)
+        for part, planner in work.parts:
+            planner.ensure(part, buffer, self.causal)
+        return work
+
+    def _work_of(self, group: PlanGroup) -> Work:
         pages = self.pages.get(group.chunk_size)
         if pages is None:
             raise BatchError(
                 "layer", str(group), "was not planned for", "name the layer in BuilderConfig.layers"
             )
-        buffer = self.indices[group.chunk_size].hold(pages)
-        work = []
-        host = pages.host
+        indices, host = self.indices[group.chunk_size], pages.host
+        parts = []
         if host.decode is not None:
             if self.captured:
-                decode = self.planners.captured(group, self.captured, buffer)
+                decode = self.planners.captured(group, self.captured, indices.hold(pages))
             else:
                 decode = self.planners.of(group, "decode")
-            decode.ensure(host.decode, buffer, self.causal)
-            work.append((host.decode, decode))
+            parts.append((host.decode, decode))
         if host.prefill is not None:
-            prefill = self.planners.of(group, "prefill")
-            prefill.ensure(host.prefill, buffer, self.causal)
-            work.append((host.prefill, prefill))
-        return pages, work
+            parts.append((host.prefill, self.planners.of(group, "prefill")))
+        alone = len(parts) == 1 and host.seen is None and host.num_tokens == self.num_actual_tokens
+        only = parts[0][1] if alone else None
+        return Work(pages, indices, parts, only, self.planners.generation)
 
 
 class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):

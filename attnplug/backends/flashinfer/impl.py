@@ -8,7 +8,7 @@ import math
 import torch
 
 from attnplug.backends.flashinfer.backend import LEAST_SCALE, FlashInferBackend
-from attnplug.backends.flashinfer.builder import FlashInferMetadata
+from attnplug.backends.flashinfer.builder import FlashInferMetadata, Work
 from attnplug.backends.flashinfer.groups import PlanGroup, key_of
 from attnplug.backends.flashinfer.library import library
 from attnplug.backends.flashinfer.options import Options
@@ -41,7 +41,6 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         parameters = PerLayerParameters(spec.window[0], spec.logits_soft_cap, spec.scale, spec.has_sinks)
         return key_of(spec, parameters, options)
 
-    @torch.no_grad()
     def attend(
         self,
         layer: AttentionLayer | None,
@@ -67,32 +66,52 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         """
         meta = attn_metadata
         tokens = meta.num_actual_tokens
-        scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
-        self._check(query, tokens, output, output_lse, **scales)
-        Reach.of(self.spec, meta.causal)
-        k, v = self._paged(kv_cache)
+        plain = output_lse is None and output_scale is None and output_block_scale is None
+        plain = plain and self._is_plain(query, output, tokens)
+        if not plain:
+            scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
+            self._check(query, tokens, output, output_lse, **scales)
+        if not meta.causal:
+            Reach.of(self.spec, False)
+        pages = self._paged(kv_cache)
         kv_scales = None
-        if k.dtype.itemsize == 1:
-            kv_scales = self._scales(layer, k.dtype)
+        if pages[0].dtype.itemsize == 1:
+            kv_scales = self._scales(layer, pages[0].dtype)
             self._check_k_scale(kv_scales[0])
-        sinks = self.tensors.sinks if use_sinks or self.tensors.sinks is None else self._no_sinks
-        step, work = meta.planned(self.plan_group)
-        rows, out, lse = query[:tokens], output[:tokens], None if output_lse is None else output_lse[:tokens]
-        if step.seen is not None:
-            rows, out = rows[step.seen], torch.empty_like(out[: step.host.num_tokens])
-            lse = None if lse is None else lse.new_empty(step.host.num_tokens, lse.shape[1])
-        for part, planner in work:
-            _run(part, planner, rows, (k, v), out, lse, kv_scales, sinks)
-        if step.seen is not None:
-            _scatter(
-                step.seen, out, output[:tokens], lse, output_lse, self.tensors.sinks if use_sinks else None
-            )
+        sinks = self.tensors.sinks
+        if not use_sinks and sinks is not None:
+            sinks = self._no_sinks
+        work = meta.planned(self.plan_group)
+        if plain and work.only is not None:
+            work.only.run(query, pages, output, None, kv_scales, sinks)
+        else:
+            blind = self.tensors.sinks if use_sinks else None
+            _attend(work, tokens, query, pages, output, output_lse, kv_scales, sinks, blind)
         return output
+
+    def _is_plain(self, query: torch.Tensor, output: torch.Tensor, tokens: int) -> bool:
+        """Whether FlashInfer can take both as they are; every operation on them would cost as much as its call."""
+        shape, dtype = (tokens, *self._row), self._dtype
+        return (
+            query.shape == shape
+            and output.shape == shape
+            and query.dtype is dtype
+            and output.dtype is dtype
+            and query.stride()[2] == 1
+            and output.is_contiguous()
+            # FlashInfer refuses those that autograd records.
+            and not (query.requires_grad or output.requires_grad)
+        )
+
+    @functools.cached_property
+    def _row(self) -> tuple[int, int]:
+        return self.spec.num_heads, self.spec.head_size
 
     def _paged(self, kv_cache: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if kv_cache is None:
             raise LayoutError("kv_cache", None, "is required: FLASHINFER finds keys in pages")
-        self._check_pages(kv_cache)
+        if self.spec.direct_kv:
+            self._check_pages(kv_cache)
         return self._pages(kv_cache)
 
     def _check_k_scale(self, k_scale: float) -> None:
@@ -114,6 +133,30 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         device = None if self.tensors.sinks is None else self.tensors.sinks.device
         # The kernel reads float32 whatever torch's default dtype is.
         return torch.full((self.spec.num_heads,), _NO_SINK, dtype=torch.float32, device=device)
+
+
+@torch.no_grad()
+def _attend(
+    work: Work,
+    tokens: int,
+    query: torch.Tensor,
+    pages: tuple[torch.Tensor, torch.Tensor],
+    output: torch.Tensor,
+    output_lse: torch.Tensor | None,
+    scales: tuple[float, float] | None,
+    sinks: torch.Tensor | None,
+    blind_lse: torch.Tensor | None,
+) -> None:
+    """All parts of a step; `blind_lse [H]` is the LSE of queries that see nothing, None: -inf."""
+    seen, found, lse = work.pages.seen, output, output_lse
+    if seen is not None:
+        query = query[seen]
+        found = torch.empty_like(query)
+        lse = None if lse is None else lse.new_empty(query.shape[:2])
+    for part, planner in work.parts:
+        _run(part, planner, query, pages, found, lse, scales, sinks)
+    if seen is not None:
+        _scatter(seen, found, output[:tokens], lse, output_lse, blind_lse)
 
 
 def _run(

@@ -152,6 +152,8 @@ class Planner:
             "non_blocking": True,
         }
         self._causal = False
+        self._pointed: tuple[Part, torch.Tensor] | None = None
+        """The part and the indices that the wrapper reads."""
         space.adopt(wrapper)
 
     def ensure(self, part: Part, indices: torch.Tensor, causal: bool) -> None:
@@ -198,6 +200,9 @@ class Planner:
             scales: of fp8 keys and values; None where the pages hold them as they are.
             sinks: float32 `[H]`, where the layers have any.
         """
+        if lse is None and scales is None and sinks is None:
+            self._wrapper.run(query, pages, out=output, lse=None, return_lse=False)
+            return
         keywords: dict[str, Any] = {"out": output, "lse": lse, "return_lse": lse is not None}
         if scales is not None:
             keywords["k_scale"], keywords["v_scale"] = scales
@@ -209,7 +214,7 @@ class Planner:
     def _plan(self, part: Part, indices: torch.Tensor, causal: bool) -> None:
         space, group = self._space, self._group
         # Not its own any more, should planning raise.
-        space.owner = space.part = None
+        space.owner = space.part = self._pointed = None
         slot, arrays = space.acquire(part)
         self._wrapper._pin_memory_int_workspace_buffer = slot.schedule
         table = arrays["kv_indptr"], self._of(part, indices), arrays["last_page_len"]
@@ -245,9 +250,13 @@ class Planner:
 
     def _point(self, part: Part, indices: torch.Tensor) -> None:
         """The pages may be in another buffer than when it was planned: another KV group's, or a larger one."""
+        pointed = self._pointed
+        if pointed is not None and pointed[0] is part and pointed[1] is indices:
+            return
         place = indices.data_ptr() + 4 * part.first_page
         if self._wrapper._paged_kv_indices_buf.data_ptr() != place:
             self._wrapper._paged_kv_indices_buf = self._of(part, indices)
+        self._pointed = part, indices
 
     def _of(self, part: Part, indices: torch.Tensor) -> torch.Tensor:
         return indices[part.first_page : part.first_page + part.num_pages]

@@ -58,6 +58,8 @@ class Planners:
         self._workspace: torch.Tensor | None = None
         self._spaces: dict[tuple[PlanGroup, str, bool], PlanSpace] = {}
         self._planners: dict[tuple[PlanGroup, str, int], Planner] = {}
+        self.generation = 0
+        """Counts how often all planners were given up for new ones."""
 
     @property
     def workspace(self) -> torch.Tensor:
@@ -76,6 +78,7 @@ class Planners:
             # Wrappers keep the buffer that they were made with.
             self._planners.clear()
             self._spaces.clear()
+            self.generation += 1
         self._workspace = buffer
 
     @property

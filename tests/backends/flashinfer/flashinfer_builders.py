@@ -46,7 +46,7 @@ def common_of(new: list[int], tokens: list[int], seed: int = 0) -> CommonAttenti
 
 
 def wrappers(metadata: FlashInferMetadata, group: PlanGroup) -> list[Any]:
-    return [planner._wrapper for _, planner in metadata.planned(group)[1]]
+    return [planner._wrapper for _, planner in metadata.planned(group).parts]
 
 
 def costs(builder: FlashInferMetadataBuilder) -> list[tuple[int, int]]:
