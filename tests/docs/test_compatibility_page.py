@@ -16,9 +16,12 @@ from workplace import readers_environment
 
 from attnplug.errors import AttnplugError
 from attnplug.matrix import Matrix, Run, Status
+from attnplug.matrix.changes import Kind, changes
 from attnplug.matrix.declared import declare
-from attnplug.matrix.results import write_matrix
+from attnplug.matrix.results import read_matrix, write_matrix
 from attnplug.registry import backends
+
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +67,47 @@ def test_the_page_and_the_table_are_those_that_the_script_writes() -> None:
 def test_a_stale_file_is_named(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(script, "PAGE", tmp_path / "compatibility.md")
     assert script.stale(Matrix(())) == [tmp_path / "compatibility.md", ROOT / "README.md"]
+
+
+def test_the_committed_cells_of_a_cpu_are_those_that_are_claimed_today() -> None:
+    committed = read_matrix(ROOT / "benchmarks/results/matrix-cpu.json")
+    assert [run.key for run in committed.runs] == [("TORCH", "cpu")]
+    today = Matrix((declare(backends()["TORCH"], "cpu"),))
+    # To be only declared is no change of the claim.
+    changed = [str(each) for each in changes(committed, today) if each.kind is not Kind.UNKNOWN]
+    again = "attnplug matrix --verify --backend TORCH --device cpu --json benchmarks/results/matrix-cpu.json"
+    assert changed == [], f"run {again} and python docs/matrix.py"
+
+
+def test_a_result_file_that_changes_makes_page_and_table_stale(tmp_path: Path) -> None:
+    for path in RESULTS.glob("matrix-*.json"):
+        runs = [
+            dataclasses.replace(
+                run,
+                findings=tuple(
+                    dataclasses.replace(each, status=Status.REFUTED, why=("off",))
+                    if each.cell.feature == "alibi" and each.status is Status.VERIFIED
+                    else each
+                    for each in run.findings
+                ),
+            )
+            for run in read_matrix(path).runs
+        ]
+        write_matrix(Matrix(tuple(runs)), tmp_path / path.name)
+    program = f"""
+import runpy, pathlib
+script = runpy.run_path({str(DOCS / "matrix.py")!r})
+matrix = script["docs_matrix"](pathlib.Path({str(tmp_path)!r}))
+print([path.name for path in script["stale"](matrix)])
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env=readers_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "['compatibility.md', 'README.md']\n", done.stderr
 
 
 def test_what_was_run_stands_before_what_is_only_declared(script: ModuleType, tmp_path: Path) -> None:
