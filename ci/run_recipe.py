@@ -2,8 +2,9 @@
 
     python3.12 ci/run_recipe.py ci/recipes/cpu-py3.12-torch-2.13.toml --backend ACME --install ./attnplug-acme
 
-The Python that runs this is the recipe's. Needs nothing but Python. The exit code is the kit's, and 2 for bad usage
-or an environment that cannot be made.
+With `--matrix DIR` the cells of the compatibility matrix are run as well, and written to DIR under the recipe's name.
+The Python that runs this is the recipe's. Needs nothing but Python. The exit code is the kit's, or the matrix's where
+the kit finds nothing, and 2 for bad usage or an environment that cannot be made.
 """
 
 from __future__ import annotations
@@ -29,13 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recipes = find_recipes(given.recipe)
         chosen = _this_environment(recipes) if given.use_current else _only(recipes)
         print(f"run_recipe: {chosen.path}: {chosen.summary}", flush=True)
+        if given.matrix is not None:
+            _make_folder(given.matrix)
         with tempfile.TemporaryDirectory(prefix="recipe-") as scratch:
             python = sys.executable
             if not given.use_current:
                 python = _make(given.env or Path(scratch, "env"), [*chosen.requirements, *given.install])
-            command = _kit(python, chosen, given.backend, given.level, Path(scratch))
+            commands = [_kit(python, chosen, given.backend, given.level, Path(scratch))]
+            if given.matrix is not None:
+                commands.append(_cells(python, chosen, given.backend, given.matrix))
             # Elsewhere than here, so that what is installed is checked and not what lies in this folder.
-            return subprocess.run(command, cwd=scratch, check=False).returncode
+            codes = [subprocess.run(command, cwd=scratch, check=False).returncode for command in commands]
+            return next(filter(None, codes), 0)
     except RecipeError as problem:
         print(f"run_recipe: {problem}", file=sys.stderr)
         return 2
@@ -65,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="REQUIREMENT",
         help="what pip installs besides torch and the libraries: attnplug[testing], and the backend's package",
+    )
+    parser.add_argument(
+        "--matrix",
+        type=Path,
+        metavar="DIR",
+        help="run the cells of the compatibility matrix too, and write them to DIR/RECIPE.json",
     )
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--env", type=Path, metavar="DIR", help="a new folder for the environment, to be kept")
@@ -120,6 +132,13 @@ def _make(folder: Path, requirements: Sequence[str]) -> str:
     return str(python)
 
 
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise RecipeError(f"--matrix {folder}: cannot be made: {problem.strerror}") from None
+
+
 def _kit(python: str, recipe: Recipe, backend: str, level: str, scratch: Path) -> list[str]:
     command = [python, "-m", "attnplug", "conformance", backend]
     command += ["--device", recipe.device, "--level", level]
@@ -129,6 +148,11 @@ def _kit(python: str, recipe: Recipe, backend: str, level: str, scratch: Path) -
         file.write_text(known_failures_toml(known), encoding="utf-8")
         command += ["--known-failures", str(file)]
     return command
+
+
+def _cells(python: str, recipe: Recipe, backend: str, folder: Path) -> list[str]:
+    command = [python, "-m", "attnplug", "matrix", "--verify", "--backend", backend]
+    return [*command, "--device", recipe.device, "--json", str(folder.absolute() / f"{recipe.name}.json")]
 
 
 if __name__ == "__main__":

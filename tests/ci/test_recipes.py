@@ -1,4 +1,4 @@
-"""Recipes and the workflows that run them: each is valid, each is run, each says what is true."""
+"""Recipes: each is valid and says what is true, and is run as it says."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 import run_recipe
-import yaml
-from recipe import Recipe, RecipeError, find_recipes, known_failures_toml, matrix
+from recipe import Recipe, RecipeError, find_recipes, known_failures_toml
 from recipe import main as print_matrix
 
 from attnplug.testing.conformance.known_failures import read_known_failures
 
 ROOT = Path(__file__).parents[2]
-WORKFLOWS = ROOT / ".github" / "workflows"
 RECIPES = find_recipes([str(ROOT / "ci/recipes/*.toml")])
 GOOD = """
 summary = "one"
@@ -30,22 +28,6 @@ device = "cpu"
 runner = ["ubuntu-latest"]
 """
 Write = Callable[..., Path]
-
-
-def workflow(name: str) -> dict[str, Any]:
-    found: dict[Any, Any] = yaml.safe_load((WORKFLOWS / name).read_text())
-    # YAML 1.1 takes the key `on` for a truth value.
-    return {"on" if key is True else key: value for key, value in found.items()}
-
-
-def calls() -> dict[str, dict[str, Any]]:
-    """The jobs that call conformance.yml, by workflow, with what they hand over."""
-    found = {}
-    for path in WORKFLOWS.glob("*.yml"):
-        for job in workflow(path.name)["jobs"].values():
-            if str(job.get("uses", "")).endswith("conformance.yml"):
-                found[path.name] = job["with"]
-    return found
 
 
 @pytest.fixture
@@ -90,50 +72,6 @@ def test_the_oldest_versions_that_attnplug_allows_have_a_recipe() -> None:
         if name in lowest:
             assert f"{version}.0".startswith(f"{lowest.pop(name)}.0"), name
     assert lowest == {}
-
-
-def test_each_python_of_our_ci_has_a_row_with_the_torch_that_we_develop_with() -> None:
-    pinned = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    rows = {recipe.python for recipe in RECIPES if recipe.device == "cpu" and [recipe.torch] == pinned}
-    assert rows == set(workflow("ci.yml")["jobs"]["check"]["strategy"]["matrix"]["python"])
-
-
-def test_every_recipe_is_run_by_a_workflow_and_the_cpu_rows_by_ci() -> None:
-    run_by = {
-        name: {recipe.name for recipe in find_recipes([str(ROOT / given["recipes"])])}
-        for name, given in calls().items()
-    }
-    assert set.union(*run_by.values()) == {recipe.name for recipe in RECIPES}
-    assert run_by["ci.yml"] == {recipe.name for recipe in RECIPES if recipe.device == "cpu"}
-
-
-def test_every_call_hands_over_inputs_that_the_reusable_workflow_has() -> None:
-    inputs = workflow("conformance.yml")["on"]["workflow_call"]["inputs"]
-    needed = {name for name, about in inputs.items() if about.get("required")}
-    assert {"backend", "package", "recipes", "level"} <= set(inputs)
-    for given in calls().values():
-        assert needed <= set(given) <= set(inputs)
-
-
-def test_the_reusable_workflow_uses_each_input_and_never_pastes_one_into_a_script() -> None:
-    text = (WORKFLOWS / "conformance.yml").read_text()
-    called = workflow("conformance.yml")
-    for name in called["on"]["workflow_call"]["inputs"]:
-        assert f"inputs.{name}" in text
-    scripts = [step["run"] for job in called["jobs"].values() for step in job["steps"] if "run" in step]
-    assert len(scripts) == 2
-    assert not [script for script in scripts if "${{" in script]
-
-
-def test_the_reusable_workflow_runs_scripts_and_matrix_keys_that_exist() -> None:
-    text = (WORKFLOWS / "conformance.yml").read_text()
-    for script in re.findall(r"\.attnplug/(\S+\.py)", text):
-        assert (ROOT / script).is_file()
-    (row, *_) = matrix(RECIPES)["include"]
-    assert set(re.findall(r"matrix\.([a-z]+) ", text)) == set(row)
-    flags = set(re.findall(r"--[a-z-]+", text))
-    assert flags == {"--backend", "--level", "--install"}
-    assert flags <= set(run_recipe._parser()._option_string_actions)
 
 
 def test_the_example_in_the_readme_is_a_recipe(write: Write) -> None:
@@ -268,7 +206,31 @@ class TestRunning:
         assert pip[6:] == ["numpy==1.26.0", ".[testing]", "./acme"]
         assert "--known-failures" not in kit
 
-    @pytest.mark.parametrize("wrong", ["python", "two", "env", "pip"])
+    def test_the_cells_of_the_matrix_are_run_in_the_same_environment_and_written_under_the_recipes_name(
+        self, write: Write, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        path = write(self.here())
+        given = ["--use-current", "--backend", "ACME@attnplug-acme", "--matrix", "new/rows"]
+        assert run_recipe.main([str(path), *given]) == 0
+        kit, cells = commands
+        asked = "attnplug matrix --verify --backend ACME@attnplug-acme --device cpu --json"
+        assert kit[2:4] == ["attnplug", "conformance"]
+        assert cells == [sys.executable, "-m", *asked.split(), str(tmp_path / "new/rows/row.json")]
+        assert (tmp_path / "new/rows").is_dir()
+
+    @pytest.mark.parametrize(("kit", "cells", "code"), [(0, 4, 4), (1, 0, 1), (1, 4, 1), (2, 2, 2)])
+    def test_the_cells_are_run_though_the_kit_fails_and_the_first_failure_is_the_exit_code(
+        self, kit: int, cells: int, code: int, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        codes = [kit, cells]
+        ended = subprocess.CompletedProcess[str]
+        monkeypatch.setattr(subprocess, "run", lambda command, **options: ended(command, codes.pop(0)))
+        given = ["--use-current", "--backend", "ACME", "--matrix", str(tmp_path)]
+        assert run_recipe.main([str(write(self.here())), *given]) == code
+        assert codes == []
+
+    @pytest.mark.parametrize("wrong", ["python", "two", "env", "pip", "matrix"])
     def test_what_keeps_it_from_making_the_environment_is_one_line_and_exit_code_2(
         self,
         wrong: str,
@@ -285,6 +247,8 @@ class TestRunning:
             more = [str(write(text, "second.toml"))]
         elif wrong == "env":
             more = ["--env", str(tmp_path)]
+        elif wrong == "matrix":
+            more = ["--matrix", str(write("", "rows.txt"))]
         else:
             fails = subprocess.CompletedProcess[str]([], 1)
             monkeypatch.setattr(subprocess, "run", lambda *command, **options: fails)
@@ -294,6 +258,7 @@ class TestRunning:
             "two": "an environment is made for one recipe, not for 2: row, second",
             "env": "exists; an environment is made in a new folder",
             "pip": "pip cannot install torch==",
+            "matrix": "rows.txt: cannot be made: File exists",
         }
         assert expected[wrong] in capsys.readouterr().err
         assert commands == []
