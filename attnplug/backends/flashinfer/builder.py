@@ -238,7 +238,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             table = blk_table if step.table_of is None else step.table_of(blk_table)
             pages[chunk] = StepPages(step.host, table, step.table_of, step.seen)
         if not isinstance(self.kv_cache_spec, CrossAttentionSpec):
-            slot_mapping = slot_mapping[: metadata.num_actual_tokens]
+            slot_mapping = _first(slot_mapping, metadata.num_actual_tokens)
         reqs = metadata.captured
         if reqs and reqs not in self._captured:
             # The step that is captured is built for one KV group, and updated for those like it.
@@ -286,7 +286,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         size = reqs if reqs in captured and only_decodes else 0
         is_cross = isinstance(self.kv_cache_spec, CrossAttentionSpec)
         return FlashInferMetadata(
-            slot_mapping=common.slot_mapping if is_cross else common.slot_mapping[:tokens],
+            slot_mapping=common.slot_mapping if is_cross else _first(common.slot_mapping, tokens),
             num_actual_tokens=tokens,
             causal=common.causal,
             pages=pages,
@@ -354,6 +354,11 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         elif longest is not None:
             pages = -(-longest // self._page_size)
         return PageIndices(self.device, reqs, reqs * pages)
+
+
+def _first(slots: torch.Tensor, tokens: int) -> torch.Tensor:
+    # Slicing costs as much as launching a kernel does.
+    return slots if slots.shape[0] == tokens else slots[:tokens]
 
 
 def _rows_then(

@@ -99,7 +99,7 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
             and output.dtype is dtype
             and query.stride()[2] == 1
             and output.is_contiguous()
-            # FlashInfer refuses those that autograd records.
+            # Autograd is not to record what is written here.
             and not (query.requires_grad or output.requires_grad)
         )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from attnplug.backends.flashinfer.step import StepPages
+from attnplug.backends.flashinfer.planner import KEPT_VIEWS
+from attnplug.backends.flashinfer.step import Ints, StepPages
 from attnplug.core.errors import BatchError
 from attnplug.ops.buffers import CpuGpuBuffer, StagingRing
 from attnplug.ops.page_indices import gather_page_indices
@@ -60,20 +61,47 @@ class PageIndices:
             columns = np.arange(count) - np.repeat(host.kv_indptr[:-1], counts)
             self.buffer.numpy()[:count] = pages.block_table.numpy()[np.repeat(rows, counts), columns]
             return
-        needed = 2 * reqs + 1
-        staged: CpuGpuBuffer = self._ring.acquire()
-        if staged.np.shape[0] < needed:
+        staging: _Staging = self._ring.acquire()
+        if staging.room < reqs:
             self._ring = self._make_ring(2 * reqs)
-            staged = self._ring.acquire()
-        staged.np[: reqs + 1] = host.kv_indptr
-        if host.rows is not None:
-            staged.np[reqs + 1 : needed] = host.rows
-        sent = staged.copy_to_gpu(needed)
+            staging = self._ring.acquire()
+        indptr, rows_sent = staging.send(host.kv_indptr, host.rows)
         self._ring.release()
-        rows_sent = None if host.rows is None else sent[reqs + 1 :]
-        gather_page_indices(pages.block_table, sent[: reqs + 1], rows_sent, self.buffer, count)
+        gather_page_indices(pages.block_table, indptr, rows_sent, self.buffer, count)
 
     def _make_ring(self, reqs: int) -> StagingRing:
-        size = 2 * reqs + 1
-        slots = [CpuGpuBuffer(size, dtype=torch.int32, device=self._device) for _ in range(2)]
-        return StagingRing(slots, self._device)
+        return StagingRing([_Staging(reqs, self._device) for _ in range(2)], self._device)
+
+
+class _Staging:
+    """On its way to the device: where each request's pages start, and its row of the block table.
+
+    Args:
+        room: requests that it can take.
+        device: where they go.
+    """
+
+    def __init__(self, room: int, device: torch.device) -> None:
+        self.room = room
+        self._buffer = CpuGpuBuffer(2 * room + 1, dtype=torch.int32, device=device)
+        self._views: dict[tuple[int, bool], tuple[torch.Tensor, ...]] = {}
+
+    def send(self, indptr: Ints, rows: Ints | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Both on the device, where they stay until the next are sent; the second is None where `rows` is."""
+        ends = len(indptr)
+        needed = ends if rows is None else ends + len(rows)
+        array = self._buffer.np
+        array[:ends] = indptr
+        if rows is not None:
+            array[ends:needed] = rows
+        views = self._views.get((ends, rows is None))
+        if views is None:
+            # Slicing tensors takes longer than filling them, and batch sizes come again.
+            if len(self._views) >= KEPT_VIEWS:
+                self._views.clear()
+            host, there = self._buffer.cpu[:needed], self._buffer.gpu[:needed]
+            views = self._views[ends, rows is None] = host, there, there[:ends], there[ends:]
+        host, there, starts, rows_there = views
+        if self._buffer.gpu is not self._buffer.cpu:
+            there.copy_(host, non_blocking=True)
+        return starts, None if rows is None else rows_there

@@ -14,11 +14,12 @@ from attnplug.backends.flashinfer.library import Module
 from attnplug.backends.flashinfer.step import Part
 from attnplug.ops.buffers import StagingRing
 
-__all__ = ["PlanCost", "PlanSpace", "Planner", "one_request"]
+__all__ = ["KEPT_VIEWS", "PlanCost", "PlanSpace", "Planner", "one_request"]
 
 _FIELDS = ("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")
 _LONGEST = "longest"
-_KEPT_VIEWS = 64
+KEPT_VIEWS = 64
+"""Batch sizes of which a staging buffer remembers the slices."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -57,11 +58,11 @@ class _Slot:
         array = self._array
         for row, (field, end) in enumerate(zip(_FIELDS, ends, strict=True)):
             array[row, :end] = getattr(part, field)
-        array[-1, 0] = part.seq_lens.max()
+        array[-1, 0] = part.max_seq_len
         views = self._views.get(count)
         if views is None:
             # Slicing tensors takes longer than filling them, and batch sizes come again.
-            if len(self._views) >= _KEPT_VIEWS:
+            if len(self._views) >= KEPT_VIEWS:
                 self._views.clear()
             views = {field: row[:end] for field, row, end in zip(_FIELDS, self._tensor, ends, strict=False)}
             views[_LONGEST] = self._tensor[-1, :1]
@@ -265,4 +266,4 @@ class Planner:
 def one_request() -> Part:
     """A request of one token, with which a wrapper is planned before there is any step."""
     one = np.array([0, 1], dtype=np.int32)
-    return Part(0, 1, 1, 0, one, one, one[1:], one[1:], one.tobytes())
+    return Part(0, 1, 1, 1, 0, one, one, one[1:], one[1:], one.tobytes())

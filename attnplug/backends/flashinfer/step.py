@@ -24,6 +24,7 @@ class Part:
         first_token: where their queries start.
         num_tokens: their queries.
         max_query_len: of the longest.
+        max_seq_len: of the one with most keys.
         first_page: where their pages start in the step's indices.
         qo_indptr: int32 `[n + 1]`, where each request's queries start, from 0.
         kv_indptr: int32 `[n + 1]`, where its pages start, from 0.
@@ -35,6 +36,7 @@ class Part:
     first_token: int
     num_tokens: int
     max_query_len: int
+    max_seq_len: int
     first_page: int
     qo_indptr: Ints
     kv_indptr: Ints
@@ -94,20 +96,22 @@ class HostStep:
         """
         rows = seen = None
         if query_lens.size:
-            # Plain decodes, which come most often, are told by three reductions.
-            longest = int(query_lens.max())
-            least = query_lens if causal and longest > 1 else 1
-            if query_lens.min() < 1 or (seq_lens.min() < 1 if longest <= 1 else (seq_lens < least).any()):
+            # Plain decodes, which come most often, are told by two reductions: as many queries as requests, and
+            # each has one.
+            longer = causal and starts[-1] != len(query_lens)
+            least = np.minimum.reduce  # the methods of arrays look at more first
+            if least(query_lens) < 1 or ((seq_lens < query_lens).any() if longer else least(seq_lens) < 1):
                 rows, seen, starts, query_lens, seq_lens = trimmed(starts, query_lens, seq_lens, causal)
         count = len(seq_lens)
         pages = (seq_lens + (page_size - 1)) // page_size
         kv_indptr = np.zeros(count + 1, dtype=np.int32)
-        pages.cumsum(out=kv_indptr[1:])
+        np.add.accumulate(pages, out=kv_indptr[1:])
         last = seq_lens - (pages - 1) * page_size
         tokens, decodes = int(starts[-1]), count
         if tokens > count:
             decodes = int((query_lens > 1).argmax())
-        arrays = starts, query_lens, kv_indptr, last, seq_lens
+        longest = int(np.maximum.reduce(seq_lens)) if count else 0
+        arrays = starts, query_lens, kv_indptr, last, seq_lens, longest
         return cls(
             _part(*arrays, 0, decodes),
             _part(*arrays, decodes, count),
@@ -115,7 +119,7 @@ class HostStep:
             rows,
             seen,
             tokens,
-            int(pages.max()) if count else 0,
+            -(-longest // page_size),
         )
 
     @property
@@ -125,7 +129,14 @@ class HostStep:
 
 
 def _part(
-    starts: Ints, query_lens: Ints, kv_indptr: Ints, last: Ints, seq_lens: Ints, begin: int, end: int
+    starts: Ints,
+    query_lens: Ints,
+    kv_indptr: Ints,
+    last: Ints,
+    seq_lens: Ints,
+    longest: int,
+    begin: int,
+    end: int,
 ) -> Part | None:
     if begin == end:
         return None
@@ -138,6 +149,7 @@ def _part(
         tokens,
         # None is shorter than one query.
         1 if tokens == end - begin else int(query_lens[begin:end].max()),
+        longest if end - begin == len(seq_lens) else int(seq_lens[begin:end].max()),
         first_page,
         qo - np.int32(first_token) if first_token else qo,
         kv,
