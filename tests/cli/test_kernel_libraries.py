@@ -102,7 +102,7 @@ def test_a_broken_library_is_told_and_not_used(install):
     assert broken.state == "broken"
     assert "is not where Python looks for it" in broken.detail
     assert broken.remedy.startswith("pip install --force-reinstall")
-    assert used_by_phase(H200, found)["prefill"] == "FLASH_ATTN_2"
+    assert used_by_phase(H200, found)["prefill"] == "TRITON"
 
 
 def test_the_newest_generation_installed_serves(install):
