@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
@@ -22,6 +22,9 @@ __all__ = [
     "PhaseChoice",
     "allowed",
     "assumed",
+    "jobs_option",
+    "memory_option",
+    "timeout_option",
 ]
 
 DeviceText: TypeAlias = Annotated[
@@ -65,6 +68,23 @@ AllowRefuted: TypeAlias = Annotated[
     ),
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def timeout_option(panel: str, text: str) -> Any:
+    """`--timeout`, as seconds; `text` says of what."""
+    return typer.Option(min=0.1, metavar="SECONDS", help=text, rich_help_panel=panel)
+
+
+def jobs_option(panel: str) -> Any:
+    """`--jobs`, of commands that run workers."""
+    text = "Worker processes \\[default: one for each core, on a GPU 2]"
+    return typer.Option(min=1, metavar="N", help=text, rich_help_panel=panel)
+
+
+def memory_option(panel: str) -> Any:
+    """`--memory`, of commands that run workers."""
+    text = "What each worker may allocate, as 4GiB \\[default: on a CPU its share of the machine]"
+    return typer.Option(metavar="BYTES", help=text, rich_help_panel=panel)
 
 
 def allowed(given: Sequence[str] | None) -> str | None:

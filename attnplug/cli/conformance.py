@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attnplug.cli.arguments import jobs_option, memory_option, timeout_option
 from attnplug.cli.output import error
 from attnplug.core.errors import PolicyError
 
@@ -69,27 +70,9 @@ def conformance(
             rich_help_panel=_CHOICE,
         ),
     ] = None,
-    timeout: Annotated[
-        float,
-        typer.Option(min=0.1, metavar="SECONDS", help="How long a check may take.", rich_help_panel=_LIMITS),
-    ] = 120.0,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Worker processes \\[default: one for each core, on a GPU 2]",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES",
-            help="What each worker may allocate, as 4GiB \\[default: on a CPU its share of the machine]",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
+    timeout: Annotated[float, timeout_option(_LIMITS, "How long a check may take.")] = 120.0,
+    jobs: Annotated[int | None, jobs_option(_LIMITS)] = None,
+    memory: Annotated[str | None, memory_option(_LIMITS)] = None,
     show_ids: Annotated[
         bool, typer.Option("--list", help="Print the ids of the checks and run none.")
     ] = False,

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Column
+from rich.progress import Progress, TaskID
 from rich.text import Text
 
 from attnplug.cli.output import console
+from attnplug.cli.progress import progress_bar
 from attnplug.testing.isolation.results import Outcome, Result
 
 if TYPE_CHECKING:
@@ -95,21 +95,7 @@ class Report:
         if not self._live:
             yield
             return
-        columns = (
-            BarColumn(24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[counts]}"),
-            TextColumn(
-                "{task.fields[current]}",
-                style="dim",
-                markup=False,
-                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
-            ),
-        )
-        with Progress(
-            *columns, console=self._out, transient=True, expand=True, redirect_stdout=False
-        ) as self._bar:
+        with progress_bar(self._out) as self._bar:
             self._task = self._bar.add_task(
                 "", total=self._total, completed=len(self._results), counts=self._counts(), current="starting"
             )

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from attnplug.cli.arguments import jobs_option, memory_option, timeout_option
 from attnplug.cli.conformance import require_the_extra
 from attnplug.cli.matrix_cells import declared_cells, pairs_of
 from attnplug.cli.matrix_files import Outputs, diff, merge, show
@@ -82,32 +83,9 @@ def matrix(
             rich_help_panel=_RUN,
         ),
     ] = False,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            min=0.1,
-            metavar="SECONDS",
-            help="How long a cell may take, compiling included.",
-            rich_help_panel=_RUN,
-        ),
-    ] = 120.0,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Worker processes \\[default: one for each core, on a GPU 2]",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES",
-            help="What each worker may allocate, as 4GiB \\[default: on a CPU its share of the machine]",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
+    timeout: Annotated[float, timeout_option(_RUN, "How long a cell may take, compiling included.")] = 120.0,
+    jobs: Annotated[int | None, jobs_option(_RUN)] = None,
+    memory: Annotated[str | None, memory_option(_RUN)] = None,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write JSON, to merge and diff.", rich_help_panel=_OUT),

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Column
+from rich.progress import Progress, TaskID
 from rich.text import Text
 
 from attnplug.cli.output import console
+from attnplug.cli.progress import progress_bar
 from attnplug.matrix.model import Run, Status
 from attnplug.testing.isolation.results import Result
 
@@ -69,19 +69,7 @@ class MatrixReport:
         if not self._live:
             yield
             return
-        columns = (
-            BarColumn(24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[counts]}"),
-            TextColumn(
-                "{task.fields[current]}",
-                style="dim",
-                markup=False,
-                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
-            ),
-        )
-        with Progress(*columns, console=self._out, transient=True, expand=True, redirect_stdout=False) as bar:
+        with progress_bar(self._out) as bar:
             self._bar = bar
             self._task = bar.add_task(
                 "", total=self._total, completed=kept, counts=self._counts(), current="starting"
