@@ -144,8 +144,7 @@ def _run(
 
 def require_the_extra(what: str = "conformance") -> None:
     """Exit with bad usage, and say what to install, where what the workers need is not."""
-    names = {**_MODULES, "platformdirs": "platformdirs"}
-    missing = [dist for module, dist in names.items() if importlib.util.find_spec(module) is None]
+    missing = [dist for module, dist in _MODULES.items() if importlib.util.find_spec(module) is None]
     if missing:
         text = f"{what} needs {', '.join(missing)}: pip install 'attnplug[testing]'"
         raise typer.Exit(error(text, _USAGE))

@@ -60,13 +60,14 @@ def run_cells(
             cannot += [why] if why else []
     except KeyboardInterrupt:
         interrupted = True
-    outputs.write(found())
+    matrix = found()
+    outputs.write(matrix)
     report.say("")
-    show(found())
+    show(matrix)
     if interrupted:
         report.say("interrupted; the same command with --resume goes on from here")
-    refuted = sum(each.status is Status.REFUTED for run in found().runs for each in run.findings)
-    _remember(found(), report)
+    refuted = sum(each.status is Status.REFUTED for run in matrix.runs for each in run.findings)
+    _remember(matrix, report)
     return _INTERRUPTED if interrupted else _REFUTED if refuted else 0, cannot
 
 

@@ -11,6 +11,7 @@ from attnplug.core.dtypes import stored_dtype_name
 from attnplug.core.features import Feature
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
+from attnplug.registry.cell import Cell
 from attnplug.registry.installed import installed_version
 from attnplug.registry.records import JOIN, canonical_name, joined
 
@@ -86,55 +87,33 @@ class RefutedCell:
     """One cell of the matrix that was run and was wrong.
 
     Args:
-        feature: lower-case name of a Feature, or "plain".
-        phase: what the batch held: "prefill", "decode" or "mixed".
-        head_size: of queries and keys.
-        dtype: of the queries.
-        kv_cache_dtype: as `LayerSpec.kv_cache_dtype`.
-        block_size: tokens per page; None where K and V came with the call.
-        layout: physical order of the pages; None likewise.
+        cell: what was asked.
         date: when it was run, with its offset from UTC.
         why: the evidence.
     """
 
-    feature: str
-    phase: str
-    head_size: int
-    dtype: str
-    kv_cache_dtype: str
-    block_size: int | None
-    layout: str | None
+    cell: Cell
     date: str
     why: tuple[str, ...]
 
     @property
-    def key(self) -> tuple[object, ...]:
-        """What tells it from other cells."""
-        return (
-            *(self.feature, self.phase, self.head_size, self.dtype, self.kv_cache_dtype),
-            *(self.block_size, self.layout),
-        )
-
-    @property
     def id(self) -> str:
-        """As the matrix has it: "sinks/decode/d128/bfloat16/auto/b16/NHD"."""
-        pages = ("direct",) if self.block_size is None else (f"b{self.block_size}", str(self.layout))
-        return "/".join(
-            (self.feature, self.phase, f"d{self.head_size}", self.dtype, self.kv_cache_dtype, *pages)
-        )
+        """The cell's."""
+        return self.cell.id
 
     def concerns(self, spec: LayerSpec, phase: Phase | None, pages: Pages) -> bool:
         """Whether a layer meets the cell: the same sizes, types and pages, and it asks for the feature."""
+        cell = self.cell
         return (
-            self.phase in _PHASES[phase]
-            and (self.head_size, self.dtype) == (spec.head_size, spec.dtype)
-            and stored_dtype_name(self.kv_cache_dtype, self.dtype) == spec.resolved_kv_cache_dtype
-            and (self.block_size, self.layout) == (pages or (None, None))
-            and (self.feature == _PLAIN or self._is_asked_by(spec))
+            cell.phase in _PHASES[phase]
+            and (cell.head_size, cell.dtype) == (spec.head_size, spec.dtype)
+            and stored_dtype_name(cell.kv_cache_dtype, cell.dtype) == spec.resolved_kv_cache_dtype
+            and (cell.block_size, cell.layout) == (pages or (None, None))
+            and (cell.feature == _PLAIN or self._is_asked_by(spec))
         )
 
     def _is_asked_by(self, spec: LayerSpec) -> bool:
-        feature = Feature.__members__.get(self.feature.upper())
+        feature = Feature.__members__.get(self.cell.feature.upper())
         return feature is not None and feature in spec.required_features()
 
 

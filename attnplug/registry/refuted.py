@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.core.device import Device
 from attnplug.core.errors import MatrixFileError
+from attnplug.registry.cell import Cell
 from attnplug.registry.evidence import Evidence, RefutedCell, Subject
 from attnplug.registry.files import write_whole
 from attnplug.registry.switches import EVIDENCE
@@ -29,7 +30,7 @@ _WRONG, _RIGHT = ("refuted",), ("verified", "unclaimed")
 _LOCK_SECONDS = 60
 _AGAIN = f"delete it and verify again, or name another file in {EVIDENCE}"
 
-Cells = dict[Subject, dict[tuple[object, ...], RefutedCell]]
+Cells = dict[Subject, dict[Cell, RefutedCell]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,15 +89,15 @@ def record(run: Mapping[str, Any]) -> Recorded:
     with _locked(path):
         known = _read(path)
         cells = known.setdefault(subject, {})
-        for status, cell in found:
-            before = cells.get(cell.key)
-            if before is not None and _moment(before.date) > _moment(cell.date):
+        for status, each in found:
+            before = cells.get(each.cell)
+            if before is not None and _moment(before.date) > _moment(each.date):
                 continue
             if status in _WRONG:
-                cells[cell.key] = cell
+                cells[each.cell] = each
                 refuted += 1
             elif before is not None:
-                del cells[cell.key]
+                del cells[each.cell]
                 cleared += 1
         if refuted or cleared:
             _write(path, known)
@@ -148,14 +149,17 @@ def _unwritable(path: Path, problem: OSError) -> MatrixFileError:
     return MatrixFileError(path, what, f"name another file in {EVIDENCE}")
 
 
-def _text(subject: Subject, cells: Mapping[tuple[object, ...], RefutedCell]) -> str:
+def _text(subject: Subject, cells: Mapping[Cell, RefutedCell]) -> str:
     about = {
         **{name: getattr(subject, name) for name in ("backend", "distribution", "version")},
         "device": str(subject.device),
         "device_name": subject.device.name,
         "versions": dict(subject.versions),
     }
-    lines = ",\n".join(json.dumps(dataclasses.asdict(cell)) for cell in cells.values())
+    lines = ",\n".join(
+        json.dumps({**dataclasses.asdict(cell), "date": each.date, "why": each.why})
+        for cell, each in cells.items()
+    )
     return f'{json.dumps(about)[:-1]}, "cells": [\n{lines}]}}'
 
 
@@ -179,16 +183,16 @@ def _read(path: Path) -> Cells:
         raise MatrixFileError(path, f"cannot be made sense of: {_told(problem)}", _AGAIN) from None
 
 
-def _refuted_of(data: Any) -> tuple[Subject, Iterator[tuple[tuple[object, ...], RefutedCell]]]:
-    found = (_cell(each, each["date"]) for each in data["cells"])
-    return _subject(data), ((cell.key, cell) for cell in found)
+def _refuted_of(data: Any) -> tuple[Subject, Iterator[tuple[Cell, RefutedCell]]]:
+    found = (_refuted_cell(each, each["date"]) for each in data["cells"])
+    return _subject(data), ((each.cell, each) for each in found)
 
 
 def _run(path: Path, run: Mapping[str, Any]) -> tuple[Subject, list[tuple[str, RefutedCell]]]:
     """The subject of a run, and its cells that were run, with their status."""
     try:
         was_run = [each for each in run["cells"] if each["status"] in (*_WRONG, *_RIGHT)]
-        return _subject(run), [(each["status"], _cell(each, run["date"])) for each in was_run]
+        return _subject(run), [(each["status"], _refuted_cell(each, run["date"])) for each in was_run]
     except (LookupError, TypeError, ValueError, AttributeError) as problem:
         raise MatrixFileError(path, f"cannot take the run in: {_told(problem)}") from None
 
@@ -208,10 +212,10 @@ def _subject(data: Mapping[str, Any]) -> Subject:
     )
 
 
-def _cell(data: Mapping[str, Any], date: str) -> RefutedCell:
+def _refuted_cell(data: Mapping[str, Any], date: str) -> RefutedCell:
     _moment(date)
     block_size = data["block_size"]
-    return RefutedCell(
+    cell = Cell(
         feature=_typed(data, "feature", str),
         phase=_typed(data, "phase", str),
         head_size=_typed(data, "head_size", int),
@@ -219,9 +223,8 @@ def _cell(data: Mapping[str, Any], date: str) -> RefutedCell:
         kv_cache_dtype=_typed(data, "kv_cache_dtype", str),
         block_size=None if block_size is None else _typed(data, "block_size", int),
         layout=_optional(data, "layout"),
-        date=date,
-        why=tuple(map(str, _typed(data, "why", list))),
     )
+    return RefutedCell(cell, date, tuple(map(str, _typed(data, "why", list))))
 
 
 def _moment(date: Any) -> dt.datetime:
