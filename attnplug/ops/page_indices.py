@@ -10,18 +10,24 @@ __all__ = ["gather_page_indices"]
 
 
 def gather_page_indices(
-    block_table: torch.Tensor, indptr: torch.Tensor, rows: torch.Tensor | None, out: torch.Tensor, count: int
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_size: int,
+    rows: torch.Tensor | None,
+    out: torch.Tensor,
+    count: int,
 ) -> torch.Tensor:
-    """Write each request's pages behind those of the request before it; nothing waits for a device.
+    """Write each request's pages behind those of the requests before it; nothing waits for a device.
 
     On a GPU it is one Triton kernel; without triton, a few torch operations.
 
     Args:
         block_table: int32 `[R, max_blocks]`; entries past a request's pages are not read.
-        indptr: int32 `[n + 1]`, where each request's pages go in `out`.
-        rows: int32 `[n]`, its row of the table; None where row i is request i's.
+        seq_lens: int32 or int64 `[R]`, tokens of each request.
+        page_size: tokens of a page.
+        rows: int32 `[n]`, the requests whose pages are written, in this order; None: all.
         out: int32, at least `count` long; the rest of it stays.
-        count: `indptr[n]`, as the host knows it.
+        count: their pages, as the host knows them; no more are written.
 
     Returns:
         `out`.
@@ -30,10 +36,14 @@ def gather_page_indices(
         return out
     kernels = triton_ops("page_indices") if out.is_cuda else None
     if kernels is not None:
-        kernels.gather_page_indices(block_table, indptr, rows, out)
+        kernels.gather_page_indices(block_table, seq_lens, page_size, rows, out, count)
         return out
-    reqs = torch.arange(indptr.shape[0] - 1, device=out.device)
-    owners = torch.repeat_interleave(reqs, indptr.diff().long(), output_size=count)
-    columns = torch.arange(count, device=out.device) - indptr[owners]
-    out[:count] = block_table[owners if rows is None else rows.long()[owners], columns]
+    places = torch.arange(count, device=out.device)
+    taken = None if rows is None else rows.long()
+    lengths = seq_lens if taken is None else seq_lens[taken]
+    ends = ((lengths.long() + (page_size - 1)) // page_size).cumsum(0)
+    owners = torch.searchsorted(ends, places, right=True).clamp_(max=len(ends) - 1)
+    before = torch.nn.functional.pad(ends, (1, 0))
+    columns = (places - before[owners]).clamp_(max=block_table.shape[1] - 1)
+    out[:count] = block_table[owners if taken is None else taken[owners], columns]
     return out

@@ -219,7 +219,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         most = max((reqs, *self.config.cudagraph_batch_sizes))
         for chunk in self._chunks:
             room = most * (pages if chunk is None else chunk // self._page_size)
-            self._fix_indices(chunk, most, room)
+            self._fix_indices(chunk, room)
         metadata = self._metadata(common, {reqs})
         self._captured.add(reqs)
         self._plan(metadata)
@@ -236,14 +236,14 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         pages = {}
         for chunk, step in metadata.pages.items():
             table = blk_table if step.table_of is None else step.table_of(blk_table)
-            pages[chunk] = StepPages(step.host, table, step.table_of, step.seen)
+            pages[chunk] = StepPages(step.host, step.seq_lens, table, step.table_of, step.seen)
         if not isinstance(self.kv_cache_spec, CrossAttentionSpec):
             slot_mapping = _first(slot_mapping, metadata.num_actual_tokens)
         reqs = metadata.captured
         if reqs and reqs not in self._captured:
             # The step that is captured is built for one KV group, and updated for those like it.
             for chunk, theirs in metadata.indices.items():
-                self._fix_indices(chunk, reqs, theirs.buffer.shape[0])
+                self._fix_indices(chunk, theirs.buffer.shape[0])
             self._captured.add(reqs)
         updated = dataclasses.replace(
             metadata,
@@ -263,10 +263,10 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
                 self._indices[chunk].hold(step)
         return updated
 
-    def _fix_indices(self, chunk: int | None, max_num_seqs: int, room: int) -> None:
+    def _fix_indices(self, chunk: int | None, room: int) -> None:
         """Make the buffer that captured steps read, unless there is one."""
         if chunk not in self._captured_indices:
-            self._captured_indices[chunk] = PageIndices(self.device, max_num_seqs, room, fixed=True)
+            self._captured_indices[chunk] = PageIndices(self.device, self._page_size, room, fixed=True)
 
     def _metadata(self, common: CommonAttentionMetadata, captured: set[int]) -> FlashInferMetadata:
         if common.key_start_loc is not None:
@@ -304,7 +304,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             raise BatchError("seq_lens_host", None, "must be exact: plans are made on the host", remedy)
         if chunk is None:
             host = HostStep.of(starts, query_lens, lengths, self._page_size, common.causal)
-            return StepPages(host, common.block_table_tensor, None, self._sent(host.seen))
+            return StepPages(host, common.seq_lens, common.block_table_tensor, None, self._sent(host.seen))
         seen, rows = None, None
         if (lengths < query_lens).any():
             common, rows, seen = self._without_blind(common, starts, query_lens, lengths)
@@ -314,7 +314,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         host = HostStep.of(starts, query_lens, lengths, self._page_size, True)
         host = host if seen is None else dataclasses.replace(host, seen=seen)
         table_of = pieces_of if rows is None else functools.partial(_rows_then, pieces_of, rows)
-        return StepPages(host, pieces.block_table_tensor, table_of, self._sent(seen))
+        return StepPages(host, pieces.seq_lens, pieces.block_table_tensor, table_of, self._sent(seen))
 
     def _without_blind(
         self, common: CommonAttentionMetadata, starts: Ints, query_lens: Ints, lengths: Ints
@@ -353,7 +353,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             pages = chunk // self._page_size
         elif longest is not None:
             pages = -(-longest // self._page_size)
-        return PageIndices(self.device, reqs, reqs * pages)
+        return PageIndices(self.device, self._page_size, reqs * pages)
 
 
 def _first(slots: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -14,11 +14,11 @@ from attnplug.backends.flashinfer.library import Module
 from attnplug.backends.flashinfer.step import Part
 from attnplug.ops.buffers import StagingRing
 
-__all__ = ["KEPT_VIEWS", "PlanCost", "PlanSpace", "Planner", "one_request"]
+__all__ = ["PlanCost", "PlanSpace", "Planner", "one_request"]
 
 _FIELDS = ("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")
 _LONGEST = "longest"
-KEPT_VIEWS = 64
+_KEPT_VIEWS = 64
 """Batch sizes of which a staging buffer remembers the slices."""
 
 
@@ -62,7 +62,7 @@ class _Slot:
         views = self._views.get(count)
         if views is None:
             # Slicing tensors takes longer than filling them, and batch sizes come again.
-            if len(self._views) >= KEPT_VIEWS:
+            if len(self._views) >= _KEPT_VIEWS:
                 self._views.clear()
             views = {field: row[:end] for field, row, end in zip(_FIELDS, self._tensor, ends, strict=False)}
             views[_LONGEST] = self._tensor[-1, :1]

@@ -182,12 +182,14 @@ class StepPages:
 
     Args:
         host: the step's arrays.
+        seq_lens: int32 `[rows]` of the device, as `host` knows them.
         block_table: int32 `[rows, max_blocks]` of the device.
         table_of: this step's table from that of another KV group; None where they are the same.
         seen: `host.seen` on the device.
     """
 
     host: HostStep
+    seq_lens: torch.Tensor
     block_table: torch.Tensor
     table_of: Callable[[torch.Tensor], torch.Tensor] | None
     seen: torch.Tensor | None

@@ -14,26 +14,42 @@ __all__ = ["gather_page_indices"]
 
 _KERNEL: Any = page_indices_kernel
 _BLOCK = 512
-"""Pages that a program copies at a time."""
+"""Pages that a program copies, and requests before it that it counts, at a time."""
 
 
 def gather_page_indices(
-    block_table: torch.Tensor, indptr: torch.Tensor, rows: torch.Tensor | None, out: torch.Tensor
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_size: int,
+    rows: torch.Tensor | None,
+    out: torch.Tensor,
+    count: int,
 ) -> torch.Tensor:
     """As `attnplug.ops.page_indices.gather_page_indices`, in one launch."""
-    bound = _bound(*block_table.stride(), block_table.dtype, rows is not None)
+    dtypes = block_table.dtype, seq_lens.dtype
+    bound = _bound(*block_table.stride(), *dtypes, page_size, rows is not None)
+    requests = (seq_lens if rows is None else rows).shape[0]
     with on_device_of(out):
-        bound((indptr.shape[0] - 1,), block_table, indptr, indptr if rows is None else rows, out)
+        bound((requests,), block_table, seq_lens, seq_lens if rows is None else rows, out, count)
     return out
 
 
 @functools.lru_cache(maxsize=64)
-def _bound(stride_row: int, stride_page: int, dtype: torch.dtype, has_rows: bool) -> BoundKernel:
-    """The kernel for tables of these strides and this type: engines keep one, and gather in each step."""
+def _bound(
+    stride_row: int,
+    stride_page: int,
+    table_dtype: torch.dtype,
+    lens_dtype: torch.dtype,
+    page_size: int,
+    has_rows: bool,
+) -> BoundKernel:
+    """The kernel for tables of these strides and these types: engines keep one, and gather in each step."""
     values = {
         "stride_row": stride_row,
         "stride_page": stride_page,
+        "PAGE_SIZE": page_size,
         "HAS_ROWS": has_rows,
+        "REQUESTS": _BLOCK,
         "BLOCK": _BLOCK,
     }
-    return BoundKernel(_KERNEL, 4, values)
+    return BoundKernel(_KERNEL, 5, values)

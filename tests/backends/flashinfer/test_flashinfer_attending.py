@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
-from flashinfer_builders import CPU, PAGE, builder_of, layer
+from flashinfer_builders import PAGE, builder_of, layer
 
-from attnplug.backends.flashinfer.page_indices import _Staging
 from attnplug.testing import Batch, assert_close, paged_batch, tolerance
 
 pytestmark = pytest.mark.usefixtures("fake_library")
@@ -64,17 +62,3 @@ def test_outputs_that_are_not_dense_are_written_in_place() -> None:
     attended(batch, batch.query, wide[:, 4:8])
     assert_close(wide[:, 4:8], batch.oracle().output, tolerance(batch.spec).output)
     assert bool(wide[:, :4].isnan().all())
-
-
-def test_a_steps_staged_arrays_replace_those_of_the_step_before() -> None:
-    staging = _Staging(4, CPU)
-    for starts, rows in (
-        ([0, 2, 5], None),
-        ([0, 1, 3], [7, 2]),
-        ([0, 4, 6], None),
-        ([0, 1, 2, 3, 9], [3, 1, 2, 0]),
-    ):
-        given = None if rows is None else np.array(rows, dtype=np.int32)
-        sent, sent_rows = staging.send(np.array(starts, dtype=np.int32), given)
-        assert sent.tolist() == starts
-        assert (None if sent_rows is None else sent_rows.tolist()) == rows

@@ -98,6 +98,6 @@ def test_a_full_last_page_has_the_page_size() -> None:
 
 
 def test_a_table_without_room_is_refused() -> None:
-    pages = StepPages(step([1], [9]), torch.zeros(1, 2, dtype=torch.int32), None, None)
+    pages = StepPages(step([1], [9]), torch.tensor([9]), torch.zeros(1, 2, dtype=torch.int32), None, None)
     with pytest.raises(BatchError, match=r"\(1, 2\).*3 pages"):
         pages.check()
