@@ -81,6 +81,7 @@ class StagingRing:
         self._device = torch.device(device)
         self._events: list[torch.cuda.Event | None] = [None] * len(slots)
         self._next = 0
+        self._stream: tuple[int, int, torch.cuda.Stream] | None = None
 
     def acquire(self) -> Any:
         """The set to fill now, once the copies last made from it are done."""
@@ -93,7 +94,17 @@ class StagingRing:
         """Mark the copies from the set in hand as issued, and move on to the next."""
         if self._device.type == "cuda":
             event = self._events[self._next] or torch.cuda.Event()  # type: ignore[no-untyped-call]
-            # The copies run on their own device's stream, whichever device is current.
-            event.record(torch.cuda.current_stream(self._device))
+            event.record(self._current_stream())
             self._events[self._next] = event
         self._next = (self._next + 1) % len(self._slots)
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        """Of the device that is copied to, whichever is current; kept, as making it takes longer than an event."""
+        index = self._device.index
+        if index is None:
+            index = torch.cuda.current_device()
+        handle: int = torch._C._cuda_getCurrentRawStream(index)
+        kept = self._stream
+        if kept is None or kept[:2] != (index, handle):
+            kept = self._stream = index, handle, torch.cuda.current_stream(index)
+        return kept[2]

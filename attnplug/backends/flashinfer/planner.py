@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.backends.flashinfer.library import Module
+from attnplug.backends.flashinfer.replanning import Replanner, replanner_of
 from attnplug.backends.flashinfer.step import Part
 from attnplug.ops.buffers import StagingRing
 
@@ -40,11 +42,12 @@ class PlanCost:
 class _Slot:
     """What a plan's copies to the device read: it must stay until they are done.
 
-    `schedule` (pinned uint8) is where FlashInfer writes its work list; None until a wrapper has given its own.
+    `schedule` (pinned uint8) is where FlashInfer writes its work list: that of a wrapper, once there is one.
     """
 
+    schedule: torch.Tensor
+
     def __init__(self, count: int, pinned: bool) -> None:
-        self.schedule: torch.Tensor | None = None
         self._pinned = pinned
         self._views: dict[int, dict[str, torch.Tensor]] = {}
         self._make(count)
@@ -138,7 +141,12 @@ class Planner:
         self._wrapper = wrapper
         self._group = group
         self._is_prefill_wrapper = phase == "prefill" or built.sinks
-        self._page_size = page_size
+        self._replans = phase == "decode" and built.template == "fa2"
+        """Whether a step of as many decodes as the one before may be planned by the planner alone."""
+        self._replanner: Replanner | None = None
+        self._planned_for = 0
+        """The decodes that `plan()` was last called for."""
+        self._sizes = group.num_heads, group.num_kv_heads, group.head_size, page_size
         self._space = space
         self._names_longest_query = names_longest_query
         # The fa3 planner balances by keys, the other two by pages.
@@ -213,34 +221,57 @@ class Planner:
             self._wrapper.run(query, pages, sinks, self._group.parameters.sm_scale, **keywords)
 
     def _plan(self, part: Part, indices: torch.Tensor, causal: bool) -> None:
-        space, group = self._space, self._group
+        space, count = self._space, len(part.seq_lens)
         # Not its own any more, should planning raise.
         space.owner = space.part = self._pointed = None
         slot, arrays = space.acquire(part)
         self._wrapper._pin_memory_int_workspace_buffer = slot.schedule
-        table = arrays["kv_indptr"], self._of(part, indices), arrays["last_page_len"]
-        sizes = group.num_heads, group.num_kv_heads, group.head_size, self._page_size
         # Before 0.7 the library looks for the longest element by element, 2 us each, and the planners that count
         # pages read no more of the lengths than that: one is enough.
         lengths = arrays[_LONGEST if self._counts_pages else "seq_lens"]
+        known = self._replanner if causal == self._causal else None
+        again = known if count == self._planned_for else None
         began = time.perf_counter()
+        if again is None:
+            self._planned_for = 0
+            self._plan_whole(part, indices, causal, arrays, lengths)
+        else:
+            again.plan(count, slot.schedule, arrays, lengths)
+        space.cost.seconds += time.perf_counter() - began
+        space.cost.plans += 1
+        if again is not None:
+            self._point(part, indices)
+        elif self._replans:
+            if known is None:
+                told = self._is_prefill_wrapper and causal, self._fixed["window_left"]
+                known = replanner_of(self._wrapper, self._sizes, *told, count, slot.schedule, arrays, lengths)
+                self._replanner, self._replans = known, known is not None
+            self._planned_for = count
+        space.release()
+        self._causal = causal
+        space.owner, space.part = self, part
+
+    def _plan_whole(
+        self,
+        part: Part,
+        indices: torch.Tensor,
+        causal: bool,
+        arrays: Mapping[str, torch.Tensor],
+        lengths: torch.Tensor,
+    ) -> None:
+        table = arrays["kv_indptr"], self._of(part, indices), arrays["last_page_len"]
         if self._is_prefill_wrapper:
             self._wrapper.plan(
                 arrays["qo_indptr"],
                 *table,
-                *sizes,
+                *self._sizes,
                 causal=causal,
                 max_token_per_sequence=part.max_query_len if self._names_longest_query else None,
                 seq_lens=lengths,
                 **self._fixed,
             )
         else:
-            self._wrapper.plan(*table, *sizes, seq_lens=lengths, **self._fixed)
-        space.cost.seconds += time.perf_counter() - began
-        space.cost.plans += 1
-        space.release()
-        self._causal = causal
-        space.owner, space.part = self, part
+            self._wrapper.plan(*table, *self._sizes, seq_lens=lengths, **self._fixed)
 
     def _send_lengths(self, part: Part) -> None:
         space = self._space
@@ -254,9 +285,8 @@ class Planner:
         pointed = self._pointed
         if pointed is not None and pointed[0] is part and pointed[1] is indices:
             return
-        place = indices.data_ptr() + 4 * part.first_page
-        if self._wrapper._paged_kv_indices_buf.data_ptr() != place:
-            self._wrapper._paged_kv_indices_buf = self._of(part, indices)
+        # The wrapper finds the ends of requests elsewhere: what stands behind its pages does not matter.
+        self._wrapper._paged_kv_indices_buf = indices[part.first_page :] if part.first_page else indices
         self._pointed = part, indices
 
     def _of(self, part: Part, indices: torch.Tensor) -> torch.Tensor:

@@ -45,11 +45,13 @@ class PlannedWrapper:
         self.device = workspace.device
         self._int_workspace_buffer = torch.empty(_INTS, dtype=torch.uint8)
         self._pin_memory_int_workspace_buffer = torch.empty(_INTS, dtype=torch.uint8)
-        self._graph = graph
+        self._graph = self.is_cuda_graph_enabled = graph
         self._qo_indptr_buf, self._paged_kv_indptr_buf, *rest = buffers
         self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = rest
         self.planned: dict[str, Any] = {}
         self.plans = 0
+        self.replans = 0
+        self._cached_module: Any = None
 
     def _stage(self, qo: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, last: torch.Tensor) -> None:
         for array in (qo, kv, indices, last):
@@ -82,11 +84,34 @@ class PlannedWrapper:
         raw = work.view(torch.uint8)
         self._pin_memory_int_workspace_buffer[: len(raw)] = raw
         self._int_workspace_buffer[: len(raw)].copy_(self._pin_memory_int_workspace_buffer[: len(raw)])
-        self._plan_info = count
+        self._plan_info = [count, planned["window_left"], 0]
         if self._graph and self.splits:
             self._reserve(planned, count)
         self.planned = planned
         self.plans += 1
+        self._cached_module = types.SimpleNamespace(plan=self._plan_of_module)
+
+    def _plan_of_module(self, *given: Any) -> list[int]:
+        """The planner alone, as `plan()` calls it: nothing but the work list is written."""
+        tail = 0 if self.schedules_keys else 3 + (Version(self.version) >= Version("0.7"))
+        if len(given) != 16 + tail:
+            raise TypeError(f"Mismatched number of arguments: expected {16 + tail} but got {len(given)}")
+        names = ("workspace", "ints", "pinned", "qo", "kv", "lengths", "rows", "count", "heads", "kv_heads")
+        asked = dict(zip((*names, "page_size", "graph", "d", "dv", "causal", "window"), given, strict=False))
+        planned, count = self.planned, asked["count"]
+        assert given[16:] == (-1, False, 0, 0)[:tail]
+        assert asked["workspace"] is self._float_workspace_buffer
+        assert asked["ints"] is self._int_workspace_buffer
+        assert asked["rows"] == count == len(asked["qo"]) - 1
+        assert (asked["heads"], asked["kv_heads"]) == (planned["num_qo_heads"], planned["num_kv_heads"])
+        assert (asked["page_size"], asked["d"]) == (planned["page_size"], planned["head_dim"])
+        assert (asked["window"], asked["graph"]) == (planned["window_left"], self._graph)
+        assert asked["causal"] == planned.get("causal", False)
+        raw = torch.cat([asked["qo"], asked["kv"], torch.zeros(count, dtype=torch.int32)]).view(torch.uint8)
+        asked["pinned"][: len(raw)] = raw
+        self._int_workspace_buffer[: len(raw)].copy_(asked["pinned"][: len(raw)])
+        self.replans += 1
+        return [count, asked["window"], 0]
 
     def _reserve(self, planned: dict[str, Any], requests: int) -> None:
         """The room of 0.5 and 0.6, on a GPU of one multiprocessor, for float32 outputs and LSEs of parts."""
@@ -98,7 +123,7 @@ class PlannedWrapper:
             raise RuntimeError("Failed to allocate memory for batch_prefill_tmp_v")
 
     def _scheduled(self, lengths: torch.Tensor) -> tuple[list[int], list[int]]:
-        count = self._plan_info
+        count = self._plan_info[0]
         work = self._int_workspace_buffer.view(torch.int32)[: 3 * count + 2]
         qo, kv, keys = work[: count + 1], work[count + 1 : 2 * count + 2], work[2 * count + 2 :]
         assert torch.equal(qo, self._qo_indptr_buf), "another plan's work list"

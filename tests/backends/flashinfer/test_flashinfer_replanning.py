@@ -1,0 +1,114 @@
+"""As many decodes as before are planned by FlashInfer's planner alone, where it is known to answer as `plan()` does."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from flashinfer_builders import PAGE, builder_of, common_of, costs, layer, run, wrappers
+from flashinfer_signatures import VERSIONS
+
+from attnplug.backends.flashinfer.builder import FlashInferMetadataBuilder
+from attnplug.backends.flashinfer.options import Options
+from attnplug.core import LayerSpec
+from attnplug.testing import paged_batch
+
+pytestmark = pytest.mark.usefixtures("fake_library")
+
+STEPS = ([3, 14], [9, 1], [16, 16], [2, 5])
+
+
+def decodes(builder: FlashInferMetadataBuilder, spec: LayerSpec, *steps: list[int]) -> Any:
+    """The wrapper that ran these steps, each against the oracle."""
+    for tokens in steps:
+        batch = paged_batch(spec, [1] * len(tokens), tokens, block_size=PAGE)
+        metadata = builder.build(0, batch.common)
+        run(builder, batch, metadata)
+    return wrappers(metadata, next(iter(builder._groups)))[0]
+
+
+@pytest.mark.parametrize("fake_version", VERSIONS)
+@pytest.mark.parametrize(
+    "spec", [layer(), layer(sliding_window=6), layer(has_sinks=True)], ids=["plain", "window", "sinks"]
+)
+def test_steps_of_as_many_decodes_ask_the_planner_alone(spec: LayerSpec) -> None:
+    builder = builder_of({"0": spec})
+    wrapper = decodes(builder, spec, *STEPS)
+    # Of one request when it was made, then of two; asked once more then, whether it answers alike.
+    assert (wrapper.plans, wrapper.replans) == (2, len(STEPS))
+    assert costs(builder) == [(len(STEPS), 0)]
+    assert decodes(builder, spec, [4, 4, 4], [8, 9, 9]) is wrapper
+    assert (wrapper.plans, wrapper.replans) == (3, len(STEPS) + 1)
+    assert decodes(builder, spec, *STEPS) is wrapper
+    assert (wrapper.plans, wrapper.replans) == (4, 2 * len(STEPS))
+
+
+@pytest.mark.parametrize("fake_version", VERSIONS)
+def test_captured_steps_do_too(fake_version: str) -> None:
+    builder = builder_of({"0": layer()}, cudagraph_batch_sizes=(2,), max_model_len=16)
+    capture = dataclasses.replace(common_of([1, 1], [16, 16]), max_seq_len=16)
+    kept = wrappers(builder.build_for_cudagraph_capture(capture), next(iter(builder._groups)))[0]
+    place = kept._paged_kv_indptr_buf.data_ptr()
+    assert decodes(builder, layer(), *STEPS) is kept
+    assert (kept.plans, kept.replans) == (1, 1 + len(STEPS))
+    assert kept._paged_kv_indptr_buf.data_ptr() == place
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda answer: None,
+        lambda answer: lambda *given: [*answer(*given)[:-1], 7],
+        lambda answer: lambda first: answer(first),
+    ],
+    ids=["moved", "another answer", "other arguments"],
+)
+def test_a_planner_that_is_not_known_is_left_alone(spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = builder_of({"0": layer()})
+    wrapper_cls = type(decodes(builder, layer(), [3, 3]))
+    builder = builder_of({"0": layer()})
+    schedule = wrapper_cls._schedule
+
+    def spoiled(self: Any, *given: Any) -> None:
+        schedule(self, *given)
+        self._cached_module.plan = spoil(self._cached_module.plan)
+
+    monkeypatch.setattr(wrapper_cls, "_schedule", spoiled)
+    wrapper = decodes(builder, layer(), *STEPS)
+    assert wrapper.plans == 1 + len(STEPS)
+
+
+def test_a_plan_that_failed_is_made_whole_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = builder_of({"0": layer()})
+    wrapper = decodes(builder, layer(), [3, 14])
+
+    def fails(*given: object, **keywords: object) -> None:
+        wrapper._paged_kv_indptr_buf = torch.zeros(9, dtype=torch.int32)
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wrapper, "plan", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            builder.build(0, common_of([1, 1, 1], [3, 14, 5]))
+    plans = wrapper.plans
+    decodes(builder, layer(), [9, 1])
+    assert wrapper.plans == plans + 1
+
+
+@pytest.mark.parametrize(
+    ("new", "options"),
+    [([1, 1], Options(tensor_cores=False)), ([2, 3], Options())],
+    ids=["cuda cores", "prefill"],
+)
+def test_other_planners_are_asked_through_plan(new: list[int], options: Options) -> None:
+    builder = builder_of({"0": layer()}, options=options)
+    for tokens in STEPS[:3]:
+        tokens = [max(each, 3) for each in tokens]
+        batch = paged_batch(layer(), new, tokens, block_size=PAGE, seed=tokens[0])
+        metadata = builder.build(0, batch.common)
+        run(builder, batch, metadata)
+    wrapper = wrappers(metadata, next(iter(builder._groups)))[0]
+    assert wrapper.plans == 4
+    assert not wrapper.replans
