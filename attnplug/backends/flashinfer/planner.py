@@ -55,18 +55,20 @@ class _Slot:
     def filled(self, part: Part) -> dict[str, torch.Tensor]:
         """The arrays of `part`, int32 in pinned memory, by name; and "longest", the longest of its lengths."""
         count = len(part.seq_lens)
-        if self._array.shape[1] <= count:
+        if self._tensor.shape[1] <= count:
             self._make(2 * count)
-        ends = (count + 1, count + 1, count, count)
-        array = self._array
-        for row, (field, end) in enumerate(zip(_FIELDS, ends, strict=True)):
-            array[row, :end] = getattr(part, field)
-        array[-1, 0] = part.max_seq_len
+        qo_indptr, kv_indptr, last_page_len, seq_lens, longest = self._rows
+        qo_indptr[: count + 1] = part.qo_indptr
+        kv_indptr[: count + 1] = part.kv_indptr
+        last_page_len[:count] = part.last_page_len
+        seq_lens[:count] = part.seq_lens
+        longest[0] = part.max_seq_len
         views = self._views.get(count)
         if views is None:
             # Slicing tensors takes longer than filling them, and batch sizes come again.
             if len(self._views) >= _KEPT_VIEWS:
                 self._views.clear()
+            ends = (count + 1, count + 1, count, count)
             views = {field: row[:end] for field, row, end in zip(_FIELDS, self._tensor, ends, strict=False)}
             views[_LONGEST] = self._tensor[-1, :1]
             self._views[count] = views
@@ -75,7 +77,7 @@ class _Slot:
     def _make(self, count: int) -> None:
         self._views.clear()
         self._tensor = torch.zeros(len(_FIELDS) + 1, count + 1, dtype=torch.int32, pin_memory=self._pinned)
-        self._array = self._tensor.numpy()
+        self._rows = tuple(self._tensor.numpy())
 
 
 class PlanSpace:

@@ -104,7 +104,8 @@ class HostStep:
                 rows, seen, starts, query_lens, seq_lens = trimmed(starts, query_lens, seq_lens, causal)
         count = len(seq_lens)
         pages = (seq_lens + (page_size - 1)) // page_size
-        kv_indptr = np.zeros(count + 1, dtype=np.int32)
+        kv_indptr = np.empty(count + 1, dtype=np.int32)
+        kv_indptr[0] = 0
         np.add.accumulate(pages, out=kv_indptr[1:])
         last = seq_lens - (pages - 1) * page_size
         tokens, decodes = int(starts[-1]), count
