@@ -1,0 +1,105 @@
+"""A bound kernel is launched at once, and as Triton launches it where a profiler listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from attnplug.ops.triton import launch
+from attnplug.ops.triton.launch import BoundKernel
+
+knobs = pytest.importorskip("triton").knobs
+
+
+class Tensor:
+    """On a GPU that is not here."""
+
+    is_cuda = True
+
+    def __init__(self, place: int, device: int = 0) -> None:
+        self.place, self.device = place, device
+
+    def get_device(self) -> int:
+        return self.device
+
+    def data_ptr(self) -> int:
+        return self.place
+
+
+class Kernel:
+    """Writes down who launched what."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Any, ...]] = []
+
+    @staticmethod
+    def fn(first: object, second: object, count: int, width: int) -> None: ...
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Kernel]:
+        def runner(*given: object, **options: int) -> Kernel:
+            self.found.append(("triton", grid, given, options))
+            return self
+
+        return runner
+
+    def run(self, *given: object) -> None:
+        self.found.append(("direct", given))
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Active:
+        @staticmethod
+        def get_current_stream(device: int) -> str:
+            return f"stream of {device}"
+
+    monkeypatch.setattr(launch, "driver", type("Driver", (), {"active": Active}))
+
+
+def bound() -> tuple[Kernel, BoundKernel]:
+    kernel = Kernel()
+    return kernel, BoundKernel(kernel, 3, {"width": 7, "other": 1}, num_warps=4)
+
+
+@pytest.mark.usefixtures("stream")
+def test_what_was_compiled_is_launched_at_once() -> None:
+    kernel, call = bound()
+    tensors = Tensor(32, 1), Tensor(48, 1)
+    call((5,), *tensors, 9)
+    call((6, 2), *tensors, 10)
+    assert kernel.found == [
+        ("triton", (5,), (*tensors, 9, 7), {"num_warps": 4}),
+        ("direct", (6, 2, 1, "stream of 1", "function", "metadata", None, None, None, *tensors, 10, 7)),
+    ]
+
+
+@pytest.mark.usefixtures("stream")
+def test_another_device_or_alignment_is_left_to_triton() -> None:
+    kernel, call = bound()
+    for place, device in ((32, 0), (33, 0), (32, 1), (48, 0)):
+        call((1,), Tensor(place, device), Tensor(16, device), 1)
+    assert [entry[0] for entry in kernel.found] == ["triton", "triton", "triton", "direct"]
+
+
+@pytest.mark.usefixtures("stream")
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profiler_is_told_of_launches(name: str) -> None:
+    kernel, call = bound()
+    tensors = Tensor(32), Tensor(48)
+    call((5,), *tensors, 9)
+    hooks = getattr(knobs.runtime, name)
+
+    def listen(metadata: object) -> None: ...
+
+    hooks.add(listen)
+    try:
+        call((5,), *tensors, 9)
+    finally:
+        hooks.remove(listen)
+    call((5,), *tensors, 9)
+    assert [entry[0] for entry in kernel.found] == ["triton", "triton", "direct"]
+    assert kernel.found[1] == ("triton", (5, 1, 1), (*tensors, 9, 7), {})
