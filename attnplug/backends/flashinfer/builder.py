@@ -34,7 +34,7 @@ from attnplug.core.spec import Phase
 __all__ = ["FlashInferMetadata", "FlashInferMetadataBuilder", "Work"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class Work:
     """What a group's layers run in a step.
 

@@ -16,7 +16,7 @@ __all__ = ["HostStep", "Ints", "Part", "StepPages", "trimmed"]
 Ints = npt.NDArray[np.int32]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class Part:
     """The decodes of a step, or its other requests: n of them, each with queries and keys.
 
@@ -60,7 +60,7 @@ class Part:
         return np.array_equal(self.last_page_len, other.last_page_len)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class HostStep:
     """The requests of a step that see anything, decodes first.
 
