@@ -22,12 +22,13 @@ def gather_page_indices(
     On a GPU it is one Triton kernel; without triton, a few torch operations.
 
     Args:
-        block_table: int32 `[R, max_blocks]`; entries past a request's pages are not read.
+        block_table: int32 `[R, max_blocks]`; entries past a request's pages are not written.
         seq_lens: int32 or int64 `[R]`, tokens of each request.
         page_size: tokens of a page.
         rows: int32 `[n]`, the requests whose pages are written, in this order; None: all.
         out: int32, at least `count` long; the rest of it stays.
-        count: their pages, as the host knows them; no more are written.
+        count: their pages, as the host knows them; no more are written, and where there are fewer, what is
+            behind them is left undefined.
 
     Returns:
         `out`.

@@ -22,6 +22,7 @@ from attnplug.ops.triton import (
     kv_write,
     merge_attn_states,
     merging,
+    page_indices,
     slots,
     write_kv_cache,
 )
@@ -105,6 +106,12 @@ def slot_mapping() -> None:
     )
 
 
+def pages() -> None:
+    table, out = torch.zeros(4, 9, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+    page_indices._bound.cache_clear()
+    page_indices.gather_page_indices(table, torch.arange(4), 16, torch.arange(2).int(), out, 9)
+
+
 def main() -> None:
     counts = {}
     for name, target in TARGETS.items():
@@ -115,6 +122,7 @@ def main() -> None:
             call = functools.partial(write, dtype, head_size, layout, converts=name == "sm90")
             counts[case] = compiler.instructions(kv_write, call)
         counts[f"{name} merge"] = compiler.instructions(merging, lambda: merge(3, torch.bfloat16))
+        counts[f"{name} pages"] = compiler.instructions(page_indices, pages)
         counts[f"{name} slots"] = compiler.instructions(slots, slot_mapping)
     json.dump(counts, sys.stdout)
 

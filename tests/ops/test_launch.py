@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -103,3 +104,17 @@ def test_a_profiler_is_told_of_launches(name: str) -> None:
     call((5,), *tensors, 9)
     assert [entry[0] for entry in kernel.found] == ["triton", "triton", "direct"]
     assert kernel.found[1] == ("triton", (5, 1, 1), (*tensors, 9, 7), {})
+
+
+def test_triton_is_launched_with_the_arguments_that_it_takes() -> None:
+    """What is called past Triton's own dispatch: a version that takes other arguments shows here."""
+    from triton.backends.amd.driver import HIPLauncher
+    from triton.backends.nvidia.driver import CudaLauncher
+    from triton.compiler import CompiledKernel
+
+    names = ["gridX", "gridY", "gridZ", "stream", "function", "kernel_metadata", "launch_metadata"]
+    for launcher in (CudaLauncher, HIPLauncher):
+        found = list(inspect.signature(launcher.__call__).parameters)
+        assert found == ["self", *names, "launch_enter_hook", "launch_exit_hook", "args"]
+    source = inspect.getsource(CompiledKernel.__getitem__)
+    assert "self.function, self.packed_metadata, launch_metadata," in source

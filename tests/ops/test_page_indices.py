@@ -72,3 +72,11 @@ def test_no_more_than_the_hosts_count_is_written(
     found = out.tolist()
     assert found[: len(written)] == written
     assert found[count:] == [-7] * (8 - count)
+
+
+def test_lengths_may_lie_anywhere(operation: str, where: str) -> None:
+    table = torch.arange(12, dtype=torch.int32, device=where).view(4, 3)
+    lengths = torch.tensor([[5, 0], [1, 0], [9, 0], [2, 0]], dtype=torch.int32, device=where)[:, 0]
+    out = torch.full((7,), -7, dtype=torch.int32, device=where)
+    gather(operation, table, lengths, PAGE, None, out, 7)
+    assert out.tolist() == [0, 1, 3, 6, 7, 8, 9]

@@ -94,23 +94,55 @@ class Event:
         self.log.append("waited")
 
 
-def test_each_set_has_an_event_of_its_own_waited_for_when_it_comes_round(monkeypatch):
-    made: list[Event] = []
+@pytest.fixture
+def stream(monkeypatch):
+    """The raw stream that is current; what torch makes of it says how often that was."""
+    current = {"raw": 7, "made": 0}
+
+    def current_stream(index: int) -> str:
+        current["made"] += 1
+        return f"stream {current['raw']} of {index}"
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current["raw"], raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    return current
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[Event]:
+    found: list[Event] = []
 
     def event() -> Event:
-        made.append(Event())
-        return made[-1]
+        found.append(Event())
+        return found[-1]
 
     monkeypatch.setattr(torch.cuda, "Event", event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    return found
+
+
+@pytest.mark.usefixtures("stream")
+def test_each_set_has_an_event_of_its_own_waited_for_when_it_comes_round(made):
     ring = StagingRing(["a", "b"], "cuda:1")
     for _ in range(2):
         ring.acquire()
         ring.release()
-    recorded = "recorded on the stream of cuda:1"
+    recorded = "recorded on stream 7 of 1"
     assert [one.log for one in made] == [[recorded], [recorded]]  # nothing to wait for yet
     ring.acquire()
     assert [one.log for one in made] == [[recorded, "waited"], [recorded]]
     ring.release()
     ring.acquire()
     assert [one.log for one in made] == [[recorded, "waited", recorded], [recorded, "waited"]]
+
+
+def test_copies_are_marked_on_the_stream_that_is_current_then(made, stream, monkeypatch):
+    ring = StagingRing(["a", "b"], "cuda")
+    device = {"index": 0}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device["index"])
+    for raw, index in ((7, 0), (7, 0), (8, 0), (8, 1), (8, 1), (7, 0)):
+        stream["raw"], device["index"] = raw, index
+        ring.release()
+    logged = [one.log[-3:] for one in made]
+    streams = ["7 of 0", "7 of 0", "8 of 0", "8 of 1", "8 of 1", "7 of 0"]
+    assert logged == [[f"recorded on stream {each}" for each in streams[start::2]] for start in (0, 1)]
+    assert stream["made"] == 4

@@ -170,7 +170,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
 
     @property
     def plan_costs(self) -> dict[str, PlanCost]:
-        """Calls, skips and host seconds of FlashInfer's `plan()`, by phase and group of layers."""
+        """Plans, skips and host seconds of planning, by phase and group of layers."""
         return self._planners.costs
 
     def warm_up(self, phase: Phase | None = None) -> None:

@@ -29,9 +29,9 @@ class PlanCost:
     """What the plans of one group and phase have cost the host.
 
     Args:
-        plans: calls of `plan()`.
+        plans: steps that were planned, by `plan()` or by the planner in it.
         skipped: steps that needed none.
-        seconds: in all calls of `plan()`.
+        seconds: of planning.
     """
 
     plans: int = 0
@@ -244,11 +244,15 @@ class Planner:
         if again is not None:
             self._point(part, indices)
         elif self._replans:
-            if known is None:
+            self._planned_for = count
+            # Requests of a page each are planned alike, whatever a planner is told.
+            if known is None and part.num_pages > count:
                 told = self._is_prefill_wrapper and causal, self._fixed["window_left"]
                 known = replanner_of(self._wrapper, self._sizes, *told, count, slot.schedule, arrays, lengths)
-                self._replanner, self._replans = known, known is not None
-            self._planned_for = count
+                self._replans = known is not None
+                if known is None:
+                    self._plan_whole(part, indices, causal, arrays, lengths)
+            self._replanner = known
         space.release()
         self._causal = causal
         space.owner, space.part = self, part

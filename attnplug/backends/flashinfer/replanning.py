@@ -14,6 +14,11 @@ _TAILS: tuple[tuple[int | bool, ...], ...] = ((-1, False, 0, 0), (-1, False, 0))
 beside them, and since 0.7 no promise that all queries are equally long."""
 
 
+_WRITTEN = ("_paged_kv_indptr_buf", "_paged_kv_last_page_len_buf", "_plan_info")
+_COMPARED = 1 << 16
+"""Bytes of a work list that are looked at."""
+
+
 class Replanner:
     """The planner of a wrapper's module, with what stays from step to step.
 
@@ -87,13 +92,21 @@ def replanner_of(
     arrays: Mapping[str, torch.Tensor],
     lengths: torch.Tensor,
 ) -> Replanner | None:
-    """One that answers as `plan()` did a moment ago, for the same; None where none does, as with a later version."""
+    """One that plans what `plan()` did a moment ago, told the same; arguments as for `Replanner`.
+
+    Where None does, as of a version that is not known, the wrapper is to be planned once more: another work list may
+    have been sent meanwhile.
+    """
+    if not all(hasattr(wrapper, name) for name in _WRITTEN):
+        return None
+    planned = list(wrapper._plan_info), schedule[:_COMPARED].clone()
     for tail in _TAILS:
         try:
             found = Replanner(wrapper, sizes, causal, window_left, tail)
-            if list(found.answer(count, schedule, arrays, lengths)) == list(wrapper._plan_info):
-                return found
-        except (AttributeError, TypeError):
-            # A name that moved, or another number of arguments.
+            answer = list(found.answer(count, schedule, arrays, lengths))
+        except (AttributeError, RuntimeError, TypeError):
+            # A name that moved, or other arguments.
             continue
+        if answer == planned[0] and torch.equal(schedule[:_COMPARED], planned[1]):
+            return found
     return None

@@ -16,6 +16,7 @@ __all__ = ["HostStep", "Ints", "Part", "StepPages", "trimmed"]
 Ints = npt.NDArray[np.int32]
 
 
+# Made in each step, and so not frozen, which takes five times as long.
 @dataclasses.dataclass(slots=True, eq=False)
 class Part:
     """The decodes of a step, or its other requests: n of them, each with queries and keys.
@@ -30,7 +31,7 @@ class Part:
         kv_indptr: int32 `[n + 1]`, where its pages start, from 0.
         last_page_len: int32 `[n]`, keys in its last page, 1 to the page size.
         seq_lens: int32 `[n]`, its keys.
-        pages_key: equal where the numbers of pages are.
+        plan_key: equal where queries and numbers of pages are.
     """
 
     first_token: int
@@ -42,7 +43,7 @@ class Part:
     kv_indptr: Ints
     last_page_len: Ints
     seq_lens: Ints
-    pages_key: bytes
+    plan_key: bytes
 
     @property
     def num_pages(self) -> int:
@@ -51,9 +52,7 @@ class Part:
 
     def same_pages(self, other: Part) -> bool:
         """Whether queries and numbers of pages are equal, which is all that the fa2 planner looks at."""
-        if self.pages_key != other.pages_key or self.max_query_len != other.max_query_len:
-            return False
-        return self.max_query_len == 1 or np.array_equal(self.qo_indptr, other.qo_indptr)
+        return self.max_query_len == other.max_query_len and self.plan_key == other.plan_key
 
     def same_lengths(self, other: Part) -> bool:
         """Whether the keys of parts with the same pages are equal."""
@@ -141,22 +140,27 @@ def _part(
 ) -> Part | None:
     if begin == end:
         return None
-    qo, kv = starts[begin : end + 1], kv_indptr[begin : end + 1]
+    # Copied: whoever gave the batch may write the next one into its arrays, and this one may be planned again.
+    qo, kv = starts[begin : end + 1].copy(), kv_indptr[begin : end + 1]
     first_token, first_page = int(qo[0]), int(kv[0])
     tokens = int(qo[-1]) - first_token
-    kv = kv - np.int32(first_page) if first_page else kv
+    if first_token:
+        qo -= first_token
+    if first_page:
+        kv = kv - np.int32(first_page)
+    # None is shorter than one query.
+    max_query_len = 1 if tokens == end - begin else int(query_lens[begin:end].max())
     return Part(
         first_token,
         tokens,
-        # None is shorter than one query.
-        1 if tokens == end - begin else int(query_lens[begin:end].max()),
+        max_query_len,
         longest if end - begin == len(seq_lens) else int(seq_lens[begin:end].max()),
         first_page,
-        qo - np.int32(first_token) if first_token else qo,
+        qo,
         kv,
         last[begin:end],
-        seq_lens[begin:end],
-        kv.tobytes(),
+        seq_lens[begin:end].copy(),
+        kv.tobytes() if max_query_len == 1 else kv.tobytes() + qo.tobytes(),
     )
 
 

@@ -51,12 +51,12 @@ def query_spans(common: CommonAttentionMetadata) -> tuple[IntArray, IntArray]:
             `num_actual_tokens`.
     """
     starts = host_view("query_start_loc_cpu", common.query_start_loc_cpu)
+    if starts.shape != (common.num_reqs + 1,):
+        raise BatchError("query_start_loc_cpu", starts.shape, f"must be of shape ({common.num_reqs + 1},)")
     if common.num_actual_tokens == common.num_reqs:
         decodes, ones = _one_each(common.num_reqs)
         if starts.dtype == np.int32 and starts.tobytes() == decodes:
             return starts, ones
-    if starts.shape != (common.num_reqs + 1,):
-        raise BatchError("query_start_loc_cpu", starts.shape, f"must be of shape ({common.num_reqs + 1},)")
     lengths = starts[1:] - starts[:-1]
     if lengths.size and lengths.min() < 0:
         row = int((lengths < 0).argmax())

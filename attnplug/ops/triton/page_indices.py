@@ -28,6 +28,7 @@ def gather_page_indices(
     """As `attnplug.ops.page_indices.gather_page_indices`, in one launch."""
     dtypes = block_table.dtype, seq_lens.dtype
     bound = _bound(*block_table.stride(), *dtypes, page_size, rows is not None)
+    seq_lens = seq_lens.contiguous()
     requests = (seq_lens if rows is None else rows).shape[0]
     with on_device_of(out):
         bound((requests,), block_table, seq_lens, seq_lens if rows is None else rows, out, count)
@@ -49,7 +50,6 @@ def _bound(
         "stride_page": stride_page,
         "PAGE_SIZE": page_size,
         "HAS_ROWS": has_rows,
-        "REQUESTS": _BLOCK,
         "BLOCK": _BLOCK,
     }
     return BoundKernel(_KERNEL, 5, values)

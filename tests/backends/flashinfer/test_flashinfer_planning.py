@@ -139,6 +139,19 @@ def test_a_step_that_another_was_planned_after_is_planned_again() -> None:
         run(builder, batch, metadata)
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_arrays_of_the_batch_may_be_written_anew_for_the_next(slots: int) -> None:
+    builder = builder_of({"0": layer()})
+    kept = [torch.zeros(3, dtype=torch.int32) for _ in range(slots)]
+    for step, (new, tokens) in enumerate(
+        (([2, 4], [6, 6]), ([1, 1], [7, 7]), ([4, 2], [6, 6]), ([2, 4], [6, 6]))
+    ):
+        batch = paged_batch(layer(), new, tokens, block_size=PAGE)
+        starts = kept[step % slots].copy_(batch.common.query_start_loc_cpu)
+        common = dataclasses.replace(batch.common, query_start_loc_cpu=starts)
+        run(builder, batch, builder.build(0, common))
+
+
 def test_pinned_work_lists_alternate() -> None:
     builder = builder_of({"0": layer()})
     used = []

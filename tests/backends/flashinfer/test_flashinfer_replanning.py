@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from flashinfer_signatures import VERSIONS
 
 from attnplug.backends.flashinfer.builder import FlashInferMetadataBuilder
 from attnplug.backends.flashinfer.options import Options
+from attnplug.backends.flashinfer.replanning import _WRITTEN, replanner_of
 from attnplug.core import LayerSpec
 from attnplug.testing import paged_batch
 
@@ -36,7 +38,7 @@ def decodes(builder: FlashInferMetadataBuilder, spec: LayerSpec, *steps: list[in
 def test_steps_of_as_many_decodes_ask_the_planner_alone(spec: LayerSpec) -> None:
     builder = builder_of({"0": spec})
     wrapper = decodes(builder, spec, *STEPS)
-    # Of one request when it was made, then of two; asked once more then, whether it answers alike.
+    # Of one request when it was made, then of two; the planner is asked then whether it plans the same.
     assert (wrapper.plans, wrapper.replans) == (2, len(STEPS))
     assert costs(builder) == [(len(STEPS), 0)]
     assert decodes(builder, spec, [4, 4, 4], [8, 9, 9]) is wrapper
@@ -56,28 +58,91 @@ def test_captured_steps_do_too(fake_version: str) -> None:
     assert kept._paged_kv_indptr_buf.data_ptr() == place
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda answer: None,
-        lambda answer: lambda *given: [*answer(*given)[:-1], 7],
-        lambda answer: lambda first: answer(first),
-    ],
-    ids=["moved", "another answer", "other arguments"],
-)
-def test_a_planner_that_is_not_known_is_left_alone(spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    builder = builder_of({"0": layer()})
-    wrapper_cls = type(decodes(builder, layer(), [3, 3]))
-    builder = builder_of({"0": layer()})
+def answers_otherwise(wrapper: Any, plan: Any, given: tuple[Any, ...]) -> Any:
+    return [*plan(*given)[:-1], 7]
+
+
+def lists_other_work(wrapper: Any, plan: Any, given: tuple[Any, ...]) -> Any:
+    answer = plan(*given)
+    given[2][:4] += 1
+    wrapper._int_workspace_buffer[:4] += 1
+    return answer
+
+
+def takes_other_arguments(wrapper: Any, plan: Any, given: tuple[Any, ...]) -> Any:
+    raise TypeError("Mismatched number of arguments")
+
+
+def refuses(wrapper: Any, plan: Any, given: tuple[Any, ...]) -> Any:
+    raise RuntimeError("Check failed")
+
+
+@pytest.mark.parametrize("spoil", [answers_otherwise, lists_other_work, takes_other_arguments, refuses])
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_planner_that_is_not_known_is_left_alone(
+    spoil: Any, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapper_cls = type(decodes(builder_of({"0": layer()}), layer(), [3, 3]))
     schedule = wrapper_cls._schedule
 
     def spoiled(self: Any, *given: Any) -> None:
         schedule(self, *given)
-        self._cached_module.plan = spoil(self._cached_module.plan)
+        plan = self._cached_module.plan
+        self._cached_module.plan = lambda *given: spoil(self, plan, given)
 
     monkeypatch.setattr(wrapper_cls, "_schedule", spoiled)
+    builder = builder_of({"0": layer()}, cudagraph_batch_sizes=(2,), max_model_len=16)
+    if captured:
+        capture = dataclasses.replace(common_of([1, 1], [16, 16]), max_seq_len=16)
+        builder.build_for_cudagraph_capture(capture)
     wrapper = decodes(builder, layer(), *STEPS)
-    assert wrapper.plans == 1 + len(STEPS)
+    assert wrapper.plans == 1 + len(STEPS) + 1
+
+
+@pytest.mark.parametrize("name", ["_cached_module", "_paged_kv_indptr_buf"])
+def test_a_name_that_moved_leaves_planning_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = replanner_of(
+        types.SimpleNamespace(
+            **{each: torch.zeros(3) for each in (*_WRITTEN, "_cached_module") if each != name}
+        ),
+        (4, 2, 64, PAGE),
+        False,
+        -1,
+        2,
+        torch.zeros(8, dtype=torch.uint8),
+        {},
+        torch.zeros(1),
+    )
+    assert found is None
+
+
+def test_requests_of_a_page_each_prove_nothing() -> None:
+    builder = builder_of({"0": layer()})
+    wrapper = decodes(builder, layer(), [3, 2], [1, 4], [2, 2])
+    assert not wrapper.replans
+    decodes(builder, layer(), [3, 14], [9, 1])
+    assert wrapper.replans == 2
+
+
+def test_a_batch_of_another_mask_is_planned_whole() -> None:
+    spec = layer(has_sinks=True, causal=False)
+    builder, plans = builder_of({"0": spec}), []
+    for tokens, causal in (
+        ([9, 5], False),
+        ([6, 14], False),
+        ([3, 3], True),
+        ([9, 2], True),
+        ([5, 9], False),
+    ):
+        batch = paged_batch(spec, [1, 1], tokens, block_size=PAGE)
+        common = dataclasses.replace(batch.common, causal=causal)
+        metadata = builder.build(0, common)
+        wrapper = wrappers(metadata, next(iter(builder._groups)))[0]
+        plans.append((wrapper.plans, wrapper.replans))
+        assert wrapper.planned["causal"] == causal
+        run(builder, batch, metadata)
+    # Nothing is proved by the third, whose requests have a page each.
+    assert plans == [(2, 1), (2, 2), (3, 2), (4, 3), (5, 4)]
 
 
 def test_a_plan_that_failed_is_made_whole_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:

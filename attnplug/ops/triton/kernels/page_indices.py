@@ -8,7 +8,10 @@ import triton.language as tl
 __all__ = ["page_indices_kernel"]
 
 
-@triton.jit(do_not_specialize=["count", "stride_row"])
+@triton.jit(
+    do_not_specialize=["count", "stride_row"],
+    do_not_specialize_on_alignment=["block_table", "seq_lens", "rows"],
+)
 def page_indices_kernel(
     block_table,
     seq_lens,
@@ -19,14 +22,13 @@ def page_indices_kernel(
     stride_page,
     PAGE_SIZE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
-    REQUESTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write the pages of request i at the number of pages that those before it have, none at or past `count`."""
     request = tl.program_id(0)
     begin = 0
-    for start in range(0, request, REQUESTS):
-        before = start + tl.arange(0, REQUESTS)
+    for start in range(0, request, BLOCK):
+        before = start + tl.arange(0, BLOCK)
         inside = before < request
         whose = tl.load(rows + before, mask=inside, other=0) if HAS_ROWS else before
         tokens = tl.load(seq_lens + whose, mask=inside, other=0).to(tl.int32)
