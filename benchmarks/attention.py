@@ -138,7 +138,7 @@ def contenders(layer: PagedLayer, names: Sequence[str]) -> dict[str, Callable[[i
             continue
         decision = attnplug.explain(layer.spec, backend=name)
         if not decision:
-            print(f"  {name}: {decision.explanation}", file=sys.stderr)
+            print(f"  {name}: {decision.explanation()}", file=sys.stderr)
             continue
         backend = decision.get_backend_cls()
         calls[name] = layer.attend(backend)

@@ -275,14 +275,13 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         if not common.causal and any(group.causal for group in self._groups):
             remedy = "declare the layer with causal=False"
             raise BatchError("causal", common.causal, "cannot widen a causal layer", remedy)
-        pages = {chunk: self._pages(common, chunk) for chunk in self._chunks}
-        for step in pages.values():
+        pages = {}
+        reqs, tokens, only_decodes = common.num_reqs, common.num_actual_tokens, True
+        for chunk in self._chunks:
+            step = pages[chunk] = self._pages(common, chunk)
             step.check()
-        reqs, tokens = common.num_reqs, common.num_actual_tokens
-        only_decodes = all(
-            step.host.prefill is None and step.host.rows is None and step.host.num_tokens == reqs
-            for step in pages.values()
-        )
+            host = step.host
+            only_decodes &= host.prefill is None and host.rows is None and host.num_tokens == reqs
         size = reqs if reqs in captured and only_decodes else 0
         is_cross = isinstance(self.kv_cache_spec, CrossAttentionSpec)
         return FlashInferMetadata(

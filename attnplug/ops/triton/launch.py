@@ -60,8 +60,8 @@ class BoundKernel:
 
 def _listened_to() -> bool:
     """Whether somebody, such as Triton's profiler, is to be told of launches."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 @functools.cache
