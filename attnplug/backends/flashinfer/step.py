@@ -21,6 +21,8 @@ Ints = npt.NDArray[np.int32]
 class Part:
     """The decodes of a step, or its other requests: n of them, each with queries and keys.
 
+    Arrays are its own: whoever gave the batch may write the next one into theirs, and this one may be planned again.
+
     Args:
         first_token: where their queries start.
         num_tokens: their queries.
@@ -107,14 +109,18 @@ class HostStep:
         kv_indptr[0] = 0
         np.add.accumulate(pages, out=kv_indptr[1:])
         last = seq_lens - (pages - 1) * page_size
-        tokens, decodes = int(starts[-1]), count
-        if tokens > count:
-            decodes = int((query_lens > 1).argmax())
+        tokens, decode, prefill = int(starts[-1]), None, None
         longest = int(np.maximum.reduce(seq_lens)) if count else 0
-        arrays = starts, query_lens, kv_indptr, last, seq_lens, longest
+        if tokens > count:
+            arrays = starts, query_lens, kv_indptr, last, seq_lens
+            decodes = int((query_lens > 1).argmax())
+            decode, prefill = _part(*arrays, 0, decodes), _part(*arrays, decodes, count)
+        elif count:
+            own = starts.copy(), kv_indptr, last, seq_lens.copy()
+            decode = Part(0, count, 1, longest, 0, *own, kv_indptr.tobytes())
         return cls(
-            _part(*arrays, 0, decodes),
-            _part(*arrays, decodes, count),
+            decode,
+            prefill,
             kv_indptr,
             rows,
             seen,
@@ -129,32 +135,21 @@ class HostStep:
 
 
 def _part(
-    starts: Ints,
-    query_lens: Ints,
-    kv_indptr: Ints,
-    last: Ints,
-    seq_lens: Ints,
-    longest: int,
-    begin: int,
-    end: int,
+    starts: Ints, query_lens: Ints, kv_indptr: Ints, last: Ints, seq_lens: Ints, begin: int, end: int
 ) -> Part | None:
     if begin == end:
         return None
-    # Copied: whoever gave the batch may write the next one into its arrays, and this one may be planned again.
-    qo, kv = starts[begin : end + 1].copy(), kv_indptr[begin : end + 1]
-    first_token, first_page = int(qo[0]), int(kv[0])
-    tokens = int(qo[-1]) - first_token
-    if first_token:
-        qo -= first_token
-    if first_page:
-        kv = kv - np.int32(first_page)
-    # None is shorter than one query.
-    max_query_len = 1 if tokens == end - begin else int(query_lens[begin:end].max())
+    first_token, first_page = int(starts[begin]), int(kv_indptr[begin])
+    qo, kv = (
+        starts[begin : end + 1] - np.int32(first_token),
+        kv_indptr[begin : end + 1] - np.int32(first_page),
+    )
+    max_query_len = int(query_lens[begin:end].max())
     return Part(
         first_token,
-        tokens,
+        int(qo[-1]),
         max_query_len,
-        longest if end - begin == len(seq_lens) else int(seq_lens[begin:end].max()),
+        int(seq_lens[begin:end].max()),
         first_page,
         qo,
         kv,
