@@ -62,8 +62,8 @@ class TritonBackend(AttentionBackend):
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
         """As measured on compute capability 9.x: prefill 210, decode 245, both 228; else 100, and on a CPU 0.
 
-        There its decodes take 0.975 of FlashInfer's time, its prefills 1.11 of FlashInfer's and 0.65 of
-        FlashAttention 2's (geometric means of `benchmarks/results/attention-h200.json`). Elsewhere it comes
+        There its decodes take 0.97 of FlashInfer's time, its prefills 1.14 of FlashInfer's and 0.69 of
+        FlashAttention 2's (geometric means of `benchmarks/results/attention-*h200.json`). Elsewhere it comes
         after the vendors' kernels and before TORCH, and interpreted on a CPU not before that.
         """
         if device.type == "cpu":
