@@ -3,7 +3,8 @@
     python benchmarks/attention.py --suite core --backends TRITON,peers --json core.json
 
 Ceilings first (copy, matrix product on random data), then every cell: correctness, then times of all
-contenders in turn, by graph replay, over more KV than the L2 holds.
+contenders in turn, decodes by graph replay and prefills as calls, behind a sleeping GPU and over more KV than the L2
+holds. The environment variable FLASHINFER_PREFILL says which template the peer FlashInfer prefills on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What FLASHINFER's builder costs the host for 256 requests: without FlashInfer's `plan()`, with it, and for two groups.
 
 Run as `python benchmarks/flashinfer_builder.py [--requests N] [--json FILE]`. Needs a GPU and FlashInfer; without
-them `plan()` is left out, and page indices are gathered by numpy, so that only the figures without it mean anything.
+them `plan()` and the gathering of pages are left out, so that only the figures without `plan()` mean anything.
 """
 
 from __future__ import annotations

@@ -202,18 +202,22 @@ def _captured(call: Callable[[int], object], count: int) -> torch.cuda.CUDAGraph
     return graph
 
 
-_SLEEP = 2_000_000
-"""Cycles, about a millisecond: longer than any contender's call takes the host."""
+_SLEEPS = (2_000_000, 8_000_000, 32_000_000)
+"""Cycles: a millisecond is longer than a contender's call takes most hosts; then more, as long as it was too short."""
 
 
 def _timed_ms(run: Callable[[], object]) -> float:
-    """What the GPU takes: it is kept busy until the host has issued all of it, and rests alike before each."""
-    torch.cuda._sleep(_SLEEP)  # type: ignore[no-untyped-call]
+    """What the GPU takes: it sleeps until the host has issued all of it, and so rests alike before each."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
+    for cycles in _SLEEPS:
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        was_late = begin.query()
+        torch.cuda.synchronize()
+        if not was_late:
+            break
     return begin.elapsed_time(end)
 
 
@@ -225,7 +229,7 @@ def graph_us(call: Callable[[int], object], count: int, repeats: int = 7) -> flo
 def interleaved_us(
     calls: dict[str, Callable[[int], object]], count: int, repeats: int = 7, graphs: bool = True
 ) -> dict[str, float]:
-    """The same of several calls that take turns, each round in another order: what follows a heavy call is slower."""
+    """The same of several calls that take turns, each round in another order: replayed, or called where not `graphs`."""
     runs: dict[str, Callable[[], object]] = {}
     for name, call in calls.items():
         if graphs:

@@ -2,10 +2,11 @@
 
 Which versions and GPUs each is used with stands in `attnplug.backends.libraries`. Their places on compute
 capability 9.0 follow what was measured on an H200 (bfloat16, 32 query heads over 8 of size 128): paged
-prefill of 16k tokens ran at 639 TFLOP/s with FlashAttention 4, 576 with FlashInfer and 354 with
-FlashAttention 2; decodes over 8 requests of 32k tokens at 96 % of a copy's bandwidth with FlashInfer and
-47 % with FlashAttention 4. FlashAttention 3 was not measured, and stands between the other two. Below 9.0
-FlashInfer's prefill is of the kind that reached 337 on the same GPU, so there FlashAttention 2 comes first.
+prefill of 16k tokens ran at 645 TFLOP/s with FlashAttention 4, 600 with FlashInfer and 319 with
+FlashAttention 2; decodes over 8 requests of 32k tokens at 99 % of a copy's bandwidth with FlashInfer and
+56 % with FlashAttention 4. FlashAttention 3 was not measured, and stands between the other two. Below 9.0
+FlashInfer prefills as its template fa2 does, which took as long as FlashAttention 2 on the same GPU (0.92 of it
+to 1.11, by head size) and has to be planned on the host: there FlashAttention 2 comes first.
 """
 
 from __future__ import annotations

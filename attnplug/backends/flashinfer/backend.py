@@ -59,9 +59,9 @@ class FlashInferBackend(AttentionBackend):
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
         """240 for decode, 220 for prefill, 230 for both.
 
-        Measured on an H200 (page 16, bf16): decode of 64 x 8k at 90 to 102 % of a device copy, of 8 x 32k at
-        96 %, where FlashAttention 4 reaches 47 to 95 %; causal prefill of 16k at 576 TFLOP/s, where
-        FlashAttention 4 reaches 639. So it decodes before FLASH_ATTN_4 and prefills after it; TRITON decodes as
+        Measured on an H200 (page 16, bf16): decode of 64 x 8k at 85 to 104 % of a device copy, of 8 x 32k at
+        99 %, where FlashAttention 4 reaches 53 to 100 % and 56 %; causal prefill of 16k at 600 TFLOP/s, where
+        FlashAttention 4 reaches 645. So it decodes before FLASH_ATTN_4 and prefills after it; TRITON decodes as
         fast there and needs no plan on the host, so that comes first on compute capability 9.x. Other devices
         are not measured: decodes split their keys over the GPU in the same way there, and prefill runs on
         the fa2 template, so the order is kept.

@@ -26,7 +26,7 @@ class PageIndices:
         self._device = device
         self._page_size = page_size
         self._fixed = fixed
-        self.buffer = torch.zeros(max(room, 1), dtype=torch.int32, device=device)
+        self.buffer = self._made(max(room, 1))
         """int32 `[room]`."""
         self._held: StepPages | None = None
 
@@ -50,6 +50,11 @@ class PageIndices:
                 raise BatchError("pages", count, limit, "capture with a longer max_model_len")
             # Doubled, so that contexts which grow do not allocate in every step.
             room = 1 << (count - 1).bit_length()
-            self.buffer = torch.zeros(room, dtype=torch.int32, device=self._device)
+            self.buffer = self._made(room)
         rows = None if host.rows is None else to_device(host.rows, self._device)
         gather_page_indices(pages.block_table, pages.seq_lens, self._page_size, rows, self.buffer, count)
+
+    def _made(self, room: int) -> torch.Tensor:
+        # What is made in inference mode can be written there only.
+        with torch.inference_mode(False):
+            return torch.zeros(room, dtype=torch.int32, device=self._device)

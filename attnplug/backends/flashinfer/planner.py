@@ -31,7 +31,7 @@ class PlanCost:
     Args:
         plans: steps that were planned, by `plan()` or by the planner in it.
         skipped: steps that needed none.
-        seconds: of planning.
+        seconds: of planning, without the proof, made once, that the planner alone does the same.
     """
 
     plans: int = 0
@@ -184,7 +184,7 @@ class Planner:
         if held is not None and same and held.same_lengths(part):
             space.part = part
             space.cost.skipped += 1
-        elif same and self._counts_pages:
+        elif same and self._counts_pages and self._writable():
             self._send_lengths(part)
             space.cost.skipped += 1
         else:
@@ -232,10 +232,10 @@ class Planner:
         # pages read no more of the lengths than that: one is enough.
         lengths = arrays[_LONGEST if self._counts_pages else "seq_lens"]
         known = self._replanner if causal == self._causal else None
-        again = known if count == self._planned_for else None
+        again = known if count == self._planned_for and self._writable() else None
         began = time.perf_counter()
+        self._planned_for = 0
         if again is None:
-            self._planned_for = 0
             self._plan_whole(part, indices, causal, arrays, lengths)
         else:
             again.plan(count, slot.schedule, arrays, lengths)
@@ -243,6 +243,7 @@ class Planner:
         space.cost.plans += 1
         if again is not None:
             self._point(part, indices)
+            self._planned_for = count
         elif self._replans:
             self._planned_for = count
             # Requests of a page each are planned alike, whatever a planner is told.
@@ -278,6 +279,12 @@ class Planner:
             )
         else:
             self._wrapper.plan(*table, *self._sizes, seq_lens=lengths, **self._fixed)
+
+    def _writable(self) -> bool:
+        """Whether the wrapper's arrays may be written here: those that `plan()` made in inference mode only there."""
+        return (
+            torch.is_inference_mode_enabled() or not self._wrapper._paged_kv_last_page_len_buf.is_inference()
+        )
 
     def _send_lengths(self, part: Part) -> None:
         space = self._space

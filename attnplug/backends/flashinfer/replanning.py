@@ -94,8 +94,8 @@ def replanner_of(
 ) -> Replanner | None:
     """One that plans what `plan()` did a moment ago, told the same; arguments as for `Replanner`.
 
-    Where None does, as of a version that is not known, the wrapper is to be planned once more: another work list may
-    have been sent meanwhile.
+    None where no known call of the planner does, as in an unknown version. The wrapper is then to be planned once
+    more: another work list may have been sent meanwhile.
     """
     if not all(hasattr(wrapper, name) for name in _WRITTEN):
         return None

@@ -140,10 +140,8 @@ def _part(
     if begin == end:
         return None
     first_token, first_page = int(starts[begin]), int(kv_indptr[begin])
-    qo, kv = (
-        starts[begin : end + 1] - np.int32(first_token),
-        kv_indptr[begin : end + 1] - np.int32(first_page),
-    )
+    qo = starts[begin : end + 1] - np.int32(first_token)
+    kv = kv_indptr[begin : end + 1] - np.int32(first_page)
     max_query_len = int(query_lens[begin:end].max())
     return Part(
         first_token,

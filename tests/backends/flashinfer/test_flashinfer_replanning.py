@@ -145,6 +145,24 @@ def test_a_batch_of_another_mask_is_planned_whole() -> None:
     assert plans == [(2, 1), (2, 2), (3, 2), (4, 3), (5, 4)]
 
 
+def test_a_planner_that_failed_is_followed_by_a_whole_plan() -> None:
+    builder = builder_of({"0": layer()})
+    wrapper = decodes(builder, layer(), *STEPS)
+    plans, planner = wrapper.plans, next(iter(builder._planners._planners.values()))._replanner
+    assert planner is not None
+    good = planner._planner
+
+    def fails(*given: object) -> None:
+        raise RuntimeError("out of memory")
+
+    planner._planner = fails
+    with pytest.raises(RuntimeError, match="out of memory"):
+        builder.build(0, common_of([1, 1], [9, 9]))
+    planner._planner = good
+    decodes(builder, layer(), [16, 3])
+    assert wrapper.plans == plans + 1
+
+
 def test_a_plan_that_failed_is_made_whole_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = builder_of({"0": layer()})
     wrapper = decodes(builder, layer(), [3, 14])
@@ -160,6 +178,22 @@ def test_a_plan_that_failed_is_made_whole_the_next_time(monkeypatch: pytest.Monk
     plans = wrapper.plans
     decodes(builder, layer(), [9, 1])
     assert wrapper.plans == plans + 1
+
+
+@pytest.mark.parametrize("tokens", [[9, 1], [4, 14]], ids=["other pages", "other lengths"])
+def test_steps_out_of_inference_mode_follow_steps_in_it(tokens: list[int]) -> None:
+    """What `plan()` made there cannot be written outside."""
+    builder = builder_of({"0": layer()})
+    builder.warm_up()
+    with torch.inference_mode():
+        wrapper = decodes(builder, layer(), [3, 9], [2, 13])
+        before = wrapper.plans
+        for name in ("_paged_kv_indptr_buf", "_paged_kv_last_page_len_buf"):
+            setattr(wrapper, name, getattr(wrapper, name).clone())
+    decodes(builder, layer(), tokens)
+    assert wrapper.plans == before + 1
+    decodes(builder, layer(), [16, 16])
+    assert wrapper.plans == before + 1
 
 
 @pytest.mark.parametrize(
