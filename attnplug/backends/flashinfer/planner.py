@@ -84,9 +84,14 @@ class PlanSpace:
     """Where plans of one group and phase live: one work list on the device, two guarded ones on the host.
 
     Wrappers of different batch sizes, as CUDA graphs have them, share it: one of them is planned at a time.
+
+    Args:
+        device: where the plans are used.
+        max_num_seqs: requests for which host buffers are made; more make them grow.
+        schedule_bytes: the least that a work list gets; where a wrapper's own is longer, that is taken.
     """
 
-    def __init__(self, device: torch.device, max_num_seqs: int) -> None:
+    def __init__(self, device: torch.device, max_num_seqs: int, schedule_bytes: int = 0) -> None:
         self.device = device
         self.cost = PlanCost()
         self.owner: Planner | None = None
@@ -94,6 +99,7 @@ class PlanSpace:
         self.part: Part | None = None
         """What that was made for."""
         self.schedule: torch.Tensor | None = None
+        self._schedule_bytes = schedule_bytes
         self._pinned = device.type == "cuda"
         self._slots = [_Slot(max_num_seqs, self._pinned) for _ in range(2)]
         self._ring = StagingRing(self._slots, device)
@@ -101,10 +107,15 @@ class PlanSpace:
     def adopt(self, wrapper: Any) -> None:
         """Have a new wrapper plan here."""
         if self.schedule is None:
-            self.schedule = wrapper._int_workspace_buffer
-            own = wrapper._pin_memory_int_workspace_buffer
-            self._slots[0].schedule = own
-            self._slots[1].schedule = torch.empty_like(own, pin_memory=self._pinned)
+            there, here = wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer
+            size = max(there.numel(), self._schedule_bytes)
+            if size > there.numel():
+                there, here = (
+                    there.new_empty(size),
+                    torch.empty(size, dtype=here.dtype, pin_memory=self._pinned),
+                )
+            self.schedule, self._slots[0].schedule = there, here
+            self._slots[1].schedule = torch.empty_like(here, pin_memory=self._pinned)
         wrapper._int_workspace_buffer = self.schedule
 
     def acquire(self, part: Part) -> tuple[_Slot, dict[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from attnplug.backends.flashinfer.compiling import announced
 from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.backends.flashinfer.library import Library, Module
 from attnplug.backends.flashinfer.planner import PlanCost, Planner, PlanSpace, one_request
-from attnplug.backends.flashinfer.workspace import captured_bytes, workspace_bytes
+from attnplug.backends.flashinfer.workspace import captured_bytes, schedule_bytes, workspace_bytes
 from attnplug.backends.multiprocessors import num_multiprocessors
 from attnplug.core.device import Device
 from attnplug.core.errors import BatchError
@@ -150,7 +150,8 @@ class Planners:
         captured = batch_size > 0
         space = self._spaces.get((group, phase, captured))
         if space is None:
-            space = self._spaces[group, phase, captured] = PlanSpace(self._device, self._max_num_seqs)
+            size = schedule_bytes(group, built.template)
+            space = self._spaces[group, phase, captured] = PlanSpace(self._device, self._max_num_seqs, size)
         names = self.groups[group]
         why = f"{phase} of {_listed(names)}"
         with contextlib.nullcontext() if captured else announced(self._library, built, why):

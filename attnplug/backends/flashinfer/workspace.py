@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.core.errors import PolicyError
 
-__all__ = ["captured_bytes", "workspace_bytes"]
+__all__ = ["captured_bytes", "schedule_bytes", "workspace_bytes"]
 
 _LEAST = 128 << 20
 _SLACK = 1 << 20
 """For what the buffers are aligned to."""
+_TILES_LISTED = 4096
+"""Of each head by the fa3 planner: with more, one list serves all heads."""
 _BLOCKS_EACH = 2
 """Thread blocks that a multiprocessor runs at once, as FlashInfer's scheduler counts them."""
 
@@ -58,6 +60,14 @@ def captured_bytes(group: PlanGroup, multiprocessors: int, batch_size: int) -> i
     rows = 128 if grouped > 64 and group.head_size < 256 else 64 if grouped > 16 else 16
     tiles = -(-batch_size * grouped // rows) + batch_size - 1
     return _partial_bytes(group, max(tiles, _tiles_at_once(group, multiprocessors)), rows)
+
+
+def schedule_bytes(group: PlanGroup, template: str) -> int:
+    """The most that a plan's work list takes; FlashInfer's own 8 MiB would be too few for fa3 above 73 heads.
+
+    The fa3 planner lists up to 4096 tiles for each query head, of seven int32 each; the others list far fewer.
+    """
+    return 4 * 7 * _TILES_LISTED * group.num_heads + _SLACK if template == "fa3" else 0
 
 
 def _tiles_at_once(group: PlanGroup, multiprocessors: int) -> int:

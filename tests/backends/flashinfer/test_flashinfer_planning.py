@@ -267,6 +267,22 @@ def test_a_workspace_that_is_too_small_is_refused_when_it_is_given() -> None:
         builder_of({"0": layer()}).set_workspace_buffer(torch.zeros(16, dtype=torch.uint8))
 
 
+def test_work_lists_of_fa3_have_room_for_all_heads() -> None:
+    """The planner lists up to 4096 tiles of each, in seven arrays; the library's own list has 8 MiB."""
+    builder = builder_of({"0": layer(num_heads=128)}, FlashInferFa3OnCpu)
+    group = next(iter(builder._groups))
+    sizes: dict[str, set[int]] = {"decode": set(), "prefill": set()}
+    for tokens in (9, 17, 33):
+        metadata = builder.build(0, common_of([1, 3], [tokens, tokens]))
+        for phase, wrapper in zip(sizes, wrappers(metadata, group), strict=True):
+            sizes[phase] |= {
+                each.numel()
+                for each in (wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer)
+            }
+    (decode,), (prefill,) = sizes["decode"], sizes["prefill"]
+    assert prefill >= 4096 * 7 * 4 * 128 > 8 << 20 > decode
+
+
 def test_the_workspace_holds_every_part_of_split_requests() -> None:
     def group(heads: int, kv_heads: int, size: int, **options: Any) -> PlanGroup:
         spec = layer(num_heads=heads, num_kv_heads=kv_heads, head_size=size)
