@@ -22,7 +22,8 @@ import attnplug
 from attnplug.core import BuilderConfig, LayerSpec
 from attnplug.runtime import AttentionRuntime
 
-SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, block_size=16)
+PAGE = 16
+SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, block_size=PAGE)
 NAME, CONTEXT = "layer", 96
 GOAL_BUILD, GOAL_CALL = 50.0, 10.0
 GOAL_SIZE = 256
@@ -56,7 +57,7 @@ class Step:
 
     def __init__(self, query_lens: list[int]) -> None:
         device = "cuda" if ON_GPU else "cpu"
-        pages = 2 + sum(-(-(CONTEXT + new) // SPEC.block_size) for new in query_lens)
+        pages = 2 + sum(-(-(CONTEXT + new) // PAGE) for new in query_lens)
         plan = attnplug.plan({NAME: SPEC}, device=device, backend="TRITON", num_blocks=pages)
         most = max(query_lens)
         config = BuilderConfig(
@@ -69,7 +70,7 @@ class Step:
         requests = self.runtime.step_batch_builder()
         page = 1
         for index, new in enumerate(query_lens):
-            count = -(-(CONTEXT + new) // SPEC.block_size)
+            count = -(-(CONTEXT + new) // PAGE)
             requests.add_request(str(index), [list(range(page, page + count))], num_computed_tokens=CONTEXT)
             page += count
         self.batch = requests.step(query_lens)
