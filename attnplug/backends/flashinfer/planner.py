@@ -254,9 +254,7 @@ class Planner:
         space.cost.plans += 1
         if again is not None:
             self._point(part, indices)
-            self._planned_for = count
         elif self._replans:
-            self._planned_for = count
             # Requests of a page each are planned alike, whatever a planner is told.
             if known is None and part.num_pages > count:
                 told = self._is_prefill_wrapper and causal, self._fixed["window_left"]
@@ -266,7 +264,7 @@ class Planner:
                     self._plan_whole(part, indices, causal, arrays, lengths)
             self._replanner = known
         space.release()
-        self._causal = causal
+        self._causal, self._planned_for = causal, count
         space.owner, space.part = self, part
 
     def _plan_whole(
