@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -20,7 +22,8 @@ from attnplug.cli.arguments import (
 )
 from attnplug.cli.output import console, print_json
 from attnplug.core.errors import SpecError
-from attnplug.core.spec import AttentionType, LayerSpec, MLADims
+from attnplug.core.features import Feature
+from attnplug.core.spec import AttentionType, LayerSpec
 
 __all__ = ["explain"]
 
@@ -33,9 +36,6 @@ def explain(
         int | None, typer.Option(help="Key and value heads [default: as num-heads].", rich_help_panel=_LAYER)
     ] = None,
     head_size: Annotated[int, typer.Option(help="Elements per head.", rich_help_panel=_LAYER)] = 128,
-    head_size_v: Annotated[
-        int | None, typer.Option(help="Elements per value head, if different.", rich_help_panel=_LAYER)
-    ] = None,
     dtype: Annotated[
         str, typer.Option(help="float16, bfloat16 or float32.", rich_help_panel=_LAYER)
     ] = "bfloat16",
@@ -48,74 +48,35 @@ def explain(
         bool | None, typer.Option(help="[default: causal for a decoder]", rich_help_panel=_LAYER)
     ] = None,
     scale: Annotated[float | None, typer.Option(help="Softmax scale.", rich_help_panel=_LAYER)] = None,
-    window: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LEFT,RIGHT", help="Keys seen on each side; -1 is no limit.", rich_help_panel=_LAYER
-        ),
-    ] = None,
     sliding_window: Annotated[
         int | None, typer.Option(help="Keys seen, the query's own included.", rich_help_panel=_LAYER)
     ] = None,
-    chunk_size: Annotated[
-        int | None, typer.Option(help="Chunked local attention.", rich_help_panel=_LAYER)
-    ] = None,
-    soft_cap: Annotated[
-        float | None, typer.Option(help="Soft cap on the logits.", rich_help_panel=_LAYER)
-    ] = None,
-    sinks: Annotated[bool, typer.Option("--sinks", help="Attention sinks.", rich_help_panel=_LAYER)] = False,
-    alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi slopes.", rich_help_panel=_LAYER)] = False,
-    mla: Annotated[
-        str | None,
-        typer.Option(
-            metavar="Q,KV,NOPE,ROPE,V", help="MLA dimensions; Q may be 0 for none.", rich_help_panel=_LAYER
-        ),
-    ] = None,
-    sparse: Annotated[
-        bool, typer.Option("--sparse", help="Sparse attention.", rich_help_panel=_LAYER)
-    ] = False,
-    mm_prefix: Annotated[
-        bool, typer.Option("--mm-prefix", help="Bidirectional multimodal spans.", rich_help_panel=_LAYER)
-    ] = False,
-    direct_kv: Annotated[
-        bool, typer.Option("--direct-kv", help="K and V come with the call.", rich_help_panel=_LAYER)
-    ] = False,
-    lse: Annotated[
-        bool, typer.Option("--lse", help="The log-sum-exp is needed.", rich_help_panel=_LAYER)
-    ] = False,
     device: DeviceText = "current",
     phase: PhaseChoice = None,
     backend: BackendRules = None,
     assume_installed: AssumedVersions = None,
     allow_refuted: AllowRefuted = None,
     as_json: AsJson = False,
+    **features: Any,
 ) -> None:
-    """Explain who serves one layer, given by flags, and why each other does not. Imports no backend's parts."""
+    """Explain which backend serves one layer, given by options, and why each other does not. Imports no backend's parts."""
     from attnplug.registry.default import explain as ask
 
-    dims = None if mla is None else _mla(mla)
+    asked = {flag.ask.field: _value(flag, features[flag.ask.field]) for flag in _OWN_OPTION}
+    asked = {field: value for field, value in asked.items() if value is not None}
+    dims = asked.get("mla")
     spec = LayerSpec(
         num_heads=num_heads,
         num_kv_heads=(num_heads if dims is None else 1) if num_kv_heads is None else num_kv_heads,
         head_size=head_size if dims is None else dims.kv_lora_rank + dims.qk_rope_head_dim,
-        head_size_v=head_size_v,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
         attn_type=attn_type,
         causal=causal,
         scale=scale,
-        window=(-1, -1) if window is None else _integers("--window", window, 2),
         sliding_window=sliding_window,
-        chunk_size=chunk_size,
-        logits_soft_cap=soft_cap,
-        has_sinks=sinks,
-        has_alibi=alibi,
-        mla=dims,
-        sparse=sparse,
-        mm_prefix=mm_prefix,
-        direct_kv=direct_kv,
-        needs_lse=lse,
+        **asked,
     )
     decision = ask(
         spec,
@@ -132,18 +93,47 @@ def explain(
     raise typer.Exit(0 if decision else 3)
 
 
-def _integers(option: str, text: str, count: int) -> list[int]:
+_OWN_OPTION = [flag for flag in Feature if flag.ask.help is not None]
+"""The features with an option of their own; the others share one that is written out above."""
+
+
+def _option(flag: Feature) -> inspect.Parameter:
+    """The option of a feature, as typer reads it from a signature."""
+    row = flag.ask
+    kind = str if row.parse else type(row.values[0])
+    option = typer.Option(row.option, metavar=row.metavar, help=row.help, rich_help_panel=_LAYER)
+    default, hint = (False, bool) if kind is bool else (None, kind | None)
+    return inspect.Parameter(
+        row.field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option]
+    )
+
+
+def _value(flag: Feature, given: Any) -> Any:
+    """The value of a feature's field that its option gives; SpecError for text that is no list of integers."""
+    row = flag.ask
+    if given is None or row.parse is None:
+        return given
+    count = len(str(row.metavar).split(","))
     try:
-        numbers = [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in given.split(",")]
     except ValueError:
         numbers = []
     if len(numbers) != count:
-        raise SpecError(option, text, f"must be {count} integers with commas between them")
-    return numbers
+        raise SpecError(row.option, given, f"must be {count} integers with commas between them")
+    return row.parse(*numbers)
 
 
-def _mla(text: str) -> MLADims:
-    q, kv, nope, rope, v = _integers("--mla", text, 5)
-    return MLADims(
-        q_lora_rank=q or None, kv_lora_rank=kv, qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=v
-    )
+def _with_features(command: Callable[..., None]) -> None:
+    """Give the command an option for each feature of `_OWN_OPTION` in the place of `**features`."""
+    signature = inspect.signature(command, eval_str=True)
+    written = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    before = next(index for index, each in enumerate(written) if each.name == "device")
+    options = [_option(flag) for flag in _OWN_OPTION]
+    parameters = [
+        each.replace(kind=each.KEYWORD_ONLY) for each in (*written[:before], *options, *written[before:])
+    ]
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ |= {each.name: each.annotation for each in options}
+
+
+_with_features(explain)

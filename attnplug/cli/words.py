@@ -13,29 +13,11 @@ __all__ = ["features_in_words", "indices", "layers_in_words"]
 
 def features_in_words(spec: LayerSpec) -> str:
     """What a layer asks for beyond sizes, as "sliding 1024, sinks"; "full" where there is nothing."""
-    left, right = spec.window
-    said = {
-        Feature.SLIDING_WINDOW: f"sliding {spec.sliding_window}"
-        if spec.sliding_window is not None
-        else f"window {left},{right}",
-        Feature.CHUNKED_LOCAL: f"chunk {spec.chunk_size}",
-        Feature.SOFT_CAP: f"soft cap {spec.logits_soft_cap:g}" if spec.logits_soft_cap else "",
-        Feature.FP8_KV: f"{spec.kv_cache_dtype} KV",
-        Feature.HEAD_SIZE_V: f"head size v {spec.head_size_v}",
-        Feature.ENCODER: str(spec.attn_type).replace("_", "-"),
-        Feature.CROSS: "cross",
-        Feature.DIRECT_KV: "direct KV",
-        Feature.NON_CAUSAL: "non-causal",
-        Feature.MLA: "MLA",
-        Feature.LSE: "LSE",
-        Feature.ALIBI: "ALiBi",
-        Feature.SINKS: "sinks",
-    }
     asked = spec.required_features()
     if spec.attn_type is not AttentionType.DECODER:
         # Encoders and cross attention are non-causal by nature, encoders keep no cache.
         asked &= ~Feature.NON_CAUSAL & ~Feature.DIRECT_KV
-    words = [said.get(flag, str(flag.name).lower()) for flag in Feature if flag in asked]
+    words = [flag.shown(spec) for flag in asked]
     masks = Feature.SLIDING_WINDOW | Feature.CHUNKED_LOCAL | Feature.CROSS | Feature.ENCODER
     return ", ".join(words if asked & masks or spec.mla else ["full", *words])
 

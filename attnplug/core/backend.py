@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -53,6 +54,15 @@ class AttentionBackend(ABC):
     """Neither build nor forward makes the host wait or allocates memory that grows with context."""
     Options: ClassVar[type[Any] | None] = None
     """A frozen dataclass of the options a user may set, where there are any."""
+    depends_on_capability: ClassVar[bool] = False
+    """Whether it serves only some GPUs; set for each class that overrides `supports_compute_capability`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Note whether the class says which GPUs it serves."""
+        super().__init_subclass__(**kwargs)
+        default = AttentionBackend.__dict__["supports_compute_capability"]
+        found = inspect.getattr_static(cls, "supports_compute_capability")
+        cls.depends_on_capability = found is not default
 
     @staticmethod
     @abstractmethod
@@ -109,13 +119,8 @@ class AttentionBackend(ABC):
     @classmethod
     def supports_attn_type(cls, attn_type: AttentionType) -> bool:
         """Whether it serves who-attends-whom of this kind; decoders only unless features say more."""
-        asked = {
-            AttentionType.DECODER: Feature(0),
-            AttentionType.ENCODER: Feature.ENCODER,
-            AttentionType.ENCODER_ONLY: Feature.ENCODER,
-            AttentionType.ENCODER_DECODER: Feature.CROSS,
-        }.get(attn_type)
-        return asked is not None and asked in cls.features
+        flags = [flag for flag in Feature if flag.ask.field == "attn_type" and attn_type in flag.ask.values]
+        return attn_type == AttentionType.DECODER or any(flag in cls.features for flag in flags)
 
     @classmethod
     def is_mla(cls) -> bool:

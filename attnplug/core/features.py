@@ -1,51 +1,284 @@
-"""What a layer can ask for beyond sizes and dtypes."""
+"""The one table of what a layer can ask for beyond sizes and dtypes: each Feature is a row of it.
+
+Validation, the composite backend, the conformance kit, the compatibility matrix and the command line read
+their rows here. A new feature is a new row, a numeric case in the kit's oracle, and the kernels that serve it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
-__all__ = ["Feature"]
+from attnplug.core.mla import MLADims
+
+if TYPE_CHECKING:
+    from attnplug.core.spec import LayerSpec
+
+__all__ = ["Ask", "Feature"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ask:
+    """One row: how a layer asks for a feature, and how attnplug names it to people and programs.
+
+    Args:
+        field: the LayerSpec field that asks. A field that LayerSpec does not declare becomes a flag of it.
+        when: whether a spec asks; default: the field is set.
+        values: values of the field that ask, the plainest first; the kit and the matrix try them.
+        fields: every field of a layer that asks, by its head size and its block size (None: not given);
+            default the first of `values` alone.
+        code: code of the reason that refuses it; default "feature.<name>".
+        refusal: the sentence of that reason; default "<name> not supported".
+        declared_by: the method of AttentionBackend that says whether it is served; default: `features` says.
+        only: the sentence that refuses layers which do not ask, for features that a backend serves alone.
+        label: its name in tables; default its name with spaces.
+        shown: what `attnplug select` says of a spec that asks; default `label`.
+        option: the option of `attnplug explain` that asks.
+        help: help of that option; None where the option is not this row's alone.
+        metavar, parse: of an option that takes several integers: their names with commas, and the value they give.
+        per_request: each request can be served alone, so the backends of a composite can share a step.
+        unpaged: K and V come with the call, so the layer has no block size, layout or storage dtype.
+    """
+
+    field: str
+    when: Callable[[LayerSpec], bool] | None = None
+    values: tuple[Any, ...] = (True,)
+    fields: Callable[[int, int | None], Mapping[str, Any]] | None = None
+    code: str | None = None
+    refusal: str | None = None
+    declared_by: str | None = None
+    only: str | None = None
+    label: str | None = None
+    shown: Callable[[LayerSpec], str] | None = None
+    option: str
+    help: str | None = None
+    metavar: str | None = None
+    parse: Callable[..., Any] | None = None
+    per_request: bool = False
+    unpaged: bool = False
+
+
+def _whole_pages(block_size: int | None) -> int:
+    # Kernels that read chunks as requests of their own begin each at a page.
+    page = block_size or 1
+    return -(-24 // page) * page
+
+
+def _latent(head_size: int, rope: int = 64) -> dict[str, Any]:
+    """Latent attention whose latents have `head_size` elements, or 128 where these hold no more than positions."""
+    size = head_size if head_size > rope else 2 * rope
+    dims = MLADims(
+        q_lora_rank=1536,
+        kv_lora_rank=size - rope,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=rope,
+        v_head_dim=128,
+    )
+    return {"mla": dims, "num_kv_heads": 1, "head_size": size}
 
 
 class Feature(enum.Flag):
-    """One flag per thing that changes the numbers or the way a backend is called.
+    """One flag for each thing that changes the numbers or the way a backend is called; `ask` is its row.
 
-    A backend is asked with `spec.required_features()` and refuses whatever it has not declared in
-    `AttentionBackend.features`, so a flag added here in a later release is refused by every plugin
-    that has never heard of it.
+    A spec gives its flags with `required_features()`. A backend refuses each flag that its `features` lack,
+    so every plugin refuses a flag that is added here after the plugin was written.
     """
 
-    SLIDING_WINDOW = enum.auto()
+    ask: Ask
+
+    def __new__(cls, row: Ask | int) -> Self:
+        """A member from its row, or the union of members that has the value `row`."""
+        self = object.__new__(cls)
+        self._value_ = row if isinstance(row, int) else 1 << len(cls.__members__)
+        if isinstance(row, Ask):
+            self.ask = row
+        return self
+
+    SLIDING_WINDOW = Ask(
+        field="window",
+        when=lambda spec: spec.is_windowed,
+        values=((6, 0), (40, 40), (0, 0), (15, -1), (-1, 7)),
+        shown=lambda spec: (
+            "window {},{}".format(*spec.window)
+            if spec.sliding_window is None
+            else f"sliding {spec.sliding_window}"
+        ),
+        option="--window",
+        help="Keys seen on each side; -1 is no limit.",
+        metavar="LEFT,RIGHT",
+        parse=lambda left, right: (left, right),
+        per_request=True,
+    )
     """Only keys within `window` of the query's position are seen."""
-    CHUNKED_LOCAL = enum.auto()
+    CHUNKED_LOCAL = Ask(
+        field="chunk_size",
+        values=(24, 64),
+        fields=lambda head_size, block_size: {"chunk_size": _whole_pages(block_size)},
+        shown=lambda spec: f"chunk {spec.chunk_size}",
+        option="--chunk-size",
+        help="Chunked local attention.",
+        per_request=True,
+    )
     """Only keys of the query's own chunk are seen."""
-    SOFT_CAP = enum.auto()
+    SOFT_CAP = Ask(
+        field="logits_soft_cap",
+        values=(3.0,),
+        shown=lambda spec: f"soft cap {spec.logits_soft_cap:g}",
+        option="--soft-cap",
+        help="Soft cap on the logits.",
+        per_request=True,
+    )
     """Logits become `c * tanh(logits / c)`."""
-    SINKS = enum.auto()
+    SINKS = Ask(
+        field="has_sinks",
+        code="sink",
+        declared_by="supports_sink",
+        option="--sinks",
+        help="Attention sinks.",
+        per_request=True,
+    )
     """One learned logit per head enters the softmax denominator."""
-    ALIBI = enum.auto()
+    ALIBI = Ask(field="has_alibi", label="ALiBi", option="--alibi", help="ALiBi slopes.", per_request=True)
     """A per-head slope times the distance is subtracted from the logits."""
-    MLA = enum.auto()
+    MLA = Ask(
+        field="mla",
+        fields=lambda head_size, block_size: _latent(head_size),
+        code="mla",
+        refusal="MLA not supported",
+        declared_by="is_mla",
+        only="non-MLA not supported",
+        label="MLA",
+        option="--mla",
+        help="MLA dimensions; Q may be 0 for none.",
+        metavar="Q,KV,NOPE,ROPE,V",
+        parse=lambda q, kv, nope, rope, v: MLADims(
+            q_lora_rank=q or None, kv_lora_rank=kv, qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=v
+        ),
+    )
     """Multi-head latent attention: one latent vector per token is cached."""
-    SPARSE = enum.auto()
+    SPARSE = Ask(
+        field="sparse",
+        code="sparse",
+        refusal="sparse attention not supported",
+        declared_by="is_sparse",
+        only="non-sparse attention not supported",
+        option="--sparse",
+        help="Sparse attention.",
+    )
     """Only keys picked by an indexer are seen."""
-    MM_PREFIX = enum.auto()
+    MM_PREFIX = Ask(
+        field="mm_prefix",
+        code="mm_prefix",
+        refusal="multimodal prefix spans not supported",
+        declared_by="supports_mm_prefix",
+        label="mm prefix",
+        option="--mm-prefix",
+        help="Bidirectional multimodal spans.",
+    )
     """Spans of multimodal tokens see each other in both directions."""
-    LSE = enum.auto()
+    LSE = Ask(
+        field="needs_lse", label="LSE", option="--lse", help="The log-sum-exp is needed.", per_request=True
+    )
     """The log-sum-exp of each row is returned, so that partial results can be merged."""
-    HEAD_SIZE_V = enum.auto()
+    HEAD_SIZE_V = Ask(
+        field="head_size_v",
+        when=lambda spec: spec.head_size_v != spec.head_size and spec.mla is None,
+        values=(64, 128),
+        fields=lambda head_size, block_size: {"head_size_v": 64 if 64 < head_size <= 128 else 128},
+        label="value head size",
+        shown=lambda spec: f"head size v {spec.head_size_v}",
+        option="--head-size-v",
+        help="Elements per value head, if different.",
+        per_request=True,
+    )
     """Values have another head size than queries and keys."""
-    NON_CAUSAL = enum.auto()
+    NON_CAUSAL = Ask(
+        field="causal",
+        when=lambda spec: not spec.causal,
+        values=(False,),
+        label="non-causal",
+        option="--causal",
+        per_request=True,
+    )
     """Queries see keys after their own position."""
-    DIRECT_KV = enum.auto()
+    DIRECT_KV = Ask(
+        field="direct_kv",
+        label="direct KV",
+        option="--direct-kv",
+        help="K and V come with the call.",
+        unpaged=True,
+    )
     """K and V come with the call instead of from pages."""
-    FP8_KV = enum.auto()
+    FP8_KV = Ask(
+        field="kv_cache_dtype",
+        when=lambda spec: spec.resolved_kv_cache_dtype.startswith("fp8"),
+        values=("fp8_e4m3", "fp8_e5m2"),
+        label="fp8 KV",
+        shown=lambda spec: f"{spec.kv_cache_dtype} KV",
+        option="--kv-cache-dtype",
+        per_request=True,
+    )
     """The KV cache holds 8-bit floats with scales."""
-    CROSS = enum.auto()
+    CROSS = Ask(
+        field="attn_type",
+        when=lambda spec: spec.attn_type == "encoder_decoder",
+        values=("encoder_decoder",),
+        code="attn_type",
+        declared_by="supports_attn_type",
+        label="cross attention",
+        shown=lambda spec: "cross",
+        option="--attn-type",
+        per_request=True,
+    )
     """Queries of a decoder attend the keys of an encoder."""
-    ENCODER = enum.auto()
+    ENCODER = Ask(
+        field="attn_type",
+        when=lambda spec: spec.attn_type in ("encoder_only", "encoder"),
+        values=("encoder_only", "encoder"),
+        fields=lambda head_size, block_size: {"attn_type": "encoder_only", "direct_kv": True},
+        code="attn_type",
+        declared_by="supports_attn_type",
+        shown=lambda spec: str(spec.attn_type).replace("_", "-"),
+        option="--attn-type",
+        unpaged=True,
+    )
     """Encoder layers, without a KV cache that grows."""
 
     def names(self) -> tuple[str, ...]:
         """The lower-case names of the flags set, in the order of this class."""
         return tuple(flag.name.lower() for flag in self if flag.name)
+
+    # What follows is asked of single flags.
+
+    def is_asked_by(self, spec: LayerSpec) -> bool:
+        """Whether a layer asks for this feature."""
+        when = self.ask.when
+        return bool(getattr(spec, self.ask.field)) if when is None else when(spec)
+
+    def fields(self, head_size: int = 64, block_size: int | None = None) -> dict[str, Any]:
+        """Arguments of a LayerSpec that ask for this feature, for a layer of these sizes."""
+        row = self.ask
+        if row.fields is not None:
+            return dict(row.fields(head_size, block_size))
+        return {row.field: row.values[0]}
+
+    @property
+    def code(self) -> str:
+        """The code of the reason that refuses it."""
+        return self.ask.code or f"feature.{self.names()[0]}"
+
+    @property
+    def refusal(self) -> str:
+        """The sentence of the reason that refuses it."""
+        return self.ask.refusal or f"{self.names()[0]} not supported"
+
+    @property
+    def label(self) -> str:
+        """Its name in tables."""
+        return self.ask.label or self.names()[0].replace("_", " ")
+
+    def shown(self, spec: LayerSpec) -> str:
+        """What a layer that asks for it is said to have, in few words: "sliding 1024"."""
+        return self.label if self.ask.shown is None else self.ask.shown(spec)

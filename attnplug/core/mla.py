@@ -1,4 +1,4 @@
-"""The dimensions of multi-head latent attention, read from a model's configuration."""
+"""The dimensions of multi-head latent attention, and how a model's configuration gives them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,27 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from attnplug.core.checks import check_size
 from attnplug.core.errors import ModelConfigError
-from attnplug.core.spec import MLADims
 
-__all__ = ["get_mla_dims"]
+__all__ = ["MLADims", "get_mla_dims"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MLADims:
+    """Dimensions of multi-head latent attention, as model configurations name them."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    def __post_init__(self) -> None:
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            value = getattr(self, name)
+            if name != "q_lora_rank" or value is not None:
+                object.__setattr__(self, name, check_size(f"mla.{name}", value))
 
 
 def get_mla_dims(hf_config: Any) -> MLADims:

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 from attnplug.core.checks import check_flag, check_member, check_positive, check_size, check_window
 from attnplug.core.device import Device
@@ -18,6 +18,7 @@ from attnplug.core.dtypes import (
 )
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
+from attnplug.core.mla import MLADims
 
 __all__ = ["KINDS", "AttentionType", "Device", "LayerSpec", "MLADims", "Phase"]
 
@@ -47,21 +48,8 @@ class AttentionType(enum.StrEnum):
     """Cross-attention: decoder queries, encoder keys."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MLADims:
-    """Dimensions of multi-head latent attention, as model configurations name them."""
-
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-
-    def __post_init__(self) -> None:
-        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            value = getattr(self, name)
-            if name != "q_lora_rank" or value is not None:
-                object.__setattr__(self, name, check_size(f"mla.{name}", value))
+def _added_flags(declared: Mapping[str, object]) -> list[str]:
+    return [flag.ask.field for flag in Feature if flag.ask.field not in declared]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, init=False)
@@ -122,6 +110,9 @@ class LayerSpec:
     mm_prefix: bool
     direct_kv: bool
     needs_lse: bool
+    # A row of Feature whose field is none of the above adds a flag. No type checker knows it, so a field that
+    # stays is declared above and gets an argument below.
+    __annotations__ |= dict.fromkeys(_added_flags(__annotations__), "bool")
     _derived: frozenset[str] = dataclasses.field(init=False, repr=False, compare=False)
     _hash: int = dataclasses.field(init=False, repr=False, compare=False)
 
@@ -149,6 +140,7 @@ class LayerSpec:
         mm_prefix: bool = False,
         direct_kv: bool = False,
         needs_lse: bool = False,
+        **added: Never,
     ) -> None:
         kind = check_member(AttentionType, "attn_type", attn_type)
         decoder = kind is AttentionType.DECODER
@@ -198,6 +190,10 @@ class LayerSpec:
             "direct_kv": check_flag("direct_kv", direct_kv),
             "needs_lse": check_flag("needs_lse", needs_lse),
         }
+        for field in dataclasses.fields(self)[len(values) : -2]:
+            values[field.name] = check_flag(field.name, added.pop(field.name, False))
+        if added:
+            raise TypeError(f"LayerSpec got an unexpected keyword argument {next(iter(added))!r}")
         given = {"head_size_v": head_size_v, "scale": scale, "causal": causal}
         values["_hash"] = hash(tuple(values.values()))
         values["_derived"] = frozenset(name for name, value in given.items() if value is None)
@@ -308,27 +304,10 @@ def _rebuild(cls: type[LayerSpec], given: dict[str, Any]) -> LayerSpec:
     return cls(**given)
 
 
-# Asked several times for each backend, and worth as much as the rest of what validates a layer.
+# Each backend asks several times. Working it out costs as much as the rest of validating a layer.
 @functools.lru_cache(maxsize=4096)
 def _required_features(spec: LayerSpec) -> Feature:
-    asked = (
-        (spec.is_windowed, Feature.SLIDING_WINDOW),
-        (spec.chunk_size is not None, Feature.CHUNKED_LOCAL),
-        (spec.logits_soft_cap is not None, Feature.SOFT_CAP),
-        (spec.has_sinks, Feature.SINKS),
-        (spec.has_alibi, Feature.ALIBI),
-        (spec.mla is not None, Feature.MLA),
-        (spec.sparse, Feature.SPARSE),
-        (spec.mm_prefix, Feature.MM_PREFIX),
-        (spec.needs_lse, Feature.LSE),
-        (spec.head_size_v != spec.head_size and spec.mla is None, Feature.HEAD_SIZE_V),
-        (not spec.causal, Feature.NON_CAUSAL),
-        (spec.direct_kv, Feature.DIRECT_KV),
-        (spec.resolved_kv_cache_dtype.startswith("fp8"), Feature.FP8_KV),
-        (spec.attn_type is AttentionType.ENCODER_DECODER, Feature.CROSS),
-        (spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY), Feature.ENCODER),
-    )
-    return Feature(sum(flag.value for wanted, flag in asked if wanted))
+    return Feature(sum(flag.value for flag in Feature if flag.is_asked_by(spec)))
 
 
 def _check_mla(mla: object, kind: AttentionType, kv_heads: int, size: int, size_v: int | None) -> None:

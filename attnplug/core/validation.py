@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -17,12 +16,7 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec, Phase
 
-__all__ = ["asks_capability", "validate"]
-
-# Reported by checks of their own, so that one cause gives one reason.
-_OWN_CHECK = (
-    Feature.MLA | Feature.SINKS | Feature.SPARSE | Feature.MM_PREFIX | Feature.CROSS | Feature.ENCODER
-)
+__all__ = ["validate"]
 
 
 def validate(
@@ -88,18 +82,15 @@ def _stores(backend: type[AttentionBackend], spec: LayerSpec) -> bool:
 
 
 def _kinds(backend: type[AttentionBackend], spec: LayerSpec) -> Iterator[Reason]:
-    if spec.mla is not None and not backend.is_mla():
-        yield Reason("MLA not supported", code="mla", field="mla")
-    elif spec.mla is None and backend.is_mla():
-        yield Reason("non-MLA not supported", code="mla", field="mla")
-    if spec.has_sinks and not backend.supports_sink():
-        yield Reason("sinks not supported", code="sink", field="has_sinks")
-    if spec.sparse and not backend.is_sparse():
-        yield Reason("sparse attention not supported", code="sparse", field="sparse")
-    elif backend.is_sparse() and not spec.sparse:
-        yield Reason("non-sparse attention not supported", code="sparse", field="sparse")
-    if spec.mm_prefix and not backend.supports_mm_prefix():
-        yield Reason("multimodal prefix spans not supported", code="mm_prefix", field="mm_prefix")
+    """The features that a method of the backend declares."""
+    for flag in Feature:
+        if flag.ask.declared_by in (None, "supports_attn_type"):
+            continue
+        declared, asked = getattr(backend, str(flag.ask.declared_by))(), flag.is_asked_by(spec)
+        if asked and not declared:
+            yield Reason(flag.refusal, code=flag.code, field=flag.ask.field)
+        elif flag.ask.only and declared and not asked:
+            yield Reason(flag.ask.only, code=flag.code, field=flag.ask.field)
 
 
 def _device(backend: type[AttentionBackend], device: Device) -> Iterator[Reason]:
@@ -119,21 +110,13 @@ def _device(backend: type[AttentionBackend], device: Device) -> Iterator[Reason]
                 field="device.capability",
                 requested="{}.{}".format(*device.capability),
             )
-    elif device.type in ("cuda", "rocm") and asks_capability(backend):
+    elif device.type in ("cuda", "rocm") and backend.depends_on_capability:
         yield Reason(
             "compute capability not known",
             code="compute_capability",
             field="device.capability",
             remedy=f"name the device with one, as {'sm90' if device.type == 'cuda' else 'rocm:9.4'}",
         )
-
-
-def asks_capability(backend: type[AttentionBackend]) -> bool:
-    """Whether what it serves depends on a GPU's compute capability."""
-    from attnplug.core.backend import AttentionBackend
-
-    default = AttentionBackend.__dict__["supports_compute_capability"]
-    return inspect.getattr_static(backend, "supports_compute_capability") is not default
 
 
 def _roles(backend: type[AttentionBackend], spec: LayerSpec, phase: Phase | None) -> Iterator[Reason]:
@@ -170,25 +153,12 @@ def _combination(backend: type[AttentionBackend], spec: LayerSpec, device: Devic
 
 
 def _features(backend: type[AttentionBackend], spec: LayerSpec) -> Iterator[Reason]:
-    missing = spec.required_features() & ~backend.features & ~_OWN_CHECK
-    if not missing:
-        return
-    if not _stores(backend, spec):
-        missing &= ~Feature.FP8_KV
-    if spec.attn_type is not AttentionType.DECODER and not backend.supports_attn_type(spec.attn_type):
-        missing &= ~Feature.NON_CAUSAL
-    for name in missing.names():
-        yield Reason(f"{name} not supported", code=f"feature.{name}", field=_FIELDS.get(name))
-
-
-_FIELDS = {
-    "sliding_window": "window",
-    "chunked_local": "chunk_size",
-    "soft_cap": "logits_soft_cap",
-    "alibi": "has_alibi",
-    "lse": "needs_lse",
-    "head_size_v": "head_size_v",
-    "non_causal": "causal",
-    "direct_kv": "direct_kv",
-    "fp8_kv": "kv_cache_dtype",
-}
+    """The features that `features` alone declares; each of the others has given its reason before."""
+    for flag in spec.required_features() & ~backend.features:
+        if flag.ask.declared_by is not None:
+            continue
+        if flag is Feature.FP8_KV and not _stores(backend, spec):
+            continue
+        if flag is Feature.NON_CAUSAL and not backend.supports_attn_type(spec.attn_type):
+            continue
+        yield Reason(flag.refusal, code=flag.code, field=flag.ask.field)

@@ -54,7 +54,7 @@ BLOCK_SIZES: tuple[int, ...] = (16, 32, 64, 128, 256, 8, 1)
 LAYOUTS: tuple[str, ...] = ("NHD", "HND")
 """Values of the axis `layout`."""
 
-_DIRECT = ("direct_kv", "encoder")
+_UNPAGED = tuple(flag.names()[0] for flag in Feature if flag.ask.unpaged)
 _LATENTS = ("mla", "sparse")
 
 Axes: TypeAlias = dict[str, tuple[Any, ...]]
@@ -109,7 +109,7 @@ def goes_with(feature: str, axis: str, value: Any, latents: Collection[int] = ()
         value: of that axis, or None for what only pages have.
         latents: head sizes beside LATENT that are asked with MLA; see `own_latents`.
     """
-    is_direct = feature in _DIRECT
+    is_direct = feature in _UNPAGED
     if axis in ("block_size", "layout"):
         return (value is None) == is_direct
     if value is None:

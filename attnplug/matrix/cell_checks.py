@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.composite import CompositeBackend
-from attnplug.core.features import Feature
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.matrix.design import design
 from attnplug.matrix.keys import compile_keys
@@ -18,12 +17,12 @@ from attnplug.testing.conformance.cases import Case
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.correctness import check_case
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.oracle import COMPUTED
 
 __all__ = ["cases_of", "cell_checks"]
 
 _SHAPES = {"prefill": ("prefill", "extend"), "decode": ("decode",), "mixed": ("mixed",)}
 """The batches that stand for a phase; prefills without computed tokens and with them may go different ways."""
-_UNTRIED = Feature.MLA | Feature.SPARSE | Feature.MM_PREFIX
 _BLOCK_SIZE, _LAYOUT = 16, "NHD"
 """Of layers without pages: lengths lie around the ends of such pages all the same."""
 
@@ -50,7 +49,7 @@ def cases_of(cell: Cell, backend: type[AttentionBackend]) -> list[Case]:
         CheckSkipped: layers that need more inputs, or other storage, than the kit's batches have.
     """
     spec = spec_of(cell)
-    if untried := spec.required_features() & _UNTRIED:
+    if untried := spec.required_features() & ~COMPUTED:
         raise CheckSkipped(f"the conformance kit has no batches of {', '.join(untried.names())} layers")
     stored = STORAGE_DTYPES.get(spec.resolved_kv_cache_dtype)
     if stored is None or not stored.is_floating_point:

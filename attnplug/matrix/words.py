@@ -59,18 +59,6 @@ MEANINGS = {
 """What each status says, in the words of the legends; the order is that of legends too."""
 
 _FEWEST_STEPS = 5
-_FEATURE_NAMES = {
-    "mla": "MLA",
-    "lse": "LSE",
-    "alibi": "ALiBi",
-    "mm_prefix": "mm prefix",
-    "head_size_v": "value head size",
-    "non_causal": "non-causal",
-    "direct_kv": "direct KV",
-    "fp8_kv": "fp8 KV",
-    "cross": "cross attention",
-    "encoder": "encoder",
-}
 _ORDERS: dict[str, tuple[str, ...]] = {
     "feature": ("plain", *(str(flag.name).lower() for flag in Feature)),
     "phase": ("prefill", "decode", "mixed"),
@@ -85,7 +73,8 @@ def value_in_words(axis: str, value: Value) -> str:
     if value is None:
         return "no pages"
     if axis == "feature":
-        return _FEATURE_NAMES.get(str(value), str(value).replace("_", " "))
+        flag = Feature.__members__.get(str(value).upper())
+        return str(value).replace("_", " ") if flag is None else flag.label
     return str(value)
 
 

@@ -8,11 +8,28 @@ from collections.abc import Sequence
 
 import torch
 
-from attnplug.core.errors import BatchError
+from attnplug.core.errors import BatchError, SpecError
+from attnplug.core.features import Feature
 from attnplug.core.impl import LayerTensors
 from attnplug.core.spec import LayerSpec
 
-__all__ = ["OracleResult", "attention_oracle", "request_oracle", "stored_values", "visible_keys"]
+__all__ = ["COMPUTED", "OracleResult", "attention_oracle", "request_oracle", "stored_values", "visible_keys"]
+
+COMPUTED = (
+    Feature.SLIDING_WINDOW
+    | Feature.CHUNKED_LOCAL
+    | Feature.SOFT_CAP
+    | Feature.SINKS
+    | Feature.ALIBI
+    | Feature.LSE
+    | Feature.HEAD_SIZE_V
+    | Feature.NON_CAUSAL
+    | Feature.DIRECT_KV
+    | Feature.FP8_KV
+    | Feature.CROSS
+    | Feature.ENCODER
+)
+"""The features whose numbers the oracle computes. It refuses layers that ask for any other."""
 
 _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -70,7 +87,14 @@ def request_oracle(
         tensors: sinks and slopes, where the spec asks for them.
         use_sinks: whether sinks enter the denominator.
         causal: what the batch says, where it narrows the spec.
+
+    Raises:
+        SpecError: a layer that asks for a feature which is not in COMPUTED.
     """
+    if unknown := spec.required_features() & ~COMPUTED:
+        asked = next(iter(unknown)).ask.field
+        limit = f"asks for {', '.join(unknown.names())}, which the oracle does not compute"
+        raise SpecError(asked, getattr(spec, asked), limit)
     tensors = tensors or LayerTensors()
     tensors.check(spec)
     groups = spec.num_heads // spec.num_kv_heads

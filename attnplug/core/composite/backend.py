@@ -15,7 +15,7 @@ from attnplug.core.errors import LayoutError
 from attnplug.core.features import Feature
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
-from attnplug.core.validation import asks_capability, validate
+from attnplug.core.validation import validate
 
 if TYPE_CHECKING:
     import torch
@@ -25,20 +25,6 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
 
 __all__ = ["CompositeBackend", "composite_backend"]
-
-_KEPT = (
-    Feature.SLIDING_WINDOW
-    | Feature.CHUNKED_LOCAL
-    | Feature.SOFT_CAP
-    | Feature.SINKS
-    | Feature.ALIBI
-    | Feature.LSE
-    | Feature.HEAD_SIZE_V
-    | Feature.NON_CAUSAL
-    | Feature.FP8_KV
-    | Feature.CROSS
-)
-"""What is each request's own affair, so that it outlives a cut between two of them."""
 
 
 class CompositeBackend(AttentionBackend):
@@ -231,11 +217,13 @@ def _composed(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -
         "supported_phases": tuple(
             phase for member, phase in phases if phase in map(str, member.supported_phases)
         ),
-        "features": prefill.features & decode.features & _KEPT,
+        "features": Feature(
+            sum(flag.value for flag in prefill.features & decode.features if flag.ask.per_request)
+        ),
         "step_safe": prefill.step_safe and decode.step_safe,
         "Options": composite_options(name, prefill, decode),
     }
-    if any(map(asks_capability, pair)):
+    if any(each.depends_on_capability for each in pair):
         namespace["supports_compute_capability"] = classmethod(
             lambda cls, capability: all(each.supports_compute_capability(capability) for each in pair)
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import SpecError
+from attnplug.core.features import Feature
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Level
@@ -16,8 +17,9 @@ from attnplug.testing.conformance.covering import Row, covering_rows
 from attnplug.testing.conformance.phases import of_phase
 from attnplug.testing.conformance.shapes import lengths, shapes_of
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.oracle import COMPUTED
 
-__all__ = ["KINDS", "Case", "axes", "designed_cases"]
+__all__ = ["KINDS", "Case", "axes", "designed_cases", "untried"]
 
 KINDS: dict[str, dict[str, Any]] = {
     "decoder": {},
@@ -41,6 +43,10 @@ _TOGETHER: tuple[Row, ...] = (
     {"kind": "non_causal", "window": (40, 40)},
 )
 """What a convention ties together, and so must be tried with nothing else in the way."""
+_NO_FIELDS = {"kind", "shape", "heads", "layout", "block_size", "values"}
+"""Axes that name no field of a LayerSpec, or one that depends on others."""
+_OTHER_AXES = {"kv_cache_dtype", "head_size_v", "causal", "direct_kv", "attn_type"}
+"""Fields that ask for a feature on an axis of another name: storage dtypes, sizes of values, and kinds."""
 _MAX_COMPILE_KEYS = {Level.SMOKE: 6, Level.FULL: 24}
 
 
@@ -112,7 +118,7 @@ def axes(target: Target) -> dict[str, list[Any]]:
     few = target.level is Level.SMOKE
     sizes, blocks = target.head_sizes, target.block_sizes
     values: dict[str, list[Any]] = {
-        "kind": [kind for kind, fields in KINDS.items() if _is_declared(target, **fields)],
+        "kind": [kind for kind, fields in KINDS.items() if _is_declared(target, fields)],
         "shape": list(shapes_of(target.phase)),
         "head_size": _spread(sizes, 4 if few else 12),
         "heads": list(_HEADS[:5] if few else _HEADS),
@@ -120,29 +126,36 @@ def axes(target: Target) -> dict[str, list[Any]]:
         "kv_cache_dtype": target.kv_cache_dtypes,
         "block_size": _spread(blocks, 3 if few else 12),
         "layout": list(target.backend.supported_kv_cache_layouts()),
-        "window": [None, (6, 0), (40, 40)] if few else [None, (6, 0), (0, 0), (40, 40), (15, -1), (-1, 7)],
-        "chunk_size": [None, 24] if few else [None, 24, 64],
         # No default of a head size in use, so that it shows where a backend takes that instead.
         "scale": [None, 0.15],
-        "logits_soft_cap": [None, 3.0],
-        "has_sinks": [False, True],
-        "has_alibi": [False, True],
-        "needs_lse": [False, True],
-        "values": [None, "smaller", "larger"],
+        "values": [None, *(["smaller", "larger"] if Feature.HEAD_SIZE_V in _tried(target) else [])],
     }
-    for name in ("chunk_size", "logits_soft_cap", "has_sinks", "has_alibi", "needs_lse"):
-        values[name] = [value for value in values[name] if _is_declared(target, **{name: value})]
-    if not _is_declared(target, window=(6, 0)):
-        values["window"] = [None]
-    if not _is_declared(target, head_size_v=1):
-        values["values"] = [None]
+    for flag in COMPUTED:
+        row = flag.ask
+        if row.field not in _OTHER_AXES:
+            sampled = (
+                (row.values[: max(len(row.values) // 2, 1)] if few else row.values)
+                if flag in _tried(target)
+                else ()
+            )
+            values[row.field] = [False if row.values[0] is True else None, *sampled]
     return values
 
 
-def _is_declared(target: Target, **fields: Any) -> bool:
-    """Whether the backend declares the features that `fields` ask; what it has not, it refuses."""
+def _tried(target: Target) -> Feature:
+    """The features that the backend declares and whose numbers the oracle knows."""
+    return target.backend.features & COMPUTED
+
+
+def untried(target: Target) -> Feature:
+    """The declared features that the kit has no numeric case for."""
+    return target.backend.features & ~COMPUTED
+
+
+def _is_declared(target: Target, fields: Mapping[str, Any]) -> bool:
+    """Whether the backend declares the features that `fields` ask; it refuses any others."""
     spec = LayerSpec(num_heads=1, num_kv_heads=1, head_size=2, **fields)
-    return spec.required_features() in target.backend.features
+    return spec.required_features() in _tried(target)
 
 
 def designed_cases(target: Target) -> list[Case]:
@@ -193,8 +206,7 @@ def _within_keys(target: Target, designed: Sequence[tuple[Case, Row]]) -> list[C
 
 def _accepted(target: Target, row: Row) -> Case | None:
     """The case that a row describes, where it means something and the backend serves it."""
-    fields = {name: row[name] for name in ("head_size", "dtype", "kv_cache_dtype", "chunk_size", "scale")}
-    fields |= {name: row[name] for name in ("logits_soft_cap", "has_sinks", "has_alibi", "needs_lse")}
+    fields = {name: row[name] for name in row.keys() - _NO_FIELDS if row[name] is not None}
     heads, kv_heads = row["heads"]
     size = row["head_size"]
     if row["values"] is not None:
@@ -206,8 +218,6 @@ def _accepted(target: Target, row: Row) -> Case | None:
         if not sizes:
             return None
         fields["head_size_v"] = sizes[0]
-    if row["window"] is not None:
-        fields["window"] = row["window"]
     try:
         spec = LayerSpec(num_heads=heads, num_kv_heads=kv_heads, **fields, **KINDS[row["kind"]])
         spec = spec if spec.direct_kv else spec.replace(block_size=row["block_size"])

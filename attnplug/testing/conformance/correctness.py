@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 
 from attnplug.testing.comparison import assert_close, assert_lse_close, tolerance
-from attnplug.testing.conformance.cases import Case, designed_cases
+from attnplug.testing.conformance.cases import Case, designed_cases, untried
 from attnplug.testing.conformance.check import Check, ConformanceError
 from attnplug.testing.conformance.misreadings import recognise
 from attnplug.testing.conformance.target import Target
@@ -16,10 +16,20 @@ __all__ = ["checks"]
 
 
 def checks(target: Target) -> Iterator[Check]:
-    """One check for each designed case."""
+    """One check for each designed case, and one that fails for each declared feature without a numeric case."""
+    for flag in untried(target):
+        name = flag.names()[0]
+        summary = f"a layer that asks for {name} is as the float64 oracle has it"
+        yield Check(f"correct/untried-{name}", functools.partial(_check_untried, name), summary)
     for case in designed_cases(target):
         summary = f"a {case.shape} batch is as the float64 oracle has it"
         yield Check(f"correct/{case.id}", functools.partial(check_case, target, case), summary)
+
+
+def _check_untried(name: str) -> None:
+    raise ConformanceError(
+        f"features declares {name.upper()}, and the kit has no numeric case for it: nothing proves that it is honoured"
+    )
 
 
 def check_case(target: Target, case: Case) -> None:

@@ -16,15 +16,6 @@ from attnplug.testing.conformance.verdicts import during
 
 __all__ = ["checks", "expect_refused", "reasons_for"]
 
-_CODES: dict[Feature, tuple[str, ...]] = {
-    Feature.MLA: ("mla",),
-    Feature.SINKS: ("sink",),
-    Feature.SPARSE: ("sparse",),
-    Feature.MM_PREFIX: ("mm_prefix",),
-    Feature.CROSS: ("attn_type",),
-    Feature.ENCODER: ("attn_type",),
-    Feature.FP8_KV: ("kv_cache_dtype", "feature.fp8_kv"),
-}
 _KNOWN_CODES = frozenset(REASON_CODES) - {"feature"} | {f"feature.{name}" for name in (~Feature(0)).names()}
 
 
@@ -38,7 +29,7 @@ def checks(target: Target) -> Iterator[Check]:
             yield Check(
                 f"refused/feature-{name}", functools.partial(_check_feature, target, feature), summary
             )
-        elif feature not in _CODES or feature is Feature.FP8_KV:
+        elif feature.ask.declared_by is None:  # else a method of the class admits it
             summary = (
                 f"without {name} in its features the same class refuses it: nothing is served by default"
             )
@@ -94,7 +85,9 @@ def expect_refused(
 def _check_feature(target: Target, feature: Feature) -> None:
     name = feature.names()[0]
     spec = asking(target.spec(), feature)
-    expect_refused(target, spec, f"a layer that asks for {name}", _CODES.get(feature, (f"feature.{name}",)))
+    # A backend that does not store fp8 refuses the storage dtype, and says no more.
+    codes = (feature.code, *(("kv_cache_dtype",) if feature is Feature.FP8_KV else ()))
+    expect_refused(target, spec, f"a layer that asks for {name}", codes)
 
 
 def _check_withdrawn(target: Target, feature: Feature) -> None:

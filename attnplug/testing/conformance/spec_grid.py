@@ -8,34 +8,14 @@ from typing import Any
 from attnplug.core.device import Device
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
-from attnplug.core.spec import AttentionType, LayerSpec, MLADims, Phase
+from attnplug.core.mla import MLADims
+from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.testing.conformance.check import CheckSkipped, Level
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["ASKS", "PHASES", "asking", "devices", "grid", "plainest"]
+__all__ = ["PHASES", "asking", "devices", "grid", "plainest"]
 
 PHASES: tuple[Phase | None, ...] = (None, Phase.DECODE, Phase.PREFILL)
-
-_LATENT = MLADims(q_lora_rank=None, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32)
-
-ASKS: dict[Feature, dict[str, Any]] = {
-    Feature.SLIDING_WINDOW: {"window": (6, 0)},
-    Feature.CHUNKED_LOCAL: {"chunk_size": 64},
-    Feature.SOFT_CAP: {"logits_soft_cap": 3.0},
-    Feature.SINKS: {"has_sinks": True},
-    Feature.ALIBI: {"has_alibi": True},
-    Feature.MLA: {"mla": _LATENT, "num_kv_heads": 1, "head_size": 128},
-    Feature.SPARSE: {"sparse": True},
-    Feature.MM_PREFIX: {"mm_prefix": True},
-    Feature.LSE: {"needs_lse": True},
-    Feature.HEAD_SIZE_V: {"head_size_v": 32},
-    Feature.NON_CAUSAL: {"causal": False},
-    Feature.DIRECT_KV: {"direct_kv": True},
-    Feature.FP8_KV: {"kv_cache_dtype": "fp8_e4m3"},
-    Feature.CROSS: {"attn_type": AttentionType.ENCODER_DECODER},
-    Feature.ENCODER: {"attn_type": AttentionType.ENCODER_ONLY, "direct_kv": True},
-}
-"""Fields of a LayerSpec that ask for each feature."""
 
 _OTHERS: tuple[dict[str, Any], ...] = (
     *({"head_size": size} for size in (1, 16, 80, 96, 128, 256, 576)),
@@ -64,11 +44,8 @@ def plainest(target: Target) -> LayerSpec:
 
 
 def asking(spec: LayerSpec, feature: Feature) -> LayerSpec:
-    """`spec` with what asks for `feature`."""
-    fields = dict(ASKS[feature])
-    if fields.get("head_size_v") == spec.head_size:
-        fields["head_size_v"] = spec.head_size * 2
-    return spec.replace(**fields)
+    """`spec` with the arguments that ask for `feature`."""
+    return spec.replace(**feature.fields(spec.head_size, spec.block_size))
 
 
 def grid(target: Target, *, pairs: bool = True) -> dict[str, LayerSpec]:
@@ -77,7 +54,7 @@ def grid(target: Target, *, pairs: bool = True) -> dict[str, LayerSpec]:
     The pairs are of features, at level full of everything.
     """
     base = plainest(target)
-    features = list(ASKS.values())
+    features = [flag.fields(base.head_size, base.block_size) for flag in Feature]
     wanted = [{}, *features, *_OTHERS]
     if pairs:
         paired = features if target.level is Level.SMOKE else [*features, *_OTHERS]
