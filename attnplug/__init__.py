@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from attnplug.core.spec import LayerSpec as LayerSpec
     from attnplug.core.spec import Phase as Phase
     from attnplug.registry.decision import Decision as Decision
-    from attnplug.registry.default import backends as backends
     from attnplug.registry.default import explain as explain
+    from attnplug.registry.default import list_backends as list_backends
     from attnplug.registry.default import register as register
     from attnplug.registry.default import select as select
     from attnplug.registry.default import select_layers as select_layers
@@ -43,11 +43,11 @@ __all__ = [
     "Phase",
     "Reason",
     "Registry",
-    "backends",
     "core",
     "errors",
     "explain",
     "hookimpl",
+    "list_backends",
     "ops",
     "plan",
     "register",
@@ -70,11 +70,11 @@ __getattr__, __dir__ = lazy_exports(
         "Phase": "core.spec",
         "Reason": "core.reasons",
         "Registry": "registry.registry",
-        "backends": "",
         "core": "",
         "errors": "",
         "explain": "registry.default",
         "hookimpl": "registry.hookspecs",
+        "list_backends": "registry.default",
         "ops": "",
         "plan": "runtime.planning",
         "register": "registry.default",

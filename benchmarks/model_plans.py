@@ -25,7 +25,7 @@ from attnplug.core import AttentionType, LayerSpec, Phase
 from attnplug.core.reasons import Reason
 from attnplug.registry import Decision
 from attnplug.registry.devices import resolve_device
-from attnplug.registry.registry import Asked
+from attnplug.registry.registry import SelectKwargs
 from attnplug.runtime.planning import choose_backends, settled
 
 ROOT = Path(__file__).parents[1]
@@ -127,7 +127,7 @@ def make_plan() -> Plan:
     gave_up: list[str] = []
     for model, told in json.loads(LAYERS.read_text()).items():
         specs = {str(i): LayerSpec.from_dict(kind["spec"]) for i, kind in enumerate(told["kinds"])}
-        asked: Asked = {"assume_installed": "all"}
+        asked: SelectKwargs = {"assume_installed": "all"}
         by_phase, phased = choose_backends(specs, resolve_device(DEVICE), asked, per_phase=True)
         decisions, notes = settled(by_phase, phased)
         gave_up += (f"{model}: {note}" for note in notes)

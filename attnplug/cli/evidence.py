@@ -23,8 +23,8 @@ def evidence_findings(device: Device | None, wanted: Sequence[str]) -> Iterator[
     from attnplug.registry.refuted import read_evidence
 
     evidence = read_evidence()
-    if evidence.trouble:
-        yield "evidence", "warning", f"left out: {evidence.trouble}"
+    if evidence.read_error:
+        yield "evidence", "warning", f"left out: {evidence.read_error}"
     for subject, cells in evidence.here(device) if device is not None else ():
         halves = (subject.backend, *subject.backend.split("+"))
         if not wanted or any(f"{half}_".startswith(f"{each}_") for half in halves for each in wanted):

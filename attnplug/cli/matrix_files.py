@@ -163,9 +163,9 @@ def _say(text: str) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    from attnplug.registry.files import write_whole
+    from attnplug.registry.files import write_atomically
 
     try:
-        write_whole(path, text)
+        write_atomically(path, text)
     except OSError as problem:
         raise MatrixFileError(path, f"cannot be written: {problem.strerror or problem}") from None

@@ -36,9 +36,13 @@ def main(report: str, plugin: str | None = None, backend: str | None = None) -> 
     if backend is None:
         return
     chosen = offers[backend].backend
-    from attnplug.registry.installed import unmet
+    from attnplug.registry.installed import missing_requirements
 
-    _note(report, step="checking what it requires", unmet=[str(reason) for reason in unmet(chosen.requires)])
+    _note(
+        report,
+        step="checking what it requires",
+        unmet=[str(reason) for reason in missing_requirements(chosen.requires)],
+    )
     for door in ("get_impl_cls", "get_builder_cls"):
         _note(report, step=f"in {door}")
         part = getattr(chosen, door)()

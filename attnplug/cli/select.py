@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.integrations.transformers import ModelSpec
     from attnplug.registry.decision import Decision
-    from attnplug.registry.registry import Asked
+    from attnplug.registry.registry import SelectKwargs
     from attnplug.runtime.planning import ByPhase
 
 __all__ = ["select"]
@@ -76,7 +76,7 @@ def select(
         raise PolicyError("--per-phase", True, f"cannot stand with --phase {phase}", "give one of the two")
     model = read_config(config, tensor_parallel_size=tp, kv_cache_dtype=kv_cache_dtype)
     specs = {name: _with_block_size(spec, block_size) for name, spec in model.layers.items()}
-    asked: Asked = {
+    asked: SelectKwargs = {
         "backend": backend,
         "assume_installed": assumed(assume_installed),
         "allow_refuted": allowed(allow_refuted),
@@ -86,7 +86,7 @@ def select(
     if per_phase or (phase is None and has_phase_rules(backend)):
         by_phase, decisions, notes = _phase_by_phase(specs, device, asked, per_phase)
     else:
-        decisions = get_registry().judge_layers(specs, device, (phase,), **asked)[phase]
+        decisions = get_registry().decide_layers(specs, device, (phase,), **asked)[phase]
         notes = tuple(dict.fromkeys(note for decision in decisions.values() for note in decision.notes))
     budget = budget_for(decisions, model.kv_sharing, memory) if memory else None
     every = list(decisions.values())
@@ -103,7 +103,7 @@ def select(
 
 
 def _phase_by_phase(
-    specs: Mapping[str, LayerSpec], device: str, asked: Asked, per_phase: bool
+    specs: Mapping[str, LayerSpec], device: str, asked: SelectKwargs, per_phase: bool
 ) -> tuple[ByPhase, Mapping[str, Decision], tuple[str, ...]]:
     """What each phase alone would choose, the decisions as `attnplug.plan` makes them, and its notes."""
     from attnplug.registry.devices import resolve_device

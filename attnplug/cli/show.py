@@ -41,11 +41,11 @@ def show(
 
 def _facts(offer: Offer) -> dict[str, Any]:
     from attnplug.core.spec import AttentionType
-    from attnplug.registry.installed import unmet
+    from attnplug.registry.installed import missing_requirements
 
     backend = offer.backend
     options = dataclasses.fields(backend.Options) if backend.Options is not None else ()
-    missing = [str(reason) for reason in unmet(backend.requires)]
+    missing = [str(reason) for reason in missing_requirements(backend.requires)]
     requires = [item if isinstance(item, str) else " or ".join(item) for item in backend.requires]
     return {
         "name": offer.name,

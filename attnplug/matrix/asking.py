@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from attnplug.core.reasons import Reason
 from attnplug.matrix.layers import phase_of, spec_of
-from attnplug.registry.containment import attempt, describe
-from attnplug.registry.gates import fault, validated
+from attnplug.registry.gates import configuration_reasons, fault
+from attnplug.registry.plugin_calls import describe, guarded_call
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -27,12 +27,12 @@ def reasons_of(backend: type[AttentionBackend], device: Device, cell: Cell) -> t
     Raises:
         SpecError: a cell that no layer can be.
     """
-    reasons = validated(backend, spec_of(cell), device, phase_of(cell))
+    reasons = configuration_reasons(backend, spec_of(cell), device, phase_of(cell))
     return tuple(reasons if cell.layout is None else (*reasons, *_unread(backend, cell.layout)))
 
 
 def _unread(backend: type[AttentionBackend], layout: str) -> tuple[Reason, ...]:
-    layouts, error = attempt(lambda: tuple(backend.supported_kv_cache_layouts()))
+    layouts, error = guarded_call(lambda: tuple(backend.supported_kv_cache_layouts()))
     if error is not None:
         return (fault(backend, f"raised {describe(error)} in supported_kv_cache_layouts"),)
     if layout in layouts:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.dtypes import kv_cache_dtype_name
 from attnplug.core.features import Feature
-from attnplug.registry.containment import attempt
+from attnplug.registry.plugin_calls import guarded_call
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -96,7 +96,7 @@ def axes_of(backend: type[AttentionBackend], most_own: int | None = None) -> Axe
 
 def own_latents(backend: type[AttentionBackend]) -> frozenset[int]:
     """The head sizes that a backend of MLA lists beside LATENT; none of any other backend."""
-    is_mla, _ = attempt(backend.is_mla)
+    is_mla, _ = guarded_call(backend.is_mla)
     return frozenset(_sizes(_asked(backend.get_supported_head_sizes), ())) if is_mla else frozenset()
 
 
@@ -130,7 +130,7 @@ def goes_with(feature: str, axis: str, value: Any, latents: Collection[int] = ()
 
 def _asked(declared: Callable[[], Any]) -> tuple[Any, ...]:
     """What a plugin's declaration holds; nothing where it raises or is no sequence."""
-    found, _ = attempt(lambda: tuple(declared()))
+    found, _ = guarded_call(lambda: tuple(declared()))
     return found or ()
 
 

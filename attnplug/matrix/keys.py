@@ -7,7 +7,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping
 from attnplug.core.backend import AttentionBackend
 from attnplug.matrix.layers import spec_of
 from attnplug.matrix.model import Cell
-from attnplug.registry.containment import attempt
+from attnplug.registry.plugin_calls import guarded_call
 
 __all__ = ["compile_keys", "most_used"]
 
@@ -16,7 +16,7 @@ def compile_keys(backend: type[AttentionBackend], cells: Iterable[Cell]) -> dict
     """The backend's `compile_key` of each cell's layer; None too where it cannot say."""
     keys: dict[Cell, Hashable | None] = {}
     for cell in cells:
-        key, problem = attempt(lambda cell=cell: _hashed(backend.compile_key(spec_of(cell))))
+        key, problem = guarded_call(lambda cell=cell: _hashed(backend.compile_key(spec_of(cell))))
         keys[cell] = None if problem is not None else key
     return keys
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from attnplug.core.errors import MatrixFileError
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
-from attnplug.registry.files import write_whole
+from attnplug.registry.files import write_atomically
 
 __all__ = ["SCHEMA", "VERSION", "read_matrix", "run_to_dict", "write_matrix"]
 
@@ -82,7 +82,7 @@ def write_matrix(matrix: Matrix, path: Path) -> None:
         MatrixFileError: the file cannot be written; an older one is as it was.
     """
     try:
-        write_whole(path, _text(matrix))
+        write_atomically(path, _text(matrix))
     except OSError as problem:
         raise MatrixFileError(path, f"cannot be written: {problem.strerror or problem}") from None
 

@@ -10,7 +10,7 @@ from attnplug.core.blocks import MultipleOf
 from attnplug.matrix.asking import reasons_of
 from attnplug.matrix.axes import FEATURES, PLAIN, Axes, goes_with, own_latents
 from attnplug.matrix.model import Cell
-from attnplug.registry.containment import attempt
+from attnplug.registry.plugin_calls import guarded_call
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -63,7 +63,7 @@ class Search:
             }
             for feature in FEATURES
         }
-        blocks, _ = attempt(lambda: tuple(backend.get_supported_kernel_block_sizes()))
+        blocks, _ = guarded_call(lambda: tuple(backend.get_supported_kernel_block_sizes()))
         self._blocks: tuple[int | MultipleOf, ...] = blocks or ()
         self._asked: dict[Cell, tuple[Reason, ...]] = {}
         self._movable = axes
@@ -179,7 +179,7 @@ class Search:
             if axis in fixed and reason.field != "head_size_v":
                 return True
             if code == "block_size" and "block_size" in fixed:
-                allowed, error = attempt(MultipleOf.allows, self._blocks, cell.block_size)
+                allowed, error = guarded_call(MultipleOf.allows, self._blocks, cell.block_size)
                 if error is None and not allowed:
                     return True
         return False

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from attnplug.registry.decision import Candidate as Candidate
     from attnplug.registry.decision import Decision as Decision
     from attnplug.registry.decision import Gate as Gate
-    from attnplug.registry.default import backends as backends
     from attnplug.registry.default import explain as explain
     from attnplug.registry.default import get_registry as get_registry
+    from attnplug.registry.default import list_backends as list_backends
     from attnplug.registry.default import register as register
     from attnplug.registry.default import select as select
     from attnplug.registry.default import select_layers as select_layers
@@ -36,10 +36,10 @@ __all__ = [
     "PluginStatus",
     "Registry",
     "Rule",
-    "backends",
     "explain",
     "get_registry",
     "hookimpl",
+    "list_backends",
     "parse_rules",
     "register",
     "select",
@@ -51,18 +51,18 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "API_VERSION": "hookspecs",
-        "ENTRY_POINT_GROUP": "hookspecs",
         "Candidate": "decision",
         "Decision": "decision",
+        "ENTRY_POINT_GROUP": "hookspecs",
         "Gate": "decision",
         "PluginRecord": "records",
         "PluginStatus": "records",
         "Registry": "registry",
         "Rule": "policy",
-        "backends": "default",
         "explain": "default",
         "get_registry": "default",
         "hookimpl": "hookspecs",
+        "list_backends": "default",
         "parse_rules": "policy",
         "register": "default",
         "select": "default",

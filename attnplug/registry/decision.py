@@ -145,14 +145,14 @@ class Decision:
 
         Raises:
             NoBackendError: none was chosen.
-            PluginError: the decision was read from JSON; ask `attnplug.backends()` for the class.
+            PluginError: the decision was read from JSON; ask `attnplug.list_backends()` for the class.
         """
         if self.backend is None:
             raise NoBackendError(f"no backend was chosen: {self.explanation()}", self)
         if self.backend_cls is None:
             raise PluginError(
                 f"a decision read from JSON knows the name {self.backend} only; "
-                "attnplug.backends() has the classes loaded here"
+                "attnplug.list_backends() has the classes loaded here"
             )
         return self.backend_cls
 

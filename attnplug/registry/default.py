@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.core.errors import PluginError
 from attnplug.registry.devices import DeviceLike
+from attnplug.registry.evidence_gate import AllowRefuted
 from attnplug.registry.installed import AssumeInstalled
 from attnplug.registry.registry import Registry, Rules
-from attnplug.registry.weighing import AllowRefuted
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from attnplug.registry.decision import Decision
     from attnplug.registry.records import PluginRecord
 
-__all__ = ["backends", "explain", "get_registry", "register", "select", "select_layers"]
+__all__ = ["explain", "get_registry", "list_backends", "register", "select", "select_layers"]
 
 _lock = threading.RLock()
 _registry: Registry | None = None
@@ -147,7 +147,7 @@ def select_layers(
     )
 
 
-def backends() -> Mapping[str, type[AttentionBackend]]:
+def list_backends() -> Mapping[str, type[AttentionBackend]]:
     """The loaded backends by name."""
     return get_registry().backends()
 

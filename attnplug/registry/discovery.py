@@ -19,8 +19,8 @@ import pluggy
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import PluginError
-from attnplug.registry.containment import attempt, describe
 from attnplug.registry.hookspecs import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendHooks
+from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.registry.records import Offer, PluginRecord, PluginStatus
 
 __all__ = ["RESERVED_NAMES", "Host", "Installed", "Loaded", "installed_plugins", "raise_strict"]
@@ -65,12 +65,12 @@ def installed_plugins() -> list[Installed]:
     """Every entry point of the group `attnplug.backends`, sorted by name; runs none of them."""
     found: dict[str, Installed] = {}
     for dist in importlib.metadata.distributions():
-        text, _ = attempt(dist.read_text, "entry_points.txt")
+        text, _ = guarded_call(dist.read_text, "entry_points.txt")
         # Most distributions are none of ours, and one whose file cannot be parsed is no reason to fail.
         if not text or ENTRY_POINT_GROUP not in text:
             continue
         distribution, version = _identity(dist)
-        entry_points, error = attempt(lambda: dist.entry_points.select(group=ENTRY_POINT_GROUP))  # noqa: B023
+        entry_points, error = guarded_call(lambda: dist.entry_points.select(group=ENTRY_POINT_GROUP))  # noqa: B023
         for entry_point in entry_points or ():
             name = f"{distribution}:{entry_point.name}"
             record = PluginRecord(name, distribution, version, PluginStatus.BLOCKED, f"{name} was not run")
@@ -85,7 +85,7 @@ def installed_plugins() -> list[Installed]:
 
 def _identity(dist: importlib.metadata.Distribution) -> tuple[str, str | None]:
     """Name and version, from the head of the metadata: parsing all of it takes longer than the rest."""
-    text, _ = attempt(dist.read_text, "METADATA")
+    text, _ = guarded_call(dist.read_text, "METADATA")
     head = (text or "").partition("\n\n")[0]
     name, version = (re.search(rf"^{field}: *(\S+)", head, re.MULTILINE) for field in ("Name", "Version"))
     return name[1] if name else "unknown", version[1] if version else None
@@ -123,7 +123,7 @@ class Host:
             limit = f"names {found.entry_point.value}; an entry point of attnplug names a module, without ':'"
             return _broken(found.record, limit)
         before = {name for name in _HEAVY if name in sys.modules}
-        plugin, error = attempt(found.entry_point.load)
+        plugin, error = guarded_call(found.entry_point.load)
         if error is not None:
             return _broken(found.record, f"raised {describe(error)} when imported")
         loaded = self.admit(found.record, plugin)
@@ -137,7 +137,7 @@ class Host:
 
     def admit(self, record: PluginRecord, plugin: object) -> Loaded:
         """Check a plugin object against the interface and ask it for its backends."""
-        offers, error = attempt(self._offers, record, plugin)
+        offers, error = guarded_call(self._offers, record, plugin)
         if error is not None:
             status = error.status if isinstance(error, _Rejected) else PluginStatus.BROKEN
             what = str(error) if isinstance(error, _Rejected) else f"raised {describe(error)} when examined"
@@ -196,7 +196,7 @@ class Host:
             if self.has_hook("attnplug_rank", plugin):
                 return ()
             raise _Rejected(PluginStatus.BROKEN, "has no hook attnplug_backends")
-        offered, error = attempt(self.call, "attnplug_backends", plugin)
+        offered, error = guarded_call(self.call, "attnplug_backends", plugin)
         if error is not None:
             what = f"raised {describe(error)} in attnplug_backends"
             raise _Rejected(PluginStatus.BROKEN, what) from error
@@ -264,7 +264,7 @@ def _backend_name(backend: object) -> str:
                 f"offers {backend.__name__}, whose {field} is text; it must be a sequence: a comma is missing"
             )
             raise _Rejected(PluginStatus.BROKEN, what)
-    name, error = attempt(backend.get_name)
+    name, error = guarded_call(backend.get_name)
     if error is not None:
         what = f"raised {describe(error)} in {backend.__name__}.get_name"
         raise _Rejected(PluginStatus.BROKEN, what)

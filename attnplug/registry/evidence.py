@@ -124,12 +124,12 @@ class Evidence:
     Args:
         path: where it is kept.
         cells: the refuted cells of each subject.
-        trouble: why the file cannot be read, where it is there and cannot.
+        read_error: why the file cannot be read, where it is there and cannot.
     """
 
     path: Path
     cells: Mapping[Subject, tuple[RefutedCell, ...]] = dataclasses.field(default_factory=dict)
-    trouble: str | None = None
+    read_error: str | None = None
 
     def here(self, device: Device) -> Iterator[tuple[Subject, tuple[RefutedCell, ...]]]:
         """What holds on a device with the versions installed now, those of the backends themselves included."""

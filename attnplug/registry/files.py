@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["write_whole"]
+__all__ = ["write_atomically"]
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write UTF-8 text beside `path`, then put it in its place in one step; OSError leaves `path` as it was."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from attnplug.core.reasons import Reason
-from attnplug.registry.containment import attempt, describe
 from attnplug.registry.decision import Candidate, Gate
 from attnplug.registry.hookspecs import PROJECT
-from attnplug.registry.installed import Assumed, unmet
+from attnplug.registry.installed import Assumed, missing_requirements
 from attnplug.registry.options import build_options
+from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.registry.records import Offer, PluginRecord, PluginStatus
 
 if TYPE_CHECKING:
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from attnplug.core.spec import LayerSpec, Phase
 
 __all__ = [
+    "configuration_reasons",
     "conflicting",
     "examine",
     "fault",
     "import_parts",
     "not_loaded",
-    "pages",
+    "preferred_pages",
     "refuse_import",
-    "validated",
 ]
 
 _CODES = {
@@ -60,7 +60,7 @@ def examine(
 ) -> Candidate:
     """Gates 2 and 3, and the priority. Both gates leave their reasons, the spec's first."""
     backend = offer.backend
-    configuration = validated(backend, spec, device, phase)
+    configuration = configuration_reasons(backend, spec, device, phase)
     installed = _installed(backend, assumed)
     priority = _priority(offer, spec, device, phase)
     if isinstance(priority, Reason):
@@ -80,7 +80,7 @@ def examine(
 def import_parts(backend: type[AttentionBackend]) -> Reason | None:
     """The last gate: import the impl and the builder; the reason why that failed, or None."""
     for door in ("get_impl_cls", "get_builder_cls"):
-        part, error = attempt(getattr(backend, door))
+        part, error = guarded_call(getattr(backend, door))
         if error is not None or not isinstance(part, type):
             did = f"returned {part!r}, which is no class" if error is None else f"raised {describe(error)}"
             return Reason(
@@ -92,7 +92,9 @@ def import_parts(backend: type[AttentionBackend]) -> Reason | None:
     return None
 
 
-def pages(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> tuple[int, str] | None:
+def preferred_pages(
+    backend: type[AttentionBackend], spec: LayerSpec, device: Device
+) -> tuple[int, str] | None:
     """The block size and the layout that a backend prefers for a layer's pages; None without pages."""
     if spec.direct_kv:
         return None
@@ -105,11 +107,11 @@ def refuse_import(candidate: Candidate, reason: Reason) -> Candidate:
     return dataclasses.replace(candidate, refused_at=Gate.IMPORT, reasons=(reason,))
 
 
-def validated(
+def configuration_reasons(
     backend: type[AttentionBackend], spec: LayerSpec, device: Device, phase: Phase | None
 ) -> list[Reason]:
     """Gate 2: what `validate_configuration` says; a reason against the backend where it raises, or says nothing."""
-    found, error = attempt(backend.validate_configuration, spec, device, phase)
+    found, error = guarded_call(backend.validate_configuration, spec, device, phase)
     if error is not None:
         return [fault(backend, f"raised {describe(error)} in validate_configuration")]
     if isinstance(found, str) or not isinstance(found, Sequence):
@@ -120,7 +122,7 @@ def validated(
 
 
 def _installed(backend: type[AttentionBackend], assumed: Assumed) -> list[Reason]:
-    reasons, error = attempt(unmet, backend.requires, assumed)
+    reasons, error = guarded_call(missing_requirements, backend.requires, assumed)
     if error is not None:
         return [fault(backend, f"has requires={backend.requires!r}: {describe(error)}")]
     return list(reasons)
@@ -128,7 +130,7 @@ def _installed(backend: type[AttentionBackend], assumed: Assumed) -> list[Reason
 
 def _priority(offer: Offer, spec: LayerSpec, device: Device, phase: Phase | None) -> int | Reason:
     backend = offer.backend
-    priority, error = attempt(backend.get_priority, spec, device, phase)
+    priority, error = guarded_call(backend.get_priority, spec, device, phase)
     if error is not None:
         return fault(backend, f"raised {describe(error)} in get_priority")
     # Of a composite two distributions may be named.
@@ -141,10 +143,10 @@ def _priority(offer: Offer, spec: LayerSpec, device: Device, phase: Phase | None
 def _unfit(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> list[Reason]:
     """What of the backend's own declarations would fail once it is chosen."""
     faults = []
-    _, error = attempt(pages, backend, spec, device)
+    _, error = guarded_call(preferred_pages, backend, spec, device)
     if error is not None:
         faults.append(fault(backend, f"raised {describe(error)} for its block size and layout"))
-    _, error = attempt(build_options, backend, None)
+    _, error = guarded_call(build_options, backend, None)
     if error is not None:
         faults.append(fault(backend, f"has Options that cannot be made: {describe(error)}"))
     return faults

@@ -14,7 +14,14 @@ from attnplug.registry.records import canonical_name
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-__all__ = ["AssumeInstalled", "Assumed", "forget_versions", "freeze_assumed", "installed_version", "unmet"]
+__all__ = [
+    "AssumeInstalled",
+    "Assumed",
+    "forget_versions",
+    "freeze_assumed",
+    "installed_version",
+    "missing_requirements",
+]
 
 AssumeInstalled: TypeAlias = Mapping[str, str] | Literal["all"] | None
 """Versions to assume for a what-if query: a whole mapping, "all" of everything, or None to look."""
@@ -40,7 +47,7 @@ def freeze_assumed(assume_installed: AssumeInstalled) -> Assumed:
     return tuple(sorted((canonical_name(name), version) for name, version in assume_installed.items()))
 
 
-def unmet(requires: Sequence[str | tuple[str, ...]], assumed: Assumed = None) -> list[Reason]:
+def missing_requirements(requires: Sequence[str | tuple[str, ...]], assumed: Assumed = None) -> list[Reason]:
     """A reason for each requirement that no installed (or assumed) distribution meets.
 
     Args:

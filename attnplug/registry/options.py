@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import PluginError, PolicyError
-from attnplug.registry.containment import attempt, describe
+from attnplug.registry.plugin_calls import describe, guarded_call
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -136,14 +136,14 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
         if not _fits(value, fields[option]):
             limit = f"must be {_type_name(fields[option])}; options of {name} are: {exists}"
             raise PolicyError(f"options[{option!r}]", value, limit)
-    built, error = attempt(declared, **(given or {}))
+    built, error = guarded_call(declared, **(given or {}))
     if error is not None:
         raise PolicyError("options", given, f"{name} refuses them: {describe(error)}") from error
     return built
 
 
 def _fields(name: str, declared: type[Any]) -> dict[str, Any]:
-    hints, error = attempt(typing.get_type_hints, declared)
+    hints, error = guarded_call(typing.get_type_hints, declared)
     if error is not None or not dataclasses.is_dataclass(declared):
         why = "it is no dataclass" if error is None else describe(error)
         raise PluginError(f"the Options of {name} cannot be read: {why}") from error

@@ -14,7 +14,7 @@ from attnplug.core.device import Device
 from attnplug.core.errors import MatrixFileError
 from attnplug.registry.cell import Cell
 from attnplug.registry.evidence import Evidence, RefutedCell, Subject
-from attnplug.registry.files import write_whole
+from attnplug.registry.files import write_atomically
 from attnplug.registry.switches import EVIDENCE
 
 if TYPE_CHECKING:
@@ -61,12 +61,12 @@ def evidence_path() -> Path:
 
 
 def read_evidence() -> Evidence:
-    """Everything that is remembered. A file that cannot be read is no evidence, and says so in `trouble`."""
+    """Everything that is remembered. A file that cannot be read is no evidence, and says so in `read_error`."""
     path = evidence_path()
     try:
         return Evidence(path, {subject: tuple(cells.values()) for subject, cells in _read(path).items()})
     except MatrixFileError as error:
-        return Evidence(path, trouble=str(error))
+        return Evidence(path, read_error=str(error))
 
 
 def record(run: Mapping[str, Any]) -> Recorded:
@@ -139,7 +139,7 @@ def _write(path: Path, known: Cells) -> None:
     runs = [_text(subject, cells) for subject, cells in known.items() if cells]
     listed = "\n" + ",\n".join(runs) + "\n" if runs else ""
     try:
-        write_whole(path, f'{{"schema": "{SCHEMA}", "version": {VERSION}, "runs": [{listed}]}}\n')
+        write_atomically(path, f'{{"schema": "{SCHEMA}", "version": {VERSION}, "runs": [{listed}]}}\n')
     except OSError as problem:
         raise _unwritable(path, problem) from None
 

@@ -14,13 +14,13 @@ from attnplug.core.checks import check_member
 from attnplug.core.errors import PolicyError, SpecError
 from attnplug.core.spec import KINDS, LayerSpec, Phase
 from attnplug.registry.devices import DeviceLike, resolve_device
+from attnplug.registry.evidence_gate import AllowRefuted, Scales, allowed_names
 from attnplug.registry.installed import AssumeInstalled, freeze_assumed
 from attnplug.registry.negotiation import negotiated
 from attnplug.registry.options import by_backend, check_options, freeze
 from attnplug.registry.plugins import PluginSet
 from attnplug.registry.policy import ENVIRONMENT, Rule, rule_for, rule_sets, used
 from attnplug.registry.selector import AUTOMATIC, Policy, decide, refusal
-from attnplug.registry.weighing import AllowRefuted, Scales, allowed_names
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attnplug.registry.evidence import Evidence
     from attnplug.registry.records import PluginRecord
 
-__all__ = ["Asked", "Registry", "Rules"]
+__all__ = ["Registry", "Rules", "SelectKwargs"]
 
 Rules: TypeAlias = str | Mapping[str, str] | None
 """One backend name for everything, rules as text, or a mapping of rules; see `parse_rules`."""
@@ -37,7 +37,7 @@ _log = logging.getLogger("attnplug")
 _MOST_DECISIONS = 16_384
 
 
-class Asked(TypedDict, total=False):
+class SelectKwargs(TypedDict, total=False):
     """The keywords by which a user steers a selection; see `attnplug.select`."""
 
     backend: Rules
@@ -78,8 +78,8 @@ class Registry:
                 from attnplug.registry.refuted import read_evidence
 
                 self._evidence = read_evidence()
-                if self._evidence.trouble:
-                    _log.warning("evidence is left out: %s", self._evidence.trouble)
+                if self._evidence.read_error:
+                    _log.warning("evidence is left out: %s", self._evidence.read_error)
             return self._evidence
 
     def backends(self) -> Mapping[str, type[AttentionBackend]]:
@@ -111,7 +111,7 @@ class Registry:
         phase: Phase | str | None = None,
         *,
         layer_name: str | None = None,
-        **asked: Unpack[Asked],
+        **asked: Unpack[SelectKwargs],
     ) -> Decision:
         """As `attnplug.select`, among the backends of this registry."""
         decision, rule = self._decision(spec, device, phase, layer_name, True, **asked)
@@ -126,19 +126,19 @@ class Registry:
         phase: Phase | str | None = None,
         *,
         layer_name: str | None = None,
-        **asked: Unpack[Asked],
+        **asked: Unpack[SelectKwargs],
     ) -> Decision:
         """As `attnplug.explain`, among the backends of this registry."""
         return self._decision(spec, device, phase, layer_name, False, **asked)[0]
 
-    def judge(
+    def decide(
         self,
         spec: LayerSpec,
         device: DeviceLike = None,
         phase: Phase | None = None,
         *,
         layer_name: str,
-        **asked: Unpack[Asked],
+        **asked: Unpack[SelectKwargs],
     ) -> Decision:
         """As `select`, for a layer of a model, but does not raise for lack of a backend."""
         return self._decision(spec, device, phase, layer_name, True, **asked)[0]
@@ -148,25 +148,25 @@ class Registry:
         specs: Mapping[str, LayerSpec],
         device: DeviceLike = None,
         phase: Phase | str | None = None,
-        **asked: Unpack[Asked],
+        **asked: Unpack[SelectKwargs],
     ) -> dict[str, Decision]:
         """As `attnplug.select_layers`, among the backends of this registry."""
         when = None if phase is None else check_member(Phase, "phase", phase)
-        decisions = self.judge_layers(specs, device, (when,), **asked)[when]
+        decisions = self.decide_layers(specs, device, (when,), **asked)[when]
         for name, decision in decisions.items():
             if decision.backend is None:
                 rule = rule_for(rule_sets(asked.get("backend")), decision.spec, when, name)
                 raise refusal(decision, rule, self.plugins)
         return decisions
 
-    def judge_layers(
+    def decide_layers(
         self,
         specs: Mapping[str, LayerSpec],
         device: DeviceLike = None,
         phases: Sequence[Phase | None] = (None,),
         *,
         negotiate: bool = True,
-        **asked: Unpack[Asked],
+        **asked: Unpack[SelectKwargs],
     ) -> dict[Phase | None, dict[str, Decision]]:
         """A decision for each phase asked about and each layer, also those that no backend serves.
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.errors import BackendUnavailableError, NoBackendError
-from attnplug.registry.containment import attempt, describe
 from attnplug.registry.decision import Candidate, Decision
 from attnplug.registry.devices import is_here
-from attnplug.registry.gates import examine, pages, refuse_import
+from attnplug.registry.evidence_gate import Question, Scales
+from attnplug.registry.gates import examine, preferred_pages, refuse_import
 from attnplug.registry.options import build_options, options_of
-from attnplug.registry.weighing import Question, Scales
+from attnplug.registry.plugin_calls import describe, guarded_call
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -104,7 +104,7 @@ def decide(
         options=None if winner is None else _options(winner, policy),
         assumed=policy.assumed,
         allow_refuted=scales.allowed,
-        notes=(*notes, *([evidence.trouble] if evidence.trouble else [])),
+        notes=(*notes, *([evidence.read_error] if evidence.read_error else [])),
         backend_cls=None if winner is None else winner.backend,
         **({} if winner is None else _paged(winner.backend, spec, device)),
     )
@@ -131,7 +131,7 @@ def _ranked(
     ranked_by, notes = [], []
     for name, rank in plugins.rankers():
         before = tuple(offer.name for offer in order)
-        wanted, error = attempt(rank, spec=spec, device=device, phase=phase, candidates=before)
+        wanted, error = guarded_call(rank, spec=spec, device=device, phase=phase, candidates=before)
         if error is not None:
             notes.append(f"{name} raised {describe(error)} in attnplug_rank; ignored")
             continue
@@ -181,7 +181,7 @@ def _options(winner: Offer, policy: Policy) -> tuple[tuple[str, Any], ...] | Non
 
 
 def _paged(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> dict[str, Any]:
-    preferred = pages(backend, spec, device)
+    preferred = preferred_pages(backend, spec, device)
     return {} if preferred is None else dict(zip(("block_size", "kv_cache_layout"), preferred, strict=True))
 
 

@@ -12,7 +12,7 @@ from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.decision import Candidate, Decision
 from attnplug.registry.negotiation import negotiated
 from attnplug.registry.policy import Rule, rule_for, rule_sets
-from attnplug.registry.registry import Asked, Registry
+from attnplug.registry.registry import Registry, SelectKwargs
 
 __all__ = ["check_served", "unambiguous", "uniform_choice"]
 
@@ -25,7 +25,7 @@ def uniform_choice(
     device: Device,
     phases: Sequence[Phase | None],
     decisions: Decisions,
-    asked: Asked,
+    asked: SelectKwargs,
 ) -> dict[str, Decision]:
     """One backend for every layer: the first layer's highest-ranked that serves all, as all rules allow.
 
@@ -43,8 +43,8 @@ def uniform_choice(
             barred = f"does not serve layer {first.layer_name}: {'; '.join(candidate.reasons)}"
         if barred is None:
             name = unambiguous(registry, candidate)
-            by_name: Asked = {**asked, "backend": name}
-            trial = registry.judge_layers(specs, device, phases, negotiate=False, **by_name)[None]
+            by_name: SelectKwargs = {**asked, "backend": name}
+            trial = registry.decide_layers(specs, device, phases, negotiate=False, **by_name)[None]
             refusal = _first_refusal(trial, candidate)
             if refusal is None:
                 return {layer: _asked_for(trial[layer], decisions[layer]) for layer in specs}

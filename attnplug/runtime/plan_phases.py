@@ -11,7 +11,7 @@ from attnplug.core.errors import BackendUnavailableError, LayoutError
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.registry.decision import Decision
 from attnplug.registry.policy import Rule, rule_for, rule_sets
-from attnplug.registry.registry import Asked, Registry, Rules
+from attnplug.registry.registry import Registry, Rules, SelectKwargs
 from attnplug.runtime.plan_choice import unambiguous
 
 __all__ = ["Phased", "has_phase_rules", "phase_choice", "phase_notes", "without_composites"]
@@ -44,7 +44,7 @@ def phase_choice(
     specs: Mapping[str, LayerSpec],
     device: Device,
     found: Mapping[Phase | None, Decisions],
-    asked: Asked,
+    asked: SelectKwargs,
     *,
     per_phase: bool,
 ) -> Phased:
@@ -86,7 +86,7 @@ class _Layer:
 
     registry: Registry
     device: Device
-    asked: Asked
+    asked: SelectKwargs
     name: str
     by_phase: Mapping[Phase, Decision]
     rules: Mapping[Phase, Rule | None] | None
@@ -155,8 +155,8 @@ class _Layer:
     def _together(self, prefill: str, decode: str) -> Decision:
         # A rule for a phase may name a composite, and means the half of that phase.
         halves = prefill.partition("+")[0], decode.rpartition("+")[2]
-        asked: Asked = {**self.asked, "backend": "+".join(halves)}
-        judged = self.registry.judge(self.both.spec, self.device, layer_name=self.name, **asked)
+        asked: SelectKwargs = {**self.asked, "backend": "+".join(halves)}
+        judged = self.registry.decide(self.both.spec, self.device, layer_name=self.name, **asked)
         source, text = self._source()
         return dataclasses.replace(judged, chosen_by=source, rule=text)
 

@@ -14,10 +14,10 @@ from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.decision import Decision
 from attnplug.registry.default import get_registry
 from attnplug.registry.devices import DeviceLike, resolve_device
+from attnplug.registry.evidence_gate import AllowRefuted
 from attnplug.registry.installed import AssumeInstalled
 from attnplug.registry.negotiation import negotiated
-from attnplug.registry.registry import Asked, Rules
-from attnplug.registry.weighing import AllowRefuted
+from attnplug.registry.registry import Rules, SelectKwargs
 from attnplug.runtime.budget import fit_kv_cache, parse_memory
 from attnplug.runtime.model_plan import ModelPlan
 from attnplug.runtime.plan_choice import check_served, uniform_choice
@@ -107,7 +107,7 @@ def plan(
     if num_blocks is not None:
         # Block 0 is the null block: with it alone no request could be served.
         num_blocks = check_size("num_blocks", num_blocks, 2)
-    asked: Asked = {
+    asked: SelectKwargs = {
         "backend": backend,
         "options": options,
         "assume_installed": assume_installed,
@@ -133,7 +133,12 @@ def plan(
 
 
 def choose_backends(
-    specs: Mapping[str, LayerSpec], device: Device, asked: Asked, *, per_phase: bool, uniform: bool = False
+    specs: Mapping[str, LayerSpec],
+    device: Device,
+    asked: SelectKwargs,
+    *,
+    per_phase: bool,
+    uniform: bool = False,
 ) -> tuple[ByPhase, Phased]:
     """Who is to serve each layer: what each phase alone would choose, where that counts, and the decisions.
 
@@ -144,7 +149,7 @@ def choose_backends(
     """
     registry, backend = get_registry(), asked.get("backend")
     phases = (None, *Phase) if per_phase or has_phase_rules(backend) else (None,)
-    found = registry.judge_layers(specs, device, phases, negotiate=False, **asked)
+    found = registry.decide_layers(specs, device, phases, negotiate=False, **asked)
     by_phase = {n: {p: found[p][n] for p in Phase} for n in specs} if len(phases) > 1 else {}
     if uniform:
         decisions = uniform_choice(registry, specs, device, phases, found[None], asked)

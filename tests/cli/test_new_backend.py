@@ -248,7 +248,7 @@ def test_once_installed_it_is_listed_and_chosen_by_name_and_by_default(acme: Ins
 
 
 def test_listing_it_imports_no_torch(acme: Installed) -> None:
-    code = "import sys, attnplug; print(list(attnplug.backends()), 'torch' in sys.modules)"
+    code = "import sys, attnplug; print(list(attnplug.list_backends()), 'torch' in sys.modules)"
     names, imports_torch = acme.python("-c", code).rsplit(maxsplit=1)
     assert ("'ACME'" in names, imports_torch) == (True, "False")
 

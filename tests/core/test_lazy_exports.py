@@ -69,20 +69,16 @@ def test_every_list_of_names_is_the_same(package: str) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_type_checkers_and_users_get_a_name_from_the_same_module(package: str) -> None:
     tree = tree_of(package)
-    typed = homes_for_type_checkers(package, tree)
-    if package == "attnplug":
-        # A function to type checkers; at run time the package of that name, which can be called.
-        assert typed["backends"] == "registry.default"
-        typed["backends"] = ""
-    assert typed == lazy_homes(tree)
+    assert homes_for_type_checkers(package, tree) == lazy_homes(tree)
 
 
-def test_backends_can_be_called_whatever_was_imported_before() -> None:
+def test_list_backends_is_no_package() -> None:
     import attnplug
     import attnplug.backends.torch_native
 
-    assert attnplug.backends() == attnplug.registry.backends()
-    assert "TORCH" in attnplug.backends()
+    assert attnplug.list_backends() == attnplug.registry.list_backends()
+    assert "TORCH" in attnplug.list_backends()
+    assert not callable(attnplug.backends)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -19,7 +19,7 @@ from attnplug.matrix import Matrix, Run, Status
 from attnplug.matrix.changes import Kind, changes
 from attnplug.matrix.declared import declare
 from attnplug.matrix.results import read_matrix, write_matrix
-from attnplug.registry import backends
+from attnplug.registry import list_backends
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -36,7 +36,7 @@ def script() -> ModuleType:
 
 def verified(backend: str, device: str, name: str) -> Run:
     """A run in which everything that the class declares was right."""
-    declared = declare(backends()[backend], device)
+    declared = declare(list_backends()[backend], device)
     findings = tuple(
         dataclasses.replace(each, status=Status.VERIFIED) if each.status is Status.DECLARED else each
         for each in declared.findings
@@ -72,7 +72,7 @@ def test_a_stale_file_is_named(script: ModuleType, monkeypatch: pytest.MonkeyPat
 def test_the_committed_cells_of_a_cpu_are_those_that_are_claimed_today() -> None:
     committed = read_matrix(ROOT / "benchmarks/results/matrix-cpu.json")
     assert [run.key for run in committed.runs] == [("TORCH", "cpu")]
-    today = Matrix((declare(backends()["TORCH"], "cpu"),))
+    today = Matrix((declare(list_backends()["TORCH"], "cpu"),))
     # To be only declared is no change of the claim.
     changed = [str(each) for each in changes(committed, today) if each.kind is not Kind.UNKNOWN]
     again = "attnplug matrix --verify --backend TORCH --device cpu --json benchmarks/results/matrix-cpu.json"

@@ -58,9 +58,9 @@ def rules(backend: str) -> str:
 
 def refusal(family: str, sizes: Sizes, device: str, backend: str, run: str) -> str | None:
     """Why the backend does not serve the family's layers as that run asks for them; None where it does."""
-    missing = sorted({*backend.split("+")} - {*attnplug.backends()})
+    missing = sorted({*backend.split("+")} - {*attnplug.list_backends()})
     if missing:
-        return f"{', '.join(missing)}: none of {', '.join(attnplug.backends())}"
+        return f"{', '.join(missing)}: none of {', '.join(attnplug.list_backends())}"
     specs = FAMILIES[family].specs(sizes, direct_kv=run == "transformers")
     try:
         attnplug.plan(specs, torch.device(device), backend=rules(backend))

@@ -12,7 +12,7 @@ GOOD = "attnplug-acme-decode"
 ASK = """
 import json, sys
 import attnplug
-from attnplug.registry import backends, get_registry
+from attnplug.registry import get_registry, list_backends
 spec = attnplug.LayerSpec(num_heads=4, num_kv_heads=2, head_size=64)
 registry = get_registry()
 try:
@@ -24,7 +24,7 @@ print(json.dumps({
     "explained": attnplug.explain(spec, "cpu").to_dict(),
     "good": attnplug.select(spec, "cpu", "decode", backend="ACME_DECODE", assume_installed="all").backend,
     "torch": attnplug.select(spec, "cpu", backend="TORCH", assume_installed="all").backend,
-    "backends": sorted(backends()),
+    "backends": sorted(list_backends()),
     "by_name": by_name,
 }))
 """

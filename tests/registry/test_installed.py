@@ -8,7 +8,7 @@ import pytest
 from fake_plugins import CPU, SPEC, backend, registry
 
 from attnplug.errors import PolicyError
-from attnplug.registry.installed import forget_versions, freeze_assumed, unmet
+from attnplug.registry.installed import forget_versions, freeze_assumed, missing_requirements
 
 ASSUMED = (("flash-attn", "2.6.3"), ("flash-attn-4", "4.0.0b20"), ("flashinfer-python", "0.5.1"))
 
@@ -29,45 +29,48 @@ ASSUMED = (("flash-attn", "2.6.3"), ("flash-attn-4", "4.0.0b20"), ("flashinfer-p
     ],
 )
 def test_a_requirement_is_met(requires: Any) -> None:
-    assert unmet(requires, ASSUMED) == []
+    assert missing_requirements(requires, ASSUMED) == []
 
 
 def test_an_absent_distribution_is_not_installed_with_the_remedy() -> None:
-    (reason,) = unmet(("no-such-thing>=1",), ASSUMED)
+    (reason,) = missing_requirements(("no-such-thing>=1",), ASSUMED)
     assert (reason.code, reason.field) == ("not_installed", "requires")
     assert reason == "no-such-thing not installed; pip install 'no-such-thing>=1'"
 
 
 def test_a_wrong_version_says_which_and_which_is_due() -> None:
-    (reason,) = unmet(("flash-attn>=2.7",), ASSUMED)
+    (reason,) = missing_requirements(("flash-attn>=2.7",), ASSUMED)
     assert (reason.code, reason.requested, reason.supported) == ("version", "2.6.3", ">=2.7")
 
 
 def test_a_prerelease_must_be_named() -> None:
-    assert [reason.code for reason in unmet(("flash-attn-4>=4.0",), ASSUMED)] == ["version"]
-    assert [reason.code for reason in unmet(("flash-attn-4>=3.0",), ASSUMED)] == ["version"]
+    assert [reason.code for reason in missing_requirements(("flash-attn-4>=4.0",), ASSUMED)] == ["version"]
+    assert [reason.code for reason in missing_requirements(("flash-attn-4>=3.0",), ASSUMED)] == ["version"]
 
 
 def test_alternatives_that_all_fail_are_one_reason_with_each_remedy() -> None:
-    (reason,) = unmet((("no-such-thing>=1", "flash-attn>=2.7", "nor-this"),), ASSUMED)
+    (reason,) = missing_requirements((("no-such-thing>=1", "flash-attn>=2.7", "nor-this"),), ASSUMED)
     assert reason.code == "version"
     assert reason.startswith("flash-attn version not supported: 2.6.3 is not >=2.7")
     assert "or pip install 'no-such-thing>=1' or pip install 'nor-this'" in reason
 
 
 def test_each_requirement_has_its_own_reason() -> None:
-    codes = [reason.code for reason in unmet(("no-such-thing", "flash-attn>=3"), ASSUMED)]
+    codes = [reason.code for reason in missing_requirements(("no-such-thing", "flash-attn>=3"), ASSUMED)]
     assert codes == ["not_installed", "version"]
 
 
 def test_everything_may_be_assumed() -> None:
-    assert unmet(("no-such-thing>=1",), "all") == []
+    assert missing_requirements(("no-such-thing>=1",), "all") == []
 
 
 def test_without_assumptions_the_installed_versions_count() -> None:
     forget_versions()
-    assert unmet(("packaging>=20", "pytest")) == []
-    assert [reason.code for reason in unmet(("packaging<1", "no-such-thing"))] == ["version", "not_installed"]
+    assert missing_requirements(("packaging>=20", "pytest")) == []
+    assert [reason.code for reason in missing_requirements(("packaging<1", "no-such-thing"))] == [
+        "version",
+        "not_installed",
+    ]
 
 
 def test_assumed_versions_are_frozen_under_their_canonical_names() -> None:

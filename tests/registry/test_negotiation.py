@@ -102,7 +102,7 @@ def test_one_backend_that_reads_other_sizes_for_other_layers_agrees_with_itself(
 def test_both_phases_of_a_layer_agree() -> None:
     decode = sized("DECODE", 64, 128, priority=90, supported_phases=("decode",))
     both = registry(decode, sized("REST", MultipleOf(16)))
-    found = both.judge_layers({"model.0": SPEC}, CPU, tuple(Phase))
+    found = both.decide_layers({"model.0": SPEC}, CPU, tuple(Phase))
     assert {phase: layers["model.0"].backend for phase, layers in found.items()} == {
         "decode": "DECODE",
         "prefill": "REST",
@@ -112,5 +112,5 @@ def test_both_phases_of_a_layer_agree() -> None:
 
 def test_layers_that_nobody_serves_are_left_out_of_it() -> None:
     found = registry(sized("A", 16), sized("B", 16, supported_dtypes=("float16",)))
-    judged = found.judge_layers(LAYERS, CPU, backend=RULES)[None]
+    judged = found.decide_layers(LAYERS, CPU, backend=RULES)[None]
     assert [decision.backend for decision in judged.values()] == ["A", None]

@@ -31,7 +31,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def ids() -> list[str]:
     """The cells that are remembered, each with its backend."""
     evidence = read_evidence()
-    assert evidence.trouble is None
+    assert evidence.read_error is None
     return sorted(
         f"{subject.backend} {each.id}" for subject, cells in evidence.cells.items() for each in cells
     )
@@ -209,8 +209,8 @@ def test_a_file_that_cannot_be_read_is_no_evidence_and_is_not_written_over(kept:
     kept.write_text(text)
     evidence = read_evidence()
     assert evidence.cells == {}
-    assert evidence.trouble is not None
-    assert evidence.trouble.startswith(str(kept))
+    assert evidence.read_error is not None
+    assert evidence.read_error.startswith(str(kept))
     for write in (lambda: record(run("LIAR", SINKS)), forget):
         with pytest.raises(MatrixFileError, match=said):
             write()
@@ -219,13 +219,13 @@ def test_a_file_that_cannot_be_read_is_no_evidence_and_is_not_written_over(kept:
 
 def test_text_of_another_encoding_is_no_evidence(kept: Path) -> None:
     kept.write_bytes(b"\xff\xfe\x00")
-    assert "is half written, or no JSON" in str(read_evidence().trouble)
+    assert "is half written, or no JSON" in str(read_evidence().read_error)
 
 
 def test_a_folder_in_the_place_of_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.joinpath("refuted.json").mkdir()
     monkeypatch.setenv("ATTNPLUG_EVIDENCE", str(tmp_path))
-    assert "refuted.json cannot be read: Is a directory" in str(read_evidence().trouble)
+    assert "refuted.json cannot be read: Is a directory" in str(read_evidence().read_error)
     with pytest.raises(MatrixFileError, match="cannot be read"):
         record(run("LIAR", SINKS))
 

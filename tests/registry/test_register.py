@@ -199,7 +199,7 @@ def test_the_functions_ask_the_one_registry_of_the_process() -> None:
     assert default.get_registry() is made
     record = attnplug.register(plugin(backend("MINE", 999)), "mine")
     assert record in made.records
-    assert default.backends()["MINE"].get_name() == "MINE"
+    assert default.list_backends()["MINE"].get_name() == "MINE"
     assert attnplug.select(SPEC, CPU).backend == "MINE"
     assert attnplug.explain(SPEC, CPU, backend="TORCH").backend == "TORCH"
     assert attnplug.select_layers({"model.0": SPEC}, CPU)["model.0"].backend == "MINE"

@@ -16,7 +16,7 @@ from wrong_numbers import WRONG_NUMBERS
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionBackend, Device, Phase, Reason
-from attnplug.registry.containment import attempt
+from attnplug.registry.plugin_calls import guarded_call
 from attnplug.testing.conformance import Check, CheckSkipped, ConformanceError, correctness
 from attnplug.testing.conformance.cases import Case, designed_cases
 from attnplug.testing.conformance.listing import GROUPS, listed
@@ -97,7 +97,7 @@ def test_what_is_skipped_is_said_and_little(phase: Phase) -> None:
         for check in [] if group is correctness.checks else listed(group, target):
             if check.id.startswith(("declaration/light", "refused/any", "refused/reasons")):
                 continue  # slow, and of no phase
-            _, problem = attempt(check)
+            _, problem = guarded_call(check)
             assert problem is None or isinstance(problem, CheckSkipped), check.id
             assert problem is None or str(phase) in str(problem) or "made here" in str(problem)
             verdicts["passed" if problem is None else "skipped"] += 1

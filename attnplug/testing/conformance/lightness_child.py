@@ -34,7 +34,7 @@ def main() -> None:
     # What attnplug itself loads is not the plugin's doing.
     import attnplug.registry  # noqa: F401
     from attnplug.core import Device, LayerSpec
-    from attnplug.registry.containment import attempt, describe
+    from attnplug.registry.plugin_calls import describe, guarded_call
     from attnplug.testing.conformance.declarations import declarations
 
     watch = _Watch(asked["watched"])
@@ -46,7 +46,7 @@ def main() -> None:
         if asked["asks"]:
             spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64)
             here = [(spec, Device.parse(name)) for name in ("cpu", "sm90", "rocm:9.4")]
-            _, error = attempt(declarations, backend, here)
+            _, error = guarded_call(declarations, backend, here)
             raised = None if error is None else describe(error)
     loaded = {
         name: where for name, where in watch.places.items() if name in sys.modules and name not in before

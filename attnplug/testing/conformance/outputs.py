@@ -9,7 +9,7 @@ import torch
 
 from attnplug.core.errors import AttnplugError
 from attnplug.core.features import Feature
-from attnplug.registry.containment import attempt, describe
+from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.driving import Answer
@@ -157,7 +157,7 @@ def _check_lse_undeclared(target: Target, situation: str) -> None:
     batch = step(target, situation)()
     lse = torch.full(blank(batch).output.shape[:2], torch.nan, device=batch.query.device)
     parts = SingleLayer.of(target, batch)
-    _, error = attempt(_forward, parts, batch, blank(batch).output, lse)
+    _, error = guarded_call(_forward, parts, batch, blank(batch).output, lse)
     _expect_refusal(error, "output_lse, given to a layer with needs_lse=False,")
 
 
@@ -171,7 +171,7 @@ def _check_output_scale(target: Target, situation: str) -> None:
     given = (batch.query, batch.key, batch.value, batch.kv_cache, metadata, output)
     scale = torch.tensor(0.5, device=batch.query.device)
     for name in ("output_scale", "output_block_scale"):
-        _, error = attempt(parts.impl.forward, parts.layer, *given, **{name: scale})
+        _, error = guarded_call(parts.impl.forward, parts.layer, *given, **{name: scale})
         _expect_refusal(error, f"{name}, given where fused_output_quant_supported says False,")
 
 

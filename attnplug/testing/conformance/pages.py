@@ -13,7 +13,7 @@ from attnplug.core.features import Feature
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.storage import STORAGE_DTYPES
-from attnplug.registry.containment import attempt, describe
+from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.runtime.allocation import view_kv_cache
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.spec_grid import asking
@@ -51,7 +51,7 @@ def _check_layouts(target: Target) -> None:
         raise ConformanceError(
             f"get_required_kv_cache_layout() is {required!r}, but supported_kv_cache_layouts() is {layouts}"
         )
-    order, error = attempt(backend.get_kv_cache_stride_order, layout="NEITHER")
+    order, error = guarded_call(backend.get_kv_cache_stride_order, layout="NEITHER")
     if not isinstance(error, LayoutError):
         found = f"gave {order}" if error is None else f"raised {describe(error)}"
         raise ConformanceError(

@@ -11,7 +11,7 @@ import torch
 from attnplug.core.errors import BatchError
 from attnplug.core.features import Feature
 from attnplug.core.spec import Phase
-from attnplug.registry.containment import attempt
+from attnplug.registry.plugin_calls import guarded_call
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.driving import Answer
@@ -165,9 +165,9 @@ def _check_narrowed(target: Target, situation: str) -> None:
     batch = _causal(batch, True)
     what = "with causal=True in the batch of a layer with causal=False"
     found = SingleLayer.of(target, batch).forward(batch, what=what)
-    _, problem = attempt(matches_oracle, batch, found, what)
+    _, problem = guarded_call(matches_oracle, batch, found, what)
     if problem is not None:
-        _, other = attempt(matches_oracle, _causal(batch, False), found, what)
+        _, other = guarded_call(matches_oracle, _causal(batch, False), found, what)
         named = "causal=True ignored" if other is None else None
         likely = f"; these are the numbers of a known mistake: {named}" if named else ""
         raise ConformanceError(f"{problem}{likely}", named) from None

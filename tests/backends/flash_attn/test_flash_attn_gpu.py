@@ -7,7 +7,7 @@ import pytest
 from attnplug.backends.flash_attn import FlashAttn2Backend, FlashAttn3Backend, FlashAttn4Backend
 from attnplug.core import AttentionBackend, Device, LayerSpec
 from attnplug.registry.gates import import_parts
-from attnplug.registry.installed import unmet
+from attnplug.registry.installed import missing_requirements
 from attnplug.testing import (
     assert_close,
     assert_lse_close,
@@ -27,7 +27,7 @@ pytestmark = [
 def missing(backend: type[AttentionBackend]) -> str | None:
     """Why a backend cannot be run here, or None."""
     here = Device.current()
-    lacking = [str(reason) for reason in unmet(backend.requires)]
+    lacking = [str(reason) for reason in missing_requirements(backend.requires)]
     if here.type not in backend.device_types:
         lacking.append(f"the device is {here}")
     elif here.capability is not None and not backend.supports_compute_capability(here.capability):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["attempt", "describe"]
+__all__ = ["describe", "guarded_call"]
 
 
-def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, BaseException | None]:
+def guarded_call(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, BaseException | None]:
     """The result of a call and None, or None and what it raised, SystemExit included.
 
     KeyboardInterrupt passes: it is the user's.
@@ -23,6 +23,6 @@ def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, B
 
 def describe(error: BaseException) -> str:
     """An exception in one line: its type and its message."""
-    text, failure = attempt(str, error)
+    text, failure = guarded_call(str, error)
     words = " ".join(text.split()) if failure is None else "its message cannot be had"
     return f"{type(error).__name__}: {words}" if words else type(error).__name__

@@ -10,7 +10,7 @@ from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import LayoutError, PolicyError
 from attnplug.registry.decision import Candidate, Decision, Gate
 from attnplug.registry.evidence import Evidence, RefutedCell, reason_of
-from attnplug.registry.gates import pages
+from attnplug.registry.gates import preferred_pages
 from attnplug.registry.policy import Rule
 from attnplug.registry.records import Offer
 from attnplug.registry.switches import ALLOW_REFUTED
@@ -79,7 +79,9 @@ class Scales:
         """An accepted candidate, refused where it was refuted; and a note where the user allows it."""
         if not self._evidence.cells:
             return candidate, None
-        reasons, allowed = self._against(offer, asked, pages(offer.backend, asked.spec, asked.device))
+        reasons, allowed = self._against(
+            offer, asked, preferred_pages(offer.backend, asked.spec, asked.device)
+        )
         if reasons:
             return dataclasses.replace(candidate, refused_at=Gate.EVIDENCE, reasons=tuple(reasons)), None
         return candidate, f"allowed by {self._source}: {'; '.join(allowed)}" if allowed else None
