@@ -13,7 +13,7 @@ from pages import Page, Pages
 from transformers import PreTrainedModel
 
 from attnplug.core import BuilderConfig
-from attnplug.core.errors import BatchError
+from attnplug.errors import BatchError
 
 
 @dataclasses.dataclass(slots=True, eq=False)

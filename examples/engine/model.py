@@ -10,7 +10,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 import attnplug
 from attnplug.core import BuilderConfig, LayerTensors
-from attnplug.core.errors import ModelConfigError
+from attnplug.errors import ModelConfigError
 from attnplug.integrations.transformers import read_config
 from attnplug.runtime import AttentionRuntime
 

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from tiny import add_options, load
 from transformers import PreTrainedModel
 
-from attnplug.core.errors import AttnplugError
+from attnplug.errors import AttnplugError
 
 CONSOLE = Console()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from attnplug.core.errors import ModelConfigError
+from attnplug.errors import ModelConfigError
 
 SIZES = {
     "hidden_size": 128,
