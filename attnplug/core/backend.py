@@ -1,4 +1,4 @@
-"""What one backend can do: a class that only declares, light to import, heavy behind its doors."""
+"""The class that declares one backend. It imports no torch; its impl and builder are imported on demand."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ __all__ = [
 class AttentionBackend(ABC):
     """Declares one backend. Never instantiated; its module imports no torch and no kernel library.
 
-    A subclass overrides what is true of it: whatever it does not declare, it does not serve.
+    A subclass overrides the attributes and methods below. It serves only what it declares.
     """
 
     family: ClassVar[str | None] = None
-    """A name shared by several backends, as "FLASH_ATTN" for three generations of one library."""
+    """A name that several backends share, such as "FLASH_ATTN" for three generations of one library."""
     requires: ClassVar[Sequence[str | tuple[str, ...]]] = ()
-    """Installed distributions it needs, as PEP 508 strings; a tuple gives alternatives."""
+    """Distributions that must be installed, as PEP 508 strings; a tuple gives alternatives."""
     device_types: ClassVar[Sequence[str]] = ("cuda",)
     """The Device types it runs on."""
     supported_dtypes: ClassVar[Sequence[object]] = ("float16", "bfloat16")
     """Element types of queries, keys, values and outputs, as names or torch dtypes."""
     supported_kv_cache_dtypes: ClassVar[Sequence[str]] = ("auto",)
-    """Storage types of the KV cache; "auto" stores K and V as they are computed."""
+    """Storage types of the KV cache; "auto" is the dtype of K and V."""
     supported_phases: ClassVar[Sequence[Phase | str]] = (Phase.DECODE, Phase.PREFILL)
-    """The phases it serves; both are needed where a layer is served by one backend."""
+    """The phases it serves. A backend that serves a layer alone needs both."""
     features: ClassVar[Feature] = Feature(0)
-    """Everything a layer may ask of it beyond sizes and dtypes."""
+    """The features it serves; see Feature."""
     step_safe: ClassVar[bool] = False
-    """Neither build nor forward makes the host wait or allocates memory that grows with context."""
+    """Whether build and forward neither make the host wait nor allocate memory that grows with context."""
     Options: ClassVar[type[Any] | None] = None
-    """A frozen dataclass of the options a user may set, where there are any."""
+    """A frozen dataclass of the options that a user may set, or None."""
     depends_on_capability: ClassVar[bool] = False
     """Whether it serves only some GPUs; set for each class that overrides `supports_compute_capability`."""
 
@@ -67,7 +67,7 @@ class AttentionBackend(ABC):
     @staticmethod
     @abstractmethod
     def get_name() -> str:
-        """The name by which users ask for it, as "TORCH"."""
+        """The name that users type, such as "TORCH"."""
 
     @classmethod
     @abstractmethod
@@ -81,14 +81,14 @@ class AttentionBackend(ABC):
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
-        """Its place in the automatic order, 1 to 999 (higher first); built-ins: TORCH 0, TRITON 100, vendors 200 up."""
+        """Its rank in automatic selection, 1 to 999, higher first. TORCH has 0, TRITON 100, vendor libraries 200 and up."""
         return 50
 
     # Limits
 
     @classmethod
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
-        """Head sizes it serves, as numbers or MultipleOf; an empty sequence is no limit."""
+        """Head sizes it serves, as numbers or MultipleOf; an empty sequence means any."""
         return ()
 
     @classmethod
@@ -101,14 +101,14 @@ class AttentionBackend(ABC):
     def get_supported_kernel_block_sizes(
         cls, spec: LayerSpec | None = None, device: Device | None = None
     ) -> Sequence[int | MultipleOf]:
-        """Tokens per KV page it can read, as numbers or MultipleOf; without arguments the union over all specs."""
+        """Tokens per KV page that it can read, as numbers or MultipleOf; without arguments for any spec."""
         return (MultipleOf(1),)
 
     @classmethod
     def get_preferred_block_size(
         cls, spec: LayerSpec | None = None, device: Device | None = None, default: int = 16
     ) -> int:
-        """The block size it takes where the engine leaves the choice: `default`, or the nearest it can read."""
+        """The block size it chooses if the engine gives none: `default`, or the nearest that it can read."""
         return MultipleOf.nearest(cls.get_supported_kernel_block_sizes(spec, device), default)
 
     @classmethod
@@ -118,7 +118,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports_attn_type(cls, attn_type: AttentionType) -> bool:
-        """Whether it serves who-attends-whom of this kind; decoders only unless features say more."""
+        """Whether it serves an attention type; by default decoders, and what `features` add."""
         flags = [flag for flag in Feature if flag.ask.field == "attn_type" and attn_type in flag.ask.values]
         return attn_type == AttentionType.DECODER or any(flag in cls.features for flag in flags)
 
@@ -139,38 +139,38 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Whether it honours spans that see each other in both directions."""
+        """Whether it honours spans of multimodal tokens that see each other in both directions."""
         return Feature.MM_PREFIX in cls.features
 
     @classmethod
     def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
-        """Why it cannot serve this spec though each attribute alone is fine; None where it can."""
+        """Why it cannot serve this spec although each attribute alone is served; None if it can."""
         return None
 
     @classmethod
     def validate_configuration(
         cls, spec: LayerSpec, device: Device, phase: Phase | None = None
     ) -> list[Reason]:
-        """Every reason for which it does not serve `spec` on `device` in `phase`, in a fixed order.
+        """Every reason why it does not serve `spec` on `device` in `phase`, in a fixed order.
 
-        An empty list is a promise: the layer is served in full. Denies by default: a feature that a
-        spec asks and the class has not declared is refused. `phase=None` asks for both phases.
+        An empty list promises that the layer is served in full. A feature that the spec asks for and the
+        class does not declare is refused. `phase=None` asks for both phases.
         """
         return validate(cls, spec, device, phase)
 
     @classmethod
     def compile_key(cls, spec: LayerSpec) -> Hashable | None:
-        """What its kernels are compiled for, where serving `spec` may compile; None where nothing is.
+        """A key of the kernels that serving `spec` compiles; None if it compiles nothing.
 
-        Layers with equal keys share what was compiled. The conformance kit keeps to a few keys.
+        Layers with equal keys share the compiled kernels. The conformance kit runs only a few keys.
         """
         return None
 
     @classmethod
     def watch_compiling(cls) -> AbstractContextManager[list[str]]:
-        """Inside, the list given grows by the name of whatever its library compiles, or loads compiled.
+        """A context in which the yielded list collects the name of each kernel that is compiled or loaded.
 
-        By default it stays empty: what is compiled is not known. `AttentionRuntime.warm_up` tells its users.
+        By default the list stays empty. `AttentionRuntime.warm_up` reports it.
         """
         return contextlib.nullcontext([])
 
@@ -188,7 +188,7 @@ class AttentionBackend(ABC):
     ) -> tuple[int, ...]:
         """Logical shape of one layer's cache: `(num_blocks, 2, block_size, num_kv_heads, head_size)`.
 
-        Where `head_size_v` differs: `(num_blocks, block_size, num_kv_heads, head_size + head_size_v)`,
+        With another `head_size_v`: `(num_blocks, block_size, num_kv_heads, head_size + head_size_v)`,
         K first. With MLA: `(num_blocks, block_size, head_size)`.
         """
         if cls.is_mla():
@@ -217,7 +217,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def get_required_kv_cache_layout(cls) -> str | None:
-        """The only layout it can read, or None where there is a choice."""
+        """The only layout that it can read; None if it reads several."""
         layouts = cls.supported_kv_cache_layouts()
         return layouts[0] if len(layouts) == 1 else None
 
@@ -231,9 +231,9 @@ class AttentionBackend(ABC):
     ) -> tuple[int, ...]:
         """The logical dimensions in physical order, outermost first.
 
-        With `include_num_layers_dimension` the logical shape has the number of layers in front, and
-        a block's layers lie together. `layout` defaults to the preferred one; `spec` tells the
-        shape where it is not the usual one (another `head_size_v`, MLA).
+        With `include_num_layers_dimension` the logical shape begins with the number of layers, and a
+        block's layers are adjacent. `layout` defaults to the preferred one. `spec` is needed for shapes
+        of another `head_size_v` and of MLA.
 
         Raises:
             LayoutError: a `layout` that it cannot read.
@@ -277,7 +277,7 @@ def subclass_attention_backend_with_overrides(
 ) -> type[AttentionBackend]:
     """A subclass named `name_prefix` + the backend's class name, with attributes replaced.
 
-    Functions in `overrides` become static methods unless they are wrapped already.
+    Plain functions in `overrides` become static methods.
     """
     namespace = {
         name: staticmethod(value) if _is_plain_function(value) else value for name, value in overrides.items()

@@ -1,4 +1,4 @@
-"""Sets of allowed sizes, open-ended where a kernel takes every multiple of something."""
+"""Sets of allowed sizes, for kernels that take every multiple of a size."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["MultipleOf"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MultipleOf:
-    """Every positive multiple of `base`, where a plain list of sizes would have no end.
+    """Every positive multiple of `base`.
 
     Args:
-        base: what they are multiples of.
-        but: multiples that are not meant.
+        base: the number whose multiples are allowed.
+        but: multiples that are not allowed.
     """
 
     base: int
@@ -38,7 +38,7 @@ class MultipleOf:
         return f"{words} other than {' and '.join(map(str, self.but))}" if self.but else words
 
     def from_on(self, least: int) -> int:
-        """The smallest size meant of at least `least`."""
+        """The smallest allowed size of at least `least`."""
         size = -(-max(least, 1) // self.base) * self.base
         while size in self.but:
             size += self.base
@@ -62,7 +62,7 @@ class MultipleOf:
     def common(
         one: Sequence[int | MultipleOf], other: Sequence[int | MultipleOf]
     ) -> tuple[int | MultipleOf, ...]:
-        """What both of two sets of sizes hold, those of `one` first; empty where they do not meet."""
+        """The sizes that are in both sets, those of `one` first; empty if there are none."""
         multiples = [
             MultipleOf(math.lcm(left.base, right.base), (*left.but, *right.but))
             for left in one

@@ -1,4 +1,4 @@
-"""Checks of single values, which give back the exact type that a frozen value keeps."""
+"""Checks of single values. Each returns the exact type that a frozen value keeps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _E = TypeVar("_E", bound=enum.StrEnum)
 
 
 def check_size(field: str, value: object, least: int = 1) -> int:
-    """`value` as an int of at least `least`; SpecError for less, for a bool, for what is no integer."""
+    """`value` as an int of at least `least`; SpecError for a smaller one, a bool or any other type."""
     try:
         number = _index(value)
     except TypeError:
@@ -38,7 +38,7 @@ def check_positive(field: str, value: object, remedy: str | None = None) -> floa
 
 
 def check_flag(field: str, value: object) -> bool:
-    """`value`, if it is True or False itself; SpecError for what is only like one."""
+    """`value`, if it is True or False itself; SpecError for anything else."""
     if not isinstance(value, bool):
         raise SpecError(field, value, "must be True or False")
     return value
@@ -53,7 +53,7 @@ def check_member(kind: type[_E], field: str, value: str) -> _E:
 
 
 def check_window(window: Sequence[int], sliding_window: int | None, causal: bool) -> tuple[int, int]:
-    """(left, right) from either way of saying it; a causal window sees nothing to the right.
+    """(left, right) from `window` or `sliding_window`; a causal window sees nothing to the right.
 
     Raises:
         SpecError: not two integers of at least -1, or both ways at once.
@@ -69,12 +69,12 @@ def check_window(window: Sequence[int], sliding_window: int | None, causal: bool
             remedy = "state both sides: window=(left, right)"
             raise SpecError("sliding_window", sliding_window, "is for causal layers", remedy)
         if left >= 0 or right > 0:
-            raise SpecError("sliding_window", sliding_window, f"cannot stand with window={(left, right)}")
+            raise SpecError("sliding_window", sliding_window, f"cannot be given with window={(left, right)}")
         left = check_size("sliding_window", sliding_window) - 1
     return left, 0 if causal else right
 
 
 def _index(value: object) -> int:
     if isinstance(value, bool):
-        raise TypeError("a bool is no number here")
+        raise TypeError("a bool is not a number here")
     return operator.index(value)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The device a layer runs on, named without asking it."""
+"""The device a layer runs on, as a value: no device is touched."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FORMS = "such as 'cpu', 'sm90', 'cuda:9.0', 'rocm:9.4' or 'current'"
 class Device:
     """A kind of device: its type, compute capability and name.
 
-    Nothing is touched by making one, so `Device("cuda", (9, 0))` can be asked about from a laptop.
+    Making one touches no hardware, so a laptop can ask about `Device("cuda", (9, 0))`.
 
     Args:
         type: "cpu", "cuda", "rocm", "xpu", "mps", ...
-        capability: compute capability `(major, minor)`, where the type has one.
-        name: the marketing name, where it is known ("NVIDIA H200").
+        capability: compute capability `(major, minor)`, if the type has one.
+        name: the marketing name, if known ("NVIDIA H200").
     """
 
     type: str
@@ -35,12 +35,12 @@ class Device:
         if not isinstance(self.type, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", self.type):
             raise SpecError("device.type", self.type, f"must be a device type in lower case, {_FORMS}")
         if self.name is not None and not isinstance(self.name, str):
-            raise SpecError("device.name", self.name, "must be text, or None where it is not known")
+            raise SpecError("device.name", self.name, "must be text, or None if it is not known")
         if self.capability is None:
             return
         pair = tuple(self.capability) if isinstance(self.capability, Sequence) else ()
         if len(pair) != 2 or not all(type(part) is int and part >= 0 for part in pair):
-            raise SpecError("device.capability", self.capability, "must be (major, minor), as (9, 0)")
+            raise SpecError("device.capability", self.capability, "must be (major, minor), such as (9, 0)")
         object.__setattr__(self, "capability", pair)
 
     @classmethod
@@ -72,7 +72,7 @@ class Device:
         raise SpecError("device", text, f"is no device; name one {_FORMS}")
 
     def matches(self, other: Device) -> bool:
-        """Whether both can be the same device: what either leaves open (capability, name) agrees."""
+        """Whether both can be the same device: a capability or name that is None matches any."""
         return (
             self.type == other.type
             and (self.capability is None or other.capability in (None, self.capability))
@@ -118,7 +118,7 @@ def _checked_index(index: int) -> int:
 
 @functools.cache
 def _gpu_index() -> Callable[[], int] | None:
-    # Asked once: whether there is a GPU does not change, and asking costs more than a selection.
+    # Cached: the answer does not change, and asking costs more than a selection.
     import torch
 
     if not torch.cuda.is_available():

@@ -17,14 +17,14 @@ __all__ = [
 ]
 
 DTYPES: tuple[str, ...] = ("float16", "bfloat16", "float32")
-"""What queries, keys, values and outputs may be."""
+"""Dtypes of queries, keys, values and outputs."""
 
 _SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1, "int8": 1, "uint8": 1}
 _TORCH_FP8 = {"float8_e4m3fn": "fp8_e4m3"}
 
 
 def bare_dtype_name(value: object, field: str) -> str:
-    """The name of any dtype, given by name or as a `torch.dtype`; SpecError for what is neither."""
+    """The name of any dtype, given by name or as a `torch.dtype`; SpecError for anything else."""
     if isinstance(value, str):
         return value.removeprefix("torch.")
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
@@ -51,7 +51,7 @@ def kv_cache_dtype_name(value: object, field: str = "kv_cache_dtype") -> str:
 
 
 def stored_dtype_name(kv_cache_dtype: str, dtype: str) -> str:
-    """The storage dtype that a layer's `kv_cache_dtype` stands for: "auto" is `dtype`, "fp8" "fp8_e4m3"."""
+    """The storage dtype that `kv_cache_dtype` means: "auto" is `dtype`, "fp8" is "fp8_e4m3"."""
     return {"auto": dtype, "fp8": "fp8_e4m3"}.get(kv_cache_dtype, kv_cache_dtype)
 
 
@@ -61,7 +61,7 @@ def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
 
 
 def element_size(dtype: str) -> int:
-    """Bytes per element of a dtype or KV cache dtype name; SpecError where the name says no size."""
+    """Bytes per element of a dtype or KV cache dtype name; SpecError for an unknown name."""
     size = _SIZES.get("fp8" if dtype.startswith("fp8") else dtype)
     if size is None:
         known = ", ".join(_SIZES)

@@ -1,10 +1,10 @@
 """Every error attnplug raises, in one tree.
 
 AttnplugError
-├── SpecError (ValueError)              a LayerSpec or Device that means nothing
+├── SpecError (ValueError)              an invalid field of a LayerSpec or Device
 ├── BatchError (ValueError)             a batch that its layers cannot serve
 ├── LayoutError (ValueError)            KV cache shapes, strides or layouts that do not fit
-├── PolicyError (ValueError)            a backend rule, an option or an environment variable that means nothing
+├── PolicyError (ValueError)            an invalid backend rule, option or environment variable
 │   └── UnknownBackendError (LookupError)   a name that no loaded plugin offers
 ├── ModelConfigError (ValueError)       a model configuration that cannot be read
 ├── MatrixFileError (ValueError)        a file of the compatibility matrix that cannot be read or written
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class AttnplugError(Exception):
-    """The root: `except AttnplugError` catches whatever attnplug raises on purpose."""
+    """The root of every error that attnplug raises on purpose."""
 
 
 class _ArgumentError(AttnplugError, ValueError):
@@ -59,7 +59,7 @@ class _ArgumentError(AttnplugError, ValueError):
 
 
 class SpecError(_ArgumentError):
-    """A LayerSpec or Device field whose value means nothing: `field`, `value`, `limit`, `remedy`."""
+    """An invalid field of a LayerSpec or Device: `field`, `value`, `limit`, `remedy`."""
 
 
 class BatchError(_ArgumentError):
@@ -71,7 +71,7 @@ class LayoutError(_ArgumentError):
 
 
 class PolicyError(_ArgumentError):
-    """A backend rule, option or environment variable that means nothing here."""
+    """An invalid backend rule, option or environment variable."""
 
 
 class UnknownBackendError(PolicyError, LookupError):
@@ -79,7 +79,7 @@ class UnknownBackendError(PolicyError, LookupError):
 
 
 class ModelConfigError(AttnplugError, ValueError):
-    """A model configuration that cannot be read, or asks for attention that no LayerSpec can say."""
+    """A model configuration that cannot be read, or whose attention no LayerSpec can express."""
 
 
 class MatrixFileError(AttnplugError, ValueError):
@@ -97,11 +97,11 @@ class MatrixFileError(AttnplugError, ValueError):
 
 
 class BackendFaultError(AttnplugError):
-    """A backend that left another shape, another dtype or NaN: found in debug mode, and named."""
+    """A backend that wrote another shape, another dtype or NaN; debug mode finds and names it."""
 
 
 class PluginError(AttnplugError):
-    """A plugin that did not load, where it was asked for by name or strict mode is on."""
+    """A plugin that did not load, if it was asked for by name or strict mode is on."""
 
 
 class NoBackendError(AttnplugError):

@@ -106,7 +106,7 @@ class Feature(enum.Flag):
             else f"sliding {spec.sliding_window}"
         ),
         option="--window",
-        help="Keys seen on each side; -1 is no limit.",
+        help="Keys seen on each side; -1 means no limit.",
         metavar="LEFT,RIGHT",
         parse=lambda left, right: (left, right),
         per_request=True,
@@ -250,7 +250,7 @@ class Feature(enum.Flag):
         """The lower-case names of the flags set, in the order of this class."""
         return tuple(flag.name.lower() for flag in self if flag.name)
 
-    # What follows is asked of single flags.
+    # The rest is for single flags.
 
     def is_asked_by(self, spec: LayerSpec) -> bool:
         """Whether a layer asks for this feature."""
@@ -280,5 +280,5 @@ class Feature(enum.Flag):
         return self.ask.label or self.names()[0].replace("_", " ")
 
     def shown(self, spec: LayerSpec) -> str:
-        """What a layer that asks for it is said to have, in few words: "sliding 1024"."""
+        """The words for a layer that asks for it: "sliding 1024"."""
         return self.label if self.ask.shown is None else self.ask.shown(spec)

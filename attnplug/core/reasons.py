@@ -1,4 +1,4 @@
-"""A refusal, for people and for programs."""
+"""Reasons for a refusal, for people and for programs."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ REASON_CODES: tuple[str, ...] = (
     "policy",
     "refuted",
 )
-"""Every stable code, in the order in which reasons are listed. Features report `feature.<name>`."""
+"""Every stable code, in the order of listed reasons. Features report `feature.<name>`."""
 
 _MANY = 8
-"""From so many sizes in even steps on, a limit is told by its ends."""
+"""The least number of sizes in even steps that a sentence shortens to its ends."""
 
 
 class Reason(str):
-    """One cause for which a backend does not serve a layer: a sentence that carries its facts.
+    """One cause why a backend does not serve a layer: a sentence that carries its facts.
 
     The sentence reads fact, value and limit, remedy:
     `head_size not supported: 80 is not one of 64, 128`. Being a `str`, a list of reasons is also
@@ -50,15 +50,15 @@ class Reason(str):
     __slots__ = ("code", "field", "remedy", "requested", "supported")
 
     code: str
-    """Stable name of the cause, one of REASON_CODES or `feature.<name>`."""
+    """Stable name of the cause: one of REASON_CODES, or `feature.<name>`."""
     field: str | None
-    """The LayerSpec or Device field at fault, where one is."""
+    """The LayerSpec or Device field at fault, if any."""
     requested: str | None
-    """What was asked for."""
+    """The value that the layer asks for."""
     supported: str | None
-    """What there is instead."""
+    """The values that are supported."""
     remedy: str | None
-    """What the user can do, where anything can be done."""
+    """A step that the user can take, if there is one."""
 
     def __new__(
         cls,
@@ -137,7 +137,7 @@ def _words(value: object) -> str | None:
 
 
 def _range(items: list[object]) -> str | None:
-    """A long run of sizes by its ends: nobody reads thirty numbers."""
+    """A long run of sizes as its ends, because nobody reads thirty numbers."""
     sizes = [item for item in items if type(item) is int]
     if len(sizes) < len(items) or len(sizes) < _MANY:
         return None

@@ -1,4 +1,4 @@
-"""What one attention layer needs: a frozen, hashable, torch-free value."""
+"""The needs of one attention layer, as a frozen, hashable, torch-free value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS: tuple[str, ...] = ("full", "sliding", "chunked", "cross", "encoder", "mla
 
 
 class Phase(enum.StrEnum):
-    """The two kinds of work in a step; None, where a phase is asked for, means both."""
+    """The two kinds of work in a step. A phase argument of None means both."""
 
     DECODE = "decode"
     """Query lengths up to the builder's reorder threshold."""
@@ -36,7 +36,7 @@ class Phase(enum.StrEnum):
 
 
 class AttentionType(enum.StrEnum):
-    """Who attends whom."""
+    """The tokens that attend, and the tokens that they attend to."""
 
     DECODER = "decoder"
     """Self-attention of a decoder."""
@@ -54,10 +54,10 @@ def _added_flags(declared: Mapping[str, object]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, init=False)
 class LayerSpec:
-    """What one attention layer asks of its backend, per rank.
+    """One attention layer's needs, per rank.
 
-    Every value is checked when the spec is made: a spec that exists is meaningful. Attributes hold
-    exact values; what was left out is filled in (`scale`, `head_size_v`, `causal`).
+    The constructor checks every value. Attributes hold exact values, and defaults are filled in (`scale`,
+    `head_size_v`, `causal`).
 
     Args:
         num_heads: query heads on this rank; a multiple of `num_kv_heads`.
@@ -70,8 +70,8 @@ class LayerSpec:
         attn_type: an AttentionType or its value.
         causal: None is True for a decoder and False otherwise.
         scale: softmax scale; default `head_size ** -0.5`, with `mla` (nope + rope) ** -0.5.
-        window: (left, right): how many keys before and after the query's own position are seen,
-            itself not counted; -1 is no limit; causal makes right 0.
+        window: (left, right): how many keys before and after the query's own position are seen, its own
+            not counted; -1 means no limit; causal makes right 0.
         sliding_window: W as model configurations count it, W keys including the query's own, for
             causal layers: the same as `window=(W - 1, 0)`.
         chunk_size: c, for chunked local attention: position p sees keys floor(p / c) * c .. p.
@@ -79,7 +79,7 @@ class LayerSpec:
         has_sinks: one learned logit per head enters the softmax denominator only.
         has_alibi: `-slope * abs(key_pos - query_pos)` is added to the logits.
         mla: dimensions of multi-head latent attention.
-        sparse: only keys picked by an indexer are seen.
+        sparse: only keys that an indexer picks are seen.
         mm_prefix: spans of multimodal tokens see each other in both directions.
         direct_kv: K and V come with the call, not from pages.
         needs_lse: the engine merges partial results and needs the log-sum-exp.
@@ -87,7 +87,7 @@ class LayerSpec:
     The order is fixed: scale, soft cap, ALiBi, mask, sinks.
 
     Raises:
-        SpecError: a value out of its limits; it names the field, the value and the limit.
+        SpecError: an invalid value; it names the field, the value and the limit.
     """
 
     num_heads: int
@@ -163,7 +163,9 @@ class LayerSpec:
         if chunk is not None and not is_causal:
             raise SpecError("chunk_size", chunk, "needs a causal layer: a chunk ends at the query")
         if chunk is not None and reach != (-1, 0):
-            raise SpecError("chunk_size", chunk, f"cannot stand with window={reach}", "give one of the two")
+            raise SpecError(
+                "chunk_size", chunk, f"cannot be given with window={reach}", "give one of the two"
+            )
         values: dict[str, Any] = {
             "num_heads": heads,
             "num_kv_heads": kv_heads,
@@ -211,10 +213,10 @@ class LayerSpec:
         return {name: getattr(self, name) for name in names if name not in self._derived}
 
     def replace(self, **changes: Any) -> LayerSpec:
-        """A copy with some arguments changed; defaults that were filled in follow the change.
+        """A copy with some arguments changed; filled-in defaults follow the change.
 
-        `spec.replace(head_size=64)` has the scale and value head size of a spec made with 64, unless
-        they had been given. (`dataclasses.replace` copies every attribute as it stands.)
+        `spec.replace(head_size=64)` has the scale and value head size of a spec made with 64, unless they
+        were given. (`dataclasses.replace` copies every attribute unchanged.)
         """
         given = self._given()
         if self.causal or changes.get("sliding_window") is not None:
@@ -233,15 +235,15 @@ class LayerSpec:
 
     @property
     def resolved_kv_cache_dtype(self) -> str:
-        """The storage dtype that `kv_cache_dtype` stands for: "auto" is `dtype`, "fp8" "fp8_e4m3"."""
+        """The storage dtype that `kv_cache_dtype` means: "auto" is `dtype`, "fp8" is "fp8_e4m3"."""
         return stored_dtype_name(self.kv_cache_dtype, self.dtype)
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds that describe this layer, most specific first, of KINDS.
 
-        Who attends whom comes first ("mla", "cross", "encoder"), then which keys are seen
-        ("sliding", "chunked"); "full" is a decoder layer of which nothing of that can be said.
+        The attention type comes first ("mla", "cross", "encoder"), then the visible keys ("sliding",
+        "chunked"). A layer without any of them is "full".
         """
         kinds = []
         if self.mla is not None:
@@ -263,7 +265,7 @@ class LayerSpec:
         return left >= 0 or (right >= 0 and not self.causal)
 
     def required_features(self) -> Feature:
-        """The flags of everything this layer asks beyond sizes and dtypes."""
+        """The features that this layer asks for."""
         return _required_features(self)
 
     @property

@@ -1,4 +1,4 @@
-"""The walk behind AttentionBackend.validate_configuration: every reason, in a fixed order."""
+"""The checks behind AttentionBackend.validate_configuration, in a fixed order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["validate"]
 def validate(
     backend: type[AttentionBackend], spec: LayerSpec, device: Device, phase: Phase | None
 ) -> list[Reason]:
-    """Every reason for which `backend` does not serve `spec`; see `validate_configuration`."""
+    """Every reason why `backend` does not serve `spec`; see `validate_configuration`."""
     return [
         *_sizes_and_dtypes(backend, spec, device),
         *_kinds(backend, spec),
@@ -115,7 +115,7 @@ def _device(backend: type[AttentionBackend], device: Device) -> Iterator[Reason]
             "compute capability not known",
             code="compute_capability",
             field="device.capability",
-            remedy=f"name the device with one, as {'sm90' if device.type == 'cuda' else 'rocm:9.4'}",
+            remedy=f"name the device with one, such as {'sm90' if device.type == 'cuda' else 'rocm:9.4'}",
         )
 
 

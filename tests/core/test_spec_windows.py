@@ -64,7 +64,7 @@ def test_a_non_causal_decoder_must_state_both_sides() -> None:
 
 @pytest.mark.parametrize("window", [(3, -1), (0, 0), (-1, 5)])
 def test_a_window_is_given_in_one_way_only(window: tuple[int, int]) -> None:
-    assert f"cannot stand with window={window}" in str(refusal(window=window, sliding_window=4))
+    assert f"cannot be given with window={window}" in str(refusal(window=window, sliding_window=4))
 
 
 def test_a_window_without_limits_may_stand_beside_a_sliding_window() -> None:
@@ -110,7 +110,7 @@ def test_a_chunk_is_a_number_of_keys() -> None:
 @pytest.mark.parametrize("arguments", [{"window": (3, -1)}, {"sliding_window": 4}, {"window": (0, 0)}])
 def test_a_window_and_a_chunk_exclude_each_other(arguments: dict[str, Any]) -> None:
     error = refusal(chunk_size=8192, **arguments)
-    assert "cannot stand with window=" in str(error)
+    assert "cannot be given with window=" in str(error)
     assert error.remedy == "give one of the two"
 
 

@@ -151,7 +151,7 @@ class TestDevices:
     def test_an_unknown_capability_is_refused_where_it_matters(self, kind: str, example: str) -> None:
         backend = variant(Picky, device_types=("cuda", "rocm"))
         reasons = backend.validate_configuration(spec(dtype="float16"), Device(kind), "decode")
-        assert reasons == [f"compute capability not known; name the device with one, as {example}"]
+        assert reasons == [f"compute capability not known; name the device with one, such as {example}"]
         assert codes(reasons) == ["compute_capability"]
 
     def test_an_unknown_capability_is_fine_where_none_is_asked(self) -> None:

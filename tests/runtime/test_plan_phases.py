@@ -119,7 +119,7 @@ def the_note(made):
         (
             {"split_kv": lambda cache, spec: (cache[:, 1], cache[:, 0])},
             {},
-            "BOTH and DECODER tell K from V in a page in ways of their own",
+            "BOTH and DECODER split K and V of a page differently",
         ),
     ],
     ids=["layout", "block size", "shape", "strides", "split"],

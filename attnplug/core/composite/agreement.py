@@ -1,4 +1,4 @@
-"""Whether two backends read and write one KV cache alike: its shape, strides, split and page size."""
+"""Whether two backends can share one KV cache: equal shape, strides, split and block size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["common_block_sizes", "common_layouts", "disagreements"]
 
 _BLOCKS = 4
-"""Any number will do: a shape is compared, nothing is allocated."""
+"""Any number serves: shapes are compared, nothing is allocated."""
 
 
 def common_block_sizes(
@@ -26,13 +26,13 @@ def common_block_sizes(
     spec: LayerSpec | None = None,
     device: Device | None = None,
 ) -> tuple[int | MultipleOf, ...]:
-    """Tokens per page that both can read; without arguments of those for any layer."""
+    """Tokens per page that both can read; without `spec` for any layer."""
     sizes = (backend.get_supported_kernel_block_sizes(spec, device) for backend in (decode, prefill))
     return MultipleOf.common(*sizes)
 
 
 def common_layouts(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> tuple[str, ...]:
-    """Physical orders that both can read, the decoding backend's preferred one first: it reads the most."""
+    """Physical orders that both can read, in the decoding backend's order of preference: it reads the most."""
     readable = prefill.supported_kv_cache_layouts()
     return tuple(layout for layout in decode.supported_kv_cache_layouts() if layout in readable)
 
@@ -40,9 +40,9 @@ def common_layouts(prefill: type[AttentionBackend], decode: type[AttentionBacken
 def disagreements(
     prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: LayerSpec, device: Device
 ) -> list[Reason]:
-    """Why the two cannot share one KV cache of a layer, each with both names; empty where they can.
+    """Why the two cannot share one KV cache of a layer, each with both names; empty if they can.
 
-    The storage dtype is the layer's own: a backend that does not store it refuses the layer by itself.
+    The storage dtype is not compared: a backend that does not store it refuses the layer.
     """
     if spec.direct_kv:
         fact = f"K and V come with the call: there are no pages that {_both(prefill, decode)} could share"
@@ -54,11 +54,11 @@ def _pages(
     prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: LayerSpec, device: Device
 ) -> Iterator[Reason]:
     sizes = common_block_sizes(prefill, decode, spec, device)
-    if not sizes and spec.block_size is None:  # a size that is given each of them judges by itself
+    if not sizes and spec.block_size is None:  # each backend checks a given size itself
         own = [each.get_supported_kernel_block_sizes(spec, device) for each in (prefill, decode)]
         yield _differ("block sizes", prefill, decode, *map(_listed, own), code="block_size")
     if _split(prefill) is not _split(decode):
-        fact = f"{_both(prefill, decode)} tell K from V in a page in ways of their own"
+        fact = f"{_both(prefill, decode)} split K and V of a page differently"
         yield Reason(fact, code="kv_cache_layout", field="split_kv")
     size = spec.block_size or MultipleOf.nearest(sizes or (1,), 16)
     shapes = [

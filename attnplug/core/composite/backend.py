@@ -1,4 +1,4 @@
-"""A backend made of two: what both can do, asked of each for its own phase."""
+"""A backend made of two: one prefills, the other decodes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class CompositeBackend(AttentionBackend):
     """Prefills on one backend and decodes on another, on one KV cache; made by `composite_backend`."""
 
     prefill: ClassVar[type[AttentionBackend]]
-    """Serves what is longer than a decode."""
+    """Serves prefills and extends."""
     decode: ClassVar[type[AttentionBackend]]
     """Serves decodes, and writes the KV cache in both phases."""
 
     @classmethod
     def members(cls) -> Mapping[Phase, type[AttentionBackend]]:
-        """Who serves which phase."""
+        """The backend of each phase."""
         return {Phase.PREFILL: cls.prefill, Phase.DECODE: cls.decode}
 
     @classmethod
@@ -56,12 +56,12 @@ class CompositeBackend(AttentionBackend):
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
-        """A member's in its own phase, and the mean of both where no phase is asked for."""
+        """The member's own priority in its phase; the mean of both if `phase` is None."""
         asked = [Phase(phase)] if phase is not None else list(Phase)
         found = [cls.members()[each].get_priority(spec, device, each) for each in asked]
         return sum(found) // len(found)
 
-    # Limits: what both allow
+    # Limits: the intersection of both members
 
     @classmethod
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
@@ -95,13 +95,13 @@ class CompositeBackend(AttentionBackend):
 
     @classmethod
     def supports_attn_type(cls, attn_type: AttentionType) -> bool:
-        """Whether both serve it, and it has pages: a decoder's own, or an encoder's that it attends."""
+        """Whether both serve it, and its keys are in pages: decoders and cross attention."""
         has_pages = attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
         return has_pages and all(member.supports_attn_type(attn_type) for member in cls.members().values())
 
     @classmethod
     def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
-        """What a member says against it, with the member's name."""
+        """Each member's objection, with the member's name."""
         found = ((member, member.supports_combination(spec, device)) for member in cls.members().values())
         return "; ".join(f"{member.get_name()}: {why}" for member, why in found if why) or None
 
@@ -109,7 +109,7 @@ class CompositeBackend(AttentionBackend):
     def validate_configuration(
         cls, spec: LayerSpec, device: Device, phase: Phase | None = None
     ) -> list[Reason]:
-        """Each member's reasons in its own phase, with its name; then what keeps the two from sharing a cache."""
+        """Each member's reasons in its phase, with its name, then the reasons why they cannot share a cache."""
         causes: dict[tuple[str, str | None], dict[str, Reason]] = {}
         for own, member in cls.members().items():
             if phase is None or own == phase:
@@ -133,7 +133,7 @@ class CompositeBackend(AttentionBackend):
         keys = tuple(member.compile_key(spec) for member in cls.members().values())
         return None if keys == (None, None) else keys
 
-    # KV cache: the decoding member's, which is the other's too
+    # KV cache: both members agree, so the decoding member answers
 
     @classmethod
     def get_kv_cache_shape(
@@ -171,7 +171,7 @@ class CompositeBackend(AttentionBackend):
         """The members' order.
 
         Raises:
-            LayoutError: a `layout` that they do not both read.
+            LayoutError: a `layout` that one of them cannot read.
         """
         layouts = cls.supported_kv_cache_layouts()
         chosen = layout or next(iter(layouts), None)
@@ -184,10 +184,10 @@ class CompositeBackend(AttentionBackend):
 def composite_backend(
     prefill: type[AttentionBackend], decode: type[AttentionBackend]
 ) -> type[AttentionBackend]:
-    """The backend "PREFILL+DECODE"; of one backend twice that backend. The same class each time.
+    """The backend "PREFILL+DECODE", always the same class; one backend given twice is returned as it is.
 
-    It serves layers with pages that each member serves in its own phase and whose cache both see alike;
-    it refuses any other with reasons, as every backend does. Of composites the half that is meant is taken.
+    It serves layers with pages if each member serves its phase and both can share the cache, and refuses
+    all others with reasons. A composite given as a member contributes its half for that phase.
     """
     first = prefill.prefill if issubclass(prefill, CompositeBackend) else prefill
     second = decode.decode if issubclass(decode, CompositeBackend) else decode
@@ -238,17 +238,17 @@ def _stored(backend: type[AttentionBackend]) -> list[str]:
     names = [
         kv_cache_dtype_name(each, "supported_kv_cache_dtypes") for each in backend.supported_kv_cache_dtypes
     ]
-    # "fp8" is another name of the one.
+    # "fp8" means "fp8_e4m3".
     return list(dict.fromkeys([*names, *(["fp8_e4m3"] if "fp8" in names else [])]))
 
 
 def _as_reason(item: str) -> Reason:
-    # Backends ported from vLLM return plain sentences.
+    # Backends ported from vLLM return plain strings.
     return item if isinstance(item, Reason) else Reason(str(item), code="combination")
 
 
 def _said_by(members: Mapping[str, Reason]) -> Reason:
-    """One reason for one cause, whoever of the members has it."""
+    """One reason for one cause that one or both members gave."""
     first = next(iter(members.values()))
     if len(set(members.values())) == 1:
         text = f"{' and '.join(members)}: {first}"
