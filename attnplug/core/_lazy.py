@@ -11,12 +11,16 @@ __all__ = ["lazy_exports"]
 
 
 def lazy_exports(
-    package: str, homes: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for `package`, given the submodule that defines each name.
+    package: str, exports: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` for `package`.
 
-    A home of "" means that the name is itself a submodule.
+    Args:
+        package: its name.
+        exports: by submodule, the names that it defines, with spaces between; "" for submodules themselves.
     """
+    homes = {name: home for home, names in exports.items() for name in names.split()}
+    exported = sorted(homes)
 
     def load(name: str) -> Any:
         if name not in homes:
@@ -27,7 +31,4 @@ def lazy_exports(
         setattr(sys.modules[package], name, value)
         return value
 
-    def names() -> list[str]:
-        return sorted(homes)
-
-    return load, names
+    return load, exported.copy, exported

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from attnplug.ops.merging import merge_attn_states as merge_attn_states
     from attnplug.ops.reach import Reach as Reach
 
-__all__ = ["Reach", "merge", "merge_attn_states", "write_kv_cache"]
-
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {"Reach": "reach", "merge": "merging", "merge_attn_states": "merging", "write_kv_cache": "kv_write"},
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__, {"kv_write": "write_kv_cache", "merging": "merge merge_attn_states", "reach": "Reach"}
 )

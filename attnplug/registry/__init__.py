@@ -26,47 +26,14 @@ if TYPE_CHECKING:
     from attnplug.registry.records import PluginStatus as PluginStatus
     from attnplug.registry.registry import Registry as Registry
 
-__all__ = [
-    "API_VERSION",
-    "ENTRY_POINT_GROUP",
-    "Candidate",
-    "Decision",
-    "Gate",
-    "PluginRecord",
-    "PluginStatus",
-    "Registry",
-    "Rule",
-    "explain",
-    "get_registry",
-    "hookimpl",
-    "list_backends",
-    "parse_rules",
-    "register",
-    "select",
-    "select_layers",
-    "use",
-]
-
-__getattr__, __dir__ = lazy_exports(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "API_VERSION": "hookspecs",
-        "Candidate": "decision",
-        "Decision": "decision",
-        "ENTRY_POINT_GROUP": "hookspecs",
-        "Gate": "decision",
-        "PluginRecord": "records",
-        "PluginStatus": "records",
-        "Registry": "registry",
-        "Rule": "policy",
-        "explain": "default",
-        "get_registry": "default",
-        "hookimpl": "hookspecs",
-        "list_backends": "default",
-        "parse_rules": "policy",
-        "register": "default",
-        "select": "default",
-        "select_layers": "default",
-        "use": "policy",
+        "decision": "Candidate Decision Gate",
+        "default": "explain get_registry list_backends register select select_layers",
+        "hookspecs": "API_VERSION ENTRY_POINT_GROUP hookimpl",
+        "policy": "Rule parse_rules use",
+        "records": "PluginRecord PluginStatus",
+        "registry": "Registry",
     },
 )

@@ -24,43 +24,14 @@ if TYPE_CHECKING:
     from attnplug.testing.oracle import visible_keys as visible_keys
     from attnplug.testing.running import run_batch as run_batch
 
-__all__ = [
-    "Batch",
-    "OracleResult",
-    "Tolerance",
-    "assert_close",
-    "assert_lse_close",
-    "attention_oracle",
-    "conformance_checks",
-    "direct_batch",
-    "layer_tensors",
-    "paged_batch",
-    "parametrize_with_checks",
-    "request_oracle",
-    "run_batch",
-    "stored_values",
-    "tolerance",
-    "visible_keys",
-]
-
-__getattr__, __dir__ = lazy_exports(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "Batch": "batches",
-        "OracleResult": "oracle",
-        "Tolerance": "comparison",
-        "assert_close": "comparison",
-        "assert_lse_close": "comparison",
-        "attention_oracle": "oracle",
-        "conformance_checks": "conformance.listing",
-        "direct_batch": "batches",
-        "layer_tensors": "batches",
-        "paged_batch": "batches",
-        "parametrize_with_checks": "decorator",
-        "request_oracle": "oracle",
-        "run_batch": "running",
-        "stored_values": "oracle",
-        "tolerance": "comparison",
-        "visible_keys": "oracle",
+        "batches": "Batch direct_batch layer_tensors paged_batch",
+        "comparison": "Tolerance assert_close assert_lse_close tolerance",
+        "conformance.listing": "conformance_checks",
+        "decorator": "parametrize_with_checks",
+        "oracle": "OracleResult attention_oracle request_oracle stored_values visible_keys",
+        "running": "run_batch",
     },
 )

@@ -54,63 +54,25 @@ if TYPE_CHECKING:
     from attnplug.core.batch.ubatch import slice_query_start_locs as slice_query_start_locs
     from attnplug.core.batch.ubatch import split_attn_metadata as split_attn_metadata
 
-__all__ = [
-    "InputBatch",
-    "KVSharingFastPrefillMetadata",
-    "PrefillDecodeMetadata",
-    "SchedulerOutput",
-    "UBatchSlice",
-    "compute_causal_conv1d_metadata",
-    "compute_slot_mapping",
-    "compute_slot_mapping_start_idx",
-    "create_fast_prefill_custom_backend",
-    "get_dcp_local_seq_lens",
-    "get_num_prefill_decode_query_kv_tokens",
-    "get_seq_len_block_table_args",
-    "is_all_cross_attn_metadata_set",
-    "is_all_encoder_attn_metadata_set",
-    "is_block_tables_empty",
-    "make_kv_sharing_fast_prefill_common_attn_metadata",
-    "make_local_attention_virtual_batches",
-    "reorder_batch_to_split_decodes_and_prefills",
-    "reshape_attn_output_for_spec_decode",
-    "reshape_query_for_spec_decode",
-    "slice_query_start_locs",
-    "split_attn_metadata",
-    "split_decodes_and_prefills",
-    "split_decodes_prefills_and_extends",
-    "split_prefill_chunks",
-    "subclass_attention_metadata",
-]
-
-__getattr__, __dir__ = lazy_exports(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "InputBatch": "reorder",
-        "KVSharingFastPrefillMetadata": "kv_sharing",
-        "PrefillDecodeMetadata": "prefill_decode",
-        "SchedulerOutput": "reorder",
-        "UBatchSlice": "ubatch",
-        "compute_causal_conv1d_metadata": "conv1d",
-        "compute_slot_mapping": "slots",
-        "compute_slot_mapping_start_idx": "slots",
-        "create_fast_prefill_custom_backend": "kv_sharing",
-        "get_dcp_local_seq_lens": "context_parallel",
-        "get_num_prefill_decode_query_kv_tokens": "prefill_decode",
-        "get_seq_len_block_table_args": "prefill_decode",
-        "is_all_cross_attn_metadata_set": "prefill_decode",
-        "is_all_encoder_attn_metadata_set": "prefill_decode",
-        "is_block_tables_empty": "slots",
-        "make_kv_sharing_fast_prefill_common_attn_metadata": "kv_sharing",
-        "make_local_attention_virtual_batches": "local_attention",
-        "reorder_batch_to_split_decodes_and_prefills": "reorder",
-        "reshape_attn_output_for_spec_decode": "spec_decode",
-        "reshape_query_for_spec_decode": "spec_decode",
-        "slice_query_start_locs": "ubatch",
-        "split_attn_metadata": "ubatch",
-        "split_decodes_and_prefills": "splitting",
-        "split_decodes_prefills_and_extends": "splitting",
-        "split_prefill_chunks": "splitting",
-        "subclass_attention_metadata": "kv_sharing",
+        "context_parallel": "get_dcp_local_seq_lens",
+        "conv1d": "compute_causal_conv1d_metadata",
+        "kv_sharing": (
+            "KVSharingFastPrefillMetadata create_fast_prefill_custom_backend "
+            "make_kv_sharing_fast_prefill_common_attn_metadata subclass_attention_metadata"
+        ),
+        "local_attention": "make_local_attention_virtual_batches",
+        "prefill_decode": (
+            "PrefillDecodeMetadata get_num_prefill_decode_query_kv_tokens "
+            "get_seq_len_block_table_args is_all_cross_attn_metadata_set "
+            "is_all_encoder_attn_metadata_set"
+        ),
+        "reorder": "InputBatch SchedulerOutput reorder_batch_to_split_decodes_and_prefills",
+        "slots": "compute_slot_mapping compute_slot_mapping_start_idx is_block_tables_empty",
+        "spec_decode": "reshape_attn_output_for_spec_decode reshape_query_for_spec_decode",
+        "splitting": "split_decodes_and_prefills split_decodes_prefills_and_extends split_prefill_chunks",
+        "ubatch": "UBatchSlice slice_query_start_locs split_attn_metadata",
     },
 )

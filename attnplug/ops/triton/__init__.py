@@ -11,9 +11,6 @@ if TYPE_CHECKING:
     from attnplug.ops.triton.merging import merge_attn_states as merge_attn_states
     from attnplug.ops.triton.slots import compute_slot_mapping as compute_slot_mapping
 
-__all__ = ["compute_slot_mapping", "merge_attn_states", "write_kv_cache"]
-
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {"compute_slot_mapping": "slots", "merge_attn_states": "merging", "write_kv_cache": "kv_write"},
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__, {"kv_write": "write_kv_cache", "merging": "merge_attn_states", "slots": "compute_slot_mapping"}
 )

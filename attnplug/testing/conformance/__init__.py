@@ -13,15 +13,6 @@ if TYPE_CHECKING:
     from attnplug.testing.conformance.check import Level as Level
     from attnplug.testing.conformance.listing import conformance_checks as conformance_checks
 
-__all__ = ["Check", "CheckSkipped", "ConformanceError", "Level", "conformance_checks"]
-
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "Check": "check",
-        "CheckSkipped": "check",
-        "ConformanceError": "check",
-        "Level": "check",
-        "conformance_checks": "listing",
-    },
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__, {"check": "Check CheckSkipped ConformanceError Level", "listing": "conformance_checks"}
 )
