@@ -1,4 +1,4 @@
-"""The `attnplug` program: its commands, and how errors become words and exit codes."""
+"""The `attnplug` program: its commands, error messages and exit codes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ __all__ = ["app", "main"]
 NO_BACKEND = 3
 BAD_USAGE = 2
 FAILED = 1
+_HELP = "Choose attention backends for the layers of a model, and explain each choice."
 
 app = typer.Typer(
     name="attnplug",
-    help="Which attention backend serves which layer, and why not the others.",
-    epilog="Exit codes: 0 chosen, 3 no backend for some layer, 2 bad usage, 1 anything else.",
+    help=_HELP,
+    epilog="Exit codes: 0 success, 1 other failure, 2 bad usage, 3 a layer without a backend.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -57,18 +58,18 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(help=_HELP)
 def _root(
     _version: Annotated[
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """Which attention backend serves which layer, and why not the others."""
+    """Options before the command."""
 
 
 def main() -> None:
-    """Run the program; every error attnplug raises on purpose is one message and an exit code."""
+    """Run the program; each AttnplugError becomes one message and an exit code."""
     try:
         app()
     except NoBackendError as problem:
@@ -78,6 +79,6 @@ def main() -> None:
     except AttnplugError as problem:
         sys.exit(error(problem, FAILED))
     except BrokenPipeError:
-        # The reader of our output has gone, as in `attnplug list | head`.
+        # The reader of the output has exited, such as in `attnplug list | head`.
         sys.stderr.close()
         sys.exit(FAILED)

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what their text means."""
+"""Options shared by several commands, and their parsing."""
 
 from __future__ import annotations
 
@@ -29,34 +29,35 @@ __all__ = [
 
 DeviceText: TypeAlias = Annotated[
     str,
-    typer.Option(
-        "--device", metavar="DEVICE", help="The device asked about: current, cpu, sm90, rocm:9.4, ..."
-    ),
+    typer.Option("--device", metavar="DEVICE", help="Target device: current, cpu, sm90, rocm:9.4, ..."),
 ]
 BackendRules: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--backend",
         metavar="RULES",
-        help="A backend for everything, or rules by layer name, kind or phase: 'TORCH,sliding=TRITON'.",
+        help="One backend, or rules by layer name, kind or phase: 'TORCH,sliding=TRITON'.",
     ),
 ]
 PhaseChoice: TypeAlias = Annotated[
-    Phase | None, typer.Option("--phase", help="Ask for one phase; a backend must serve both otherwise.")
+    Phase | None, typer.Option("--phase", help="Choose for one phase; by default a backend must serve both.")
 ]
 KVCacheDtype: TypeAlias = Annotated[
-    str, typer.Option("--kv-cache-dtype", metavar="DTYPE", help="auto, fp8, fp8_e4m3, fp8_e5m2, ...")
+    str,
+    typer.Option("--kv-cache-dtype", metavar="DTYPE", help="Stored as auto, fp8, fp8_e4m3, fp8_e5m2, ..."),
 ]
 BlockSize: TypeAlias = Annotated[
     int | None,
-    typer.Option("--block-size", metavar="TOKENS", help="Tokens per KV page; the backend chooses otherwise."),
+    typer.Option(
+        "--block-size", metavar="TOKENS", help="Tokens per KV block; by default the backend chooses."
+    ),
 ]
 AssumedVersions: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
         "--assume-installed",
         metavar="all|DIST=VERSION",
-        help="Ask what would be chosen if these were installed; may be repeated.",
+        help="Choose as if these were installed; may be repeated.",
     ),
 ]
 AllowRefuted: TypeAlias = Annotated[
@@ -64,36 +65,36 @@ AllowRefuted: TypeAlias = Annotated[
     typer.Option(
         "--allow-refuted",
         metavar="all|NAMES",
-        help="Have these backends though they were wrong when run here; may be repeated.",
+        help="Allow these backends despite wrong results on this machine; may be repeated.",
     ),
 ]
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def timeout_option(panel: str, text: str) -> Any:
-    """`--timeout`, as seconds; `text` says of what."""
+    """`--timeout` in seconds, with its help text."""
     return typer.Option(min=0.1, metavar="SECONDS", help=text, rich_help_panel=panel)
 
 
 def jobs_option(panel: str) -> Any:
-    """`--jobs`, of commands that run workers."""
-    text = "Worker processes \\[default: one for each core, on a GPU 2]"
+    """`--jobs` of commands that run workers."""
+    text = "Worker processes \\[default: one per core; 2 on a GPU]"
     return typer.Option(min=1, metavar="N", help=text, rich_help_panel=panel)
 
 
 def memory_option(panel: str) -> Any:
-    """`--memory`, of commands that run workers."""
-    text = "What each worker may allocate, as 4GiB \\[default: on a CPU its share of the machine]"
+    """`--memory` of commands that run workers."""
+    text = "Limit of each worker, such as 4GiB \\[default: on a CPU, its share of the machine]"
     return typer.Option(metavar="BYTES", help=text, rich_help_panel=panel)
 
 
 def allowed(given: Sequence[str] | None) -> str | None:
-    """The names that `--allow-refuted` gives; None without any."""
+    """The names in `--allow-refuted`; None without any."""
     return ",".join(given) if given else None
 
 
 def assumed(given: Sequence[str] | None) -> AssumeInstalled:
-    """The versions that `--assume-installed` names; PolicyError for text of another form."""
+    """The versions in `--assume-installed`; PolicyError for text of another form."""
     if not given:
         return None
     if list(given) == ["all"]:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from rich.progress import Progress, TaskID
 from rich.text import Text
 
-from attnplug.cli.output import console
-from attnplug.cli.progress import progress_bar
+from attnplug.cli.output import console, progress_bar
 from attnplug.testing.isolation.results import Outcome, Result
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`attnplug doctor`: imports every backend's parts in child processes and reports what happened."""
+"""`attnplug doctor`: imports each backend in a child process and reports problems."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,13 +20,14 @@ import typer
 
 from attnplug.backends.libraries import LIBRARY_RULES
 from attnplug.cli.arguments import AsJson
-from attnplug.cli.evidence import evidence_findings
 from attnplug.cli.kernel_libraries import LibraryState, library_states
 from attnplug.cli.output import console, print_json, table
 from attnplug.core.device import Device
 from attnplug.core.errors import UnknownBackendError
 
 __all__ = ["doctor"]
+
+_CELLS_SHOWN = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,26 +41,28 @@ class Finding:
 
 def doctor(
     backends: Annotated[
-        list[str] | None, typer.Argument(metavar="[BACKEND]...", help="Look at these only.")
+        list[str] | None, typer.Argument(metavar="BACKEND", help="Check only these backends.")
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="How long each import may take.")
+        float, typer.Option(min=0.1, metavar="SECONDS", help="Time limit of each import.")
     ] = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Import each backend's parts in a child process; a crash, hang or missing symbol is one line.
+    """Import each backend in a child process, and report crashes, hangs and missing symbols.
 
-    Exit code 1 where anything failed.
+    The exit code is 1 if anything failed.
     """
-    findings = _examine(backends or [], timeout)
-    look = _run(None, None, timeout)
-    device, used = None, look.facts.get("used", {})
-    if "device" in look.facts:
-        device = Device.from_dict(look.facts["device"])
+    wanted = backends or []
+    findings = _import_findings(wanted, timeout)
+    probe = _probe(None, None, timeout)
+    device, used = None, probe.facts.get("used", {})
+    if "device" in probe.facts:
+        device = Device.from_dict(probe.facts["device"])
     else:
-        findings.append(Finding("current device", "failed", str(look.failure)))
-    findings += (Finding(*each) for each in evidence_findings(device, backends or []))
-    libraries = library_states(device, _with_library(backends or []))
+        findings.append(Finding("current device", "failed", str(probe.failure)))
+    findings += refuted_findings(device, wanted)
+    names = dict.fromkeys(rule.backend for rule in LIBRARY_RULES)
+    libraries = library_states(device, [name for name in names if _is_wanted(name, wanted)])
     if as_json:
         report = {
             "environment": _environment(),
@@ -72,7 +75,7 @@ def doctor(
     else:
         out = console()
         out.print(", ".join(f"{name} {found}" for name, found in _environment().items()), end="\n\n")
-        shown = table(("what", "state", "detail"), fixed=("state",))
+        shown = table(("checked", "state", "detail"), fixed=("state",))
         for finding in findings:
             shown.add_row(finding.what, finding.state, finding.detail)
         out.print(shown)
@@ -91,20 +94,34 @@ def _print_libraries(
     for each in libraries:
         lines = [each.detail]
         lines += [f"at first use it compiles {each.compiles}"] if each.compiles else []
-        lines += [f"to do: {each.remedy}"] if each.remedy else []
+        lines += [f"remedy: {each.remedy}"] if each.remedy else []
         shown.add_row(each.library, each.version or "-", each.state, "\n".join(lines))
     out.print(shown)
     if device is not None and used:
-        phases = ", ".join(f"{phase} by {name or 'nobody'}" for phase, name in used.items())
-        out.print(
-            f"\nOn {device.name or device}, a layer of 32 heads over 8 of size 128 in bfloat16: {phases}"
-        )
+        phases = ", ".join(f"{phase} by {name or 'no backend'}" for phase, name in used.items())
+        layer = "with 32 query heads, 8 KV heads and head size 128 in bfloat16"
+        out.print(f"\nA layer on {device.name or device} {layer}: {phases}")
 
 
-def _with_library(wanted: Sequence[str]) -> list[str]:
-    """The backends with a kernel library that are named, families by their members; all without a name."""
-    names = dict.fromkeys(rule.backend for rule in LIBRARY_RULES)
-    return [name for name in names if not wanted or any(f"{name}_".startswith(f"{each}_") for each in wanted)]
+def refuted_findings(device: Device | None, wanted: Sequence[str]) -> Iterator[Finding]:
+    """A warning for an unreadable evidence file, and for each backend refuted on `device`, if that is known."""
+    from attnplug.registry.refuted import read_evidence
+
+    evidence = read_evidence()
+    if evidence.read_error:
+        yield Finding("evidence", "warning", f"left out: {evidence.read_error}")
+    for subject, cells in evidence.here(device) if device is not None else ():
+        # A pair of backends, such as TRITON+TORCH, is reported for both of its members.
+        if any(_is_wanted(name, wanted) for name in (subject.backend, *subject.backend.split("+"))):
+            more = ", ..." if len(cells) > _CELLS_SHOWN else ""
+            named = ", ".join(cell.id for cell in cells[:_CELLS_SHOWN]) + more
+            detail = f"{len(cells)} refuted here, and refused: {named} ({evidence.path})"
+            yield Finding(f"{subject.backend} on {device}", "warning", detail)
+
+
+def _is_wanted(name: str, wanted: Sequence[str]) -> bool:
+    """Whether the backend or its family is named in `wanted`; an empty list names all."""
+    return not wanted or any(f"{name}_".startswith(f"{each}_") for each in wanted)
 
 
 def _environment() -> dict[str, str]:
@@ -117,7 +134,7 @@ def _environment() -> dict[str, str]:
     return found
 
 
-def _examine(wanted: Sequence[str], timeout: float) -> list[Finding]:
+def _import_findings(wanted: Sequence[str], timeout: float) -> list[Finding]:
     from attnplug.registry.discovery import installed_plugins
     from attnplug.registry.switches import Switches
 
@@ -129,13 +146,13 @@ def _examine(wanted: Sequence[str], timeout: float) -> list[Finding]:
             plugins.append(found.record.name)
         elif not wanted:
             findings.append(Finding(found.record.name, "blocked", f"left out by {variable}, not run"))
-    # Two at a time: importing torch twice over is enough for a small machine.
+    # Two at a time: each child imports torch, which uses much memory on a small machine.
     with ThreadPoolExecutor(2) as pool:
-        looks = list(pool.map(lambda plugin: _run(plugin, None, timeout), plugins))
+        probes = list(pool.map(lambda plugin: _probe(plugin, None, timeout), plugins))
         pairs: list[tuple[str, str]] = []
-        for plugin, look in zip(plugins, looks, strict=True):
-            offered = dict(look.facts.get("backends", {}))
-            finding = _plugin_finding(plugin, look)
+        for plugin, probe in zip(plugins, probes, strict=True):
+            offered = dict(probe.facts.get("backends", {}))
+            finding = _plugin_finding(plugin, probe)
             if finding is not None and not (wanted and offered):
                 findings.append(finding)
             pairs += [
@@ -144,50 +161,49 @@ def _examine(wanted: Sequence[str], timeout: float) -> list[Finding]:
                 if not wanted or name in wanted or family in wanted
             ]
         if wanted and not pairs:
-            offered_names = sorted({name for look in looks for name in look.facts.get("backends", {})})
-            raise UnknownBackendError(
-                "BACKEND", wanted[0], f"is no backend that loads; loaded are {', '.join(offered_names)}"
-            )
-        done = pool.map(lambda pair: _run(pair[0], pair[1], timeout), pairs)
-        for (plugin, name), look in zip(pairs, done, strict=True):
-            findings.append(_backend_finding(f"{name} ({plugin})", look))
+            loaded = sorted({name for probe in probes for name in probe.facts.get("backends", {})})
+            limit = f"is not a loaded backend; loaded are {', '.join(loaded)}"
+            raise UnknownBackendError("BACKEND", wanted[0], limit)
+        done = pool.map(lambda pair: _probe(pair[0], pair[1], timeout), pairs)
+        for (plugin, name), probe in zip(pairs, done, strict=True):
+            findings.append(_backend_finding(f"{name} ({plugin})", probe))
     return findings
 
 
-def _plugin_finding(plugin: str, look: Look) -> Finding | None:
-    if look.failure is not None:
-        return Finding(plugin, "failed", look.failure)
-    if look.facts["status"] != "loaded":
-        return Finding(plugin, "failed", str(look.facts["reason"]))
-    if look.facts["reason"]:
-        return Finding(plugin, "warning", str(look.facts["reason"]))
+def _plugin_finding(plugin: str, probe: Probe) -> Finding | None:
+    if probe.failure is not None:
+        return Finding(plugin, "failed", probe.failure)
+    if probe.facts["status"] != "loaded":
+        return Finding(plugin, "failed", str(probe.facts["reason"]))
+    if probe.facts["reason"]:
+        return Finding(plugin, "warning", str(probe.facts["reason"]))
     return None
 
 
-def _backend_finding(what: str, look: Look) -> Finding:
-    unmet = look.facts.get("unmet")
+def _backend_finding(what: str, probe: Probe) -> Finding:
+    unmet = probe.facts.get("unmet")
     if unmet:
         return Finding(what, "lacking", "; ".join(unmet))
-    if look.failure is not None:
-        return Finding(what, "failed", look.failure)
-    return Finding(what, "ok", f"{look.facts['get_impl_cls']} and {look.facts['get_builder_cls']} import")
+    if probe.failure is not None:
+        return Finding(what, "failed", probe.failure)
+    return Finding(what, "ok", f"{probe.facts['get_impl_cls']} and {probe.facts['get_builder_cls']} import")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Look:
-    """What one child reported, and how it failed if it did."""
+class Probe:
+    """The facts that one child reported, and its failure if there was one."""
 
     facts: dict[str, Any]
     failure: str | None
 
 
-def _run(plugin: str | None, backend: str | None, timeout: float) -> Look:
-    """Load a plugin in a child, or open a backend's doors; without a plugin, ask for the device."""
+def _probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
+    """Load a plugin in a child process, or import a backend of it; without a plugin, query the device."""
     with tempfile.TemporaryDirectory(prefix="attnplug-doctor-") as folder:
         report, log = Path(folder, "report"), Path(folder, "log")
         command = [sys.executable, "-m", "attnplug.cli.probe", str(report)]
         command += [each for each in (plugin, backend) if each is not None]
-        # A file, not a pipe: a grandchild that outlives its parent would hold a pipe open.
+        # A file, not a pipe: a grandchild that outlives its parent would keep a pipe open.
         with log.open("wb") as output:
             child = subprocess.Popen(  # noqa: S603  (our own interpreter on our own module)
                 command,
@@ -205,10 +221,10 @@ def _run(plugin: str | None, backend: str | None, timeout: float) -> Look:
         facts: dict[str, Any] = {}
         for line in lines:
             facts.update(json.loads(line))
-        said = log.read_text(errors="replace").strip().splitlines()
+        output_lines = log.read_text(errors="replace").strip().splitlines()
     if code == 0 and facts.get("step") in ("done", f"loaded {plugin}"):
-        return Look(facts, None)
-    return Look(facts, _how_it_failed(code, str(facts.get("step", "starting")), said, timeout))
+        return Probe(facts, None)
+    return Probe(facts, _failure(code, str(facts.get("step", "starting")), output_lines, timeout))
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
@@ -219,12 +235,11 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _how_it_failed(code: int | None, step: str, said: list[str], timeout: float) -> str:
+def _failure(code: int | None, step: str, output: list[str], timeout: float) -> str:
     if code is None:
         return f"hung {step}: killed after {timeout:g} s"
     if code < 0:
         return f"crashed {step}: {signal.Signals(-code).name}"
     if code == 0:
         return f"left the process {step}"
-    last = said[-1] if said else f"exit code {code}"
-    return f"raised {step}: {last}"
+    return f"raised {step}: {output[-1] if output else f'exit code {code}'}"

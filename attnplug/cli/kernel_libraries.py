@@ -1,4 +1,4 @@
-"""What `attnplug doctor` says of the kernel libraries: installed, for this GPU, used, compiled, broken."""
+"""The kernel libraries in `attnplug doctor`: versions, suitability for this GPU, use, and problems."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class LibraryState:
     """One line of the report.
 
     Args:
-        library: the name people use.
-        version: what is installed; None where nothing is.
+        library: its usual name.
+        version: the installed version, if any.
         backend: the backend that calls it.
         state: "ok", "missing", "refused" (this version, or this GPU) or "broken".
-        detail: what it is used for, or what is wrong.
-        compiles: what is compiled at first use, where it is ok.
-        remedy: what to do, where anything can be done.
+        detail: its use, or the problem.
+        compiles: the kernels that an "ok" library compiles at first use.
+        remedy: the command or change that fixes the problem, if there is one.
     """
 
     library: str
@@ -40,10 +40,10 @@ class LibraryState:
 
 
 def library_states(device: Device | None, backends: Collection[str] | None = None) -> list[LibraryState]:
-    """The state of each kernel library on a device, in the order of the table; nothing is imported.
+    """The state of each kernel library on a device, in the order of LIBRARY_RULES. Imports no library.
 
     Args:
-        device: the device; None where it is not known, and no GPU is a reason to refuse.
+        device: None if it is unknown; then no library is refused for its GPU.
         backends: only the libraries of these; None for all.
     """
     names = dict.fromkeys(rule.backend for rule in LIBRARY_RULES)
@@ -51,7 +51,7 @@ def library_states(device: Device | None, backends: Collection[str] | None = Non
 
 
 def used_by_phase(device: Device, states: Sequence[LibraryState]) -> dict[str, str | None]:
-    """The backend that would serve a plain layer in each phase: the first that nothing speaks against."""
+    """The backend that would serve a plain layer in each phase: the first neither refused nor broken."""
     from attnplug.core.spec import LayerSpec, Phase
     from attnplug.registry.default import explain
 
@@ -59,8 +59,8 @@ def used_by_phase(device: Device, states: Sequence[LibraryState]) -> dict[str, s
     broken = {state.backend for state in states if state.state == "broken"}
     used: dict[str, str | None] = {}
     for phase in (Phase.PREFILL, Phase.DECODE):
-        standing = [each for each in explain(layer, device, phase).candidates if each.refused_at is None]
-        used[str(phase)] = next((each.name for each in standing if each.name not in broken), None)
+        accepted = (each for each in explain(layer, device, phase).candidates if each.refused_at is None)
+        used[str(phase)] = next((each.name for each in accepted if each.name not in broken), None)
     return used
 
 
@@ -71,21 +71,21 @@ def _state(backend: str, device: Device | None) -> LibraryState:
     try:
         version = importlib.metadata.version(main.distribution)
     except importlib.metadata.PackageNotFoundError:
-        refused = _refused_here(rules, device)
-        if refused is not None:
-            return LibraryState(main.library, None, backend, "missing", refused)
-        return LibraryState(main.library, None, backend, "missing", main.what, remedy=install)
+        refused = _device_refusal(rules, device)
+        remedy = install if refused is None else None
+        return LibraryState(main.library, None, backend, "missing", refused or main.what, remedy=remedy)
     known = [rule for rule in rules if rule.covers_version(version)]
     served = [rule for rule in known if rule.serves]
     if not served:
         rule = known[0] if known else main
         detail = f"this version: {rule.what}" if known else f"this version is not one of {main.versions}"
         return LibraryState(main.library, version, backend, "refused", detail, remedy=rule.remedy or install)
-    refused = _refused_here(known, device)
+    refused = _device_refusal(known, device)
     if refused is not None:
-        return LibraryState(
-            main.library, version, backend, "refused", refused, remedy=_elsewhere(known, device)
-        )
+        capability = None if device is None else device.capability
+        here = [rule for rule in known if capability is not None and rule.covers_capability(capability)]
+        remedy = next((rule.remedy for rule in here if rule.remedy), None)
+        return LibraryState(main.library, version, backend, "refused", refused, remedy=remedy)
     problem = problem_of(main)
     if problem is not None:
         what, _, remedy = problem.rpartition("; ")
@@ -93,8 +93,8 @@ def _state(backend: str, device: Device | None) -> LibraryState:
     return LibraryState(main.library, version, backend, "ok", served[0].what, served[0].compiles)
 
 
-def _refused_here(rules: Sequence[LibraryRule], device: Device | None) -> str | None:
-    """Why no version meant serves the device, where none does."""
+def _device_refusal(rules: Sequence[LibraryRule], device: Device | None) -> str | None:
+    """The reason why no version in `rules` serves the device; None if one does."""
     if device is None or (device.type == "cuda" and device.capability is None):
         return None
     if device.type != "cuda" or device.capability is None:
@@ -103,10 +103,3 @@ def _refused_here(rules: Sequence[LibraryRule], device: Device | None) -> str | 
     if any(rule.serves for rule in here):
         return None
     return f"not for {device}: {here[0].what if here else 'its kernels are made for other GPUs'}"
-
-
-def _elsewhere(rules: Sequence[LibraryRule], device: Device | None) -> str | None:
-    if device is None or device.capability is None:
-        return None
-    capability = device.capability
-    return next((rule.remedy for rule in rules if rule.remedy and rule.covers_capability(capability)), None)

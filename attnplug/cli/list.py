@@ -1,16 +1,13 @@
-"""`attnplug list`: the backends and plugins there are."""
+"""`attnplug list`: the backends and plugins of this installation."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from attnplug.cli.arguments import AsJson
 from attnplug.cli.output import console, print_json, table
-
-if TYPE_CHECKING:
-    from attnplug.registry.records import PluginRecord
 
 __all__ = ["list_backends"]
 
@@ -18,28 +15,23 @@ __all__ = ["list_backends"]
 def list_backends(
     as_json: AsJson = False,
     no_load: Annotated[
-        bool, typer.Option("--no-load", help="Show the installed plugins without running any.")
+        bool, typer.Option("--no-load", help="List the installed plugins without running their code.")
     ] = False,
 ) -> None:
-    """List the backends, who ships them and whether what they need is installed."""
+    """List the backends, their distributions, and whether their requirements are installed."""
     if no_load:
         _list_entry_points(as_json)
         return
     from attnplug.registry.default import get_registry
 
     registry = get_registry()
-    rows = _backends()
-    troubled = [record for record in registry.records if record.reason]
+    rows = _backend_rows()
     if as_json:
-        records = [record.to_dict() for record in registry.records]
-        print_json({"backends": rows, "plugins": records})
+        print_json({"backends": rows, "plugins": [record.to_dict() for record in registry.records]})
         return
     out = console()
-    shown = table(
-        ("backend", "priority", "from", "version", "devices", "needs"),
-        right=("priority",),
-        fixed=("backend",),
-    )
+    columns = ("backend", "priority", "from", "version", "devices", "needs")
+    shown = table(columns, right=("priority",), fixed=("backend",))
     for row in rows:
         shown.add_row(
             row["name"],
@@ -50,18 +42,13 @@ def list_backends(
             _needs(row),
         )
     out.print(shown)
-    _print_troubled(troubled)
-
-
-def _print_troubled(records: list[PluginRecord]) -> None:
-    if not records:
-        return
-    shown = table(("plugins", "with something to say"), fixed=("plugins",))
-    for record in records:
-        shown.add_row(str(record.status), record.reason)
-    out = console()
-    out.print()
-    out.print(shown)
+    reports = table(("status", "plugin problem"), fixed=("status",))
+    for record in registry.records:
+        if record.reason:
+            reports.add_row(str(record.status), record.reason)
+    if reports.row_count:
+        out.print()
+        out.print(reports)
 
 
 def _needs(row: dict[str, Any]) -> str:
@@ -71,7 +58,7 @@ def _needs(row: dict[str, Any]) -> str:
     return f"{wanted} ({'missing' if row['unmet'] else 'installed'})"
 
 
-def _backends() -> list[dict[str, Any]]:
+def _backend_rows() -> list[dict[str, Any]]:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec
     from attnplug.registry.default import get_registry
@@ -81,6 +68,7 @@ def _backends() -> list[dict[str, Any]]:
     rows = []
     for offer in get_registry().plugins.offers:
         types = [str(kind) for kind in offer.backend.device_types]
+        # Priorities may depend on the device, so each backend is queried on one that it supports.
         device = Device("cpu") if "cpu" in types else Device("cuda", (9, 0))
         candidate = examine(offer, layer, device, None, None)
         unmet = [r for r in candidate.reasons if r.code in ("not_installed", "version")]
@@ -109,14 +97,13 @@ def _list_entry_points(as_json: bool) -> None:
     switches = Switches.read()
     rows = []
     for plugin in installed_plugins():
-        blocked = switches.blocked_by(plugin.record, plugin.is_builtin)
         record = plugin.record
         rows.append(
             {
                 "plugin": record.name,
                 "version": record.version,
                 "module": plugin.entry_point.value if plugin.entry_point else None,
-                "blocked_by": blocked,
+                "blocked_by": switches.blocked_by(record, plugin.is_builtin),
             }
         )
     if as_json:

@@ -1,4 +1,4 @@
-"""What fits into device memory: the part of `attnplug select` that `--memory` adds."""
+"""`attnplug select --memory`: the KV cache that fits into device memory."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _KINDS = {
 def budget_for(
     decisions: Mapping[str, Decision], kv_sharing: Mapping[str, str], memory: str
 ) -> MemoryBudget | None:
-    """What fits of a model's caches; None where a layer has no backend that says its page size.
+    """The KV cache that fits into `memory`; None if a layer has no backend, so no known page size.
 
     Raises:
-        LayoutError: memory that cannot be read or is too small, or pages that cannot be made equal.
+        LayoutError: `memory` cannot be parsed or is too small, or pages cannot be made equal.
     """
     from attnplug.runtime.budget import fit_kv_cache, parse_memory
     from attnplug.runtime.grouping import group_kv_caches, unify_page_sizes
@@ -46,10 +46,10 @@ def print_budget(budget: MemoryBudget | None, memory: str) -> None:
     """Print groups, page bytes, blocks and tokens."""
     out = console()
     if budget is None:
-        out.print(f"\nNothing said of {memory}: a layer has no backend, and so no page size.")
+        out.print(f"\nNo estimate for {memory}: a layer has no backend, so its page size is unknown.")
         return
     if not budget.groups:
-        out.print(f"\nNothing said of {memory}: no layer keeps a KV cache.")
+        out.print(f"\nNo estimate for {memory}: no layer keeps a KV cache.")
         return
     longest = "a sequence of any length fits"
     if budget.max_tokens is not None:
@@ -74,6 +74,4 @@ def print_budget(budget: MemoryBudget | None, memory: str) -> None:
         )
     out.print(shown)
     if budget.padding_layers:
-        out.print(
-            f"\nGroups of equal size cost the pages of {budget.padding_layers} layers that do not exist."
-        )
+        out.print(f"\nPadding to groups of equal size uses the pages of {budget.padding_layers} more layers.")

@@ -1,4 +1,4 @@
-"""`attnplug new-backend`: writes a package with a working backend, for its author to put kernels in."""
+"""`attnplug new-backend`: writes a package with a working backend, for an author to add kernels."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from attnplug.core.errors import PolicyError
 __all__ = ["new_backend"]
 
 _LONGEST_NAME = 24
-"""With which the lines of the package still have the length that its own lint allows."""
+"""A longer name would make lines of the package longer than its own lint allows."""
 _SUFFIX = ".tmpl"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Names:
-    """All that a new package is called by; what the templates say of it."""
+class PackageNames:
+    """The names of a new package, which its templates contain."""
 
     distribution: str
     package: str
@@ -40,25 +40,23 @@ class Names:
     prefix: str
 
     @classmethod
-    def of(cls, name: str) -> Names:
-        """The names that follow from `name`.
+    def from_name(cls, name: str) -> PackageNames:
+        """The names derived from `name`.
 
         Raises:
-            PolicyError: no letters, digits, - and _, a word of Python's own, or too long.
+            PolicyError: other characters than letters, digits, - and _, a Python keyword or module, or too long.
         """
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*([-_][A-Za-z0-9]+)*", name):
-            limit = "must begin with a letter and have letters, digits, and - or _ between them"
+            limit = "must begin with a letter, and contain only letters and digits, with single - or _ between them"
             raise PolicyError("NAME", name, limit)
         parts = re.split("[-_]", name.lower())
         if parts[0] == "attnplug":
-            raise PolicyError(
-                "NAME", name, "must not begin with attnplug", "that is put in front of it anyway"
-            )
+            raise PolicyError("NAME", name, "must not begin with attnplug", "the command adds that prefix")
         if len(name) > _LONGEST_NAME:
             raise PolicyError("NAME", name, f"must have at most {_LONGEST_NAME} characters")
         plain = "_".join(parts)
         if keyword.iskeyword(plain) or keyword.issoftkeyword(plain) or plain in sys.stdlib_module_names:
-            limit = "is a word of Python's own"
+            limit = "is a Python keyword or module"
             raise PolicyError("NAME", name, limit, "name it after its kernels, their library or its author")
         return cls(
             distribution=f"attnplug-{'-'.join(parts)}",
@@ -71,44 +69,41 @@ class Names:
 
 def new_backend(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="What to call it: letters, digits, - and _, as acme.")
+        str,
+        typer.Argument(metavar="NAME", help="Name of the backend, such as acme: letters, digits, - and _."),
     ],
     path: Annotated[
-        Path, typer.Option("--path", metavar="DIR", help="The folder to write attnplug-NAME into.")
+        Path, typer.Option("--path", metavar="DIR", help="Parent folder of the new package attnplug-NAME.")
     ] = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """Write a package with a working backend, its tests and its CI, to put your kernels in."""
-    names = Names.of(name)
+    """Write a package with a working backend, tests and CI, for you to add kernels."""
+    names = PackageNames.from_name(name)
     _refuse_taken(name, names)
     target = path / names.distribution
     written = _write(target, names)
     if as_json:
         print_json({**dataclasses.asdict(names), "path": str(target), "files": written})
         return
-    place = shlex.quote(str(target))
-    typer.echo(f"{target}: the backend {names.backend}, in plain PyTorch until your kernels are in\n")
+    # pip would take `attnplug-acme` without ./ for a distribution of that name.
+    source = str(target) if target.is_absolute() else f"./{target}"
+    typer.echo(f"{target}: the backend {names.backend}, in plain PyTorch until you add kernels\n")
     for file in written:
         typer.echo(f"  {file}")
     typer.echo("\nNext:\n")
-    typer.echo(f"  pip install -e {shlex.quote(f'{_as_path(target)}[test]')}")
-    typer.echo(f"  pytest {place}")
+    typer.echo(f"  pip install -e {shlex.quote(f'{source}[test]')}")
+    typer.echo(f"  pytest {shlex.quote(str(target))}")
     typer.echo(f"  attnplug explain --backend {names.backend}")
 
 
-def _as_path(target: Path) -> str:
-    """What pip takes for a folder: `attnplug-acme` alone would be a distribution of that name."""
-    return str(target) if target.is_absolute() else f"./{target}"
-
-
-def _refuse_taken(name: str, names: Names) -> None:
-    """PolicyError where a backend, a family or a distribution of this name is here already."""
+def _refuse_taken(name: str, names: PackageNames) -> None:
+    """PolicyError if a backend, family or distribution of this name is installed."""
     from attnplug.registry.default import get_registry
     from attnplug.registry.discovery import RESERVED_NAMES
 
     remedy = "two backends of one name are a conflict: choose another"
     if names.backend in RESERVED_NAMES:
-        raise PolicyError("NAME", name, f"is taken: {names.backend} is a name of attnplug's own", remedy)
+        raise PolicyError("NAME", name, f"is taken: {names.backend} is reserved by attnplug", remedy)
     plugins = get_registry().plugins
     for taken in plugins.names:
         if taken.upper().replace("-", "_") == names.backend:
@@ -118,11 +113,11 @@ def _refuse_taken(name: str, names: Names) -> None:
             raise PolicyError("NAME", name, f"is taken: {names.distribution} is installed", remedy)
 
 
-def _write(target: Path, names: Names) -> list[str]:
-    """Write the package to `target` in one step; the files' paths in it.
+def _write(target: Path, names: PackageNames) -> list[str]:
+    """Write the package to `target` in one step, and return the relative paths of its files.
 
     Raises:
-        PolicyError: `target` exists, or cannot be written.
+        PolicyError: `target` exists or cannot be written.
     """
     rendered = _rendered(names)
     try:
@@ -131,7 +126,7 @@ def _write(target: Path, names: Names) -> list[str]:
             raise PolicyError("target", str(target), "exists", remedy)
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
-            # One level down: the temporary folder itself is closed to other users.
+            # One level down, because only the owner may read the temporary folder itself.
             unfinished = Path(beside, target.name)
             for file, text in rendered.items():
                 made = unfinished / file
@@ -144,8 +139,8 @@ def _write(target: Path, names: Names) -> list[str]:
     return sorted(rendered)
 
 
-def _rendered(names: Names) -> dict[str, str]:
-    """The text of each file of the package, by its path in it."""
+def _rendered(names: PackageNames) -> dict[str, str]:
+    """The text of each file of the package, by relative path."""
     known = dataclasses.asdict(names)
     known["attnplug_version"] = Version(version("attnplug")).public
     found = _templates(files("attnplug") / "templates" / "backend", PurePosixPath())

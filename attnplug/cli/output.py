@@ -1,20 +1,23 @@
-"""What the commands print with: tables, JSON and error messages, readable at 80 columns and without colour."""
+"""Output of the commands: tables, progress, JSON and errors, readable at 80 columns and without colour."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["console", "error", "print_json", "table"]
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+__all__ = ["console", "error", "print_json", "progress_bar", "table"]
 
 
 def console() -> Console:
-    """Standard output; rich drops colour where it is no terminal or NO_COLOR is set."""
+    """Standard output; rich prints no colour outside a terminal or with NO_COLOR set."""
     return Console(highlight=False, markup=False, soft_wrap=False)
 
 
@@ -32,11 +35,35 @@ def table(columns: Sequence[str], right: Sequence[str] = (), fixed: Sequence[str
 
 
 def print_json(data: Any) -> None:
-    """Print JSON for programs."""
+    """Print `data` as JSON."""
     typer.echo(json.dumps(data, indent=2))
 
 
 def error(problem: object, code: int) -> int:
-    """Print an error for people and give back the exit code."""
+    """Print an error message, and return the exit code."""
     typer.echo(f"attnplug: {problem}", err=True)
     return code
+
+
+def progress_bar(out: Console) -> Progress:
+    """A bar that disappears when done; its tasks have the fields `counts` and `current`."""
+    # Imported here because commands without workers need no bar.
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
+
+    return Progress(
+        BarColumn(24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[counts]}"),
+        TextColumn(
+            "{task.fields[current]}",
+            style="dim",
+            markup=False,
+            table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+        ),
+        console=out,
+        transient=True,
+        expand=True,
+        redirect_stdout=False,
+    )

@@ -1,8 +1,8 @@
-"""The child process of `attnplug doctor`: loads one plugin, or opens one backend's doors, and reports each step.
+"""The child process of `attnplug doctor`: loads a plugin, or imports a backend, and reports each step.
 
-Run as `python -m attnplug.cli.probe REPORT PLUGIN [BACKEND]`; without a plugin it asks which device there
-is, and who would serve a layer on it. Each step is appended to REPORT as a
-JSON line before it is taken, so that the parent knows how far a child came that crashed or hung.
+Run as `python -m attnplug.cli.probe REPORT [PLUGIN [BACKEND]]`. Without a plugin it finds the current device, and
+the backends for a plain layer on it. Each step is appended to REPORT as a JSON line before it begins, so that the
+parent can tell where a child crashed or hung.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ __all__ = ["main"]
 
 
 def main(report: str, plugin: str | None = None, backend: str | None = None) -> None:
-    """Take the steps; raises whatever the plugin raises."""
+    """Run the steps; raises the plugin's own errors."""
     if plugin is None:
-        _ask_device(report)
+        _find_device(report)
         return
     from attnplug.registry.discovery import Host, installed_plugins
 
@@ -38,23 +38,20 @@ def main(report: str, plugin: str | None = None, backend: str | None = None) -> 
     chosen = offers[backend].backend
     from attnplug.registry.installed import missing_requirements
 
-    _note(
-        report,
-        step="checking what it requires",
-        unmet=[str(reason) for reason in missing_requirements(chosen.requires)],
-    )
-    for door in ("get_impl_cls", "get_builder_cls"):
-        _note(report, step=f"in {door}")
-        part = getattr(chosen, door)()
-        _note(report, step=f"after {door}", **{door: part.__qualname__})
+    missing = [str(reason) for reason in missing_requirements(chosen.requires)]
+    _note(report, step="checking what it requires", unmet=missing)
+    for method in ("get_impl_cls", "get_builder_cls"):
+        _note(report, step=f"in {method}")
+        part = getattr(chosen, method)()
+        _note(report, step=f"after {method}", **{method: part.__qualname__})
     _note(report, step="done")
 
 
-def _ask_device(report: str) -> None:
+def _find_device(report: str) -> None:
     from attnplug.cli.kernel_libraries import library_states, used_by_phase
     from attnplug.core.device import Device
 
-    _note(report, step="asking torch for the device")
+    _note(report, step="finding the device with torch")
     device = Device.current()
     _note(report, step="asking the plugins who serves it", device=device.to_dict())
     _note(report, step="done", used=used_by_phase(device, library_states(device)))

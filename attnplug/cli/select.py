@@ -1,4 +1,4 @@
-"""`attnplug select`: a model's configuration, and which backend serves which of its layers."""
+"""`attnplug select`: reads a model's configuration and chooses a backend for each layer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["select"]
 
 def select(
     config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="A Hugging Face config.json, or the folder it is in.")
+        Path, typer.Argument(metavar="CONFIG", help="A Hugging Face config.json, or its folder.")
     ],
     device: DeviceText = "current",
     tp: Annotated[int, typer.Option("--tp", metavar="N", help="Tensor-parallel size.")] = 1,
@@ -51,29 +51,29 @@ def select(
     phase: PhaseChoice = None,
     per_phase: Annotated[
         bool,
-        typer.Option(
-            "--per-phase", help="Ask each phase alone: one backend may prefill and another decode a layer."
-        ),
+        typer.Option("--per-phase", help="Choose for each phase: one backend may prefill, another decode."),
     ] = False,
     assume_installed: AssumedVersions = None,
     allow_refuted: AllowRefuted = None,
     memory: Annotated[
         str | None,
         typer.Option(
-            "--memory", metavar="BYTES", help="Also say what fits: blocks and tokens in 80GiB, say."
+            "--memory", metavar="BYTES", help="Also show the KV cache that fits, such as into 80GiB."
         ),
     ] = None,
-    why: Annotated[bool, typer.Option("--why", help="Show each refused candidate's reasons.")] = False,
+    why: Annotated[bool, typer.Option("--why", help="Show the reasons of each refused backend.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Choose a backend for every layer of a model, and say why not the others."""
+    """Choose a backend for each layer of a model, and explain refusals."""
     from attnplug.integrations.transformers import read_config
     from attnplug.registry.default import get_registry
     from attnplug.registry.devices import resolve_device
     from attnplug.runtime.plan_phases import has_phase_rules
 
     if per_phase and phase is not None:
-        raise PolicyError("--per-phase", True, f"cannot stand with --phase {phase}", "give one of the two")
+        raise PolicyError(
+            "--per-phase", True, f"cannot be combined with --phase {phase}", "give one of the two"
+        )
     model = read_config(config, tensor_parallel_size=tp, kv_cache_dtype=kv_cache_dtype)
     specs = {name: _with_block_size(spec, block_size) for name, spec in model.layers.items()}
     asked: SelectKwargs = {
@@ -105,7 +105,7 @@ def select(
 def _phase_by_phase(
     specs: Mapping[str, LayerSpec], device: str, asked: SelectKwargs, per_phase: bool
 ) -> tuple[ByPhase, Mapping[str, Decision], tuple[str, ...]]:
-    """What each phase alone would choose, the decisions as `attnplug.plan` makes them, and its notes."""
+    """Each phase's own decisions, the joined ones that `attnplug.plan` makes, and its notes."""
     from attnplug.registry.devices import resolve_device
     from attnplug.runtime.planning import choose_backends, settled
 
@@ -169,7 +169,7 @@ def _print_why(decision: Decision, members: Sequence[Decision]) -> None:
 
 
 def _groups(decisions: Iterable[Decision]) -> list[list[Decision]]:
-    """Decisions that read alike: the same spec, phase, backend and pages."""
+    """Decisions with the same spec, phase, backend and block size."""
     groups: dict[Any, list[Decision]] = {}
     for d in decisions:
         groups.setdefault((d.spec, d.phase, d.backend, d.block_size), []).append(d)

@@ -1,4 +1,4 @@
-"""`attnplug show`: everything one backend declares."""
+"""`attnplug show`: the declarations of one backend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def show(
     backend: Annotated[str, typer.Argument(metavar="BACKEND", help="A backend or family name.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show everything a backend declares."""
+    """Show all that a backend declares."""
     from attnplug.registry.default import get_registry
     from attnplug.registry.policy import Rule
 

@@ -1,1 +1,1 @@
-"""attnplug for models and engines that others wrote."""
+"""attnplug in models and engines of other projects."""

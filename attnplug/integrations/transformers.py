@@ -1,12 +1,13 @@
-"""Hugging Face models: attnplug as their attention, and their configurations read into LayerSpecs.
+"""Hugging Face models: attnplug as their attention, and LayerSpecs read from their configurations.
 
-To read one, nothing is looked up by the model's name: the modelling class is built without weights, run once on
-torch's meta device, and every call it makes to attention is recorded and checked.
+The reader has no table of model names. It builds the modelling class without weights, runs it once on torch's
+meta device, and records and checks every call to attention.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -36,11 +37,11 @@ __all__ = ["ModelSpec", "attention_decisions", "read_config", "register", "set_a
 class ModelSpec:
     """The layers of one model, per tensor-parallel rank.
 
-    `layers` has one entry per attention layer, in the order in which the model runs them, under the
-    module path that Hugging Face gives it (`model.layers.0.self_attn`; a module that runs several times
-    gets `#2`, `#3`, ... appended). `other_layers` names what keeps no attention KV, with its kind
-    ("mamba", "linear_attention", "vision encoder", ...). `kv_sharing` maps a layer to the layer whose
-    keys and values it reads. `name` is the model class; `model_type` is transformers' name of the family.
+    `layers` has one entry per attention layer, by module path (`model.layers.0.self_attn`), in the order that
+    the model runs them. Further runs of the same module get `#2`, `#3`, ... appended. `other_layers` gives the
+    kind of each part without attention KV ("mamba", "linear_attention", "vision encoder", ...). `kv_sharing`
+    maps a layer to the layer whose keys and values it reads. `name` is the model class; `model_type` is
+    transformers' name of the family.
     """
 
     layers: Mapping[str, LayerSpec]
@@ -54,20 +55,10 @@ class ModelSpec:
             object.__setattr__(self, field, MappingProxyType(dict(getattr(self, field))))
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        fields = (dict(self.layers), dict(self.other_layers), dict(self.kv_sharing))
-        return _rebuild, (*fields, self.model_type, self.name)
-
-
-def _rebuild(
-    layers: Mapping[str, LayerSpec],
-    other_layers: Mapping[str, str],
-    kv_sharing: Mapping[str, str],
-    model_type: str,
-    name: str,
-) -> ModelSpec:
-    return ModelSpec(
-        layers=layers, other_layers=other_layers, kv_sharing=kv_sharing, model_type=model_type, name=name
-    )
+        # Mapping proxies cannot be pickled.
+        mappings = {field: dict(getattr(self, field)) for field in ("layers", "other_layers", "kv_sharing")}
+        make = functools.partial(ModelSpec, **mappings, model_type=self.model_type, name=self.name)
+        return make, ()
 
 
 def read_config(
@@ -78,22 +69,22 @@ def read_config(
     """The attention layers that a model configuration asks for, per tensor-parallel rank.
 
     Args:
-        path_or_config: a `config.json`, a folder that holds one, or a `PreTrainedConfig`. The network is
-            never used and no remote code is run. The object given is not changed.
-        tensor_parallel_size: ranks that the heads are divided among; KV heads fewer than ranks are
-            replicated, so that every rank has at least one.
-        kv_cache_dtype: storage of the KV cache of layers that keep a paged one; encoder layers, whose
-            keys and values come with the call, stay "auto".
+        path_or_config: a `config.json`, its folder, or a `PreTrainedConfig`. The reader never uses the network,
+            runs no remote code and does not change the object.
+        tensor_parallel_size: ranks that divide the heads. Fewer KV heads than ranks are replicated, so that
+            every rank has at least one.
+        kv_cache_dtype: storage of paged KV caches. Encoder layers, which receive keys and values with the
+            call, keep "auto".
 
-    A configuration that names no dtype is read as bfloat16, LayerSpec's own default: the dtype would be
-    that of the checkpoint, which is not at hand.
+    A configuration without a dtype is read as bfloat16, LayerSpec's default, because the checkpoint that
+    determines it is not read.
 
-    `scale` is the whole factor between `query @ key` and the logits, whether the model multiplies its
-    queries by it or leaves it to attention.
+    `scale` is the whole factor between `query @ key` and the logits, including one that the model applies to
+    its queries.
 
     Raises:
-        ModelConfigError: the file cannot be read, transformers cannot build the model, the heads do not
-            divide, or a layer asks for attention that no LayerSpec can say (the message says which).
+        ModelConfigError: the file cannot be read, transformers cannot build the model, the ranks do not divide
+            the heads, or a LayerSpec cannot describe a layer's attention (the message names it).
     """
     if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int):
         raise ModelConfigError(f"tensor_parallel_size={tensor_parallel_size!r}: must be an integer")
@@ -124,7 +115,7 @@ def read_config(
 
 
 def __getattr__(name: str) -> Any:
-    # Registering needs torch and transformers, which whoever only reads ModelSpecs need not have.
+    # Registering imports torch and transformers, which users of ModelSpec alone may not have installed.
     if name not in ("attention_decisions", "register", "set_attention"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from attnplug.integrations.attention import registration

@@ -86,7 +86,7 @@ def here(monkeypatch):
     from attnplug.cli import doctor
 
     device = Device("cpu").to_dict()
-    monkeypatch.setattr(doctor, "_run", lambda *asked: doctor.Look({"device": device, "used": {}}, None))
+    monkeypatch.setattr(doctor, "_probe", lambda *asked: doctor.Probe({"device": device, "used": {}}, None))
     monkeypatch.setattr(doctor, "_examine", lambda *asked: [])
 
 
@@ -122,8 +122,8 @@ def test_doctor_warns_of_a_file_that_cannot_be_read(run, kept):
 
 
 def test_doctor_without_a_known_device_says_nothing_of_backends(run):
-    from attnplug.cli.evidence import evidence_findings
+    from attnplug.cli.doctor import refuted_findings
 
     refute_torch()
-    assert list(evidence_findings(None, ())) == []
-    assert len(list(evidence_findings(Device("cpu"), ()))) == 1
+    assert list(refuted_findings(None, ())) == []
+    assert len(list(refuted_findings(Device("cpu"), ()))) == 1

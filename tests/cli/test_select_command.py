@@ -129,7 +129,7 @@ def test_a_composite_is_asked_for_by_name(run):
 def test_one_phase_and_each_phase_cannot_both_be_asked(run):
     outcome = run("select", LLAMA, "--per-phase", "--phase", "decode", "--device", "cpu")
     assert outcome.code == 2
-    assert "--per-phase=True cannot stand with --phase decode; give one of the two" in outcome.err
+    assert "--per-phase=True cannot be combined with --phase decode; give one of the two" in outcome.err
 
 
 def test_a_rule_that_matches_no_layer_is_bad_usage(run):

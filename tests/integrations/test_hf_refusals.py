@@ -130,7 +130,7 @@ def test_a_matrix_of_a_mask_is_refused(llama: Any, dtype: torch.dtype) -> None:
 
 def test_packed_sequences_are_refused(llama: Any) -> None:
     positions = torch.cat([torch.arange(9), torch.arange(12)])[None].expand(3, -1)
-    assert "packed sequences apart" in refusal(llama, position_ids=positions, use_cache=False)
+    assert "it separates packed sequences" in refusal(llama, position_ids=positions, use_cache=False)
 
 
 def test_a_padding_mask_of_the_new_tokens_alone_is_refused(llama: Any) -> None:

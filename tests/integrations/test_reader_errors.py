@@ -40,7 +40,7 @@ def test_a_name_of_the_hub_is_not_downloaded():
 
 
 def test_a_folder_without_a_configuration(tmp_path):
-    assert refusal(tmp_path) == f"{tmp_path}: the folder holds no config.json"
+    assert refusal(tmp_path) == f"{tmp_path}: the folder has no config.json"
 
 
 def test_a_folder_with_a_configuration_is_read(small, tmp_path):
@@ -68,7 +68,7 @@ def test_bytes_that_are_not_text(tmp_path):
     ("content", "kind"), [([], "list"), ("3", "number"), ("null", "null"), ('"a"', "string")]
 )
 def test_json_of_something_else(content, kind, written):
-    assert f"holds a JSON {kind}; a model configuration is a JSON object" in refusal(written(content))
+    assert f"contains a JSON {kind}; a model configuration is a JSON object" in refusal(written(content))
 
 
 def test_an_object_without_a_model_type_is_told_the_field(written):

@@ -37,7 +37,7 @@ from attnplug.integrations.transformers import read_config
         ("Mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln=True"),
     ],
 )
-def test_attention_that_no_spec_can_say_is_refused(name, fields, reason, small):
+def test_attention_that_a_spec_cannot_describe_is_refused(name, fields, reason, small):
     with pytest.raises(ModelConfigError, match=reason):
         read_config(small(name, **fields))
 
@@ -48,7 +48,7 @@ def test_the_message_names_the_layer_and_is_one_sentence(small):
 
     assert str(caught.value) == (
         "encoder.block.0.layer.0.SelfAttention: T5Attention adds a relative position bias to its logits; "
-        "no LayerSpec can say that"
+        "a LayerSpec cannot describe that"
     )
 
 
@@ -105,7 +105,7 @@ def test_a_window_beside_a_mask_that_does_not_have_it_is_noticed(small, monkeypa
     causal = modeling.create_causal_mask
     monkeypatch.setattr(modeling, "create_sliding_window_causal_mask", causal)
 
-    with pytest.raises(ModelConfigError, match="passes sliding_window=16 beside a mask that says otherwise"):
+    with pytest.raises(ModelConfigError, match="passes sliding_window=16, which contradicts its mask"):
         read_config(small("Mistral", sliding_window=16))
 
 

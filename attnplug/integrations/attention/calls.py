@@ -1,4 +1,4 @@
-"""One call of the attention function, read into a LayerSpec and a mask, or refused."""
+"""One call of the attention function: checked, then read as a LayerSpec and a mask."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SPREAD = f"give each sequence a row of its own, padded, or {_EAGER}"
 class AttentionCall:
     """One call: `query [B, H, Lq, D]`, `key [B, Hkv, Lk, D]`, `value [B, Hkv, Lk, Dv]` of `module`.
 
-    `frame` is the caller's, `layer` what errors call the module.
+    `frame` is the frame of the caller; `layer` names the module in errors.
     """
 
     module: torch.nn.Module
@@ -37,7 +37,11 @@ class AttentionCall:
     frame: FrameType
 
     def check(self, dropout: float, scaling: Any) -> None:
-        """BatchError for what is not served whatever the mask: training, and tensors that do not fit."""
+        """Refuse training, and tensors that no mask makes servable.
+
+        Raises:
+            BatchError: dropout in training, gradients, or shapes, dtypes or a scale that are not served.
+        """
         if dropout and self.module.training:
             remedy = "call model.eval(), or set the model's attention dropout to 0"
             raise BatchError("dropout", dropout, f"cannot be served: {self.layer} is in training", remedy)
@@ -45,12 +49,8 @@ class AttentionCall:
         needing = [name for name, tensor in tensors.items() if tensor.requires_grad]
         if needing and torch.is_grad_enabled():
             limit = f"cannot be served in {self.layer}: attnplug's backends have no backward pass"
-            raise BatchError(
-                "requires_grad",
-                needing,
-                limit,
-                "run the model under torch.no_grad() or torch.inference_mode()",
-            )
+            remedy = "run the model under torch.no_grad() or torch.inference_mode()"
+            raise BatchError("requires_grad", needing, limit, remedy)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         query, key, value = self.query.shape, self.key.shape, self.value.shape
         fits = len(query) == len(key) == len(value) == 4 and key[:3] == value[:3]
@@ -68,8 +68,8 @@ class AttentionCall:
         """The step's mask.
 
         Raises:
-            BatchError: a mask that is no pattern, one that does not fit the tensors, or none where it is
-                not said whether the layer is causal.
+            BatchError: the mask has no known pattern or does not fit the tensors; or there is none, and
+                the layer may be causal.
         """
         batch, q_length, kv_length = self.query.shape[0], self.query.shape[2], self.key.shape[2]
         if isinstance(given, PatternMask):
@@ -78,26 +78,27 @@ class AttentionCall:
                 limit = f"cannot be served in {self.layer}: {step}"
                 raise BatchError("attention_mask", tuple(given.shape), limit, _SPREAD)
             if (step.batch, step.q_length, step.kv_length) != (batch, q_length, kv_length):
-                found = (step.batch, 1, step.q_length, step.kv_length)
+                shape = (step.batch, 1, step.q_length, step.kv_length)
                 limit = f"must be {(batch, 1, q_length, kv_length)} for the tensors of {self.layer}"
-                raise BatchError("attention_mask", found, limit, _EAGER)
+                raise BatchError("attention_mask", shape, limit, _EAGER)
             return step
         if given is not None:
-            found_tensor = isinstance(given, torch.Tensor)
-            found_text = f"{given.dtype} {tuple(given.shape)}" if found_tensor else type(given).__name__
-            limit = (
-                f"in {self.layer} is a mask of its own: only the causal, windowed, chunked and full masks that "
-                "transformers makes, with padding, are served"
+            found = (
+                f"{given.dtype} {tuple(given.shape)}"
+                if isinstance(given, torch.Tensor)
+                else type(given).__name__
             )
-            raise BatchError("attention_mask", found_text, limit, "pass a 2-D padding mask, or " + _EAGER)
+            limit = (
+                f"in {self.layer} was not made by transformers' mask functions: only causal, windowed, chunked "
+                "and full masks, with padding, are served"
+            )
+            raise BatchError("attention_mask", found, limit, "pass a 2-D padding mask, or " + _EAGER)
         causal = self.keywords.is_causal
         if causal is None:
             causal = getattr(self.module, "is_causal", None)
         if q_length > 1 and causal is not False:
-            limit = (
-                f"in {self.layer}, which has is_causal={causal}: its own attention would see every key, "
-                "other implementations would not"
-            )
+            # Without a mask, eager attention sees every key, while sdpa and flash attention are causal.
+            limit = f"in {self.layer} is ambiguous with is_causal={causal}: implementations differ in the keys they see"
             raise BatchError("attention_mask", None, limit, "pass is_causal=False, or " + _EAGER)
         return StepMask(
             pattern=_FULL,
@@ -110,16 +111,16 @@ class AttentionCall:
         )
 
     def spec(self, step: StepMask, scaling: float | None) -> LayerSpec:
-        """What the call asks for.
+        """The requirements of the call.
 
         Raises:
-            BatchError: a window beside a mask that says otherwise, or one over cross attention.
-            SpecError: numbers that mean nothing, as a scale below 0.
+            BatchError: a window that contradicts the mask, or one over cross attention.
+            SpecError: an impossible number, such as a scale below 0.
         """
         pattern = step.pattern
         kind = self._kind(pattern)
         if kind is AttentionType.ENCODER_DECODER and pattern.window != (-1, -1):
-            limit = f"is over keys of another sequence than the queries' in {self.layer}"
+            limit = f"cannot be applied to the cross attention of {self.layer}"
             raise BatchError("window", pattern.window, limit, _EAGER)
         self._check_window(pattern)
         query = self.query.shape
@@ -152,8 +153,8 @@ class AttentionCall:
     def _is_self_attention(self) -> bool:
         """Whether the module was given one sequence of hidden states only.
 
-        Padding of keys is then padding of queries too. What cannot be told apart is taken for cross
-        attention, which is right for both.
+        If so, padding applies to both keys and queries. Unclear cases count as cross attention, which is
+        correct for both.
         """
         local = self.frame.f_locals
         if local.get("self") is not self.module:
@@ -167,6 +168,8 @@ class AttentionCall:
         asked = self.keywords.sliding_window
         if asked is None or pattern.window[0] == asked - 1 or asked > self.key.shape[2]:
             return
-        said = f"window={pattern.window}, chunk_size={pattern.chunk_size}"
-        limit = f"in {self.layer} stands beside a mask that says {said}"
+        limit = (
+            f"in {self.layer} contradicts its mask, which has window={pattern.window}, "
+            f"chunk_size={pattern.chunk_size}"
+        )
         raise BatchError("sliding_window", asked, limit, _EAGER)

@@ -1,4 +1,4 @@
-"""The two functions that transformers calls: one makes a step's mask, the other attends."""
+"""The two functions that transformers calls: one makes the mask of a step, the other computes attention."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from attnplug.core.spec import AttentionType
 from attnplug.integrations.attention.calls import AttentionCall
 from attnplug.integrations.attention.keywords import read_keywords
-from attnplug.integrations.attention.layer_names import running_name
-from attnplug.integrations.attention.layers import serve, served
+from attnplug.integrations.attention.layers import add_state, layer_state, name_in_model
 from attnplug.integrations.attention.mask_functions import UnknownMaskError, read_mask_function
 from attnplug.integrations.attention.step_mask import PatternMask, StepMask
 
@@ -37,8 +36,8 @@ def attention_mask(
         kv_length: keys that attention will be given.
         q_offset: position of the first query.
         kv_offset: position of the first key.
-        mask_function: says which query sees which key, by positions.
-        attention_mask: bool `[B, L]`, False where there is no token; None where all are real.
+        mask_function: tells whether a query position sees a key position.
+        attention_mask: bool `[B, L]`, False for padding; None without padding.
         device: where the model runs.
     """
     where = torch.device(device)
@@ -79,21 +78,21 @@ def attention(
         query: `[B, H, Lq, D]`.
         key: `[B, Hkv, Lk, D]`.
         value: `[B, Hkv, Lk, Dv]`.
-        attention_mask: what `attention_mask` made of the step, or None.
+        attention_mask: the result of `attention_mask` for this step, or None.
         dropout: must be 0 in training.
-        scaling: softmax scale; None is `D ** -0.5`.
-        **keywords: `is_causal`, `sliding_window`, `softcap`, `s_aux` and what changes nothing.
+        scaling: softmax scale; None means `D ** -0.5`.
+        **keywords: `is_causal`, `sliding_window`, `softcap`, `s_aux`, and keywords without an effect.
 
     Returns:
-        `[B, Lq, H, Dv]`, contiguous, zeros where a query is padding; and None for the weights.
+        `[B, Lq, H, Dv]`, contiguous, with zeros for padding; and None for the weights.
 
     Raises:
-        BatchError: a keyword, mask or tensor that asks for what is not served.
-        SpecError: a layer that means nothing, as a scale below 0.
+        BatchError: a keyword, mask or tensor that is not served.
+        SpecError: an impossible layer, such as one with a scale below 0.
         NoBackendError: no backend serves the layer.
     """
     frame = sys._getframe(1)
-    layer = served(module) or serve(module, running_name(module, frame))
+    layer = layer_state(module) or add_state(module, name_in_model(module, frame))
     where = f"{layer.name} ({type(module).__name__})"
     if getattr(getattr(module, "config", None), "output_attentions", False):
         keywords["output_attentions"] = True

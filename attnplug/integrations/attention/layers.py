@@ -1,13 +1,15 @@
-"""What serves one attention module: its decision, impl and builder, kept on the module itself."""
+"""The backend of one attention module: decision, impl and builder, stored on the module itself."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 from collections.abc import Hashable
+from types import FrameType
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from attnplug.core.config import BuilderConfig
 from attnplug.core.impl import AttentionImpl, LayerTensors
@@ -18,38 +20,38 @@ from attnplug.integrations.attention.step_mask import StepMask
 from attnplug.registry.decision import Decision
 from attnplug.registry.default import select
 
-__all__ = ["ServedLayer", "serve", "served"]
+__all__ = ["LayerState", "add_state", "layer_state", "name_in_model"]
 
 _log = logging.getLogger("attnplug")
 _ATTRIBUTE = "_attnplug"
 
 
-class ServedLayer:
-    """The state of one module; a copied or pickled module starts without any."""
+class LayerState:
+    """The decision and bindings of one module; copies and pickles of it keep the name alone."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.decision: Decision | None = None
         self._bindings: dict[Hashable, _Binding] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ServedLayer:
-        return ServedLayer(self.name)
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
+        return LayerState(self.name)
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
-        return ServedLayer, (self.name,)
+        return LayerState, (self.name,)
 
     def binding(self, spec: LayerSpec, device: torch.device, sinks: torch.Tensor | None) -> _Binding:
-        """The impl and builder for `spec` under the rules that hold now; made when first needed.
+        """The impl and builder for `spec` under the current selection rules; made on first use.
 
         Raises:
-            NoBackendError, BackendUnavailableError, PolicyError: as `attnplug.select`.
+            NoBackendError, BackendUnavailableError, PolicyError: see `attnplug.select`.
             SpecError: sinks that are not one number per head.
         """
         decision = select(spec, device, layer_name=self.name)
         backend = decision.get_backend_cls()
         key = (backend, spec, device, decision.options)
         found = self._bindings.get(key)
-        version = _version(sinks)
+        version = _sinks_version(sinks)
         if found is None or found.sinks_version != version:
             found = _Binding.make(decision, self.name, device, sinks)
             self._bindings[key] = found
@@ -60,22 +62,45 @@ class ServedLayer:
         return found
 
 
-def served(module: torch.nn.Module) -> ServedLayer | None:
-    """The state of `module`, or None where it has never called attnplug."""
+def layer_state(module: torch.nn.Module) -> LayerState | None:
+    """The state of `module`; None if it has never called attnplug."""
     found = module.__dict__.get(_ATTRIBUTE)
-    return found if isinstance(found, ServedLayer) else None
+    return found if isinstance(found, LayerState) else None
 
 
-def serve(module: torch.nn.Module, name: str) -> ServedLayer:
-    """A state for `module`, kept on it."""
-    layer = ServedLayer(name)
-    object.__setattr__(module, _ATTRIBUTE, layer)
-    return layer
+def add_state(module: torch.nn.Module, name: str) -> LayerState:
+    """Give `module` a new state."""
+    state = LayerState(name)
+    object.__setattr__(module, _ATTRIBUTE, state)
+    return state
+
+
+def name_in_model(module: torch.nn.Module, frame: FrameType | None) -> str:
+    """The path of `module` in the outermost running model, such as "model.layers.0.self_attn".
+
+    The models are found from `frame`, the caller's, because transformers passes attention functions only the
+    module. A module that runs alone is named by its class and `layer_idx`.
+    """
+    models: list[PreTrainedModel] = []
+    while frame is not None:
+        # Reading f_locals builds a dictionary, so frames other than methods are skipped.
+        if frame.f_code.co_varnames[:1] == ("self",):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, PreTrainedModel):
+                models.append(owner)
+        frame = frame.f_back
+    for model in reversed(models):
+        paths = [name for name, part in model.named_modules() if part is module]
+        if paths:
+            return str(paths[0])
+    index = getattr(module, "layer_idx", None)
+    name = type(module).__name__
+    return name if index is None else f"{name}.{index}"
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _EngineLayer:
-    """What an impl may ask of the engine's layer: nothing is quantised here, so all scales are 1."""
+    """The engine's layer as impls see it. All scales are 1: queries, keys and values are not quantised."""
 
     impl: Any
     _q_scale: torch.Tensor
@@ -109,13 +134,15 @@ class _Binding:
         )
         impl.process_weights_after_loading(getattr(torch, decision.spec.dtype))
         one = torch.ones((), device=device)
-        return cls(decision, name, device, impl, _EngineLayer(impl, one, one, one, one), _version(sinks))
+        return cls(
+            decision, name, device, impl, _EngineLayer(impl, one, one, one, one), _sinks_version(sinks)
+        )
 
     def metadata(self, step: StepMask, packing: Packing, is_shared: bool) -> Any:
-        """What the backend makes of the step.
+        """The backend's metadata for the step.
 
-        Built once for all layers that share the mask, the backend and the spec (`is_shared`); for a
-        layer that is given no mask, once for each shape.
+        Layers that share a mask, backend and spec share it (`is_shared`). A layer without a mask builds
+        one for each shape.
         """
         if not is_shared:
             shape = (step.batch, step.q_length, step.kv_length)
@@ -131,8 +158,10 @@ class _Binding:
         common = packing.common
         builder = self.builder
         self._unmasked = None
-        if builder is None or not _holds(builder.config, common.num_reqs, common.num_actual_tokens):
-            builder = self.builder = self._make_builder(common.num_reqs, common.num_actual_tokens)
+        reqs, tokens = common.num_reqs, common.num_actual_tokens
+        config = None if builder is None else builder.config
+        if config is None or reqs > config.max_num_seqs or tokens > config.max_num_batched_tokens:
+            builder = self.builder = self._make_builder(reqs, tokens)
         return builder.build(0, common)
 
     def _make_builder(self, reqs: int, tokens: int) -> AttentionMetadataBuilder[Any]:
@@ -142,21 +171,17 @@ class _Binding:
             max_num_seqs=max(default.max_num_seqs, _power_of_two(reqs)),
             max_num_batched_tokens=max(default.max_num_batched_tokens, _power_of_two(tokens)),
         )
-        no_cache: Any = None  # direct K and V are in no pages
+        no_cache: Any = None  # transformers keeps the cache, so the layer has no pages
         cls = self.decision.get_backend_cls().get_builder_cls()
         return cls(no_cache, [self.name], config, self.device)
-
-
-def _holds(config: BuilderConfig, reqs: int, tokens: int) -> bool:
-    return reqs <= config.max_num_seqs and tokens <= config.max_num_batched_tokens
 
 
 def _power_of_two(count: int) -> int:
     return 1 << max(count - 1, 0).bit_length()
 
 
-def _version(sinks: torch.Tensor | None) -> Hashable:
-    """Differs once the sinks are replaced, moved or written to."""
+def _sinks_version(sinks: torch.Tensor | None) -> Hashable:
+    """A value that changes when the sinks are replaced, moved or written to."""
     if sinks is None:
         return None
     return (sinks.data_ptr(), sinks.dtype, None if sinks.is_inference() else sinks._version)

@@ -1,4 +1,4 @@
-"""What a transformers mask function says: a pattern of positions, and the tensors it depends on besides."""
+"""The pattern of positions in a transformers mask function, and the tensors that it depends on."""
 
 from __future__ import annotations
 
@@ -10,26 +10,16 @@ from typing import Any
 
 import torch
 
-from attnplug.integrations.reader.mask_pattern import (
-    MaskFunction,
-    MaskPattern,
-    UnknownMaskError,
-    read_mask,
-)
+from attnplug.integrations.reader.mask_pattern import MaskFunction, MaskPattern, UnknownMaskError, read_mask
 
 __all__ = ["MaskReading", "UnknownMaskError", "read_mask_function"]
 
 _LIBRARY = "transformers.masking_utils"
-_PACKED = "it keeps packed sequences apart (position_ids restart inside a row)"
-_BLOCKS = "spans of tokens see each other in both directions"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class MaskReading:
-    """One mask function as it was read.
-
-    `left_padding` is the int tensor `[B]` of each row's first token, where chunks are counted from it.
-    """
+    """The pattern of one mask function; `left_padding`, int `[B]`, is each row's first token, where chunks begin."""
 
     pattern: MaskPattern
     left_padding: torch.Tensor | None
@@ -38,18 +28,18 @@ class MaskReading:
 def read_mask_function(
     function: MaskFunction, batch: int, queries: range, keys: range, device: torch.device
 ) -> MaskReading:
-    """The pattern of `function`, asked about rows `0 .. batch - 1` and these positions.
+    """The pattern of `function` for rows `0 .. batch - 1` and these positions.
 
-    transformers' own functions are read once for each window and chunk; any other is evaluated at every
-    position asked about, as transformers itself would.
+    transformers' own functions are read once for each window and chunk. Other functions are also evaluated at
+    every given position.
 
     Raises:
         UnknownMaskError: it is neither full, causal, a window nor chunks.
     """
     walk = _Walk()
-    code = walk.code(function)
+    key, plain = walk.visit(function, "mask_function")
     try:
-        pattern = _pattern(code)
+        pattern = _pattern(_Code(key, plain))
     except UnknownMaskError:
         raise
     except Exception as error:
@@ -63,7 +53,7 @@ def read_mask_function(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Code:
-    """A mask function without its tensors, equal to any other with the same code and constants."""
+    """A mask function without its tensors; equal to all others with the same code and constants."""
 
     key: Hashable
     function: MaskFunction = dataclasses.field(compare=False)
@@ -75,21 +65,21 @@ def _pattern(code: _Code) -> MaskPattern:
 
 
 class _Walk:
-    """Takes a mask function apart: its code and constants make a key, its tensors are judged by name."""
+    """Takes a mask function apart: code and constants make a cache key, and tensors are judged by name.
+
+    `foreign` is set if a part of the function is not transformers' own.
+    """
 
     def __init__(self) -> None:
         self.foreign = False
         self.left_padding: torch.Tensor | None = None
 
-    def code(self, function: MaskFunction) -> _Code:
-        key, plain = self._part(function, "mask_function")
-        return _Code(key, plain)
-
-    def _part(self, value: Any, name: str) -> tuple[Hashable, Any]:
+    def visit(self, value: Any, name: str) -> tuple[Hashable, Any]:
+        """The cache key of `value`, and `value` with meta tensors."""
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if isinstance(value, tuple):
-            parts = [self._part(item, name) for item in value]
+            parts = [self.visit(item, name) for item in value]
             return tuple(key for key, _ in parts), tuple(plain for _, plain in parts)
         if isinstance(value, torch.Tensor):
             return name, self._tensor(value, name)
@@ -101,8 +91,8 @@ class _Walk:
         if function.__globals__.get("__name__") != _LIBRARY:
             self.foreign = True
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        parts = [self._part(cell.cell_contents, name) for name, cell in cells]
-        defaults = self._part(function.__defaults__, "default")
+        parts = [self.visit(cell.cell_contents, name) for name, cell in cells]
+        defaults = self.visit(function.__defaults__, "default")
         plain = types.FunctionType(
             function.__code__,
             function.__globals__,
@@ -113,15 +103,15 @@ class _Walk:
         return (function.__code__, defaults[0], tuple(key for key, _ in parts)), plain
 
     def _tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """A meta tensor in place of one that does not change the pattern; the reader makes it real."""
+        """A meta tensor in place of one that does not change the pattern; `read_mask` makes it real."""
         if name == "left_padding":
             self.left_padding = tensor
         elif name == "packed_sequence_mask":
-            raise UnknownMaskError(_PACKED)
+            raise UnknownMaskError("it separates packed sequences (position_ids restart inside a row)")
         elif name != "block_sequence_ids":
             raise UnknownMaskError(f"it depends on the tensor {name}")
         elif bool((tensor >= 0).any()):
-            raise UnknownMaskError(_BLOCKS)
+            raise UnknownMaskError("spans of tokens see each other in both directions")
         return tensor.to("meta")
 
 

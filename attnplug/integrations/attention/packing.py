@@ -1,4 +1,4 @@
-"""Rows of padded `[B, H, L, D]` tensors packed as requests, and back; the batch that backends are told."""
+"""Padded `[B, H, L, D]` tensors as packed requests, and back; the batch metadata for backends."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _Ints: TypeAlias = npt.NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Which of the rows of `[B, H, L, D]` are tokens: the first `count` of each, or those at `index`.
+    """The tokens of `[B, H, L, D]`: the first `count` of each row, or those at `index`.
 
-    `index` is (row of the batch, place in it), two int64 tensors `[T]`, request after request.
+    `index` is (row, position), two int64 tensors `[T]` in order of requests.
     """
 
     count: int
     index: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[T, H, D]` of `tensor [B, H, L, D]`; a view where one request is whole."""
+        """`[T, H, D]` of `tensor [B, H, L, D]`; a view for one request without padding."""
         tokens = tensor.transpose(1, 2)
         return tokens[:, : self.count].flatten(0, 1) if self.index is None else tokens[self.index]
 
     def unpack(self, packed: torch.Tensor, batch: int) -> torch.Tensor:
-        """`[B, L, H, D]` of `packed [T, H, D]`, contiguous, with zeros where there is no token."""
+        """`[B, L, H, D]` of `packed [T, H, D]`, contiguous, with zeros for padding."""
         if self.index is None:
             return packed.view(batch, self.count, *packed.shape[1:])
         rows = packed.new_zeros(batch, self.count, *packed.shape[1:])
@@ -45,7 +45,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """The batch of one step: where its queries and keys are, and what backends are told of it."""
+    """The batch of one step: rows of its queries and keys, and the metadata for backends."""
 
     queries: Rows
     keys: Rows
@@ -60,7 +60,7 @@ def pack_all(
     padding: _Bools | None,
     device: torch.device,
 ) -> Packing:
-    """Every query with the keys that are tokens, in no order: cross attention.
+    """Cross attention: every query sees all keys that are tokens.
 
     Raises:
         BatchError: a padding mask of another batch size.
@@ -86,14 +86,14 @@ def pack_real(
     left_padding: npt.NDArray[np.int64] | None,
     device: torch.device,
 ) -> Packing:
-    """Self-attention: the queries that are tokens are the last tokens of each request.
+    """Self-attention: the queries are the last tokens of each request.
 
-    `queries` and `keys` are positions with padding. Keys past the last query (the unused end of a static
-    cache) are left out.
+    `queries` and `keys` are positions that count padding. Keys past the last query, at the unused end of a
+    static cache, are dropped.
 
     Raises:
-        BatchError: a mask that does not cover the sequence, padding between the tokens of a row under a
-            window or chunks, or chunks counted from elsewhere than a row's first token.
+        BatchError: a mask that does not cover the sequence; under a window or chunks, padding between the tokens
+            of a row; or chunks that do not begin at a row's first token.
     """
     end = queries.stop
     if keys.start > queries.start or keys.stop < end:
@@ -133,16 +133,15 @@ def _common(
 ) -> CommonAttentionMetadata:
     query_starts, key_starts = _starts(query_lens), _starts(key_lens)
     tokens = int(query_starts[-1])
-    reqs = len(query_lens)
     return CommonAttentionMetadata(
         query_start_loc=query_starts.to(device),
         query_start_loc_cpu=query_starts,
         seq_lens=torch.from_numpy(seq_lens.copy()).to(device),
-        num_reqs=reqs,
+        num_reqs=len(query_lens),
         num_actual_tokens=tokens,
         max_query_len=int(query_lens.max(initial=0)),
         max_seq_len=int(seq_lens.max(initial=0)),
-        block_table_tensor=torch.zeros(reqs, 0, dtype=torch.int32, device=device),
+        block_table_tensor=torch.zeros(len(query_lens), 0, dtype=torch.int32, device=device),
         slot_mapping=torch.full((tokens,), PAD_SLOT_ID, dtype=torch.int64, device=device),
         causal=causal,
         key_start_loc=key_starts.to(device),
@@ -165,7 +164,7 @@ def _check_rows(padding: _Bools, batch: int) -> None:
 def _check_covers(padding: _Bools, batch: int, end: int) -> None:
     _check_rows(padding, batch)
     if padding.shape[1] < end:
-        limit = f"must cover all {end} positions, those in the cache included"
+        limit = f"must cover all {end} positions, including those in the cache"
         raise BatchError("attention_mask", padding.shape, limit, "extend it with each step")
 
 
@@ -175,7 +174,7 @@ def _check_unbroken(real: _Bools) -> None:
     if broken.any():
         row = int(broken.argmax())
         runs = int((edges[row] == 1).sum())
-        limit = "must be one run under a window or chunks, whose distances count every position"
+        limit = "must be one run: distances in a window or chunk count every position"
         remedy = "pad at the left or right of each row only, or use attn_implementation='eager'"
         raise BatchError("attention_mask", f"{runs} runs of tokens in row {row}", limit, remedy)
 

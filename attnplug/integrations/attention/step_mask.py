@@ -1,4 +1,4 @@
-"""The mask of one step as the pattern it is, in the shape of the tensor that models pass along."""
+"""The mask of one step as a pattern, inside a tensor that models can pass to attention."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["PatternMask", "StepMask"]
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
 class StepMask:
-    """Which keys the queries of one step see; what is made of it is kept for the step's other layers.
+    """The keys that the queries of one step see; caches packings and metadata for all layers of the step.
 
-    Query j stands at `q_offset + j`, key i at `kv_offset + i`, counted with padding. `padding` is bool
-    `[B, at least q_offset + q_length]`, False where there is no token, or None where all are real.
+    Positions count padding: query j is at `q_offset + j`, key i at `kv_offset + i`. `padding` is bool
+    `[B, at least q_offset + q_length]`, False for padding; None without padding.
     """
 
     pattern: MaskPattern
@@ -36,12 +36,10 @@ class StepMask:
     packings: dict[Hashable, Packing] = dataclasses.field(default_factory=dict)
 
     def packing(self, device: torch.device, *, is_cross: bool) -> Packing:
-        """How rows are packed on `device`; made once.
-
-        With `is_cross` the mask is about keys alone, and every query is taken as real.
+        """The packed rows on `device`, cached. With `is_cross` the mask applies to keys only.
 
         Raises:
-            BatchError: padding between tokens under a window, chunks or a mask that cannot be placed.
+            BatchError: padding between tokens under a window or chunks, or a mask of another size.
         """
         key = (device, is_cross)
         if key not in self.packings:
@@ -65,19 +63,18 @@ class StepMask:
 
 
 class PatternMask(torch.Tensor):
-    """Looks like a bool mask `[B, 1, Lq, Lk]`, holds no values, and carries a StepMask in `.step`.
+    """A bool mask `[B, 1, Lq, Lk]` without values, and with a StepMask in `.step`.
 
-    For a mask that is no pattern `.step` is the sentence why; it is refused by the layer that is given
-    it, as models make masks that no layer uses. A model may pass a mask on, move it or take all of it.
-    Whatever would read or alter its values raises BatchError: the result would no longer say what the
-    pattern says.
+    `.step` is a reason if the mask has no known pattern. The layer that receives it then refuses it: models
+    also make masks that no layer uses. A model may pass a mask on, move it or slice all of it. Reading or
+    changing its values raises BatchError, because the pattern would no longer describe the result.
     """
 
     step: StepMask | str
 
     @classmethod
     def of(cls, step: StepMask | str, shape: tuple[int, int, int, int], device: torch.device) -> PatternMask:
-        """The mask that stands for `step`; takes no memory."""
+        """A mask for `step`; takes no memory."""
         mask = torch.zeros((), dtype=torch.bool, device=device).expand(shape).as_subclass(cls)
         mask.step = step
         return mask
@@ -93,7 +90,7 @@ class PatternMask(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answers questions about the shape, gives itself where nothing changes, refuses the rest."""
+        """Answers questions about the shape, returns itself if nothing changes, and refuses all else."""
         name = getattr(func, "__name__", str(func))
         if name in _SAME and isinstance(args[0], cls):
             return args[0]
@@ -104,10 +101,10 @@ class PatternMask(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if TracingContext.try_get() is not None:
-            limit = "cannot be carried through torch.compile: a pattern is no tensor that it could trace"
+            limit = "cannot be carried through torch.compile, which cannot trace a mask without values"
             remedy = "run the model as it is; with generate(), pass disable_compile=True"
             raise BatchError("attention_mask", cls.__name__, limit, remedy)
-        limit = "must reach attention as transformers made it: a mask that the model alters or reads is no pattern"
+        limit = "must reach attention unchanged: attnplug cannot see what the model makes of a mask's values"
         raise BatchError("attention_mask", f"changed by {name}", limit, "use attn_implementation='eager'")
 
 

@@ -1,1 +1,1 @@
-"""How a model configuration becomes LayerSpecs: one concept per module, transformers needed."""
+"""Reads model configurations into LayerSpecs; needs transformers."""

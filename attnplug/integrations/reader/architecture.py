@@ -1,4 +1,4 @@
-"""Which model class a configuration belongs to, and that class built without weights."""
+"""The model class of a configuration, and a model of it built without weights."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from transformers.models.auto import modeling_auto
 from attnplug.core.errors import ModelConfigError
 from attnplug.integrations.reader.quiet import one_line
 
-__all__ = ["build", "model_class"]
+__all__ = ["build_model"]
 
 _TOWERS = ("vision_config", "audio_config", "speech_config")
 
 
-def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that `architectures` names, or else the family's own for what the configuration is."""
+def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class named in `architectures`; else the family's class for this kind of configuration."""
     for name in config.architectures or ():
         found = getattr(transformers, name, None)
         if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
@@ -55,13 +55,13 @@ def _mappings(config: PreTrainedConfig) -> Iterator[Any]:
     yield modeling_auto.MODEL_MAPPING
 
 
-def build(config: PreTrainedConfig, attention: str | dict[str, str]) -> PreTrainedModel:
+def build_model(config: PreTrainedConfig, attention: str | dict[str, str]) -> PreTrainedModel:
     """The model on the meta device, in evaluation mode, with the attention function of that name.
 
-    `config` is copied, not changed. ModelConfigError where the class cannot be built from it; KeyError of
-    the name where the class has a table of attention functions that lacks it.
+    `config` is copied, not changed. A class that cannot be built raises ModelConfigError. A class whose own
+    table of attention functions lacks the name raises KeyError of that name.
     """
-    cls: Any = model_class(config)
+    cls: Any = _model_class(config)
     config = copy.deepcopy(config)
     text = config.get_text_config()
     if text is not config and cls.config_class is type(text):

@@ -1,4 +1,4 @@
-"""From a path to a PreTrainedConfig: local files only, and a sentence for everything that can be wrong."""
+"""Loads a PreTrainedConfig from a local path, with an error for each possible fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
 
 def load_config(source: str | os.PathLike[str] | PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration object that `source` is or holds. ModelConfigError where there is none."""
+    """The configuration in `source`, or `source` itself. ModelConfigError if it cannot be read."""
     if isinstance(source, PreTrainedConfig):
         if not source.model_type:
             raise ModelConfigError(
@@ -52,7 +52,7 @@ def load_config(source: str | os.PathLike[str] | PreTrainedConfig) -> PreTrained
 def _config_path(path: Path) -> Path:
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelConfigError(f"{path}: the folder holds no config.json")
+            raise ModelConfigError(f"{path}: the folder has no config.json")
         return path / "config.json"
     if not path.exists():
         raise ModelConfigError(
@@ -74,7 +74,7 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ModelConfigError(f"{path}: not JSON: {one_line(error)}") from error
     if not isinstance(data, dict):
         kind = {list: "list", str: "string", type(None): "null", bool: "boolean"}.get(type(data), "number")
-        raise ModelConfigError(f"{path}: holds a JSON {kind}; a model configuration is a JSON object")
+        raise ModelConfigError(f"{path}: contains a JSON {kind}; a model configuration is a JSON object")
     return data
 
 
@@ -93,7 +93,7 @@ def _check_model_type(path: Path, data: dict[str, Any]) -> None:
 
 
 def _check_sizes(path: Path, data: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Refuse a file that leaves a size out: the family's default would stand for a model of another size."""
+    """Refuse a file without a size: the family's default would describe a model of another size."""
     if config.sub_configs:
         return
     default = type(config)()

@@ -1,4 +1,4 @@
-"""Whether a modelling file's own attention gives the numbers that scale, soft cap, mask and sinks describe."""
+"""Compares a modelling file's own attention with softmax attention of its scale, soft cap, mask and sinks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _TOKENS = 6
 
 
 class CheckFailedError(Exception):
-    """The file's own attention does something that the call does not say."""
+    """The file's own attention cannot be run, or its arguments do not describe its result."""
 
 
 def check_eager(call: AttentionCall) -> bool:
-    """Run the file's own attention on small random tensors and compare; True where it uses sinks.
+    """Run the file's own attention on small random tensors and compare; True if it uses sinks.
 
-    A function that reads a parameter of its module (sinks) is given random ones of the same shape.
-    CheckFailedError where the result is not softmax attention with what the call passes.
+    If the function reads a parameter of its module (sinks), it gets random values of the same shape.
+    CheckFailedError if the result differs from softmax attention with the call's arguments.
     """
     if call.eager is None:
         raise CheckFailedError("the modelling file has no attention function of its own to compare with")
@@ -74,7 +74,7 @@ def _attention(
 
 
 class _Standin:
-    """An attention module with real random tensors in place of its meta ones, and a note of those read."""
+    """An attention module with random tensors in place of meta tensors; records the tensors read."""
 
     def __init__(self, module: torch.nn.Module, generator: torch.Generator) -> None:
         self._module = module
@@ -83,7 +83,7 @@ class _Standin:
         self._read: list[torch.Tensor] = []
 
     def real(self, value: Any) -> Any:
-        """`value`, or for a meta tensor the random tensor that stands for it here."""
+        """`value`; for a meta tensor, its random replacement."""
         if not (isinstance(value, torch.Tensor) and value.is_meta):
             return value
         if id(value) not in self._real:
@@ -93,9 +93,8 @@ class _Standin:
         return self._real[id(value)]
 
     def sinks_read(self, heads: int) -> torch.Tensor | None:
-        """The tensor of one number per head that the function took from its module, if any."""
-        found = [tensor for tensor in self._read if tensor.numel() == heads]
-        return found[0] if found else None
+        """The tensor of one number per head that the function read from its module, if any."""
+        return next((tensor for tensor in self._read if tensor.numel() == heads), None)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)

@@ -1,4 +1,4 @@
-"""Inputs on the meta device with which a model runs once, and the lengths they are told apart by."""
+"""Inputs on the meta device for one run of a model, with a distinct length for each sequence."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-__all__ = ["DECODER_LENGTH", "ENCODER_LENGTH", "key_lengths", "variants"]
+__all__ = ["DECODER_LENGTH", "ENCODER_LENGTH", "input_variants", "key_lengths"]
 
 DECODER_LENGTH = 61
-"""Tokens of a decoder, or of a model without one: a prime, to be no other dimension by chance."""
+"""Tokens of a decoder, or of a model without one. A prime is unlikely to equal another dimension."""
 ENCODER_LENGTH = 43
-"""Tokens given to an encoder that a decoder reads."""
+"""Tokens of an encoder whose output a decoder reads."""
 
 
 def key_lengths(model: PreTrainedModel) -> frozenset[int]:
-    """The numbers of keys that attention over these inputs can have."""
+    """The possible numbers of keys in attention over these inputs."""
     config: Any = model.config
     lengths = {DECODER_LENGTH, ENCODER_LENGTH, getattr(config, "max_source_positions", None)}
     return frozenset(length for length in lengths if isinstance(length, int))
 
 
-def variants(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
-    """Keyword arguments to try in turn, until the model runs: the first says most about it."""
+def input_variants(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
+    """Keyword arguments to try in turn until the model runs, the most informative first."""
     accepted = inspect.signature(model.forward).parameters
     plain = _tokens(model)
     if "use_cache" in accepted:
@@ -33,7 +33,7 @@ def variants(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
     if getattr(model.config, "add_cross_attention", False) and "encoder_hidden_states" in accepted:
         shape = (1, ENCODER_LENGTH, model.config.hidden_size)
         plain.setdefault("encoder_hidden_states", torch.zeros(shape, dtype=model.dtype, device="meta"))
-    # Token types bring out the spans of tokens that see each other in both directions.
+    # With token types, models show the spans of tokens that see each other in both directions.
     kinds = {
         name: _ids(DECODER_LENGTH) for name in ("token_type_ids", "mm_token_type_ids") if name in accepted
     }

@@ -1,4 +1,4 @@
-"""From a recorded attention call to a LayerSpec, refusing whatever a LayerSpec cannot say."""
+"""Turns a recorded attention call into a LayerSpec, or refuses one that a LayerSpec cannot describe."""
 
 from __future__ import annotations
 
@@ -19,15 +19,8 @@ __all__ = ["SpecMaker", "make_spec"]
 
 _UNDERSTOOD = frozenset({"sliding_window", "softcap", "s_aux", "is_causal", "indices"})
 _BOOKKEEPING = frozenset(
-    {
-        "cache_position",
-        "layer_idx",
-        "logits_to_keep",
-        "past_key_values",
-        "position_ids",
-        "return_dict",
-        "use_cache",
-    }
+    {"cache_position", "layer_idx", "logits_to_keep", "past_key_values", "position_ids", "return_dict"}
+    | {"use_cache"}
 )
 _EXPLAINED = {
     "position_bias": "adds a relative position bias to its logits",
@@ -36,10 +29,7 @@ _EXPLAINED = {
 
 
 class SpecMaker:
-    """Makes the specs of one model: its shape, its ranks, and the dtype of its paged caches.
-
-    `query_length` is the number of tokens that its decoder was given.
-    """
+    """Makes the specs of one model for `ranks` ranks; `query_length` is the number of decoder tokens."""
 
     def __init__(
         self,
@@ -58,13 +48,13 @@ class SpecMaker:
         self._checked: dict[object, bool] = {}
 
     def spec(self, call: AttentionCall) -> LayerSpec:
-        """The spec of `call`. ModelConfigError names the layer and what no LayerSpec can say of it."""
+        """The spec of `call`. ModelConfigError names the layer and the property that a LayerSpec lacks."""
         _check_keywords(call)
         _check_shapes(call)
         pattern = _pattern(call)
         kind = self._kind(call, pattern)
         paged = kind in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
-        has_sinks = self._verified(call)
+        has_sinks = self._check_for_sinks(call)
         heads, kv_heads = call.query.shape[1], call.key.shape[1]
         mla = latent_dims(call)
         if mla is None:
@@ -97,7 +87,7 @@ class SpecMaker:
         queries, keys = call.query.shape[2], call.key.shape[2]
         if queries != keys:
             if not self._has_cross_attention or queries != self._query_length:
-                raise _refused(call, f"gives {queries} queries {keys} keys, which is no plain attention")
+                raise _refused(call, f"has {queries} queries and {keys} keys, which is not plain attention")
             if pattern.window != (-1, -1):
                 raise _refused(call, "hides encoder keys from cross attention")
             return AttentionType.ENCODER_DECODER
@@ -109,7 +99,8 @@ class SpecMaker:
             raise _refused(call, "is not causal in the decoder")
         return AttentionType.ENCODER
 
-    def _verified(self, call: AttentionCall) -> bool:
+    def _check_for_sinks(self, call: AttentionCall) -> bool:
+        """`check_eager`, run once for calls of the same code and shapes."""
         key = (
             call.eager,
             type(call.module),
@@ -132,7 +123,7 @@ class SpecMaker:
 
 
 def make_spec(path: str, *, num_heads: int, num_kv_heads: int, ranks: int, **fields: Any) -> LayerSpec:
-    """A spec with the heads divided among `ranks`, KV heads replicated where they are fewer."""
+    """A spec with the heads divided among `ranks`; fewer KV heads than ranks are replicated."""
     if num_heads % ranks:
         raise ModelConfigError(
             f"{path}: tensor_parallel_size={ranks} does not divide the {num_heads} attention heads"
@@ -149,7 +140,9 @@ def make_spec(path: str, *, num_heads: int, num_kv_heads: int, ranks: int, **fie
 
 
 def _refused(call: AttentionCall, reason: str) -> ModelConfigError:
-    return ModelConfigError(f"{call.path}: {type(call.module).__name__} {reason}; no LayerSpec can say that")
+    return ModelConfigError(
+        f"{call.path}: {type(call.module).__name__} {reason}; a LayerSpec cannot describe that"
+    )
 
 
 def _check_keywords(call: AttentionCall) -> None:
@@ -170,7 +163,7 @@ def _check_shapes(call: AttentionCall) -> None:
     groups = getattr(call.module, "num_key_value_groups", None)
     if isinstance(groups, int) and query[1] != key[1] * groups:
         raise _refused(
-            call, f"gives {query[1]} query heads {key[1]} KV heads, and says it has {groups} to each"
+            call, f"has {query[1]} query heads and {key[1]} KV heads, but num_key_value_groups={groups}"
         )
 
 
@@ -180,11 +173,11 @@ def _pattern(call: AttentionCall) -> MaskPattern:
     if call.mask is None:
         causal = call.keywords.get("is_causal", getattr(call.module, "is_causal", None))
         if call.query.shape[2] == call.key.shape[2] and causal is not False:
-            raise _refused(call, "is given no mask and does not say whether it is causal")
+            raise _refused(call, "gets no mask and does not define whether it is causal")
         return MaskPattern((-1, -1))
     window = call.keywords.get("sliding_window")
     if window is not None and call.mask.causal and call.mask.window != (window - 1, 0):
-        raise _refused(call, f"passes sliding_window={window} beside a mask that says otherwise")
+        raise _refused(call, f"passes sliding_window={window}, which contradicts its mask")
     return call.mask
 
 
@@ -193,7 +186,7 @@ def _scale(call: AttentionCall) -> float:
         return float(call.query.shape[3] ** -0.5)
     scale = float(call.scaling)
     if scale == 1.0:
-        # Some modules multiply their queries first and leave 1.0 to attention; the model's scale is the product.
+        # Some modules scale their queries and then pass 1.0 to attention; the model's scale is the product.
         for own in (getattr(call.module, "scaling", None), call.query.shape[3] ** -0.5):
             if isinstance(own, float) and any(math.isclose(own, factor) for factor in call.factors):
                 return own

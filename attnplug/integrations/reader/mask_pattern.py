@@ -1,4 +1,4 @@
-"""Which keys a query sees, found by evaluating the mask function that a model passes to transformers."""
+"""The keys that a query sees, found by evaluating the mask function that a model passes to transformers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class UnknownMaskError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MaskPattern:
-    """Keys seen by a query: `window` (left, right) around it, -1 without limit, or its own chunk's.
+    """Keys seen by a query: `window` (left, right) around it, -1 without limit, or those of its own chunk.
 
-    `blockwise` says that spans of multimodal tokens see each other besides.
+    With `blockwise`, spans of multimodal tokens also see each other in both directions.
     """
 
     window: tuple[int, int]
@@ -53,8 +53,8 @@ class MaskPattern:
 def read_mask(function: MaskFunction) -> MaskPattern:
     """The pattern of a transformers mask function `f(batch, head, query, key)`.
 
-    Window and chunk are measured at a far position; the pattern found must then agree with the function
-    on a dense grid near the start and around every edge. UnknownMaskError where it does not.
+    Window and chunk are measured at a far position. The pattern must then agree with the function on a dense
+    grid near the start and around every edge, or UnknownMaskError is raised.
     """
     with torch.device("cpu"):
         return _measure(*_on_cpu(function))
@@ -79,7 +79,7 @@ def _measure(function: MaskFunction, blockwise: bool) -> MaskPattern:
 
 
 def _reach(sees: Callable[[int], bool], limit: int) -> int:
-    """The largest d up to `limit` for which `sees(d)`, taking it to hold for every smaller one."""
+    """The largest d up to `limit` with `sees(d)`; assumes that all smaller distances are seen too."""
     if sees(limit):
         return limit
     low, high = 0, limit
@@ -114,7 +114,7 @@ def _evaluate(function: MaskFunction, queries: list[int], keys: list[int]) -> to
 
 
 def _on_cpu(function: MaskFunction) -> tuple[MaskFunction, bool]:
-    """`function` with the meta tensors it closes over made real, and whether one was a span of blocks."""
+    """`function` with real tensors for its meta ones, and whether one of them is of block ids."""
     blockwise = False
 
     def convert(value: Any, name: str) -> Any:
@@ -146,7 +146,7 @@ def _on_cpu(function: MaskFunction) -> tuple[MaskFunction, bool]:
 
 
 class _NoBlocks:
-    """Stands for block ids of text alone: -1 wherever it is looked up."""
+    """Block ids of a text without multimodal spans: every look-up gives -1."""
 
     def __getitem__(self, index: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return torch.full_like(index[-1], -1)

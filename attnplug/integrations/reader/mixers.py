@@ -1,4 +1,4 @@
-"""What a module of a model is, as far as its class says it: attention, another token mixer, or neither."""
+"""Classifies modules by class name: attention, another token mixer, or neither."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import torch
 
-__all__ = ["holds_attention", "looks_like_attention", "mixer_kind", "works_on_single_tokens"]
+__all__ = ["contains_attention", "looks_like_attention", "mixer_kind", "works_on_single_tokens"]
 
 _KINDS = (
     (re.compile(r"[Mm]amba|SSM"), "mamba"),
@@ -28,9 +28,9 @@ _SINGLE = re.compile(
 
 
 def mixer_kind(module: torch.nn.Module, attribute: str = "") -> str | None:
-    """The kind of a token mixer that is no softmax attention, or None for any other module.
+    """The kind of a token mixer other than softmax attention; None for other modules.
 
-    The class says it, or the name of the `attribute` that holds the module.
+    It follows from the class, or from the name of the `attribute` that contains the module.
     """
     name = type(module).__name__
     if _NO_MIXER.search(name):
@@ -41,15 +41,15 @@ def mixer_kind(module: torch.nn.Module, attribute: str = "") -> str | None:
 
 
 def looks_like_attention(module: torch.nn.Module) -> bool:
-    """Whether the class calls itself attention and is no mixer of another kind."""
+    """Whether the class name contains attention and does not name another kind of mixer."""
     return bool(_ATTENTION.search(type(module).__name__)) and mixer_kind(module) is None
 
 
-def holds_attention(module: torch.nn.Module) -> bool:
-    """Whether the module or anything inside it calls itself attention, of whichever kind."""
+def contains_attention(module: torch.nn.Module) -> bool:
+    """Whether the class name of the module, or of a module inside, contains attention of any kind."""
     return any(_ATTENTION.search(type(child).__name__) for child in module.modules())
 
 
 def works_on_single_tokens(module: torch.nn.Module) -> bool:
-    """Whether the class says that it is an MLP, a mixture of experts or a part of one, and holds no attention."""
-    return bool(_SINGLE.search(type(module).__name__)) and not holds_attention(module)
+    """Whether the class name is that of an MLP or (part of) a mixture of experts, without attention inside."""
+    return bool(_SINGLE.search(type(module).__name__)) and not contains_attention(module)

@@ -1,30 +1,32 @@
-"""The whole reading: build, run, and turn what was recorded into layers."""
+"""The whole reading: builds the model, runs it, and turns the recorded calls into layers."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnplug.core.errors import ModelConfigError
 from attnplug.core.spec import LayerSpec
-from attnplug.integrations.reader.architecture import build
-from attnplug.integrations.reader.inputs import DECODER_LENGTH, key_lengths, variants
+from attnplug.integrations.reader.architecture import build_model
+from attnplug.integrations.reader.inputs import DECODER_LENGTH, input_variants, key_lengths
 from attnplug.integrations.reader.layer_specs import SpecMaker, make_spec
+from attnplug.integrations.reader.mixers import works_on_single_tokens
 from attnplug.integrations.reader.other_layers import find_other_layers
 from attnplug.integrations.reader.own_attention import read_own_attention
 from attnplug.integrations.reader.quiet import one_line, quiet_transformers
-from attnplug.integrations.reader.substitution import substituted
-from attnplug.integrations.reader.trace import PROBE, AttentionCall, Trace, probe_registered, run
+from attnplug.integrations.reader.trace import PROBE, AttentionCall, Trace, probe_registered, record_run
 
 __all__ = ["Reading", "read_model"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reading:
-    """Layers, other layers and KV sharing of one model, and the class they were read from."""
+    """Layers, other layers and KV sharing of one model, and the name of its class."""
 
     layers: dict[str, LayerSpec]
     other_layers: dict[str, str]
@@ -33,45 +35,75 @@ class Reading:
 
 
 def read_model(config: PreTrainedConfig, ranks: int, kv_cache_dtype: str) -> Reading:
-    """Everything there is to say about the attention of `config`. ModelConfigError where that is too little."""
+    """The layers of the model of `config`. ModelConfigError if one cannot be read."""
     position = getattr(config.get_text_config(), "position_embedding_type", None)
     if isinstance(position, str) and position.startswith("relative"):
         raise ModelConfigError(
             f"position_embedding_type={position!r}: a relative position term in the logits, "
-            "which no LayerSpec can say"
+            "which a LayerSpec cannot describe"
         )
     with quiet_transformers(), probe_registered():
-        model = _build(config)
-        trace = _trace(model)
-        return _read(trace, ranks, kv_cache_dtype)
+        return _read(_run_without_data(_probed_model(config)), ranks, kv_cache_dtype)
 
 
-def _build(config: PreTrainedConfig) -> PreTrainedModel:
-    # A class with a table of its own implementations takes no other name: in a tower that is nothing to
-    # the text model, and elsewhere the attention will be seen to be the class's own.
+def _probed_model(config: PreTrainedConfig) -> PreTrainedModel:
+    # Some classes have a table of their own and accept no other name. In a tower that does not affect the text
+    # model; elsewhere the trace will show attention of the class's own.
     parts = {name: PROBE if name == "text_config" else "eager" for name in config.sub_configs}
     for attention in (PROBE, {"": PROBE, **parts}):
         with contextlib.suppress(KeyError):
-            return build(config, attention)
-    return build(config, "eager")
+            return build_model(config, attention)
+    return build_model(config, "eager")
 
 
-def _trace(model: PreTrainedModel) -> Trace:
+def _run_without_data(model: PreTrainedModel) -> Trace:
     lengths = key_lengths(model)
     failures: list[Exception] = []
     for lenient in (False, True):
-        for inputs in variants(model):
+        for inputs in input_variants(model):
             try:
-                with substituted(model, lenient):
-                    return run(model, inputs, lengths)
+                with _failing_parts_skipped(model, lenient):
+                    return record_run(model, inputs, lengths)
             except Exception as error:  # noqa: BLE001 - a model's forward may raise anything
                 failures.append(error)
-    # What says more than that a value was asked for that is not there comes first.
+    # An error about meta tensors says only that data is missing, so any other error is shown instead.
     failure = min(failures, key=lambda error: "meta" in str(error))
     raise ModelConfigError(
         f"{type(model).__name__} cannot be run without data, so its attention cannot be checked: "
         f"{one_line(failure)}"
     ) from failure
+
+
+@contextlib.contextmanager
+def _failing_parts_skipped(model: PreTrainedModel, active: bool) -> Iterator[None]:
+    """Inside the block, if `active`, an MLP or mixture of experts that fails returns its input.
+
+    Routers of experts fail on meta tensors, because they choose by value. The reader records shapes only, so an
+    input can replace an output of the same shape. With another shape, the part around it fails in turn.
+    """
+    parts = [module for module in model.modules() if works_on_single_tokens(module)] if active else []
+    changed = []
+    try:
+        for part in parts:
+            part.forward = _input_on_failure(part.forward)
+            changed.append(part)
+        yield
+    finally:
+        for part in changed:
+            del part.forward
+
+
+def _input_on_failure(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def forward_or_input(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except Exception:
+            for given in (*args, *kwargs.values()):
+                if isinstance(given, torch.Tensor) and given.is_floating_point():
+                    return given
+            raise
+
+    return forward_or_input
 
 
 def _read(trace: Trace, ranks: int, kv_cache_dtype: str) -> Reading:
@@ -91,7 +123,7 @@ def _read(trace: Trace, ranks: int, kv_cache_dtype: str) -> Reading:
         if (call.path, call.visit) in visits:
             raise ModelConfigError(
                 f"{call.path}: {type(call.module).__name__} calls attention more than once for one output, "
-                "which no LayerSpec can say"
+                "which a LayerSpec cannot describe"
             )
         visits.add((call.path, call.visit))
         spec = maker.spec(call)
@@ -109,7 +141,7 @@ def _read(trace: Trace, ranks: int, kv_cache_dtype: str) -> Reading:
     others = find_other_layers(trace, paths)
     name = type(trace.model).__name__
     if not layers and not others:
-        raise ModelConfigError(f"{name} has no layer that the reader knows, of attention or any other kind")
+        raise ModelConfigError(f"{name} has no attention layer, nor a layer of another known kind")
     return Reading(layers, others, sharing, name)
 
 

@@ -1,4 +1,4 @@
-"""What a model has besides attention that keeps KV: mixers of other kinds, and towers of other media."""
+"""Parts of a model without attention KV: token mixers of other kinds, and encoders of other media."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from attnplug.core.errors import ModelConfigError
-from attnplug.integrations.reader.mixers import holds_attention, looks_like_attention, mixer_kind
+from attnplug.integrations.reader.mixers import contains_attention, looks_like_attention, mixer_kind
 from attnplug.integrations.reader.trace import Trace
 
 __all__ = ["find_other_layers"]
@@ -28,9 +28,9 @@ _TOWER_CLASS = re.compile(r"(encoder|tower|tokenizer|model|backbone)$", re.IGNOR
 
 
 def find_other_layers(trace: Trace, attention: frozenset[str]) -> dict[str, str]:
-    """Names and kinds of mixers and towers in `trace`, in module order; `attention` are the layers read.
+    """Names and kinds of mixers and towers in `trace`, in module order; `attention` has the layers read.
 
-    ModelConfigError for attention that did not run, or ran without a call that was recorded.
+    ModelConfigError for attention that did not run, or ran without a recorded call.
     """
     others: dict[str, str] = {}
     modules = dict(trace.model.named_modules(remove_duplicate=False))
@@ -79,7 +79,7 @@ def _executed_kind(path: str, module: torch.nn.Module) -> str | None:
 
 
 def _holds_mixer(module: torch.nn.Module) -> bool:
-    """Whether a more precise mixer lies inside: a block named after its family is not the mixer."""
+    """Whether a mixer is inside: some blocks are named after the mixer that they contain."""
     return any(
         mixer_kind(child) is not None and any(True for _ in child.parameters())
         for child in module.modules()
@@ -88,20 +88,20 @@ def _holds_mixer(module: torch.nn.Module) -> bool:
 
 
 def _convolves(module: torch.nn.Module) -> bool:
-    """Whether the module mixes neighbouring tokens, and so keeps a state of its own beside the KV cache."""
+    """Whether the module mixes neighbouring tokens, and so has a state in addition to the KV cache."""
     return any(isinstance(child, torch.nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children())
 
 
 def _tower_kind(path: str, module: torch.nn.Module) -> str | None:
-    """The kind of a part that a run on text does not reach, None where it attends nothing."""
+    """The kind of a part that a run on text does not reach; None without attention."""
     parts = path.split(".")
     cls = type(module).__name__
     kind = next((kind for word, kind in _TOWERS if word in f"{parts[-1]} {cls}".lower()), None)
-    if not holds_attention(module):
+    if not contains_attention(module):
         return kind if _TOWER_CLASS.search(cls) else None
     if any(part.isdigit() for part in parts):
         raise ModelConfigError(
-            f"{path}: {cls} holds attention that a run on text does not reach, so it cannot be read"
+            f"{path}: {cls} has attention that a run on text does not reach, so it cannot be read"
         )
     return kind or cls
 
@@ -112,7 +112,7 @@ def _other_blocks(
     attention: frozenset[str],
     others: dict[str, str],
 ) -> Iterator[tuple[str, str]]:
-    """Blocks of a list of layers that hold neither attention nor a mixer, such as layers of an MLP alone."""
+    """Blocks in a list of layers without attention or mixer, such as MLP-only layers."""
     config = trace.model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     served = {parent for path in (*attention, *others) for parent in (path, *_parents(path))}

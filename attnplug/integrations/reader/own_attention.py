@@ -1,6 +1,6 @@
-"""Families whose modelling files compute attention without transformers' attention interface.
+"""Attention of classes that do not use transformers' attention interface.
 
-Their attention cannot be recorded, so each is read by hand; every other such class is refused.
+Their calls cannot be recorded, so each class has its own reader here. All other such classes are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["OwnAttention", "read_own_attention"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OwnAttention:
-    """Causal self-attention of a class read by hand, over all ranks."""
+    """Causal self-attention of a class with its own reader, over all ranks."""
 
     num_heads: int
     num_kv_heads: int
@@ -26,7 +26,7 @@ class OwnAttention:
 
 
 def _bloom(module: Any, config: Any) -> OwnAttention:
-    # Bloom adds slope * key_pos; per row that differs from -slope * (query_pos - key_pos) by a constant.
+    # Bloom adds slope * key_pos, which differs from -slope * (query_pos - key_pos) by a constant per row.
     return OwnAttention(
         num_heads=module.num_heads,
         num_kv_heads=module.num_heads,
@@ -37,7 +37,7 @@ def _bloom(module: Any, config: Any) -> OwnAttention:
 
 
 def _falcon(module: Any, config: Any) -> OwnAttention:
-    # The new architecture repeats each KV head for its group before the cache: those are copies.
+    # The new architecture caches copies of each KV head; num_kv_heads counts each head once.
     return OwnAttention(
         num_heads=module.num_heads,
         num_kv_heads=module.num_kv_heads,
@@ -79,12 +79,11 @@ _READERS: dict[tuple[str, str], Callable[[Any, Any], OwnAttention]] = {
 
 
 def read_own_attention(path: str, module: Any, config: Any) -> OwnAttention:
-    """What the module at `path`, which computes its attention itself, asks for. ModelConfigError if unknown."""
+    """The attention of the module at `path`, by its class's reader. ModelConfigError without a reader."""
     cls = type(module)
     reader = _READERS.get((cls.__module__, cls.__name__))
     if reader is None:
         raise ModelConfigError(
-            f"{path}: {cls.__name__} computes attention of its own, which cannot be checked "
-            "against what a LayerSpec can say"
+            f"{path}: {cls.__name__} computes attention of its own, which cannot be checked against a LayerSpec"
         )
     return reader(module, config)

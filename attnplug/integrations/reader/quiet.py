@@ -1,4 +1,4 @@
-"""Keeping transformers' advice off the terminal, and its errors to one line."""
+"""Silences transformers' advice, and shortens its errors to one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["one_line", "quiet_transformers"]
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No warnings and no log lines of transformers inside the block; the settings are put back."""
+    """No warnings and no log lines of transformers inside the block; restores the settings after it."""
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(logging.CRITICAL)
     try:

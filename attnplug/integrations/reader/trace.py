@@ -1,4 +1,4 @@
-"""One run of a model on the meta device, with every call that it makes to attention on record."""
+"""Runs a model once on the meta device and records every call to attention."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from attnplug.integrations.reader.mask_pattern import MaskPattern, UnknownMaskError, read_mask
 from attnplug.integrations.reader.mixers import looks_like_attention
 
-__all__ = ["PROBE", "AttentionCall", "Trace", "probe_registered", "run"]
+__all__ = ["PROBE", "AttentionCall", "Trace", "probe_registered", "record_run"]
 
 PROBE = "attnplug_reader"
-"""The name under which the recording attention and mask functions are registered with transformers."""
+"""The name of the recording attention and mask functions in transformers' interfaces."""
 
 _current: contextvars.ContextVar[Trace] = contextvars.ContextVar("attnplug_reader_trace")
 _registration = threading.Lock()
@@ -30,9 +30,9 @@ _registration = threading.Lock()
 class AttentionCall:
     """One call of the attention function, tensors on the meta device.
 
-    `mask` is the pattern, None where the model passed no mask, or the sentence why it is not known.
-    `eager` is the modelling file's own attention, `factors` the numbers that the module has multiplied
-    tensors by before the call, `visit` the run of the module's forward in which it happened.
+    `mask` is the pattern, None if the model passed no mask, or a reason why the pattern is unknown.
+    `eager` is the modelling file's own attention. `factors` are the numbers by which the module multiplied
+    tensors before the call. `visit` numbers the run of the module's forward that made the call.
     """
 
     path: str
@@ -49,7 +49,7 @@ class AttentionCall:
 
 
 class Trace:
-    """What one run did: `calls` in order, `own_attention` paths, and the modules that ran (`executed`)."""
+    """Record of one run: `calls` in order, paths of `own_attention`, and the modules that ran (`executed`)."""
 
     def __init__(self, model: PreTrainedModel, lengths: frozenset[int]) -> None:
         self.model = model
@@ -66,7 +66,7 @@ class Trace:
         self._seen: dict[int, int] = {}
 
     def enter(self, module: torch.nn.Module) -> None:
-        """A module's forward begins; the n-th run of a shared module takes its n-th path."""
+        """Note that a module's forward begins; the n-th run of a shared module takes its n-th path."""
         paths = self._paths[id(module)]
         run = self._seen.get(id(module), 0)
         self._seen[id(module)] = run + 1
@@ -78,11 +78,11 @@ class Trace:
         self.stack.append((path, self._visits, set()))
 
     def leave(self) -> None:
-        """The forward that was entered last ends."""
+        """Note that the innermost forward ends."""
         self.stack.pop()
 
     def path_of(self, module: torch.nn.Module) -> str:
-        """Where `module` is running, or the first path it has."""
+        """The path under which `module` is running, else its first path."""
         paths = self._paths.get(id(module), [""])
         running = [path for path, _, _ in reversed(self.stack) if path in paths]
         return running[0] if running else paths[0]
@@ -92,7 +92,7 @@ class Trace:
         return next(((visit, f) for p, visit, f in reversed(self.stack) if p == path), (0, set()))
 
     def add_mask(self, tensor: torch.Tensor, function: Any) -> None:
-        """Remember that `tensor` stands for the mask `function` describes."""
+        """Remember the pattern of the mask `function` for `tensor`."""
         try:
             pattern: MaskPattern | str = read_mask(function)
         except UnknownMaskError as error:
@@ -102,11 +102,11 @@ class Trace:
         self._masks[id(tensor)] = (tensor, pattern)
 
     def mask_of(self, tensor: torch.Tensor | None) -> MaskPattern | str | None:
-        """The pattern of a mask made by `add_mask`; a sentence for a tensor that is none."""
+        """The pattern noted by `add_mask`; a reason for any other tensor."""
         if tensor is None:
             return None
         base = tensor._base
-        # A slice that leaves nothing out is the mask itself.
+        # Some models slice the whole mask, which makes a view of it.
         if base is not None and (base.shape, base.stride()) == (tensor.shape, tensor.stride()):
             tensor = base
         known = self._masks.get(id(tensor))
@@ -124,7 +124,7 @@ def _attention(
     scaling: float | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Stands in for attention: records the call and gives an output of the right shape."""
+    """Records a call of attention and returns an output of the right shape."""
     trace = _current.get()
     if rest:
         keywords["positional arguments"] = rest
@@ -160,7 +160,7 @@ def _mask(
     mask_function: Any = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Stands in for a mask: a meta tensor that the trace can tell from any other."""
+    """Records a mask and returns a meta tensor that the trace will recognise."""
     tensor = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     _current.get().add_mask(tensor, mask_function)
     return tensor
@@ -168,7 +168,7 @@ def _mask(
 
 @contextlib.contextmanager
 def probe_registered() -> Iterator[None]:
-    """Transformers knows PROBE inside the block, one block of the process at a time."""
+    """Registers PROBE with transformers inside the block; one block of the process runs at a time."""
     with _registration:
         AttentionInterface.register(PROBE, _attention)
         AttentionMaskInterface.register(PROBE, _mask)
@@ -180,7 +180,7 @@ def probe_registered() -> Iterator[None]:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees attention that a module computes itself, and the numbers it multiplies tensors by."""
+    """Notes attention that a module computes itself, and the numbers by which it multiplies tensors."""
 
     _ALWAYS = ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention")
     _TIMES = ("mul", "__mul__", "__rmul__", "mul_", "__imul__")
@@ -205,7 +205,7 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _owner(self) -> str:
-        """The innermost running module that calls itself attention, or else the innermost of all."""
+        """The innermost running module that is named attention, else the innermost module."""
         running = [path for path, _, _ in reversed(self._trace.stack)]
         named = (p for p in running if looks_like_attention(self._trace.model.get_submodule(p)))
         return next(named, running[0] if running else "")
@@ -215,10 +215,10 @@ class _Watch(TorchFunctionMode):
         return tensor.dim() >= 3 and tensor.shape[-1] in self._trace.lengths
 
 
-def run(model: PreTrainedModel, inputs: Mapping[str, Any], lengths: frozenset[int]) -> Trace:
-    """Run `model(**inputs)` and record it; whatever the model raises is raised.
+def record_run(model: PreTrainedModel, inputs: Mapping[str, Any], lengths: frozenset[int]) -> Trace:
+    """Run `model(**inputs)` and record it; raises the model's own errors.
 
-    `lengths` are the numbers of keys by which a softmax is known for attention.
+    A softmax over one of `lengths` elements counts as attention over that number of keys.
     """
     trace = Trace(model, lengths)
     token = _current.set(trace)
