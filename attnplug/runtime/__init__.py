@@ -1,4 +1,4 @@
-"""What an engine would otherwise write itself: KV caches, batches, and metadata for all layers."""
+"""The engine side of attention: KV caches, batches of steps, and metadata for all layers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from attnplug.runtime.budget import bytes_per_block as bytes_per_block
     from attnplug.runtime.budget import fit_kv_cache as fit_kv_cache
     from attnplug.runtime.budget import parse_memory as parse_memory
-    from attnplug.runtime.buffers import CpuGpuBuffer as CpuGpuBuffer
-    from attnplug.runtime.buffers import StagingRing as StagingRing
     from attnplug.runtime.graph_buffers import GraphInputBuffers as GraphInputBuffers
     from attnplug.runtime.graph_state import GraphState as GraphState
     from attnplug.runtime.grouping import get_kv_cache_spec as get_kv_cache_spec
@@ -40,6 +38,8 @@ if TYPE_CHECKING:
     from attnplug.runtime.model_plan import ModelPlan as ModelPlan
     from attnplug.runtime.placeholders import PlaceholderMap as PlaceholderMap
     from attnplug.runtime.planning import plan as plan
+    from attnplug.runtime.staging import CpuGpuBuffer as CpuGpuBuffer
+    from attnplug.runtime.staging import StagingRing as StagingRing
     from attnplug.runtime.step_batch import StepBatch as StepBatch
     from attnplug.runtime.step_batch import StepBatchBuilder as StepBatchBuilder
     from attnplug.runtime.warm_up import WarmUpReport as WarmUpReport
@@ -53,7 +53,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "attention_runtime": "AttentionRuntime",
         "block_pool": "BlockPool",
         "budget": "MemoryBudget blocks_needed bytes_per_block fit_kv_cache parse_memory",
-        "buffers": "CpuGpuBuffer StagingRing",
         "graph_buffers": "GraphInputBuffers",
         "graph_state": "GraphState",
         "grouping": "get_kv_cache_spec group_kv_caches num_padding_layers unify_page_sizes with_num_blocks",
@@ -61,6 +60,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "model_plan": "ModelPlan",
         "placeholders": "PlaceholderMap",
         "planning": "plan",
+        "staging": "CpuGpuBuffer StagingRing",
         "step_batch": "StepBatch StepBatchBuilder",
         "warm_up": "WarmUpReport WarmUpStep",
     },

@@ -1,4 +1,4 @@
-"""From a KVCacheConfig to the tensors that layers read and write."""
+"""Allocates the tensors of a KVCacheConfig, and views them as the caches of layers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ def allocate_kv_cache(config: KVCacheConfig, device: torch.device | str) -> dict
     """Zero-filled raw bytes (uint8, 1-D) for each layer; layers that share a tensor get the same object.
 
     Raises:
-        LayoutError: a layer of a group without a tensor, a tensor for a layer of no group, a layer in
-            two tensors or two groups, bytes that are no whole number of pages, or fewer pages than
-            the configuration has blocks.
+        LayoutError: groups and tensors do not name the same layers, each once; a tensor's bytes are not a whole
+            number of pages, or are fewer pages than the configuration has blocks.
     """
     _check_names(config)
     pages = {n: g.kv_cache_spec.page_size_bytes for g in config.kv_cache_groups for n in g.layer_names}
@@ -39,7 +38,7 @@ def allocate_kv_cache(config: KVCacheConfig, device: torch.device | str) -> dict
     for tensor in config.kv_cache_tensors:
         for name in tensor.shared_by:
             if tensor.size % pages[name]:
-                limit = f"is no whole number of pages of {pages[name]} bytes (layer {name})"
+                limit = f"is not a whole number of pages of {pages[name]} bytes (layer {name})"
                 raise LayoutError("kv_cache_tensors.size", tensor.size, limit)
             if tensor.size < config.num_blocks * pages[name]:
                 limit = (
@@ -58,19 +57,19 @@ def reshape_kv_cache(
     backends: Mapping[str, type[AttentionBackend]],
     layouts: Mapping[str, str] | str | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Each layer's cache in its backend's logical shape over the physical order resolved for it.
+    """Each layer's cache in its backend's logical shape, with strides of its physical layout.
 
     Args:
         config: the groups.
-        raw: the bytes, as `allocate_kv_cache` gives them.
-        specs: what each layer needs.
-        backends: who serves each layer.
-        layouts: "NHD" or "HND" per layer or for all; None takes each backend's first.
+        raw: the bytes from `allocate_kv_cache`.
+        specs: the spec of each layer.
+        backends: the backend of each layer.
+        layouts: "NHD" or "HND", for all layers or by layer; None takes each backend's first.
 
     Raises:
-        LayoutError: a layer missing from one of these, or bytes for a layer of no group; bytes that are no
-            whole number of pages, two layouts in one group, a layout that a backend cannot read, or
-            an order that mixes the pages of groups that share bytes.
+        LayoutError: a layer is missing from one of these, or is in no group. Bytes are not a whole number of
+            pages. A group has two layouts, or one that its backend cannot read. An order mixes the pages of
+            groups that share bytes.
     """
     names = _check_names(config)
     _check_same("raw", names, Counter(list(raw)))
@@ -106,29 +105,28 @@ def view_kv_cache(
 
     Args:
         raw: uint8, 1-D, contiguous.
-        cache: what a page holds.
+        cache: the contents of a page.
         spec: the layer.
-        backend: who says shape and stride order.
+        backend: defines shape and stride order.
         layout: "NHD" or "HND"; None takes the backend's first.
-        num_layers: where given, `raw` holds that many layers, a block's layers together, and the
-            view has them as its first dimension.
+        num_layers: if given, `raw` has that many layers, with all layers of a block together, and the view
+            has them as its first dimension.
 
     Raises:
-        LayoutError: what is not raw bytes, bytes that are no whole number of pages, a layout the backend
-            cannot read, or a backend whose shape is not that of the pages.
+        LayoutError: `raw` is not raw bytes or not a whole number of pages, the backend cannot read the layout,
+            or its shape is not that of the pages.
     """
     if num_layers is not None and num_layers < 1:
         raise LayoutError("num_layers", num_layers, "must be at least 1")
     if raw.dtype != torch.uint8 or raw.ndim != 1 or not raw.is_contiguous():
-        raise LayoutError(
-            "raw", f"{raw.dtype} {tuple(raw.shape)}", "must be contiguous bytes: torch.uint8, 1-D"
-        )
+        found = f"{raw.dtype} {tuple(raw.shape)}"
+        raise LayoutError("raw", found, "must be contiguous bytes: torch.uint8, 1-D")
     if cache.dtype not in STORAGE_DTYPES:
         raise LayoutError("dtype", cache.dtype, f"must be one of {', '.join(STORAGE_DTYPES)}")
     page = cache.page_size_bytes * (num_layers or 1)
     num_blocks, rest = divmod(raw.numel(), page)
     if rest or num_blocks == 0:
-        raise LayoutError("raw", raw.numel(), f"bytes are no whole number of pages of {page} bytes")
+        raise LayoutError("raw", raw.numel(), f"bytes are not a whole number of pages of {page} bytes")
     shape = backend.get_kv_cache_shape(
         num_blocks,
         cache.block_size,
@@ -141,7 +139,7 @@ def view_kv_cache(
         shape = (num_layers, *shape)
     order = backend.get_kv_cache_stride_order(num_layers is not None, layout=layout, spec=spec)
     if sorted(order) != list(range(len(shape))):
-        raise LayoutError("stride_order", order, f"is no order of the {len(shape)} dimensions of {shape}")
+        raise LayoutError("stride_order", order, f"is not an order of the {len(shape)} dimensions of {shape}")
     elements = raw.view(STORAGE_DTYPES[cache.dtype])
     if math.prod(shape) != elements.numel():
         limit = f"of {backend.get_name()} is not that of {num_blocks} pages of {page} bytes ({cache})"
@@ -155,10 +153,10 @@ def bind_kv_cache(
     layers: Mapping[str, Any],
     runner_kv_caches: MutableSequence[torch.Tensor],
 ) -> None:
-    """Give each layer object its cache as `kv_cache`, and the runner's list all of them in layer order.
+    """Set `kv_cache` of each layer object, and append all caches to the runner's list in layer order.
 
     Raises:
-        LayoutError: a list that is not empty, or names that differ; it lists missing and extra ones.
+        LayoutError: the list is not empty, or names differ; the error lists missing and extra names.
     """
     if runner_kv_caches:
         raise LayoutError("runner_kv_caches", len(runner_kv_caches), "must be empty")
@@ -189,13 +187,13 @@ def _check_names(config: KVCacheConfig) -> set[str]:
     twice = sorted(name for name, count in grouped.items() if count > 1)
     if twice:
         raise LayoutError("kv_cache_groups", twice, "must name each layer in one group only")
-    held = Counter(name for tensor in config.kv_cache_tensors for name in tensor.shared_by)
-    _check_same("kv_cache_tensors", set(grouped), held)
+    stored = Counter(name for tensor in config.kv_cache_tensors for name in tensor.shared_by)
+    _check_same("kv_cache_tensors", set(grouped), stored)
     return set(grouped)
 
 
 def _check_shared_pages(config: KVCacheConfig, caches: Mapping[str, torch.Tensor]) -> None:
-    """A block number is one group's at a time, so its bytes must be the same for all that share them."""
+    """Each block must cover the same bytes in all groups of a tensor: the groups use a block in turns."""
     home = {name: g for g, group in enumerate(config.kv_cache_groups) for name in group.layer_names}
     for tensor in config.kv_cache_tensors:
         if len({home[name] for name in tensor.shared_by}) < 2:
@@ -204,7 +202,7 @@ def _check_shared_pages(config: KVCacheConfig, caches: Mapping[str, torch.Tensor
             cache, page = caches[name], config.kv_cache_groups[home[name]].kv_cache_spec.page_size_bytes
             if cache.stride(0) * cache.element_size() != page:
                 limit = f"of layer {name} spreads a page over bytes that layers of other groups share"
-                remedy = "give it an order that has the block first, or a tensor of its own"
+                remedy = "use an order with the block first, or a tensor of its own"
                 raise LayoutError("strides", cache.stride(), limit, remedy)
 
 

@@ -1,4 +1,4 @@
-"""Layers that share a builder, and each step's metadata for all of them."""
+"""Groups of layers that share a builder, and the metadata of each step for all layers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError, LayoutError
-from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.decision import Decision
+from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.step_batch import StepBatch
 
 __all__ = [
@@ -31,19 +32,19 @@ __all__ = [
 
 @runtime_checkable
 class WorkspaceUser(Protocol):
-    """A builder with one large scratch buffer, which all such builders of a device share."""
+    """A builder with a large scratch buffer, which all such builders of a device share."""
 
     @property
     def workspace_bytes(self) -> int:
-        """What the buffer must have."""
+        """Bytes that the builder needs."""
         ...
 
     def get_workspace_buffer(self) -> torch.Tensor:
-        """The buffer, made when first asked for."""
+        """The builder's buffer, allocated on first use."""
         ...
 
     def set_workspace_buffer(self, buffer: torch.Tensor) -> None:
-        """Take another builder's buffer, which is large enough, instead of making one."""
+        """Use the buffer of another builder, which is large enough."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -51,13 +52,13 @@ class AttentionGroup:
     """The layers of one KV group that one builder serves.
 
     Args:
-        backend: who serves them.
-        layer_names: they.
-        kv_cache_spec: what their pages hold.
-        kv_cache_group_id: whose block table they read.
+        backend: the backend of the layers.
+        layer_names: names of the layers.
+        kv_cache_spec: the contents of their pages.
+        kv_cache_group_id: the KV group whose block table they read.
         builder: makes their metadata.
-        specs: what they ask of the backend.
-        phase: the phase it serves them in; None for both.
+        specs: the distinct specs of the layers.
+        phase: the phase that the backend serves; None for both.
     """
 
     backend: type[AttentionBackend]
@@ -75,47 +76,44 @@ def init_attn_backend(
     config: BuilderConfig,
     device: torch.device | str,
 ) -> list[AttentionGroup]:
-    """One builder for the layers of each KV group that agree in backend, number of heads and causality.
+    """One builder for the layers of each KV group with the same backend, number of heads and causality.
 
-    Make the impls first: builders read them from `config.layers`. Layers with direct K and V are in no
-    KV group and get no builder here. Builders with a workspace share one.
+    Make the impls first, because builders read them from `config.layers`. Layers with direct K and V belong to
+    no KV group and get no builder here. Builders with a workspace share one.
 
     Args:
         groups: the KV groups.
-        decisions: who serves each layer.
-        config: what builders are told.
-        device: where metadata lives.
+        decisions: the decision for each layer.
+        config: the engine's settings for builders.
+        device: of the metadata.
 
     Raises:
-        LayoutError: a layer in no group or in two, one without a decision, or pages of a size that its
-            backend cannot read.
-        NoBackendError: a layer that no backend serves.
+        LayoutError: a layer is in no group or in two, has no decision, or has pages of a size that its backend
+            cannot read.
+        NoBackendError: no backend serves a layer.
     """
     _check_layers(groups, decisions)
     made: list[AttentionGroup] = []
     where = torch.device(device)
     for group_id, group in enumerate(groups):
-        alike: dict[Any, list[str]] = {}
+        cache = group.kv_cache_spec
+        names_by_key: dict[Any, list[str]] = {}
         for name in group.layer_names:
             decision = decisions[name]
             backend = decision.get_backend_cls()
-            _check_block_size(name, decision, backend, group.kv_cache_spec.block_size)
+            _check_block_size(name, decision, backend, cache.block_size)
             key = (backend, decision.phase, decision.spec.num_heads, decision.spec.causal)
-            alike.setdefault(key, []).append(name)
-        for (backend, phase, *_), names in alike.items():
-            builder: AttentionMetadataBuilder[Any] = backend.get_builder_cls()(
-                group.kv_cache_spec, names, config, where
-            )
+            names_by_key.setdefault(key, []).append(name)
+        for (backend, phase, *_), names in names_by_key.items():
+            builder = backend.get_builder_cls()(cache, names, config, where)
             specs = frozenset(decisions[name].spec for name in names)
-            made.append(
-                AttentionGroup(backend, tuple(names), group.kv_cache_spec, group_id, builder, specs, phase)
-            )
+            made.append(AttentionGroup(backend, tuple(names), cache, group_id, builder, specs, phase))
     share_workspace(group.builder for group in made)
     return made
 
 
 def share_workspace(builders: Iterable[object]) -> None:
-    """Give those of the builders that use a workspace one together: the largest that any of them needs."""
+    """Give all builders with a workspace the largest one."""
     users = [builder for builder in builders if isinstance(builder, WorkspaceUser)]
     if len(users) < 2:
         return
@@ -133,21 +131,20 @@ def build_attn_metadata(
     *,
     for_capture: bool = False,
 ) -> dict[str, AttentionMetadata]:
-    """Each layer's metadata of one step: built once per attention group, or updated where a twin was built.
+    """Each layer's metadata of one step, built once per attention group.
 
-    Two groups whose layers ask the same of the same backend, over the same kind of pages, differ in
-    block table and slots only; where the builder supports it, the second gets them by
-    `update_block_table`.
+    Groups with the same specs, backend and kind of pages differ only in block table and slots. The second such
+    group gets a copy by `update_block_table`, if the builder supports it.
 
     Args:
         builders: the attention groups.
         batch: the step.
         kv_cache_config: the KV groups.
-        for_capture: whether a CUDA graph is captured with it. The same groups are updated then, since a
-            step before a replay builds again what the captured layers read.
+        for_capture: whether a CUDA graph is captured with it. A capture updates the same groups as a step, because
+            the step before a replay must fill the tensors that the captured layers read.
 
     Raises:
-        BatchError: a batch with another number of KV groups, or with other cross groups.
+        BatchError: the batch has another number of KV groups, or other cross groups.
     """
     _check_groups(batch, kv_cache_config)
     commons: dict[int, CommonAttentionMetadata] = {}
@@ -155,7 +152,7 @@ def build_attn_metadata(
     metadata: dict[str, AttentionMetadata] = {}
     for group in builders:
         at = group.kv_cache_group_id
-        # Cross groups have a CrossAttentionSpec, and so no twin among the others.
+        # A cross group has a CrossAttentionSpec, so its twins are cross groups too.
         twin = (type(group.builder), group.backend, group.phase, group.kv_cache_spec, group.specs)
         if twin in built and group.builder.supports_update_block_table:
             made: AttentionMetadata = group.builder.update_block_table(built[twin], *batch.of_group(at))
@@ -175,16 +172,15 @@ def build_attn_metadata(
 def cross_metadata(
     common: CommonAttentionMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor
 ) -> CommonAttentionMetadata:
-    """The batch as cross-attention layers see it: encoder lengths, their table and slots, not causal.
+    """The batch for cross-attention layers: with encoder lengths, their table and slots, and not causal.
 
     Raises:
-        BatchError: a batch without encoder lengths.
+        BatchError: the batch has no encoder lengths.
     """
     lengths, host = common.encoder_seq_lens, common.encoder_seq_lens_cpu
-    if lengths is None:
-        raise BatchError("encoder_seq_lens", None, "is required for cross attention")
-    if host is None:
-        raise BatchError("encoder_seq_lens_cpu", None, "is required for cross attention")
+    if lengths is None or host is None:
+        field = "encoder_seq_lens" if lengths is None else "encoder_seq_lens_cpu"
+        raise BatchError(field, None, "is required for cross attention")
     return dataclasses.replace(
         common,
         seq_lens=lengths,
@@ -194,7 +190,7 @@ def cross_metadata(
         block_table_tensor=block_table,
         slot_mapping=slot_mapping,
         causal=False,
-        # What follows is said of the decoder's own keys.
+        # These fields describe the decoder's own keys.
         key_start_loc=None,
         key_start_loc_cpu=None,
         dcp_local_seq_lens=None,
@@ -220,7 +216,7 @@ def _check_groups(batch: StepBatch, config: KVCacheConfig) -> None:
     groups, found = config.kv_cache_groups, batch.block_tables.shape[0]
     if found != len(groups):
         raise BatchError("batch.block_tables", found, f"must be {len(groups)}, one for each KV group")
-    cross = {i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, CrossAttentionSpec)}
+    cross = cross_groups(config)
     if cross != batch.cross_groups:
         limit = f"must be {sorted(cross)}, the KV groups with a CrossAttentionSpec"
         raise BatchError("batch.cross_groups", sorted(batch.cross_groups), limit)
@@ -231,7 +227,7 @@ def _check_layers(groups: Sequence[KVCacheGroupSpec], decisions: Mapping[str, De
     for group_id, group in enumerate(groups):
         for name in group.layer_names:
             if name in seen:
-                limit = f"is in KV group {seen[name]} and again in {group_id}: a layer is in one, once"
+                limit = f"is in KV group {seen[name]} and again in {group_id}: a layer belongs to one group"
                 raise LayoutError("groups", name, limit)
             if name not in decisions:
                 raise LayoutError("decisions", name, "has no decision")

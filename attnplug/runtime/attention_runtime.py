@@ -1,11 +1,10 @@
-"""Runs a plan: caches, impls, builders, and each layer's forward."""
+"""Runs a plan: caches, impls, builders, and the forward of each layer."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self, cast
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError, LayoutError, PolicyError
 from attnplug.core.impl import LayerTensors
-from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec, kv_cache_spec_for
+from attnplug.core.kv_cache_spec import KVCacheSpec, kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.runtime.allocation import init_kv_cache
 from attnplug.runtime.attention_groups import (
@@ -23,6 +22,7 @@ from attnplug.runtime.attention_groups import (
     share_workspace,
 )
 from attnplug.runtime.block_pool import BlockPool
+from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.model_plan import ModelPlan
 from attnplug.runtime.runtime_layer import RuntimeLayer, tensors_of_layers
 from attnplug.runtime.step_batch import StepBatch, StepBatchBuilder
@@ -35,12 +35,12 @@ _DEBUG = "ATTNPLUG_DEBUG"
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _LayerStep:
-    """What the step that was begun is for one layer.
+    """The current step of one layer.
 
     Args:
-        metadata: made by its builder.
-        tokens: its queries.
-        keys: the keys that must come with the call.
+        metadata: from the layer's builder.
+        tokens: number of queries.
+        keys: number of keys that the call must pass.
     """
 
     metadata: AttentionMetadata
@@ -51,23 +51,23 @@ class _LayerStep:
 class AttentionRuntime:
     """The attention of a whole model over paged KV caches.
 
-    `begin_step(batch)` once per step, then `forward(layer, q, k, v)` for each layer. A forward that raised
-    can be repeated: it writes the same pages again. A `begin_step` that raised leaves no step begun. Use it
-    as a context manager, or `close()` it. One thread at a time; runtimes of different threads are apart.
+    Call `begin_step(batch)` once per step, then `forward(layer, q, k, v)` for each layer. A forward that raised
+    can be repeated, because it writes the same pages again. If `begin_step` raises, no step is active. Use the
+    runtime as a context manager, or `close()` it. Use one thread at a time; separate runtimes are independent.
 
     Args:
-        plan: made by `attnplug.plan` with `num_blocks` or `memory`.
-        layer_tensors: sinks, slopes and scales of the layers that have any. A layer that reads another's
-            pages has that layer's scales.
-        config: what builders are told of the engine; its layers are filled in.
-        device: where tensors live, as torch names it; by default the plan's type.
-        debug: poison outputs and check what each backend leaves; default is ATTNPLUG_DEBUG=1.
+        plan: from `attnplug.plan` with `num_blocks` or `memory`.
+        layer_tensors: sinks, slopes and scales of the layers that have any. A layer that reads the pages of
+            another layer uses that layer's scales.
+        config: the engine's settings for builders; the runtime fills in its layers.
+        device: of the tensors, a torch name; by default the plan's type.
+        debug: poison outputs and check the results of each backend; the default is ATTNPLUG_DEBUG=1.
 
     Raises:
-        LayoutError: a plan without a number of blocks, tensors for a layer that is none, a device of another
-            type than the plan's, layers that share pages and read them differently.
-        SpecError: a tensor missing, not asked for, or of another shape; it names the layer.
-        PolicyError: a configuration with context parallelism.
+        LayoutError: the plan has no number of blocks, tensors are given for an unknown layer, the device has
+            another type than the plan's, or layers that share pages read them differently.
+        SpecError: a tensor is missing, not needed, or of another shape; the error names the layer.
+        PolicyError: the configuration has context parallelism.
     """
 
     def __init__(
@@ -87,11 +87,10 @@ class AttentionRuntime:
         if groups and plan.num_blocks is None:
             raise LayoutError("plan.num_blocks", None, "is required", "plan with num_blocks or memory")
         config = config or BuilderConfig()
-        if config.decode_context_parallel_size > 1:
-            limit = "must be 1: this runtime keeps all of a request's KV on one device"
-            raise PolicyError(
-                "config.decode_context_parallel_size", config.decode_context_parallel_size, limit
-            )
+        ranks = config.decode_context_parallel_size
+        if ranks > 1:
+            limit = "must be 1: this runtime keeps all KV of a request on one device"
+            raise PolicyError("config.decode_context_parallel_size", ranks, limit)
         self.layers = {
             name: RuntimeLayer(name, plan.decisions[name], tensors, self.device, plan.kv_sharing.get(name))
             for name, tensors in tensors_of_layers(plan, layer_tensors or {}).items()
@@ -99,7 +98,7 @@ class AttentionRuntime:
         self.config = dataclasses.replace(config, layers=self.layers)
         paged = {n: d for n, d in plan.decisions.items() if not d.spec.direct_kv}
         self.attention_groups = init_attn_backend(groups, paged, self.config, self.device)
-        """The layers with pages that share a builder."""
+        """The layers with pages, grouped by builder."""
         self._direct_groups = self._make_direct_groups()
         backends = {name: decision.get_backend_cls() for name, decision in paged.items()}
         layouts = {name: str(decision.kv_cache_layout) for name, decision in paged.items()}
@@ -114,14 +113,15 @@ class AttentionRuntime:
     def step_batch_builder(
         self, max_model_len: int | None = None, max_encoder_len: int = 0
     ) -> StepBatchBuilder:
-        """A StepBatchBuilder for this plan's KV groups and this runtime's limits.
+        """A StepBatchBuilder for the KV groups of the plan and the limits of this runtime.
 
         Args:
-            max_model_len: longest sequence; default the configuration's.
-            max_encoder_len: longest encoder sequence, where there are cross-attention layers.
+            max_model_len: longest sequence; by default the configuration's.
+            max_encoder_len: longest encoder sequence, for cross-attention layers.
 
         Raises:
-            BatchError: lengths missing or past the configuration's, a plan without pages, a closed runtime.
+            BatchError: a length is missing or above the configuration's, the plan has no pages, or the runtime
+                is closed.
         """
         self._check_open()
         groups = self.kv_cache_config.kv_cache_groups
@@ -133,19 +133,17 @@ class AttentionRuntime:
             max_model_len=longest_sequence(self.config, max_model_len),
             block_sizes=[group.kv_cache_spec.block_size for group in groups],
             device=self.device,
-            cross_groups=[
-                i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, CrossAttentionSpec)
-            ],
+            cross_groups=sorted(cross_groups(self.kv_cache_config)),
             max_encoder_len=max_encoder_len,
         )
 
     def warm_up(self) -> WarmUpReport:
-        """Have the backends compile what the plan's steps need, before the first request; see `warm_up`.
+        """Let the backends compile the kernels of the plan's steps; see `warm_up`.
 
-        Call it before requests are served and before graphs are captured.
+        Call it before the first request and before the capture of graphs.
 
         Raises:
-            BatchError: a closed runtime.
+            BatchError: the runtime is closed.
         """
         self._check_open()
         return warm_up(self)
@@ -161,12 +159,12 @@ class AttentionRuntime:
 
         Args:
             batch: for the layers with pages, from `StepBatchBuilder.step`.
-            direct: for the layers whose K and V come with the call, such as an encoder's.
-            metadata: by layer, where that of `batch` was built already, as for a graph's capture.
+            direct: for the layers that get K and V with the call, such as an encoder's.
+            metadata: by layer, if that of `batch` was already built, such as for the capture of a graph.
 
         Raises:
-            BatchError: neither, a batch that does not fit the plan or the pool, direct K and V for a plan
-                without such layers, or a closed runtime.
+            BatchError: neither batch nor direct is given, the batch does not fit the plan or the pool, no layer
+                has direct K and V, or the runtime is closed.
         """
         self._check_open()
         self._step = {}
@@ -205,30 +203,32 @@ class AttentionRuntime:
         """Write the layer's new K and V and attend.
 
         Args:
-            layer_name: one of the plan's.
+            layer_name: a layer of the plan.
             query: `[T, H, D]`; rows past the step's tokens are not read.
-            key: `[T, Hkv, D]`; None for layers that share another's KV, and for cross attention once the
-                encoder's tokens are written.
-            value: as `key`.
-            output: `[T, H, Dv]`, written; made where it is not given.
-            output_lse: float32 `[T, H]`, written where given.
+            key: `[T, Hkv, D]`; None for layers that share the KV of another layer, and for cross attention after
+                the encoder's tokens are written.
+            value: like `key`, with head size Dv.
+            output: `[T, H, Dv]` to write to; by default a new tensor.
+            output_lse: float32 `[T, H]` to write to, if given.
 
         Returns:
             The output; its rows past the step's tokens are unspecified.
 
         Raises:
-            BatchError: no step begun for the layer, an unknown layer, tensors that do not fit the layer or
-                the step, a closed runtime; in debug mode also NaN in what was given.
-            BackendFaultError: in debug mode, a backend that left another shape or dtype, or NaN.
+            BatchError: no step is active for the layer, the layer is unknown, tensors do not fit the layer or
+                the step, or the runtime is closed; in debug mode also for NaN in the arguments.
+            BackendFaultError: in debug mode, if a backend gives another shape or dtype, or NaN.
         """
         self._check_open()
         layer = self.layers.get(layer_name)
         if layer is None:
-            raise BatchError("layer_name", layer_name, f"is none of the plan's {len(self.layers)} layers")
+            raise BatchError("layer_name", layer_name, f"is not one of the plan's {len(self.layers)} layers")
         step = self._step.get(layer_name)
         if step is None:
-            what = "direct=..." if layer.spec.direct_kv else "a batch"
-            raise BatchError("layer_name", layer_name, "has no step", f"call begin_step with {what} first")
+            argument = "direct=..." if layer.spec.direct_kv else "a batch"
+            raise BatchError(
+                "layer_name", layer_name, "has no step", f"call begin_step with {argument} first"
+            )
         layer.check_call(query, key, value, output, output_lse, step.tokens, step.keys)
         if output is None:
             output = layer.new_output(query)
@@ -245,11 +245,11 @@ class AttentionRuntime:
         return output
 
     def end_step(self) -> None:
-        """Forget the step that was begun: `forward` raises until the next one."""
+        """End the active step: `forward` raises until the next one begins."""
         self._step = {}
 
     def close(self) -> None:
-        """Give up caches and workspaces; anything but `close` raises afterwards."""
+        """Release caches and workspaces; all methods except `close` raise afterwards."""
         self._closed = True
         self._step = {}
         self.kv_caches.clear()
@@ -261,22 +261,17 @@ class AttentionRuntime:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _make_direct_groups(self) -> list[AttentionGroup]:
-        alike: dict[Any, list[str]] = {}
+        names_by_key: dict[Any, list[str]] = {}
         for name, decision in self.plan.decisions.items():
             if decision.spec.direct_kv:
-                alike.setdefault((decision.get_backend_cls(), decision.spec), []).append(name)
+                names_by_key.setdefault((decision.get_backend_cls(), decision.spec), []).append(name)
         made = []
-        for (backend, spec), names in alike.items():
-            # No pages are kept, but a builder is told of the layer's heads in the form of a page.
+        for (backend, spec), names in names_by_key.items():
+            # The layers have no pages, but builders read the heads of a layer from a page spec.
             cache = cast(KVCacheSpec, kv_cache_spec_for(spec.replace(direct_kv=False), spec.block_size or 1))
             builder = backend.get_builder_cls()(cache, names, self.config, self.device)
             made.append(AttentionGroup(backend, tuple(names), cache, -1, builder, frozenset({spec})))
@@ -284,7 +279,7 @@ class AttentionRuntime:
         return made
 
     def _check_shared_pages(self) -> None:
-        """Two backends may see the same bytes differently: a reader must see what the writer wrote."""
+        """Refuse layers that share pages if their backends view the same bytes differently."""
         for name, target in self.plan.kv_sharing.items():
             views = []
             for layer in (name, target):
@@ -293,18 +288,20 @@ class AttentionRuntime:
                 views.append([(view.data_ptr(), view.shape, view.stride()) for view in both])
             if views[0] != views[1]:
                 reader, writer = self.layers[name].backend, self.layers[target].backend
-                limit = f"on {reader} would read the pages of {target} otherwise than {writer} writes them"
-                raise LayoutError("kv_sharing", name, limit, "ask for one backend for both")
+                limit = (
+                    f"on {reader} would read the pages of {target} differently from how {writer} writes them"
+                )
+                raise LayoutError("kv_sharing", name, limit, "choose one backend for both")
 
     def _check_slots(self, batch: StepBatch) -> None:
-        # On a GPU the host would have to wait for the largest slot.
+        # On a GPU the host would wait for the largest slot, so only debug mode checks it.
         if self.device.type != "cpu" and not self.debug:
             return
         for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
             slots = batch.of_group(index)[1]
-            held = self.kv_cache_config.num_blocks * group.kv_cache_spec.block_size
-            if slots.numel() and int(slots.max()) >= held:
-                limit = f"of KV group {index} is past the {held} slots of {self.plan.num_blocks} blocks"
+            capacity = self.kv_cache_config.num_blocks * group.kv_cache_spec.block_size
+            if slots.numel() and int(slots.max()) >= capacity:
+                limit = f"of KV group {index} is past the {capacity} slots of {self.plan.num_blocks} blocks"
                 raise BatchError("batch.slot_mappings", int(slots.max()), limit)
 
     def _check_open(self) -> None:
@@ -313,17 +310,17 @@ class AttentionRuntime:
 
 
 def _direct_keys(direct: CommonAttentionMetadata) -> int:
-    """The keys that a call must bring; 0 where only the device knows."""
+    """The number of keys that a call must pass; 0 if only the device has the number."""
     if direct.key_start_loc_cpu is not None:
         return int(direct.key_start_loc_cpu[direct.num_reqs])
     return direct.num_actual_tokens if direct.key_start_loc is None else 0
 
 
 def longest_sequence(config: BuilderConfig, max_model_len: int | None) -> int:
-    """`max_model_len`, or the configuration's.
+    """`max_model_len`, by default the configuration's.
 
     Raises:
-        BatchError: neither, or more than the configuration's.
+        BatchError: both are None, or the length is above the configuration's.
     """
     limit = config.max_model_len
     if max_model_len is None:
@@ -339,5 +336,7 @@ def _device(plan: ModelPlan, device: torch.device | str | None) -> torch.device:
     planned = {"rocm": "cuda"}.get(plan.device.type, plan.device.type)
     where = torch.device(planned if device is None else device)
     if where.type != planned:
-        raise LayoutError("device", str(where), f"is not what was planned for: {plan.device}", "plan for it")
+        raise LayoutError(
+            "device", str(where), f"is not the device of the plan: {plan.device}", "plan for it"
+        )
     return where

@@ -1,4 +1,4 @@
-"""The blocks of a KV pool: handed out, shared by requests with a common prefix, taken back."""
+"""The blocks of a KV pool: allocated, shared by requests with a common prefix, and freed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["BlockPool"]
 
 
 class BlockPool:
-    """Counts the users of each block. Block 0 is the null block and is never handed out.
+    """Counts the users of each block. Block 0 is the null block and is never allocated.
 
-    Blocks that nobody uses go to the back of the queue, so that what they hold stays readable for a
-    prefix cache as long as possible; `allocate` takes from the front. A call that raises changes nothing.
+    Unused blocks go to the back of a queue, and `allocate` takes from the front. A prefix cache can thus reuse
+    their contents for as long as possible. A call that raises changes nothing.
 
     Args:
         num_blocks: blocks of the pool, the null block included.
@@ -29,19 +29,19 @@ class BlockPool:
             raise BatchError("num_blocks", num_blocks, "must be at least 1: block 0 is the null block")
         self.num_blocks = num_blocks
         self._users = [0] * num_blocks
-        # Ordered, and not a deque, so that a block which is shared leaves its place in the queue.
+        # An ordered dict, because `share` removes blocks from the middle of the queue.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody uses."""
+        """Number of unused blocks."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one user each; all of them or none.
+        """Allocate `count` blocks with one user each, all or none.
 
         Raises:
-            BatchError: fewer are free; free some, or preempt a request.
+            BatchError: fewer are free. Free some, or preempt a request.
         """
         if not 0 <= count <= len(self._free):
             limit = f"must lie in 0 .. {len(self._free)}, the free blocks of {self.num_blocks}"
@@ -52,12 +52,12 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a user to each block; one that nobody uses any more is taken back into use.
+        """Add a user to each block; unused blocks leave the queue.
 
-        Null blocks are passed over: a prefix may have pages that its window has passed.
+        Null blocks are skipped: a prefix has them for pages that its window has passed.
 
         Raises:
-            BatchError: no block of the pool.
+            BatchError: a number is not a block of the pool.
         """
         for block in self._checked(blocks):
             if self._users[block] == 0:
@@ -65,10 +65,10 @@ class BlockPool:
             self._users[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Take a user from each block; null blocks are passed over.
+        """Remove a user from each block; null blocks are skipped.
 
         Raises:
-            BatchError: no block of the pool, or one without users.
+            BatchError: a number is not a block of the pool, or the block has no users.
         """
         taken = self._checked(blocks)
         for block, times in Counter(taken).items():
@@ -81,15 +81,15 @@ class BlockPool:
                 self._free[block] = None
 
     def users(self, block: int) -> int:
-        """How many requests use a block; 0 for the null block.
+        """The number of requests that use a block; 0 for the null block.
 
         Raises:
-            BatchError: no block of the pool.
+            BatchError: the number is not a block of the pool.
         """
         return sum(self._users[number] for number in self._checked([block]))
 
     def _checked(self, blocks: Iterable[int]) -> list[int]:
-        """The blocks but null ones, as ints."""
+        """The blocks as ints, without null blocks."""
         given = []
         for block in blocks:
             try:

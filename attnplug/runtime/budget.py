@@ -1,4 +1,4 @@
-"""How many blocks, and how many tokens of context, fit into some bytes of device memory."""
+"""Computes the blocks and the tokens of context that fit into device memory."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """What fits.
+    """The blocks and tokens that fit.
 
     Args:
-        memory: bytes there are for the caches.
+        memory: bytes for the caches.
         bytes_per_block: bytes of one block number over all raw tensors.
         num_blocks: blocks that fit, the null block included.
-        max_tokens: the longest single sequence whose blocks fit at once, all groups together, with an
-            encoder sequence as long where there are cross groups; None where any length fits.
-        padding_layers: layers' worth of pages that no layer uses.
+        max_tokens: the longest single sequence whose blocks of all groups fit at once; None if any length fits.
+            Cross groups count an encoder sequence of the same length.
+        padding_layers: unused pages, counted in layers.
         groups: the KV groups.
     """
 
@@ -48,11 +48,11 @@ class MemoryBudget:
 
     @property
     def usable_blocks(self) -> int:
-        """Blocks that can be handed out: all but the null block."""
+        """All blocks except the null block."""
         return max(self.num_blocks - 1, 0)
 
     def tokens_of(self, group: KVCacheGroupSpec) -> int:
-        """Tokens that the whole pool would hold if this group had it alone."""
+        """Tokens that fit if this group used the whole pool alone."""
         return self.usable_blocks * group.kv_cache_spec.block_size
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class MemoryBudget:
 
 
 def parse_memory(text: str | int) -> int:
-    """Bytes that "80GiB", "80 GB", "512MiB" or a number say; LayoutError for anything else."""
+    """The bytes in "80GiB", "80 GB", "512MiB" or a number; LayoutError for other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(text).strip().lower())
     if match is None:
         raise LayoutError("memory", text, "must be bytes, or a number with KiB, MiB, GiB, GB, ...")
@@ -86,42 +86,42 @@ def parse_memory(text: str | int) -> int:
 
 
 def bytes_per_block(config: KVCacheConfig) -> int:
-    """Bytes that one block number takes over all raw tensors; LayoutError for a pool without blocks."""
+    """Bytes of one block number over all raw tensors; LayoutError for a pool without blocks."""
     if config.num_blocks < 1:
         raise LayoutError("config.num_blocks", config.num_blocks, "must be at least 1")
     return sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
 
 
 def blocks_needed(spec: KVCacheSpec, num_tokens: int, new_tokens: int = 1) -> int:
-    """Most blocks that one sequence of `num_tokens` holds at once in a group of this spec.
+    """The most blocks that one sequence of `num_tokens` needs at once in a group of this spec.
 
     Args:
-        spec: what the group's pages hold.
+        spec: of the group's pages.
         num_tokens: tokens of the sequence.
-        new_tokens: tokens computed in one step: a window or chunk is held for each of them.
+        new_tokens: tokens computed in one step; the blocks cover the window or chunk of each.
     """
     size = spec.block_size
     whole = -(-num_tokens // size)
     if isinstance(spec, SlidingWindowSpec):
-        # It may begin at any place in a page, the last one at worst.
+        # A window may begin at any token of a page, in the worst case at the last.
         return min(whole, -(-(spec.sliding_window + new_tokens - 2) // size) + 1)
     if isinstance(spec, ChunkedLocalAttentionSpec):
-        # It begins at a multiple of the chunk, at worst so far into a page.
+        # A chunk begins at a multiple of its size, in the worst case so far into a page.
         into_page = size - math.gcd(spec.chunk, size)
         return min(whole, -(-(into_page + spec.chunk + new_tokens - 1) // size))
     return whole
 
 
 def fit_kv_cache(config: KVCacheConfig, memory: int, new_tokens: int = 1) -> MemoryBudget:
-    """What fits into `memory` bytes; the configuration's own number of blocks plays no part.
+    """The budget for `memory` bytes; ignores the configuration's own number of blocks.
 
     Args:
         config: the groups.
-        memory: bytes there are for the caches.
-        new_tokens: tokens of a sequence computed in one step, as `blocks_needed` takes them.
+        memory: bytes for the caches.
+        new_tokens: tokens of a sequence computed in one step; see `blocks_needed`.
 
     Raises:
-        LayoutError: not even the null block and one block more fit.
+        LayoutError: the null block and one more block do not fit.
     """
     groups = config.kv_cache_groups
     if not groups:
@@ -136,7 +136,7 @@ def fit_kv_cache(config: KVCacheConfig, memory: int, new_tokens: int = 1) -> Mem
 
     longest = None
     if not fits(_ANY_LENGTH):
-        # So many tokens never fit: a group without a window fills the pool, or all windows do.
+        # The upper bound never fits: a group without a window, or all windows, would fill the pool.
         low, high = 0, blocks * max(group.kv_cache_spec.block_size for group in groups)
         while high - low > 1:
             middle = (low + high) // 2

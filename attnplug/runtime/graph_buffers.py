@@ -1,4 +1,4 @@
-"""The tensors that captured graphs read: one set of the largest size, which lives as long as they do."""
+"""The tensors that captured graphs read: one set of the largest size for all graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["GraphBuffers", "GraphInputBuffers"]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class GraphInputBuffers:
-    """What one captured graph reads: views of the fronts of the shared buffers.
+    """The inputs of one captured graph: views of the first rows of the shared buffers.
 
     Args:
         batch_size: requests B of the graph.
@@ -23,7 +23,7 @@ class GraphInputBuffers:
         query_start_loc: int32 `[B + 1]`.
         seq_lens: int32 `[B]`.
         block_tables: int32 `[G, B, max_blocks]` of the G KV groups.
-        slot_mappings: int64 `[G, B * q]`; a cross group's stay -1.
+        slot_mappings: int64 `[G, B * q]`; always -1 in cross groups.
         encoder_seq_lens: int32 `[B]`; None without cross groups.
     """
 
@@ -41,13 +41,13 @@ class GraphInputBuffers:
         return self.batch_size * self.query_len
 
     def clear(self) -> None:
-        """Make every request a padding request: length 1, null pages, slots -1."""
+        """Turn all requests into padding: length 1, null pages, slots -1."""
         self._pad(0, 0)
 
     def copy_from(self, batch: StepBatch) -> None:
-        """Take a step's values and pad to the graph's size, without waiting for the device.
+        """Copy a step's values and pad to the graph's size, without waiting for the device.
 
-        Padding requests have length 1, table row 0 and slots -1; start locations go on by `query_len`.
+        Padding requests have length 1, null pages, slots -1, and start locations that continue by `query_len`.
         """
         common, reqs = batch.common, batch.common.num_reqs
         width = min(self.block_tables.shape[2], batch.block_tables.shape[2])
@@ -76,7 +76,7 @@ class GraphInputBuffers:
 
 
 class GraphBuffers:
-    """Allocates the buffers of the largest captured size, and hands out their fronts.
+    """Allocates the buffers of the largest captured size, and gives views of their first rows.
 
     Args:
         groups: KV groups G.
@@ -84,7 +84,7 @@ class GraphBuffers:
         query_len: most queries of a request.
         max_blocks: pages of the longest sequence.
         with_encoder: whether there are cross groups.
-        device: where graphs run.
+        device: of the graphs.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class GraphBuffers:
         """The buffers of a graph of `batch_size` requests with `query_len` queries each.
 
         Raises:
-            BatchError: sizes below 1 or past what was allocated.
+            BatchError: a size is below 1 or above the allocated one.
         """
         most = self.seq_lens.shape[0]
         if not 1 <= batch_size <= most:

@@ -1,4 +1,4 @@
-"""Steps inside CUDA graphs: what is captured, what is copied in before a replay, and what is refused."""
+"""Steps inside CUDA graphs: their capture, the copies before a replay, and refusals."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy.typing as npt
 import torch
 
 from attnplug.core.errors import BatchError
-from attnplug.core.kv_cache_spec import CrossAttentionSpec
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadata, CommonAttentionMetadata
 from attnplug.runtime.attention_groups import build_attn_metadata
 from attnplug.runtime.attention_runtime import AttentionRuntime, longest_sequence
 from attnplug.runtime.graph_buffers import GraphBuffers, GraphInputBuffers
+from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.step_batch import StepBatch
 
 __all__ = ["GraphInputBuffers", "GraphState"]
@@ -23,10 +23,10 @@ _Lengths = npt.NDArray[np.int32]
 
 
 class GraphState:
-    """The graph side of a runtime: buffers of the largest captured size, and the steps made of them.
+    """CUDA graphs over a runtime: buffers of the largest captured size, and steps that use them.
 
-    The sizes are the runtime's `config.cudagraph_batch_sizes`, so that builders know them too. Capture and
-    replay, with the engine's own graphs and its own buffers for queries, keys and values:
+    The batch sizes are `config.cudagraph_batch_sizes` of the runtime, which its builders read too. The engine has
+    its own graphs, and its own buffers for queries, keys and values:
 
     ```python
     runtime.warm_up()
@@ -40,13 +40,13 @@ class GraphState:
     ```
 
     Args:
-        runtime: its layers with pages are captured; direct layers, such as an encoder's, are not.
-        max_model_len: longest sequence; default the configuration's.
-        max_query_len: most queries of a request; default 1 and the configuration's speculative tokens.
-        max_encoder_len: longest encoder sequence, where there are cross-attention layers.
+        runtime: layers with pages are captured; direct layers, such as an encoder's, are not.
+        max_model_len: longest sequence; by default the configuration's.
+        max_query_len: most queries of a request; by default 1 plus the configuration's speculative tokens.
+        max_encoder_len: longest encoder sequence, for cross-attention layers.
 
     Raises:
-        BatchError: a configuration without batch sizes, lengths missing, or a plan without pages.
+        BatchError: the configuration has no batch sizes, a length is missing, or the plan has no pages.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class GraphState:
     ) -> None:
         config = runtime.config
         self.batch_sizes = tuple(sorted(set(config.cudagraph_batch_sizes)))
-        """The batch sizes that may be captured, in ascending order."""
+        """The batch sizes of graphs, in ascending order."""
         if not self.batch_sizes:
             remedy = "give AttentionRuntime a BuilderConfig that names them"
             raise BatchError("config.cudagraph_batch_sizes", (), "names no size", remedy)
@@ -68,9 +68,7 @@ class GraphState:
             raise BatchError("max_query_len", self.max_query_len, f"must lie in 1 .. {self.max_model_len}")
         self._runtime = runtime
         groups = runtime.kv_cache_config.kv_cache_groups
-        self._cross = frozenset(
-            i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, CrossAttentionSpec)
-        )
+        self._cross = cross_groups(runtime.kv_cache_config)
         if not groups:
             raise BatchError("runtime.plan", len(runtime.layers), "layers keep no pages: nothing to capture")
         if (max_encoder_len < 1) is bool(self._cross):
@@ -78,42 +76,32 @@ class GraphState:
             raise BatchError("max_encoder_len", max_encoder_len, limit)
         self.max_encoder_len = max_encoder_len
         self._first = next((i for i in range(len(groups)) if i not in self._cross), 0)
-        blocks = [
-            -(
-                -(max_encoder_len if i in self._cross else self.max_model_len)
-                // group.kv_cache_spec.block_size
-            )
-            for i, group in enumerate(groups)
-        ]
+        lengths = [max_encoder_len if i in self._cross else self.max_model_len for i in range(len(groups))]
+        sizes = [group.kv_cache_spec.block_size for group in groups]
+        blocks = max(-(-length // size) for length, size in zip(lengths, sizes, strict=True))
         self._buffers = GraphBuffers(
-            len(groups),
-            self.batch_sizes[-1],
-            self.max_query_len,
-            max(blocks),
-            bool(self._cross),
-            runtime.device,
+            len(groups), self.batch_sizes[-1], self.max_query_len, blocks, bool(self._cross), runtime.device
         )
 
     @property
     def support(self) -> AttentionCGSupport:
-        """What every builder of the runtime can have captured."""
-        levels = [level for level, _ in self._levels()]
-        return min(levels, default=AttentionCGSupport.NEVER)
+        """The lowest support level of the runtime's builders."""
+        return min((level for level, _ in self._levels()), default=AttentionCGSupport.NEVER)
 
     def batch_size_for(self, num_reqs: int) -> int | None:
-        """The smallest captured batch size that holds `num_reqs` requests; None where none does."""
+        """The smallest captured batch size of at least `num_reqs` requests; None if there is none."""
         return next((size for size in self.batch_sizes if size >= num_reqs), None)
 
     @contextlib.contextmanager
     def capture(self, batch_size: int, query_len: int = 1) -> Iterator[dict[str, AttentionMetadata]]:
-        """A step of `batch_size` requests with `query_len` queries each, in which graphs are captured.
+        """Begin a step of `batch_size` requests with `query_len` queries each, to capture graphs inside the block.
 
-        Inside, `runtime.forward` runs on the buffers; all its requests are padding, so that nothing is
-        written. Afterwards no step is begun. Gives the metadata by layer.
+        Inside, `runtime.forward` runs on the buffers. All requests are padding, so it writes no slot. The block
+        gets the metadata by layer. No step is active after it.
 
         Raises:
-            BatchError: more than a builder declares, naming it and its level; sizes that are not to be
-                captured; a runtime in debug mode, whose checks wait for the device.
+            BatchError: a builder declares less support (the error names it and its level), a size is not one to
+                be captured, or the runtime is in debug mode, whose checks wait for the device.
         """
         if self._runtime.debug:
             limit = "reads back what layers wrote, which a graph cannot"
@@ -128,53 +116,52 @@ class GraphState:
             buffers.clear()
 
     def metadata_for_capture(self, batch_size: int, query_len: int = 1) -> dict[str, AttentionMetadata]:
-        """Each layer's metadata of a uniform batch over the buffers, as graphs are captured with.
+        """Each layer's metadata for a capture: a uniform batch over the buffers.
 
-        `max_seq_len` is the longest sequence, and host lengths are that bound, so that whatever a builder
-        derives from them, such as a split over the keys, fits every step that is replayed.
+        `max_seq_len` and all host lengths are the longest sequence. Values that a builder derives from them, such
+        as a split over the keys, then fit every replayed step.
 
         Raises:
-            BatchError: as `capture`.
+            BatchError: see `capture`.
         """
         self._check_support(batch_size, query_len)
         buffers = self.get_graph_input_buffers(batch_size, query_len)
         buffers.clear()
         if buffers.encoder_seq_lens is not None:
-            # Derived metadata takes the largest encoder length for an exact one.
+            # Builders take encoder lengths as exact, so the buffer must equal the host's bound.
             buffers.encoder_seq_lens.fill_(self.max_encoder_len)
         batch = self._capture_batch(buffers)
         runtime = self._runtime
         return build_attn_metadata(runtime.attention_groups, batch, runtime.kv_cache_config, for_capture=True)
 
     def get_graph_input_buffers(self, batch_size: int, query_len: int = 1) -> GraphInputBuffers:
-        """What a graph of this size reads; always the same memory.
+        """The input buffers of a graph of this size; always the same memory.
 
         Raises:
-            BatchError: a batch size that is not to be captured, or more queries than `max_query_len`.
+            BatchError: the batch size is not one to be captured, or `query_len` is above `max_query_len`.
         """
         if batch_size not in self.batch_sizes:
             sizes = ", ".join(map(str, self.batch_sizes))
-            raise BatchError(
-                "batch_size", batch_size, f"must be one of config.cudagraph_batch_sizes: {sizes}"
-            )
+            limit = f"must be one of config.cudagraph_batch_sizes: {sizes}"
+            raise BatchError("batch_size", batch_size, limit)
         return self._buffers.front(batch_size, query_len)
 
     def prepare_graph_input_buffers(self, input_buffers: GraphInputBuffers, batch: StepBatch) -> StepBatch:
-        """Copy a step's values in before its graph is replayed, and begin the step with them.
+        """Copy a step into the buffers before the graph is replayed, and begin the step.
 
-        The step is begun on the padded batch, so that builders which plan on the host plan for it. Rows of
+        The step begins with the padded batch, so that builders that plan on the host include the padding. Rows of
         the output past `batch.common.num_actual_tokens` are unspecified.
 
         Args:
             input_buffers: of the graph to be replayed.
-            batch: from `StepBatchBuilder.step`; at most as many requests as the graph has, each with as many
-                queries, or fewer where all builders support any batch.
+            batch: from `StepBatchBuilder.step`, with at most as many requests as the graph. Each has the graph's
+                number of queries, or fewer if all builders support any batch.
 
         Returns:
             The padded batch, whose tensors are the buffers.
 
         Raises:
-            BatchError: a step that does not fit the graph; nothing is copied then.
+            BatchError: the step does not fit the graph; then nothing is copied.
         """
         self._check_fits(input_buffers, batch)
         input_buffers.copy_from(batch)
@@ -183,23 +170,21 @@ class GraphState:
         return padded
 
     def _levels(self) -> list[tuple[AttentionCGSupport, str]]:
-        """Each builder's level, and what to call it."""
+        """Each builder's level, and its name for errors."""
         found = []
         for group in self._runtime.attention_groups:
             level = group.builder.get_cudagraph_support(self._runtime.config, group.kv_cache_spec)
-            who = (
-                f"{type(group.builder).__name__} of {group.backend.get_name()} (layer {group.layer_names[0]})"
-            )
-            found.append((level, who))
+            owner = f"{group.backend.get_name()} (layer {group.layer_names[0]})"
+            found.append((level, f"{type(group.builder).__name__} of {owner}"))
         return found
 
     def _check_support(self, batch_size: int, query_len: int) -> None:
         single = query_len == 1
         asked = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if single else AttentionCGSupport.UNIFORM_BATCH
-        for level, who in self._levels():
+        for level, builder in self._levels():
             if level < asked:
                 field, value = ("batch_size", batch_size) if single else ("query_len", query_len)
-                limit = f"asks to capture {asked.name}, and {who} declares {level.name}"
+                limit = f"asks to capture {asked.name}, and {builder} declares {level.name}"
                 raise BatchError(field, value, limit, "run such batches without a graph")
 
     def _check_fits(self, buffers: GraphInputBuffers, batch: StepBatch) -> None:
@@ -227,9 +212,8 @@ class GraphState:
                 limit = (
                     f"encoder tokens of KV group {group} are written in this step, and a graph writes none"
                 )
-                raise BatchError(
-                    "batch.num_slots", batch.num_slots[group], limit, "run this step without a graph"
-                )
+                remedy = "run this step without a graph"
+                raise BatchError("batch.num_slots", batch.num_slots[group], limit, remedy)
 
     def _capture_batch(self, buffers: GraphInputBuffers) -> StepBatch:
         reqs = buffers.batch_size
@@ -277,15 +261,8 @@ class GraphState:
         )
         groups = buffers.block_tables.shape[0]
         counts = tuple(0 if group in self._cross else tokens for group in range(groups))
-        return StepBatch(
-            common,
-            self._first,
-            buffers.block_tables,
-            buffers.slot_mappings,
-            counts,
-            self._cross,
-            req_ids,
-        )
+        tables, slots = buffers.block_tables, buffers.slot_mappings
+        return StepBatch(common, self._first, tables, slots, counts, self._cross, req_ids)
 
 
 def _extended(lengths: _Lengths | None, padding: int) -> _Lengths | None:

@@ -1,13 +1,13 @@
-"""Which layers share a block table, and which share memory."""
+"""Groups layers that share a block table, and layers that share memory."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from attnplug.core.errors import LayoutError, SpecError
 from attnplug.core.kv_cache_spec import (
+    CrossAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
@@ -17,6 +17,7 @@ from attnplug.core.kv_cache_spec import (
 from attnplug.core.spec import LayerSpec
 
 __all__ = [
+    "cross_groups",
     "get_kv_cache_spec",
     "group_kv_caches",
     "num_padding_layers",
@@ -26,10 +27,10 @@ __all__ = [
 
 
 def get_kv_cache_spec(specs: Mapping[str, LayerSpec], block_size: int) -> dict[str, KVCacheSpec]:
-    """The cache of each layer, in pages of `block_size` tokens; layers with direct K and V keep none.
+    """The cache of each layer, in pages of `block_size` tokens; layers with direct K and V have none.
 
     Raises:
-        SpecError: a layer that has fixed another block size; it names the layer.
+        SpecError: a layer requires another block size; the error names it.
     """
     caches = {}
     for name, spec in specs.items():
@@ -47,7 +48,7 @@ def unify_page_sizes(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]
     """The same caches with pages of equal bytes: smaller ones get more tokens per page.
 
     Raises:
-        LayoutError: a page whose bytes do not divide the largest one's.
+        LayoutError: the bytes of a page do not divide those of the largest page.
     """
     largest = max((spec.page_size_bytes for spec in specs.values()), default=0)
     unified = {}
@@ -55,10 +56,11 @@ def unify_page_sizes(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]
         times, rest = divmod(largest, spec.page_size_bytes)
         if rest:
             limit = f"bytes of layer {name} do not divide the largest page of {largest} bytes"
-            raise LayoutError(
-                "page_size_bytes", spec.page_size_bytes, limit, "choose block sizes with equal pages"
-            )
-        unified[name] = _with_larger_pages(spec, times)
+            remedy = "choose block sizes with equal pages"
+            raise LayoutError("page_size_bytes", spec.page_size_bytes, limit, remedy)
+        # Scales stored in a page grow with its tokens.
+        size, scales = spec.block_size * times, spec.scale_bytes * times
+        unified[name] = spec if times == 1 else dataclasses.replace(spec, block_size=size, scale_bytes=scales)
     return unified
 
 
@@ -67,21 +69,20 @@ def group_kv_caches(
     num_blocks: int = 1,
     kv_sharing: Mapping[str, str] | None = None,
 ) -> KVCacheConfig:
-    """Groups of layers with one block table, and the raw tensors that hold their pages.
+    """Groups of layers with one block table, and the raw tensors for their pages.
 
-    Layers of one spec make a group with a tensor each. A hybrid model's kinds are split into groups
-    of near-equal layer counts; the p-th layer of every group shares tensor p, so that one pool of
-    equal pages serves all of them: a block number is in use by one group at a time. Layers of one
-    group never share memory.
+    Layers of one spec make a group with a tensor each. A hybrid model's kinds are split into groups of
+    near-equal layer counts, and the p-th layer of every group shares tensor p. One pool of equal pages then
+    serves all groups, because one group at a time uses a block number. Layers of one group never share memory.
 
     Args:
         specs: each layer's cache, in layer order.
         num_blocks: blocks in the pool, the null block included.
-        kv_sharing: layers that read another layer's pages, to that layer; they get its tensor.
+        kv_sharing: maps a layer that reads another layer's pages to that layer; both get one tensor.
 
     Raises:
-        LayoutError: kinds whose pages have unlike sizes (see `unify_page_sizes`), a sharing layer
-            whose target has no pages of its own or another cache, fewer than one block.
+        LayoutError: kinds with different page sizes (see `unify_page_sizes`); a sharing layer whose target has
+            no pages of its own or another cache; fewer than one block.
     """
     if num_blocks < 1:
         raise LayoutError("num_blocks", num_blocks, "must be at least 1: block 0 is the null block")
@@ -116,10 +117,10 @@ def group_kv_caches(
 
 
 def with_num_blocks(config: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
-    """The same groups over a pool of another size.
+    """The same groups with a pool of another size.
 
     Raises:
-        LayoutError: fewer than one block, in either pool.
+        LayoutError: either pool has fewer than one block.
     """
     for field, value in (("num_blocks", num_blocks), ("config.num_blocks", config.num_blocks)):
         if value < 1:
@@ -132,30 +133,25 @@ def with_num_blocks(config: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
 
 
 def num_padding_layers(config: KVCacheConfig) -> int:
-    """How many layers' worth of pages no layer uses, over all groups: the price of equal groups."""
-    used = Counter(len(set(names)) for names in _owners_by_group(config))
-    return sum((len(config.kv_cache_tensors) - count) * groups for count, groups in used.items())
-
-
-def _owners_by_group(config: KVCacheConfig) -> list[list[int]]:
+    """The unused pages of all groups, counted in layers: the cost of groups of equal size."""
     home = {name: p for p, tensor in enumerate(config.kv_cache_tensors) for name in tensor.shared_by}
-    return [[home[name] for name in group.layer_names] for group in config.kv_cache_groups]
+    used = (len({home[name] for name in group.layer_names}) for group in config.kv_cache_groups)
+    return sum(len(config.kv_cache_tensors) - count for count in used)
 
 
-def _with_larger_pages(spec: KVCacheSpec, times: int) -> KVCacheSpec:
-    if times == 1:
-        return spec
-    # Scales stored in a page grow with its tokens.
-    return dataclasses.replace(spec, block_size=spec.block_size * times, scale_bytes=spec.scale_bytes * times)
+def cross_groups(config: KVCacheConfig) -> frozenset[int]:
+    """The indices of the KV groups with encoder tokens, for cross attention."""
+    groups = enumerate(config.kv_cache_groups)
+    return frozenset(i for i, group in groups if isinstance(group.kv_cache_spec, CrossAttentionSpec))
 
 
 def _check_sharing(specs: Mapping[str, KVCacheSpec], sharing: Mapping[str, str]) -> None:
     for name, target in sharing.items():
         if name not in specs:
-            raise LayoutError("kv_sharing", name, "is no layer with a cache")
+            raise LayoutError("kv_sharing", name, "is not a layer with a cache")
         if target not in specs or target in sharing:
             remedy = "name the layer whose pages are read in the end"
-            raise LayoutError(f"kv_sharing[{name!r}]", target, "is no layer with pages of its own", remedy)
+            raise LayoutError(f"kv_sharing[{name!r}]", target, "is not a layer with pages of its own", remedy)
         if specs[name] != specs[target]:
             limit = f"has another cache than {name}: {specs[target]} and {specs[name]}"
             raise LayoutError(f"kv_sharing[{name!r}]", target, limit)
@@ -173,7 +169,7 @@ def _check_pages(kinds: Mapping[KVCacheSpec, Sequence[str]]) -> None:
 
 def _group_size(kinds: Mapping[KVCacheSpec, Sequence[str]]) -> int:
     counts = [len(names) for names in kinds.values()]
-    # Nearly equal kinds are padded to one group each; otherwise the smallest kind sets the size.
+    # Kinds of nearly equal size are padded to one group each; otherwise the smallest kind sets the size.
     return max(counts) if max(counts) < 1.25 * min(counts) else min(counts)
 
 

@@ -1,4 +1,4 @@
-"""The physical order of KV pages that a plan takes where nothing else decides it."""
+"""The physical layout of KV pages that a plan uses by default."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from typing import Literal, TypeAlias, TypeGuard
 
 from attnplug.core.errors import LayoutError
 
-__all__ = [
-    "KVCacheLayoutType",
-    "get_kv_cache_layout",
-    "is_valid_kv_cache_layout",
-    "set_kv_cache_layout",
-]
+__all__ = ["KVCacheLayoutType", "get_kv_cache_layout", "is_valid_kv_cache_layout", "set_kv_cache_layout"]
 
 KVCacheLayoutType: TypeAlias = Literal["NHD", "HND"]
 """The order inside a page: token, head, element; or head, token, element."""
@@ -28,22 +23,22 @@ def is_valid_kv_cache_layout(value: object) -> TypeGuard[KVCacheLayoutType]:
 
 
 def set_kv_cache_layout(layout: KVCacheLayoutType | None) -> None:
-    """Fix the layout for this context (thread or task); None clears it.
+    """Set the layout for this context (thread or task); None clears it.
 
     Raises:
-        LayoutError: no layout's name.
+        LayoutError: `layout` is not NHD or HND.
     """
     _OVERRIDE.set(None if layout is None else _checked("layout", layout))
 
 
 def get_kv_cache_layout(required: str | None = None) -> KVCacheLayoutType:
-    """The layout to use: the override, ATTNPLUG_KV_CACHE_LAYOUT, what backends require, or NHD.
+    """The first of: the layout set here, ATTNPLUG_KV_CACHE_LAYOUT, `required`, NHD.
 
     Args:
-        required: the layout that the chosen backends require, where they require one.
+        required: the layout that the chosen backends require, if any.
 
     Raises:
-        LayoutError: a value that is no layout; it names where the value came from.
+        LayoutError: a value is not NHD or HND; the error names its source.
     """
     override = _OVERRIDE.get()
     if override is not None:

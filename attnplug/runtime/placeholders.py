@@ -1,4 +1,4 @@
-"""Which row of a request's multimodal embeddings goes to which token of a step."""
+"""Maps rows of multimodal embeddings to the placeholder tokens of a step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,8 @@ import torch
 from attnplug.core.errors import BatchError
 from attnplug.runtime.staging import PackedBuffer
 
-__all__ = [
-    "Placeholder",
-    "PlaceholderMap",
-    "PlaceholderRanges",
-    "Span",
-    "check_placeholders",
-    "map_placeholders",
-    "spans_of",
-]
+__all__ = ["Placeholder", "PlaceholderMap", "PlaceholderRanges", "Span"]
+__all__ += ["check_placeholders", "map_placeholders", "spans_of"]
 
 PlaceholderRanges: TypeAlias = Mapping[str, Sequence[tuple[int, int]]]
 """By modality, `(offset, length)` of each item's placeholder tokens in the request."""
@@ -29,15 +22,15 @@ PlaceholderRanges: TypeAlias = Mapping[str, Sequence[tuple[int, int]]]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PlaceholderMap:
-    """One modality's placeholder tokens of a step: n of them get a row of an embedding instead of a token's.
+    """The n placeholder tokens of one modality in a step, which get rows of multimodal embeddings.
 
-    `hidden[token_indices] = embeddings[embedding_indices]`, where `embeddings` are those of `items`
-    one after another, each as long as its placeholder, whether or not all of it is in this step.
+    `hidden[token_indices] = embeddings[embedding_indices]`. `embeddings` has those of `items` in order, each as
+    long as its whole placeholder, even if only a part of it is in this step.
 
     Args:
         token_indices: int64 `[n]` on the device, rows of the batch, ascending.
         embedding_indices: int64 `[n]` on the device.
-        items: request and number of each item, counted from 0 in the request and modality.
+        items: request and number of each item; numbers count from 0 within a request and modality.
     """
 
     token_indices: torch.Tensor
@@ -47,7 +40,7 @@ class PlaceholderMap:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placeholder:
-    """One item of a request: its modality, its number there, and its tokens."""
+    """One item of a request: its modality, its number within that, and its tokens."""
 
     modality: str
     number: int
@@ -70,7 +63,7 @@ def check_placeholders(ranges: PlaceholderRanges, max_model_len: int) -> tuple[P
     """The items of a request in the order of their tokens.
 
     Raises:
-        BatchError: a range that is empty, leaves the sequence, overlaps another, or out of order.
+        BatchError: a range is empty, outside the sequence, out of order, or overlaps another.
     """
     items = []
     for modality, pairs in ranges.items():
@@ -92,7 +85,7 @@ def check_placeholders(ranges: PlaceholderRanges, max_model_len: int) -> tuple[P
 
 
 def spans_of(req_id: str, items: Sequence[Placeholder], first: int, count: int, token: int) -> list[Span]:
-    """Where the positions `first .. first + count` of a request, whose rows begin at `token`, meet its items."""
+    """The parts of `items` at positions `first .. first + count` of a request whose rows begin at `token`."""
     spans = []
     for item in items:
         start, stop = max(item.offset, first), min(item.offset + item.length, first + count)
@@ -102,7 +95,7 @@ def spans_of(req_id: str, items: Sequence[Placeholder], first: int, count: int, 
 
 
 def map_placeholders(spans: Sequence[Span], buffer: PackedBuffer) -> dict[str, PlaceholderMap]:
-    """One map for each modality of `spans`; `buffer`, int64, is filled and sent to the device."""
+    """One map for each modality of `spans`; fills `buffer` (int64) and copies it to the device."""
     by_modality: dict[str, list[Span]] = {}
     for span in spans:
         by_modality.setdefault(span.item.modality, []).append(span)

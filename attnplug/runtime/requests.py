@@ -1,4 +1,4 @@
-"""The requests in flight: their lengths and block tables, in arrays that steps are computed from."""
+"""The requests in flight, with lengths and block tables in arrays that make up steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RequestTable:
     """Requests in order, each with its pages in every KV group.
 
     Implements the `input_batch` protocol of `reorder_batch_to_split_decodes_and_prefills`: `req_ids`,
-    `num_computed_tokens_cpu`, `swap_states`. Takes what `StepBatchBuilder` takes. A call that raises
+    `num_computed_tokens_cpu`, `swap_states`. Arguments are those of `StepBatchBuilder`. A call that raises
     changes nothing.
     """
 
@@ -71,7 +71,7 @@ class RequestTable:
 
     @property
     def num_computed_tokens_cpu(self) -> _Ints:
-        """Tokens whose K and V are cached, int64 `[R]`; a view of the builder's own."""
+        """Tokens with cached K and V, int64 `[R]`; a view of the builder's array."""
         return self._computed[: self.num_reqs]
 
     def add_request(
@@ -82,18 +82,18 @@ class RequestTable:
         encoder_len: int = 0,
         placeholders: PlaceholderRanges | None = None,
     ) -> int:
-        """Add a request at the end; gives its index.
+        """Add a request at the end, and return its index.
 
         Args:
             req_id: its name.
-            block_ids: its pages in each KV group; 0, the null block, for pages that its window has
-                passed: what falls there is not written.
-            num_computed_tokens: tokens cached already, as by a shared prefix.
-            encoder_len: encoder tokens that its cross-attention layers attend.
-            placeholders: by modality, `(offset, length)` of the tokens that get an item's embedding.
+            block_ids: its pages in each KV group. Block 0, the null block, marks pages that its window has
+                passed; their tokens are not written.
+            num_computed_tokens: tokens already cached, such as a shared prefix.
+            encoder_len: encoder tokens that its cross-attention layers attend to.
+            placeholders: by modality, `(offset, length)` of the tokens that get the embedding of an item.
 
         Raises:
-            BatchError: a name in use, no room, or counts that do not fit.
+            BatchError: the name is in use, there is no room, or counts do not fit.
         """
         index = self.num_reqs
         if req_id in self._index:
@@ -128,19 +128,20 @@ class RequestTable:
         """Give a request more pages: a sequence of block numbers for each KV group.
 
         Raises:
-            BatchError: a request not in flight, other than one sequence per group, more pages than
-                the table has, or what is no block number.
+            BatchError: the request is not in flight, there is not one sequence per group, the table has fewer
+                pages, or a value is not a block number.
         """
         index = self._at(req_id)
         self._put(self._pages(block_ids, index), index)
 
     def free_blocks(self, req_id: str, group: int, num_blocks: int) -> None:
-        """Point a request's first pages in one KV group at the null block: its window has passed them.
+        """Replace a request's first pages in one KV group, which its window has passed, by the null block.
 
-        The request keeps its positions; the pages can serve other requests from now on.
+        The request keeps its positions; other requests can then use the pages.
 
         Raises:
-            BatchError: a request not in flight, no such group, or pages with tokens yet to be computed.
+            BatchError: the request is not in flight, the group has no decoder tokens, or a page has tokens that
+                are not yet computed.
         """
         index = self._at(req_id)
         if group not in self._self_groups:
@@ -153,7 +154,7 @@ class RequestTable:
         self._tables[group, index, :num_blocks] = 0
 
     def remove_request(self, req_id: str) -> None:
-        """Take a request out; the last one takes its place."""
+        """Remove a request; the last request moves to its index."""
         index, last = self._at(req_id), self.num_reqs - 1
         if index != last:
             self.swap_states(index, last)
@@ -162,18 +163,12 @@ class RequestTable:
         self._placeholders.pop(req_id, None)
 
     def swap_states(self, i: int, j: int) -> None:
-        """Exchange two requests; BatchError for an index that has none."""
+        """Exchange two requests; BatchError for an index without a request."""
         for name, index in (("i", i), ("j", j)):
             if not 0 <= index < self.num_reqs:
                 raise BatchError(name, index, f"must be the index of one of {self.num_reqs} requests")
-        for array in (
-            self._computed,
-            self._scheduled,
-            self._capacity,
-            self._encoder_lens,
-            self._encoder_written,
-            self._placeholder_end,
-        ):
+        arrays: list[npt.NDArray[Any]] = [self._computed, self._scheduled, self._capacity]
+        for array in (*arrays, self._encoder_lens, self._encoder_written, self._placeholder_end):
             array[[i, j]] = array[[j, i]]
         self._num_blocks[:, [i, j]] = self._num_blocks[:, [j, i]]
         width = int(self._num_blocks[:, [i, j]].max(initial=0))
@@ -210,7 +205,7 @@ class RequestTable:
     def _pages(
         self, block_ids: Sequence[Sequence[int]], index: int, fresh: bool = False
     ) -> list[tuple[int, npt.NDArray[Any]]]:
-        """Where each group's new pages begin, and they; nothing is changed."""
+        """The start and the block numbers of each group's new pages; changes nothing."""
         groups = len(self.block_sizes)
         if len(block_ids) != groups:
             limit = f"must have one sequence for each of {groups} KV groups"
@@ -237,5 +232,5 @@ class RequestTable:
             self._tables[group, index, start:end] = blocks
             self._num_blocks[group, index] = end
             self._has_null_pages |= bool(blocks.size and blocks.min() == 0)
-        held = [int(self._num_blocks[g, index]) * self.block_sizes[g] for g in self._self_groups]
-        self._capacity[index] = min(held, default=self.max_model_len)
+        tokens = [int(self._num_blocks[g, index]) * self.block_sizes[g] for g in self._self_groups]
+        self._capacity[index] = min(tokens, default=self.max_model_len)

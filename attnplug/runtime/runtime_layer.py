@@ -1,4 +1,4 @@
-"""One layer of a runtime: its impl, its scales, its cache, and what a call must bring for it."""
+"""One layer of a runtime: its impl, scales and cache, and the checks of its calls."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["RuntimeLayer", "tensors_of_layers"]
 
 
 class RuntimeLayer:
-    """One layer as its impl sees it: the AttentionLayer protocol, with its cache.
+    """One layer as its impl sees it: implements the AttentionLayer protocol, and has the cache.
 
     Args:
-        name: as in the plan.
-        decision: who serves it.
+        name: its name in the plan.
+        decision: its decision, with backend and spec.
         tensors: its sinks, slopes and scales; moved to `device`.
-        device: where it runs.
+        device: of the layer.
         target: the layer whose pages it reads and never writes, or None.
 
     Raises:
-        SpecError: a tensor missing, not asked for, or of another shape or value; it names the layer.
+        SpecError: a tensor is missing, not needed, or of another shape or value; the error names the layer.
     """
 
     def __init__(
@@ -54,10 +54,9 @@ class RuntimeLayer:
         self._keys = (self.spec.num_kv_heads, self.spec.head_size)
         self._values = (self.spec.num_kv_heads, self.spec.head_size_v)
         try:
-            # As floats, so that scales in tensors are checked too: they are read at load anyway.
-            dataclasses.replace(tensors, k_scale=self._k_scale_float, v_scale=self._v_scale_float).check(
-                self.spec
-            )
+            # As floats, because check() would skip scales in tensors.
+            k_scale, v_scale = self._k_scale_float, self._v_scale_float
+            dataclasses.replace(tensors, k_scale=k_scale, v_scale=v_scale).check(self.spec)
         except SpecError as error:
             field = f"{error.field} of layer {name}"
             raise SpecError(field, error.value, error.limit, error.remedy) from None
@@ -75,7 +74,7 @@ class RuntimeLayer:
         self.impl.process_weights_after_loading(self._dtype)
 
     def new_output(self, query: torch.Tensor) -> torch.Tensor:
-        """An output `[T, H, Dv]` for `query [T, H, D]`, not filled."""
+        """An uninitialised output `[T, H, Dv]` for `query [T, H, D]`."""
         return query.new_empty((query.shape[0], *self._output), dtype=self._dtype)
 
     def check_call(
@@ -88,7 +87,7 @@ class RuntimeLayer:
         tokens: int,
         keys: int,
     ) -> None:
-        """BatchError unless a call brings what a step of `tokens` queries and `keys` new keys needs."""
+        """BatchError if arguments do not fit a step of `tokens` queries and `keys` new keys."""
         dtype = None if self.impl.supports_quant_query_input else self._dtype
         self._check("query", query, tokens, self._query, dtype)
         if output is not None:
@@ -96,38 +95,40 @@ class RuntimeLayer:
         if output_lse is not None:
             if not self.spec.needs_lse:
                 remedy = "declare the layer with needs_lse=True"
-                raise BatchError("output_lse", tuple(output_lse.shape), self._says("must be None"), remedy)
+                raise BatchError(
+                    "output_lse", tuple(output_lse.shape), self._of_layer("must be None"), remedy
+                )
             self._check("output_lse", output_lse, tokens, self._output[:1], torch.float32)
         if self.target is not None:
             if key is not None or value is not None:
-                limit = self._says(f"must be None, as value: it reads the pages of layer {self.target}")
+                limit = self._of_layer(f"must be None, like value: it reads the pages of layer {self.target}")
                 raise BatchError("key", None if key is None else tuple(key.shape), limit)
             return
         if key is None:
             if keys or self.spec.direct_kv:
-                raise BatchError("key", None, self._says(f"is required: the step has {keys} new keys"))
+                raise BatchError("key", None, self._of_layer(f"is required: the step has {keys} new keys"))
             if value is not None:
-                limit = self._says("must be None where key is")
+                limit = self._of_layer("must be None if key is None")
                 raise BatchError("value", tuple(value.shape), limit)
             return
         self._check("key", key, keys, self._keys, self._dtype)
         if value is not None:
             self._check("value", value, keys, self._values, self._dtype)
         elif self.spec.mla is None:
-            raise BatchError("value", None, self._says("is required where key is given"))
+            raise BatchError("value", None, self._of_layer("is required with a key"))
 
     def refuse_nan(self, tokens: int, keys: int, **given: torch.Tensor | None) -> None:
-        """BatchError for NaN in what a call brings, so that no backend is blamed for it."""
+        """BatchError for NaN in the arguments, which would otherwise look like a fault of the backend."""
         for name, tensor in given.items():
             rows = _nan_rows(tensor, tokens if name == "query" else keys)
             if rows:
-                limit = self._says("holds NaN: it came with the call")
+                limit = self._of_layer("must not be NaN: the value was passed to the call")
                 raise BatchError(f"{name}[{rows[0]}]", float("nan"), limit)
 
     def check_result(
         self, found: object, output: torch.Tensor, output_lse: torch.Tensor | None, tokens: int
     ) -> None:
-        """BackendFaultError where the backend gave another shape or dtype, or left NaN."""
+        """BackendFaultError if the backend gave another shape or dtype, or left NaN."""
         shape = tuple(output.shape)
         if not isinstance(found, torch.Tensor) or found.shape != shape or found.dtype != output.dtype:
             seen = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
@@ -142,7 +143,7 @@ class RuntimeLayer:
                     f"the first {rows[0]}"
                 )
 
-    def _says(self, limit: str) -> str:
+    def _of_layer(self, limit: str) -> str:
         return f"of layer {self.name} {limit}"
 
     def _check(
@@ -156,9 +157,11 @@ class RuntimeLayer:
         shape = tensor.shape
         if shape[1:] != tail or shape[0] < rows:
             expected = ", ".join(map(str, (f"at least {rows}", *tail)))
-            raise BatchError(name, tuple(shape), self._says(f"must have the shape ({expected}) in this step"))
+            raise BatchError(
+                name, tuple(shape), self._of_layer(f"must have the shape ({expected}) in this step")
+            )
         if dtype is not None and tensor.dtype != dtype:
-            raise BatchError(f"{name}.dtype", tensor.dtype, self._says(f"must be {dtype}"))
+            raise BatchError(f"{name}.dtype", tensor.dtype, self._of_layer(f"must be {dtype}"))
 
 
 def _moved(tensors: LayerTensors, device: torch.device) -> LayerTensors:
@@ -176,14 +179,14 @@ def _nan_rows(tensor: torch.Tensor | None, rows: int) -> list[int]:
 
 
 def tensors_of_layers(plan: ModelPlan, given: Mapping[str, LayerTensors]) -> dict[str, LayerTensors]:
-    """The tensors of every layer; readers of another layer's pages get its scales.
+    """The tensors of every layer; a layer that reads another layer's pages gets its scales.
 
     Raises:
-        LayoutError: tensors of a layer that is none, or other scales than those of the pages read.
+        LayoutError: the layer of a tensor is unknown, or its scales differ from those of the pages read.
     """
     for name in given:
         if name not in plan.decisions:
-            raise LayoutError("layer_tensors", name, f"is none of the plan's {len(plan.decisions)} layers")
+            raise LayoutError("layer_tensors", name, f"is not one of the plan's {len(plan.decisions)} layers")
     tensors = {name: given.get(name, LayerTensors()) for name in plan.decisions}
     for name, target in plan.kv_sharing.items():
         own, writer = tensors[name], tensors[target]

@@ -1,4 +1,4 @@
-"""The buffers that a step fills anew: small, packed, and copied to the device without waiting."""
+"""The buffers of each step: small, packed, and copied to the device without waiting."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.runtime.buffers import CpuGpuBuffer
+from attnplug.ops.buffers import CpuGpuBuffer, StagingRing
 
-__all__ = ["PackedBuffer", "StepStaging"]
+__all__ = ["CpuGpuBuffer", "PackedBuffer", "StagingRing", "StepStaging"]
 
 
 class PackedBuffer:
-    """A buffer whose front is viewed in each step's shape, so that one copy of contiguous bytes sends it.
+    """A buffer whose first bytes are viewed in each step's shape, so that one contiguous copy sends them.
 
-    Torch copies between strided views through pageable memory, and the host waits once that is large.
+    Torch copies between strided views through pageable memory, for which the host waits if it is large.
     """
 
     def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
         self._buffer = CpuGpuBuffer(math.prod(shape), dtype=dtype, device=device)
 
     def np(self, *shape: int) -> npt.NDArray[Any]:
-        """The host side, to be filled."""
+        """The host side, for the caller to fill."""
         return self._buffer.np[: math.prod(shape)].reshape(shape)
 
     def copy_to_gpu(self, *shape: int) -> torch.Tensor:
-        """Send what was filled; gives the device side."""
+        """Copy the host side to the device side, and return that."""
         return self._buffer.copy_to_gpu(math.prod(shape)).view(shape)
 
 
@@ -38,9 +38,9 @@ class StepStaging:
     Args:
         max_num_seqs: most requests R.
         max_num_batched_tokens: most tokens.
-        slots: most slots S of a KV group.
+        slots: most slots of a KV group.
         tables: shape `(G, R, max_blocks)` of the block tables.
-        device: where the batch goes.
+        device: of the batch.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class StepStaging:
     def send_tables(
         self, host: npt.NDArray[np.int32], shared: torch.Tensor, reqs: int, width: int
     ) -> torch.Tensor:
-        """The tables int32 `[G, reqs, at least width]` on the device; on the CPU `shared`, the host's own."""
+        """The tables, int32 `[G, reqs, at least width]`, on the device; on the CPU a view of `shared`."""
         if not self._on_device:
             return shared[:, :reqs]
         shape = (host.shape[0], reqs, width)

@@ -1,4 +1,4 @@
-"""The requests in flight, in persistent buffers, and the batch of each step made from them in place."""
+"""Makes the batch of each step from the requests in flight, in persistent buffers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
-from attnplug.runtime.buffers import StagingRing
 from attnplug.runtime.placeholders import PlaceholderMap, Span, map_placeholders, spans_of
 from attnplug.runtime.requests import RequestTable
-from attnplug.runtime.staging import StepStaging
+from attnplug.runtime.staging import StagingRing, StepStaging
 
 __all__ = ["StepBatch", "StepBatchBuilder"]
 
@@ -27,18 +26,18 @@ _Counts = Mapping[str, int] | Sequence[int] | npt.NDArray[Any] | int
 class StepBatch:
     """One step's batch over all KV groups.
 
-    Its tensors are the builder's and last until the next step; on the CPU the block tables are the
-    builder's own, and change with the requests.
+    Its tensors belong to the builder and are valid until the next step. On the CPU the block tables are the
+    builder's own tables, which change with the requests.
 
     Args:
-        common: the batch as KV group `common_group` sees it, the first of decoder tokens.
+        common: the batch for KV group `common_group`, the first with decoder tokens.
         block_tables: int32 `[G, R, max_blocks]`, the tables of the G KV groups.
-        slot_mappings: int64 `[G, S]`; of each group the first `num_slots` hold.
-        num_slots: the batch's tokens; for a cross group the encoder tokens written in this step,
-            request after request: those of requests that run their first tokens.
-        cross_groups: the KV groups that hold encoder tokens.
+        slot_mappings: int64 `[G, S]`; the first `num_slots` of each group are valid.
+        num_slots: tokens written in each group. Cross groups write the encoder tokens of requests that run their
+            first tokens, in order of requests; other groups write the batch's tokens.
+        cross_groups: the KV groups with encoder tokens.
         req_ids: the requests in order.
-        placeholders: by modality, which embedding goes to which token, where any does.
+        placeholders: by modality, the tokens of this step that get embeddings.
     """
 
     common: CommonAttentionMetadata
@@ -51,12 +50,12 @@ class StepBatch:
     placeholders: Mapping[str, PlaceholderMap] = dataclasses.field(default_factory=dict)
 
     def of_group(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block table `[R, max_blocks]` and slots of one KV group."""
+        """Block table `[R, max_blocks]` and valid slots of one KV group."""
         return self.block_tables[group], self.slot_mappings[group, : self.num_slots[group]]
 
 
 class StepBatchBuilder(RequestTable):
-    """Holds the requests in flight and makes each step's batch without a Python loop over them.
+    """Stores the requests in flight, and makes each step's batch without a Python loop over them.
 
     A call that raises changes nothing.
 
@@ -65,12 +64,12 @@ class StepBatchBuilder(RequestTable):
         max_num_batched_tokens: most tokens in a step.
         max_model_len: longest sequence.
         block_sizes: tokens per page of each KV group.
-        device: where the batch goes.
-        cross_groups: the KV groups that hold encoder tokens.
-        max_encoder_len: longest encoder sequence, where there are cross groups.
+        device: of the batch.
+        cross_groups: the KV groups with encoder tokens.
+        max_encoder_len: longest encoder sequence, for cross groups.
 
     Raises:
-        BatchError: a size below 1, no KV group, a cross group that is none.
+        BatchError: a size is below 1, there is no KV group, or a cross group is not one of them.
     """
 
     def __init__(
@@ -104,14 +103,14 @@ class StepBatchBuilder(RequestTable):
         self._stepped: tuple[str, ...] | None = None
 
     def step(self, num_scheduled_tokens: _Counts = 1) -> StepBatch:
-        """The batch in which every request runs its scheduled tokens.
+        """The batch that runs the scheduled tokens of every request.
 
         Args:
-            num_scheduled_tokens: new tokens by request, in the order of the requests, or for all.
+            num_scheduled_tokens: new tokens by request, in the order of the requests, or one number for all.
 
         Raises:
-            BatchError: unlike numbers of requests, negative counts, too many tokens, a sequence past
-                max_model_len, or a request without pages for its tokens.
+            BatchError: counts of another number of requests, negative counts, too many tokens, a sequence longer
+                than max_model_len, or a request without pages for its tokens.
         """
         reqs = self.num_reqs
         scheduled = self._counts("num_scheduled_tokens", num_scheduled_tokens)
@@ -129,7 +128,7 @@ class StepBatchBuilder(RequestTable):
         tokens = int(starts[reqs])
         staging.seq_lens.np[:reqs] = lengths
         encoder_tokens = 0 if unwritten is None else int(unwritten.sum())
-        counts = tuple(encoder_tokens if g in self.cross_groups else tokens for g in range(self._num_groups))
+        counts = self._slot_counts(tokens, encoder_tokens)
         slots = staging.slots.np(self._num_groups, max(counts))
         self._fill_slots(slots, starts[:reqs], scheduled, computed, tokens, max_query)
         if unwritten is not None:
@@ -143,13 +142,13 @@ class StepBatchBuilder(RequestTable):
         return self._batch(staging, names, counts, max_query, longest, width, maps)
 
     def finish_step(self, accepted: _Counts | None = None) -> None:
-        """Count the last step's tokens as computed: all, or only those accepted of a speculation.
+        """Count the last step's tokens as computed: all, or only the accepted speculative ones.
 
-        Requests may have been added, removed or swapped since; then `accepted` goes by request.
+        If requests were added, removed or swapped since the step, `accepted` must be a mapping by request.
 
         Raises:
-            BatchError: no step to finish, other numbers of requests than in flight, more accepted
-                than scheduled.
+            BatchError: there is no step to finish, counts of another number of requests, or more tokens are
+                accepted than scheduled.
         """
         if self._stepped is None:
             raise BatchError("step", None, "is required before finish_step, once for each")
@@ -157,12 +156,12 @@ class StepBatchBuilder(RequestTable):
         scheduled = self._scheduled[:reqs]
         counts = scheduled
         if accepted is not None:
-            by_place = not isinstance(accepted, (Mapping, int))
-            if by_place and self._stepped != tuple(self.req_ids):
-                remedy = "give the counts by request, as a mapping"
-                raise BatchError(
-                    "accepted", accepted, "has no order: requests changed since the step", remedy
+            if not isinstance(accepted, (Mapping, int)) and self._stepped != tuple(self.req_ids):
+                limit, remedy = (
+                    "has no order: requests changed since the step",
+                    "give the counts by request, as a mapping",
                 )
+                raise BatchError("accepted", accepted, limit, remedy)
             counts = self._counts("accepted", accepted)
             bad = (counts > scheduled) | (counts < 0)
             if bad.any():
@@ -174,12 +173,12 @@ class StepBatchBuilder(RequestTable):
         self._stepped = None
 
     def profile_step(self, num_reqs: int, num_tokens: int) -> StepBatch:
-        """A batch of made-up requests for memory profiling: every slot -1, the null block for pages.
+        """A batch of dummy requests for memory profiling, with slots -1 and the null block for all pages.
 
-        Where there are cross groups each request has the longest encoder sequence.
+        With cross groups, each request has the longest encoder sequence.
 
         Raises:
-            BatchError: requests in flight, or more than the builder's limits.
+            BatchError: requests are in flight, or the batch is above the builder's limits.
         """
         if self.num_reqs:
             raise BatchError("num_reqs", self.num_reqs, "requests are in flight", "profile before adding any")
@@ -196,9 +195,7 @@ class StepBatchBuilder(RequestTable):
         staging.seq_lens.np[:num_reqs] = lengths
         staging.encoder_seq_lens.np[:num_reqs] = self.max_encoder_len
         encoder_tokens = num_reqs * self.max_encoder_len
-        counts = tuple(
-            encoder_tokens if g in self.cross_groups else num_tokens for g in range(self._num_groups)
-        )
+        counts = self._slot_counts(num_tokens, encoder_tokens)
         staging.slots.np(self._num_groups, max(counts))[:] = PAD_SLOT_ID
         self._tables[:, :num_reqs] = 0
         names = tuple(f"profile-{index}" for index in range(num_reqs))
@@ -209,8 +206,11 @@ class StepBatchBuilder(RequestTable):
     def _num_groups(self) -> int:
         return len(self.block_sizes)
 
+    def _slot_counts(self, tokens: int, encoder_tokens: int) -> tuple[int, ...]:
+        return tuple(encoder_tokens if g in self.cross_groups else tokens for g in range(self._num_groups))
+
     def _counts(self, field: str, given: _Counts) -> _Ints:
-        """One integer for each request, in their order."""
+        """One integer per request, in order of requests."""
         values: Any = given
         if isinstance(given, Mapping):
             try:
@@ -261,11 +261,13 @@ class StepBatchBuilder(RequestTable):
 
     def _refuse_short(self, field: str, needed: npt.NDArray[Any], groups: Iterable[int]) -> None:
         for group in groups:
-            held = self._num_blocks[group, : needed.size] * self.block_sizes[group]
-            if (needed > held).any():
-                worst = int((needed > held).argmax())
+            capacity = self._num_blocks[group, : needed.size] * self.block_sizes[group]
+            if (needed > capacity).any():
+                worst = int((needed > capacity).argmax())
                 name = self.req_ids[worst]
-                limit = f"of request {name} is past the {held[worst]} tokens of its pages in KV group {group}"
+                limit = (
+                    f"of request {name} is past the {capacity[worst]} tokens of its pages in KV group {group}"
+                )
                 raise BatchError(field, int(needed[worst]), limit, "append_blocks first")
 
     def _fill_slots(
@@ -284,7 +286,7 @@ class StepBatchBuilder(RequestTable):
         size = self.block_sizes[0]
         page, offset = np.divmod(positions, size)
         page += rows * self._tables.shape[2]
-        # The dtype matters: block numbers are int32, and their slots may not fit that.
+        # Block numbers are int32, but their slots may exceed it.
         np.multiply(self._flat_tables.take(page, axis=1), size, out=slots, dtype=np.int64)
         slots += offset
         if self._has_null_pages:

@@ -1,4 +1,4 @@
-"""Running each kind of step once before the first request, so that nothing is compiled while one waits."""
+"""Runs each kind of step once, so that no request waits for the compilation of kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +14,9 @@ import torch
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.composite import CompositeBackend
-from attnplug.core.kv_cache_spec import CrossAttentionSpec
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attnplug.core.spec import Phase
+from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.step_batch import StepBatch
 
 if TYPE_CHECKING:
@@ -28,22 +28,22 @@ __all__ = ["WarmUpReport", "WarmUpStep", "warm_up"]
 _log = logging.getLogger("attnplug")
 
 _LONGEST = 1024
-"""Queries of the longest request: kernels differ by tiles, and no tile has as many rows."""
+"""Queries of the longest request. Kernels differ by tile, and no tile has as many rows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WarmUpStep:
-    """One layer's call in one made-up step.
+    """One layer's call in one dummy step.
 
     Args:
-        backend: who ran it.
-        layer: the layer, which stands for all that compile the same.
-        phase: decode, or prefill.
-        requests: how many.
-        query_len: queries of each.
-        computed: whether they had tokens in the KV cache before.
-        compiled: what the backend's library compiled in it, as far as it tells.
-        seconds: how long it took; where nothing was compiled, about nothing.
+        backend: its backend.
+        layer: the first of the layers that compile the same kernels.
+        phase: decode or prefill.
+        requests: number of requests.
+        query_len: queries of each request.
+        computed: whether the requests already had tokens in the KV cache.
+        compiled: the kernels compiled in it, if the backend reports them.
+        seconds: duration of the call; near 0 without compilation.
     """
 
     backend: str
@@ -58,33 +58,29 @@ class WarmUpStep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WarmUpReport:
-    """What a warm-up ran, in order."""
+    """The steps of a warm-up, in order."""
 
     steps: tuple[WarmUpStep, ...]
 
     @property
     def compiled(self) -> tuple[str, ...]:
-        """What was compiled, in order, as far as the backends tell."""
+        """The compiled kernels in order, as reported by the backends."""
         return tuple(name for step in self.steps for name in step.compiled)
 
     @property
     def seconds(self) -> float:
-        """How long the steps took in all."""
+        """Total duration of the steps."""
         return sum(step.seconds for step in self.steps)
 
     def __str__(self) -> str:
         if not self.steps:
             return "nothing to warm up: no backend of the plan compiles anything"
-        lines = [
-            f"{len(self.compiled)} kernels compiled in {len(self.steps)} steps, {self.seconds:.1f} s in all"
-        ]
+        total = f"{self.seconds:.1f} s in all"
+        lines = [f"{len(self.compiled)} kernels compiled in {len(self.steps)} steps, {total}"]
         for step in self.steps:
-            after = " after others" if step.computed else ""
-            what = f"{step.requests} x {step.query_len} tokens{after}"
-            found = "".join(f"\n    {name}" for name in step.compiled)
-            lines.append(
-                f"  {step.backend} {step.phase} of {step.layer}, {what}: {step.seconds:.2f} s{found}"
-            )
+            size = f"{step.requests} x {step.query_len} tokens{' after others' if step.computed else ''}"
+            lines.append(f"  {step.backend} {step.phase} of {step.layer}, {size}: {step.seconds:.2f} s")
+            lines += [f"    {name}" for name in step.compiled]
         return "\n".join(lines)
 
 
@@ -97,51 +93,48 @@ class _Shape:
 
 
 def warm_up(runtime: AttentionRuntime) -> WarmUpReport:
-    """Run made-up steps of every kind, once for each group of layers whose kernels are the same.
+    """Run dummy steps of every kind, once for each group of layers that compile the same kernels.
 
-    Decodes of one token, and of each number that speculation allows, of one request and of the most; prompts of
-    2, 4, 8, ... tokens, from the start and after computed ones. No page of a request is read or written: slots
-    are -1 and tables name the null block. What is compiled is logged at INFO, and in the report.
+    The steps are decodes of one request and of the most requests, for each number of tokens that speculation
+    allows. Prompts have 2, 4, 8, ... tokens, from the start and after computed tokens. No page of a request is
+    read or written: slots are -1 and tables have the null block. Compiled kernels are logged at INFO.
 
-    Layers of backends that compile nothing (`compile_key` None) are passed over. Steps that were begun end.
+    Layers of backends that compile nothing (`compile_key` None) are skipped. An active step ends.
 
     Args:
-        runtime: its config says how many requests, tokens and speculative tokens there are at most.
+        runtime: its config limits requests, tokens and speculative tokens.
 
     Returns:
-        What was run and compiled.
+        The steps and compiled kernels.
     """
     steps: list[WarmUpStep] = []
-    for layer, backend, alike in _distinct(runtime):
-        _log.info("warming up %s for layer %s and %d alike", layer.backend, layer.name, alike - 1)
+    for layer, backend, count in _distinct(runtime):
+        _log.info("warming up %s for layer %s and %d alike", layer.backend, layer.name, count - 1)
         ran = [_run(runtime, layer, backend, shape) for shape in _shapes(runtime, layer)]
         steps += ran
-        _log_compiled(layer, ran)
+        for step in ran:
+            for name in step.compiled:
+                _log.info("%s compiled %s for %s of %s", layer.backend, name, step.phase, layer.name)
+        seconds = sum(step.seconds for step in ran)
+        _log.info("%s is ready for %s: %.1f s", layer.backend, layer.name, seconds)
     report = WarmUpReport(tuple(steps))
     _log.info("%s", str(report).partition("\n")[0])
     return report
 
 
-def _log_compiled(layer: RuntimeLayer, steps: Sequence[WarmUpStep]) -> None:
-    for step in steps:
-        for name in step.compiled:
-            _log.info("%s compiled %s for %s of %s", layer.backend, name, step.phase, layer.name)
-    _log.info("%s is ready for %s: %.1f s", layer.backend, layer.name, sum(step.seconds for step in steps))
-
-
 def _distinct(runtime: AttentionRuntime) -> Iterator[tuple[RuntimeLayer, type[AttentionBackend], int]]:
-    """One layer of each group that compiles the same, and how many they are."""
-    alike: dict[Any, list[RuntimeLayer]] = {}
+    """The first layer of each group that compiles the same kernels, its backend, and the size of the group."""
+    layers_by_key: dict[Any, list[RuntimeLayer]] = {}
     for name, layer in runtime.layers.items():
         backend = runtime.plan.decisions[name].get_backend_cls()
         key = backend.compile_key(layer.spec)
         if key is None:
             continue
         spec, cache = layer.spec, layer.kv_cache
-        # Divisors of sizes and strides are compiled in too, and numbers of heads choose between kernels.
+        # Kernels also depend on the divisibility of strides and on the numbers of heads.
         form = spec.num_heads, spec.num_kv_heads, None if cache is None else cache.stride()
-        alike.setdefault((backend, key, form, layer.target is None), []).append(layer)
-    for (backend, *_), layers in alike.items():
+        layers_by_key.setdefault((backend, key, form, layer.target is None), []).append(layer)
+    for (backend, *_), layers in layers_by_key.items():
         yield layers[0], backend, len(layers)
 
 
@@ -177,11 +170,10 @@ def _run(
     if spec.needs_lse:
         lses.append(torch.empty(rows, spec.num_heads, dtype=torch.float32, device=device))
     members = backend.members().values() if issubclass(backend, CompositeBackend) else (backend,)
-    compiled: list[str] = []
     began = time.perf_counter()
     with contextlib.ExitStack() as watches, torch.no_grad():
         lists = [watches.enter_context(member.watch_compiling()) for member in dict.fromkeys(members)]
-        # Encoders see both ways; of requests in pages a StepBatchBuilder says that they are causal.
+        # Encoder batches follow the spec; batches with pages are causal, as StepBatchBuilder makes them.
         batch = _batch(runtime, shape, causal=spec.causal or not spec.direct_kv)
         if spec.direct_kv:
             runtime.begin_step(direct=batch.common)
@@ -194,25 +186,17 @@ def _run(
             runtime.end_step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        for found in lists:
-            compiled += found
-    return WarmUpStep(
-        layer.backend,
-        layer.name,
-        shape.phase,
-        shape.requests,
-        shape.query_len,
-        shape.computed > 0,
-        tuple(compiled),
-        time.perf_counter() - began,
-    )
+        compiled = tuple(name for found in lists for name in found)
+    seconds = time.perf_counter() - began
+    sizes = shape.phase, shape.requests, shape.query_len, shape.computed > 0
+    return WarmUpStep(layer.backend, layer.name, *sizes, compiled, seconds)
 
 
 def _batch(runtime: AttentionRuntime, shape: _Shape, *, causal: bool) -> StepBatch:
     """A step of padding: all slots -1, all pages the null block."""
     reqs, device = shape.requests, runtime.device
     groups = runtime.kv_cache_config.kv_cache_groups
-    cross = frozenset(i for i, g in enumerate(groups) if isinstance(g.kv_cache_spec, CrossAttentionSpec))
+    cross = cross_groups(runtime.kv_cache_config)
     length, rows = shape.computed + shape.query_len, reqs * shape.query_len
     smallest = min((group.kv_cache_spec.block_size for group in groups), default=1)
     starts = torch.arange(0, rows + 1, shape.query_len, dtype=torch.int32)

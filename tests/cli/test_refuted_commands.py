@@ -87,7 +87,7 @@ def here(monkeypatch):
 
     device = Device("cpu").to_dict()
     monkeypatch.setattr(doctor, "_probe", lambda *asked: doctor.Probe({"device": device, "used": {}}, None))
-    monkeypatch.setattr(doctor, "_examine", lambda *asked: [])
+    monkeypatch.setattr(doctor, "_import_findings", lambda *asked: [])
 
 
 @pytest.mark.usefixtures("here")

@@ -203,7 +203,9 @@ def test_a_fault_leaves_the_runtime_usable():
 def test_nan_that_came_with_the_call_is_not_the_backends(name):
     model, drawn = broken(lambda output, lse: output)
     getattr(drawn, name)[1] = torch.nan
-    with pytest.raises(BatchError, match=rf"{name}\[1\]=nan of layer layer holds NaN: it came with the call"):
+    with pytest.raises(
+        BatchError, match=rf"{name}\[1\]=nan of layer layer must not be NaN: the value was passed to the call"
+    ):
         model.run("layer", drawn)
 
 

@@ -70,7 +70,7 @@ def test_a_direct_layer_in_a_step_of_pages_only():
 
 def test_a_layer_that_is_none():
     model = begun()
-    with pytest.raises(BatchError, match="layer_name='nobody' is none of the plan's 2 layers"):
+    with pytest.raises(BatchError, match="layer_name='nobody' is not one of the plan's 2 layers"):
         model.runtime.forward("nobody", torch.zeros(3, 4, 8))
     goes_on(model)
 
@@ -95,7 +95,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "keys of another dtype": (lambda d: {"key": d.key.double()}, "key.dtype=torch.float64 of layer 0"),
     "fewer values": (lambda d: {"value": d.value[:2]}, r"value=\(2, 2, 8\) of layer 0"),
     "no key": (lambda d: {"key": None}, "key=None of layer 0 is required: the step has 3 new keys"),
-    "no value": (lambda d: {"value": None}, "value=None of layer 0 is required where key is given"),
+    "no value": (lambda d: {"value": None}, "value=None of layer 0 is required with a key"),
     "an output too small": (lambda d: {"output": torch.zeros(2, 4, 8)}, r"output=\(2, 4, 8\) of layer 0"),
     "an output of another dtype": (
         lambda d: {"output": torch.zeros(3, 4, 8, dtype=torch.float16)},
@@ -133,7 +133,7 @@ def test_keys_for_a_layer_that_reads_anothers_pages():
     drawn = model.draw("1", {"a": 3})
     for given in ({"key": torch.zeros(3, 2, 8)}, {"value": torch.zeros(3, 2, 8)}):
         with pytest.raises(
-            BatchError, match="of layer 1 must be None, as value: it reads the pages of layer 0"
+            BatchError, match="of layer 1 must be None, like value: it reads the pages of layer 0"
         ):
             model.runtime.forward("1", drawn.query, **given)
     model.check("1", drawn)
@@ -153,7 +153,7 @@ def test_a_value_without_its_key_in_a_later_step_of_cross_attention():
     model.step(a=1)
     model.begin(a=3)
     drawn = model.draw("cross", {"a": 3})
-    with pytest.raises(BatchError, match="of layer cross must be None where key is"):
+    with pytest.raises(BatchError, match="of layer cross must be None if key is None"):
         model.runtime.forward("cross", drawn.query, None, torch.zeros(5, 2, 8))
     model.check("cross", drawn)
 
@@ -273,7 +273,7 @@ def test_a_plan_without_a_number_of_blocks():
 
 
 def test_tensors_of_a_layer_that_is_none():
-    with pytest.raises(LayoutError, match="layer_tensors='1' is none of the plan's 1 layers"):
+    with pytest.raises(LayoutError, match="layer_tensors='1' is not one of the plan's 1 layers"):
         AttentionRuntime(plan({"0": FULL}, "cpu", num_blocks=4), {"1": LayerTensors()})
 
 
@@ -305,7 +305,7 @@ def test_scales_of_another_layers_pages():
 
 
 def test_a_device_that_was_not_planned_for():
-    with pytest.raises(LayoutError, match="device='meta' is not what was planned for: cpu; plan for it"):
+    with pytest.raises(LayoutError, match="device='meta' is not the device of the plan: cpu; plan for it"):
         runtime_of(FULL, device="meta")
     assert runtime_of(FULL, device="cpu").device == torch.device("cpu")
 
@@ -324,7 +324,7 @@ def test_backends_that_see_shared_pages_differently():
         assert AttentionRuntime(made).kv_caches.keys() == {"0", "1"}
         shared = dataclasses.replace(made, kv_sharing={"1": "0"})
         with pytest.raises(
-            LayoutError, match="kv_sharing='1' on SWAPPED would read the pages of 0 otherwise"
+            LayoutError, match="kv_sharing='1' on SWAPPED would read the pages of 0 differently"
         ):
             AttentionRuntime(shared)
 

@@ -212,7 +212,7 @@ def test_every_layer_is_in_one_group_and_one_tensor(tensors, groups, said):
 def test_bytes_that_are_no_whole_number_of_pages_are_refused(size):
     with pytest.raises(LayoutError) as error:
         allocate_kv_cache(config_of([(size, ("a",))], [("a",)]), "cpu")
-    said = f"kv_cache_tensors.size={size} is no whole number of pages of {PAGE} bytes (layer a)"
+    said = f"kv_cache_tensors.size={size} is not a whole number of pages of {PAGE} bytes (layer a)"
     assert str(error.value) == said
 
 
@@ -231,7 +231,9 @@ def one_layer() -> tuple[KVCacheConfig, dict[str, LayerSpec], dict[str, torch.Te
 def test_raw_bytes_that_hold_no_pages_are_refused(size):
     config, specs, _ = one_layer()
     raw = {"layers.0": torch.zeros(size, dtype=torch.uint8)}
-    with pytest.raises(LayoutError, match=f"raw={size} bytes are no whole number of pages of {PAGE} bytes"):
+    with pytest.raises(
+        LayoutError, match=f"raw={size} bytes are not a whole number of pages of {PAGE} bytes"
+    ):
         reshape_kv_cache(config, raw, specs, {"layers.0": Plain})
 
 
@@ -285,13 +287,15 @@ def test_a_layout_that_the_backend_cannot_read_is_refused(backend, layout):
 
 def test_an_order_that_is_none_is_refused():
     config, specs, raw = one_layer()
-    with pytest.raises(LayoutError, match=r"stride_order=\(0, 1, 2, 3, 3\) is no order of the 5 dimensions"):
+    with pytest.raises(
+        LayoutError, match=r"stride_order=\(0, 1, 2, 3, 3\) is not an order of the 5 dimensions"
+    ):
         reshape_kv_cache(config, raw, specs, {"layers.0": Muddled})
 
 
 def test_a_backend_whose_shape_is_not_that_of_the_pages_is_refused():
     config, specs, raw = one_layer()
-    with pytest.raises(LayoutError, match=r"is no order of the 3 dimensions"):
+    with pytest.raises(LayoutError, match=r"is not an order of the 3 dimensions"):
         reshape_kv_cache(config, raw, specs, {"layers.0": Latent})
     cache = dataclasses.replace(config.kv_cache_groups[0].kv_cache_spec, scale_bytes=PAGE)
     with pytest.raises(

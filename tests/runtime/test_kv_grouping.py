@@ -188,10 +188,16 @@ def test_several_layers_can_share_one_target():
 @pytest.mark.parametrize(
     ("sharing", "said"),
     [
-        ({"layers.1": "layers.99"}, "kv_sharing['layers.1']='layers.99' is no layer with pages of its own"),
-        ({"layers.2": "layers.1", "layers.1": "layers.0"}, "['layers.2']='layers.1' is no layer with pages"),
-        ({"layers.1": "layers.1"}, "['layers.1']='layers.1' is no layer with pages of its own"),
-        ({"layers.99": "layers.0"}, "kv_sharing='layers.99' is no layer with a cache"),
+        (
+            {"layers.1": "layers.99"},
+            "kv_sharing['layers.1']='layers.99' is not a layer with pages of its own",
+        ),
+        (
+            {"layers.2": "layers.1", "layers.1": "layers.0"},
+            "['layers.2']='layers.1' is not a layer with pages",
+        ),
+        ({"layers.1": "layers.1"}, "['layers.1']='layers.1' is not a layer with pages of its own"),
+        ({"layers.99": "layers.0"}, "kv_sharing='layers.99' is not a layer with a cache"),
         ({"layers.1": "layers.0"}, "['layers.1']='layers.0' has another cache than layers.1"),
     ],
 )

@@ -143,8 +143,8 @@ def test_what_is_no_mapping_of_layers_is_refused(specs):
 @pytest.mark.parametrize(
     ("sharing", "what"),
     [
-        ({"nobody": "layers.0"}, "is no layer with a cache"),
-        ({"layers.0": "nobody"}, "is no layer with pages of its own"),
+        ({"nobody": "layers.0"}, "is not a layer with a cache"),
+        ({"layers.0": "nobody"}, "is not a layer with pages of its own"),
         ({"layers.0": "layers.1"}, "has another cache than layers.0"),
     ],
 )
