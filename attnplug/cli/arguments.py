@@ -28,8 +28,7 @@ __all__ = [
 ]
 
 DeviceText: TypeAlias = Annotated[
-    str,
-    typer.Option("--device", metavar="DEVICE", help="Target device: current, cpu, sm90, rocm:9.4, ..."),
+    str, typer.Option("--device", metavar="DEVICE", help="Target device: current, cpu, sm90, rocm:9.4, ...")
 ]
 BackendRules: TypeAlias = Annotated[
     str | None,

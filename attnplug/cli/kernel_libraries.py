@@ -40,11 +40,9 @@ class LibraryState:
 
 
 def library_states(device: Device | None, backends: Collection[str] | None = None) -> list[LibraryState]:
-    """The state of each kernel library on a device, in the order of LIBRARY_RULES. Imports no library.
+    """The state of each kernel library, or of those of `backends`, in the order of LIBRARY_RULES.
 
-    Args:
-        device: None if it is unknown; then no library is refused for its GPU.
-        backends: only the libraries of these; None for all.
+    Imports no library. If `device` is None, it is unknown, and no library is refused for its GPU.
     """
     names = dict.fromkeys(rule.backend for rule in LIBRARY_RULES)
     return [_state(name, device) for name in names if backends is None or name in backends]

@@ -26,10 +26,7 @@ def table(columns: Sequence[str], right: Sequence[str] = (), fixed: Sequence[str
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
         made.add_column(
-            column,
-            justify="right" if column in right else "left",
-            no_wrap=column in fixed,
-            overflow="fold",
+            column, justify="right" if column in right else "left", no_wrap=column in fixed, overflow="fold"
         )
     return made
 

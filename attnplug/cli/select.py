@@ -75,7 +75,10 @@ def select(
             "--per-phase", True, f"cannot be combined with --phase {phase}", "give one of the two"
         )
     model = read_config(config, tensor_parallel_size=tp, kv_cache_dtype=kv_cache_dtype)
-    specs = {name: _with_block_size(spec, block_size) for name, spec in model.layers.items()}
+    specs = dict(model.layers)
+    if block_size is not None:
+        for name, spec in model.layers.items():
+            specs[name] = spec if spec.direct_kv else spec.replace(block_size=block_size)
     asked: SelectKwargs = {
         "backend": backend,
         "assume_installed": assumed(assume_installed),
@@ -91,10 +94,18 @@ def select(
     budget = budget_for(decisions, model.kv_sharing, memory) if memory else None
     every = list(decisions.values())
     if as_json:
-        data = _as_json(model, every)
+        data: dict[str, Any] = {
+            "model_type": model.model_type,
+            "decisions": [decision.to_dict() for decision in every],
+            "other_layers": dict(model.other_layers),
+            "kv_sharing": dict(model.kv_sharing),
+        }
         if by_phase is not None:
-            data |= {"by_phase": _phases_as_json(by_phase), "notes": list(notes)}
-        print_json({**data, "budget": None if budget is None else budget.to_dict()} if memory else data)
+            phased = {name: {str(p): d.to_dict() for p, d in each.items()} for name, each in by_phase.items()}
+            data |= {"by_phase": phased, "notes": list(notes)}
+        if memory:
+            data["budget"] = None if budget is None else budget.to_dict()
+        print_json(data)
     else:
         _print(config, model, every, resolve_device(device), by_phase, notes, why)
         if memory:
@@ -111,26 +122,6 @@ def _phase_by_phase(
 
     by_phase, phased = choose_backends(specs, resolve_device(device), asked, per_phase=per_phase)
     return by_phase, *settled(by_phase, phased)
-
-
-def _with_block_size(spec: LayerSpec, block_size: int | None) -> LayerSpec:
-    return spec if block_size is None or spec.direct_kv else spec.replace(block_size=block_size)
-
-
-def _as_json(model: ModelSpec, decisions: Iterable[Decision]) -> dict[str, Any]:
-    return {
-        "model_type": model.model_type,
-        "decisions": [decision.to_dict() for decision in decisions],
-        "other_layers": dict(model.other_layers),
-        "kv_sharing": dict(model.kv_sharing),
-    }
-
-
-def _phases_as_json(by_phase: ByPhase) -> dict[str, dict[str, Any]]:
-    return {
-        name: {str(phase): decision.to_dict() for phase, decision in phases.items()}
-        for name, phases in by_phase.items()
-    }
 
 
 def _print(

@@ -103,15 +103,7 @@ def read_config(
     from attnplug.integrations.reader.config_file import load_config
     from attnplug.integrations.reader.model_reading import read_model
 
-    config = load_config(path_or_config)
-    reading = read_model(config, tensor_parallel_size, cache_dtype)
-    return ModelSpec(
-        layers=reading.layers,
-        other_layers=reading.other_layers,
-        kv_sharing=reading.kv_sharing,
-        model_type=str(config.model_type),
-        name=reading.class_name,
-    )
+    return read_model(load_config(path_or_config), tensor_parallel_size, cache_dtype)
 
 
 def __getattr__(name: str) -> Any:

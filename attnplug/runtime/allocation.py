@@ -16,13 +16,7 @@ from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.storage import STORAGE_DTYPES
 
-__all__ = [
-    "allocate_kv_cache",
-    "bind_kv_cache",
-    "init_kv_cache",
-    "reshape_kv_cache",
-    "view_kv_cache",
-]
+__all__ = ["allocate_kv_cache", "bind_kv_cache", "init_kv_cache", "reshape_kv_cache", "view_kv_cache"]
 
 
 def allocate_kv_cache(config: KVCacheConfig, device: torch.device | str) -> dict[str, torch.Tensor]:

@@ -35,13 +35,7 @@ _DEBUG = "ATTNPLUG_DEBUG"
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _LayerStep:
-    """The current step of one layer.
-
-    Args:
-        metadata: from the layer's builder.
-        tokens: number of queries.
-        keys: number of keys that the call must pass.
-    """
+    """One layer's part of the current step: metadata, number of queries, and of keys that a call must pass."""
 
     metadata: AttentionMetadata
     tokens: int

@@ -10,7 +10,7 @@ from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID
 from attnplug.runtime.step_batch import StepBatch
 
-__all__ = ["GraphBuffers", "GraphInputBuffers"]
+__all__ = ["GraphInputBuffers"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +39,51 @@ class GraphInputBuffers:
     def num_tokens(self) -> int:
         """Query rows of the graph."""
         return self.batch_size * self.query_len
+
+    @classmethod
+    def allocate(
+        cls,
+        batch_size: int,
+        query_len: int,
+        *,
+        groups: int,
+        max_blocks: int,
+        with_encoder: bool,
+        device: torch.device,
+    ) -> GraphInputBuffers:
+        """New buffers for `groups` KV groups, with tables of `max_blocks` pages."""
+        seq_lens = torch.ones(batch_size, dtype=torch.int32, device=device)
+        slots = torch.full((groups, batch_size * query_len), PAD_SLOT_ID, dtype=torch.int64, device=device)
+        return cls(
+            batch_size=batch_size,
+            query_len=query_len,
+            query_start_loc=torch.zeros(batch_size + 1, dtype=torch.int32, device=device),
+            seq_lens=seq_lens,
+            block_tables=torch.zeros(groups, batch_size, max_blocks, dtype=torch.int32, device=device),
+            slot_mappings=slots,
+            encoder_seq_lens=torch.ones_like(seq_lens) if with_encoder else None,
+        )
+
+    def first(self, batch_size: int, query_len: int) -> GraphInputBuffers:
+        """Views for a graph of the first `batch_size` requests with `query_len` queries each.
+
+        Raises:
+            BatchError: a size is below 1 or above the allocated one.
+        """
+        if not 1 <= batch_size <= self.batch_size:
+            raise BatchError("batch_size", batch_size, f"must lie in 1 .. {self.batch_size}")
+        if not 1 <= query_len <= self.query_len:
+            raise BatchError("query_len", query_len, f"must lie in 1 .. {self.query_len}")
+        encoder = self.encoder_seq_lens
+        return GraphInputBuffers(
+            batch_size=batch_size,
+            query_len=query_len,
+            query_start_loc=self.query_start_loc[: batch_size + 1],
+            seq_lens=self.seq_lens[:batch_size],
+            block_tables=self.block_tables[:, :batch_size],
+            slot_mappings=self.slot_mappings[:, : batch_size * query_len],
+            encoder_seq_lens=None if encoder is None else encoder[:batch_size],
+        )
 
     def clear(self) -> None:
         """Turn all requests into padding: length 1, null pages, slots -1."""
@@ -73,55 +118,3 @@ class GraphInputBuffers:
         self.slot_mappings[:, tokens:].fill_(PAD_SLOT_ID)
         if self.encoder_seq_lens is not None:
             self.encoder_seq_lens[reqs:].fill_(1)
-
-
-class GraphBuffers:
-    """Allocates the buffers of the largest captured size, and gives views of their first rows.
-
-    Args:
-        groups: KV groups G.
-        batch_size: most requests.
-        query_len: most queries of a request.
-        max_blocks: pages of the longest sequence.
-        with_encoder: whether there are cross groups.
-        device: of the graphs.
-    """
-
-    def __init__(
-        self,
-        groups: int,
-        batch_size: int,
-        query_len: int,
-        max_blocks: int,
-        with_encoder: bool,
-        device: torch.device,
-    ) -> None:
-        tokens = batch_size * query_len
-        self.query_start_loc = torch.zeros(batch_size + 1, dtype=torch.int32, device=device)
-        self.seq_lens = torch.ones(batch_size, dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros(groups, batch_size, max_blocks, dtype=torch.int32, device=device)
-        self.slot_mappings = torch.full((groups, tokens), PAD_SLOT_ID, dtype=torch.int64, device=device)
-        self.encoder_seq_lens = torch.ones_like(self.seq_lens) if with_encoder else None
-
-    def front(self, batch_size: int, query_len: int) -> GraphInputBuffers:
-        """The buffers of a graph of `batch_size` requests with `query_len` queries each.
-
-        Raises:
-            BatchError: a size is below 1 or above the allocated one.
-        """
-        most = self.seq_lens.shape[0]
-        if not 1 <= batch_size <= most:
-            raise BatchError("batch_size", batch_size, f"must lie in 1 .. {most}")
-        longest = self.slot_mappings.shape[1] // most
-        if not 1 <= query_len <= longest:
-            raise BatchError("query_len", query_len, f"must lie in 1 .. {longest}")
-        encoder = self.encoder_seq_lens
-        return GraphInputBuffers(
-            batch_size=batch_size,
-            query_len=query_len,
-            query_start_loc=self.query_start_loc[: batch_size + 1],
-            seq_lens=self.seq_lens[:batch_size],
-            block_tables=self.block_tables[:, :batch_size],
-            slot_mappings=self.slot_mappings[:, : batch_size * query_len],
-            encoder_seq_lens=None if encoder is None else encoder[:batch_size],
-        )

@@ -13,7 +13,7 @@ from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadata, CommonAttentionMetadata
 from attnplug.runtime.attention_groups import build_attn_metadata
 from attnplug.runtime.attention_runtime import AttentionRuntime, longest_sequence
-from attnplug.runtime.graph_buffers import GraphBuffers, GraphInputBuffers
+from attnplug.runtime.graph_buffers import GraphInputBuffers
 from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.step_batch import StepBatch
 
@@ -79,8 +79,13 @@ class GraphState:
         lengths = [max_encoder_len if i in self._cross else self.max_model_len for i in range(len(groups))]
         sizes = [group.kv_cache_spec.block_size for group in groups]
         blocks = max(-(-length // size) for length, size in zip(lengths, sizes, strict=True))
-        self._buffers = GraphBuffers(
-            len(groups), self.batch_sizes[-1], self.max_query_len, blocks, bool(self._cross), runtime.device
+        self._buffers = GraphInputBuffers.allocate(
+            self.batch_sizes[-1],
+            self.max_query_len,
+            groups=len(groups),
+            max_blocks=blocks,
+            with_encoder=bool(self._cross),
+            device=runtime.device,
         )
 
     @property
@@ -144,7 +149,7 @@ class GraphState:
             sizes = ", ".join(map(str, self.batch_sizes))
             limit = f"must be one of config.cudagraph_batch_sizes: {sizes}"
             raise BatchError("batch_size", batch_size, limit)
-        return self._buffers.front(batch_size, query_len)
+        return self._buffers.first(batch_size, query_len)
 
     def prepare_graph_input_buffers(self, input_buffers: GraphInputBuffers, batch: StepBatch) -> StepBatch:
         """Copy a step into the buffers before the graph is replayed, and begin the step.

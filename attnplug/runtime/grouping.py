@@ -65,9 +65,7 @@ def unify_page_sizes(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]
 
 
 def group_kv_caches(
-    specs: Mapping[str, KVCacheSpec],
-    num_blocks: int = 1,
-    kv_sharing: Mapping[str, str] | None = None,
+    specs: Mapping[str, KVCacheSpec], num_blocks: int = 1, kv_sharing: Mapping[str, str] | None = None
 ) -> KVCacheConfig:
     """Groups of layers with one block table, and the raw tensors for their pages.
 

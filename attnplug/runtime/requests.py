@@ -28,14 +28,13 @@ class RequestTable:
 
     def __init__(
         self,
-        *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
         block_sizes: Sequence[int],
-        device: torch.device | str = "cpu",
-        cross_groups: Sequence[int] = (),
-        max_encoder_len: int = 0,
+        device: torch.device | str,
+        cross_groups: Sequence[int],
+        max_encoder_len: int,
     ) -> None:
         self.device = torch.device(device)
         self.max_num_seqs = max_num_seqs

@@ -108,8 +108,7 @@ class RuntimeLayer:
             if keys or self.spec.direct_kv:
                 raise BatchError("key", None, self._of_layer(f"is required: the step has {keys} new keys"))
             if value is not None:
-                limit = self._of_layer("must be None if key is None")
-                raise BatchError("value", tuple(value.shape), limit)
+                raise BatchError("value", tuple(value.shape), self._of_layer("must be None if key is None"))
             return
         self._check("key", key, keys, self._keys, self._dtype)
         if value is not None:
@@ -147,12 +146,7 @@ class RuntimeLayer:
         return f"of layer {self.name} {limit}"
 
     def _check(
-        self,
-        name: str,
-        tensor: torch.Tensor,
-        rows: int,
-        tail: tuple[int, ...],
-        dtype: torch.dtype | None,
+        self, name: str, tensor: torch.Tensor, rows: int, tail: tuple[int, ...], dtype: torch.dtype | None
     ) -> None:
         shape = tensor.shape
         if shape[1:] != tail or shape[0] < rows:

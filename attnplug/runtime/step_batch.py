@@ -83,15 +83,8 @@ class StepBatchBuilder(RequestTable):
         cross_groups: Sequence[int] = (),
         max_encoder_len: int = 0,
     ) -> None:
-        super().__init__(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            block_sizes=block_sizes,
-            device=device,
-            cross_groups=cross_groups,
-            max_encoder_len=max_encoder_len,
-        )
+        lengths = max_num_seqs, max_num_batched_tokens, max_model_len
+        super().__init__(*lengths, block_sizes, device, cross_groups, max_encoder_len)
         slots = max(max_num_batched_tokens, max_num_seqs * max_encoder_len)
         staging = [
             StepStaging(max_num_seqs, max_num_batched_tokens, slots, self._tables.shape, self.device)
@@ -229,8 +222,7 @@ class StepBatchBuilder(RequestTable):
         if counts.ndim == 0:
             return np.full(self.num_reqs, counts, dtype=np.int64)
         if counts.shape != (self.num_reqs,):
-            limit = f"must be one count for each of {self.num_reqs} requests"
-            raise BatchError(field, counts.shape, limit)
+            raise BatchError(field, counts.shape, f"must be one count for each of {self.num_reqs} requests")
         return counts.astype(np.int64, copy=False)
 
     def _check_counts(self, scheduled: _Ints, largest: int) -> None:

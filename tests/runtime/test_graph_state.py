@@ -75,7 +75,7 @@ def test_buffers_have_no_more_requests_than_the_largest_size():
     state = state_of(served())
     for size in (0, 5):
         with pytest.raises(BatchError, match=f"batch_size={size} must lie in 1 .. 4"):
-            state._buffers.front(size, 1)
+            state._buffers.first(size, 1)
 
 
 # A step copied in

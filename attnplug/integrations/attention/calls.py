@@ -100,15 +100,7 @@ class AttentionCall:
             # Without a mask, eager attention sees every key, while sdpa and flash attention are causal.
             limit = f"in {self.layer} is ambiguous with is_causal={causal}: implementations differ in the keys they see"
             raise BatchError("attention_mask", None, limit, "pass is_causal=False, or " + _EAGER)
-        return StepMask(
-            pattern=_FULL,
-            batch=batch,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=0,
-            kv_offset=0,
-            padding=None,
-        )
+        return StepMask(pattern=_FULL, batch=batch, q_length=q_length, kv_length=kv_length)
 
     def spec(self, step: StepMask, scaling: float | None) -> LayerSpec:
         """The requirements of the call.

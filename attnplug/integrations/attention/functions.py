@@ -28,17 +28,10 @@ def attention_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> PatternMask:
-    """The mask function of transformers' AttentionMaskInterface: a pattern, never a matrix.
+    """The mask function of transformers' AttentionMaskInterface: returns a pattern, never a matrix.
 
-    Args:
-        batch_size: rows.
-        q_length: queries.
-        kv_length: keys that attention will be given.
-        q_offset: position of the first query.
-        kv_offset: position of the first key.
-        mask_function: tells whether a query position sees a key position.
-        attention_mask: bool `[B, L]`, False for padding; None without padding.
-        device: where the model runs.
+    Positions of queries begin at `q_offset`, those of keys at `kv_offset`. `mask_function` tells whether a query
+    position sees a key position. `attention_mask` is bool `[B, L]`, False for padding; None without padding.
     """
     where = torch.device(device)
     shape = (batch_size, 1, q_length, kv_length)

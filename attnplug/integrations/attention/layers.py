@@ -53,7 +53,7 @@ class LayerState:
         found = self._bindings.get(key)
         version = _sinks_version(sinks)
         if found is None or found.sinks_version != version:
-            found = _Binding.make(decision, self.name, device, sinks)
+            found = _Binding(decision, self.name, device, sinks)
             self._bindings[key] = found
         if decision is not self.decision:
             if self.decision is None or self.decision.backend != decision.backend:
@@ -112,31 +112,24 @@ class _EngineLayer:
     _v_scale_float: float = 1.0
 
 
-@dataclasses.dataclass(eq=False, slots=True)
 class _Binding:
-    decision: Decision
-    name: str
-    device: torch.device
-    impl: AttentionImpl[Any]
-    layer: _EngineLayer
-    sinks_version: Hashable
-    builder: AttentionMetadataBuilder[Any] | None = None
-    _unmasked: tuple[Hashable, Any] | None = None
+    """The impl and builder that serve one spec on one device."""
 
-    @classmethod
-    def make(
-        cls, decision: Decision, name: str, device: torch.device, sinks: torch.Tensor | None
-    ) -> _Binding:
+    def __init__(
+        self, decision: Decision, name: str, device: torch.device, sinks: torch.Tensor | None
+    ) -> None:
+        self.decision, self.name, self.device = decision, name, device
+        self.sinks_version = _sinks_version(sinks)
+        self._builder: AttentionMetadataBuilder[Any] | None = None
+        self._unmasked: tuple[Hashable, Any] | None = None
         tensors = LayerTensors(sinks=None if sinks is None else sinks.detach().reshape(-1).float())
         backend = decision.get_backend_cls()
-        impl = backend.get_impl_cls().from_spec(
+        self.impl: AttentionImpl[Any] = backend.get_impl_cls().from_spec(
             decision.spec, layer_name=name, tensors=tensors, options=decision.get_options()
         )
-        impl.process_weights_after_loading(getattr(torch, decision.spec.dtype))
+        self.impl.process_weights_after_loading(getattr(torch, decision.spec.dtype))
         one = torch.ones((), device=device)
-        return cls(
-            decision, name, device, impl, _EngineLayer(impl, one, one, one, one), _sinks_version(sinks)
-        )
+        self.layer = _EngineLayer(self.impl, one, one, one, one)
 
     def metadata(self, step: StepMask, packing: Packing, is_shared: bool) -> Any:
         """The backend's metadata for the step.
@@ -156,12 +149,16 @@ class _Binding:
 
     def _build(self, packing: Packing) -> Any:
         common = packing.common
-        builder = self.builder
+        builder = self._builder
         self._unmasked = None
         reqs, tokens = common.num_reqs, common.num_actual_tokens
-        config = None if builder is None else builder.config
-        if config is None or reqs > config.max_num_seqs or tokens > config.max_num_batched_tokens:
-            builder = self.builder = self._make_builder(reqs, tokens)
+        limits = (
+            (0, 0)
+            if builder is None
+            else (builder.config.max_num_seqs, builder.config.max_num_batched_tokens)
+        )
+        if builder is None or reqs > limits[0] or tokens > limits[1]:
+            builder = self._builder = self._make_builder(reqs, tokens)
         return builder.build(0, common)
 
     def _make_builder(self, reqs: int, tokens: int) -> AttentionMetadataBuilder[Any]:

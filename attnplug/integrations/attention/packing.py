@@ -53,12 +53,7 @@ class Packing:
 
 
 def pack_all(
-    batch: int,
-    q_length: int,
-    kv_length: int,
-    kv_offset: int,
-    padding: _Bools | None,
-    device: torch.device,
+    batch: int, q_length: int, kv_length: int, kv_offset: int, padding: _Bools | None, device: torch.device
 ) -> Packing:
     """Cross attention: every query sees all keys that are tokens.
 

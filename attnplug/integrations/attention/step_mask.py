@@ -28,9 +28,9 @@ class StepMask:
     batch: int
     q_length: int
     kv_length: int
-    q_offset: int
-    kv_offset: int
-    padding: torch.Tensor | None
+    q_offset: int = 0
+    kv_offset: int = 0
+    padding: torch.Tensor | None = None
     left_padding: torch.Tensor | None = None
     metadata: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
     packings: dict[Hashable, Packing] = dataclasses.field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -28,24 +29,16 @@ _EXPLAINED = {
 }
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class SpecMaker:
     """Makes the specs of one model for `ranks` ranks; `query_length` is the number of decoder tokens."""
 
-    def __init__(
-        self,
-        *,
-        is_encoder_decoder: bool,
-        has_cross_attention: bool,
-        query_length: int,
-        ranks: int,
-        kv_cache_dtype: str,
-    ) -> None:
-        self._is_encoder_decoder = is_encoder_decoder
-        self._has_cross_attention = has_cross_attention
-        self._query_length = query_length
-        self._ranks = ranks
-        self._kv_cache_dtype = kv_cache_dtype
-        self._checked: dict[object, bool] = {}
+    is_encoder_decoder: bool
+    has_cross_attention: bool
+    query_length: int
+    ranks: int
+    kv_cache_dtype: str
+    _checked: dict[object, bool] = dataclasses.field(default_factory=dict, init=False)
 
     def spec(self, call: AttentionCall) -> LayerSpec:
         """The spec of `call`. ModelConfigError names the layer and the property that a LayerSpec lacks."""
@@ -66,9 +59,9 @@ class SpecMaker:
             call.path,
             num_heads=heads,
             num_kv_heads=kv_heads,
-            ranks=self._ranks,
+            ranks=self.ranks,
             dtype=_dtype(call),
-            kv_cache_dtype=self._kv_cache_dtype if paged else "auto",
+            kv_cache_dtype=self.kv_cache_dtype if paged else "auto",
             attn_type=kind,
             causal=pattern.causal,
             scale=_scale(call),
@@ -86,16 +79,16 @@ class SpecMaker:
     def _kind(self, call: AttentionCall, pattern: MaskPattern) -> AttentionType:
         queries, keys = call.query.shape[2], call.key.shape[2]
         if queries != keys:
-            if not self._has_cross_attention or queries != self._query_length:
+            if not self.has_cross_attention or queries != self.query_length:
                 raise _refused(call, f"has {queries} queries and {keys} keys, which is not plain attention")
             if pattern.window != (-1, -1):
                 raise _refused(call, "hides encoder keys from cross attention")
             return AttentionType.ENCODER_DECODER
         if pattern.causal:
             return AttentionType.DECODER
-        if not self._is_encoder_decoder:
+        if not self.is_encoder_decoder:
             return AttentionType.ENCODER_ONLY
-        if queries == self._query_length:
+        if queries == self.query_length:
             raise _refused(call, "is not causal in the decoder")
         return AttentionType.ENCODER
 

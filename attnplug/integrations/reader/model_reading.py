@@ -20,21 +20,12 @@ from attnplug.integrations.reader.other_layers import find_other_layers
 from attnplug.integrations.reader.own_attention import read_own_attention
 from attnplug.integrations.reader.quiet import one_line, quiet_transformers
 from attnplug.integrations.reader.trace import PROBE, AttentionCall, Trace, probe_registered, record_run
+from attnplug.integrations.transformers import ModelSpec
 
-__all__ = ["Reading", "read_model"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reading:
-    """Layers, other layers and KV sharing of one model, and the name of its class."""
-
-    layers: dict[str, LayerSpec]
-    other_layers: dict[str, str]
-    kv_sharing: dict[str, str]
-    class_name: str
+__all__ = ["read_model"]
 
 
-def read_model(config: PreTrainedConfig, ranks: int, kv_cache_dtype: str) -> Reading:
+def read_model(config: PreTrainedConfig, ranks: int, kv_cache_dtype: str) -> ModelSpec:
     """The layers of the model of `config`. ModelConfigError if one cannot be read."""
     position = getattr(config.get_text_config(), "position_embedding_type", None)
     if isinstance(position, str) and position.startswith("relative"):
@@ -106,7 +97,7 @@ def _input_on_failure(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward_or_input
 
 
-def _read(trace: Trace, ranks: int, kv_cache_dtype: str) -> Reading:
+def _read(trace: Trace, ranks: int, kv_cache_dtype: str) -> ModelSpec:
     config: Any = trace.model.config
     maker = SpecMaker(
         is_encoder_decoder=bool(config.is_encoder_decoder),
@@ -142,7 +133,9 @@ def _read(trace: Trace, ranks: int, kv_cache_dtype: str) -> Reading:
     name = type(trace.model).__name__
     if not layers and not others:
         raise ModelConfigError(f"{name} has no attention layer, nor a layer of another known kind")
-    return Reading(layers, others, sharing, name)
+    return ModelSpec(
+        layers=layers, other_layers=others, kv_sharing=sharing, model_type=str(config.model_type), name=name
+    )
 
 
 def _name(call: AttentionCall, taken: dict[str, LayerSpec]) -> str:

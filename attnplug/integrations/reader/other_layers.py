@@ -107,10 +107,7 @@ def _tower_kind(path: str, module: torch.nn.Module) -> str | None:
 
 
 def _other_blocks(
-    trace: Trace,
-    modules: Mapping[str, torch.nn.Module],
-    attention: frozenset[str],
-    others: dict[str, str],
+    trace: Trace, modules: Mapping[str, torch.nn.Module], attention: frozenset[str], others: dict[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Blocks in a list of layers without attention or mixer, such as MLP-only layers."""
     config = trace.model.config.get_text_config()

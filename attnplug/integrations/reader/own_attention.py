@@ -14,7 +14,7 @@ from attnplug.core.errors import ModelConfigError
 __all__ = ["OwnAttention", "read_own_attention"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class OwnAttention:
     """Causal self-attention of a class with its own reader, over all ranks."""
 
@@ -27,24 +27,14 @@ class OwnAttention:
 
 def _bloom(module: Any, config: Any) -> OwnAttention:
     # Bloom adds slope * key_pos, which differs from -slope * (query_pos - key_pos) by a constant per row.
-    return OwnAttention(
-        num_heads=module.num_heads,
-        num_kv_heads=module.num_heads,
-        head_size=module.head_dim,
-        scale=module.inv_norm_factor,
-        has_alibi=True,
-    )
+    heads = module.num_heads
+    return OwnAttention(heads, heads, module.head_dim, module.inv_norm_factor, has_alibi=True)
 
 
 def _falcon(module: Any, config: Any) -> OwnAttention:
     # The new architecture caches copies of each KV head; num_kv_heads counts each head once.
-    return OwnAttention(
-        num_heads=module.num_heads,
-        num_kv_heads=module.num_kv_heads,
-        head_size=module.head_dim,
-        scale=module.inv_norm_factor,
-        has_alibi=bool(config.alibi),
-    )
+    heads, alibi = (module.num_heads, module.num_kv_heads), bool(config.alibi)
+    return OwnAttention(*heads, module.head_dim, module.inv_norm_factor, has_alibi=alibi)
 
 
 def _mpt(module: Any, config: Any) -> OwnAttention:
@@ -62,13 +52,8 @@ def _mpt(module: Any, config: Any) -> OwnAttention:
                 f"attn_config.{name}={getattr(attention, name)!r}: transformers' MPT ignores it, "
                 "so the model's own attention cannot be read"
             )
-    return OwnAttention(
-        num_heads=module.n_heads,
-        num_kv_heads=module.n_heads,
-        head_size=module.head_dim,
-        scale=module.softmax_scale,
-        has_alibi=True,
-    )
+    heads = module.n_heads
+    return OwnAttention(heads, heads, module.head_dim, module.softmax_scale, has_alibi=True)
 
 
 _READERS: dict[tuple[str, str], Callable[[Any, Any], OwnAttention]] = {
