@@ -148,16 +148,14 @@ class _Binding:
         return step.metadata[key]
 
     def _build(self, packing: Packing) -> Any:
-        common = packing.common
-        builder = self._builder
-        self._unmasked = None
+        common, builder = packing.common, self._builder
         reqs, tokens = common.num_reqs, common.num_actual_tokens
-        limits = (
-            (0, 0)
-            if builder is None
-            else (builder.config.max_num_seqs, builder.config.max_num_batched_tokens)
-        )
-        if builder is None or reqs > limits[0] or tokens > limits[1]:
+        self._unmasked = None
+        if (
+            builder is None
+            or reqs > builder.config.max_num_seqs
+            or tokens > builder.config.max_num_batched_tokens
+        ):
             builder = self._builder = self._make_builder(reqs, tokens)
         return builder.build(0, common)
 
