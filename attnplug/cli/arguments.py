@@ -43,7 +43,9 @@ PhaseChoice: TypeAlias = Annotated[
 ]
 KVCacheDtype: TypeAlias = Annotated[
     str,
-    typer.Option("--kv-cache-dtype", metavar="DTYPE", help="Stored as auto, fp8, fp8_e4m3, fp8_e5m2, ..."),
+    typer.Option(
+        "--kv-cache-dtype", metavar="DTYPE", help="Cache storage: auto, fp8, fp8_e4m3, fp8_e5m2, ..."
+    ),
 ]
 BlockSize: TypeAlias = Annotated[
     int | None,

@@ -99,8 +99,8 @@ def _print_libraries(
     out.print(shown)
     if device is not None and used:
         phases = ", ".join(f"{phase} by {name or 'no backend'}" for phase, name in used.items())
-        layer = "with 32 query heads, 8 KV heads and head size 128 in bfloat16"
-        out.print(f"\nA layer on {device.name or device} {layer}: {phases}")
+        layer = "(32 heads, 8 KV heads, size 128, bfloat16)"
+        out.print(f"\nTypical layer {layer} on {device.name or device}: {phases}")
 
 
 def refuted_findings(device: Device | None, wanted: Sequence[str]) -> Iterator[Finding]:
@@ -228,6 +228,7 @@ def _probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
+    # The child leads a process group, so that its own children end with it. Windows has no killpg.
     if hasattr(os, "killpg"):
         os.killpg(child.pid, signal.SIGKILL)
     else:

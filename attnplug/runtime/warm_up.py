@@ -148,7 +148,7 @@ def _shapes(runtime: AttentionRuntime, layer: RuntimeLayer) -> Iterator[_Shape]:
         for query_len in range(1, decodes + 1):
             for requests in sorted({1, max(min(most, tokens // query_len), 1)}):
                 yield _Shape(requests, query_len, 1, Phase.DECODE)
-    lengths = {decodes + 1, *(1 << power for power in range(11)), longest}
+    lengths = {decodes + 1, *(1 << power for power in range(_LONGEST.bit_length())), longest}
     for query_len in sorted(length for length in lengths if decodes < length <= longest):
         for computed in (0, 1) if layer.kv_cache is not None else (0,):
             yield _Shape(1, query_len, computed, Phase.PREFILL)

@@ -57,6 +57,7 @@ def set_attention(model: PreTrainedModel) -> None:
         if part.config._attn_implementation != NAME:
             found = part.config._attn_implementation
             for config, implementation in before.values():
+                # The public setter would also change the configurations inside this one.
                 config._attn_implementation_internal = implementation
             raise ModelConfigError(
                 f"{type(part).__name__}: transformers keeps attn_implementation={found!r} here"

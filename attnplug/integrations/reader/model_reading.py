@@ -119,6 +119,7 @@ def _read(trace: Trace, ranks: int, kv_cache_dtype: str) -> ModelSpec:
         visits.add((call.path, call.visit))
         spec = maker.spec(call)
         name = _name(call, layers)
+        # Storages on the meta device have no data pointer; `_cdata` identifies them.
         owner = owners.setdefault(call.key.untyped_storage()._cdata, name)
         if owner != name and not spec.direct_kv:
             sharing[name] = owner

@@ -175,6 +175,7 @@ def probe_registered() -> Iterator[None]:
         try:
             yield
         finally:
+            # transformers has no function that undoes `register`.
             AttentionInterface._global_mapping.pop(PROBE, None)
             AttentionMaskInterface._global_mapping.pop(PROBE, None)
 
