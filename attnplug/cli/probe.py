@@ -39,7 +39,7 @@ def main(report: str, plugin: str | None = None, backend: str | None = None) -> 
     from attnplug.registry.installed import missing_requirements
 
     missing = [str(reason) for reason in missing_requirements(chosen.requires)]
-    _note(report, step="checking what it requires", unmet=missing)
+    _note(report, step="checking its requirements", unmet=missing)
     for method in ("get_impl_cls", "get_builder_cls"):
         _note(report, step=f"in {method}")
         part = getattr(chosen, method)()
@@ -53,7 +53,7 @@ def _find_device(report: str) -> None:
 
     _note(report, step="finding the device with torch")
     device = Device.current()
-    _note(report, step="asking the plugins who serves it", device=device.to_dict())
+    _note(report, step="selecting backends for it", device=device.to_dict())
     _note(report, step="done", used=used_by_phase(device, library_states(device)))
 
 

@@ -169,8 +169,8 @@ def _groups(decisions: Iterable[Decision]) -> list[list[Decision]]:
 
 def _table(groups: Sequence[Sequence[Decision]], split: bool) -> Table:
     phases = any(members[0].phase for members in groups)
-    who = ["prefill", "decode"] if split else ["backend", "prio"]
-    columns = ["layers", "which", "heads", "size", "asks for", *who, "block"]
+    served_by = ["prefill", "decode"] if split else ["backend", "prio"]
+    columns = ["layers", "which", "heads", "size", "asks for", *served_by, "block"]
     shown = table(
         ["phase", *columns] if phases else columns,
         right=("layers", "size", "prio", "block"),

@@ -105,8 +105,8 @@ class GraphState:
         gets the metadata by layer. No step is active after it.
 
         Raises:
-            BatchError: a builder declares less support (the error names it and its level), a size is not one to
-                be captured, or the runtime is in debug mode, whose checks wait for the device.
+            BatchError: a builder declares less support (the error names it and its level), or a size is not one to
+                be captured. Also in debug mode, because its checks wait for the device.
         """
         if self._runtime.debug:
             limit = "reads back what layers wrote, which a graph cannot"

@@ -92,7 +92,7 @@ class RequestTable:
             placeholders: by modality, `(offset, length)` of the tokens that get the embedding of an item.
 
         Raises:
-            BatchError: the name is in use, there is no room, or counts do not fit.
+            BatchError: the name is in use, all places are taken, or counts do not fit.
         """
         index = self.num_reqs
         if req_id in self._index:

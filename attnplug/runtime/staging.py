@@ -35,12 +35,7 @@ class PackedBuffer:
 class StepStaging:
     """One step's fields, on the host and on the device.
 
-    Args:
-        max_num_seqs: most requests R.
-        max_num_batched_tokens: most tokens.
-        slots: most slots of a KV group.
-        tables: shape `(G, R, max_blocks)` of the block tables.
-        device: of the batch.
+    `slots` is the most slots of a KV group, `tables` the shape `(G, max_num_seqs, max_blocks)` of the block tables.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ class StepBatchBuilder(RequestTable):
         max_encoder_len: longest encoder sequence, for cross groups.
 
     Raises:
-        BatchError: a size is below 1, there is no KV group, or a cross group is not one of them.
+        BatchError: a size is below 1, no KV group is given, or a cross group is not one of them.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class StepBatchBuilder(RequestTable):
         If requests were added, removed or swapped since the step, `accepted` must be a mapping by request.
 
         Raises:
-            BatchError: there is no step to finish, counts of another number of requests, or more tokens are
+            BatchError: no step was begun, counts of another number of requests, or more tokens are
                 accepted than scheduled.
         """
         if self._stepped is None:

@@ -92,12 +92,14 @@ class PatternMask(torch.Tensor):
     ) -> Any:
         """Answers questions about the shape, returns itself if nothing changes, and refuses all else."""
         name = getattr(func, "__name__", str(func))
-        if name in _SAME and isinstance(args[0], cls):
+        if name in _UNCHANGED and isinstance(args[0], cls):
             return args[0]
         if name == "__getitem__" and isinstance(args[0], cls) and _takes_all(args[0].shape, args[1]):
             return args[0]
-        asked = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
-        if asked in _ABOUT or (name == "__get__" and asked.startswith("is_")):
+        # Attributes arrive as `__get__` of their descriptor.
+        is_attribute = name == "__get__"
+        query = getattr(getattr(func, "__self__", None), "__name__", "") if is_attribute else name
+        if query in _WITHOUT_VALUES or (is_attribute and query.startswith("is_")):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if TracingContext.try_get() is not None:
@@ -108,8 +110,8 @@ class PatternMask(torch.Tensor):
         raise BatchError("attention_mask", f"changed by {name}", limit, "use attn_implementation='eager'")
 
 
-_SAME = frozenset({"to", "contiguous", "detach", "clone", "bool", "cpu", "cuda", "requires_grad_"})
-_ABOUT = frozenset(
+_UNCHANGED = frozenset({"to", "contiguous", "detach", "clone", "bool", "cpu", "cuda", "requires_grad_"})
+_WITHOUT_VALUES = frozenset(
     {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point"}
     | {"is_complex", "__len__", "get_device", "element_size", "storage_offset", "is_pinned", "is_inference"}
     | {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "itemsize", "nbytes", "_version"}
