@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from attnplug.core.errors import ModelConfigError, SpecError
-from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.core.spec import AttentionType, LayerSpec, MLADims
 from attnplug.integrations.reader.eager_check import CheckFailedError, check_eager
-from attnplug.integrations.reader.latent import latent_dims
 from attnplug.integrations.reader.mask_pattern import MaskPattern
 from attnplug.integrations.reader.trace import AttentionCall
 
@@ -27,6 +26,11 @@ _EXPLAINED = {
     "position_bias": "adds a relative position bias to its logits",
     "block_indices": "selects whole blocks of keys",
 }
+_LATENT_PARTS = frozenset(
+    {"gate_proj", "indexer", "kv_a_layernorm", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    | {"q_a_layernorm", "q_a_proj", "q_b_proj", "q_gate_proj", "q_proj", "rotary_emb"}
+)
+_LATENT_DIMS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -49,7 +53,7 @@ class SpecMaker:
         paged = kind in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
         has_sinks = self._check_for_sinks(call)
         heads, kv_heads = call.query.shape[1], call.key.shape[1]
-        mla = latent_dims(call)
+        mla = _latent_dims(call)
         if mla is None:
             sizes = {"head_size": call.query.shape[3], "head_size_v": call.value.shape[3]}
         else:
@@ -196,3 +200,37 @@ def _dtype(call: AttentionCall) -> str:
     if len(dtypes) > 1 or not dtypes <= set(names) or not math.isfinite(_scale(call)):
         raise _refused(call, f"mixes dtypes ({', '.join(sorted(map(str, dtypes)))})")
     return names[dtypes.pop()]
+
+
+def _latent_dims(call: AttentionCall) -> MLADims | None:
+    """The MLADims of a module that caches a latent; None for other modules.
+
+    A latent can replace keys and values only if they are linear in it. ModelConfigError refuses a module with
+    a part that may break this.
+    """
+    module = call.module
+    rank = getattr(module, "kv_lora_rank", None)
+    if rank is None:
+        return None
+    name = f"{call.path}: {type(module).__name__}"
+    parts = [part for part, _ in module.named_children() if part not in _LATENT_PARTS]
+    if parts:
+        raise ModelConfigError(
+            f"{name} has parts that a LayerSpec with latent attention cannot describe: {', '.join(parts)}"
+        )
+    missing = [dim for dim in _LATENT_DIMS if not isinstance(getattr(module, dim, None), int)]
+    if missing:
+        raise ModelConfigError(f"{name} keeps a latent but lacks {', '.join(missing)}")
+    nope, rope, size_v = (getattr(module, dim) for dim in _LATENT_DIMS)
+    if call.query.shape[3] != nope + rope or call.value.shape[3] != size_v:
+        raise ModelConfigError(
+            f"{name} has queries of {call.query.shape[3]} and values of {call.value.shape[3]} elements, "
+            f"but latent dimensions of {nope} + {rope} and {size_v}"
+        )
+    return MLADims(
+        q_lora_rank=getattr(module, "q_lora_rank", None),
+        kv_lora_rank=rank,
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=size_v,
+    )

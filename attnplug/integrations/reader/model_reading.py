@@ -1,9 +1,10 @@
-"""The whole reading: builds the model, runs it, and turns the recorded calls into layers."""
+"""Reads a model: builds it, runs it once without data, and turns the recorded calls into layers."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnplug.core.errors import ModelConfigError
 from attnplug.core.spec import LayerSpec
 from attnplug.integrations.reader.architecture import build_model
-from attnplug.integrations.reader.inputs import DECODER_LENGTH, input_variants, key_lengths
 from attnplug.integrations.reader.layer_specs import SpecMaker, make_spec
 from attnplug.integrations.reader.mixers import works_on_single_tokens
 from attnplug.integrations.reader.other_layers import find_other_layers
@@ -23,6 +23,11 @@ from attnplug.integrations.reader.trace import PROBE, AttentionCall, Trace, prob
 from attnplug.integrations.transformers import ModelSpec
 
 __all__ = ["read_model"]
+
+_DECODER_LENGTH = 61
+"""Tokens of a decoder, or of a model without one. A prime is unlikely to equal another dimension."""
+_ENCODER_LENGTH = 43
+"""Tokens of an encoder whose output a decoder reads."""
 
 
 def read_model(config: PreTrainedConfig, ranks: int, kv_cache_dtype: str) -> ModelSpec:
@@ -48,10 +53,10 @@ def _probed_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _run_without_data(model: PreTrainedModel) -> Trace:
-    lengths = key_lengths(model)
+    lengths = _key_lengths(model)
     failures: list[Exception] = []
     for lenient in (False, True):
-        for inputs in input_variants(model):
+        for inputs in _input_variants(model):
             try:
                 with _failing_parts_skipped(model, lenient):
                     return record_run(model, inputs, lengths)
@@ -63,6 +68,60 @@ def _run_without_data(model: PreTrainedModel) -> Trace:
         f"{type(model).__name__} cannot be run without data, so its attention cannot be checked: "
         f"{one_line(failure)}"
     ) from failure
+
+
+def _key_lengths(model: PreTrainedModel) -> frozenset[int]:
+    """The possible numbers of keys in attention over these inputs."""
+    config: Any = model.config
+    lengths = {_DECODER_LENGTH, _ENCODER_LENGTH, getattr(config, "max_source_positions", None)}
+    return frozenset(length for length in lengths if isinstance(length, int))
+
+
+def _input_variants(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
+    """Keyword arguments to try in turn until the model runs, the most informative first."""
+    accepted = inspect.signature(model.forward).parameters
+    plain = _tokens(model)
+    if "use_cache" in accepted:
+        plain["use_cache"] = True
+    if getattr(model.config, "add_cross_attention", False) and "encoder_hidden_states" in accepted:
+        shape = (1, _ENCODER_LENGTH, model.config.hidden_size)
+        plain.setdefault("encoder_hidden_states", torch.zeros(shape, dtype=model.dtype, device="meta"))
+    # With token types, models show the spans of tokens that see each other in both directions.
+    kinds = {
+        name: _ids(_DECODER_LENGTH) for name in ("token_type_ids", "mm_token_type_ids") if name in accepted
+    }
+    length = _DECODER_LENGTH if "decoder_input_ids" not in plain else _ENCODER_LENGTH
+    whole = {"attention_mask": _ids(length)} if "input_ids" in plain and "attention_mask" in accepted else {}
+    yield {**plain, **kinds}
+    if whole:
+        yield {**plain, **kinds, **whole}
+    if kinds:
+        yield plain
+        yield {**plain, **whole}
+    if "use_cache" in plain:
+        yield {**plain, "use_cache": False}
+        yield {**plain, **whole, "use_cache": False}
+
+
+def _tokens(model: PreTrainedModel) -> dict[str, Any]:
+    config: Any = model.config
+    name = model.main_input_name
+    if (
+        name == "input_features"
+        and hasattr(config, "num_mel_bins")
+        and hasattr(config, "max_source_positions")
+    ):
+        frames = 2 * config.max_source_positions
+        given = {name: torch.zeros(1, config.num_mel_bins, frames, dtype=model.dtype, device="meta")}
+    elif config.is_encoder_decoder:
+        given = {"input_ids": _ids(_ENCODER_LENGTH)}
+    else:
+        return {"input_ids": _ids(_DECODER_LENGTH)}
+    return {**given, "decoder_input_ids": _ids(_DECODER_LENGTH)}
+
+
+def _ids(length: int) -> torch.Tensor:
+    return torch.zeros(1, length, dtype=torch.int64, device="meta")
 
 
 @contextlib.contextmanager
@@ -102,7 +161,7 @@ def _read(trace: Trace, ranks: int, kv_cache_dtype: str) -> ModelSpec:
     maker = SpecMaker(
         is_encoder_decoder=bool(config.is_encoder_decoder),
         has_cross_attention=bool(config.is_encoder_decoder or getattr(config, "add_cross_attention", False)),
-        query_length=DECODER_LENGTH,
+        query_length=_DECODER_LENGTH,
         ranks=ranks,
         kv_cache_dtype=kv_cache_dtype,
     )
