@@ -15,10 +15,9 @@ from attnplug.core.errors import PolicyError
 
 if TYPE_CHECKING:
     from attnplug.cli.conformance_report import Report
-    from attnplug.testing.isolation.listing import Listing, Wanted
-    from attnplug.testing.isolation.results import Result
+    from attnplug.testing.isolation.listing import Listing, SuiteRequest
+    from attnplug.testing.isolation.results import Result, SavedResults
     from attnplug.testing.isolation.run import Limits
-    from attnplug.testing.isolation.state import State
 
 __all__ = ["conformance", "require_the_extra"]
 
@@ -89,17 +88,19 @@ def conformance(
     """
     require_the_extra()
     from attnplug.cli.conformance_report import Report
-    from attnplug.testing.isolation.listing import Listing, Wanted, list_checks
-    from attnplug.testing.isolation.state import State
+    from attnplug.testing.isolation.listing import Listing, SuiteRequest, list_checks
+    from attnplug.testing.isolation.results import SavedResults
 
-    wanted = Wanted(backend, device, _level(level), None if known_failures is None else str(known_failures))
+    request = SuiteRequest(
+        backend, device, _level(level), None if known_failures is None else str(known_failures)
+    )
     part = _shard(shard)
     allocate = _bytes(memory)
     _check_folder(junit)
     report = Report(verbose)
     try:
         with report.waiting(f"listing the checks of {backend}"):
-            listing = list_checks(wanted, _LISTING_SECONDS)
+            listing = list_checks(request, _LISTING_SECONDS)
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
     if not isinstance(listing, Listing):
@@ -108,24 +109,24 @@ def conformance(
     if show_ids:
         typer.echo("\n".join(ids))
         return
-    state = State(listing, part)
-    before = state.settled(listing.known) if resume else {}
+    state = SavedResults(listing, part)
+    before = state.reusable(listing.known) if resume else {}
     before = {check: before[check] for check in ids if check in before}
     rest = [check for check in ids if check not in before]
     limits = _limits(listing, len(rest), timeout, jobs, allocate)
     report.begin(listing, rest, before, limits, part)
-    problem = _run(listing, wanted, rest, limits, report, state, list(before.values()), junit)
+    problem = _run(listing, request, rest, limits, report, state, list(before.values()), junit)
     report.end(rest, problem)
     raise typer.Exit(_FAILED if report.failed or problem else 0)
 
 
 def _run(
     listing: Listing,
-    wanted: Wanted,
+    request: SuiteRequest,
     ids: Sequence[str],
     limits: Limits,
     report: Report,
-    state: State,
+    state: SavedResults,
     before: Sequence[Result],
     junit: Path | None,
 ) -> str | None:
@@ -136,7 +137,7 @@ def _run(
         return None
     try:
         with report.running():
-            return run_checks(listing, wanted, ids, limits, report, before=before, junit=junit)
+            return run_checks(listing, request, ids, limits, report, earlier=before, junit=junit)
     except KeyboardInterrupt:
         report.interrupted()
         raise typer.Exit(_INTERRUPTED) from None

@@ -18,8 +18,8 @@ from attnplug.testing.isolation.results import Outcome, Result
 
 if TYPE_CHECKING:
     from attnplug.testing.isolation.listing import Listing
+    from attnplug.testing.isolation.results import SavedResults
     from attnplug.testing.isolation.run import Limits
-    from attnplug.testing.isolation.state import State
 
 __all__ = ["Report"]
 
@@ -46,7 +46,7 @@ class Report:
         self._under_way: dict[str, None] = {}
         self._bar: Progress | None = None
         self._task = TaskID(0)
-        self._state: State | None = None
+        self._state: SavedResults | None = None
         self._listing: Listing | None = None
         self._start = time.monotonic()
 
@@ -80,10 +80,10 @@ class Report:
         if before:
             self._print(f"{_count(len(before), 'result')} kept from the run before")
 
-    def remember_in(self, state: State, ids: Sequence[str]) -> None:
+    def remember_in(self, state: SavedResults, ids: Sequence[str]) -> None:
         """Keep the results of `ids` for `--resume`, as they come."""
         try:
-            state.forget(ids)
+            state.remove(ids)
         except OSError as problem:
             self._print(f"nothing is kept for --resume: {problem}")
         else:

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 
 from attnplug.matrix.keys import compile_keys, most_used
 from attnplug.matrix.model import Finding, Run, Status
-from attnplug.testing.isolation.environment import versions
-from attnplug.testing.isolation.listing import Listing, Trouble, Wanted, list_checks
-from attnplug.testing.isolation.results import Outcome, Result, Watcher
+from attnplug.testing.isolation.listing import Listing, ListingFailure, SuiteRequest, list_checks, versions
+from attnplug.testing.isolation.results import Observer, Outcome, Result, SavedResults
 from attnplug.testing.isolation.run import Limits, run_checks
-from attnplug.testing.isolation.state import State
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
@@ -75,10 +73,10 @@ class Verification:
         self._declared = declared
         self._offer = offer
         self._device = device
-        self._wanted = Wanted(name, asked, checks_of=_CHECKS)
+        self._request = SuiteRequest(name, asked, checks_of=_CHECKS)
         self._listing: Listing | None = None
-        self._state: State | None = None
-        self._watcher: Watcher | None = None
+        self._state: SavedResults | None = None
+        self._observer: Observer | None = None
         self._results: dict[str, Result] = {}
         self._why_not: dict[str, str] = {}
         self._findings = {each.cell.id: each for each in declared.findings}
@@ -93,15 +91,15 @@ class Verification:
         Returns:
             Why nothing can be run; None where it can.
         """
-        listing = list_checks(self._wanted, _LISTING_SECONDS)
-        if isinstance(listing, Trouble):
+        listing = list_checks(self._request, _LISTING_SECONDS)
+        if isinstance(listing, ListingFailure):
             self._leave_out(self.ids, listing.text)
             self.ids = []
             return listing.text
         self._listing = listing
-        self._state = State(listing)
+        self._state = SavedResults(listing)
         if resume:
-            known = self._state.settled({})
+            known = self._state.reusable({})
             self._results = {each: known[each] for each in self.ids if each in known}
         return None
 
@@ -115,8 +113,8 @@ class Verification:
         """The cells of which nothing is known yet."""
         return [each for each in self.ids if each not in self._results]
 
-    def run(self, limits: Limits, watcher: Watcher) -> str | None:
-        """Run the rest of the cells and tell `watcher` of each.
+    def run(self, limits: Limits, observer: Observer) -> str | None:
+        """Run the rest of the cells and tell `observer` of each.
 
         Returns:
             Why the run as such stopped, where it did.
@@ -129,17 +127,17 @@ class Verification:
         ids = self.rest
         if not ids:
             return None
-        self._watcher = watcher
-        self._state.forget(ids)
-        problem = run_checks(self._listing, self._wanted, ids, limits, self)
+        self._observer = observer
+        self._state.remove(ids)
+        problem = run_checks(self._listing, self._request, ids, limits, self)
         said = f": {problem}" if problem else ""
         self._leave_out(self.rest, f"no result came{said}")
         return problem
 
     def started(self, check_id: str) -> None:
         """A worker begins a cell."""
-        if self._watcher is not None:
-            self._watcher.started(check_id)
+        if self._observer is not None:
+            self._observer.started(check_id)
 
     def finished(self, result: Result) -> None:
         """A cell ended; where it ends twice, the failure counts."""
@@ -148,8 +146,8 @@ class Verification:
         self._results[result.id] = result
         if self._state is not None:
             self._state.add(result)
-        if self._watcher is not None:
-            self._watcher.finished(result)
+        if self._observer is not None:
+            self._observer.finished(result)
 
     def status_of(self, result: Result) -> Status:
         """What a result makes of its cell."""
@@ -188,8 +186,8 @@ class Verification:
         return Finding(declared.cell, Status.NOT_RUN if no_verdict else Status.REFUTED, (why,))
 
     def _chosen(self, extent: Extent) -> list[str]:
-        wanted = {Status.DECLARED, Status.REFUSED} if extent.unclaimed else {Status.DECLARED}
-        cells = [each.cell for each in self._declared.findings if each.status in wanted]
+        request = {Status.DECLARED, Status.REFUSED} if extent.unclaimed else {Status.DECLARED}
+        cells = [each.cell for each in self._declared.findings if each.status in request]
         keys = compile_keys(self._offer.backend, cells)
         claimed = {each.cell for each in self._declared.findings if each.status is Status.DECLARED}
         groups = most_used(keys, claimed)

@@ -15,10 +15,8 @@ from attnplug.core.errors import AttnplugError
 if TYPE_CHECKING:
     from attnplug.testing.conformance.suites import Suite
 
-__all__ = ["REMOTE", "SUITE"]
+__all__ = ["SUITE"]
 
-REMOTE: pytest.StashKey[bool] = pytest.StashKey()
-"""Set where the checks run in workers and this process needs none of them."""
 SUITE: pytest.StashKey[Suite] = pytest.StashKey()
 """Where the checks are kept for attnplug.testing.suite."""
 
@@ -48,8 +46,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Find the backend and list its checks; whatever is in the way is a usage error, exit code 4."""
     config.addinivalue_line("markers", "xdist_group(name): checks that one worker runs (pytest-xdist's)")
-    if config.stash.get(REMOTE, False):
-        return
     name = config.getoption("--attn-backend")
     if name is None:
         if any(_is_the_suite(arg) for arg in config.args):
