@@ -41,7 +41,7 @@ def no_workers(monkeypatch):
     """Nothing runs; gives the ids that would, call by call."""
     asked = []
 
-    def run_checks(listing, request, ids, limits, observer, **rest):
+    def run_checks(listing, ids, limits, observer, **rest):
         asked.append(list(ids))
         for check in ids:
             observer.finished(Result(check, Outcome.PASSED))
@@ -184,7 +184,7 @@ def test_off_a_terminal_a_line_tells_how_far_it_is(command, torch_checks, no_wor
 def test_failures_are_told_with_their_first_lines_and_a_check_unheard_of_failed(
     command, torch_checks, monkeypatch
 ):
-    def run_checks(listing, request, ids, limits, observer, **rest):
+    def run_checks(listing, ids, limits, observer, **rest):
         observer.started(ids[0])
         observer.finished(Result(ids[0], Outcome.PASSED, 2.0))
         observer.finished(Result(ids[0], Outcome.FAILED, 2.0, "1\n2\n3\n4", "the whole\ntraceback"))

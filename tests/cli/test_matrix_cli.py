@@ -53,11 +53,11 @@ class Workers:
     def listing(self, request, timeout):
         if request.name in self.trouble:
             return ListingFailure(self.trouble[request.name], True)
-        return Listing(request.name, "attnplug", "cpu", "cpu", None, "smoke", (), {}, {}, "0123")
+        return Listing(request, request.name, "attnplug", "cpu", "cpu", None, (), {}, {}, "0123")
 
-    def run_checks(self, listing, request, ids, limits, observer):
+    def run_checks(self, listing, ids, limits, observer):
         self.runs.append(list(ids))
-        self.limits, self.request = limits, request
+        self.limits, self.request = limits, listing.request
         for each in ids:
             observer.started(each)
             ending = self.endings.get(each)
@@ -284,7 +284,7 @@ def test_a_signal_that_comes_twice_at_once_is_one_interrupt(command, workers, mo
 
 
 def test_one_that_comes_later_is_another(command, workers, monkeypatch):
-    monkeypatch.setattr("attnplug.cli.matrix_verify._AT_ONCE", 0.0)
+    monkeypatch.setattr("attnplug.cli.matrix_verify._SAME_SIGNAL_SECONDS", 0.0)
     monkeypatch.setattr(matrix_files.Outputs, "write", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     workers.endings[torch_cells()[1]] = signal.SIGTERM
     assert command(*verifying()).code == 130

@@ -21,7 +21,7 @@ from attnplug.matrix.verify import Extent, Verification
 from attnplug.registry.records import Offer
 from attnplug.testing.conformance.check import CheckSkipped, ConformanceError
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.isolation.listing import Listing, ListingFailure
+from attnplug.testing.isolation.listing import Listing, ListingFailure, SuiteRequest
 from attnplug.testing.isolation.results import Outcome, Result
 from attnplug.testing.isolation.run import Limits
 
@@ -93,10 +93,10 @@ def observer():
 def play(monkeypatch, tmp_path):
     """`play(declared, results)`: a Verification whose workers give these results, one after another."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    listing = Listing("TORCH", "attnplug", "cpu", "cpu", None, "smoke", (), {}, {}, "0123")
+    listing = Listing(SuiteRequest("TORCH"), "TORCH", "attnplug", "cpu", "cpu", None, (), {}, {}, "0123")
 
     def make(declared, results=(), *, listed=listing, problem=None, backend=TorchBackend, **extent):
-        def run_checks(listing, request, ids, limits, observer):
+        def run_checks(listing, ids, limits, observer):
             for result in results:
                 if result is KeyboardInterrupt:
                     raise KeyboardInterrupt
@@ -342,7 +342,7 @@ def test_cells_of_which_nothing_was_heard_say_how_the_run_stopped(play, observer
 
 
 def test_a_run_needs_a_list_first(play, observer):
-    with pytest.raises(RuntimeError, match="before prepare"):
+    with pytest.raises(RuntimeError, match="needs a successful"):
         play(run(finding(Status.DECLARED))).run(LIMITS, observer)
 
 

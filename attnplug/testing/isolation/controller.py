@@ -25,20 +25,12 @@ class Controller:
 
     Args:
         settings: the input of every worker; `log` is the folder of their logs.
-        known: the reason of each check that is known to fail, by id.
         earlier: results of an earlier run, which JUnit files repeat.
         observer: receives the results.
     """
 
-    def __init__(
-        self,
-        settings: Mapping[str, Any],
-        known: Mapping[str, str],
-        earlier: Sequence[Result],
-        observer: Observer,
-    ) -> None:
+    def __init__(self, settings: Mapping[str, Any], earlier: Sequence[Result], observer: Observer) -> None:
         self._settings = settings
-        self._known = known
         self._earlier = {result.id: result for result in earlier}
         self._observer = observer
         self._failed_starts = 0
@@ -88,7 +80,7 @@ class Controller:
         """Write the cause of a worker's death into the report of the check that it was running."""
         report.when = "call"
         report.longrepr = "\n".join(self._cause_of_death(report.node)).rstrip()
-        reason = self._known.get(_check_id(crashitem))
+        reason = self._settings["known"].get(_check_id(crashitem))
         if reason is not None:
             report.outcome = "skipped"
             report.wasxfail = reason

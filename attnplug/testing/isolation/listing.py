@@ -49,30 +49,28 @@ class Listing:
     """The checks of one backend on one device, and the versions they run with.
 
     Args:
+        request: the request that this answers.
         name: the backend.
         shipped_by: its distribution, if it has one.
         device: the device, printed.
         device_type: "cpu", "cuda", ...
         device_name: its marketing name, if known.
-        level: "smoke" or "full".
         ids: of all checks.
         known: the reason of each check that is known to fail.
         versions: of Python, torch, attnplug, and the distributions that ship the backend or that it requires.
         code: changes if a file of the packages of attnplug or the backend changes.
-        checks_of: as in SuiteRequest.
     """
 
+    request: SuiteRequest
     name: str
     shipped_by: str | None
     device: str
     device_type: str
     device_name: str | None
-    level: str
     ids: Sequence[str]
     known: Mapping[str, str]
     versions: Mapping[str, str]
     code: str
-    checks_of: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,7 +102,7 @@ def list_checks(request: SuiteRequest, timeout: float) -> Listing | ListingFailu
         else:
             if code == 0 and report.exists():
                 facts = json.loads(report.read_text(encoding="utf-8"))
-                return ListingFailure(**facts) if "usage" in facts else Listing(**facts)
+                return ListingFailure(**facts) if "usage" in facts else Listing(request, **facts)
             lines = log.read_text(errors="replace").strip().splitlines()
             last = lines[-1] if lines else f"the process left with exit code {code}"
             problem = f"crashed: {signal.Signals(-code).name}" if code < 0 else f"failed: {last}"
@@ -116,33 +114,32 @@ def main(report: str, request: Mapping[str, Any]) -> None:
     from attnplug.core.errors import AttnplugError
 
     try:
-        facts = dataclasses.asdict(_list(SuiteRequest(**request)))
+        facts = _facts(request)
     except AttnplugError as problem:
         facts = dataclasses.asdict(ListingFailure(str(problem), usage=True))
     Path(report).write_text(json.dumps(facts), encoding="utf-8")
 
 
-def _list(request: SuiteRequest) -> Listing:
+def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of Listing, without the request."""
     from attnplug.core.composite import CompositeBackend
     from attnplug.testing.conformance.suites import load_suite
 
-    known = None if request.known_failures is None else Path(request.known_failures)
-    suite = load_suite(**{**dataclasses.asdict(request), "known_failures": known})
+    known = request.get("known_failures")
+    suite = load_suite(**{**request, "known_failures": None if known is None else Path(known)})
     backend = suite.offer.backend
     halves = backend.members().values() if issubclass(backend, CompositeBackend) else (backend,)
-    return Listing(
-        name=suite.offer.name,
-        shipped_by=suite.offer.distribution,
-        device=str(suite.device),
-        device_type=suite.device.type,
-        device_name=suite.device.name,
-        level=str(suite.level),
-        ids=suite.ids,
-        known=dict(suite.known),
-        versions=versions(suite.offer),
-        code=fingerprint(["attnplug", *(half.__module__.partition(".")[0] for half in halves)]),
-        checks_of=request.checks_of,
-    )
+    return {
+        "name": suite.offer.name,
+        "shipped_by": suite.offer.distribution,
+        "device": str(suite.device),
+        "device_type": suite.device.type,
+        "device_name": suite.device.name,
+        "ids": suite.ids,
+        "known": dict(suite.known),
+        "versions": versions(suite.offer),
+        "code": fingerprint(["attnplug", *(half.__module__.partition(".")[0] for half in halves)]),
+    }
 
 
 def versions(offer: Offer) -> dict[str, str]:

@@ -75,11 +75,11 @@ class SavedResults:
             "backend": listing.name,
             "shipped_by": listing.shipped_by,
             "device": [listing.device, listing.device_name],
-            "level": listing.level,
+            "level": listing.request.level,
             "versions": dict(listing.versions),
             "code": listing.code,
             "shard": shard,
-            "checks_of": listing.checks_of,
+            "checks_of": listing.request.checks_of,
         }
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
         self.path = (folder or _cache_folder()) / f"{listing.name}-{digest}.jsonl"

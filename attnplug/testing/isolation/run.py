@@ -15,10 +15,10 @@ import pytest
 
 import attnplug
 from attnplug.testing.isolation.controller import Controller
-from attnplug.testing.isolation.listing import Listing, SuiteRequest
+from attnplug.testing.isolation.listing import Listing
 from attnplug.testing.isolation.results import Observer, Result
 
-__all__ = ["Limits", "default_jobs", "run_checks", "worker_memory"]
+__all__ = ["Limits", "run_checks"]
 
 _MOST_JOBS = 8
 _SHARE = 0.8
@@ -40,6 +40,14 @@ class Limits:
     timeout: float
     jobs: int
     memory: int | None
+
+    @classmethod
+    def here(
+        cls, device_type: str, checks: int, timeout: float, jobs: int | None, memory: int | None
+    ) -> Limits:
+        """The limits for `checks` on this machine, which sets `jobs` and `memory` if they are None."""
+        count = min(jobs, max(checks, 1)) if jobs else default_jobs(device_type, checks)
+        return cls(timeout, count, memory or worker_memory(device_type, count))
 
 
 def default_jobs(device_type: str, checks: int) -> int:
@@ -72,7 +80,6 @@ def machine_memory() -> int | None:
 
 def run_checks(
     listing: Listing,
-    request: SuiteRequest,
     ids: Sequence[str],
     limits: Limits,
     observer: Observer,
@@ -84,7 +91,6 @@ def run_checks(
 
     Args:
         listing: all checks.
-        request: the request that `listing` answers.
         ids: the checks to run; may be empty.
         limits: of time and memory.
         observer: receives the progress and the results.
@@ -100,7 +106,7 @@ def run_checks(
     output = io.StringIO()
     with tempfile.TemporaryDirectory(prefix="attnplug-conformance-") as folder:
         settings = {
-            "suite": {**dataclasses.asdict(request), "known_failures": None},
+            "suite": {**dataclasses.asdict(listing.request), "known_failures": None},
             "ids": list(ids),
             "known": {check: listing.known[check] for check in ids if check in listing.known},
             "timeout": limits.timeout,
@@ -108,9 +114,9 @@ def run_checks(
             "threads": max(1, (os.cpu_count() or 1) // limits.jobs),
             "log": folder,
         }
-        controller = Controller(settings, listing.known, earlier, observer)
+        controller = Controller(settings, earlier, observer)
         xml = Path(folder, "junit.xml")
-        arguments = _arguments(request, len(ids), limits, xml)
+        arguments = _arguments(len(ids), limits, xml, has_groups=listing.request.checks_of is not None)
         with pytest.MonkeyPatch.context() as environment, contextlib.redirect_stdout(output):
             _isolate(environment)
             code = pytest.main(arguments, plugins=[controller])
@@ -134,7 +140,7 @@ def _isolate(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("PYTHONSAFEPATH", "1")
 
 
-def _arguments(request: SuiteRequest, checks: int, limits: Limits, xml: Path) -> list[str]:
+def _arguments(checks: int, limits: Limits, xml: Path, *, has_groups: bool) -> list[str]:
     # pytest reads no configuration, conftest or plugin of the current folder, and writes nothing to it.
     arguments = ["-c", os.devnull, "--noconftest", "--rootdir", str(Path(attnplug.__file__).parents[1])]
     arguments += [f"-pno:{name}" for name in ("cacheprovider", "faulthandler", "warnings", "tmpdir")]
@@ -144,7 +150,7 @@ def _arguments(request: SuiteRequest, checks: int, limits: Limits, xml: Path) ->
     arguments += ["-pxdist.plugin", "-ppytest_timeout", "-pattnplug.testing.isolation.worker"]
     # Each check may cost a worker. Chunks of one check keep a long check from holding others back.
     arguments += [f"-n{limits.jobs}", f"--max-worker-restart={checks + limits.jobs}", "--maxschedchunk=1"]
-    if request.checks_of is not None:
+    if has_groups:
         # Groups stay together, in the order of the list.
         arguments += ["--dist=loadgroup", "--no-loadscope-reorder"]
     method = "signal" if hasattr(signal, "SIGALRM") else "thread"

@@ -33,12 +33,12 @@ from attnplug.testing.isolation.results import Outcome, Result, SavedResults
 from attnplug.testing.isolation.worker import Worker
 
 LISTING = Listing(
+    SuiteRequest("ACME"),
     name="ACME",
     shipped_by="attnplug-acme",
     device="cpu",
     device_type="cpu",
     device_name=None,
-    level="smoke",
     ids=("a/1", "a/2", "a/3"),
     known={},
     versions={"attnplug": "0.1.0", "torch": "2.13.0"},
@@ -113,8 +113,8 @@ def test_a_new_run_forgets_only_what_it_runs(state):
         {"shipped_by": None},
         {"device": "sm90"},
         {"device_name": "NVIDIA H200"},
-        {"level": "full"},
-        {"checks_of": "acme:cells"},
+        {"request": SuiteRequest("ACME", level="full")},
+        {"request": SuiteRequest("ACME", checks_of="acme:cells")},
         {"versions": {"attnplug": "0.1.0", "torch": "2.14.0"}},
         {"code": "4567"},
     ],
@@ -271,7 +271,8 @@ def seen():
 
 @pytest.fixture
 def controller(tmp_path, seen):
-    return Controller({"timeout": 1.0, "log": str(tmp_path)}, {"a/2": "acme#12"}, (), seen)
+    settings = {"timeout": 1.0, "log": str(tmp_path), "known": {"a/2": "acme#12"}}
+    return Controller(settings, (), seen)
 
 
 def report_of(check: str, outcome: str, longrepr: object = None, when: str = "call") -> pytest.TestReport:
@@ -379,7 +380,7 @@ def test_another_list_of_checks_may_be_asked_for():
     )
     assert isinstance(listing, Listing)
     assert "sinks/decode/d128/bfloat16/auto/b16/NHD" in listing.ids
-    assert listing.checks_of == "attnplug.matrix.cell_checks:cell_checks"
+    assert listing.request.checks_of == "attnplug.matrix.cell_checks:cell_checks"
 
 
 def test_a_list_of_checks_that_is_none_is_bad_usage():
