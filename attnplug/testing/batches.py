@@ -20,18 +20,18 @@ __all__ = ["Batch", "direct_batch", "layer_tensors", "paged_batch"]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Batch:
-    """One step's input for one layer, and what the oracle needs of it.
+    """The input of one step for one layer, and the arguments of the oracle.
 
     Args:
         spec: the layer.
         common: the step.
         query: `[T + padding, H, D]`; padding rows are NaN.
-        key: new keys, or with direct KV all keys; padded alike.
-        value: as `key`.
-        kv_cache: logical view with the computed tokens in it, unused rows NaN; None with direct KV.
+        key: new keys, or all keys with direct KV; padded like `query`.
+        value: values of `key`.
+        kv_cache: logical view with the computed tokens, unused rows NaN; None with direct KV.
         queries: rows of each request.
-        keys: the keys each request can attend, as its cache gives them back.
-        values: as `keys`.
+        keys: the keys that each request can attend, rounded by its cache.
+        values: the values of `keys`.
         seq_lens: tokens of each request.
         tensors: sinks, slopes and scales.
     """
@@ -49,7 +49,7 @@ class Batch:
     tensors: LayerTensors
 
     def oracle(self, spec: LayerSpec | None = None, *, use_sinks: bool = True) -> OracleResult:
-        """The true answer; with another `spec`, what a backend that misread the layer would give."""
+        """The reference result; with another `spec`, the result of a backend that misreads the layer."""
         spec = spec or self.spec
         tensors = LayerTensors(
             sinks=self.tensors.sinks if spec.has_sinks else None,
@@ -70,7 +70,7 @@ class Batch:
 def layer_tensors(
     spec: LayerSpec, *, seed: int = 0, k_scale: float = 1.0, v_scale: float = 1.0, device: str = "cpu"
 ) -> LayerTensors:
-    """The tensors that `spec` asks for: sinks around 1, the usual geometric slopes, scales of fp8."""
+    """The tensors that `spec` needs: sinks around 1, the usual geometric slopes, scales of fp8."""
     generator = torch.Generator().manual_seed(seed)
     sinks = torch.randn(spec.num_heads, generator=generator) + 1 if spec.has_sinks else None
     slopes = 2.0 ** (-8.0 * torch.arange(1, spec.num_heads + 1) / spec.num_heads) if spec.has_alibi else None
@@ -98,22 +98,22 @@ def paged_batch(
     device: str = "cpu",
     backend: type[AttentionBackend] = AttentionBackend,
 ) -> Batch:
-    """A batch over pages.
+    """A batch with a paged KV cache.
 
     Args:
-        spec: the layer; of a cross layer `seq_lens` are the encoder's, all of them written now.
+        spec: the layer; a cross layer has the encoder's `seq_lens`, and writes all these tokens now.
         query_lens: new tokens of each request.
-        seq_lens: all tokens of each request; fewer than new ones make a padding request, whose first
-            rows stand before position 0, see nothing and are not stored.
+        seq_lens: all tokens of each request. A padding request has fewer than its new tokens: its first rows are
+            before position 0, see no key and are not stored.
         block_size: tokens per page; default the spec's, else 16.
         layout: physical order of the cache, "NHD" or "HND".
         causal: `common.causal`; default the spec's.
         padding: rows past the batch's tokens, NaN in the queries, keys and values.
-        drop_window: free the pages that a causal window has passed, as an engine would.
+        drop_window: free the pages that a causal window has passed, like an engine.
         k_scale: scale of fp8 keys.
         v_scale: scale of fp8 values.
-        seed: of everything random.
-        device: where the tensors are.
+        seed: of all random values.
+        device: of the tensors.
         backend: gives the cache's shape and stride order.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -178,10 +178,10 @@ def direct_batch(
     seed: int = 0,
     device: str = "cpu",
 ) -> Batch:
-    """A batch whose K and V come with the call: the last `key_lens[i]` tokens of request i.
+    """A batch whose call passes K and V: the last `key_lens[i]` tokens of request i.
 
-    Without `key_lens` the keys are packed as the queries and the batch has no `key_start_loc`. The
-    other arguments are `paged_batch`'s.
+    Without `key_lens` the keys are packed like the queries and the batch has no `key_start_loc`. The
+    other arguments are those of `paged_batch`.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = list(query_lens) if key_lens is None else list(key_lens)
@@ -228,7 +228,7 @@ def _draw(
         return torch.randn(count, heads, size, generator=generator).to(dtype)
 
     return _Drawn(
-        # Sharp enough that each key matters: 2 stands for the norms of trained projections.
+        # The factor 2 is near the norms of trained projections. It makes the weights sharp, so that each key matters.
         [2 * tokens(count, spec.num_heads, spec.head_size) for count in query_lens],
         [tokens(count, spec.num_kv_heads, spec.head_size) for count in key_lens],
         [tokens(count, spec.num_kv_heads, spec.head_size_v) for count in key_lens],
@@ -269,7 +269,7 @@ def _put(pages: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, store
 
 
 def _last(tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """The last `count` tokens; NaN stands for those that a padding request does not have."""
+    """The last `count` tokens; tokens that a padding request does not have are NaN."""
     missing = tokens.new_full((max(count - tokens.shape[0], 0), *tokens.shape[1:]), torch.nan)
     return torch.cat([missing, tokens[max(tokens.shape[0] - count, 0) :]])
 

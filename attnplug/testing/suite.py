@@ -16,7 +16,7 @@ _SHOWN = 200
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each check of the backend that the plugin was asked for."""
+    """Make one test for each check of the backend in `--attn-backend`."""
     suite = metafunc.config.stash.get(SUITE, None)
     if suite is None:
         raise pytest.UsageError(
@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_conformance(check: Check, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> None:
-    """The check passes, and nothing is written to standard output meanwhile."""
+    """The check passes and writes nothing to standard output."""
     try:
         check()
     except Exception as problem:
@@ -47,7 +47,7 @@ def test_conformance(check: Check, capfd: pytest.CaptureFixture[str], request: p
 
 
 def _flush() -> None:
-    """Empty all buffers, those of C too, where a kernel's printf waits."""
+    """Write out all buffers, with those of C, because a kernel may print with printf."""
     for stream in (sys.stdout, sys.__stdout__):
         if stream is not None and not stream.closed:
             stream.flush()

@@ -428,6 +428,11 @@ def test_a_worker_whose_gpu_works_or_is_not_used_goes_on(worker, monkeypatch, tm
     assert (tmp_path / "log").read_bytes() == b"what the kernel said first"
 
 
+def test_a_worker_sets_its_limits_before_torch_is_imported(run_with_plugins):
+    code = "import sys, attnplug.testing.isolation.worker; print('torch' in sys.modules)"
+    assert run_with_plugins([], code).stdout.strip() == "False"
+
+
 def test_a_list_that_takes_too_long_is_given_up():
     trouble = list_checks(SuiteRequest("TORCH", "cpu"), 0.01)
     assert trouble == ListingFailure("listing the checks of TORCH took longer than 0.01 s", usage=False)

@@ -37,13 +37,8 @@ def cause_of_death(log: Path, timeout: float) -> tuple[str, str]:
         return text.partition("\n")[0], text
     before, *stacks = _STACK.split(text)
     lines = before.strip().splitlines()
-    # faulthandler writes the main thread last. Frames below the test function are pytest's.
-    frames = stacks[-1].splitlines() if stacks else []
-    stack = [
-        *itertools.takewhile(
-            lambda f: f.startswith("  File ") and not f.endswith("in test_conformance"), frames
-        )
-    ]
+    # faulthandler writes the main thread last.
+    stack = list(itertools.takewhile(_is_of_the_check, stacks[-1].splitlines())) if stacks else []
     detail = "\n".join([*lines, *stack])
     if any(line.startswith("Timeout (") for line in lines):
         return f"timed out after {timeout:g} s{_where(stack)}", detail
@@ -59,6 +54,11 @@ def cause_of_death(log: Path, timeout: float) -> tuple[str, str]:
     return f"the worker process crashed{_exit_status(log.with_suffix('.pid'))}", detail
 
 
+def _is_of_the_check(line: str) -> bool:
+    """Whether a line of a stack is inside the test function; the lines outside are pytest's."""
+    return line.startswith("  File ") and not line.endswith("in test_conformance")
+
+
 def _where(stack: list[str]) -> str:
     """The innermost line of Python outside the standard library, such as " at impl.py:29, in attend"."""
     frames = [found for line in stack if (found := _FRAME.match(line))]
@@ -69,7 +69,7 @@ def _where(stack: list[str]) -> str:
 
 
 def _exit_status(pid: Path) -> str:
-    """How the process ended, such as ": SIGKILL"; "" if the system does not tell."""
+    """The end of the process, such as ": SIGKILL"; "" if the system does not report it."""
     # AttributeError: macOS has os.waitid from Python 3.13 on. WNOWAIT leaves the process for execnet to wait for.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         number, end = int(pid.read_text()), time.monotonic() + _EXIT_SECONDS

@@ -75,7 +75,7 @@ class Listing:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListingFailure:
-    """Why there is no list; `usage` says whether other arguments would help."""
+    """The reason why the list could not be made; `usage` if other arguments would help."""
 
     text: str
     usage: bool
@@ -159,7 +159,7 @@ def versions(offer: Offer) -> dict[str, str]:
 def fingerprint(packages: Sequence[str]) -> str:
     """A digest of the code of `packages`: an edit changes it, a copy with new file times does not.
 
-    Of large files, which are compiled libraries, it reads only the size and the time.
+    Large files are compiled libraries, so that size and time are enough.
     """
     digest = hashlib.sha256()
     for package in dict.fromkeys(packages):

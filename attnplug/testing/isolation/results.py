@@ -1,4 +1,4 @@
-"""How each check ended, and the file that keeps it for `--resume`."""
+"""Results of checks, and the file that saves them for `--resume`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Observer", "Outcome", "Result", "SavedResults"]
 
 
 class Outcome(enum.StrEnum):
-    """How a check ended."""
+    """The end of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -35,8 +35,8 @@ class Result:
 
     Args:
         id: the check's id.
-        outcome: how it ended.
-        seconds: how long it took.
+        outcome: passed, failed, skipped or failed as known.
+        seconds: its duration.
         cause: why it failed, is skipped, or is known to fail; "" if it passed.
         detail: the traceback, or what a worker wrote before it died; may be "".
     """

@@ -51,7 +51,7 @@ class Limits:
 
 
 def default_jobs(device_type: str, checks: int) -> int:
-    """How many workers run `checks`: one for each core and 8 checks, at most 8, or 2 that share a GPU."""
+    """The number of workers: at most one for each core, one for 8 checks, and 8 in all, or 2 on a GPU."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _MOST_JOBS if device_type == "cpu" else 2, checks // 8))
 
@@ -123,10 +123,15 @@ def run_checks(
         if controller.interrupted:
             raise KeyboardInterrupt
         if junit is not None and xml.exists():
-            # Renaming is atomic in one folder only.
+            # Renaming is atomic only within a folder.
             beside = junit.with_name(f".{junit.name}.{os.getpid()}")
-            beside.write_bytes(xml.read_bytes())
-            beside.replace(junit)
+            try:
+                beside.write_bytes(xml.read_bytes())
+                beside.replace(junit)
+            except OSError as problem:
+                return f"{junit} could not be written: {problem}"
+            finally:
+                beside.unlink(missing_ok=True)
     if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         return None
     return controller.stopped or "\n".join(output.getvalue().strip().splitlines()[-_LAST_LINES:])

@@ -15,7 +15,6 @@ from types import FrameType
 import pytest
 
 from attnplug.testing.conformance.check import ConformanceError
-from attnplug.testing.conformance.suites import load_suite
 from attnplug.testing.isolation.deaths import GPU_LOST
 from attnplug.testing.plugin import SUITE
 
@@ -34,11 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
     settings = getattr(config, "workerinput", {}).get(SETTINGS)
     if settings is None:
         return  # the controller
-    # torch reads it when it is imported.
+    # torch reads the variable when it is imported, so nothing above may import torch.
     os.environ.setdefault("OMP_NUM_THREADS", str(settings["threads"]))
     config.pluginmanager.register(Worker(settings["log"], settings["timeout"]))
     if settings["memory"] is not None:
         _limit_memory(settings["memory"])
+    from attnplug.testing.conformance.suites import load_suite
+
     suite = load_suite(**settings["suite"])
     by_id = {check.id: check for check in suite.checks}
     checks = tuple(by_id[each] for each in settings["ids"] if each in by_id)
