@@ -120,7 +120,7 @@ def paged_batch(
     size = block_size or spec.block_size or 16
     cross = spec.attn_type is AttentionType.ENCODER_DECODER
     new_lens = list(seq_lens) if cross else list(query_lens)
-    drawn = _draw(spec, query_lens, seq_lens, generator)
+    queries, keys, values = _draw(spec, query_lens, seq_lens, generator)
     table, num_blocks = _block_table(seq_lens, size, generator)
     cache = _poisoned_cache(spec, num_blocks, size, layout, backend)
     k_pages, v_pages = backend.split_kv(cache, spec)
@@ -132,18 +132,14 @@ def paged_batch(
         missing = torch.full((max(new - seq_len, 0),), PAD_SLOT_ID)
         old = slice(0, max(seq_len - new, 0))
         slots += [missing, (blocks * size + positions % size)[old.stop :]]
-        for pages, tokens, scale in (
-            (k_pages, drawn.keys[row], k_scale),
-            (v_pages, drawn.values[row], v_scale),
-        ):
+        for pages, tokens, scale in ((k_pages, keys[row], k_scale), (v_pages, values[row], v_scale)):
             stored = stored_values(tokens[old], spec, scale) / (scale if spec.has_quantized_kv_cache else 1.0)
             _put(pages, blocks[old], positions[old] % size, stored)
-    if drop_window and spec.causal and spec.window[0] >= 0:
-        for row, (seq_len, new) in enumerate(zip(seq_lens, new_lens, strict=True)):
+        if drop_window and spec.causal and spec.window[0] >= 0:
             table[row, : max(seq_len - new - spec.window[0], 0) // size] = 0
 
-    new_keys = [_last(tokens, new) for tokens, new in zip(drawn.keys, new_lens, strict=True)]
-    new_values = [_last(tokens, new) for tokens, new in zip(drawn.values, new_lens, strict=True)]
+    new_keys = [_last(tokens, new) for tokens, new in zip(keys, new_lens, strict=True)]
+    new_values = [_last(tokens, new) for tokens, new in zip(values, new_lens, strict=True)]
     pad_slots = torch.full((padding,), PAD_SLOT_ID)
     return Batch(
         spec=spec,
@@ -155,13 +151,15 @@ def paged_batch(
             spec.causal if causal is None else causal,
             device,
         ),
-        query=_pack(drawn.queries, spec.num_heads, spec.head_size, padding, spec).to(device),
+        query=_pack(queries, spec.num_heads, spec.head_size, padding, spec).to(device),
         key=_pack(new_keys, spec.num_kv_heads, spec.head_size, padding, spec).to(device),
         value=_pack(new_values, spec.num_kv_heads, spec.head_size_v, padding, spec).to(device),
-        kv_cache=_to_device(cache, device),
-        queries=drawn.queries,
-        keys=[stored_values(tokens, spec, k_scale) for tokens in drawn.keys],
-        values=[stored_values(tokens, spec, v_scale) for tokens in drawn.values],
+        kv_cache=torch.empty_strided(cache.shape, cache.stride(), dtype=cache.dtype, device=device).copy_(
+            cache
+        ),
+        queries=queries,
+        keys=[stored_values(tokens, spec, k_scale) for tokens in keys],
+        values=[stored_values(tokens, spec, v_scale) for tokens in values],
         seq_lens=list(seq_lens),
         tensors=layer_tensors(spec, seed=seed, k_scale=k_scale, v_scale=v_scale, device=device),
     )
@@ -185,7 +183,7 @@ def direct_batch(
     """
     generator = torch.Generator().manual_seed(seed)
     counts = list(query_lens) if key_lens is None else list(key_lens)
-    drawn = _draw(spec, query_lens, counts, generator)
+    queries, keys, values = _draw(spec, query_lens, counts, generator)
     common = _common(
         query_lens,
         seq_lens,
@@ -200,34 +198,28 @@ def direct_batch(
     return Batch(
         spec=spec,
         common=common,
-        query=_pack(drawn.queries, spec.num_heads, spec.head_size, padding, spec).to(device),
-        key=_pack(drawn.keys, spec.num_kv_heads, spec.head_size, padding, spec).to(device),
-        value=_pack(drawn.values, spec.num_kv_heads, spec.head_size_v, padding, spec).to(device),
+        query=_pack(queries, spec.num_heads, spec.head_size, padding, spec).to(device),
+        key=_pack(keys, spec.num_kv_heads, spec.head_size, padding, spec).to(device),
+        value=_pack(values, spec.num_kv_heads, spec.head_size_v, padding, spec).to(device),
         kv_cache=None,
-        queries=drawn.queries,
-        keys=drawn.keys,
-        values=drawn.values,
+        queries=queries,
+        keys=keys,
+        values=values,
         seq_lens=list(seq_lens),
         tensors=layer_tensors(spec, seed=seed, device=device),
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Drawn:
-    queries: list[torch.Tensor]
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-
-
 def _draw(
     spec: LayerSpec, query_lens: Sequence[int], key_lens: Sequence[int], generator: torch.Generator
-) -> _Drawn:
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Random queries, keys and values of each request."""
     dtype = getattr(torch, spec.dtype)
 
     def tokens(count: int, heads: int, size: int) -> torch.Tensor:
         return torch.randn(count, heads, size, generator=generator).to(dtype)
 
-    return _Drawn(
+    return (
         # The factor 2 is near the norms of trained projections. It makes the weights sharp, so that each key matters.
         [2 * tokens(count, spec.num_heads, spec.head_size) for count in query_lens],
         [tokens(count, spec.num_kv_heads, spec.head_size) for count in key_lens],
@@ -280,11 +272,6 @@ def _pack(
     dtype = getattr(torch, spec.dtype)
     nothing = torch.empty(0, heads, size, dtype=dtype)
     return torch.cat([nothing, *parts, torch.full((padding, heads, size), torch.nan, dtype=dtype)])
-
-
-def _to_device(cache: torch.Tensor, device: str) -> torch.Tensor:
-    moved = torch.empty_strided(cache.shape, cache.stride(), dtype=cache.dtype, device=device)
-    return moved.copy_(cache)
 
 
 def _starts(lengths: Sequence[int]) -> torch.Tensor:

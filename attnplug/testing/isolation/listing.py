@@ -109,37 +109,32 @@ def list_checks(request: SuiteRequest, timeout: float) -> Listing | ListingFailu
     return ListingFailure(f"listing the checks of {request.name} {problem}", usage=False)
 
 
-def main(report: str, request: Mapping[str, Any]) -> None:
-    """Run in the child: write the listing, or why there is none, to the file `report` as JSON."""
-    from attnplug.core.errors import AttnplugError
-
-    try:
-        facts = _facts(request)
-    except AttnplugError as problem:
-        facts = dataclasses.asdict(ListingFailure(str(problem), usage=True))
-    Path(report).write_text(json.dumps(facts), encoding="utf-8")
-
-
-def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of Listing, without the request."""
+def main(report: str, request: dict[str, Any]) -> None:
+    """Run in the child: write the facts of the listing, or why there is none, to the file `report` as JSON."""
     from attnplug.core.composite import CompositeBackend
+    from attnplug.core.errors import AttnplugError
     from attnplug.testing.conformance.suites import load_suite
 
     known = request.get("known_failures")
-    suite = load_suite(**{**request, "known_failures": None if known is None else Path(known)})
-    backend = suite.offer.backend
-    halves = backend.members().values() if issubclass(backend, CompositeBackend) else (backend,)
-    return {
-        "name": suite.offer.name,
-        "shipped_by": suite.offer.distribution,
-        "device": str(suite.device),
-        "device_type": suite.device.type,
-        "device_name": suite.device.name,
-        "ids": suite.ids,
-        "known": dict(suite.known),
-        "versions": versions(suite.offer),
-        "code": fingerprint(["attnplug", *(half.__module__.partition(".")[0] for half in halves)]),
-    }
+    facts: dict[str, Any]
+    try:
+        suite = load_suite(**{**request, "known_failures": None if known is None else Path(known)})
+        backend = suite.offer.backend
+        halves = backend.members().values() if issubclass(backend, CompositeBackend) else (backend,)
+        facts = {
+            "name": suite.offer.name,
+            "shipped_by": suite.offer.distribution,
+            "device": str(suite.device),
+            "device_type": suite.device.type,
+            "device_name": suite.device.name,
+            "ids": suite.ids,
+            "known": dict(suite.known),
+            "versions": versions(suite.offer),
+            "code": fingerprint(["attnplug", *(half.__module__.partition(".")[0] for half in halves)]),
+        }
+    except AttnplugError as problem:
+        facts = {"text": str(problem), "usage": True}
+    Path(report).write_text(json.dumps(facts), encoding="utf-8")
 
 
 def versions(offer: Offer) -> dict[str, str]:

@@ -71,18 +71,12 @@ class SavedResults:
     """
 
     def __init__(self, listing: Listing, shard: str | None = None, folder: Path | None = None) -> None:
-        key = {
-            "backend": listing.name,
-            "shipped_by": listing.shipped_by,
-            "device": [listing.device, listing.device_name],
-            "level": listing.request.level,
-            "versions": dict(listing.versions),
-            "code": listing.code,
-            "shard": shard,
-            "checks_of": listing.request.checks_of,
-        }
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-        self.path = (folder or _cache_folder()) / f"{listing.name}-{digest}.jsonl"
+        from platformdirs import user_cache_path
+
+        about = [listing.name, listing.shipped_by, listing.device, listing.device_name, listing.code, shard]
+        key = json.dumps([about, listing.request.level, listing.request.checks_of, dict(listing.versions)])
+        folder = folder or user_cache_path("attnplug", appauthor=False) / "conformance"
+        self.path = folder / f"{listing.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
 
     def load(self) -> dict[str, Result]:
         """The last result of each check; incomplete lines are ignored."""
@@ -123,9 +117,3 @@ def _line(result: Result) -> bytes:
     data = {"id": result.id, "outcome": result.outcome, "seconds": result.seconds, "cause": result.cause}
     # The first line break ends a line that a killed run left incomplete.
     return f"\n{json.dumps(data)}\n".encode()
-
-
-def _cache_folder() -> Path:
-    from platformdirs import user_cache_path
-
-    return user_cache_path("attnplug", appauthor=False) / "conformance"
