@@ -366,6 +366,15 @@ def test_workers_that_never_start_end_the_run_with_the_reason(controller, tmp_pa
     assert controller.stopped.endswith("ImportError: acme.so: wrong ELF class")
 
 
+def test_workers_that_cannot_load_the_checks_end_the_run_with_the_reason(controller):
+    problem = RuntimeError("Traceback:\nUsageError: NAME='ACME' is no backend")
+    for _ in range(2):
+        controller.pytest_testnodedown(NODE, problem)
+    with pytest.raises(pytest.exit.Exception):
+        controller.pytest_testnodedown(NODE, problem)
+    assert controller.stopped == "no worker process starts: UsageError: NAME='ACME' is no backend"
+
+
 def test_the_list_is_made_in_a_child():
     listing = list_checks(SuiteRequest("TORCH", "cpu"), 120)
     assert isinstance(listing, Listing)

@@ -70,9 +70,11 @@ class Controller:
             return
         self._failed_starts += 1
         if self._failed_starts >= _FAILED_STARTS:
-            cause, detail = self._cause_of_death(node)
+            # An exception comes from a worker that still lives. pytest-xdist describes a dead one by a string.
+            cause, detail = self._cause_of_death(node) if isinstance(error, str) else ("", "")
             last = (detail or str(error)).strip().splitlines()[-1]
-            self.stopped = f"no worker process starts: {cause}\n{last}"
+            reason = f"{cause}\n{last}" if cause else last
+            self.stopped = f"no worker process starts: {reason}"
             pytest.exit("no worker process starts", returncode=int(pytest.ExitCode.INTERNAL_ERROR))
 
     @pytest.hookimpl(optionalhook=True)

@@ -40,7 +40,11 @@ def pytest_configure(config: pytest.Config) -> None:
         _limit_memory(settings["memory"])
     from attnplug.testing.conformance.suites import load_suite
 
-    suite = load_suite(**settings["suite"])
+    try:
+        suite = load_suite(**settings["suite"])
+    except Exception as problem:
+        # pytest-xdist ends the run without the reason after any other exception of a worker that starts.
+        raise pytest.UsageError(f"{type(problem).__name__}: {problem}") from problem
     by_id = {check.id: check for check in suite.checks}
     checks = tuple(by_id[each] for each in settings["ids"] if each in by_id)
     config.stash[SUITE] = dataclasses.replace(suite, checks=checks, known=settings["known"])
