@@ -167,7 +167,7 @@ class Report:
             self._print("        ... (--verbose shows all)")
 
     def _print_progress(self) -> None:
-        """Print a line for each tenth of the run if there is no terminal."""
+        """Print a line for each tenth of the run, unless a terminal shows the bar."""
         tenth = len(self._results) * 10 // max(self._total, 1)
         if not self._live and not self._verbose and tenth > self._tenths_printed and self._total >= 20:
             self._tenths_printed = tenth

@@ -141,6 +141,7 @@ def paged_batch(
     new_keys = [_last(tokens, new) for tokens, new in zip(keys, new_lens, strict=True)]
     new_values = [_last(tokens, new) for tokens, new in zip(values, new_lens, strict=True)]
     pad_slots = torch.full((padding,), PAD_SLOT_ID)
+    on_device = torch.empty_strided(cache.shape, cache.stride(), dtype=cache.dtype, device=device)
     return Batch(
         spec=spec,
         common=_common(
@@ -154,9 +155,7 @@ def paged_batch(
         query=_pack(queries, spec.num_heads, spec.head_size, padding, spec).to(device),
         key=_pack(new_keys, spec.num_kv_heads, spec.head_size, padding, spec).to(device),
         value=_pack(new_values, spec.num_kv_heads, spec.head_size_v, padding, spec).to(device),
-        kv_cache=torch.empty_strided(cache.shape, cache.stride(), dtype=cache.dtype, device=device).copy_(
-            cache
-        ),
+        kv_cache=on_device.copy_(cache),
         queries=queries,
         keys=[stored_values(tokens, spec, k_scale) for tokens in keys],
         values=[stored_values(tokens, spec, v_scale) for tokens in values],

@@ -51,9 +51,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, bound: float, name
     An element's error is relative to the largest magnitude in its row (the last dimension); a row
     of zeros must be zeros. NaN never passes.
     """
-    found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
-    if found.shape != expected.shape:
-        raise AssertionError(f"{name}: shape {tuple(found.shape)} is not {tuple(expected.shape)}")
+    found, expected = _as_float64(found, expected, name)
     if found.numel() == 0:
         return
     if not bool(found.isfinite().all()):
@@ -71,9 +69,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, bound: float, name
 
 def assert_lse_close(found: torch.Tensor, expected: torch.Tensor, bound: float, name: str = "lse") -> None:
     """AssertionError unless `found [n, H]` is within `bound` of `expected`; -inf equals only -inf."""
-    found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
-    if found.shape != expected.shape:
-        raise AssertionError(f"{name}: shape {tuple(found.shape)} is not {tuple(expected.shape)}")
+    found, expected = _as_float64(found, expected, name)
     empty = expected == -math.inf
     if not bool(((found == -math.inf) == empty).all()):
         raise AssertionError(f"{name}: -inf is not exactly in the {int(empty.sum())} empty rows")
@@ -81,3 +77,9 @@ def assert_lse_close(found: torch.Tensor, expected: torch.Tensor, bound: float, 
     error = (found - expected).abs() / expected.abs().clamp_min(1.0)
     if not bool((error <= bound).all()):
         raise AssertionError(f"{name}: error {float(error.max()):.3g} is above {bound}")
+
+
+def _as_float64(found: torch.Tensor, expected: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if found.shape != expected.shape:
+        raise AssertionError(f"{name}: shape {tuple(found.shape)} is not {tuple(expected.shape)}")
+    return found.detach().cpu().double(), expected.detach().cpu().double()

@@ -37,7 +37,8 @@ def test_conformance(check: Check, capfd: pytest.CaptureFixture[str], request: p
             if text:
                 request.node.add_report_section("call", name, text)
         if _out_of_memory(problem):
-            raise ConformanceError(f"out of memory: {_first_line(problem)}") from problem
+            first = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+            raise ConformanceError(f"out of memory: {first}") from problem
         raise
     _flush()
     out = capfd.readouterr().out
@@ -57,14 +58,8 @@ def _flush() -> None:
 
 def _out_of_memory(problem: BaseException | None) -> bool:
     while problem is not None:
-        if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError":
-            return True
-        if "can't allocate memory" in str(problem):
+        name, text = type(problem).__name__, str(problem)
+        if isinstance(problem, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in text:
             return True
         problem = problem.__cause__ or problem.__context__
     return False
-
-
-def _first_line(problem: BaseException) -> str:
-    lines = str(problem).strip().splitlines()
-    return lines[0] if lines else type(problem).__name__
