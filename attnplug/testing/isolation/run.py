@@ -119,7 +119,8 @@ def run_checks(
         arguments = _arguments(len(ids), limits, xml, has_groups=listing.request.checks_of is not None)
         with pytest.MonkeyPatch.context() as environment, contextlib.redirect_stdout(output):
             _isolate(environment)
-            code = pytest.main(arguments, plugins=[controller])
+            with contextlib.redirect_stderr(output):  # pytest writes usage errors there
+                code = pytest.main(arguments, plugins=[controller])
         if controller.interrupted:
             raise KeyboardInterrupt
         if junit is not None and xml.exists():
