@@ -1,4 +1,4 @@
-"""`attnplug conformance`: does a backend do what it says, on this machine, with these versions?"""
+"""`attnplug conformance`: checks on this machine that a backend does what it declares."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from attnplug.core.errors import PolicyError
 
 if TYPE_CHECKING:
     from attnplug.cli.conformance_report import Report
-    from attnplug.testing.isolation.listing import Listing, Wanted
+    from attnplug.testing.isolation.listing import Listing
     from attnplug.testing.isolation.results import Result
     from attnplug.testing.isolation.run import Limits
-    from attnplug.testing.isolation.state import State
 
 __all__ = ["conformance", "require_the_extra"]
 
@@ -30,11 +29,11 @@ _CHOICE, _LIMITS = "Which checks", "Limits"
 
 def conformance(
     backend: Annotated[
-        str, typer.Argument(metavar="NAME", help="A backend, as attnplug list has it; or NAME@DISTRIBUTION.")
+        str, typer.Argument(metavar="NAME", help="A backend of attnplug list, or NAME@DISTRIBUTION.")
     ],
     level: Annotated[
         str,
-        typer.Option(metavar="smoke|full", help="How much of the space is tried.", rich_help_panel=_CHOICE),
+        typer.Option(metavar="smoke|full", help="Number of combinations to try.", rich_help_panel=_CHOICE),
     ] = "smoke",
     device: Annotated[
         str | None,
@@ -46,7 +45,7 @@ def conformance(
         list[str] | None,
         typer.Option(
             metavar="PATTERN",
-            help="Only checks whose id matches, as 'correct/*'; may be repeated.",
+            help="Only checks whose id matches, such as 'correct/*'; may be repeated.",
             rich_help_panel=_CHOICE,
         ),
     ] = None,
@@ -58,7 +57,7 @@ def conformance(
         bool,
         typer.Option(
             "--resume",
-            help="Go on with an interrupted run: what passed is not run again.",
+            help="Continue an interrupted run: passed checks are not run again.",
             rich_help_panel=_CHOICE,
         ),
     ] = False,
@@ -70,7 +69,7 @@ def conformance(
             rich_help_panel=_CHOICE,
         ),
     ] = None,
-    timeout: Annotated[float, timeout_option(_LIMITS, "How long a check may take.")] = 120.0,
+    timeout: Annotated[float, timeout_option(_LIMITS, "Time limit of a check.")] = 120.0,
     jobs: Annotated[int | None, jobs_option(_LIMITS)] = None,
     memory: Annotated[str | None, memory_option(_LIMITS)] = None,
     show_ids: Annotated[
@@ -81,108 +80,76 @@ def conformance(
         bool, typer.Option("--verbose", "-v", help="Show each check, and failures in full.")
     ] = False,
 ) -> None:
-    """Check that a backend does what it declares, here and with these versions.
+    """Check that a backend does what it declares, on this machine with the installed versions.
 
-    Each check runs in a worker process: one that hangs, crashes, runs out of memory or writes to standard output fails with the cause, and the run goes on.
+    Checks run in worker processes. A check that hangs, crashes, runs out of memory or writes to standard output fails with the cause, and the run goes on.
 
     Exit codes: 0 all passed (or failed as known), 1 some failed, 2 bad usage, 130 interrupted.
     """
     require_the_extra()
     from attnplug.cli.conformance_report import Report
-    from attnplug.testing.isolation.listing import Listing, Wanted, list_checks
-    from attnplug.testing.isolation.state import State
+    from attnplug.runtime.budget import parse_memory
+    from attnplug.testing.conformance.sharding import Shard, matching
+    from attnplug.testing.isolation.listing import ListingFailure, SuiteRequest, list_checks
+    from attnplug.testing.isolation.results import SavedResults
+    from attnplug.testing.isolation.run import Limits
 
-    wanted = Wanted(backend, device, _level(level), None if known_failures is None else str(known_failures))
-    part = _shard(shard)
-    allocate = _bytes(memory)
-    _check_folder(junit)
+    if level not in ("smoke", "full"):
+        raise PolicyError("--level", level, "must be smoke or full")
+    part = None if shard is None else Shard.parse(shard)
+    memory_bytes = None if memory is None else parse_memory(memory)
+    if junit is not None and (junit.is_dir() or not junit.parent.is_dir()):
+        why = "is a folder" if junit.is_dir() else "is in no folder that exists"
+        raise PolicyError("--junit", str(junit), why)
+    request = SuiteRequest(backend, device, level, None if known_failures is None else str(known_failures))
     report = Report(verbose)
     try:
         with report.waiting(f"listing the checks of {backend}"):
-            listing = list_checks(wanted, _LISTING_SECONDS)
+            listing = list_checks(request, _LISTING_SECONDS)
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
-    if not isinstance(listing, Listing):
+    if isinstance(listing, ListingFailure):
         raise typer.Exit(error(listing.text, _USAGE if listing.usage else _FAILED))
-    ids = _chosen(listing, only or (), part)
+    ids = matching(listing.ids, only, "--only") if only else list(listing.ids)
+    ids = ids if part is None else part.of(ids)
     if show_ids:
         typer.echo("\n".join(ids))
         return
-    state = State(listing, part)
-    before = state.settled(listing.known) if resume else {}
-    before = {check: before[check] for check in ids if check in before}
-    rest = [check for check in ids if check not in before]
-    limits = _limits(listing, len(rest), timeout, jobs, allocate)
-    report.begin(listing, rest, before, limits, part)
-    problem = _run(listing, wanted, rest, limits, report, state, list(before.values()), junit)
+    saved = SavedResults(listing, None if part is None else str(part))
+    reusable = saved.reusable(listing.known) if resume else {}
+    earlier = {check: reusable[check] for check in ids if check in reusable}
+    rest = [check for check in ids if check not in earlier]
+    limits = Limits.here(listing.device_type, len(rest), timeout, jobs, memory_bytes)
+    report.begin(listing, rest, earlier, limits, part)
+    report.save_to(saved, rest)
+    problem = _run(listing, rest, limits, report, list(earlier.values()), junit)
     report.end(rest, problem)
     raise typer.Exit(_FAILED if report.failed or problem else 0)
 
 
 def _run(
     listing: Listing,
-    wanted: Wanted,
     ids: Sequence[str],
     limits: Limits,
     report: Report,
-    state: State,
-    before: Sequence[Result],
+    earlier: Sequence[Result],
     junit: Path | None,
 ) -> str | None:
     from attnplug.testing.isolation.run import run_checks
 
-    report.remember_in(state, ids)
     if not ids and junit is None:
         return None
     try:
         with report.running():
-            return run_checks(listing, wanted, ids, limits, report, before=before, junit=junit)
+            return run_checks(listing, ids, limits, report, earlier=earlier, junit=junit)
     except KeyboardInterrupt:
         report.interrupted()
         raise typer.Exit(_INTERRUPTED) from None
 
 
 def require_the_extra(what: str = "conformance") -> None:
-    """Exit with bad usage, and say what to install, where what the workers need is not."""
+    """Exit with bad usage and a remedy if packages that the workers need are not installed."""
     missing = [dist for module, dist in _MODULES.items() if importlib.util.find_spec(module) is None]
     if missing:
         text = f"{what} needs {', '.join(missing)}: pip install 'attnplug[testing]'"
         raise typer.Exit(error(text, _USAGE))
-
-
-def _level(text: str) -> str:
-    if text not in ("smoke", "full"):
-        raise PolicyError("--level", text, "must be smoke or full")
-    return text
-
-
-def _shard(text: str | None) -> str | None:
-    from attnplug.testing.conformance.sharding import Shard
-
-    return None if text is None else str(Shard.parse(text))
-
-
-def _bytes(text: str | None) -> int | None:
-    from attnplug.runtime.budget import parse_memory
-
-    return None if text is None else parse_memory(text)
-
-
-def _check_folder(junit: Path | None) -> None:
-    if junit is not None and (junit.is_dir() or not junit.parent.is_dir()):
-        why = "is a folder" if junit.is_dir() else "is in no folder that exists"
-        raise PolicyError("--junit", str(junit), why)
-
-
-def _chosen(listing: Listing, only: Sequence[str], part: str | None) -> list[str]:
-    from attnplug.testing.conformance.sharding import Shard, matching
-
-    ids = matching(listing.ids, only, "--only") if only else list(listing.ids)
-    return ids if part is None else Shard.parse(part).of(ids)
-
-
-def _limits(listing: Listing, checks: int, timeout: float, jobs: int | None, memory: int | None) -> Limits:
-    from attnplug.testing.isolation.run import Limits, default_jobs, worker_memory
-
-    count = min(jobs, max(checks, 1)) if jobs else default_jobs(listing.device_type, checks)
-    return Limits(timeout, count, memory or worker_memory(listing.device_type, count))

@@ -1,4 +1,4 @@
-"""What `attnplug conformance` shows: how the run goes, each failure as it comes, and the sum of it."""
+"""The output of `attnplug conformance`: progress, each failure, and a summary."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.progress import Progress, TaskID
 from rich.text import Text
 
 from attnplug.cli.output import console, progress_bar
-from attnplug.testing.isolation.results import Outcome, Result
+from attnplug.testing.isolation.results import Outcome, Result, SavedResults
 
 if TYPE_CHECKING:
+    from attnplug.testing.conformance.sharding import Shard
     from attnplug.testing.isolation.listing import Listing
     from attnplug.testing.isolation.run import Limits
-    from attnplug.testing.isolation.state import State
 
 __all__ = ["Report"]
 
@@ -27,7 +27,7 @@ _MARKS = {Outcome.PASSED: "green", Outcome.FAILED: "red", Outcome.SKIPPED: "yell
 
 
 class Report:
-    """Watches a run and prints it: with a bar on a terminal, in plain lines elsewhere.
+    """Prints a run: with a progress bar on a terminal, in plain lines elsewhere.
 
     Args:
         verbose: print every check, and failures in full.
@@ -36,16 +36,16 @@ class Report:
     def __init__(self, verbose: bool) -> None:
         self._verbose = verbose
         self._out = console()
-        # While pytest runs, sys.stdout is where pytest's own words go.
+        # The run redirects sys.stdout, because pytest prints to it.
         self._out.file = sys.stdout
         self._live = self._out.is_terminal
         self._results: dict[str, Result] = {}
         self._total = 0
-        self._told = 0
-        self._under_way: dict[str, None] = {}
+        self._tenths_printed = 0
+        self._running: dict[str, None] = {}
         self._bar: Progress | None = None
         self._task = TaskID(0)
-        self._state: State | None = None
+        self._saved: SavedResults | None = None
         self._listing: Listing | None = None
         self._start = time.monotonic()
 
@@ -56,7 +56,7 @@ class Report:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Say on a terminal what takes a moment."""
+        """Show `what` on a terminal while the user waits."""
         with self._out.status(Text(what)) if self._live else contextlib.nullcontext():
             yield
 
@@ -64,33 +64,33 @@ class Report:
         self,
         listing: Listing,
         ids: Sequence[str],
-        before: Mapping[str, Result],
+        earlier: Mapping[str, Result],
         limits: Limits,
-        shard: str | None,
+        shard: Shard | None,
     ) -> None:
-        """Say what is run, where, and with what."""
-        self._listing, self._results = listing, dict(before)
-        self._total = len(ids) + len(before)
+        """Print the backend, the device, and the number of checks and workers."""
+        self._listing, self._results = listing, dict(earlier)
+        self._total = len(ids) + len(earlier)
         checks = _count(self._total, "check")
         if self._total < len(listing.ids):
             checks = f"{self._total} of {_count(len(listing.ids), 'check')}"
-        parts = [checks, f"level {listing.level}", *([f"shard {shard}"] if shard else [])]
-        self._print(f"{_what(listing)}: {', '.join([*parts, _count(limits.jobs, 'worker')])}")
-        if before:
-            self._print(f"{_count(len(before), 'result')} kept from the run before")
+        parts = [checks, f"level {listing.request.level}", *([f"shard {shard}"] if shard else [])]
+        self._print(f"{_subject(listing)}: {', '.join([*parts, _count(limits.jobs, 'worker')])}")
+        if earlier:
+            self._print(f"{_count(len(earlier), 'result')} kept from the run before")
 
-    def remember_in(self, state: State, ids: Sequence[str]) -> None:
-        """Keep the results of `ids` for `--resume`, as they come."""
+    def save_to(self, saved: SavedResults, ids: Sequence[str]) -> None:
+        """Save each result of `ids` for `--resume`."""
         try:
-            state.forget(ids)
+            saved.remove(ids)
         except OSError as problem:
             self._print(f"nothing is kept for --resume: {problem}")
         else:
-            self._state = state
+            self._saved = saved
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Show a bar while it runs, on a terminal."""
+        """Show a progress bar during the run, on a terminal."""
         if not self._live:
             yield
             return
@@ -103,24 +103,23 @@ class Report:
 
     def started(self, check_id: str) -> None:
         """A worker begins a check."""
-        self._under_way[check_id] = None
+        self._running[check_id] = None
         self._move_bar()
 
     def finished(self, result: Result) -> None:
-        """A check ended; where it ends twice, the failure counts."""
-        before = self._results.get(result.id)
-        if before is not None and result.outcome is not Outcome.FAILED:
+        """A check ended; if it ends twice, the failure counts."""
+        if result.id in self._results and result.outcome is not Outcome.FAILED:
             return
         self._results[result.id] = result
-        if self._state is not None:
-            self._state.add(result)
-        self._under_way.pop(result.id, None)
+        if self._saved is not None:
+            self._saved.add(result)
+        self._running.pop(result.id, None)
         self._move_bar()
         if self._verbose:
             self._show(result)
         elif result.outcome is Outcome.FAILED:
             self._show_name(result)
-        self._tell_how_far()
+        self._print_progress()
 
     def interrupted(self) -> None:
         """The user stopped the run."""
@@ -129,7 +128,7 @@ class Report:
         self._print("the same command with --resume goes on from here")
 
     def end(self, ids: Sequence[str], problem: str | None) -> None:
-        """Sum up; a check of which nothing was heard failed."""
+        """Print the summary; a check without a result failed."""
         for check in ids:
             if check not in self._results:
                 self.finished(Result(check, Outcome.FAILED, cause="did not run"))
@@ -143,13 +142,13 @@ class Report:
         self._print("")
         if self._listing is not None:
             versions = ", ".join(f"{name} {version}" for name, version in self._listing.versions.items())
-            self._print(f"{_what(self._listing)} with {versions}")
+            self._print(f"{_subject(self._listing)} with {versions}")
         self._print(self._sum() + f" in {time.monotonic() - self._start:.0f} s")
 
     def _move_bar(self) -> None:
-        """Show how far it is, and of the checks under way the one that takes longest."""
+        """Show the number of results, and the running check that started first."""
         if self._bar is not None:
-            current = next(iter(self._under_way), "")
+            current = next(iter(self._running), "")
             done, counts = len(self._results), self._counts()
             self._bar.update(self._task, completed=done, counts=counts, current=current)
 
@@ -166,11 +165,11 @@ class Report:
         if not full and len(lines) > _CAUSE_LINES:
             self._print("        ... (--verbose shows all)")
 
-    def _tell_how_far(self) -> None:
-        """Off a terminal, a line for each tenth of a run."""
+    def _print_progress(self) -> None:
+        """Print a line for each tenth of the run, unless a terminal shows the bar."""
         tenth = len(self._results) * 10 // max(self._total, 1)
-        if not self._live and not self._verbose and tenth > self._told and self._total >= 20:
-            self._told = tenth
+        if not self._live and not self._verbose and tenth > self._tenths_printed and self._total >= 20:
+            self._tenths_printed = tenth
             self._print(f"{len(self._results)} of {self._total}: {self._counts()}")
 
     def _counts(self) -> str:
@@ -179,27 +178,21 @@ class Report:
 
     def _sum(self) -> str:
         counts = Counter(result.outcome for result in self._results.values())
-        passed = f"{_count(counts[Outcome.PASSED], 'check')} passed"
-        rest = [
-            f"{counts[each]} {words}"
-            for each, words in (
-                (Outcome.SKIPPED, "skipped"),
-                (Outcome.KNOWN, "failed as known"),
-            )
-            if counts[each]
-        ]
         failed = [f"{_count(counts[Outcome.FAILED], 'check')} failed"] if counts[Outcome.FAILED] else []
-        return ", ".join([*failed, passed, *rest])
+        parts = [*failed, f"{_count(counts[Outcome.PASSED], 'check')} passed"]
+        rest = {Outcome.SKIPPED: "skipped", Outcome.KNOWN: "failed as known"}
+        return ", ".join(
+            [*parts, *(f"{counts[each]} {words}" for each, words in rest.items() if counts[each])]
+        )
 
     def _print(self, text: str, style: str | None = None) -> None:
-        # A narrow terminal wraps, a file does not.
+        # soft_wrap leaves wrapping to the terminal, so that files keep whole lines.
         self._out.print(Text(text, style or ""), soft_wrap=True)
 
 
-def _what(listing: Listing) -> str:
-    return f"{listing.name} on {listing.device}" + (
-        f" ({listing.device_name})" if listing.device_name else ""
-    )
+def _subject(listing: Listing) -> str:
+    device_name = f" ({listing.device_name})" if listing.device_name else ""
+    return f"{listing.name} on {listing.device}{device_name}"
 
 
 def _count(number: int, what: str) -> str:

@@ -132,14 +132,14 @@ def matrix(
         show(found)
         return
     require_the_extra("matrix --verify")
-    from attnplug.cli.matrix_verify import How, ended_once, run_cells
+    from attnplug.cli.matrix_verify import RunOptions, interrupt_on_sigterm, run_cells
     from attnplug.matrix.verify import Extent
     from attnplug.runtime.budget import parse_memory
 
     allowed = None if memory is None else parse_memory(memory)
-    how = How(Extent(unclaimed, compile_limit), resume, jobs, timeout, allowed)
-    with ended_once():
-        code, cannot = run_cells(pairs, declared, how, outputs, verbose)
+    options = RunOptions(Extent(unclaimed, compile_limit), resume, jobs, timeout, allowed)
+    with interrupt_on_sigterm():
+        code, cannot = run_cells(pairs, declared, options, outputs, verbose)
     for why in cannot if backend else ():
         error(why, _FAILED)
         code = code or _FAILED

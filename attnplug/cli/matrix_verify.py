@@ -1,4 +1,4 @@
-"""The cells that `attnplug matrix --verify` runs: backend after backend, written as they come."""
+"""`attnplug matrix --verify`: runs the cells of one backend after another and saves their results."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from attnplug.matrix.verify import Extent, Verification
 if TYPE_CHECKING:
     from attnplug.cli.matrix_cells import Pair
 
-__all__ = ["How", "ended_once", "run_cells"]
+__all__ = ["RunOptions", "interrupt_on_sigterm", "run_cells"]
 
 _FAILED, _REFUTED, _INTERRUPTED = 1, 4, 130
-_AT_ONCE = 1.0
-"""Seconds within which signals to end are one."""
+_SAME_SIGNAL_SECONDS = 1.0
+"""Several signals within this time count as one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class How:
-    """How cells are run, as the options have it."""
+class RunOptions:
+    """The command-line options of a run."""
 
     extent: Extent
     resume: bool
@@ -39,24 +39,24 @@ class How:
 
 
 def run_cells(
-    pairs: Sequence[Pair], declared: Sequence[Run], how: How, outputs: Outputs, verbose: bool
+    pairs: Sequence[Pair], declared: Sequence[Run], options: RunOptions, outputs: Outputs, verbose: bool
 ) -> tuple[int, list[str]]:
-    """Run the cells and write what is found; the exit code, and why of some backends nothing, or not all, could be run."""
+    """Run the cells and write the results; gives the exit code and the reasons of cells that could not be run."""
     pending = [
-        Verification(run, pair.offer, pair.device, name=pair.name, asked=pair.asked, extent=how.extent)
+        Verification(run, pair.offer, pair.device, name=pair.name, asked=pair.asked, extent=options.extent)
         for pair, run in zip(pairs, declared, strict=True)
     ]
 
     def found() -> Matrix:
         return Matrix(tuple(each.outcome() for each in pending))
 
-    # What is known is written now and then: nothing else survives SIGKILL.
+    # The report writes the results regularly, because only files survive SIGKILL.
     report = MatrixReport(verbose, lambda: outputs.write_json(found()))
     cannot: list[str] = []
     interrupted = False
     try:
         for pair, verification in zip(pairs, pending, strict=True):
-            why = _run_one(pair, verification, how, report)
+            why = _run_one(pair, verification, options, report)
             cannot += [why] if why else []
     except KeyboardInterrupt:
         interrupted = True
@@ -67,25 +67,25 @@ def run_cells(
     if interrupted:
         report.say("interrupted; the same command with --resume goes on from here")
     refuted = sum(each.status is Status.REFUTED for run in matrix.runs for each in run.findings)
-    _remember(matrix, report)
+    _record_refuted(matrix, report)
     return _INTERRUPTED if interrupted else _REFUTED if refuted else 0, cannot
 
 
-def _run_one(pair: Pair, verification: Verification, how: How, report: MatrixReport) -> str | None:
-    """Run one backend's cells; why nothing, or not all, could be run."""
-    from attnplug.testing.isolation.run import Limits, default_jobs, worker_memory
+def _run_one(pair: Pair, verification: Verification, options: RunOptions, report: MatrixReport) -> str | None:
+    """Run the cells of one backend; gives the reason if some could not be run."""
+    from attnplug.testing.isolation.run import Limits
 
     if not verification.ids:
         report.end(str(pair), verification.outcome())
         return None
     with report.waiting(f"looking for {pair}"):
-        why = verification.prepare(resume=how.resume)
+        why = verification.prepare(resume=options.resume)
     if why is not None:
         report.end(str(pair), verification.outcome())
         return why
-    cells, kind = len(verification.rest), pair.device.type
-    count = min(how.jobs, max(cells, 1)) if how.jobs else default_jobs(kind, cells)
-    limits = Limits(how.timeout, count, how.memory or worker_memory(kind, count))
+    limits = Limits.here(
+        pair.device.type, len(verification.rest), options.timeout, options.jobs, options.memory
+    )
     problem = None
     try:
         with report.running(str(pair), verification, limits):
@@ -95,8 +95,8 @@ def _run_one(pair: Pair, verification: Verification, how: How, report: MatrixRep
     return None if problem is None else f"the run of {pair} stopped: {problem.splitlines()[0]}"
 
 
-def _remember(found: Matrix, report: MatrixReport) -> None:
-    """Tell the selector what was refuted, and what no longer is."""
+def _record_refuted(found: Matrix, report: MatrixReport) -> None:
+    """Store the refuted cells for the selector, and remove those that are verified now."""
     from attnplug.matrix.results import run_to_dict
     from attnplug.registry.refuted import record
 
@@ -114,18 +114,18 @@ def _remember(found: Matrix, report: MatrixReport) -> None:
 
 
 @contextlib.contextmanager
-def ended_once() -> Iterator[None]:
-    """SIGTERM is an interrupt as SIGINT is, and several at once are one.
+def interrupt_on_sigterm() -> Iterator[None]:
+    """SIGTERM interrupts as SIGINT does, and several signals at once are one interrupt.
 
-    coreutils' timeout sends its signal to us, and then to our process group; the second must not keep us from
-    writing what is known.
+    coreutils' timeout sends its signal to this process, and then to its process group. The second signal must not stop
+    the first one's handling, which writes the results.
     """
-    last = -_AT_ONCE
+    last = -_SAME_SIGNAL_SECONDS
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal last
         now = time.monotonic()
-        if now - last >= _AT_ONCE:
+        if now - last >= _SAME_SIGNAL_SECONDS:
             last = now
             raise KeyboardInterrupt
 

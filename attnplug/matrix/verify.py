@@ -1,4 +1,4 @@
-"""Cells run here: claims become verified, refuted, or not run with the reason."""
+"""Runs cells on this machine: claims become verified, refuted, or not run with the reason."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 
 from attnplug.matrix.keys import compile_keys, most_used
 from attnplug.matrix.model import Finding, Run, Status
-from attnplug.testing.isolation.environment import versions
-from attnplug.testing.isolation.listing import Listing, Trouble, Wanted, list_checks
-from attnplug.testing.isolation.results import Outcome, Result, Watcher
+from attnplug.testing.isolation.listing import Listing, ListingFailure, SuiteRequest, list_checks, versions
+from attnplug.testing.isolation.results import Observer, Outcome, Result, SavedResults
 from attnplug.testing.isolation.run import Limits, run_checks
-from attnplug.testing.isolation.state import State
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["INTERRUPTED", "Extent", "Verification"]
 
 INTERRUPTED = "interrupted"
-"""Why cells were not run that were still to come when the user stopped the run."""
+"""The reason of cells that had not run when the user stopped the run."""
 
 _CHECKS = "attnplug.matrix.cell_checks:cell_checks"
 _LISTING_SECONDS = 300.0
@@ -31,16 +29,16 @@ _NO_VERDICT = re.compile(
     r"timed out after |.*\bout of memory\b|.* crashed: SIG(TERM|INT|HUP)\b|[\w.]*BackendUnavailableError: ",
     re.IGNORECASE,
 )
-"""What says more of the limits, of whoever ended a worker, or of this machine than of the backend."""
+"""Causes that come from the limits, from a signal to a worker, or from this machine, not from the backend."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extent:
-    """How much is run.
+    """The part of the cells to run.
 
     Args:
-        unclaimed: whether cells are run too that the backend refuses.
-        compile_limit: how many compile keys are run, those of most cells; None for all.
+        unclaimed: whether refused cells are run too.
+        compile_limit: the number of compile keys to run, those with most cells; None for all.
     """
 
     unclaimed: bool = False
@@ -50,15 +48,15 @@ class Extent:
 class Verification:
     """The cells of one backend on one device of this machine, run in workers.
 
-    It watches the run, so that what is known can be had whenever the run ends.
+    It observes the run, so that `outcome` has the results whenever the run ends.
 
     Args:
-        declared: the cells and what the backend says of them.
+        declared: the cells and the backend's declarations.
         offer: the backend; `name` is how workers find it.
         device: of this machine.
-        name: the backend, as `attnplug.select` takes it.
-        asked: the device, as the user named it; None for the current one.
-        extent: how much is run.
+        name: the backend, in the form of `attnplug.select`.
+        asked: the device, in the user's words; None for the current one.
+        extent: the part of the cells to run.
     """
 
     def __init__(
@@ -71,130 +69,113 @@ class Verification:
         asked: str | None = None,
         extent: Extent | None = None,
     ) -> None:
-        extent = extent or Extent()
         self._declared = declared
         self._offer = offer
         self._device = device
-        self._wanted = Wanted(name, asked, checks_of=_CHECKS)
+        self._request = SuiteRequest(name, asked, checks_of=_CHECKS)
         self._listing: Listing | None = None
-        self._state: State | None = None
-        self._watcher: Watcher | None = None
+        self._saved: SavedResults | None = None
+        self._observer: Observer | None = None
         self._results: dict[str, Result] = {}
         self._why_not: dict[str, str] = {}
         self._findings = {each.cell.id: each for each in declared.findings}
         self.compile_keys = 0
-        """How many compile keys the cells to run have."""
-        self.ids = self._chosen(extent)
+        """The number of compile keys of the cells to run."""
+        self.ids = self._chosen(extent or Extent())
         """The cells to run, those of one compile key together, the largest such group first."""
 
     def prepare(self, *, resume: bool = False) -> str | None:
-        """Find out, in a child process, whether the backend runs here, and recall what an earlier run found.
+        """Load the backend in a child process, and with `resume` the results of an earlier run.
 
         Returns:
-            Why nothing can be run; None where it can.
+            Why nothing can be run, else None.
         """
-        listing = list_checks(self._wanted, _LISTING_SECONDS)
-        if isinstance(listing, Trouble):
+        listing = list_checks(self._request, _LISTING_SECONDS)
+        if isinstance(listing, ListingFailure):
             self._leave_out(self.ids, listing.text)
             self.ids = []
             return listing.text
         self._listing = listing
-        self._state = State(listing)
+        self._saved = SavedResults(listing)
         if resume:
-            known = self._state.settled({})
+            known = self._saved.reusable({})
             self._results = {each: known[each] for each in self.ids if each in known}
         return None
 
     @property
     def results(self) -> Mapping[str, Result]:
-        """What is known so far, by cell; those kept from an earlier run too."""
+        """The results so far by cell, with those of an earlier run."""
         return self._results
 
     @property
     def rest(self) -> list[str]:
-        """The cells of which nothing is known yet."""
+        """The cells without a result."""
         return [each for each in self.ids if each not in self._results]
 
-    def run(self, limits: Limits, watcher: Watcher) -> str | None:
-        """Run the rest of the cells and tell `watcher` of each.
+    def run(self, limits: Limits, observer: Observer) -> str | None:
+        """Run the rest of the cells and tell `observer` of each.
 
         Returns:
-            Why the run as such stopped, where it did.
+            Why the run itself stopped, if it did.
 
         Raises:
-            KeyboardInterrupt: the user's; the workers have ended, and `outcome` has what was found.
+            KeyboardInterrupt: the user's; the workers have ended, and `outcome` has the results.
         """
-        if self._listing is None or self._state is None:
-            raise RuntimeError("Verification.run before prepare, or after it said why not")
-        ids = self.rest
-        if not ids:
+        if self._listing is None or self._saved is None:
+            raise RuntimeError("Verification.run needs a successful Verification.prepare first")
+        if not (ids := self.rest):
             return None
-        self._watcher = watcher
-        self._state.forget(ids)
-        problem = run_checks(self._listing, self._wanted, ids, limits, self)
-        said = f": {problem}" if problem else ""
-        self._leave_out(self.rest, f"no result came{said}")
+        self._observer = observer
+        self._saved.remove(ids)
+        problem = run_checks(self._listing, ids, limits, self)
+        self._leave_out(self.rest, f"no result came: {problem}" if problem else "no result came")
         return problem
 
     def started(self, check_id: str) -> None:
-        """A worker begins a cell."""
-        if self._watcher is not None:
-            self._watcher.started(check_id)
+        """A worker starts a cell."""
+        if self._observer is not None:
+            self._observer.started(check_id)
 
     def finished(self, result: Result) -> None:
-        """A cell ended; where it ends twice, the failure counts."""
+        """A cell ended; if it ends twice, the failure counts."""
         if result.id in self._results and result.outcome is not Outcome.FAILED:
             return
         self._results[result.id] = result
-        if self._state is not None:
-            self._state.add(result)
-        if self._watcher is not None:
-            self._watcher.finished(result)
+        if self._saved is not None:
+            self._saved.add(result)
+        if self._observer is not None:
+            self._observer.finished(result)
 
     def status_of(self, result: Result) -> Status:
-        """What a result makes of its cell."""
-        return self._found(self._findings[result.id], result).status
+        """The status that a result gives its cell."""
+        return _updated(self._findings[result.id], result).status
 
     def outcome(self) -> Run:
-        """What is known now: cells to come are not run, since the run was interrupted."""
-        date = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-        findings = tuple(self._finding(each) for each in self._declared.findings)
+        """The findings so far; cells without a result are not run, because of the interrupt."""
         return dataclasses.replace(
             self._declared,
             device_name=self._device.name,
             versions=versions(self._offer),
-            date=date,
-            findings=findings,
+            date=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+            findings=tuple(self._finding(each) for each in self._declared.findings),
         )
 
     def _finding(self, declared: Finding) -> Finding:
         result = self._results.get(declared.cell.id)
         if result is not None:
-            return self._found(declared, result)
+            return _updated(declared, result)
         if declared.status is not Status.DECLARED:
             return declared
-        why = self._why_not.get(declared.cell.id, INTERRUPTED)
-        return Finding(declared.cell, Status.NOT_RUN, (why,))
-
-    def _found(self, declared: Finding, result: Result) -> Finding:
-        """The finding that a result makes of a declaration."""
-        passed = result.outcome is Outcome.PASSED
-        if declared.status is Status.REFUSED:
-            return dataclasses.replace(declared, status=Status.UNCLAIMED) if passed else declared
-        if passed:
-            return Finding(declared.cell, Status.VERIFIED)
-        why = result.cause or "it failed and did not say why"
-        no_verdict = result.outcome is Outcome.SKIPPED or _NO_VERDICT.match(why)
-        return Finding(declared.cell, Status.NOT_RUN if no_verdict else Status.REFUTED, (why,))
+        return Finding(declared.cell, Status.NOT_RUN, (self._why_not.get(declared.cell.id, INTERRUPTED),))
 
     def _chosen(self, extent: Extent) -> list[str]:
-        wanted = {Status.DECLARED, Status.REFUSED} if extent.unclaimed else {Status.DECLARED}
-        cells = [each.cell for each in self._declared.findings if each.status in wanted]
+        statuses = {Status.DECLARED, Status.REFUSED} if extent.unclaimed else {Status.DECLARED}
+        cells = [each.cell for each in self._declared.findings if each.status in statuses]
         keys = compile_keys(self._offer.backend, cells)
         claimed = {each.cell for each in self._declared.findings if each.status is Status.DECLARED}
         groups = most_used(keys, claimed)
         compiled = [group for group in groups if keys[group[0]] is not None]
-        within = compiled if extent.compile_limit is None else compiled[: extent.compile_limit]
+        within = compiled[: extent.compile_limit]
         self.compile_keys = len(within)
         beyond = compiled[len(within) :]
         why = f"compiles for one of {len(beyond)} keys beyond the limit of {extent.compile_limit}"
@@ -204,3 +185,15 @@ class Verification:
 
     def _leave_out(self, ids: Iterable[str], why: str) -> None:
         self._why_not.update(dict.fromkeys(ids, why))
+
+
+def _updated(declared: Finding, result: Result) -> Finding:
+    """The declaration, updated by a result."""
+    passed = result.outcome is Outcome.PASSED
+    if declared.status is Status.REFUSED:
+        return dataclasses.replace(declared, status=Status.UNCLAIMED) if passed else declared
+    if passed:
+        return Finding(declared.cell, Status.VERIFIED)
+    why = result.cause or "it failed and did not say why"
+    no_verdict = result.outcome is Outcome.SKIPPED or _NO_VERDICT.match(why)
+    return Finding(declared.cell, Status.NOT_RUN if no_verdict else Status.REFUTED, (why,))

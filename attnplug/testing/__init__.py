@@ -1,4 +1,4 @@
-"""For authors of backends: the conformance kit, the float64 oracle and batches with traps."""
+"""The conformance kit for authors of backends, the float64 oracle, and batches with traps."""
 
 from __future__ import annotations
 

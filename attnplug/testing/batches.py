@@ -20,18 +20,18 @@ __all__ = ["Batch", "direct_batch", "layer_tensors", "paged_batch"]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Batch:
-    """One step's input for one layer, and what the oracle needs of it.
+    """The input of one step for one layer, and the arguments of the oracle.
 
     Args:
         spec: the layer.
         common: the step.
         query: `[T + padding, H, D]`; padding rows are NaN.
-        key: new keys, or with direct KV all keys; padded alike.
-        value: as `key`.
-        kv_cache: logical view with the computed tokens in it, unused rows NaN; None with direct KV.
+        key: new keys, or all keys with direct KV; padded like `query`.
+        value: values of `key`.
+        kv_cache: logical view with the computed tokens, unused rows NaN; None with direct KV.
         queries: rows of each request.
-        keys: the keys each request can attend, as its cache gives them back.
-        values: as `keys`.
+        keys: the keys that each request can attend, rounded by its cache.
+        values: the values of `keys`.
         seq_lens: tokens of each request.
         tensors: sinks, slopes and scales.
     """
@@ -49,7 +49,7 @@ class Batch:
     tensors: LayerTensors
 
     def oracle(self, spec: LayerSpec | None = None, *, use_sinks: bool = True) -> OracleResult:
-        """The true answer; with another `spec`, what a backend that misread the layer would give."""
+        """The reference result; with another `spec`, the result of a backend that misreads the layer."""
         spec = spec or self.spec
         tensors = LayerTensors(
             sinks=self.tensors.sinks if spec.has_sinks else None,
@@ -70,7 +70,7 @@ class Batch:
 def layer_tensors(
     spec: LayerSpec, *, seed: int = 0, k_scale: float = 1.0, v_scale: float = 1.0, device: str = "cpu"
 ) -> LayerTensors:
-    """The tensors that `spec` asks for: sinks around 1, the usual geometric slopes, scales of fp8."""
+    """The tensors that `spec` needs: sinks around 1, the usual geometric slopes, scales of fp8."""
     generator = torch.Generator().manual_seed(seed)
     sinks = torch.randn(spec.num_heads, generator=generator) + 1 if spec.has_sinks else None
     slopes = 2.0 ** (-8.0 * torch.arange(1, spec.num_heads + 1) / spec.num_heads) if spec.has_alibi else None
@@ -98,29 +98,29 @@ def paged_batch(
     device: str = "cpu",
     backend: type[AttentionBackend] = AttentionBackend,
 ) -> Batch:
-    """A batch over pages.
+    """A batch with a paged KV cache.
 
     Args:
-        spec: the layer; of a cross layer `seq_lens` are the encoder's, all of them written now.
+        spec: the layer; a cross layer has the encoder's `seq_lens`, and writes all these tokens now.
         query_lens: new tokens of each request.
-        seq_lens: all tokens of each request; fewer than new ones make a padding request, whose first
-            rows stand before position 0, see nothing and are not stored.
+        seq_lens: all tokens of each request. A padding request has fewer than its new tokens: its first rows are
+            before position 0, see no key and are not stored.
         block_size: tokens per page; default the spec's, else 16.
         layout: physical order of the cache, "NHD" or "HND".
         causal: `common.causal`; default the spec's.
         padding: rows past the batch's tokens, NaN in the queries, keys and values.
-        drop_window: free the pages that a causal window has passed, as an engine would.
+        drop_window: free the pages that a causal window has passed, like an engine.
         k_scale: scale of fp8 keys.
         v_scale: scale of fp8 values.
-        seed: of everything random.
-        device: where the tensors are.
+        seed: of all random values.
+        device: of the tensors.
         backend: gives the cache's shape and stride order.
     """
     generator = torch.Generator().manual_seed(seed)
     size = block_size or spec.block_size or 16
     cross = spec.attn_type is AttentionType.ENCODER_DECODER
     new_lens = list(seq_lens) if cross else list(query_lens)
-    drawn = _draw(spec, query_lens, seq_lens, generator)
+    queries, keys, values = _draw(spec, query_lens, seq_lens, generator)
     table, num_blocks = _block_table(seq_lens, size, generator)
     cache = _poisoned_cache(spec, num_blocks, size, layout, backend)
     k_pages, v_pages = backend.split_kv(cache, spec)
@@ -132,19 +132,16 @@ def paged_batch(
         missing = torch.full((max(new - seq_len, 0),), PAD_SLOT_ID)
         old = slice(0, max(seq_len - new, 0))
         slots += [missing, (blocks * size + positions % size)[old.stop :]]
-        for pages, tokens, scale in (
-            (k_pages, drawn.keys[row], k_scale),
-            (v_pages, drawn.values[row], v_scale),
-        ):
+        for pages, tokens, scale in ((k_pages, keys[row], k_scale), (v_pages, values[row], v_scale)):
             stored = stored_values(tokens[old], spec, scale) / (scale if spec.has_quantized_kv_cache else 1.0)
             _put(pages, blocks[old], positions[old] % size, stored)
-    if drop_window and spec.causal and spec.window[0] >= 0:
-        for row, (seq_len, new) in enumerate(zip(seq_lens, new_lens, strict=True)):
+        if drop_window and spec.causal and spec.window[0] >= 0:
             table[row, : max(seq_len - new - spec.window[0], 0) // size] = 0
 
-    new_keys = [_last(tokens, new) for tokens, new in zip(drawn.keys, new_lens, strict=True)]
-    new_values = [_last(tokens, new) for tokens, new in zip(drawn.values, new_lens, strict=True)]
+    new_keys = [_last(tokens, new) for tokens, new in zip(keys, new_lens, strict=True)]
+    new_values = [_last(tokens, new) for tokens, new in zip(values, new_lens, strict=True)]
     pad_slots = torch.full((padding,), PAD_SLOT_ID)
+    on_device = torch.empty_strided(cache.shape, cache.stride(), dtype=cache.dtype, device=device)
     return Batch(
         spec=spec,
         common=_common(
@@ -155,13 +152,13 @@ def paged_batch(
             spec.causal if causal is None else causal,
             device,
         ),
-        query=_pack(drawn.queries, spec.num_heads, spec.head_size, padding, spec).to(device),
+        query=_pack(queries, spec.num_heads, spec.head_size, padding, spec).to(device),
         key=_pack(new_keys, spec.num_kv_heads, spec.head_size, padding, spec).to(device),
         value=_pack(new_values, spec.num_kv_heads, spec.head_size_v, padding, spec).to(device),
-        kv_cache=_to_device(cache, device),
-        queries=drawn.queries,
-        keys=[stored_values(tokens, spec, k_scale) for tokens in drawn.keys],
-        values=[stored_values(tokens, spec, v_scale) for tokens in drawn.values],
+        kv_cache=on_device.copy_(cache),
+        queries=queries,
+        keys=[stored_values(tokens, spec, k_scale) for tokens in keys],
+        values=[stored_values(tokens, spec, v_scale) for tokens in values],
         seq_lens=list(seq_lens),
         tensors=layer_tensors(spec, seed=seed, k_scale=k_scale, v_scale=v_scale, device=device),
     )
@@ -178,14 +175,14 @@ def direct_batch(
     seed: int = 0,
     device: str = "cpu",
 ) -> Batch:
-    """A batch whose K and V come with the call: the last `key_lens[i]` tokens of request i.
+    """A batch whose call passes K and V: the last `key_lens[i]` tokens of request i.
 
-    Without `key_lens` the keys are packed as the queries and the batch has no `key_start_loc`. The
-    other arguments are `paged_batch`'s.
+    Without `key_lens` the keys are packed like the queries and the batch has no `key_start_loc`. The
+    other arguments are those of `paged_batch`.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = list(query_lens) if key_lens is None else list(key_lens)
-    drawn = _draw(spec, query_lens, counts, generator)
+    queries, keys, values = _draw(spec, query_lens, counts, generator)
     common = _common(
         query_lens,
         seq_lens,
@@ -200,35 +197,29 @@ def direct_batch(
     return Batch(
         spec=spec,
         common=common,
-        query=_pack(drawn.queries, spec.num_heads, spec.head_size, padding, spec).to(device),
-        key=_pack(drawn.keys, spec.num_kv_heads, spec.head_size, padding, spec).to(device),
-        value=_pack(drawn.values, spec.num_kv_heads, spec.head_size_v, padding, spec).to(device),
+        query=_pack(queries, spec.num_heads, spec.head_size, padding, spec).to(device),
+        key=_pack(keys, spec.num_kv_heads, spec.head_size, padding, spec).to(device),
+        value=_pack(values, spec.num_kv_heads, spec.head_size_v, padding, spec).to(device),
         kv_cache=None,
-        queries=drawn.queries,
-        keys=drawn.keys,
-        values=drawn.values,
+        queries=queries,
+        keys=keys,
+        values=values,
         seq_lens=list(seq_lens),
         tensors=layer_tensors(spec, seed=seed, device=device),
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Drawn:
-    queries: list[torch.Tensor]
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-
-
 def _draw(
     spec: LayerSpec, query_lens: Sequence[int], key_lens: Sequence[int], generator: torch.Generator
-) -> _Drawn:
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Random queries, keys and values of each request."""
     dtype = getattr(torch, spec.dtype)
 
     def tokens(count: int, heads: int, size: int) -> torch.Tensor:
         return torch.randn(count, heads, size, generator=generator).to(dtype)
 
-    return _Drawn(
-        # Sharp enough that each key matters: 2 stands for the norms of trained projections.
+    return (
+        # The factor 2 is near the norms of trained projections. It makes the weights sharp, so that each key matters.
         [2 * tokens(count, spec.num_heads, spec.head_size) for count in query_lens],
         [tokens(count, spec.num_kv_heads, spec.head_size) for count in key_lens],
         [tokens(count, spec.num_kv_heads, spec.head_size_v) for count in key_lens],
@@ -269,7 +260,7 @@ def _put(pages: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, store
 
 
 def _last(tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """The last `count` tokens; NaN stands for those that a padding request does not have."""
+    """The last `count` tokens; tokens that a padding request does not have are NaN."""
     missing = tokens.new_full((max(count - tokens.shape[0], 0), *tokens.shape[1:]), torch.nan)
     return torch.cat([missing, tokens[max(tokens.shape[0] - count, 0) :]])
 
@@ -280,11 +271,6 @@ def _pack(
     dtype = getattr(torch, spec.dtype)
     nothing = torch.empty(0, heads, size, dtype=dtype)
     return torch.cat([nothing, *parts, torch.full((padding, heads, size), torch.nan, dtype=dtype)])
-
-
-def _to_device(cache: torch.Tensor, device: str) -> torch.Tensor:
-    moved = torch.empty_strided(cache.shape, cache.stride(), dtype=cache.dtype, device=device)
-    return moved.copy_(cache)
 
 
 def _starts(lengths: Sequence[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How near to the oracle is near enough."""
+"""Compares results with the oracle, within a tolerance for each dtype."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Tolerance", "assert_close", "assert_lse_close", "tolerance"]
 _OUTPUT = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 _FP8 = 5e-2
 _LSE = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 2.0**-9}
-"""Kernels may sum the weights as they round them for the product with V: in bfloat16 to 8 bits."""
+"""Kernels may sum weights that are rounded for the product with V: to 8 bits in bfloat16."""
 _APPROXIMATE_TANH = 2.0**-11
-"""Relative error of the hardware's tanh, by which kernel libraries cap logits."""
+"""Relative error of the hardware's tanh, with which kernel libraries cap logits."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Tolerance:
 
     Args:
         output: of each element relative to its row's magnitude, and of `||out - ref|| / ||ref||`.
-        lse: of each log-sum-exp, absolute, or relative where it is larger than 1.
+        lse: of each log-sum-exp, absolute up to 1 and relative above.
     """
 
     output: float
@@ -33,10 +33,10 @@ class Tolerance:
 
 
 def tolerance(spec: LayerSpec) -> Tolerance:
-    """The bounds for a layer: those of its dtype, or of fp8 where the cache holds it.
+    """The bounds for a layer: those of its dtype, or of fp8 if the cache stores fp8.
 
-    In half precision a soft cap adds what an approximate tanh may: 2**-11 of the largest logit, which is the
-    cap. Such an error of a logit is one of its weight, relative to it, and of the LSE.
+    In half precision a soft cap adds the error of an approximate tanh: 2**-11 of the largest logit, which is the
+    cap. An error of a logit is a relative error of its weight, and an error of the LSE.
     """
     stored = spec.resolved_kv_cache_dtype
     output = _FP8 if stored.startswith("fp8") else _OUTPUT[spec.dtype]
@@ -51,9 +51,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, bound: float, name
     An element's error is relative to the largest magnitude in its row (the last dimension); a row
     of zeros must be zeros. NaN never passes.
     """
-    found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
-    if found.shape != expected.shape:
-        raise AssertionError(f"{name}: shape {tuple(found.shape)} is not {tuple(expected.shape)}")
+    found, expected = _as_float64(found, expected, name)
     if found.numel() == 0:
         return
     if not bool(found.isfinite().all()):
@@ -71,13 +69,17 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, bound: float, name
 
 def assert_lse_close(found: torch.Tensor, expected: torch.Tensor, bound: float, name: str = "lse") -> None:
     """AssertionError unless `found [n, H]` is within `bound` of `expected`; -inf equals only -inf."""
-    found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
-    if found.shape != expected.shape:
-        raise AssertionError(f"{name}: shape {tuple(found.shape)} is not {tuple(expected.shape)}")
+    found, expected = _as_float64(found, expected, name)
     empty = expected == -math.inf
     if not bool(((found == -math.inf) == empty).all()):
-        raise AssertionError(f"{name}: -inf stands elsewhere than in the {int(empty.sum())} empty rows")
+        raise AssertionError(f"{name}: -inf is not exactly in the {int(empty.sum())} empty rows")
     found, expected = found.masked_fill(empty, 0.0), expected.masked_fill(empty, 0.0)
     error = (found - expected).abs() / expected.abs().clamp_min(1.0)
     if not bool((error <= bound).all()):
         raise AssertionError(f"{name}: error {float(error.max()):.3g} is above {bound}")
+
+
+def _as_float64(found: torch.Tensor, expected: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if found.shape != expected.shape:
+        raise AssertionError(f"{name}: shape {tuple(found.shape)} is not {tuple(expected.shape)}")
+    return found.detach().cpu().double(), expected.detach().cpu().double()

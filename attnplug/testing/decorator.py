@@ -1,4 +1,4 @@
-"""`@parametrize_with_checks(Backend)`: the conformance kit as one test function of a backend's own tests."""
+"""`@parametrize_with_checks(Backend)`: runs the conformance kit in the tests of a backend."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def parametrize_with_checks(
 
     Args:
         backend: the class.
-        known_failures: why a check fails, by its id or a pattern of ids such as `correct/decode-*`. These
-            must fail: one that passes fails the test, so that the list stays true.
+        known_failures: why a check fails, by its id or a pattern of ids such as `correct/decode-*`. A known
+            failure that passes fails the test, so that the list stays true.
         level: "smoke" or "full".
-        device: as `attnplug.select` takes it. Without one it is the current device, and where the backend
-            does not run on that the one test is skipped with the reasons.
+        device: in a form that `attnplug.select` accepts; default the current device. If the backend does not run on
+            the default device, the one test is skipped with the reasons.
 
     Raises:
-        PolicyError: a reason that is none, or an id that matches no check; it names the nearest ids.
-        BackendUnavailableError: it does not run on the `device` given.
-        SpecError: a backend, level or device that is none.
+        PolicyError: a reason is empty, or an id matches no check; the error names the nearest ids.
+        BackendUnavailableError: the backend does not run on the given `device`.
+        SpecError: the backend, level or device is invalid.
     """
     import pytest
 
@@ -75,7 +75,7 @@ def parametrize_with_checks(
 
 
 def as_parameters(checks: list[Check] | tuple[Check, ...], known: Mapping[str, str]) -> list[Any]:
-    """Checks as pytest parameters: skips are pytest's, those of `known` must fail."""
+    """Checks as pytest parameters: CheckSkipped becomes a pytest skip, and checks of `known` must fail."""
     import pytest
 
     def marks(check: Check) -> list[pytest.MarkDecorator]:

@@ -1,4 +1,4 @@
-"""What attention ought to give: one request at a time, in float64, with an explicit mask."""
+"""The reference attention: one request at a time, in float64, with an explicit mask."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class OracleResult:
-    """The true answer, packed as the queries are.
+    """The reference result, packed like the queries.
 
     Args:
         output: float64 `[T, H, Dv]`.
-        lse: float64 `[T, H]`, natural log; -inf where nothing is seen and there is no sink.
+        lse: float64 `[T, H]`, natural log; -inf if the query sees no key and the layer has no sinks.
     """
 
     output: torch.Tensor
@@ -50,7 +50,7 @@ class OracleResult:
 def visible_keys(
     spec: LayerSpec, query_positions: torch.Tensor, key_positions: torch.Tensor, causal: bool | None = None
 ) -> torch.Tensor:
-    """Which keys `[m]` each query `[n]` sees, bool `[n, m]`; `causal=True` narrows a layer that is not."""
+    """Whether each query `[n]` sees each key `[m]`, bool `[n, m]`; `causal=True` narrows a non-causal layer."""
     query, key = query_positions[:, None], key_positions[None, :]
     left, right = spec.window
     seen = torch.ones(query.shape[0], key.shape[1], dtype=torch.bool)
@@ -76,20 +76,20 @@ def request_oracle(
     use_sinks: bool = True,
     causal: bool | None = None,
 ) -> OracleResult:
-    """The answer for one request of `seq_len` tokens.
+    """The result of one request of `seq_len` tokens.
 
     Args:
         spec: the layer; its dtypes do not matter here.
-        query: `[n, H, D]`; row j stands at position `seq_len - n + j`.
-        key: `[m, Hkv, D]`, the last m keys; key j stands at position `seq_len - m + j`.
-        value: `[m, Hkv, Dv]`, dequantised as `stored_values` does where the cache is.
-        seq_len: tokens of the request, dropped ones included.
-        tensors: sinks and slopes, where the spec asks for them.
+        query: `[n, H, D]`; row j has position `seq_len - n + j`.
+        key: `[m, Hkv, D]`, the last m keys; key j has position `seq_len - m + j`.
+        value: `[m, Hkv, Dv]`, dequantised by `stored_values` if the cache is quantised.
+        seq_len: tokens of the request, with dropped ones.
+        tensors: sinks and slopes, if the spec has them.
         use_sinks: whether sinks enter the denominator.
-        causal: what the batch says, where it narrows the spec.
+        causal: True if the batch narrows the spec.
 
     Raises:
-        SpecError: a layer that asks for a feature which is not in COMPUTED.
+        SpecError: the layer needs a feature that is not in COMPUTED.
     """
     if unknown := spec.required_features() & ~COMPUTED:
         asked = next(iter(unknown)).ask.field
@@ -134,10 +134,10 @@ def attention_oracle(
     use_sinks: bool = True,
     causal: bool | None = None,
 ) -> OracleResult:
-    """The answers of a batch, one after another; the arguments are `request_oracle`'s, per request.
+    """The results of a batch, one request after another; the arguments are those of `request_oracle`.
 
     Raises:
-        BatchError: sequences of different lengths.
+        BatchError: the sequences have different lengths.
     """
     counts = [len(part) for part in (queries, keys, values, seq_lens)]
     if len(set(counts)) != 1:
@@ -154,7 +154,7 @@ def attention_oracle(
 
 
 def stored_values(tensor: torch.Tensor, spec: LayerSpec, scale: float = 1.0) -> torch.Tensor:
-    """What a KV cache of `spec` gives back for `tensor`: rounded, or quantised with `scale`; float64."""
+    """The values that a KV cache of `spec` returns for `tensor`: rounded, or quantised with `scale`; float64."""
     name = spec.resolved_kv_cache_dtype
     fp8 = _FP8.get(name)
     if fp8 is None:

@@ -1,10 +1,11 @@
-"""The conformance kit as a pytest plugin, which is loaded only where it is asked for.
+"""The conformance kit as a pytest plugin, which pytest loads only with `-p`.
 
 `pytest -p attnplug.testing.plugin --pyargs attnplug.testing.suite --attn-backend NAME`
 """
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,19 +16,17 @@ from attnplug.core.errors import AttnplugError
 if TYPE_CHECKING:
     from attnplug.testing.conformance.suites import Suite
 
-__all__ = ["REMOTE", "SUITE"]
+__all__ = ["SUITE"]
 
-REMOTE: pytest.StashKey[bool] = pytest.StashKey()
-"""Set where the checks run in workers and this process needs none of them."""
 SUITE: pytest.StashKey[Suite] = pytest.StashKey()
-"""Where the checks are kept for attnplug.testing.suite."""
+"""The key of the checks for attnplug.testing.suite."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options of the suite."""
+    """Add the options of the suite."""
     group = parser.getgroup("attnplug", "conformance of attention backends")
-    group.addoption("--attn-backend", metavar="NAME", help="The backend to check, as attnplug list has it.")
-    group.addoption("--attn-device", metavar="DEVICE", help="cpu, cuda:1, ...; default the current one.")
+    group.addoption("--attn-backend", metavar="NAME", help="The backend to check, a name of attnplug list.")
+    group.addoption("--attn-device", metavar="DEVICE", help="cpu, cuda:1, ...; default the current device.")
     group.addoption(
         "--known-failures",
         metavar="FILE",
@@ -35,21 +34,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="TOML: a table [known_failures] of id (or pattern) = reason. These must fail.",
     )
     group.addoption(
-        "--level", choices=("smoke", "full"), default="smoke", help="How much is tried; default smoke."
+        "--level",
+        choices=("smoke", "full"),
+        default="smoke",
+        help="Number of combinations to try; default smoke.",
     )
     group.addoption(
         "--attn-checks",
         metavar="MODULE:FUNCTION",
-        help="Lists the checks of an attnplug.testing.conformance.target.Target; default those of the kit.",
+        help="Lists the checks of an attnplug.testing.conformance.target.Target; default the kit's.",
     )
     group.addoption("--shard", metavar="I/N", help="Run one of N disjoint parts of the checks.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Find the backend and list its checks; whatever is in the way is a usage error, exit code 4."""
+    """Find the backend and list its checks; any problem is a usage error, exit code 4."""
     config.addinivalue_line("markers", "xdist_group(name): checks that one worker runs (pytest-xdist's)")
-    if config.stash.get(REMOTE, False):
-        return
     name = config.getoption("--attn-backend")
     if name is None:
         if any(_is_the_suite(arg) for arg in config.args):
@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """What is checked, and where."""
+    """The backend, the device and the number of checks."""
     suite = config.stash.get(SUITE, None)
     if suite is None:
         return None
@@ -71,8 +71,6 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def _load(config: pytest.Config, name: str) -> Suite:
-    import dataclasses
-
     from attnplug.testing.conformance.sharding import Shard
     from attnplug.testing.conformance.suites import load_suite
 

@@ -1,4 +1,4 @@
-"""One layer of one batch through a backend, with outputs poisoned before it runs."""
+"""Runs one layer of one batch on a backend, with outputs filled with NaN first."""
 
 from __future__ import annotations
 
@@ -21,31 +21,22 @@ def run_batch(
     """Build the metadata, write the cache and attend.
 
     Returns:
-        Output `[T + padding, H, Dv]` and, where the spec needs it, LSE `[T + padding, H]`; rows that
-        were not written are NaN.
+        Output `[T + padding, H, Dv]` and, if the spec needs it, LSE `[T + padding, H]`. Rows that the backend
+        did not write are NaN.
     """
     spec, device = batch.spec, batch.query.device
     block_size = 1 if batch.kv_cache is None else backend.split_kv(batch.kv_cache, spec)[0].shape[1]
     cache_spec: Any = kv_cache_spec_for(spec, block_size)
     options = None if backend.Options is None else backend.Options()
     impl = backend.get_impl_cls().from_spec(spec, layer_name="layer", tensors=batch.tensors, options=options)
-    # Builders that plan read from their layers what to plan for.
-    told: Any = types.SimpleNamespace(impl=impl)
-    config = BuilderConfig(layers={"layer": told})
-    builder = backend.get_builder_cls()(cache_spec, ["layer"], config, device)
+    # Builders that plan read the features to plan for from the impl of their layers.
+    planned: Any = types.SimpleNamespace(impl=impl)
+    builder = backend.get_builder_cls()(
+        cache_spec, ["layer"], BuilderConfig(layers={"layer": planned}), device
+    )
     rows = batch.query.shape[0]
     output = batch.query.new_full((rows, spec.num_heads, spec.head_size_v), torch.nan)
     lse = torch.full((rows, spec.num_heads), torch.nan, device=device) if spec.needs_lse else None
-    metadata = builder.build(0, batch.common)
-    impl.forward(
-        layer,
-        batch.query,
-        batch.key,
-        batch.value,
-        batch.kv_cache,
-        metadata,
-        output,
-        output_lse=lse,
-        use_sinks=use_sinks,
-    )
+    inputs = (batch.query, batch.key, batch.value, batch.kv_cache)
+    impl.forward(layer, *inputs, builder.build(0, batch.common), output, output_lse=lse, use_sinks=use_sinks)
     return output, lse

@@ -16,7 +16,7 @@ _SHOWN = 200
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each check of the backend that the plugin was asked for."""
+    """Make one test for each check of the backend in `--attn-backend`."""
     suite = metafunc.config.stash.get(SUITE, None)
     if suite is None:
         raise pytest.UsageError(
@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_conformance(check: Check, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> None:
-    """The check passes, and nothing is written to standard output meanwhile."""
+    """The check passes and writes nothing to standard output."""
     try:
         check()
     except Exception as problem:
@@ -37,7 +37,8 @@ def test_conformance(check: Check, capfd: pytest.CaptureFixture[str], request: p
             if text:
                 request.node.add_report_section("call", name, text)
         if _out_of_memory(problem):
-            raise ConformanceError(f"out of memory: {_first_line(problem)}") from problem
+            first = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+            raise ConformanceError(f"out of memory: {first}") from problem
         raise
     _flush()
     out = capfd.readouterr().out
@@ -47,7 +48,7 @@ def test_conformance(check: Check, capfd: pytest.CaptureFixture[str], request: p
 
 
 def _flush() -> None:
-    """Empty all buffers, those of C too, where a kernel's printf waits."""
+    """Write out all buffers, with those of C, because a kernel may print with printf."""
     for stream in (sys.stdout, sys.__stdout__):
         if stream is not None and not stream.closed:
             stream.flush()
@@ -57,14 +58,8 @@ def _flush() -> None:
 
 def _out_of_memory(problem: BaseException | None) -> bool:
     while problem is not None:
-        if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError":
-            return True
-        if "can't allocate memory" in str(problem):
+        name, text = type(problem).__name__, str(problem)
+        if isinstance(problem, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in text:
             return True
         problem = problem.__cause__ or problem.__context__
     return False
-
-
-def _first_line(problem: BaseException) -> str:
-    lines = str(problem).strip().splitlines()
-    return lines[0] if lines else type(problem).__name__

@@ -15,14 +15,13 @@ import pytest
 from attnplug.cli import conformance_report
 from attnplug.testing.isolation import listing as listing_module
 from attnplug.testing.isolation import run as run_module
-from attnplug.testing.isolation.listing import Listing, Wanted, list_checks
-from attnplug.testing.isolation.results import Outcome, Result
-from attnplug.testing.isolation.state import State
+from attnplug.testing.isolation.listing import Listing, SuiteRequest, list_checks
+from attnplug.testing.isolation.results import Outcome, Result, SavedResults
 
 
 @pytest.fixture(scope="module")
 def torch_checks() -> Listing:
-    listing = list_checks(Wanted("TORCH", "cpu"), 300)
+    listing = list_checks(SuiteRequest("TORCH", "cpu"), 300)
     assert isinstance(listing, Listing)
     return listing
 
@@ -33,7 +32,7 @@ def command(run, torch_checks, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(listing_module, "list_checks", lambda wanted, timeout: torch_checks)
+    monkeypatch.setattr(listing_module, "list_checks", lambda request, timeout: torch_checks)
     return lambda *args: run("conformance", "TORCH", "--device", "cpu", *args)
 
 
@@ -42,10 +41,10 @@ def no_workers(monkeypatch):
     """Nothing runs; gives the ids that would, call by call."""
     asked = []
 
-    def run_checks(listing, wanted, ids, limits, watcher, **rest):
+    def run_checks(listing, ids, limits, observer, **rest):
         asked.append(list(ids))
         for check in ids:
-            watcher.finished(Result(check, Outcome.PASSED))
+            observer.finished(Result(check, Outcome.PASSED))
 
     monkeypatch.setattr(run_module, "run_checks", run_checks)
     return asked
@@ -109,7 +108,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(command, torch_checks, monk
     assert "interrupted: 2 checks passed; 3 to go" in outcome.out
     assert "the same command with --resume goes on from here" in outcome.out
     assert not list(Path().iterdir())
-    with State(torch_checks).path.open("a") as file:
+    with SavedResults(torch_checks).path.open("a") as file:
         file.write('{"id": "torn')
 
     outcome = command(*first(torch_checks, 5), "--junit", "report.xml", "--resume", "--verbose")
@@ -122,7 +121,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(command, torch_checks, monk
 
 def test_a_known_failure_that_passes_fails_and_says_so(command, torch_checks, monkeypatch):
     known = dataclasses.replace(torch_checks, known={torch_checks.ids[0]: "acme#12"})
-    monkeypatch.setattr(listing_module, "list_checks", lambda wanted, timeout: known)
+    monkeypatch.setattr(listing_module, "list_checks", lambda request, timeout: known)
     outcome = command(*first(torch_checks, 2), "--known-failures", "known.toml", "--junit", "report.xml")
     assert outcome.code == 1
     assert "passed, though it is known to fail: acme#12; take it off the list" in outcome.out
@@ -141,9 +140,9 @@ def test_a_terminal_sees_a_bar(command, torch_checks, monkeypatch):
 
 def test_only_what_did_not_pass_runs_again(command, torch_checks, no_workers):
     ids = torch_checks.ids
-    State(torch_checks).path.parent.mkdir(parents=True)
+    SavedResults(torch_checks).path.parent.mkdir(parents=True)
     for check, outcome in ((ids[0], "passed"), (ids[1], "failed"), (ids[2], "skipped"), (ids[3], "known")):
-        State(torch_checks).add(Result(check, Outcome(outcome)))
+        SavedResults(torch_checks).add(Result(check, Outcome(outcome)))
     assert command("--resume").code == 0
     assert no_workers[-1] == [ids[1], *ids[3:]]
     assert command().code == 0
@@ -151,9 +150,9 @@ def test_only_what_did_not_pass_runs_again(command, torch_checks, no_workers):
 
 
 def test_nothing_left_to_run_starts_no_worker_and_still_writes_the_report(command, torch_checks, monkeypatch):
-    State(torch_checks).path.parent.mkdir(parents=True)
-    State(torch_checks).add(Result(torch_checks.ids[0], Outcome.PASSED, 1.5))
-    State(torch_checks).add(Result(torch_checks.ids[1], Outcome.SKIPPED, 0.0, "nothing to try"))
+    SavedResults(torch_checks).path.parent.mkdir(parents=True)
+    SavedResults(torch_checks).add(Result(torch_checks.ids[0], Outcome.PASSED, 1.5))
+    SavedResults(torch_checks).add(Result(torch_checks.ids[1], Outcome.SKIPPED, 0.0, "nothing to try"))
     outcome = command(*first(torch_checks, 2), "--resume", "--junit", "report.xml")
     assert outcome.code == 0
     assert "1 check passed, 1 skipped in " in outcome.out
@@ -185,11 +184,11 @@ def test_off_a_terminal_a_line_tells_how_far_it_is(command, torch_checks, no_wor
 def test_failures_are_told_with_their_first_lines_and_a_check_unheard_of_failed(
     command, torch_checks, monkeypatch
 ):
-    def run_checks(listing, wanted, ids, limits, watcher, **rest):
-        watcher.started(ids[0])
-        watcher.finished(Result(ids[0], Outcome.PASSED, 2.0))
-        watcher.finished(Result(ids[0], Outcome.FAILED, 2.0, "1\n2\n3\n4", "the whole\ntraceback"))
-        watcher.finished(Result(ids[1], Outcome.KNOWN, 0.0, "acme#12"))
+    def run_checks(listing, ids, limits, observer, **rest):
+        observer.started(ids[0])
+        observer.finished(Result(ids[0], Outcome.PASSED, 2.0))
+        observer.finished(Result(ids[0], Outcome.FAILED, 2.0, "1\n2\n3\n4", "the whole\ntraceback"))
+        observer.finished(Result(ids[1], Outcome.KNOWN, 0.0, "acme#12"))
         return "all workers are gone"
 
     monkeypatch.setattr(run_module, "run_checks", run_checks)
@@ -207,8 +206,8 @@ def test_failures_are_told_with_their_first_lines_and_a_check_unheard_of_failed(
 
 def test_a_run_that_stops_is_no_success_even_where_nothing_failed(command, torch_checks, monkeypatch):
     monkeypatch.setattr(run_module, "run_checks", lambda *args, **rest: "pytest broke")
-    State(torch_checks).path.parent.mkdir(parents=True)
-    State(torch_checks).add(Result(torch_checks.ids[0], Outcome.PASSED))
+    SavedResults(torch_checks).path.parent.mkdir(parents=True)
+    SavedResults(torch_checks).add(Result(torch_checks.ids[0], Outcome.PASSED))
     assert command(*first(torch_checks, 1), "--resume", "--junit", "report.xml").code == 1
 
 
@@ -254,14 +253,14 @@ def test_a_backend_or_device_that_is_not_here_is_bad_usage(run, args, said):
 
 
 def test_a_list_that_cannot_be_made_is_a_failure(command, monkeypatch):
-    trouble = listing_module.Trouble("listing the checks of TORCH crashed: SIGSEGV", usage=False)
-    monkeypatch.setattr(listing_module, "list_checks", lambda wanted, timeout: trouble)
+    trouble = listing_module.ListingFailure("listing the checks of TORCH crashed: SIGSEGV", usage=False)
+    monkeypatch.setattr(listing_module, "list_checks", lambda request, timeout: trouble)
     outcome = command()
     assert (outcome.code, outcome.err) == (1, "attnplug: listing the checks of TORCH crashed: SIGSEGV\n")
 
 
 def test_an_interrupt_while_listing_ends_it(command, monkeypatch):
-    def interrupted(wanted, timeout):
+    def interrupted(request, timeout):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(listing_module, "list_checks", interrupted)

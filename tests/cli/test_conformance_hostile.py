@@ -112,3 +112,13 @@ def test_a_backend_whose_import_kills_the_process_is_named(run_with_plugins):
     done = run_with_plugins(["attnplug-bad-aborts"], ["-m", "attnplug", "conformance", "BAD_ABORTS"])
     assert done.returncode == 1
     assert done.stderr == "attnplug: listing the checks of BAD_ABORTS crashed: SIGABRT\n"
+
+
+def test_a_worker_that_leaves_fails_with_its_exit_code(run_with_plugins, chosen, tmp_path):
+    done = run_with_plugins(
+        ["attnplug-bad-kernels"],
+        ["-m", "attnplug", "conformance", "BAD_KERNELS", "--only", chosen[KNOWN]],
+        env={"XDG_CACHE_HOME": str(tmp_path)},
+    )
+    assert done.returncode == 1
+    assert "        the worker process crashed: it left with exit code 7\n" in done.stdout

@@ -21,7 +21,7 @@ from attnplug.matrix import declared, verify
 from attnplug.matrix.model import Matrix
 from attnplug.matrix.results import read_matrix, write_matrix
 from attnplug.registry import refuted
-from attnplug.testing.isolation.listing import Listing, Trouble
+from attnplug.testing.isolation.listing import Listing, ListingFailure
 from attnplug.testing.isolation.results import Outcome, Result
 
 FEW = ("--only", "plain/*/d128/*/auto/b16/NHD")
@@ -48,24 +48,24 @@ class Workers:
         self.problem: str | None = None
         self.runs: list[list[str]] = []
         self.limits = None
-        self.wanted = None
+        self.request = None
 
-    def listing(self, wanted, timeout):
-        if wanted.name in self.trouble:
-            return Trouble(self.trouble[wanted.name], True)
-        return Listing(wanted.name, "attnplug", "cpu", "cpu", None, "smoke", (), {}, {}, "0123")
+    def listing(self, request, timeout):
+        if request.name in self.trouble:
+            return ListingFailure(self.trouble[request.name], True)
+        return Listing(request, request.name, "attnplug", "cpu", "cpu", None, (), {}, {}, "0123")
 
-    def run_checks(self, listing, wanted, ids, limits, watcher):
+    def run_checks(self, listing, ids, limits, observer):
         self.runs.append(list(ids))
-        self.limits, self.wanted = limits, wanted
+        self.limits, self.request = limits, listing.request
         for each in ids:
-            watcher.started(each)
+            observer.started(each)
             ending = self.endings.get(each)
             if isinstance(ending, int):
                 os.kill(os.getpid(), ending)
             if isinstance(ending, type):
                 raise ending
-            watcher.finished(ending or Result(each, Outcome.PASSED, 2.0))
+            observer.finished(ending or Result(each, Outcome.PASSED, 2.0))
         return self.problem
 
 
@@ -207,7 +207,7 @@ def test_what_passes_is_verified(command, workers):
     assert workers.runs == [torch_cells()]
     assert set(statuses("m.json").values()) == {"verified"}
     assert (workers.limits.timeout, workers.limits.jobs, workers.limits.memory) == (9.0, 2, 3 * 2**30)
-    assert (workers.wanted.name, workers.wanted.device) == ("TORCH", "cpu")
+    assert (workers.request.name, workers.request.device) == ("TORCH", "cpu")
     lines = outcome.out.splitlines()
     count = len(torch_cells())
     assert lines[0] == f"TORCH on cpu: {count} cells, 2 workers"
@@ -284,7 +284,7 @@ def test_a_signal_that_comes_twice_at_once_is_one_interrupt(command, workers, mo
 
 
 def test_one_that_comes_later_is_another(command, workers, monkeypatch):
-    monkeypatch.setattr("attnplug.cli.matrix_verify._AT_ONCE", 0.0)
+    monkeypatch.setattr("attnplug.cli.matrix_verify._SAME_SIGNAL_SECONDS", 0.0)
     monkeypatch.setattr(matrix_files.Outputs, "write", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     workers.endings[torch_cells()[1]] = signal.SIGTERM
     assert command(*verifying()).code == 130

@@ -21,7 +21,7 @@ from attnplug.matrix.verify import Extent, Verification
 from attnplug.registry.records import Offer
 from attnplug.testing.conformance.check import CheckSkipped, ConformanceError
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.isolation.listing import Listing, Trouble
+from attnplug.testing.isolation.listing import Listing, ListingFailure, SuiteRequest
 from attnplug.testing.isolation.results import Outcome, Result
 from attnplug.testing.isolation.run import Limits
 
@@ -72,7 +72,7 @@ def check_of(backend, **values):
     return next(check for check in cell_checks(Target(backend, CPU)) if check.id == wanted)
 
 
-class Watcher:
+class Observer:
     def __init__(self) -> None:
         self.started_ids: list[str] = []
         self.results: list[Result] = []
@@ -85,26 +85,26 @@ class Watcher:
 
 
 @pytest.fixture
-def watcher():
-    return Watcher()
+def observer():
+    return Observer()
 
 
 @pytest.fixture
 def play(monkeypatch, tmp_path):
     """`play(declared, results)`: a Verification whose workers give these results, one after another."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    listing = Listing("TORCH", "attnplug", "cpu", "cpu", None, "smoke", (), {}, {}, "0123")
+    listing = Listing(SuiteRequest("TORCH"), "TORCH", "attnplug", "cpu", "cpu", None, (), {}, {}, "0123")
 
     def make(declared, results=(), *, listed=listing, problem=None, backend=TorchBackend, **extent):
-        def run_checks(listing, wanted, ids, limits, watcher):
+        def run_checks(listing, ids, limits, observer):
             for result in results:
                 if result is KeyboardInterrupt:
                     raise KeyboardInterrupt
-                watcher.started(result.id)
-                watcher.finished(result)
+                observer.started(result.id)
+                observer.finished(result)
             return problem
 
-        monkeypatch.setattr(verify, "list_checks", lambda wanted, timeout: listed)
+        monkeypatch.setattr(verify, "list_checks", lambda request, timeout: listed)
         monkeypatch.setattr(verify, "run_checks", run_checks)
         offer = Offer("TORCH", backend, "attnplug:torch", "attnplug", "0.1.0")
         return Verification(declared, offer, CPU, name="TORCH", extent=Extent(**extent))
@@ -249,40 +249,40 @@ def test_beyond_the_limit_of_compilations_nothing_is_run(play):
         (result("the kit has no batches of it", Outcome.SKIPPED), Status.NOT_RUN),
     ],
 )
-def test_a_claim_is_verified_refuted_or_not_run(play, watcher, ended, status):
+def test_a_claim_is_verified_refuted_or_not_run(play, observer, ended, status):
     verification = play(run(finding(Status.DECLARED)), [ended])
     assert verification.prepare() is None
-    assert verification.run(LIMITS, watcher) is None
+    assert verification.run(LIMITS, observer) is None
     assert found(verification) == [(status, (ended.cause,) if ended.cause else ())]
     assert verification.status_of(ended) is status
-    assert (watcher.started_ids, watcher.results) == ([ended.id], [ended])
+    assert (observer.started_ids, observer.results) == ([ended.id], [ended])
 
 
-def test_a_failure_without_a_word_is_evidence_too(play, watcher):
+def test_a_failure_without_a_word_is_evidence_too(play, observer):
     verification = play(run(finding(Status.DECLARED)), [result(outcome=Outcome.FAILED)])
     verification.prepare()
-    verification.run(LIMITS, watcher)
+    verification.run(LIMITS, observer)
     assert found(verification) == [(Status.REFUTED, ("it failed and did not say why",))]
 
 
-def test_what_is_refused_is_unclaimed_where_it_works_and_refused_where_not(play, watcher):
+def test_what_is_refused_is_unclaimed_where_it_works_and_refused_where_not(play, observer):
     declared = run(finding(Status.REFUSED, "no"), finding(Status.REFUSED, "never", head_size=64))
     verification = play(declared, [result(), result("wrong", head_size=64)], unclaimed=True)
     verification.prepare()
-    verification.run(LIMITS, watcher)
+    verification.run(LIMITS, observer)
     assert found(verification) == [(Status.UNCLAIMED, ("no",)), (Status.REFUSED, ("never",))]
 
 
-def test_a_worker_that_dies_after_a_cell_passed_counts(play, watcher):
+def test_a_worker_that_dies_after_a_cell_passed_counts(play, observer):
     crash = result("the worker process crashed: SIGSEGV")
     verification = play(run(finding(Status.DECLARED)), [result(), crash, result()])
     verification.prepare()
-    verification.run(LIMITS, watcher)
+    verification.run(LIMITS, observer)
     assert found(verification) == [(Status.REFUTED, (crash.cause,))]
-    assert watcher.results == [result(), crash]
+    assert observer.results == [result(), crash]
 
 
-def test_an_interrupted_run_says_what_it_knows_and_goes_on_later(play, watcher):
+def test_an_interrupted_run_says_what_it_knows_and_goes_on_later(play, observer):
     declared = run(
         finding(Status.DECLARED),
         finding(Status.DECLARED, head_size=64),
@@ -291,7 +291,7 @@ def test_an_interrupted_run_says_what_it_knows_and_goes_on_later(play, watcher):
     first = play(declared, [result(), KeyboardInterrupt])
     first.prepare()
     with pytest.raises(KeyboardInterrupt):
-        first.run(LIMITS, watcher)
+        first.run(LIMITS, observer)
     assert found(first) == [
         (Status.VERIFIED, ()),
         (Status.NOT_RUN, ("interrupted",)),
@@ -300,7 +300,7 @@ def test_an_interrupted_run_says_what_it_knows_and_goes_on_later(play, watcher):
     second = play(declared, [result("wrong", head_size=64)])
     second.prepare(resume=True)
     assert second.rest == [cell(head_size=64).id]
-    second.run(LIMITS, watcher)
+    second.run(LIMITS, observer)
     assert [status for status, _ in found(second)] == [Status.VERIFIED, Status.REFUTED, Status.REFUSED]
     third = play(declared)
     third.prepare(resume=True)
@@ -310,46 +310,47 @@ def test_an_interrupted_run_says_what_it_knows_and_goes_on_later(play, watcher):
     assert fourth.rest == fourth.ids
 
 
-def test_with_nothing_left_to_run_no_worker_starts(play, watcher):
+def test_with_nothing_left_to_run_no_worker_starts(play, observer):
     first = play(run(finding(Status.DECLARED)), [result()])
     first.prepare()
-    first.run(LIMITS, watcher)
+    first.run(LIMITS, observer)
     again = play(run(finding(Status.DECLARED)), [KeyboardInterrupt])
     again.prepare(resume=True)
-    assert again.run(LIMITS, watcher) is None
+    assert again.run(LIMITS, observer) is None
     assert found(again) == [(Status.VERIFIED, ())]
 
 
 def test_where_the_backend_does_not_run_here_no_cell_is_run_and_all_say_why(play):
     why = "TORCH does not run here on cpu: torch is missing"
     verification = play(
-        run(finding(Status.DECLARED), finding(Status.REFUSED, "no", head_size=64)), listed=Trouble(why, True)
+        run(finding(Status.DECLARED), finding(Status.REFUSED, "no", head_size=64)),
+        listed=ListingFailure(why, True),
     )
     assert verification.prepare() == why
     assert found(verification) == [(Status.NOT_RUN, (why,)), (Status.REFUSED, ("no",))]
 
 
-def test_cells_of_which_nothing_was_heard_say_how_the_run_stopped(play, watcher):
+def test_cells_of_which_nothing_was_heard_say_how_the_run_stopped(play, observer):
     declared = run(finding(Status.DECLARED), finding(Status.DECLARED, head_size=64))
     verification = play(declared, [result()], problem="no worker process starts: SIGKILL")
     verification.prepare()
-    assert verification.run(LIMITS, watcher) == "no worker process starts: SIGKILL"
+    assert verification.run(LIMITS, observer) == "no worker process starts: SIGKILL"
     assert found(verification)[1] == (
         Status.NOT_RUN,
         ("no result came: no worker process starts: SIGKILL",),
     )
 
 
-def test_a_run_needs_a_list_first(play, watcher):
-    with pytest.raises(RuntimeError, match="before prepare"):
-        play(run(finding(Status.DECLARED))).run(LIMITS, watcher)
+def test_a_run_needs_a_list_first(play, observer):
+    with pytest.raises(RuntimeError, match="needs a successful"):
+        play(run(finding(Status.DECLARED))).run(LIMITS, observer)
 
 
-def test_the_outcome_says_where_when_and_with_what(play, watcher):
+def test_the_outcome_says_where_when_and_with_what(play, observer):
     declared = dataclasses.replace(run(finding(Status.DECLARED)), commit="0123")
     verification = play(declared, [result()])
     verification.prepare()
-    verification.run(LIMITS, watcher)
+    verification.run(LIMITS, observer)
     outcome = verification.outcome()
     assert (outcome.key, outcome.commit) == (("TORCH", "cpu"), "0123")
     assert list(outcome.versions) == ["Python", "attnplug", "torch"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.testing.isolation.groups import Groups
+from attnplug.testing.isolation.controller import GroupScheduler
 
 
 class Worker:
@@ -42,7 +42,7 @@ class Session:
             hook=types.SimpleNamespace(),
         )
         self.ids, self.deadly = ids, deadly
-        self.scheduler = Groups(config)
+        self.scheduler = GroupScheduler(config)
         self.begun: list[tuple[str, str]] = []
         self.blamed: list[str | None] = []
         self.made = 0

@@ -1,67 +1,85 @@
-"""Why a worker process died, from the log that outlives it."""
+"""Why a worker process died: read from the log that it leaves, else from its exit status."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
 import re
+import signal
 import sysconfig
-from collections.abc import Callable
+import time
+from pathlib import Path
 
 __all__ = ["GPU_LOST", "cause_of_death"]
 
 GPU_LOST = "the GPU's context was lost: "
-"""What a worker writes first in its log where it ends since its GPU can no longer be used."""
+"""The first words in the log of a worker that ends because it can no longer use its GPU."""
 
 _FRAME = re.compile(r'  File "(?P<path>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
-_THREAD = re.compile(r"^(Current thread|Thread) 0x.*$", re.MULTILINE)
+_STACK = re.compile(r"^(?:Current thread 0x|Thread 0x|Stack \().*\n", re.MULTILINE)
 _NO_MEMORY = ("bad_alloc", "can't allocate memory", "Cannot allocate memory", "MemoryError", "out of memory")
-_OUTERMOST = "test_conformance"
+_EXIT_SECONDS = 10.0
 
 
-def cause_of_death(said: str, timeout: float, exit_status: Callable[[], str]) -> tuple[str, str]:
-    """The cause in one line, and what is worth reading of the log.
+def cause_of_death(log: Path, timeout: float) -> tuple[str, str]:
+    """The cause in one line, and the part of the log that explains it.
 
     Args:
-        said: the log: what the check wrote to standard error, and faulthandler's report.
+        log: a file with the standard error of the check and faulthandler's report. The process id is in the file
+            of the same name that ends in ".pid".
         timeout: seconds that a check may take.
-        exit_status: how the process ended, as ": SIGKILL"; asked where the log does not say.
     """
-    if said.startswith(GPU_LOST):
-        return said.partition("\n")[0], said
-    words, stack = _words_and_stack(said)
-    detail = "\n".join([*words, *stack])
-    if any(line.startswith("Timeout (") for line in words):
+    text = ""
+    with contextlib.suppress(OSError):
+        text = log.read_text(encoding="utf-8", errors="replace")
+    if text.startswith(GPU_LOST):
+        return text.partition("\n")[0], text
+    before, *stacks = _STACK.split(text)
+    lines = before.strip().splitlines()
+    # faulthandler writes the main thread last.
+    stack = list(itertools.takewhile(_is_of_the_check, stacks[-1].splitlines())) if stacks else []
+    detail = "\n".join([*lines, *stack])
+    if any(line.startswith("Timeout (") for line in lines):
         return f"timed out after {timeout:g} s{_where(stack)}", detail
-    short = next((line for line in words if any(text in line for text in _NO_MEMORY)), None)
+    short = next((line for line in lines if any(words in line for words in _NO_MEMORY)), None)
     if short is not None:
         return f"out of memory: {short.strip()}", detail
-    for index, line in enumerate(words):
+    for index, line in enumerate(lines):
         if line.startswith("Fatal Python error: "):
-            # What C++ says of an exception that nobody caught stands before it.
-            last = [line.strip() for line in words[:index] if line.strip()][-1:]
-            how = ": ".join([line.removeprefix("Fatal Python error: "), *last])
-            return f"the worker process crashed: {how}{_where(stack)}", detail
-    return f"the worker process crashed{exit_status()}", detail
+            # C++ describes an uncaught exception in the line before.
+            last = [line.strip() for line in lines[:index] if line.strip()][-1:]
+            what = ": ".join([line.removeprefix("Fatal Python error: "), *last])
+            return f"the worker process crashed: {what}{_where(stack)}", detail
+    return f"the worker process crashed{_exit_status(log.with_suffix('.pid'))}", detail
 
 
-def _words_and_stack(said: str) -> tuple[list[str], list[str]]:
-    """The lines before any stack, and the stack of the thread that crashed, else of the main one."""
-    threads = list(_THREAD.finditer(said))
-    if not threads:
-        return said.strip().splitlines(), []
-    # The main thread comes last.
-    chosen = next((thread for thread in threads if thread[1] == "Current thread"), threads[-1])
-    stack = []
-    for line in said[chosen.end() :].lstrip("\n").splitlines():
-        if not line.startswith("  File ") or line.endswith(f"in {_OUTERMOST}"):
-            break
-        stack.append(line)
-    return said[: threads[0].start()].strip().splitlines(), stack
+def _is_of_the_check(line: str) -> bool:
+    """Whether a line of a stack is inside the test function; the lines outside are pytest's."""
+    return line.startswith("  File ") and not line.endswith("in test_conformance")
 
 
 def _where(stack: list[str]) -> str:
-    """The innermost line of Python that is not of the standard library, as " at impl.py:29, in attend"."""
+    """The innermost line of Python outside the standard library, such as " at impl.py:29, in attend"."""
     frames = [found for line in stack if (found := _FRAME.match(line))]
     library = sysconfig.get_path("stdlib")
     own = [f for f in frames if not f["path"].startswith(library) or "site-packages" in f["path"]]
     frame = next(iter([*own, *frames]), None)
     return f" at {frame['path']}:{frame['line']}, in {frame['name']}" if frame else ""
+
+
+def _exit_status(pid: Path) -> str:
+    """The end of the process, such as ": SIGKILL"; "" if the system does not report it."""
+    # AttributeError: macOS has os.waitid from Python 3.13 on. WNOWAIT leaves the process for execnet to wait for.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        number, end = int(pid.read_text()), time.monotonic() + _EXIT_SECONDS
+        ended = None
+        while ended is None and time.monotonic() < end:
+            ended = os.waitid(os.P_PID, number, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            time.sleep(0.01)
+        if ended is not None and ended.si_code == os.CLD_EXITED:
+            return f": it left with exit code {ended.si_status}"
+        if ended is not None:
+            name = signal.Signals(ended.si_status).name
+            return f": {name}" + (", as when the system runs out of memory" if name == "SIGKILL" else "")
+    return ""

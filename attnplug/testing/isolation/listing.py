@@ -1,23 +1,30 @@
-"""The list of checks, made in a child process: importing a backend may crash or hang too.
-
-The child is `main`; it writes one JSON object to the file that its first argument names.
-"""
+"""Lists the checks of a backend in a child process, because importing the backend may crash or hang."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import importlib.util
 import json
+import platform
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Listing", "Trouble", "Wanted", "list_checks"]
+if TYPE_CHECKING:
+    from attnplug.registry.records import Offer
 
-# The paths of this process, as the workers have them; -c would put the current folder first.
+__all__ = ["Listing", "ListingFailure", "SuiteRequest", "fingerprint", "list_checks", "versions"]
+
+_CODE = {".py", ".so", ".pyd", ".dylib", ".cu", ".cpp", ".h", ".json", ".toml"}
+_LARGE = 2**20
+# The child gets the import path of this process, because -c would put the current folder first.
 _CHILD = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[2])
@@ -27,8 +34,8 @@ main(sys.argv[1], json.loads(sys.argv[3]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
-    """What is to be checked: the arguments of `load_suite`, as text."""
+class SuiteRequest:
+    """The arguments of `attnplug.testing.conformance.suites.load_suite`, as text."""
 
     name: str
     device: str | None = None
@@ -39,120 +46,132 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Listing:
-    """The checks of one backend on one device, and what they ran with.
+    """The checks of one backend on one device, and the versions they run with.
 
     Args:
+        request: the request that this answers.
         name: the backend.
-        shipped_by: its distribution, where it has one.
-        device: as a Device prints.
+        shipped_by: its distribution, if it has one.
+        device: the device, printed.
         device_type: "cpu", "cuda", ...
-        device_name: its marketing name, where it is known.
-        level: "smoke" or "full".
+        device_name: its marketing name, if known.
         ids: of all checks.
         known: the reason of each check that is known to fail.
-        versions: of Python, torch, attnplug, and the distributions that the backend comes from and requires.
-        code: changes whenever a file of attnplug's or the backend's package does.
-        checks_of: as in Wanted.
+        versions: of Python, torch, attnplug, and the distributions that ship the backend or that it requires.
+        code: changes if a file of the packages of attnplug or the backend changes.
     """
 
+    request: SuiteRequest
     name: str
     shipped_by: str | None
     device: str
     device_type: str
     device_name: str | None
-    level: str
     ids: Sequence[str]
     known: Mapping[str, str]
     versions: Mapping[str, str]
     code: str
-    checks_of: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Trouble:
-    """Why there is no list: `usage` where whoever asked can put it right."""
+class ListingFailure:
+    """The reason why the list could not be made; `usage` if other arguments would help."""
 
     text: str
     usage: bool
 
 
-def list_checks(wanted: Wanted, timeout: float) -> Listing | Trouble:
-    """List the checks in a child process, which may take `timeout` seconds."""
+def list_checks(request: SuiteRequest, timeout: float) -> Listing | ListingFailure:
+    """List the checks in a child process, which is killed after `timeout` seconds."""
     with tempfile.TemporaryDirectory(prefix="attnplug-conformance-") as folder:
         report, log = Path(folder, "report"), Path(folder, "log")
-        arguments = [str(report), json.dumps(sys.path), json.dumps(dataclasses.asdict(wanted))]
-        # A file, not a pipe: a grandchild that outlives its parent would hold a pipe open.
-        with log.open("wb") as output:
-            child = subprocess.Popen(  # noqa: S603  (our own interpreter on our own code)
-                [sys.executable, "-c", _CHILD, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            try:
-                code = child.wait(timeout)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                if child.poll() is None:
-                    child.kill()
-                    child.wait()
-        if code == 0 and report.exists():
-            return _read(report)
-        said = log.read_text(errors="replace").strip().splitlines()
-    return Trouble(f"listing the checks of {wanted.name} {_how(code, said, timeout)}", usage=False)
+        arguments = [str(report), json.dumps(sys.path), json.dumps(dataclasses.asdict(request))]
+        try:
+            # The output is a file, because a grandchild that outlives the child would keep a pipe open.
+            with log.open("wb") as output:
+                code = subprocess.run(  # noqa: S603  (our own interpreter on our own code)
+                    [sys.executable, "-c", _CHILD, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    timeout=timeout,
+                    check=False,
+                ).returncode
+        except subprocess.TimeoutExpired:
+            problem = f"took longer than {timeout:g} s"
+        else:
+            if code == 0 and report.exists():
+                facts = json.loads(report.read_text(encoding="utf-8"))
+                return ListingFailure(**facts) if "usage" in facts else Listing(request, **facts)
+            lines = log.read_text(errors="replace").strip().splitlines()
+            last = lines[-1] if lines else f"the process left with exit code {code}"
+            problem = f"crashed: {signal.Signals(-code).name}" if code < 0 else f"failed: {last}"
+    return ListingFailure(f"listing the checks of {request.name} {problem}", usage=False)
 
 
-def _read(report: Path) -> Listing | Trouble:
-    facts = json.loads(report.read_text(encoding="utf-8"))
-    return Trouble(**facts) if "usage" in facts else Listing(**facts)
-
-
-def _how(code: int | None, said: Sequence[str], timeout: float) -> str:
-    if code is None:
-        return f"took longer than {timeout:g} s"
-    if code < 0:
-        return f"crashed: {signal.Signals(-code).name}"
-    last = said[-1] if said else f"the process left with exit code {code}"
-    return f"failed: {last}"
-
-
-def main(report: str, wanted: Mapping[str, Any]) -> None:
-    """In the child: list, and report."""
+def main(report: str, request: dict[str, Any]) -> None:
+    """Run in the child: write the facts of the listing, or why there is none, to the file `report` as JSON."""
+    from attnplug.core.composite import CompositeBackend
     from attnplug.core.errors import AttnplugError
+    from attnplug.testing.conformance.suites import load_suite
 
+    known = request.get("known_failures")
+    facts: dict[str, Any]
     try:
-        facts = dataclasses.asdict(_list(Wanted(**wanted)))
+        suite = load_suite(**{**request, "known_failures": None if known is None else Path(known)})
+        backend = suite.offer.backend
+        halves = backend.members().values() if issubclass(backend, CompositeBackend) else (backend,)
+        facts = {
+            "name": suite.offer.name,
+            "shipped_by": suite.offer.distribution,
+            "device": str(suite.device),
+            "device_type": suite.device.type,
+            "device_name": suite.device.name,
+            "ids": suite.ids,
+            "known": dict(suite.known),
+            "versions": versions(suite.offer),
+            "code": fingerprint(["attnplug", *(half.__module__.partition(".")[0] for half in halves)]),
+        }
     except AttnplugError as problem:
-        facts = dataclasses.asdict(Trouble(str(problem), usage=True))
+        facts = {"text": str(problem), "usage": True}
     Path(report).write_text(json.dumps(facts), encoding="utf-8")
 
 
-def _list(wanted: Wanted) -> Listing:
-    from attnplug.core.composite import CompositeBackend
-    from attnplug.testing.conformance.suites import load_suite
-    from attnplug.testing.isolation.environment import fingerprint, versions
+def versions(offer: Offer) -> dict[str, str]:
+    """Versions of Python, attnplug, torch, the backend's distribution and the distributions it requires."""
+    from packaging.requirements import Requirement
 
-    known = None if wanted.known_failures is None else Path(wanted.known_failures)
-    suite = load_suite(
-        wanted.name,
-        device=wanted.device,
-        level=wanted.level,
-        known_failures=known,
-        checks_of=wanted.checks_of,
-    )
-    backend = suite.offer.backend
-    halves = backend.members().values() if issubclass(backend, CompositeBackend) else (backend,)
-    return Listing(
-        name=suite.offer.name,
-        shipped_by=suite.offer.distribution,
-        device=str(suite.device),
-        device_type=suite.device.type,
-        device_name=suite.device.name,
-        level=str(suite.level),
-        ids=suite.ids,
-        known=dict(suite.known),
-        versions=versions(suite.offer),
-        code=fingerprint(["attnplug", *(half.__module__.partition(".")[0] for half in halves)]),
-        checks_of=wanted.checks_of,
-    )
+    names = ["attnplug", "torch", *(offer.distribution.split("+") if offer.distribution else [])]
+    for entry in offer.backend.requires:
+        names += [Requirement(text).name for text in ([entry] if isinstance(entry, str) else entry)]
+    found = {"Python": platform.python_version()}
+    for name in dict.fromkeys(names):
+        with contextlib.suppress(PackageNotFoundError):  # an alternative that is not installed
+            found[name] = version(name)
+    return found
+
+
+def fingerprint(packages: Sequence[str]) -> str:
+    """A digest of the code of `packages`: an edit changes it, a copy with new file times does not.
+
+    Large files are compiled libraries, so that size and time are enough.
+    """
+    digest = hashlib.sha256()
+    for package in dict.fromkeys(packages):
+        for path in sorted(_files(package)):
+            about = path.stat()
+            digest.update(f"{path}\0{about.st_size}\0".encode())
+            is_small = about.st_size <= _LARGE
+            digest.update(path.read_bytes() if is_small else str(about.st_mtime_ns).encode())
+    return digest.hexdigest()[:16]
+
+
+def _files(package: str) -> Iterator[Path]:
+    with contextlib.suppress(ImportError, ValueError):  # a module made in code has no spec
+        spec = importlib.util.find_spec(package)
+        if spec is None:
+            return
+        if spec.origin and not spec.submodule_search_locations and Path(spec.origin).is_file():
+            yield Path(spec.origin)
+        for folder in spec.submodule_search_locations or ():
+            yield from (path for path in Path(folder).rglob("*") if path.suffix in _CODE and path.is_file())

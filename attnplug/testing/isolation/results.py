@@ -1,34 +1,43 @@
-"""What became of each check, and of the run."""
+"""Results of checks, and the file that saves them for `--resume`."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
-from typing import Protocol
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-__all__ = ["Outcome", "Result", "Watcher"]
+if TYPE_CHECKING:
+    from attnplug.testing.isolation.listing import Listing
+
+__all__ = ["Observer", "Outcome", "Result", "SavedResults"]
 
 
 class Outcome(enum.StrEnum):
-    """How a check ended."""
+    """The end of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
     SKIPPED = "skipped"
-    """It has nothing to try with this backend here."""
+    """It does not apply to this backend on this device."""
     KNOWN = "known"
-    """It failed, as the known failures say."""
+    """It failed, and the list of known failures has it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """One check's end.
+    """The end of one check.
 
     Args:
-        id: the check's.
-        outcome: how it ended.
-        seconds: how long it took.
-        cause: why it failed, is skipped, or is known to fail; "" where it passed.
+        id: the check's id.
+        outcome: passed, failed, skipped or failed as known.
+        seconds: its duration.
+        cause: why it failed, is skipped, or is known to fail; "" if it passed.
         detail: the traceback, or what a worker wrote before it died; may be "".
     """
 
@@ -39,11 +48,72 @@ class Result:
     detail: str = ""
 
 
-class Watcher(Protocol):
-    """Whoever is told how the run goes, in the process that asked for it."""
+class Observer(Protocol):
+    """Receives the progress of a run, in the process that started it."""
 
     def started(self, check_id: str) -> None:
-        """A worker begins a check."""
+        """A worker starts a check."""
 
     def finished(self, result: Result) -> None:
-        """A check ended. The same check may end again, worse: its worker died after it had passed."""
+        """A check ended. It ends a second time, as failed, if its worker dies after it had passed."""
+
+
+class SavedResults:
+    """Results of one suite of checks, a JSON line each, in the user's cache folder.
+
+    The file name depends on the backend, its code and versions, the device, the kind of checks, the level and the
+    shard. pytest's cache cannot replace it: `--lf` leaves out tests that never ran, and a killed run writes no cache.
+
+    Args:
+        listing: the checks.
+        shard: the part of the checks that is run, such as "1/4".
+        folder: default the user's cache folder.
+    """
+
+    def __init__(self, listing: Listing, shard: str | None = None, folder: Path | None = None) -> None:
+        from platformdirs import user_cache_path
+
+        about = [listing.name, listing.shipped_by, listing.device, listing.device_name, listing.code, shard]
+        key = json.dumps([about, listing.request.level, listing.request.checks_of, dict(listing.versions)])
+        folder = folder or user_cache_path("attnplug", appauthor=False) / "conformance"
+        self.path = folder / f"{listing.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
+
+    def load(self) -> dict[str, Result]:
+        """The last result of each check; incomplete lines are ignored."""
+        results: dict[str, Result] = {}
+        with contextlib.suppress(OSError):
+            for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    data = json.loads(line)
+                    outcome, seconds = Outcome(data["outcome"]), float(data["seconds"])
+                    results[str(data["id"])] = Result(str(data["id"]), outcome, seconds, str(data["cause"]))
+        return results
+
+    def reusable(self, known: Mapping[str, str]) -> dict[str, Result]:
+        """The results that need no second run: passed, skipped, and failed as `known` says."""
+        return {
+            check: result
+            for check, result in self.load().items()
+            if result.outcome is Outcome.SKIPPED
+            or result.outcome is (Outcome.KNOWN if check in known else Outcome.PASSED)
+        }
+
+    def remove(self, ids: Iterable[str]) -> None:
+        """Remove the results of the checks `ids`, which are about to run again."""
+        removed = set(ids)
+        kept = [result for check, result in self.load().items() if check not in removed]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("wb", dir=self.path.parent, delete=False) as file:
+            file.writelines(map(_line, kept))
+        Path(file.name).replace(self.path)
+
+    def add(self, result: Result) -> None:
+        """Append one result, so that it survives the end of this process."""
+        with self.path.open("ab", buffering=0) as file:
+            file.write(_line(result))
+
+
+def _line(result: Result) -> bytes:
+    data = {"id": result.id, "outcome": result.outcome, "seconds": result.seconds, "cause": result.cause}
+    # The first line break ends a line that a killed run left incomplete.
+    return f"\n{json.dumps(data)}\n".encode()

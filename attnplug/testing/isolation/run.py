@@ -1,4 +1,4 @@
-"""One run of checks in worker processes: pytest-xdist starts and replaces them, pytest-timeout stops checks."""
+"""Runs checks in worker processes: pytest-xdist starts and replaces them, pytest-timeout stops checks."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import io
 import os
 import signal
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import attnplug
 from attnplug.testing.isolation.controller import Controller
-from attnplug.testing.isolation.environment import memory_of_this_machine, only_our_pytest
-from attnplug.testing.isolation.listing import Listing, Wanted
-from attnplug.testing.isolation.results import Result, Watcher
+from attnplug.testing.isolation.listing import Listing
+from attnplug.testing.isolation.results import Observer, Result
 
-__all__ = ["Limits", "default_jobs", "run_checks", "worker_memory"]
+__all__ = ["Limits", "run_checks"]
 
 _MOST_JOBS = 8
 _SHARE = 0.8
 _LAST_LINES = 20
 _LEAST_MEMORY = 2 * 2**30
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """What checks may take.
+    """The limits of a run.
 
     Args:
         timeout: seconds per check.
@@ -41,9 +41,17 @@ class Limits:
     jobs: int
     memory: int | None
 
+    @classmethod
+    def here(
+        cls, device_type: str, checks: int, timeout: float, jobs: int | None, memory: int | None
+    ) -> Limits:
+        """The limits for `checks` on this machine, which sets `jobs` and `memory` if they are None."""
+        count = min(jobs, max(checks, 1)) if jobs else default_jobs(device_type, checks)
+        return cls(timeout, count, memory or worker_memory(device_type, count))
+
 
 def default_jobs(device_type: str, checks: int) -> int:
-    """Worker processes for so many checks: one for each core, of a GPU at most two; at least 8 checks each."""
+    """The number of workers: at most one for each core, one for 8 checks, and 8 in all, or 2 on a GPU."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _MOST_JOBS if device_type == "cpu" else 2, checks // 8))
 
@@ -53,41 +61,52 @@ def worker_memory(device_type: str, jobs: int) -> int | None:
 
     None on anything but a CPU: CUDA maps more than the machine has.
     """
-    total = memory_of_this_machine()
+    total = machine_memory()
     if device_type != "cpu" or total is None:
         return None
     return max(int(total * _SHARE) // jobs, _LEAST_MEMORY)
 
 
+def machine_memory() -> int | None:
+    """Bytes of memory of this machine, or of its container if that is less; None if unknown."""
+    sizes = []
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for name in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            sizes.append(int(Path(name).read_text(encoding="ascii")))
+    return min((size for size in sizes if size > 0), default=None)
+
+
 def run_checks(
     listing: Listing,
-    wanted: Wanted,
     ids: Sequence[str],
     limits: Limits,
-    watcher: Watcher,
+    observer: Observer,
     *,
-    before: Sequence[Result] = (),
+    earlier: Sequence[Result] = (),
     junit: Path | None = None,
 ) -> str | None:
-    """Run the checks `ids` and tell `watcher` of each.
+    """Run the checks `ids` and tell `observer` of each.
 
     Args:
-        listing: of which `ids` are some.
-        wanted: what the listing was made for.
-        ids: what to run; may be empty.
+        listing: all checks.
+        ids: the checks to run; may be empty.
         limits: of time and memory.
-        watcher: who is told how it goes.
-        before: results of an earlier run, for the JUnit file.
-        junit: where to write JUnit XML, all at once at the end.
+        observer: receives the progress and the results.
+        earlier: results of an earlier run, for the JUnit file.
+        junit: the path of a JUnit XML file, which is written whole at the end.
 
     Returns:
-        What pytest said where the run as such failed, else None.
+        The last output of pytest if the run itself failed, else None.
 
     Raises:
-        KeyboardInterrupt: the user's; the workers have ended.
+        KeyboardInterrupt: the user interrupted the run; the workers have ended.
     """
+    output = io.StringIO()
     with tempfile.TemporaryDirectory(prefix="attnplug-conformance-") as folder:
-        orders = {
+        settings = {
+            "suite": {**dataclasses.asdict(listing.request), "known_failures": None},
             "ids": list(ids),
             "known": {check: listing.known[check] for check in ids if check in listing.known},
             "timeout": limits.timeout,
@@ -95,52 +114,51 @@ def run_checks(
             "threads": max(1, (os.cpu_count() or 1) // limits.jobs),
             "log": folder,
         }
-        controller = Controller(orders, listing.known, before, watcher)
-        said = io.StringIO()
-        with _written_at_once(junit) as xml, only_our_pytest(), contextlib.redirect_stdout(said):
-            arguments = _arguments(wanted, ids, limits, folder)
-            if xml is not None:
-                arguments += [f"--junitxml={xml}", "-o", "junit_suite_name=attnplug-conformance"]
-            code = pytest.main(arguments, plugins=[controller])
-            if controller.interrupted:
-                raise KeyboardInterrupt
+        controller = Controller(settings, earlier, observer)
+        xml = Path(folder, "junit.xml")
+        arguments = _arguments(len(ids), limits, xml, has_groups=listing.request.checks_of is not None)
+        with pytest.MonkeyPatch.context() as environment, contextlib.redirect_stdout(output):
+            _isolate(environment)
+            with contextlib.redirect_stderr(output):  # pytest writes usage errors there
+                code = pytest.main(arguments, plugins=[controller])
+        if controller.interrupted:
+            raise KeyboardInterrupt
+        if junit is not None and xml.exists():
+            # Renaming is atomic only within a folder.
+            beside = junit.with_name(f".{junit.name}.{os.getpid()}")
+            try:
+                beside.write_bytes(xml.read_bytes())
+                beside.replace(junit)
+            except OSError as problem:
+                return f"{junit} could not be written: {problem}"
+            finally:
+                beside.unlink(missing_ok=True)
     if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         return None
-    return controller.stopped or "\n".join(said.getvalue().strip().splitlines()[-_LAST_LINES:])
+    return controller.stopped or "\n".join(output.getvalue().strip().splitlines()[-_LAST_LINES:])
 
 
-def _arguments(wanted: Wanted, ids: Sequence[str], limits: Limits, folder: str) -> list[str]:
-    # No configuration, conftest or plugin of the folder we are in, and nothing written to it.
+def _isolate(environment: pytest.MonkeyPatch) -> None:
+    """Remove everything from the environment that changes how pytest runs, here and in the workers."""
+    for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_TIMEOUT", "PYTEST_DEBUG"):
+        environment.delenv(name, raising=False)
+    environment.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    environment.setenv("PYTHONSAFEPATH", "1")
+
+
+def _arguments(checks: int, limits: Limits, xml: Path, *, has_groups: bool) -> list[str]:
+    # pytest reads no configuration, conftest or plugin of the current folder, and writes nothing to it.
     arguments = ["-c", os.devnull, "--noconftest", "--rootdir", str(Path(attnplug.__file__).parents[1])]
-    for name in ("cacheprovider", "faulthandler", "warnings", "tmpdir"):
-        arguments += ["-p", f"no:{name}"]
-    if not ids:
-        return [*arguments, folder]
-    for name in ("xdist.plugin", "pytest_timeout", "attnplug.testing.isolation.worker"):
-        arguments += ["-p", name]
-    arguments += ["-p", "attnplug.testing.plugin", f"--attn-backend={wanted.name}", f"--level={wanted.level}"]
-    if wanted.device is not None:
-        arguments.append(f"--attn-device={wanted.device}")
-    if wanted.checks_of is not None:
+    arguments += [f"-pno:{name}" for name in ("cacheprovider", "faulthandler", "warnings", "tmpdir")]
+    arguments += [f"--junitxml={xml}", "-o", "junit_suite_name=attnplug-conformance"]
+    if not checks:
+        return [*arguments, str(xml.parent)]
+    arguments += ["-pxdist.plugin", "-ppytest_timeout", "-pattnplug.testing.isolation.worker"]
+    # Each check may cost a worker. Chunks of one check keep a long check from holding others back.
+    arguments += [f"-n{limits.jobs}", f"--max-worker-restart={checks + limits.jobs}", "--maxschedchunk=1"]
+    if has_groups:
         # Groups stay together, in the order of the list.
-        arguments += [f"--attn-checks={wanted.checks_of}", "--dist=loadgroup", "--no-loadscope-reorder"]
-    # Every check may cost a worker; a long one must not hold many others back.
-    arguments += [f"-n{limits.jobs}", f"--max-worker-restart={len(ids) + limits.jobs}", "--maxschedchunk=1"]
+        arguments += ["--dist=loadgroup", "--no-loadscope-reorder"]
     method = "signal" if hasattr(signal, "SIGALRM") else "thread"
     arguments += [f"--timeout={limits.timeout}", f"--timeout-method={method}", "--tb=short", "--capture=no"]
     return [*arguments, "--pyargs", "attnplug.testing.suite"]
-
-
-@contextlib.contextmanager
-def _written_at_once(target: Path | None) -> Iterator[Path | None]:
-    """A path beside `target` that becomes it once all is written; nothing is left where it is not."""
-    if target is None:
-        yield None
-        return
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        yield unfinished
-        if unfinished.exists():
-            unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The pytest plugin of a worker process: its share of memory, its time, and a log that outlives it."""
+"""The pytest plugin of a worker process: its limits of memory and time, and a log that outlives it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 from collections.abc import Generator
+from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -18,64 +18,63 @@ from attnplug.testing.conformance.check import ConformanceError
 from attnplug.testing.isolation.deaths import GPU_LOST
 from attnplug.testing.plugin import SUITE
 
-__all__ = ["ORDERS", "Orders", "check_id"]
+__all__ = ["SETTINGS", "Worker"]
 
-ORDERS = "attnplug"
-"""The key of a worker's input under which its orders are."""
-
-Orders = dict[str, Any]
-"""`ids` to run, reasons of those `known` to fail, `timeout` in seconds, `memory` in bytes or None, `threads`, and the file `log`."""
+SETTINGS = "attnplug"
+"""The key of a worker's input for its settings, which `run.run_checks` lists."""
 
 _GRACE = 2.0
-"""Seconds by which pytest-timeout, which leaves the worker alive, comes before the end of the process."""
+"""Seconds that pytest-timeout, which leaves the worker alive, comes before the end of the process."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before anything imports the backend
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Take the orders, in a worker; the controller has none."""
-    orders = getattr(config, "workerinput", {}).get(ORDERS)
-    if orders is not None:
-        config.pluginmanager.register(Worker(orders))
+    """In a worker, set the limits and then load the checks, which imports the backend."""
+    settings = getattr(config, "workerinput", {}).get(SETTINGS)
+    if settings is None:
+        return  # the controller
+    # torch reads the variable when it is imported, so nothing above may import torch.
+    os.environ.setdefault("OMP_NUM_THREADS", str(settings["threads"]))
+    config.pluginmanager.register(Worker(settings["log"], settings["timeout"]))
+    if settings["memory"] is not None:
+        _limit_memory(settings["memory"])
+    from attnplug.testing.conformance.suites import load_suite
+
+    try:
+        suite = load_suite(**settings["suite"])
+    except Exception as problem:
+        # pytest-xdist ends the run without the reason after any other exception of a worker that starts.
+        raise pytest.UsageError(f"{type(problem).__name__}: {problem}") from problem
+    by_id = {check.id: check for check in suite.checks}
+    checks = tuple(by_id[each] for each in settings["ids"] if each in by_id)
+    config.stash[SUITE] = dataclasses.replace(suite, checks=checks, known=settings["known"])
 
 
 class Worker:
-    """Keeps one process to its orders.
+    """Stops checks that take too long, and logs why the process ends.
 
-    Two clocks run for each check. pytest-timeout's signal raises where Python runs, and the worker goes on.
-    Where it cannot, in C code or with signals blocked, faulthandler's own thread writes to the log where the
-    process hangs, and ends it.
+    Each check has two timers. The signal of pytest-timeout raises an exception if Python code runs, and the worker goes
+    on. In C code, or with signals blocked, only faulthandler's own thread works: it logs the stack and ends the process.
 
     Args:
-        orders: what the controller sent.
+        log: the path of the log.
+        timeout: seconds that a check may take.
     """
 
-    def __init__(self, orders: Orders) -> None:
-        self._ids = list(orders["ids"])
-        self._known = dict(orders["known"])
-        self._timeout = float(orders["timeout"])
-        # Before torch is imported, which reads it then.
-        os.environ.setdefault("OMP_NUM_THREADS", str(orders["threads"]))
-        self._log = os.open(orders["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        # What C code says before it aborts goes to the log too.
+    def __init__(self, log: str, timeout: float) -> None:
+        self._timeout = timeout
+        Path(log).with_suffix(".pid").write_text(str(os.getpid()))
+        self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        # C code writes to standard error before it aborts.
         os.dup2(self._log, 2)
-        faulthandler.enable(self._log)
-        self._signalled = False
+        faulthandler.enable(self._log, all_threads=False)
+        self._interrupted = False
         signal.signal(signal.SIGINT, self._interrupt)
-        if orders["memory"] is not None:
-            _limit_memory(orders["memory"])
-
-    def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Keep the checks that were ordered, in that order."""
-        suite = session.config.stash[SUITE]
-        by_id = {check.id: check for check in suite.checks}
-        checks = tuple(by_id[each] for each in self._ids if each in by_id)
-        session.config.stash[SUITE] = dataclasses.replace(suite, checks=checks, known=self._known)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
-        """Start the log anew, and the second clock."""
-        os.ftruncate(self._log, 0)
-        os.lseek(self._log, 0, os.SEEK_SET)
+        """Empty the log and start the second timer."""
+        self._empty_log()
         faulthandler.dump_traceback_later(self._timeout + _GRACE, exit=True, file=self._log)
         try:
             return (yield)
@@ -84,12 +83,12 @@ class Worker:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self) -> Generator[None, object, object]:
-        """Errors are logged, not captured: a capture dies with the process. Only a signal is an interrupt."""
+        """Log standard error, because pytest's capture dies with the process; only SIGINT interrupts the run."""
         os.dup2(self._log, 2)
         try:
             return (yield)
         except KeyboardInterrupt:
-            if self._signalled:
+            if self._interrupted:
                 raise
             raise ConformanceError("raised KeyboardInterrupt") from None
         except Exception as problem:
@@ -97,33 +96,31 @@ class Worker:
             raise
 
     def _end_without_gpu(self, problem: Exception) -> None:
-        """After some errors of a kernel nothing runs on the GPU any more, until another process begins."""
+        """End the process if an error of a kernel has made the GPU unusable for it."""
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return
         try:
             torch.cuda.synchronize()
         except RuntimeError:
-            os.ftruncate(self._log, 0)
-            os.lseek(self._log, 0, os.SEEK_SET)
+            self._empty_log()
             os.write(self._log, f"{GPU_LOST}{type(problem).__name__}: {problem}".encode())
             os._exit(1)
 
+    def _empty_log(self) -> None:
+        os.ftruncate(self._log, 0)
+        os.lseek(self._log, 0, os.SEEK_SET)
+
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        self._interrupted = True
         signal.default_int_handler(number, frame)
 
 
-def check_id(nodeid: str) -> str:
-    """The check's id in "attnplug/testing/suite.py::test_conformance[ID]", which "@GROUP" may follow."""
-    return nodeid.partition("[")[2].partition("]")[0]
-
-
 def _limit_memory(limit: int) -> None:
-    with contextlib.suppress(ImportError, ValueError, OSError):  # no such limit on this system
+    with contextlib.suppress(ImportError, ValueError, OSError):  # this system has no such limit
         import resource
 
-        # Data, not address space: libraries map far more than they use.
+        # The limit counts data, not address space: libraries map far more than they use.
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from doors import ACME, few_checks
+from few_checks import ACME, few_checks
 
 from attnplug.core.errors import BackendUnavailableError, PolicyError, SpecError
 from attnplug.testing import conformance_checks, parametrize_with_checks
@@ -12,7 +12,7 @@ from attnplug.testing.conformance import listing
 pytest_plugins = ["pytester"]
 
 TESTS = """
-from doors import ACME
+from few_checks import ACME
 from attnplug.testing import parametrize_with_checks
 
 @parametrize_with_checks(ACME, device="cpu", known_failures={known!r})

@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 
 import pytest
 from catching import variant
-from doors import ACME, few_checks, noisy_checks, plugin_of
+from few_checks import ACME, few_checks, noisy_checks, plugin_of
 
 import attnplug
 from attnplug.registry import default

@@ -1,4 +1,4 @@
-"""A backend with a few checks, on which the doors to the kit are tried."""
+"""A backend with a few checks, for tests of the plugin and the decorator."""
 
 from __future__ import annotations
 

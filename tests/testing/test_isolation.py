@@ -17,22 +17,28 @@ from attnplug.core.device import Device
 from attnplug.core.errors import SpecError
 from attnplug.registry.records import Offer
 from attnplug.testing.conformance import suites
-from attnplug.testing.isolation import environment, run
+from attnplug.testing.isolation import listing as listing_module
+from attnplug.testing.isolation import run
 from attnplug.testing.isolation.controller import Controller
 from attnplug.testing.isolation.deaths import cause_of_death
-from attnplug.testing.isolation.environment import fingerprint, only_our_pytest, versions
-from attnplug.testing.isolation.listing import Listing, Trouble, Wanted, list_checks
-from attnplug.testing.isolation.results import Outcome, Result
-from attnplug.testing.isolation.state import State
+from attnplug.testing.isolation.listing import (
+    Listing,
+    ListingFailure,
+    SuiteRequest,
+    fingerprint,
+    list_checks,
+    versions,
+)
+from attnplug.testing.isolation.results import Outcome, Result, SavedResults
 from attnplug.testing.isolation.worker import Worker
 
 LISTING = Listing(
+    SuiteRequest("ACME"),
     name="ACME",
     shipped_by="attnplug-acme",
     device="cpu",
     device_type="cpu",
     device_name=None,
-    level="smoke",
     ids=("a/1", "a/2", "a/3"),
     known={},
     versions={"attnplug": "0.1.0", "torch": "2.13.0"},
@@ -55,7 +61,7 @@ Extension modules: torch._C (total: 1)
 
 @pytest.fixture
 def state(tmp_path):
-    return State(LISTING, None, tmp_path)
+    return SavedResults(LISTING, None, tmp_path)
 
 
 def test_the_last_result_of_a_check_counts(state):
@@ -87,15 +93,15 @@ def test_nothing_is_remembered_before_a_first_run(state):
 def test_what_needs_no_second_run(state):
     for check, outcome in (("a/1", "passed"), ("a/2", "failed"), ("a/3", "skipped"), ("a/4", "known")):
         state.add(Result(check, Outcome(outcome)))
-    assert list(state.settled({})) == ["a/1", "a/3"]
-    assert list(state.settled({"a/4": "why"})) == ["a/1", "a/3", "a/4"]
-    assert list(state.settled({"a/1": "it passed, and must now fail"})) == ["a/3"]
+    assert list(state.reusable({})) == ["a/1", "a/3"]
+    assert list(state.reusable({"a/4": "why"})) == ["a/1", "a/3", "a/4"]
+    assert list(state.reusable({"a/1": "it passed, and must now fail"})) == ["a/3"]
 
 
 def test_a_new_run_forgets_only_what_it_runs(state):
     state.add(PASSED)
     state.add(Result("a/2", Outcome.PASSED))
-    state.forget(["a/2"])
+    state.remove(["a/2"])
     assert list(state.load()) == ["a/1"]
     assert [path.name for path in state.path.parent.iterdir()] == [state.path.name]
 
@@ -107,20 +113,20 @@ def test_a_new_run_forgets_only_what_it_runs(state):
         {"shipped_by": None},
         {"device": "sm90"},
         {"device_name": "NVIDIA H200"},
-        {"level": "full"},
-        {"checks_of": "acme:cells"},
+        {"request": SuiteRequest("ACME", level="full")},
+        {"request": SuiteRequest("ACME", checks_of="acme:cells")},
         {"versions": {"attnplug": "0.1.0", "torch": "2.14.0"}},
         {"code": "4567"},
     ],
 )
 def test_another_backend_version_device_level_or_code_has_a_state_of_its_own(state, tmp_path, change):
-    assert State(dataclasses.replace(LISTING, **change), None, tmp_path).path != state.path
+    assert SavedResults(dataclasses.replace(LISTING, **change), None, tmp_path).path != state.path
 
 
 def test_each_shard_has_a_state_of_its_own_in_the_users_cache(state, monkeypatch, tmp_path):
-    assert State(LISTING, "1/2", tmp_path).path != State(LISTING, "2/2", tmp_path).path
+    assert SavedResults(LISTING, "1/2", tmp_path).path != SavedResults(LISTING, "2/2", tmp_path).path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tmp_path in State(LISTING).path.parents
+    assert tmp_path in SavedResults(LISTING).path.parents
 
 
 def test_edited_code_has_another_fingerprint(tmp_path, monkeypatch):
@@ -140,7 +146,7 @@ def test_edited_code_has_another_fingerprint(tmp_path, monkeypatch):
 
 def test_of_large_files_the_time_tells(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(environment, "_LARGE", 2)
+    monkeypatch.setattr(listing_module, "_LARGE", 2)
     (tmp_path / "attnplug_large.py").write_text("one")
     before = fingerprint(["attnplug_large"])
     os.utime(tmp_path / "attnplug_large.py", (1, 1))
@@ -166,18 +172,19 @@ def test_versions_are_those_of_what_the_backend_needs():
 
 def test_memory_is_the_least_of_machine_and_container(monkeypatch, tmp_path):
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(environment, "_CGROUPS", (str(limit), str(tmp_path / "none")))
-    whole = environment.memory_of_this_machine()
+    monkeypatch.setattr(run, "_CGROUPS", (str(limit), str(tmp_path / "none")))
+    whole = run.machine_memory()
     limit.write_text("max\n")
-    assert environment.memory_of_this_machine() == whole
+    assert run.machine_memory() == whole
     limit.write_text("1048576\n")
-    assert environment.memory_of_this_machine() == 1048576
+    assert run.machine_memory() == 1048576
 
 
 def test_nothing_of_the_shell_changes_our_pytest(monkeypatch):
     monkeypatch.setenv("PYTEST_ADDOPTS", "-n 4")
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
-    with only_our_pytest():
+    with pytest.MonkeyPatch.context() as environment:
+        run._isolate(environment)
         assert "PYTEST_ADDOPTS" not in os.environ
         assert os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] == "1"
     assert os.environ["PYTEST_ADDOPTS"] == "-n 4"
@@ -191,11 +198,11 @@ def test_workers_are_few_for_few_checks_and_for_a_gpu(monkeypatch):
 
 
 def test_workers_share_the_memory_of_the_machine(monkeypatch):
-    monkeypatch.setattr(run, "memory_of_this_machine", lambda: 100 * 2**30)
+    monkeypatch.setattr(run, "machine_memory", lambda: 100 * 2**30)
     assert run.worker_memory("cpu", 4) == 20 * 2**30
     assert run.worker_memory("cpu", 400) == 2 * 2**30
     assert run.worker_memory("cuda", 4) is None
-    monkeypatch.setattr(run, "memory_of_this_machine", lambda: None)
+    monkeypatch.setattr(run, "machine_memory", lambda: None)
     assert run.worker_memory("cpu", 4) is None
 
 
@@ -224,28 +231,23 @@ def stack(current: str) -> str:
             "the GPU's context was lost: AcceleratorError: an illegal memory access\nwas encountered",
             "the GPU's context was lost: AcceleratorError: an illegal memory access",
         ),
-        ("acme: a warning\n", "the worker process crashed: SIGKILL"),
-        ("", "the worker process crashed: SIGKILL"),
+        ("acme: a warning\n", "the worker process crashed: SIGKILL, as when the system runs out of memory"),
+        ("", "the worker process crashed: SIGKILL, as when the system runs out of memory"),
     ],
 )
-def test_a_log_tells_why_its_worker_died(said, cause):
-    found, detail = cause_of_death(said, 6.0, lambda: ": SIGKILL")
+def test_a_log_tells_why_its_worker_died(said, cause, tmp_path):
+    (tmp_path / "gw0.log").write_text(said)
+    killed = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    (tmp_path / "gw0.pid").write_text(str(killed.pid))
+    found, detail = cause_of_death(tmp_path / "gw0.log", 6.0)
+    killed.wait()
     assert found == cause
     assert "_multicall" not in detail
     assert "gateway_base" not in detail
     assert ("/acme/impl.py" in detail) == ("impl.py" in cause)
 
 
-class Gateway:
-    id = "gw0"
-
-    def __init__(self, code: str) -> None:
-        self._io = types.SimpleNamespace(popen=subprocess.Popen([sys.executable, "-c", code]))
-
-
-class Node:
-    def __init__(self, code: str) -> None:
-        self.gateway = Gateway(code)
+NODE = types.SimpleNamespace(gateway=types.SimpleNamespace(id="gw0"))
 
 
 class Seen:
@@ -269,8 +271,8 @@ def seen():
 
 @pytest.fixture
 def controller(tmp_path, seen):
-    orders = {"ids": [], "known": {}, "timeout": 1.0, "memory": None, "threads": 1, "log": str(tmp_path)}
-    return Controller(orders, {"a/2": "acme#12"}, (), seen)
+    settings = {"timeout": 1.0, "log": str(tmp_path), "known": {"a/2": "acme#12"}}
+    return Controller(settings, (), seen)
 
 
 def report_of(check: str, outcome: str, longrepr: object = None, when: str = "call") -> pytest.TestReport:
@@ -287,17 +289,20 @@ def report_of(check: str, outcome: str, longrepr: object = None, when: str = "ca
         ("import os; os.kill(os.getpid(), 15)", "crashed: SIGTERM"),
     ],
 )
-def test_a_worker_without_a_word_is_judged_by_how_its_process_ended(controller, code, how):
+def test_a_worker_without_a_word_is_judged_by_how_its_process_ended(controller, tmp_path, code, how):
+    worker = subprocess.Popen([sys.executable, "-c", code])
+    (tmp_path / "gw0.pid").write_text(str(worker.pid))
     report = report_of("a/1", "failed", "crashed", "???")
-    report.node = Node(code)
+    report.node = NODE
     controller.pytest_handlecrashitem(report.nodeid, report)
+    worker.wait()
     assert (report.when, report.outcome) == ("call", "failed")
     assert str(report.longrepr).endswith(how)
 
 
-def test_a_worker_of_another_kind_is_not_asked_how_it_ended(controller):
+def test_a_worker_that_never_told_its_process_is_not_asked_how_it_ended(controller):
     report = report_of("a/1", "failed", "crashed")
-    report.node = types.SimpleNamespace(gateway=types.SimpleNamespace(id="gw1"))
+    report.node = NODE
     controller.pytest_handlecrashitem(report.nodeid, report)
     assert report.longrepr == "the worker process crashed"
 
@@ -305,7 +310,7 @@ def test_a_worker_of_another_kind_is_not_asked_how_it_ended(controller):
 def test_a_check_that_kills_its_worker_as_known_is_told_as_a_known_failure(controller, seen, tmp_path):
     (tmp_path / "gw0.log").write_text("Fatal Python error: Aborted\n")
     report = report_of("a/2", "failed", "crashed")
-    report.node = types.SimpleNamespace(gateway=types.SimpleNamespace(id="gw0"))
+    report.node = NODE
     controller.pytest_handlecrashitem(report.nodeid, report)
     controller.pytest_runtest_logreport(report)
     assert seen.results == [Result("a/2", Outcome.KNOWN, 0.0, "acme#12")]
@@ -352,7 +357,7 @@ def test_only_the_users_interrupt_is_one(controller):
 
 def test_workers_that_never_start_end_the_run_with_the_reason(controller, tmp_path):
     (tmp_path / "gw0.log").write_text("ImportError: acme.so: wrong ELF class\n")
-    node = types.SimpleNamespace(gateway=types.SimpleNamespace(id="gw0"))
+    node = NODE
     controller.pytest_testnodedown(node, None)
     for _ in range(2):
         controller.pytest_testnodedown(node, "EOF")
@@ -361,8 +366,17 @@ def test_workers_that_never_start_end_the_run_with_the_reason(controller, tmp_pa
     assert controller.stopped.endswith("ImportError: acme.so: wrong ELF class")
 
 
+def test_workers_that_cannot_load_the_checks_end_the_run_with_the_reason(controller):
+    problem = RuntimeError("Traceback:\nUsageError: NAME='ACME' is no backend")
+    for _ in range(2):
+        controller.pytest_testnodedown(NODE, problem)
+    with pytest.raises(pytest.exit.Exception):
+        controller.pytest_testnodedown(NODE, problem)
+    assert controller.stopped == "no worker process starts: UsageError: NAME='ACME' is no backend"
+
+
 def test_the_list_is_made_in_a_child():
-    listing = list_checks(Wanted("TORCH", "cpu"), 120)
+    listing = list_checks(SuiteRequest("TORCH", "cpu"), 120)
     assert isinstance(listing, Listing)
     assert (listing.name, listing.shipped_by, listing.device_type) == ("TORCH", "attnplug", "cpu")
     assert len(set(listing.ids)) == len(listing.ids) > 50
@@ -370,15 +384,17 @@ def test_the_list_is_made_in_a_child():
 
 
 def test_another_list_of_checks_may_be_asked_for():
-    listing = list_checks(Wanted("TORCH", "cpu", checks_of="attnplug.matrix.cell_checks:cell_checks"), 120)
+    listing = list_checks(
+        SuiteRequest("TORCH", "cpu", checks_of="attnplug.matrix.cell_checks:cell_checks"), 120
+    )
     assert isinstance(listing, Listing)
     assert "sinks/decode/d128/bfloat16/auto/b16/NHD" in listing.ids
-    assert listing.checks_of == "attnplug.matrix.cell_checks:cell_checks"
+    assert listing.request.checks_of == "attnplug.matrix.cell_checks:cell_checks"
 
 
 def test_a_list_of_checks_that_is_none_is_bad_usage():
-    trouble = list_checks(Wanted("TORCH", "cpu", checks_of="attnplug.matrix.model:cells"), 120)
-    assert isinstance(trouble, Trouble)
+    trouble = list_checks(SuiteRequest("TORCH", "cpu", checks_of="attnplug.matrix.model:cells"), 120)
+    assert isinstance(trouble, ListingFailure)
     assert trouble.usage
     assert trouble.text.startswith("--attn-checks='attnplug.matrix.model:cells' names no function: module")
 
@@ -409,8 +425,7 @@ def test_a_worker_ends_with_the_context_of_its_gpu_and_says_why(worker, monkeypa
     gpu(monkeypatch, problem=RuntimeError("CUDA error: an illegal memory access was encountered"))
     with pytest.raises(SystemExit):
         worker._end_without_gpu(ValueError("output is NaN"))
-    said = (tmp_path / "log").read_text()
-    assert cause_of_death(said, 1.0, str)[0] == "the GPU's context was lost: ValueError: output is NaN"
+    assert cause_of_death(tmp_path / "log", 1.0)[0] == "the GPU's context was lost: ValueError: output is NaN"
 
 
 @pytest.mark.parametrize("state", [{}, {"is_used": False, "problem": RuntimeError("no driver")}])
@@ -422,9 +437,14 @@ def test_a_worker_whose_gpu_works_or_is_not_used_goes_on(worker, monkeypatch, tm
     assert (tmp_path / "log").read_bytes() == b"what the kernel said first"
 
 
+def test_a_worker_sets_its_limits_before_torch_is_imported(run_with_plugins):
+    code = "import sys, attnplug.testing.isolation.worker; print('torch' in sys.modules)"
+    assert run_with_plugins([], code).stdout.strip() == "False"
+
+
 def test_a_list_that_takes_too_long_is_given_up():
-    trouble = list_checks(Wanted("TORCH", "cpu"), 0.01)
-    assert trouble == Trouble("listing the checks of TORCH took longer than 0.01 s", usage=False)
+    trouble = list_checks(SuiteRequest("TORCH", "cpu"), 0.01)
+    assert trouble == ListingFailure("listing the checks of TORCH took longer than 0.01 s", usage=False)
 
 
 @pytest.mark.parametrize(
@@ -437,7 +457,9 @@ def test_a_list_that_takes_too_long_is_given_up():
 )
 def test_a_child_that_dies_while_it_lists_is_described(monkeypatch, code, how):
     monkeypatch.setattr("attnplug.testing.isolation.listing._CHILD", code)
-    assert list_checks(Wanted("TORCH"), 120) == Trouble(f"listing the checks of TORCH {how}", usage=False)
+    assert list_checks(SuiteRequest("TORCH"), 120) == ListingFailure(
+        f"listing the checks of TORCH {how}", usage=False
+    )
 
 
 def test_the_child_reports_bad_usage_as_such(tmp_path):
