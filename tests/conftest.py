@@ -13,6 +13,10 @@ import pytest
 from hypothesis import settings
 from plugin_env import InstallPlugins, PluginEnvironments, RunWithPlugins
 
+# Tensors here are small: threads would wait for each other, and those of several workers take each other's cores.
+# torch reads it when it is imported, here and in what tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # No test here depends on the time it takes.
 settings.register_profile("attnplug", deadline=None, print_blob=True)
 settings.load_profile("attnplug")

@@ -120,8 +120,7 @@ def test_doctor_reports_the_libraries_of_the_backends_asked_for(run):
     ]
     assert report["device"]["type"]
     assert set(report["used"]) == {"prefill", "decode"}
-    assert run("doctor", "--json", "TORCH").json["libraries"] == []
-    assert "kernel library" in run("doctor").out
+    assert "kernel library" in run("doctor", "FLASH_ATTN").out
 
 
 def test_every_rule_can_be_met_and_refusals_have_a_remedy():

@@ -9,6 +9,10 @@ import pytest
 from attnplug.matrix.model import Status
 from attnplug.matrix.results import read_matrix
 
+# It waits for two timeouts. test_conformance_hostile.py has the same causes, and
+# tests/matrix/test_matrix_verify.py the status that each cause gives a cell.
+pytestmark = pytest.mark.slow
+
 REFUTED, NOT_RUN = Status.REFUTED, Status.NOT_RUN
 ENDS = {
     "plain": (Status.VERIFIED, ""),

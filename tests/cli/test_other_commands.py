@@ -103,6 +103,7 @@ def test_doctor_opens_the_doors_of_a_backend(run):
     outcome = run("doctor", "TORCH")
     assert outcome.code == 0
     assert "ok" in outcome.out
+    assert "kernel library" not in outcome.out
     report = run("doctor", "--json").json
     assert report["environment"]["torch"]
     states = {finding["what"].split()[0]: finding["state"] for finding in report["findings"]}

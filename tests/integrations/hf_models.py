@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -115,17 +114,6 @@ WHISPER = Family(
     },
     auto="AutoModelForSpeechSeq2Seq",
 )
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on several threads, and much slower where the machine is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def prompts(rows: int = 3, length: int = 21, side: str = "left") -> tuple[torch.Tensor, torch.Tensor]:

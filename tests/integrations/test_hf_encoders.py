@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import ENCODERS, WHISPER, Family, assert_same_logits, one_thread, prompts
+from hf_models import ENCODERS, WHISPER, Family, assert_same_logits, prompts
 from transformers.generation import GenerationMixin
 
 from attnplug.integrations.transformers import attention_decisions
@@ -33,7 +33,7 @@ BART = Family(
 
 @pytest.fixture(autouse=True)
 def _no_grad() -> Iterator[None]:
-    with torch.no_grad(), one_thread():
+    with torch.no_grad():
         yield
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import DECODERS, assert_same_logits, one_thread, prompts
+from hf_models import DECODERS, assert_same_logits, prompts
 from transformers import masking_utils
 
 from attnplug import LayerSpec, use
@@ -23,7 +23,7 @@ from attnplug.testing import assert_close, request_oracle
 
 @pytest.fixture(autouse=True)
 def _no_grad() -> Iterator[None]:
-    with torch.no_grad(), one_thread():
+    with torch.no_grad():
         yield
 
 

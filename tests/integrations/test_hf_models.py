@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import DECODERS, WINDOW, Family, assert_same_logits, one_thread, prompts
+from hf_models import DECODERS, WINDOW, Family, assert_same_logits, prompts
 from transformers import DynamicCache, StaticCache, masking_utils
 
 from attnplug.integrations.transformers import attention_decisions
@@ -40,7 +40,7 @@ def pair(family: str) -> Pair:
 
 @pytest.fixture(autouse=True)
 def _no_grad() -> Iterator[None]:
-    with torch.no_grad(), one_thread():
+    with torch.no_grad():
         yield
 
 

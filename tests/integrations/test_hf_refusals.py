@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from hf_models import DECODERS, ENCODERS, WHISPER, Family, assert_same_logits, one_thread, prompts
+from hf_models import DECODERS, ENCODERS, WHISPER, Family, assert_same_logits, prompts
 from torch.nn import MultiheadAttention
 
 from attnplug import use
@@ -19,12 +18,6 @@ OWN_ATTENTION = {
     "falcon": Family("Falcon"),
     "mpt": Family("Mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")
