@@ -157,7 +157,7 @@ def _level(text: str) -> str:
 
 
 def _shard(text: str | None) -> str | None:
-    from attnplug.testing.conformance.sharding import Shard
+    from attnplug.testing.conformance.selection import Shard
 
     return None if text is None else str(Shard.parse(text))
 
@@ -175,7 +175,7 @@ def _check_folder(junit: Path | None) -> None:
 
 
 def _chosen(listing: Listing, only: Sequence[str], part: str | None) -> list[str]:
-    from attnplug.testing.conformance.sharding import Shard, matching
+    from attnplug.testing.conformance.selection import Shard, matching
 
     ids = matching(listing.ids, only, "--only") if only else list(listing.ids)
     return ids if part is None else Shard.parse(part).of(ids)

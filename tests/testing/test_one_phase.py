@@ -63,7 +63,7 @@ def test_lengths_that_a_check_needs_as_they_are_are_not_changed(phase: Phase) ->
     target = Target(ALONE[phase], Device("cpu"))
     new = [1, 4]
     with pytest.raises(
-        CheckSkipped, match=f"ONLY_{phase.name} serves {phase} only: not asked for queries of 1, 4"
+        CheckSkipped, match=f"ONLY_{phase.name} serves {phase} only: no step with queries of 1, 4"
     ):
         target.batch(target.spec(), new, [4, 6], exact=True)
     assert target.batch(target.spec(), new, [4, 6]).seq_lens == ([4, 6] if phase is Phase.DECODE else [6, 4])

@@ -14,11 +14,11 @@ from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.torch_native.builder import TorchMetadata, TorchMetadataBuilder
 from attnplug.core import AttentionBackend, Device, Feature
 from attnplug.core.errors import BatchError
-from attnplug.testing.conformance import assumptions, builders, merging, runtimes, sharing
+from attnplug.testing.conformance import builder_inputs, builders, merging, runtimes, sharing
 from attnplug.testing.conformance.check import Check, CheckSkipped
 from attnplug.testing.conformance.target import Target
 
-GROUPS = (builders.checks, assumptions.checks, sharing.checks, merging.checks, runtimes.checks)
+GROUPS = (builders.checks, builder_inputs.checks, sharing.checks, merging.checks, runtimes.checks)
 
 
 class NeedsExactLengths(TorchMetadataBuilder):

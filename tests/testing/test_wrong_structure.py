@@ -23,7 +23,7 @@ from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.core import AttentionBackend, Device, Feature, MultipleOf
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.testing.conformance import (
-    answers,
+    acceptance,
     cache_layouts,
     cache_reads,
     cache_writes,
@@ -37,14 +37,13 @@ from attnplug.testing.conformance import (
     pages,
     refusals,
     requests,
-    sizes,
 )
 from attnplug.testing.conformance.check import Check, CheckSkipped, Level
 from attnplug.testing.conformance.listing import GROUPS, listed
 from attnplug.testing.conformance.target import Target
 
 AROUND = (
-    *(declaration, sizes, pages, interface, lightness, refusals, limits, answers, inputs, outputs),
+    *(declaration, pages, interface, lightness, refusals, limits, acceptance, inputs, outputs),
     *(cache_writes, cache_reads, cache_layouts, requests),
 )
 """The groups of checks of all that lies around the numbers."""
@@ -138,7 +137,12 @@ def test_the_child_says_what_was_loaded_and_who_asked(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    asked = {"module": "colourful_backend", "name": "TorchBackend", "watched": ["colorsys"], "asks": True}
+    asked = {
+        "module": "colourful_backend",
+        "name": "TorchBackend",
+        "watched": ["colorsys"],
+        "call_methods": True,
+    }
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asked)))
     lightness_child.main()
     answer = json.loads(capsys.readouterr().out)

@@ -6,27 +6,14 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from catching import Wrong, variant
+from catching import wrong
+from wrong_builders import Altered
 
-from attnplug.backends.torch_native.builder import TorchMetadata, TorchMetadataBuilder
+from attnplug.backends.torch_native.builder import TorchMetadata
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core import CommonAttentionMetadata
 
 __all__ = ["WRONG_BATCHES"]
-
-
-class Altered(TorchMetadataBuilder):
-    """Changes what TORCH's builder made."""
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> TorchMetadata:
-        return self.altered(
-            super().build(common_prefix_len, common_attn_metadata, fast_build), common_attn_metadata
-        )
-
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
-        raise NotImplementedError
 
 
 class NeverIdle(Altered):
@@ -118,10 +105,6 @@ class RaisesOnWide(Altered):
         return made
 
 
-def wrong(name: str, check: str, says: str, **parts: Any) -> Wrong:
-    return Wrong(name, variant(name, **parts), check, says)
-
-
 WRONG_BATCHES = [
     wrong("never_idle", "batch/idle", "ZeroDivisionError", builder=NeverIdle),
     wrong("never_empty", "batch/nobody", "without any request: raised ValueError", builder=NeverEmpty),
@@ -130,7 +113,7 @@ WRONG_BATCHES = [
     wrong("two_or_more", "batch/alone", "alone, with 1 new tokens", builder=TwoOrMore),
     wrong("first_piece_only", "batch/pieces", "tokens in pieces that end at", builder=FirstPieceOnly),
     wrong("ignores_causal", "batch/narrowed", "mistake: causal=True ignored", builder=IgnoresCausal),
-    wrong("never_widens", "batch/widened", "was taken; it must raise a BatchError", builder=NeverWidens),
+    wrong("never_widens", "batch/widened", "was accepted; it must raise a BatchError", builder=NeverWidens),
     wrong("raises_on_wide", "batch/widened", "RuntimeError: unreachable", builder=RaisesOnWide),
     wrong("writes_for_nobody", "batch/nobody", "forward wrote to the output", impl=WritesForNobody),
 ]

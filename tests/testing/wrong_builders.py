@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from catching import Wrong, variant
+from catching import wrong
 
 from attnplug.backends.torch_native.builder import TorchMetadata, TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
@@ -19,15 +19,19 @@ _UNIFORM = AttentionCGSupport.UNIFORM_BATCH
 
 
 class Altered(TorchMetadataBuilder):
-    """Changes what TORCH's builder made."""
+    """Changes the metadata of TORCH's builder."""
+
+    fast = False
+    """Whether the current build is a fast one."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> TorchMetadata:
+        self.fast = fast_build
         made = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return self.altered(made, common_attn_metadata, fast_build)
+        return self.altered(made, common_attn_metadata)
 
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         raise NotImplementedError
 
 
@@ -76,9 +80,9 @@ class StaleFast(Altered):
 
     lengths: Any = None
 
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         last, self.lengths = self.lengths, made.seq_lens
-        if fast and last is not None and last.size == made.seq_lens.size:
+        if self.fast and last is not None and last.size == made.seq_lens.size:
             made = dataclasses.replace(made, seq_lens=last)
         return made
 
@@ -88,7 +92,7 @@ class StaleTable(Altered):
 
     table: Any = None
 
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         if self.table is None or self.table.shape[0] != made.block_table.shape[0]:
             self.table = made.block_table.clone()
         return dataclasses.replace(made, block_table=self.table)
@@ -99,7 +103,7 @@ class SharedBuffer(Altered):
 
     lengths: ClassVar[dict[int, Any]] = {}
 
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         buffer = self.lengths.setdefault(made.seq_lens.size, made.seq_lens.copy())
         buffer[:] = made.seq_lens
         return dataclasses.replace(made, seq_lens=buffer)
@@ -110,7 +114,7 @@ class Published(Altered):
 
     steps: ClassVar[dict[str, TorchMetadata]] = {}
 
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         self.steps.update(dict.fromkeys(self.layer_names, made))
         return made
 
@@ -140,7 +144,7 @@ class FirstLayersScale(TorchImpl):
 class ChangesCommon(Altered):
     """Counts lengths down in the tensor it was given."""
 
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         common.seq_lens.sub_(1)
         return made
 
@@ -211,7 +215,7 @@ class NoLevel(TorchMetadataBuilder):
 class TrustsLongest(Altered):
     """Takes max_seq_len for the length of the longest request."""
 
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         lengths = made.seq_lens.copy()
         lengths[lengths == lengths.max()] = common.max_seq_len
         return dataclasses.replace(made, seq_lens=lengths)
@@ -220,7 +224,7 @@ class TrustsLongest(Altered):
 class DecodesFirst(Altered):
     """Serves decodes only in front of other requests, and does not ask for that order."""
 
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         is_decode = made.query_lens == 1
         late = is_decode & (np.arange(is_decode.size) >= np.logical_and.accumulate(is_decode).sum())
         return dataclasses.replace(made, seq_lens=np.where(late, made.query_lens, made.seq_lens))
@@ -232,7 +236,7 @@ class OneTable(Altered):
     supports_update_block_table = False
     tables: ClassVar[dict[int, torch.Tensor]] = {}
 
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         if isinstance(self.kv_cache_spec, SlidingWindowSpec):
             return dataclasses.replace(
                 made, block_table=self.tables.get(made.seq_lens.size, made.block_table)
@@ -291,79 +295,73 @@ class LseWithoutSink(TorchImpl):
         return super().attend(*given, output_lse=output_lse, **asked)
 
 
-def _wrong(name: str, check: str, says: str, **parts: Any) -> Wrong:
-    return Wrong(name, variant(name, **parts), check, says)
-
-
 _PUBLISHED: dict[str, Any] = {"builder": Published, "impl": ReadsPublished}
 _BETWEEN = "state shared between two runtimes"
 
 WRONG = (
-    _wrong("KEEPS_SLOTS", "builder/update_block_table", "is not the step's own", builder=KeepsSlots),
-    _wrong("KEEPS_TABLE", "builder/update_block_table", "another step's block table", builder=KeepsTable),
-    _wrong("UPDATES_IN_PLACE", "builder/update_block_table", "must stay as it was", builder=UpdatesInPlace),
-    _wrong(
+    wrong("KEEPS_SLOTS", "builder/update_block_table", "is not the step's own", builder=KeepsSlots),
+    wrong("KEEPS_TABLE", "builder/update_block_table", "another step's block table", builder=KeepsTable),
+    wrong("UPDATES_IN_PLACE", "builder/update_block_table", "must stay as it was", builder=UpdatesInPlace),
+    wrong(
         "UPDATES_UNDECLARED", "builder/update_block_table", "must raise TypeError", builder=UpdatesUndeclared
     ),
-    _wrong("SHORT_DRAFTS", "builder/build_for_drafting", "the last token dropped", builder=ShortDrafts),
-    _wrong("STALE_FAST", "builder/fast_build", "another step's lengths", builder=StaleFast),
-    _wrong("STALE_TABLE", "builder/build-", "another step's block table", builder=StaleTable),
-    _wrong("SHARED_BUFFER", "builder/two-builders", "another step's lengths", builder=SharedBuffer),
-    _wrong("PUBLISHED", "runtime/threads", _BETWEEN, **_PUBLISHED),
-    _wrong("PUBLISHED_TOO", "runtime/two-runtimes", _BETWEEN, **_PUBLISHED),
-    _wrong("FIRST_LAYERS_SCALE", "builder/several-layers", "the first layer's scale", impl=FirstLayersScale),
-    _wrong("CHANGES_COMMON", "builder/common-unmodified", "changed common.seq_lens", builder=ChangesCommon),
-    _wrong(
+    wrong("SHORT_DRAFTS", "builder/build_for_drafting", "the last token dropped", builder=ShortDrafts),
+    wrong("STALE_FAST", "builder/fast_build", "another step's lengths", builder=StaleFast),
+    wrong("STALE_TABLE", "builder/build-", "another step's block table", builder=StaleTable),
+    wrong("SHARED_BUFFER", "builder/two-builders", "another step's lengths", builder=SharedBuffer),
+    wrong("PUBLISHED", "runtime/threads", _BETWEEN, **_PUBLISHED),
+    wrong("PUBLISHED_TOO", "runtime/two-runtimes", _BETWEEN, **_PUBLISHED),
+    wrong("FIRST_LAYERS_SCALE", "builder/several-layers", "the first layer's scale", impl=FirstLayersScale),
+    wrong("CHANGES_COMMON", "builder/common-unmodified", "changed common.seq_lens", builder=ChangesCommon),
+    wrong(
         "TRUSTS_BOUNDS",
         "builder/host-lengths-upper_bound",
         "upper bounds taken for exact lengths",
         builder=TrustsBounds,
     ),
-    _wrong(
+    wrong(
         "NEEDS_HOST",
         "builder/host-lengths-none",
         "with seq_lens_host=None, where needs_host_seq_lens='none': raised TypeError",
         builder=NeedsHost,
     ),
-    _wrong(
+    wrong(
         "TRUSTS_LONGEST",
         "builder/max_seq_len",
         "max_seq_len taken for the longest length",
         builder=TrustsLongest,
     ),
-    _wrong("DECODES_FIRST", "builder/order", "reorder_batch_threshold=None promises", builder=DecodesFirst),
-    _wrong("ONE_TABLE", "runtime/steps", "layer window of KV group", builder=OneTable),
-    _wrong(
+    wrong("DECODES_FIRST", "builder/order", "reorder_batch_threshold=None promises", builder=DecodesFirst),
+    wrong("ONE_TABLE", "runtime/steps", "layer window of KV group", builder=OneTable),
+    wrong(
         "REFUSES_UNDECLARED",
         "builder/host-lengths-none",
         "where needs_host_seq_lens='none': raised BatchError",
         builder=RefusesUndeclared,
     ),
-    _wrong(
+    wrong(
         "NEEDS_SOMETHING",
         "builder/host-lengths-upper_bound",
         "needs_host_seq_lens='sometimes' is none of none, upper_bound, exact",
         builder=NeedsSomething,
     ),
-    _wrong("SHUFFLES_SLOTS", "builder/build-", "so new keys go astray", builder=ShufflesSlots),
-    _wrong(
+    wrong("SHUFFLES_SLOTS", "builder/build-", "so new keys go astray", builder=ShufflesSlots),
+    wrong(
         "CANNOT_UPDATE", "builder/update_block_table", "raised NotImplementedError: no", builder=CannotUpdate
     ),
-    _wrong(
-        "NO_LEVEL", "builder/cudagraph-support", "gave 2, which is no AttentionCGSupport", builder=NoLevel
-    ),
-    _wrong("ONE_TABLE_TWICE", "runtime/two-runtimes", "alone they are wrong too", builder=OneTable),
-    _wrong("UNSURE_LEVEL", "builder/cudagraph-support", "get_cudagraph_support gave", builder=UnsureLevel),
-    _wrong(
+    wrong("NO_LEVEL", "builder/cudagraph-support", "gave 2, which is no AttentionCGSupport", builder=NoLevel),
+    wrong("ONE_TABLE_TWICE", "runtime/two-runtimes", "alone they are wrong too", builder=OneTable),
+    wrong("UNSURE_LEVEL", "builder/cudagraph-support", "get_cudagraph_support gave", builder=UnsureLevel),
+    wrong(
         "CANNOT_CAPTURE",
         "builder/cudagraph-support",
         "with UNIFORM_BATCH declared: raised ValueError",
         builder=CannotCapture,
     ),
-    _wrong("SINKS_ALWAYS", "merge/2-parts-sinks", "sink counted twice in a merge", impl=SinksAlways),
-    _wrong("SINKS_ALWAYS_TOO", "merge/use_sinks", "use_sinks=False ignored", impl=SinksAlways),
-    _wrong(
+    wrong("SINKS_ALWAYS", "merge/2-parts-sinks", "sink counted twice in a merge", impl=SinksAlways),
+    wrong("SINKS_ALWAYS_TOO", "merge/use_sinks", "use_sinks=False ignored", impl=SinksAlways),
+    wrong(
         "ZERO_FOR_EMPTY", "merge/empty-part", "LSE of rows that see nothing is 0, not -inf", impl=ZeroForEmpty
     ),
-    _wrong("LSE_WITHOUT_SINK", "merge/2-parts-sinks", "part 1 alone: lse", impl=LseWithoutSink),
+    wrong("LSE_WITHOUT_SINK", "merge/2-parts-sinks", "part 1 alone: lse", impl=LseWithoutSink),
 )

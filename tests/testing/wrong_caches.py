@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from catching import Wrong, variant
+from catching import wrong
 from wrong_structure import Around, Call
 
 from attnplug.backends.torch_native.backend import TorchBackend
@@ -252,10 +252,6 @@ class NeverRight(Around):
 
     def after(self, call: Call) -> None:
         call.rows.mul_(1.5)
-
-
-def wrong(name: str, check: str, says: str, impl: type[TorchImpl]) -> Wrong:
-    return Wrong(name, variant(name, impl=impl), check, says)
 
 
 WRONG_CACHES = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from asks_torch import AsksTorch, Raises
-from catching import Wrong, variant
+from catching import Wrong, wrong
 from imports_torch import ImportsTorch
 
 from attnplug.backends.torch_native import TorchBackend
@@ -86,10 +86,6 @@ def lists_16(cls: Any, spec: Any = None, device: Any = None) -> Any:
     return (MultipleOf(16),)
 
 
-def wrong(name: str, check: str, says: str, **parts: Any) -> Wrong:
-    return Wrong(name, variant(name, **parts), check, says)
-
-
 WRONG_DECLARATIONS = [
     Wrong("imports_torch", ImportsTorch, "declaration/light-import", "imports_torch.py:5"),
     Wrong("asks_torch", AsksTorch, "declaration/light-methods", "asks_torch.py:17"),
@@ -134,7 +130,7 @@ WRONG_DECLARATIONS = [
     wrong(
         "prefers_what_it_cannot_read",
         "declaration/preferred-block-size",
-        "get_preferred_block_size(default=1) is 1, which it cannot read",
+        "get_preferred_block_size(default=1) is 1; supported are multiples of 16",
         get_supported_kernel_block_sizes=lists_16,
         get_preferred_block_size=lambda cls, spec=None, device=None, default=16: default,
     ),
@@ -185,7 +181,7 @@ WRONG_DECLARATIONS = [
     wrong(
         "order_that_is_none",
         "declaration/kv-stride-order-plain",
-        "no permutation",
+        "not a permutation",
         get_kv_cache_stride_order=lambda cls, layers=False, *, layout=None, spec=None: (0, 1, 2, 2, 4),
     ),
     wrong(
@@ -214,7 +210,7 @@ WRONG_DECLARATIONS = [
     wrong(
         "one_page_for_both",
         "declaration/kv-views-plain",
-        "over each other",
+        "split_kv overlap",
         split_kv=lambda cls, cache, spec: (cache[:, 0], cache[:, 0]),
     ),
     wrong("class_of_nothing", "declaration/impl-class", "must be a subclass of AttentionImpl", impl=int),

@@ -119,10 +119,7 @@ class ForgetsWindowsOfDecodes(TorchImpl):
 
 class ReadsTheNextRow(TorchMetadataBuilder):
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> TorchMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         return dataclasses.replace(metadata, block_table=metadata.block_table.roll(-1, 0))

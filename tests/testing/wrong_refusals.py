@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from catching import Wrong, variant
+from catching import wrong
 from wrong_declarations import lists_16
 
 from attnplug.backends.torch_native import TorchBackend
@@ -93,10 +93,6 @@ def twice(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) -> list[
 def hard_coded(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) -> list[Reason]:
     """Goes by the features of TORCH, whatever the class says of its own."""
     return TorchBackend.validate_configuration(spec, device, phase)
-
-
-def wrong(name: str, check: str, says: str, **parts: Any) -> Wrong:
-    return Wrong(name, variant(name, **parts), check, says)
 
 
 WRONG_REFUSALS = [
@@ -230,7 +226,7 @@ WRONG_REFUSALS = [
     wrong(
         "any_bare_device",
         "refused/compute-capability",
-        "of a capability not known is accepted",
+        "of unknown capability is accepted",
         supports_compute_capability=lambda cls, pair: pair >= (8, 0),
         validate_configuration=any_bare_device,
     ),

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
-from catching import Wrong, variant
+from catching import wrong
 
 from attnplug.backends.torch_native.builder import TorchMetadata
 from attnplug.backends.torch_native.impl import TorchImpl
@@ -231,10 +231,6 @@ class NeedsLse(Around):
             call.more["output_lse"].zero_()
 
 
-def wrong(name: str, check: str, says: str, impl: type[TorchImpl]) -> Wrong:
-    return Wrong(name, variant(name, impl=impl), check, says)
-
-
 WRONG_STRUCTURE = [
     wrong("scales_query", "tensors/inputs-kept", "modified query", impl=ScalesQuery),
     wrong(
@@ -249,9 +245,9 @@ WRONG_STRUCTURE = [
         impl=AssumesContiguous,
     ),
     wrong("writes_padding", "tensors/padding-rows", "output rows past num_actual_tokens", impl=WritesPadding),
-    wrong("reads_padding", "tensors/padding-rows", "which are not to be read: output", impl=ReadsPadding),
+    wrong("reads_padding", "tensors/padding-rows", "which forward must not read: output", impl=ReadsPadding),
     wrong(
-        "needs_no_sinks", "tensors/sinks-required", "takes has_sinks=True without sinks", impl=NeedsNoSinks
+        "needs_no_sinks", "tensors/sinks-required", "accepts has_sinks=True without sinks", impl=NeedsNoSinks
     ),
     wrong("key_error", "tensors/alibi_slopes-required", "raised KeyError", impl=KeyErrorForSlopes),
     wrong("accumulates", "tensors/output-overwritten", "that held", impl=Accumulates),

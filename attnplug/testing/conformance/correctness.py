@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from attnplug.testing.comparison import assert_close, assert_lse_close, tolerance
 from attnplug.testing.conformance.cases import Case, designed_cases, untried
 from attnplug.testing.conformance.check import Check, ConformanceError
-from attnplug.testing.conformance.misreadings import recognise
+from attnplug.testing.conformance.mistake_recognition import recognise
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.running import run_batch
 

@@ -1,10 +1,11 @@
-"""Builders ask no more of a step than they declare, and leave it as it was."""
+"""Builders need no more of a step than they declare, and do not modify it."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,56 +14,59 @@ import torch
 
 from attnplug.core.batch import reorder_batch_to_split_decodes_and_prefills
 from attnplug.core.errors import BatchError
-from attnplug.core.metadata import CommonAttentionMetadata
-from attnplug.testing.conformance.check import Check, ConformanceError
-from attnplug.testing.conformance.driving import Build, Driver
+from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
+from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
+from attnplug.testing.conformance.expectations import StepMistake, expect_correct_step, with_lengths
+from attnplug.testing.conformance.harness import Harness
 from attnplug.testing.conformance.phases import of_phase
-from attnplug.testing.conformance.steps import Make, decodes, kinds, layer_of_kind, mixed, step_of
+from attnplug.testing.conformance.steps import (
+    BatchFactory,
+    decodes,
+    layer_kinds,
+    layer_of_kind,
+    mixed,
+    step_factory,
+)
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.conformance.verdicts import Misread, during, judge, with_lengths
 
 __all__ = ["checks"]
 
 _FORMS = ("none", "upper_bound", "exact")
-"""Of host lengths, what says more comes later."""
+"""Values of needs_host_seq_lens, the least demanding first."""
 
 
 def checks(target: Target) -> Iterator[Check]:
-    """The checks of what builders are given, for each kind of layer that the backend declares."""
-    for kind in kinds(target):
-        for name, (run, summary) in _CHECKS.items():
-            yield Check(f"builder/{name}-{kind}", functools.partial(run, target, kind), summary)
+    """The checks of builders' inputs, for each kind of layer that the backend declares."""
+    for kind in layer_kinds(target):
+        yield from checks_from(_CHECKS, "builder", target, kind)
 
 
-def _check_common_kept(target: Target, kind: str) -> None:
+def _check_common_unmodified(target: Target, kind: str) -> None:
     spec = layer_of_kind(target, kind)
     size = target.block_size(spec)
-    ways: Mapping[str, Build] = {
+    builds: dict[str, Callable[[AttentionMetadataBuilder[Any], CommonAttentionMetadata], object]] = {
         "build": lambda builder, common: builder.build(0, common),
         "build with fast_build=True": lambda builder, common: builder.build(0, common, True),
         "build_for_drafting": lambda builder, common: builder.build_for_drafting(common, 0),
     }
-    for what, build in ways.items():
+    for what, build in builds.items():
         for lengths in (mixed(size), decodes(size)):
-            batch = step_of(target, spec, lengths)()
-            driver, before = Driver.of(target, batch), _snapshot(batch.common)
-            with during(what):
-                build(driver.builder, batch.common)
+            batch = step_factory(target, spec, lengths)()
+            harness, before = Harness.of(target, batch), _snapshot(batch.common)
+            with error_context(what):
+                build(harness.builder, batch.common)
             for name, value in _snapshot(batch.common).items():
                 if not _same(value, before[name]):
-                    raise ConformanceError(
-                        f"{what} changed common.{name}: {before[name]} became {value}", name
-                    )
+                    problem = f"{what} changed common.{name}: {before[name]} became {value}"
+                    raise ConformanceError(problem, name)
 
 
 def _snapshot(common: CommonAttentionMetadata) -> dict[str, Any]:
-    """Every field but the private ones, which are caches."""
+    """A copy of every public field; private ones are caches."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(common):
         if not field.name.startswith("_"):
-            value = getattr(common, field.name)
-            kept = value.clone() if isinstance(value, torch.Tensor) else value
-            found[field.name] = value.copy() if isinstance(value, np.ndarray) else kept
+            found[field.name] = copy.deepcopy(getattr(common, field.name))
     return found
 
 
@@ -75,21 +79,18 @@ def _same(one: Any, other: Any) -> bool:
 def _check_host_lengths(target: Target, kind: str, form: str) -> None:
     spec = layer_of_kind(target, kind)
     size = target.block_size(spec)
-    for each in (mixed(size), decodes(size)):
-        lengths = of_phase(target.phase, *each)
-        for more in (0, size):
-            _check_host_form(
-                target,
-                step_of(target, spec, (lengths[0], lengths[1])),
-                form,
-                _page_ends(lengths[1], size) + more,
-            )
+    for lengths in (mixed(size), decodes(size)):
+        new, tokens = of_phase(target.phase, *lengths)
+        # Bounds within the pages that the requests have, and a page beyond them.
+        page_ends = np.array([-(-length // size) * size for length in tokens], dtype=np.int32)
+        for bounds in (page_ends, page_ends + size):
+            _check_host_form(target, step_factory(target, spec, (new, tokens)), form, bounds)
 
 
-def _check_host_form(target: Target, make: Make, form: str, bounds: npt.NDArray[np.int32]) -> None:
+def _check_host_form(target: Target, make: BatchFactory, form: str, bounds: npt.NDArray[np.int32]) -> None:
     batch = make()
-    driver = Driver.of(target, batch)
-    needs = driver.builder.needs_host_seq_lens
+    harness = Harness.of(target, batch)
+    needs = harness.builder.needs_host_seq_lens
     if needs not in _FORMS:
         raise ConformanceError(f"needs_host_seq_lens={needs!r} is none of {', '.join(_FORMS)}")
     common = dataclasses.replace(
@@ -100,39 +101,34 @@ def _check_host_form(target: Target, make: Make, form: str, bounds: npt.NDArray[
     )
     given = "seq_lens_host=None" if form == "none" else "upper bounds in seq_lens_host"
     what = f"with {given}, where needs_host_seq_lens={needs!r}"
-    with during(what):
+    with error_context(what):
         try:
-            found = driver.run(batch, driver.builder.build(0, common))
+            found = harness.run(batch, harness.builder.build(0, common))
         except BatchError:
             if _FORMS.index(needs) > _FORMS.index(form):
                 return
             raise
-    likely: dict[str, Misread] = {
+    mistakes: dict[str, StepMistake] = {
         "upper bounds taken for exact lengths": lambda c: with_lengths(c, torch.from_numpy(bounds))
     }
-    judge(target, make, found, what, likely)
-
-
-def _page_ends(seq_lens: Sequence[int], size: int) -> npt.NDArray[np.int32]:
-    """Bounds that stay within the pages that the requests have."""
-    return np.array([-(-length // size) * size for length in seq_lens], dtype=np.int32)
+    expect_correct_step(target, make, found, what, mistakes)
 
 
 def _check_longest_bound(target: Target, kind: str) -> None:
     spec = layer_of_kind(target, kind)
     size = target.block_size(spec)
     for lengths in (mixed(size), decodes(size)):
-        make, longest = step_of(target, spec, lengths), max(lengths[1])
+        make, longest = step_factory(target, spec, lengths), max(lengths[1])
         for bound in (-(-longest // size) * size, longest + size):
-            batch, what = make(), "with max_seq_len above the longest sequence, as it may be"
-            driver = Driver.of(target, batch)
-            with during(what):
+            batch, what = make(), "with max_seq_len above the longest sequence, which is allowed"
+            harness = Harness.of(target, batch)
+            with error_context(what):
                 common = dataclasses.replace(batch.common, max_seq_len=bound)
-                found = driver.run(batch, driver.builder.build(0, common))
-            likely: dict[str, Misread] = {
+                found = harness.run(batch, harness.builder.build(0, common))
+            mistakes: dict[str, StepMistake] = {
                 "max_seq_len taken for the longest length": functools.partial(_lengthened, longest, bound)
             }
-            judge(target, make, found, what, likely)
+            expect_correct_step(target, make, found, what, mistakes)
 
 
 def _lengthened(longest: int, bound: int, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
@@ -142,7 +138,7 @@ def _lengthened(longest: int, bound: int, common: CommonAttentionMetadata) -> Co
 
 @dataclasses.dataclass
 class _Rows:
-    """Requests as the runtime reorders them: new and computed tokens."""
+    """New and computed tokens of each request, in the form that the runtime's reordering takes."""
 
     req_ids: list[str]
     num_scheduled_tokens: dict[str, int]
@@ -156,8 +152,10 @@ class _Rows:
 def _check_order(target: Target, kind: str, speculative: int) -> None:
     spec = layer_of_kind(target, kind)
     size = target.block_size(spec)
-    driver = Driver.of(target, step_of(target, spec, mixed(size))(), num_speculative_tokens=speculative)
-    threshold = driver.builder.reorder_batch_threshold
+    harness = Harness.of(
+        target, step_factory(target, spec, mixed(size))(), num_speculative_tokens=speculative
+    )
+    threshold = harness.builder.reorder_batch_threshold
     edge = 1 + speculative if threshold is None else threshold
     new = [size + 3, 1, edge + 1, edge, edge + 4, 1, edge]
     rows = _Rows(
@@ -168,32 +166,32 @@ def _check_order(target: Target, kind: str, speculative: int) -> None:
     if threshold is not None:
         reorder_batch_to_split_decodes_and_prefills(rows, rows, threshold)
     ordered = [rows.num_scheduled_tokens[name] for name in rows.req_ids]
-    make = step_of(target, spec, (ordered, (rows.num_computed_tokens_cpu + ordered).tolist()))
+    make = step_factory(target, spec, (ordered, (rows.num_computed_tokens_cpu + ordered).tolist()))
     batch, what = make(), f"requests in any order, as reorder_batch_threshold={threshold} promises"
     if threshold is not None:
-        what = f"requests in the order that reorder_batch_threshold={threshold} asks for"
-    with during(what):
-        found = driver.run(batch, driver.builder.build(0, batch.common))
-    judge(target, make, found, f"{what}, with {ordered} new tokens")
+        what = f"requests in the order for reorder_batch_threshold={threshold}"
+    with error_context(what):
+        found = harness.run(batch, harness.builder.build(0, batch.common))
+    expect_correct_step(target, make, found, f"{what}, with {ordered} new tokens")
 
 
-_CHECKS: dict[str, tuple[Callable[[Target, str], None], str]] = {
-    "common-unmodified": (_check_common_kept, "a build does not modify the common metadata"),
+_CHECKS: CheckTable = {
+    "common-unmodified": (_check_common_unmodified, "a build does not modify the common metadata"),
     "host-lengths-none": (
         functools.partial(_check_host_lengths, form="none"),
-        "without host lengths the answer is right, or the batch is refused as declared",
+        "without host lengths the answer is right, or the builder refuses as declared",
     ),
     "host-lengths-upper_bound": (
         functools.partial(_check_host_lengths, form="upper_bound"),
-        "host lengths that are upper bounds are not taken for exact ones",
+        "host lengths that are upper bounds are not read as exact ones",
     ),
     "max_seq_len": (_check_longest_bound, "max_seq_len may be an upper bound"),
     "order": (
         functools.partial(_check_order, speculative=0),
-        "requests in the order that reorder_batch_threshold asks for are served",
+        "requests in the order for reorder_batch_threshold are served",
     ),
     "order-speculative": (
         functools.partial(_check_order, speculative=3),
-        "so they are where several tokens are verified per decode",
+        "they are served with several verified tokens per decode",
     ),
 }
