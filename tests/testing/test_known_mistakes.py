@@ -1,4 +1,4 @@
-"""Wrong numbers are named after the mistake that gives them, and no others are."""
+"""Wrong numbers of known mistakes are named, and no others are."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def smoke_cases() -> list[Case]:
 
 
 @functools.cache
-def told() -> frozenset[str]:
-    """Of which mistakes some designed case of TORCH tells the numbers."""
+def recognised() -> frozenset[str]:
+    """The mistakes that some designed case of TORCH recognises."""
     left = set(NAMES)
     for case in smoke_cases():
         batch = case.batch(target())
@@ -49,15 +49,15 @@ def numbers_of(batch: Batch, name: str) -> tuple[torch.Tensor, torch.Tensor | No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_designed_case_tells_each_mistake(name: str) -> None:
-    assert name in told()
+def test_a_designed_case_recognises_each_mistake(name: str) -> None:
+    assert name in recognised()
 
 
 def test_names_are_unique() -> None:
     assert len(set(NAMES)) == len(NAMES)
 
 
-def test_the_right_reading_is_the_oracle() -> None:
+def test_the_right_rules_give_the_oracle() -> None:
     for case in smoke_cases():
         batch = case.batch(target())
         right, requests, truth = rules_of(batch), requests_of(batch), batch.oracle()

@@ -1,4 +1,4 @@
-"""Backends that take one request for another, or one step: variants of TORCH, wrong in one way each."""
+"""Backends that mix up requests or steps: variants of TORCH, each with one mistake."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NeverIdle(Altered):
 
 
 class NeverEmpty(Altered):
-    """Takes the largest of no lengths."""
+    """Computes the maximum of an empty array."""
 
     def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         made.seq_lens.max()
@@ -34,7 +34,7 @@ class NeverEmpty(Altered):
 
 
 class WritesForNobody(TorchImpl):
-    """Writes at least one row."""
+    """Writes a row even if there are no requests."""
 
     def attend(self, *args: Any, **more: Any) -> Any:
         found = super().attend(*args, **more)
@@ -66,7 +66,7 @@ class SizedBySecond(Altered):
 
 
 class TwoOrMore(Altered):
-    """Is never alone."""
+    """Serves a single request wrongly."""
 
     def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         if made.seq_lens.size == 1:
@@ -75,7 +75,7 @@ class TwoOrMore(Altered):
 
 
 class FirstPieceOnly(Altered):
-    """Takes each long piece for a whole prompt."""
+    """Reads each long piece as a whole prompt."""
 
     def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         whole = np.where(made.query_lens > 16, made.query_lens, made.seq_lens)
@@ -83,21 +83,21 @@ class FirstPieceOnly(Altered):
 
 
 class IgnoresCausal(Altered):
-    """Goes by the layer, whatever the batch says."""
+    """Reads causality from the layer and ignores the batch."""
 
     def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         return dataclasses.replace(made, causal=False)
 
 
 class NeverWidens(Altered):
-    """Goes by the layer where the batch says more."""
+    """Reads causality from the layer if the batch widens it."""
 
     def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         return dataclasses.replace(made, causal=True)
 
 
 class RaisesOnWide(Altered):
-    """Refuses what it should, with an error that says nothing."""
+    """Refuses causal=False, but with an unhelpful error."""
 
     def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         if not made.causal:

@@ -1,4 +1,4 @@
-"""Backends whose builders, partial results or runtimes are wrong in one way each: variants of TORCH."""
+"""Backends with one mistake in builders, partial results or runtimes: variants of TORCH."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ class Altered(TorchMetadataBuilder):
     fast = False
     """Whether the current build is a fast one."""
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> TorchMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         self.fast = fast_build
         made = super().build(common_prefix_len, common_attn_metadata, fast_build)
         return self.altered(made, common_attn_metadata)
@@ -50,7 +48,7 @@ class KeepsTable(TorchMetadataBuilder):
 
 
 class UpdatesInPlace(TorchMetadataBuilder):
-    """Takes the metadata of one group away when it makes another's."""
+    """Overwrites the metadata of the first group with another's."""
 
     def update_block_table(self, metadata: TorchMetadata, blk_table: Any, slot_mapping: Any) -> TorchMetadata:
         made = super().update_block_table(metadata, blk_table, slot_mapping)
@@ -59,7 +57,7 @@ class UpdatesInPlace(TorchMetadataBuilder):
 
 
 class UpdatesUndeclared(TorchMetadataBuilder):
-    """Says that it cannot swap tables, and gives back what it was given."""
+    """Declares no table swap, and returns the given metadata."""
 
     supports_update_block_table = False
 
@@ -68,7 +66,7 @@ class UpdatesUndeclared(TorchMetadataBuilder):
 
 
 class ShortDrafts(TorchMetadataBuilder):
-    """Takes the drafted token for one that is not there yet."""
+    """Leaves the drafted token out of the lengths."""
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> TorchMetadata:
         made = super().build_for_drafting(common_attn_metadata, draft_index)
@@ -76,7 +74,7 @@ class ShortDrafts(TorchMetadataBuilder):
 
 
 class StaleFast(Altered):
-    """Keeps the lengths of the last build where it is to be fast."""
+    """Keeps the lengths of the last build in a fast build."""
 
     lengths: Any = None
 
@@ -120,7 +118,7 @@ class Published(Altered):
 
 
 class ReadsPublished(TorchImpl):
-    """Reads the step that was built last, by whomever."""
+    """Reads the step that any builder built last."""
 
     def attend(self, *given: Any, **asked: Any) -> torch.Tensor:
         layer, query, key, value, cache, metadata, *rest = given
@@ -150,11 +148,9 @@ class ChangesCommon(Altered):
 
 
 class TrustsBounds(TorchMetadataBuilder):
-    """Takes host lengths as they are, exact or not."""
+    """Reads all host lengths as exact."""
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> TorchMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         exact = common_attn_metadata.seq_lens_host is not None
         common = dataclasses.replace(common_attn_metadata, seq_lens_host_exact=exact)
         return super().build(common_prefix_len, common, fast_build)
@@ -163,9 +159,7 @@ class TrustsBounds(TorchMetadataBuilder):
 class NeedsHost(TorchMetadataBuilder):
     """Needs host lengths, and declares that it needs none."""
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> TorchMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         assert len(common_attn_metadata.seq_lens_host)
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
@@ -173,9 +167,7 @@ class NeedsHost(TorchMetadataBuilder):
 class RefusesUndeclared(TorchMetadataBuilder):
     """Refuses batches without host lengths, and declares that it needs none."""
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> TorchMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         if common_attn_metadata.seq_lens_host is None:
             raise BatchError("seq_lens_host", None, "is required")
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
@@ -188,17 +180,15 @@ class NeedsSomething(TorchMetadataBuilder):
 
 
 class ShufflesSlots(TorchMetadataBuilder):
-    """Writes new keys where those of another token belong."""
+    """Writes new keys to the slots of other tokens."""
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> TorchMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         made = super().build(common_prefix_len, common_attn_metadata, fast_build)
         return dataclasses.replace(made, slot_mapping=made.slot_mapping.roll(1))
 
 
 class CannotUpdate(TorchMetadataBuilder):
-    """Says that it cannot swap tables with an error that engines do not expect."""
+    """Refuses to swap tables with an unexpected error."""
 
     supports_update_block_table = False
 
@@ -213,7 +203,7 @@ class NoLevel(TorchMetadataBuilder):
 
 
 class TrustsLongest(Altered):
-    """Takes max_seq_len for the length of the longest request."""
+    """Reads max_seq_len as the length of the longest request."""
 
     def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         lengths = made.seq_lens.copy()
@@ -275,7 +265,7 @@ class SinksAlways(TorchImpl):
 
 
 class ZeroForEmpty(TorchImpl):
-    """Says that a query which sees nothing has the LSE of one key with logit 0."""
+    """Writes an LSE of 0 for empty rows."""
 
     def attend(self, *given: Any, output_lse: torch.Tensor | None = None, **asked: Any) -> torch.Tensor:
         output = super().attend(*given, output_lse=output_lse, **asked)

@@ -1,4 +1,4 @@
-"""Backends that declare what means nothing, or two things that do not agree: variants of TORCH."""
+"""Backends with invalid or contradicting declarations: variants of TORCH."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CALLS = itertools.count()
 
 @dataclasses.dataclass
 class Loose:
-    """Options that anybody may change."""
+    """Options that are not frozen."""
 
     tile: int = 64
 
@@ -37,30 +37,30 @@ class Demanding:
 
 
 class Unfinished(AttentionImpl[Any]):
-    """Lacks what runs a layer."""
+    """Lacks attend and update_kv_cache."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Unreadable:
-    """Options of a type that there is not."""
+    """Options with an unknown type."""
 
     tile: "Tile | None" = None  # type: ignore[name-defined]  # noqa: F821, UP037
 
 
 class CapturesAll(TorchMetadataBuilder):
-    """Says with a number what it captures."""
+    """Declares a number as its capture level."""
 
     cudagraph_support: Any = 7
 
 
 class MaybeUpdates(TorchMetadataBuilder):
-    """Says neither yes nor no."""
+    """Declares neither True nor False."""
 
     supports_update_block_table: Any = "if you like"
 
 
 class Elsewhere(TorchMetadataBuilder):
-    """Says of host lengths what nobody knows."""
+    """Declares an unknown need for host lengths."""
 
     needs_host_seq_lens: Any = "sometimes"
 
@@ -70,7 +70,7 @@ def imports_kernels(cls: Any) -> Any:
 
 
 def order_of(*orders: tuple[int, ...]) -> Any:
-    """A stride order that is the first of these by default, then those of NHD and HND."""
+    """A stride order with a wrong default, and the right ones of NHD and HND."""
 
     def get_kv_cache_stride_order(
         cls: Any, layers: bool = False, *, layout: Any = None, spec: Any = None

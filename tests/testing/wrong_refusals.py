@@ -1,4 +1,4 @@
-"""Backends that accept what they do not serve, or refuse as they should not: variants of TORCH."""
+"""Backends that accept layers that they do not serve, or refuse wrongly: variants of TORCH."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALL = TorchBackend.features
 
 
 class RaisesLate(TorchImpl):
-    """Finds out in forward what should have been refused."""
+    """Raises in forward for a layer that it should have refused."""
 
     def attend(self, *args: Any, **kwargs: Any) -> Any:
         if self.spec.has_alibi and self.spec.logits_soft_cap:
@@ -27,7 +27,7 @@ class RaisesLate(TorchImpl):
 
 
 class RaisesEarly(TorchImpl):
-    """Finds it out when it is made."""
+    """Raises when it is made."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -36,7 +36,7 @@ class RaisesEarly(TorchImpl):
 
 
 class NoLatents(TorchImpl):
-    """Finds out late that it has no latent attention."""
+    """Raises late for MLA."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,7 +49,7 @@ def accepts_all(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) ->
 
 
 def but(**answers: Any) -> Any:
-    """A validate_configuration that says something else where TORCH refuses."""
+    """A validate_configuration with another answer where TORCH refuses."""
 
     def answer(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) -> Any:
         found = TorchBackend.validate_configuration.__func__(cls, spec, device, phase)  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ def twice(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) -> list[
 
 
 def hard_coded(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) -> list[Reason]:
-    """Goes by the features of TORCH, whatever the class says of its own."""
+    """Validates with the features of TORCH instead of its own."""
     return TorchBackend.validate_configuration(spec, device, phase)
 
 

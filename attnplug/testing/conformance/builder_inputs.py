@@ -16,7 +16,7 @@ from attnplug.core.batch import reorder_batch_to_split_decodes_and_prefills
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
-from attnplug.testing.conformance.expectations import StepMistake, expect_correct_step, with_lengths
+from attnplug.testing.conformance.expectations import StepMistake, expect_correct_step
 from attnplug.testing.conformance.harness import Harness
 from attnplug.testing.conformance.phases import of_phase
 from attnplug.testing.conformance.steps import (
@@ -26,6 +26,7 @@ from attnplug.testing.conformance.steps import (
     layer_of_kind,
     mixed,
     step_factory,
+    with_lengths,
 )
 from attnplug.testing.conformance.target import Target
 
@@ -42,8 +43,7 @@ def checks(target: Target) -> Iterator[Check]:
 
 
 def _check_common_unmodified(target: Target, kind: str) -> None:
-    spec = layer_of_kind(target, kind)
-    size = target.block_size(spec)
+    spec, size = layer_of_kind(target, kind)
     builds: dict[str, Callable[[AttentionMetadataBuilder[Any], CommonAttentionMetadata], object]] = {
         "build": lambda builder, common: builder.build(0, common),
         "build with fast_build=True": lambda builder, common: builder.build(0, common, True),
@@ -77,8 +77,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _check_host_lengths(target: Target, kind: str, form: str) -> None:
-    spec = layer_of_kind(target, kind)
-    size = target.block_size(spec)
+    spec, size = layer_of_kind(target, kind)
     for lengths in (mixed(size), decodes(size)):
         new, tokens = of_phase(target.phase, *lengths)
         # Bounds within the pages that the requests have, and a page beyond them.
@@ -115,8 +114,7 @@ def _check_host_form(target: Target, make: BatchFactory, form: str, bounds: npt.
 
 
 def _check_longest_bound(target: Target, kind: str) -> None:
-    spec = layer_of_kind(target, kind)
-    size = target.block_size(spec)
+    spec, size = layer_of_kind(target, kind)
     for lengths in (mixed(size), decodes(size)):
         make, longest = step_factory(target, spec, lengths), max(lengths[1])
         for bound in (-(-longest // size) * size, longest + size):
@@ -150,8 +148,7 @@ class _Rows:
 
 
 def _check_order(target: Target, kind: str, speculative: int) -> None:
-    spec = layer_of_kind(target, kind)
-    size = target.block_size(spec)
+    spec, size = layer_of_kind(target, kind)
     harness = Harness.of(
         target, step_factory(target, spec, mixed(size))(), num_speculative_tokens=speculative
     )

@@ -11,15 +11,17 @@ import torch
 from attnplug.core.metadata import PAD_SLOT_ID, AttentionCGSupport, CommonAttentionMetadata
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
-from attnplug.testing.conformance.expectations import (
-    StepMistake,
-    expect_correct_step,
-    expect_own_slots,
-    with_lengths,
-)
+from attnplug.testing.conformance.expectations import StepMistake, expect_correct_step, expect_own_slots
 from attnplug.testing.conformance.harness import Harness
 from attnplug.testing.conformance.phases import in_phase
-from attnplug.testing.conformance.steps import decodes, layer_kinds, layer_of_kind, mixed, step_factory
+from attnplug.testing.conformance.steps import (
+    decodes,
+    layer_kinds,
+    layer_of_kind,
+    mixed,
+    step_factory,
+    with_lengths,
+)
 from attnplug.testing.conformance.target import Target
 
 __all__ = ["checks", "stale_mistakes"]
@@ -41,8 +43,8 @@ def stale_mistakes(other: CommonAttentionMetadata) -> dict[str, StepMistake]:
 
 
 def _check_update(target: Target, kind: str) -> None:
-    spec = layer_of_kind(target, kind)
-    first, second = (step_factory(target, spec, mixed(target.block_size(spec)), seed) for seed in (0, 1))
+    spec, size = layer_of_kind(target, kind)
+    first, second = (step_factory(target, spec, mixed(size), seed) for seed in (0, 1))
     one, other = first(), second()
     first_harness, second_harness = Harness.of(target, one), Harness.of(target, other)
     given = other.common.block_table_tensor, other.common.slot_mapping
@@ -69,8 +71,7 @@ def _check_update(target: Target, kind: str) -> None:
 
 
 def _check_drafting(target: Target, kind: str) -> None:
-    spec = layer_of_kind(target, kind)
-    size = target.block_size(spec)
+    spec, size = layer_of_kind(target, kind)
     harness = Harness.of(target, step_factory(target, spec, mixed(size))(), num_speculative_tokens=3)
     for index in range(3):
         make = step_factory(target, spec, decodes(size, index) if index else mixed(size), index)
@@ -87,8 +88,7 @@ def _without_last(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
 
 
 def _check_steps(target: Target, kind: str, fast: bool) -> None:
-    spec = layer_of_kind(target, kind)
-    size = target.block_size(spec)
+    spec, size = layer_of_kind(target, kind)
     lengths = mixed(size), mixed(size, 2), decodes(size), decodes(size, 2), mixed(size), ([1], [size + 1])
     harness = Harness.of(target, step_factory(target, spec, lengths[0])())
     before: Batch | None = None
@@ -106,8 +106,7 @@ def _check_steps(target: Target, kind: str, fast: bool) -> None:
 
 
 def _check_capture(target: Target, kind: str) -> None:
-    spec = layer_of_kind(target, kind)
-    size = target.block_size(spec)
+    spec, size = layer_of_kind(target, kind)
     settings = {"num_speculative_tokens": 2, "cudagraph_batch_sizes": (4,), "max_model_len": 4 * size}
     harness = Harness.of(target, step_factory(target, spec, decodes(size))(), **settings)
     builder = harness.builder

@@ -75,10 +75,8 @@ def _check_negative(target: Target) -> None:
 def _check_sharing(target: Target) -> None:
     batch = scenario_factory(target, "mixed")()
     Harness.of(target, batch).write(batch)
-    junk = dataclasses.replace(
-        batch, key=torch.full_like(batch.key, 7.0), value=torch.full_like(batch.value, 7.0)
-    )
-    guarded = GuardedCache.of(target.backend, junk)
+    sevens: dict[str, Any] = {name: torch.full_like(getattr(batch, name), 7.0) for name in ("key", "value")}
+    guarded = GuardedCache.of(target.backend, dataclasses.replace(batch, **sevens))
     harness = Harness.of(target, guarded.batch)
     with error_context("from_spec with kv_sharing_target_layer_name"):
         harness.layers[0].impl = target.backend.get_impl_cls().from_spec(
@@ -152,9 +150,8 @@ def _expect_stored(target: Target, batch: Batch) -> None:
         mistake = None
         for name, used in mistakes.items() if spec.has_quantized_kv_cache else ():
             scaled = stored_values(rows, spec, used) / used * scale
-            if _near(found, scaled, True, pages.dtype, scale):
+            if mistake is None and _near(found, scaled, True, pages.dtype, scale):
                 mistake = name
-                break
         place = int((found - wanted).abs().nan_to_num(torch.inf).argmax())
         gives = f"gives back {found.flatten()[place].item():g} for {wanted.flatten()[place].item():g}"
         raise wrong_answer(f"{part} of a cache of {spec.kv_cache_dtype!r} {gives}", mistake)

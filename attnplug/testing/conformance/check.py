@@ -18,7 +18,7 @@ __all__ = ["Check", "CheckSkipped", "CheckTable", "ConformanceError", "Level", "
 
 
 class Level(enum.StrEnum):
-    """How many layers and batches are tried."""
+    """The number of layers and batches to try."""
 
     SMOKE = "smoke"
     """A few values of each axis, in pairs: under a minute on two cores."""

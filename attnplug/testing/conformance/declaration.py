@@ -17,13 +17,7 @@ from attnplug.core.dtypes import DTYPES, bare_dtype_name, element_size, kv_cache
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.spec import AttentionType, Phase
-from attnplug.testing.conformance.check import (
-    Check,
-    CheckTable,
-    ConformanceError,
-    checks_from,
-    error_context,
-)
+from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
 from attnplug.testing.conformance.spec_grid import PHASES, grid, plainest
 from attnplug.testing.conformance.target import Target
 

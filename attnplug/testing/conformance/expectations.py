@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
@@ -22,7 +21,6 @@ __all__ = [
     "expect_correct",
     "expect_correct_step",
     "expect_own_slots",
-    "with_lengths",
     "wrong_answer",
 ]
 
@@ -31,7 +29,7 @@ StepMistake: TypeAlias = Callable[[CommonAttentionMetadata], CommonAttentionMeta
 
 
 def difference(batch: Batch, found: Answer, *, use_sinks: bool = True) -> str | None:
-    """How the batch's own rows of `found` differ from the oracle's answer; None if they do not."""
+    """The first difference of the batch's own rows of `found` from the oracle's answer; None if they agree."""
     expected, bound = batch.oracle(use_sinks=use_sinks), tolerance(batch.spec)
     tokens = batch.common.num_actual_tokens
     try:
@@ -96,20 +94,6 @@ def expect_own_slots(metadata: AttentionMetadata, common: CommonAttentionMetadat
     tokens = common.num_actual_tokens
     if not torch.equal(metadata.slot_mapping[:tokens].long(), common.slot_mapping[:tokens]):
         raise ConformanceError(f"{what}: metadata.slot_mapping is not the step's own, so new keys go astray")
-
-
-def with_lengths(common: CommonAttentionMetadata, lengths: torch.Tensor) -> CommonAttentionMetadata:
-    """The step with other lengths, int32 `[R]` on the host; negative ones become 0."""
-    host = lengths.clamp(min=0).int()
-    return dataclasses.replace(
-        common,
-        seq_lens=host.to(common.seq_lens.device),
-        seq_lens_host=host.numpy(),
-        seq_lens_host_exact=True,
-        max_seq_len=int(host.max()),
-        _seq_lens_cpu=None,
-        _num_computed_tokens_cpu=None,
-    )
 
 
 def _gives(target: Target, batch: Batch, mistake: StepMistake, found: Answer) -> bool:

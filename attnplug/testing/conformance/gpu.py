@@ -8,14 +8,13 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import torch
 
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, ConformanceError, error_context
 from attnplug.testing.conformance.harness import Harness
-from attnplug.testing.conformance.steps import decodes, layer_of_kind, mixed, step_factory
+from attnplug.testing.conformance.steps import decodes, layer_of_kind, mixed, step_factory, with_lengths
 from attnplug.testing.conformance.target import Target
 
 __all__ = ["GPU_TYPES", "checks"]
@@ -49,8 +48,7 @@ def checks(target: Target) -> Iterator[Check]:
 
 
 def _check_no_wait(target: Target, shape: str) -> None:
-    spec = layer_of_kind(target, "full")
-    size = target.block_size(spec)
+    spec, size = layer_of_kind(target, "full")
     batch = step_factory(target, spec, decodes(size) if shape == "decode" else mixed(size))()
     harness = Harness.of(target, batch)
     common = _least_host_lengths(harness, batch.common)
@@ -115,8 +113,7 @@ def _is_waiting(part: Callable[[], object]) -> bool:
 
 
 def _check_no_growth(target: Target, new: int) -> None:
-    spec = layer_of_kind(target, "full")
-    size = target.block_size(spec)
+    spec, size = layer_of_kind(target, "full")
     batch = target.batch(spec, [new] * _REQUESTS, [new] * _REQUESTS)
     harness = Harness.of(target, batch)
     kept, peaks = [], []
@@ -138,16 +135,9 @@ def _check_no_growth(target: Target, new: int) -> None:
 
 def _of_context(batch: Batch, size: int, length: int) -> CommonAttentionMetadata:
     """The step with requests of `length` tokens. All use one page, since only sizes matter here."""
-    common = batch.common
-    host = np.full(_REQUESTS, length, dtype=np.int32)
-    table = common.block_table_tensor[:, :1].repeat(1, -(-(_LONG + size) // size) + 1)
-    return dataclasses.replace(
-        common,
-        seq_lens=torch.from_numpy(host.copy()).to(common.seq_lens.device),
-        seq_lens_host=host,
-        max_seq_len=length,
-        block_table_tensor=table,
-    )
+    table = batch.common.block_table_tensor[:, :1].repeat(1, -(-(_LONG + size) // size) + 1)
+    common = with_lengths(batch.common, torch.full((_REQUESTS,), length))
+    return dataclasses.replace(common, block_table_tensor=table)
 
 
 def _step(harness: Harness, batch: Batch, common: CommonAttentionMetadata) -> None:

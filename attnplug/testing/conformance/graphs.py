@@ -101,20 +101,22 @@ class _Graphs:
         self._inputs: dict[str, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = {}
         self._outputs: dict[str, torch.Tensor] = {}
         for name, spec in served.plan.specs.items():
-            zeros = functools.partial(
-                torch.zeros, dtype=getattr(torch, spec.dtype), device=served.runtime.device
+            query, self._outputs[name], key, value = (
+                torch.zeros(
+                    (rows, heads, size), dtype=getattr(torch, spec.dtype), device=served.runtime.device
+                )
+                for heads in (spec.num_heads, spec.num_kv_heads)
+                for size in (spec.head_size, spec.head_size_v)
             )
-            self._inputs[name] = zeros((rows, spec.num_heads, spec.head_size)), None, None
-            if name not in served.plan.kv_sharing:
-                key = zeros((rows, spec.num_kv_heads, spec.head_size))
-                value = zeros((rows, spec.num_kv_heads, spec.head_size_v))
-                self._inputs[name] = self._inputs[name][0], key, value
-            self._outputs[name] = zeros((rows, spec.num_heads, spec.head_size_v))
+            shares = name in served.plan.kv_sharing
+            self._inputs[name] = (query, None, None) if shares else (query, key, value)
         for size in _SIZES:
-            with error_context(
-                f"capture of {size} requests of {queries} tokens, {state.support.name} declared"
-            ):
-                self._capture(size)
+            what = f"capture of {size} requests of {queries} tokens, {state.support.name} declared"
+            layers = functools.partial(self._layers, size)
+            with error_context(what), state.capture(size, queries) as metadata:
+                self._captured.append(metadata)
+                layers()
+                self._replays[size] = record(layers)
 
     def eager(self, **tokens: int) -> None:
         """Run a step without a graph; ConformanceError if its answer is wrong."""
@@ -152,13 +154,6 @@ class _Graphs:
 
     def _calls(self) -> dict[str, Call]:
         return {name: self._served.call(name) for name in self._inputs}
-
-    def _capture(self, size: int) -> None:
-        layers = functools.partial(self._layers, size)
-        with self._state.capture(size, self._queries) as metadata:
-            self._captured.append(metadata)
-            layers()
-            self._replays[size] = record(layers)
 
     def _layers(self, size: int) -> None:
         rows = size * self._queries

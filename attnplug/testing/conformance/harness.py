@@ -41,10 +41,7 @@ class HarnessLayer:
         self._k_scale = torch.tensor(self._k_scale_float, device=batch.query.device)
         self._v_scale = torch.tensor(self._v_scale_float, device=batch.query.device)
         self.impl: AttentionImpl[Any] = target.backend.get_impl_cls().from_spec(
-            batch.spec,
-            layer_name=name,
-            tensors=batch.tensors,
-            options=default_options(target),
+            batch.spec, layer_name=name, tensors=batch.tensors, options=default_options(target)
         )
         self.impl.process_weights_after_loading(getattr(torch, batch.spec.dtype))
 
@@ -101,17 +98,8 @@ class Harness:
         With `writes=False` the layer is given no key and value: the pages already contain them.
         """
         into, tokens = blank_answer(batch), batch.common.num_actual_tokens
-        self.layers[layer].impl.forward(
-            self.layers[layer],
-            batch.query,
-            batch.key if writes else None,
-            batch.value if writes else None,
-            batch.kv_cache,
-            metadata,
-            into.output,
-            output_lse=into.lse,
-            use_sinks=use_sinks,
-        )
+        given, driven = _arguments(batch, metadata, into.output, writes), self.layers[layer]
+        driven.impl.forward(driven, *given, output_lse=into.lse, use_sinks=use_sinks)
         return Answer(into.output[:tokens], None if into.lse is None else into.lse[:tokens])
 
     def build(self, batch: Batch) -> AttentionMetadata:
@@ -137,33 +125,24 @@ class Harness:
         """
         into = into or blank_answer(batch)
         with error_context(what):
-            self.impl.forward(
-                self.layers[0],
-                batch.query,
-                batch.key,
-                batch.value,
-                batch.kv_cache,
-                self.builder.build(0, batch.common),
-                into.output,
-                output_lse=into.lse,
-            )
+            given = _arguments(batch, self.builder.build(0, batch.common), into.output)
+            self.impl.forward(self.layers[0], *given, output_lse=into.lse)
         return into
 
     def attend(self, batch: Batch, *, with_keys: bool = True) -> Answer:
         """Call `build` and the first layer's `attend` with rows of NaN; without keys, the pages contain all."""
         into = blank_answer(batch)
         with error_context("attend" if with_keys else "attend without key and value, which the pages hold"):
-            self.impl.attend(
-                self.layers[0],
-                batch.query,
-                batch.key if with_keys else None,
-                batch.value if with_keys else None,
-                batch.kv_cache,
-                self.builder.build(0, batch.common),
-                into.output,
-                output_lse=into.lse,
-            )
+            given = _arguments(batch, self.builder.build(0, batch.common), into.output, with_keys)
+            self.impl.attend(self.layers[0], *given, output_lse=into.lse)
         return into
+
+
+def _arguments(
+    batch: Batch, metadata: AttentionMetadata, output: torch.Tensor, with_keys: bool = True
+) -> Any:
+    key, value = (batch.key, batch.value) if with_keys else (None, None)
+    return batch.query, key, value, batch.kv_cache, metadata, output
 
 
 def default_options(target: Target) -> Any:

@@ -13,13 +13,7 @@ from attnplug.core.errors import BatchError, LayoutError, SpecError
 from attnplug.core.features import Feature
 from attnplug.core.impl import LayerTensors
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import (
-    Check,
-    CheckSkipped,
-    CheckTable,
-    ConformanceError,
-    checks_from,
-)
+from attnplug.testing.conformance.check import Check, CheckSkipped, CheckTable, ConformanceError, checks_from
 from attnplug.testing.conformance.expectations import expect_correct
 from attnplug.testing.conformance.harness import Harness, blank_answer, default_options, raw_bytes
 from attnplug.testing.conformance.steps import scenario_factory, scenarios

@@ -8,13 +8,7 @@ from typing import Any
 
 from attnplug.core.impl import AttentionImpl, MLAAttentionImpl
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder
-from attnplug.testing.conformance.check import (
-    Check,
-    CheckTable,
-    ConformanceError,
-    checks_from,
-    error_context,
-)
+from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
 from attnplug.testing.conformance.lightness_child import declarations
 from attnplug.testing.conformance.spec_grid import grid
 from attnplug.testing.conformance.target import Target

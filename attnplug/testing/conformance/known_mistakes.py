@@ -161,14 +161,6 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
 )
 
 
-def _without_sinks(batch: Batch, truth: OracleResult) -> torch.Tensor:
-    return batch.oracle(use_sinks=False).lse
-
-
-def _transposed(batch: Batch, truth: OracleResult) -> torch.Tensor:
-    return truth.lse.T.reshape(truth.lse.shape)
-
-
 def _transposed_with_padding(batch: Batch, truth: OracleResult) -> torch.Tensor:
     padding = batch.query.shape[0] - truth.lse.shape[0]
     whole = torch.cat([truth.lse, truth.lse.new_full((padding, truth.lse.shape[1]), math.nan)])
@@ -180,11 +172,11 @@ LSE_MISTAKES: tuple[LseMistake, ...] = (
     LseMistake(
         "LSE converted from base 2, in which it was not", lambda batch, truth: truth.lse * math.log(2)
     ),
-    LseMistake("LSE without the sink", _without_sinks),
+    LseMistake("LSE without the sink", lambda batch, truth: batch.oracle(use_sinks=False).lse),
     LseMistake(
         "LSE of +inf where nothing is seen",
         lambda batch, truth: truth.lse.masked_fill(truth.lse == -math.inf, math.inf),
     ),
-    LseMistake("LSE transposed", _transposed),
+    LseMistake("LSE transposed", lambda batch, truth: truth.lse.T.reshape(truth.lse.shape)),
     LseMistake("LSE transposed, with its padding rows", _transposed_with_padding),
 )

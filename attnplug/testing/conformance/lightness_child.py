@@ -35,7 +35,7 @@ _METHODS = (
 def declarations(
     backend: type[AttentionBackend], layers: Iterable[tuple[LayerSpec, Device]]
 ) -> dict[str, list[Any]]:
-    """All that a backend declares, as plain values by attribute or method; needs no torch.
+    """The declarations of a backend as plain values, by attribute or method; needs no torch.
 
     Methods that take a layer have one value for each of `layers`.
     """

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-import numpy as np
 import torch
 
 from attnplug.core.features import Feature
@@ -19,7 +18,7 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckSkipped, error_context
 from attnplug.testing.conformance.expectations import difference, expect_correct, wrong_answer
 from attnplug.testing.conformance.harness import Answer, Harness
-from attnplug.testing.conformance.steps import with_pages
+from attnplug.testing.conformance.steps import with_lengths, with_pages
 from attnplug.testing.conformance.target import Target
 
 __all__ = ["checks"]
@@ -49,13 +48,12 @@ def checks(target: Target) -> Iterator[Check]:
         yield Check("merge/use_sinks", run, "with use_sinks=False neither output nor LSE includes the sinks")
 
 
-def _layer(target: Target, has_sinks: bool) -> LayerSpec:
+def _layer(target: Target, has_sinks: bool) -> tuple[LayerSpec, int]:
     return with_pages(target, target.spec(needs_lse=True, has_sinks=has_sinks))
 
 
 def _check_parts(target: Target, count: int, has_sinks: bool, short: bool = False) -> None:
-    spec = _layer(target, has_sinks)
-    size = target.block_size(spec)
+    spec, size = _layer(target, has_sinks)
     seq_lens = [4 * size + 1, 3 * size, 5 * size - 1] + ([1, size] if short else [])
     whole = target.batch(spec, [1] * len(seq_lens), seq_lens, exact=True)
     pages = [-(-length // size) for length in seq_lens]
@@ -71,8 +69,8 @@ def _check_parts(target: Target, count: int, has_sinks: bool, short: bool = Fals
 
 
 def _check_context(target: Target, has_sinks: bool) -> None:
-    spec = _layer(target, has_sinks)
-    size, free = target.block_size(spec), spec.replace(causal=False)
+    spec, size = _layer(target, has_sinks)
+    free = spec.replace(causal=False)
     if reasons := target.reasons(free):
         raise CheckSkipped(f"{target.name} serves no such layer without a causal mask: {'; '.join(reasons)}")
     context, new = [2 * size, 3 * size, 0, size], [3, 5, 4, 1]
@@ -87,13 +85,10 @@ def _part(whole: Batch, spans: Sequence[Span], spec: LayerSpec, size: int) -> Ba
     """The same queries over the keys `first : last` of each request, which its pages already contain."""
     common, device = whole.common, whole.query.device
     table = common.block_table_tensor.cpu()
-    host = np.array([last - first for first, last in spans], dtype=np.int32)
+    lengths = [last - first for first, last in spans]
     moved = torch.stack([row.roll(-(first // size)) for row, (first, _) in zip(table, spans, strict=True)])
     part = dataclasses.replace(
-        common,
-        seq_lens=torch.from_numpy(host.copy()).to(device),
-        seq_lens_host=host,
-        max_seq_len=int(host.max()),
+        with_lengths(common, torch.tensor(lengths)),
         block_table_tensor=moved.to(device),
         slot_mapping=torch.full_like(common.slot_mapping, PAD_SLOT_ID),
         causal=spec.causal,
@@ -104,7 +99,7 @@ def _part(whole: Batch, spans: Sequence[Span], spec: LayerSpec, size: int) -> Ba
         common=part,
         keys=[keys[first:last] for keys, (first, last) in zip(whole.keys, spans, strict=True)],
         values=[values[first:last] for values, (first, last) in zip(whole.values, spans, strict=True)],
-        seq_lens=host.tolist(),
+        seq_lens=lengths,
     )
 
 
@@ -141,8 +136,7 @@ def _part_mistake(part: Batch, answer: Answer, use_sinks: bool) -> str | None:
 
 
 def _check_without_sinks(target: Target) -> None:
-    spec = _layer(target, True)
-    size = target.block_size(spec)
+    spec, size = _layer(target, True)
     batch = target.batch(spec, [1, 5, 1, size + 3], [size, 2 * size + 5, 3, size + 3])
     harness = Harness.of(target, batch)
     with error_context("with use_sinks=False"):

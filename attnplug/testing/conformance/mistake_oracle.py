@@ -195,10 +195,7 @@ def _stored(
     count = request.key.shape[0]
     is_new = (torch.arange(other.key.shape[0]) >= other.key.shape[0] - other.new)[:, None, None]
     tensors = []
-    for tokens, (before, now) in (
-        (other.key, rules.key_factors),
-        (other.value, rules.value_factors),
-    ):
+    for tokens, (before, now) in ((other.key, rules.key_factors), (other.value, rules.value_factors)):
         held = torch.where(is_new, tokens * now, tokens * before)[:count]
         missing = held.new_full((count - held.shape[0], *held.shape[1:]), math.nan)
         tensors.append(torch.cat([held, missing]))

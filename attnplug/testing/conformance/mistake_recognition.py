@@ -39,15 +39,16 @@ def recognise(batch: Batch, output: torch.Tensor, lse: torch.Tensor | None) -> s
     """The name of the known mistake that gives `output [T, H, Dv]` and `lse [T, H]`, or None.
 
     A backend may make a mistake in one code path only, so each row may be right or mistaken. The mistake
-    must differ clearly from the right answer in some row. Of several mistakes, the nearest is named, and
-    of equally near ones the simplest.
+    must differ clearly from the right answer in some row. The nearest mistake is named; if several are
+    equally near, the simplest.
     """
     truth, bound = batch.oracle(), tolerance(batch.spec)
     found = (output.detach().cpu().double(), None if lse is None else lse.detach().cpu().double())
     wrong = _error((truth.output, truth.lse), found, bound) > 1
     if not bool(wrong.any()):
         return None
-    if bool(found[0].isnan().any(-1)[wrong].all()) and bool(_empty_rows(batch)[wrong].all()):
+    empty = batch.oracle(use_sinks=False).lse.isneginf()
+    if bool(found[0].isnan().any(-1)[wrong].all()) and bool(empty[wrong].all()):
         return NAN_FOR_EMPTY_ROWS
     parts = [_Part.of(span, wrong, truth, found) for span in _spans(batch)]
     # One request excludes most mistakes; short ones come first, since they are cheap.
@@ -120,10 +121,6 @@ def _mistakes(batch: Batch, truth: OracleResult, *, with_lse: bool) -> Iterator[
 def _spans(batch: Batch) -> list[slice]:
     starts = batch.common.query_start_loc_cpu.tolist()
     return [slice(start, stop) for start, stop in itertools.pairwise(starts)]
-
-
-def _empty_rows(batch: Batch) -> torch.Tensor:
-    return batch.oracle(use_sinks=False).lse.isneginf()
 
 
 def _error(expected: _Numbers, found: _Numbers, bound: Tolerance) -> torch.Tensor:

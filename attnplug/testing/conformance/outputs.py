@@ -27,6 +27,11 @@ from attnplug.testing.conformance.target import Target
 __all__ = ["checks"]
 
 _REFUSALS = (AttnplugError, TypeError, ValueError, NotImplementedError)
+_EMPTY_ROW_LAYERS: tuple[tuple[str, Feature, dict[str, bool]], ...] = (
+    ("", Feature(0), {}),
+    ("-lse", Feature.LSE, {"needs_lse": True}),
+    ("-lse-sinks", Feature.LSE | Feature.SINKS, {"needs_lse": True, "has_sinks": True}),
+)
 
 
 def checks(target: Target) -> Iterator[Check]:
@@ -44,11 +49,7 @@ def checks(target: Target) -> Iterator[Check]:
         ("direct", Feature.DIRECT_KV, _with_fewer_keys),
     ):
         if needed in features:
-            for kind, feature, fields in (
-                ("", Feature(0), {}),
-                ("-lse", Feature.LSE, {"needs_lse": True}),
-                ("-lse-sinks", Feature.LSE | Feature.SINKS, {"needs_lse": True, "has_sinks": True}),
-            ):
+            for kind, feature, fields in _EMPTY_ROW_LAYERS:
                 if feature in features:
                     run_empty = functools.partial(_check_empty_rows, target, make, **fields)
                     summary = "a query without visible keys gives 0, and LSE -inf or its sink's logit"
@@ -59,14 +60,18 @@ def _check_overwritten(target: Target, scenario: str) -> None:
     make = scenario_factory(target, scenario)
     other = make()
     stale = Harness.of(target, other).forward(other).output[: other.common.num_actual_tokens]
-    for what in ("NaN", "infinity", "the largest finite value", "another answer"):
+    largest = torch.finfo(other.query.dtype).max
+    fills = {
+        "NaN": torch.nan,
+        "infinity": torch.inf,
+        "the largest finite value": largest,
+        "another answer": 0.0,
+    }
+    for what, fill in fills.items():
         batch = make()
-        tokens = batch.common.num_actual_tokens
-        largest = torch.finfo(batch.query.dtype).max
-        fills = {"NaN": torch.nan, "infinity": torch.inf, "the largest finite value": largest}
-        into = blank_answer(batch, fills.get(what, 0.0))
+        into = blank_answer(batch, fill)
         if what == "another answer":
-            into.output[:tokens] = stale.flip(0)
+            into.output[: len(stale)] = stale.flip(0)
         found = Harness.of(target, batch).forward(batch, into)
         expect_correct(batch, found, f"into an output that held {what}, which forward must overwrite")
 

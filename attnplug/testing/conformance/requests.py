@@ -12,13 +12,7 @@ from attnplug.core.errors import BatchError
 from attnplug.core.features import Feature
 from attnplug.core.spec import Phase
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import (
-    Check,
-    CheckSkipped,
-    CheckTable,
-    ConformanceError,
-    checks_from,
-)
+from attnplug.testing.conformance.check import Check, CheckSkipped, CheckTable, ConformanceError, checks_from
 from attnplug.testing.conformance.expectations import difference, expect_correct
 from attnplug.testing.conformance.guarded_cache import GuardedCache, slots_of
 from attnplug.testing.conformance.harness import Answer, Harness, blank_answer
@@ -107,12 +101,11 @@ def _check_no_requests(target: Target, scenario: str) -> None:
     guarded = GuardedCache.of(target.backend, whole)
     empty = select_requests(guarded.batch, [])
     common = dataclasses.replace(empty.common, slot_mapping=whole.common.slot_mapping[:0])
-    # The engine may pad a step in which every request has finished.
+    # An engine may pad a step without requests.
     rows = {name: getattr(whole, name)[-3:] for name in ("query", "key", "value")}
-    for what, batch in (
-        ("without any request", dataclasses.replace(empty, common=common)),
-        ("with padding rows only", dataclasses.replace(empty, common=common, **rows)),
-    ):
+    empty = dataclasses.replace(empty, common=common)
+    padded = dataclasses.replace(empty, **rows)
+    for what, batch in (("without any request", empty), ("with padding rows only", padded)):
         found = Harness.of(target, whole).forward(batch, blank_answer(batch, 3.0), what)
         if bool((found.output != 3.0).any()):
             raise ConformanceError(f"{what}: forward wrote to the output")
@@ -135,8 +128,7 @@ def _check_state(target: Target, scenario: str) -> None:
 
 
 def _check_pieces(target: Target, kind: str) -> None:
-    spec = layer_of_kind(target, kind)
-    size = target.block_size(spec)
+    spec, size = layer_of_kind(target, kind)
     total = 3 * size + 5
     whole = target.batch(spec, [total], [total], exact=True)
     harness = Harness.of(target, whole)

@@ -34,8 +34,7 @@ def checks(target: Target) -> Iterator[Check]:
 
 
 def _check_two_builders(target: Target, kind: str) -> None:
-    spec = layer_of_kind(target, kind)
-    size = target.block_size(spec)
+    spec, size = layer_of_kind(target, kind)
     makes = (step_factory(target, spec, mixed(size)), step_factory(target, spec, mixed(size, 2), 1))
     batches = [make() for make in makes]
     harnesses = [Harness.of(target, batch) for batch in batches]
@@ -52,8 +51,7 @@ def _check_two_builders(target: Target, kind: str) -> None:
 
 
 def _check_layers(target: Target, kind: str) -> None:
-    spec = layer_of_kind(target, kind)
-    size = target.block_size(spec)
+    spec, size = layer_of_kind(target, kind)
     for lengths in (mixed(size), long_decodes(size)):
         layers = _layers_over(target, step_factory(target, spec, lengths)())
         _check_one_metadata(target, layers)

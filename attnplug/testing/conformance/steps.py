@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from attnplug.core.features import Feature
+from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import CheckSkipped
@@ -28,6 +29,7 @@ __all__ = [
     "scenarios",
     "select_requests",
     "step_factory",
+    "with_lengths",
     "with_pages",
 ]
 
@@ -48,32 +50,32 @@ _ENCODER = Feature.ENCODER | Feature.DIRECT_KV | Feature.NON_CAUSAL
 
 
 def layer_kinds(target: Target) -> list[str]:
-    """Those of LAYER_KINDS that the backend declares."""
+    """The kinds of LAYER_KINDS that the backend declares."""
     return [kind for kind, feature in LAYER_KINDS.items() if feature in target.backend.features]
 
 
-def layer_of_kind(target: Target, kind: str, **fields: Any) -> LayerSpec:
-    """A small layer of one of LAYER_KINDS with a block size; a chunk is two pages.
+def layer_of_kind(target: Target, kind: str) -> tuple[LayerSpec, int]:
+    """A small layer of one of LAYER_KINDS and its block size; a chunk is two pages.
 
     Raises:
         CheckSkipped: the backend serves none.
     """
     size = target.backend.get_preferred_block_size()
     wanted: dict[str, dict[str, Any]] = {"window": {"window": (6, 0)}, "chunk": {"chunk_size": 2 * size}}
-    return with_pages(target, target.spec(**wanted.get(kind, {}), **fields))
+    return with_pages(target, target.spec(**wanted.get(kind, {})))
 
 
-def with_pages(target: Target, spec: LayerSpec) -> LayerSpec:
-    """The layer with the block size that the backend prefers for it.
+def with_pages(target: Target, spec: LayerSpec) -> tuple[LayerSpec, int]:
+    """The layer with the block size that the backend prefers for it, and that size.
 
     Raises:
         CheckSkipped: the backend refuses the layer with that block size.
     """
-    chosen = spec.replace(block_size=target.block_size(spec))
-    reasons = target.reasons(chosen)
-    if reasons:
+    size = target.block_size(spec)
+    chosen = spec.replace(block_size=size)
+    if reasons := target.reasons(chosen):
         raise CheckSkipped(f"{target.name} refuses the block size that it prefers: {'; '.join(reasons)}")
-    return chosen
+    return chosen, size
 
 
 def mixed(size: int, more: int = 0) -> tuple[list[int], list[int]]:
@@ -108,7 +110,7 @@ def scenarios(target: Target) -> list[str]:
     return [*PAGED_SCENARIOS, *direct, *(["encoder"] if _ENCODER in features else [])]
 
 
-def scenario_factory(target: Target, scenario: str, *, seed: int = 0, **fields: Any) -> BatchFactory:
+def scenario_factory(target: Target, scenario: str, **fields: Any) -> BatchFactory:
     """Batches of one of `scenarios` with padding rows, for a layer with `fields` of a LayerSpec.
 
     Raises:
@@ -117,15 +119,28 @@ def scenario_factory(target: Target, scenario: str, *, seed: int = 0, **fields: 
     if scenario == "direct":
         spec = target.spec(direct_kv=True, **fields)
         # Two requests have keys of their last tokens only, one as many keys as queries.
-        return functools.partial(
-            target.batch, spec, [1, 1, 5, 33], [40, 9, 60, 33], key_lens=[40, 5, 50, 33], padding=3, seed=seed
-        )
+        lens = [1, 1, 5, 33], [40, 9, 60, 33]
+        return functools.partial(target.batch, spec, *lens, key_lens=[40, 5, 50, 33], padding=3)
     if scenario == "encoder":
         spec = target.spec(attn_type="encoder_only", direct_kv=True, **fields)
-        return functools.partial(target.batch, spec, [1, 5, 33], [1, 5, 33], padding=3, seed=seed)
+        return functools.partial(target.batch, spec, [1, 5, 33], [1, 5, 33], padding=3)
     spec = target.spec(**fields)
     lengths = (decodes if scenario == "decode" else mixed)(target.block_size(spec))
-    return step_factory(target, spec, lengths, seed)
+    return step_factory(target, spec, lengths)
+
+
+def with_lengths(common: CommonAttentionMetadata, lengths: torch.Tensor) -> CommonAttentionMetadata:
+    """The step with other lengths, int32 `[R]` on the host; negative ones become 0."""
+    host = lengths.clamp(min=0).int()
+    return dataclasses.replace(
+        common,
+        seq_lens=host.to(common.seq_lens.device),
+        seq_lens_host=host.numpy(),
+        seq_lens_host_exact=True,
+        max_seq_len=int(host.max()),
+        _seq_lens_cpu=None,
+        _num_computed_tokens_cpu=None,
+    )
 
 
 def select_requests(batch: Batch, requests: Sequence[int]) -> Batch:
