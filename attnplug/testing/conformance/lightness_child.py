@@ -17,7 +17,7 @@ import attnplug.registry  # noqa: F401
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.device import Device
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
-from attnplug.registry.containment import attempt, describe
+from attnplug.registry.plugin_calls import describe, guarded_call
 
 __all__ = ["declarations", "main"]
 
@@ -97,7 +97,7 @@ def main() -> None:
         if request["call_methods"]:
             spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64)
             layers = [(spec, Device.parse(name)) for name in ("cpu", "sm90", "rocm:9.4")]
-            _, error = attempt(declarations, backend, layers)
+            _, error = guarded_call(declarations, backend, layers)
             raised = None if error is None else describe(error)
     loaded = {
         name: where for name, where in watch.places.items() if name in sys.modules and name not in before

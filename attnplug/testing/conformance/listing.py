@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import SpecError
-from attnplug.registry.containment import attempt, describe
 from attnplug.registry.devices import DeviceLike, resolve_device
+from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.testing.conformance import (
     acceptance,
     builder_inputs,
@@ -89,7 +89,7 @@ def conformance_checks(
 
 def listed(group: Callable[[Target], Iterator[Check]], target: Target) -> list[Check]:
     """The checks of one group; if the backend's declarations cannot be read, one check that fails with the cause."""
-    found, error = attempt(lambda: list(group(target)))
+    found, error = guarded_call(lambda: list(group(target)))
     if error is None:
         return list(found)
     name = group.__module__.rpartition(".")[2]

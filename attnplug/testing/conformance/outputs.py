@@ -9,7 +9,7 @@ import torch
 
 from attnplug.core.errors import AttnplugError
 from attnplug.core.features import Feature
-from attnplug.registry.containment import attempt, describe
+from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import (
     Check,
@@ -162,7 +162,7 @@ def _check_lse_undeclared(target: Target) -> None:
     batch = scenario_factory(target, "mixed")()
     output = blank_answer(batch).output
     lse = torch.full(output.shape[:2], torch.nan, device=batch.query.device)
-    _, error = attempt(_forward, Harness.of(target, batch), batch, output, lse)
+    _, error = guarded_call(_forward, Harness.of(target, batch), batch, output, lse)
     _expect_refusal(error, "output_lse, given to a layer with needs_lse=False,")
 
 
@@ -176,7 +176,7 @@ def _check_output_scale(target: Target) -> None:
     given = (batch.query, batch.key, batch.value, batch.kv_cache, metadata, output)
     scale = torch.tensor(0.5, device=batch.query.device)
     for name in ("output_scale", "output_block_scale"):
-        _, error = attempt(harness.impl.forward, harness.layers[0], *given, **{name: scale})
+        _, error = guarded_call(harness.impl.forward, harness.layers[0], *given, **{name: scale})
         _expect_refusal(error, f"{name}, given where fused_output_quant_supported says False,")
 
 

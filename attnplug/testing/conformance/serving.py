@@ -14,7 +14,7 @@ from attnplug.core.impl import LayerTensors
 from attnplug.core.kv_cache_spec import SlidingWindowSpec
 from attnplug.core.spec import LayerSpec
 from attnplug.registry.decision import Decision
-from attnplug.registry.gates import pages
+from attnplug.registry.gates import preferred_pages
 from attnplug.registry.negotiation import negotiated
 from attnplug.runtime.attention_runtime import AttentionRuntime
 from attnplug.runtime.model_plan import ModelPlan
@@ -58,7 +58,7 @@ def plan_on(target: Target, specs: Mapping[str, LayerSpec], kv_sharing: Mapping[
     """
     decisions = {}
     for name, spec in specs.items():
-        size, layout = pages(target.backend, spec, target.device) or (None, None)
+        size, layout = preferred_pages(target.backend, spec, target.device) or (None, None)
         decisions[name] = Decision(
             spec,
             target.device,

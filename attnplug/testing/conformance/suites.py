@@ -12,11 +12,11 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.device import Device
 from attnplug.core.errors import BackendUnavailableError, PolicyError, SpecError
 from attnplug.core.spec import LayerSpec
-from attnplug.registry.containment import attempt, describe
 from attnplug.registry.default import get_registry
 from attnplug.registry.devices import is_here, resolve_device
 from attnplug.registry.gates import import_parts
-from attnplug.registry.installed import unmet
+from attnplug.registry.installed import missing_requirements
+from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.registry.policy import Rule
 from attnplug.testing.conformance.check import Check, Level
 from attnplug.testing.conformance.listing import conformance_checks
@@ -131,10 +131,10 @@ def refusals(backend: type[AttentionBackend], device: Device) -> list[str]:
     """Why `backend` cannot be checked on `device`; empty if it can."""
     if not is_here(device):
         return [f"this machine has no {device}, its device is {Device.current()}"]
-    missing = [str(reason) for reason in unmet(backend.requires)]
+    missing = [str(reason) for reason in missing_requirements(backend.requires)]
     # A device's reasons are the same for every layer.
     layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=64)
-    found, problem = attempt(backend.validate_configuration, layer, device)
+    found, problem = guarded_call(backend.validate_configuration, layer, device)
     if problem is not None:
         return [f"validate_configuration raised {describe(problem)}", *missing]
     # Only composites give the last: for any layer, their halves disagree about the cache layout.
