@@ -332,7 +332,7 @@ WRONG = (
     wrong(
         "NEEDS_SOMETHING",
         "builder/host-lengths-upper_bound",
-        "needs_host_seq_lens='sometimes' is none of none, upper_bound, exact",
+        "needs_host_seq_lens='sometimes' must be one of none, upper_bound, exact",
         builder=NeedsSomething,
     ),
     wrong("SHUFFLES_SLOTS", "builder/build-", "so new keys go astray", builder=ShufflesSlots),

@@ -63,11 +63,8 @@ def _check_common_unmodified(target: Target, kind: str) -> None:
 
 def _snapshot(common: CommonAttentionMetadata) -> dict[str, Any]:
     """A copy of every public field; private ones are caches."""
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(common):
-        if not field.name.startswith("_"):
-            found[field.name] = copy.deepcopy(getattr(common, field.name))
-    return found
+    names = (field.name for field in dataclasses.fields(common) if not field.name.startswith("_"))
+    return {name: copy.deepcopy(getattr(common, name)) for name in names}
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -91,7 +88,7 @@ def _check_host_form(target: Target, make: BatchFactory, form: str, bounds: npt.
     harness = Harness.of(target, batch)
     needs = harness.builder.needs_host_seq_lens
     if needs not in _FORMS:
-        raise ConformanceError(f"needs_host_seq_lens={needs!r} is none of {', '.join(_FORMS)}")
+        raise ConformanceError(f"needs_host_seq_lens={needs!r} must be one of {', '.join(_FORMS)}")
     common = dataclasses.replace(
         batch.common,
         seq_lens_host=None if form == "none" else bounds,

@@ -33,7 +33,7 @@ def _check_untried(name: str) -> None:
 
 
 def check_case(target: Target, case: Case) -> None:
-    """Run the case and compare; a wrong answer is compared with what misreadings of the layer give."""
+    """Run the case and compare; a wrong answer is compared with those of known mistakes."""
     batch = case.batch(target)
     output, lse = run_batch(target.backend, batch)
     expected, bound = batch.oracle(), tolerance(batch.spec)

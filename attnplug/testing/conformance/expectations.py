@@ -97,7 +97,7 @@ def expect_own_slots(metadata: AttentionMetadata, common: CommonAttentionMetadat
 
 
 def _gives(target: Target, batch: Batch, mistake: StepMistake, found: Answer) -> bool:
-    # A misread step may raise: then it is not the explanation.
+    # A mistake may raise: then it does not explain the answer.
     with contextlib.suppress(Exception):
         harness = Harness.of(target, batch)
         given = harness.run(batch, harness.builder.build(0, mistake(batch.common))).output

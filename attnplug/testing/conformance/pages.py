@@ -69,7 +69,8 @@ def _layer(target: Target, kind: str) -> LayerSpec:
         options = [spec, *(spec.replace(head_size_v=size) for size in sizes)]
         served = [each for each in options if not target.reasons(each)]
         if not served:
-            reason = target.reasons(spec)[0]
+            # A size that the backend lists tells most: the first one may just be unlisted.
+            reason = target.reasons(options[-1])[0]
             raise CheckSkipped(f"{target.name} serves no layer of another head_size_v: {reason}")
         spec = served[0]
     return spec.replace(block_size=target.block_size(spec))

@@ -53,8 +53,7 @@ def _check_two_builders(target: Target, kind: str) -> None:
 def _check_layers(target: Target, kind: str) -> None:
     spec, size = layer_of_kind(target, kind)
     for lengths in (mixed(size), long_decodes(size)):
-        layers = _layers_over(target, step_factory(target, spec, lengths)())
-        _check_one_metadata(target, layers)
+        _check_one_metadata(target, _layers_over(target, step_factory(target, spec, lengths)()))
 
 
 def _check_one_metadata(target: Target, layers: Mapping[str, Batch]) -> None:

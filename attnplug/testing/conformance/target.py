@@ -25,7 +25,7 @@ _BLOCK_SIZES = (16, 32, 64, 128, 256, 8, 1)
 
 
 def canonical(allowed: Sequence[int | MultipleOf], samples: Sequence[int]) -> list[int]:
-    """The sizes to try: all that `allowed` lists, and those of `samples` that it allows."""
+    """What to try of a set of sizes: those listed, and of `samples` those that a MultipleOf holds."""
     listed = [size for size in allowed if isinstance(size, int)]
     return list(dict.fromkeys([*(size for size in samples if MultipleOf.allows(allowed, size)), *listed]))
 
@@ -69,14 +69,16 @@ class Target:
 
     @property
     def head_sizes(self) -> list[int]:
-        """Head sizes to try, the most common first."""
+        """Head sizes to try, the plainest first."""
         return canonical(self.backend.get_supported_head_sizes() or (MultipleOf(1),), _HEAD_SIZES)
 
     @property
     def block_sizes(self) -> list[int]:
         """Block sizes to try, the preferred one first."""
-        sizes = canonical(self.backend.get_supported_kernel_block_sizes(), _BLOCK_SIZES)
-        return list(dict.fromkeys([self.backend.get_preferred_block_size(), *sizes]))
+        allowed = self.backend.get_supported_kernel_block_sizes()
+        return list(
+            dict.fromkeys([self.backend.get_preferred_block_size(), *canonical(allowed, _BLOCK_SIZES)])
+        )
 
     @property
     def phase(self) -> Phase | None:
