@@ -89,7 +89,7 @@ def conformance(
     require_the_extra()
     from attnplug.cli.conformance_report import Report
     from attnplug.runtime.budget import parse_memory
-    from attnplug.testing.conformance.sharding import Shard, matching
+    from attnplug.testing.conformance.selection import Shard, matching
     from attnplug.testing.isolation.listing import ListingFailure, SuiteRequest, list_checks
     from attnplug.testing.isolation.results import SavedResults
     from attnplug.testing.isolation.run import Limits

@@ -16,7 +16,7 @@ from attnplug.cli.output import console, progress_bar
 from attnplug.testing.isolation.results import Outcome, Result, SavedResults
 
 if TYPE_CHECKING:
-    from attnplug.testing.conformance.sharding import Shard
+    from attnplug.testing.conformance.selection import Shard
     from attnplug.testing.isolation.listing import Listing
     from attnplug.testing.isolation.run import Limits
 

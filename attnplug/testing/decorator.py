@@ -11,8 +11,8 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import BackendUnavailableError, SpecError
 from attnplug.registry.devices import DeviceLike, resolve_device
 from attnplug.testing.conformance.check import Check, CheckSkipped, Level
-from attnplug.testing.conformance.known_failures import checked_reasons, known_reasons
 from attnplug.testing.conformance.listing import conformance_checks
+from attnplug.testing.conformance.selection import checked_reasons, known_reasons
 from attnplug.testing.conformance.suites import refusals
 
 if TYPE_CHECKING:

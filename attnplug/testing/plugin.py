@@ -71,7 +71,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def _load(config: pytest.Config, name: str) -> Suite:
-    from attnplug.testing.conformance.sharding import Shard
+    from attnplug.testing.conformance.selection import Shard
     from attnplug.testing.conformance.suites import load_suite
 
     shard = config.getoption("--shard")

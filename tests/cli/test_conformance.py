@@ -222,7 +222,7 @@ def test_a_cache_that_cannot_be_written_is_said_and_harms_nothing(command, tmp_p
     ("args", "said"),
     [
         (("--level", "half"), "--level='half' must be smoke or full"),
-        (("--shard", "5/4"), "--shard='5/4' must be I/N with I from 1 to N; as 1/4"),
+        (("--shard", "5/4"), "--shard='5/4' must be I/N with I from 1 to N; such as 1/4"),
         (("--only", "corect/*"), "--only='corect/*' matches no check; "),
         (("--memory", "much"), "memory='much' must be bytes"),
         (("--junit", "no/such/folder.xml"), "--junit='no/such/folder.xml' is in no folder that exists"),

@@ -11,7 +11,7 @@ from attnplug.core import AttentionBackend, AttentionImpl, AttentionMetadataBuil
 from attnplug.testing.conformance.check import Check, CheckSkipped, Level
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["Wrong", "failures", "variant"]
+__all__ = ["Wrong", "failures", "variant", "wrong"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +42,11 @@ def variant(
         },
     }
     return type(name, (TorchBackend,), dict(methods))
+
+
+def wrong(name: str, check: str, says: str, **parts: Any) -> Wrong:
+    """A variant of TORCH, the check that must fail and what its message must say."""
+    return Wrong(name, variant(name, **parts), check, says)
 
 
 def failures(

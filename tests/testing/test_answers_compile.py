@@ -10,7 +10,7 @@ from catching import failures, variant
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionBackend, LayerSpec
-from attnplug.testing.conformance import Level, answers
+from attnplug.testing.conformance import Level, acceptance
 
 
 def key_of(cls: type[AttentionBackend], spec: LayerSpec) -> Hashable:
@@ -30,7 +30,7 @@ def test_few_keys_are_built(level: Level, most: int) -> None:
     backend = variant("COMPILES", builder=Compiles, compile_key=key_of)
 
     def kept(target: Any) -> Any:
-        return (check for check in answers.checks(target) if check.id == "refused/never-after-acceptance")
+        return (check for check in acceptance.checks(target) if check.id == "refused/never-after-acceptance")
 
     assert failures(backend, kept, level) == {}
     assert len(built) == most

@@ -7,13 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.core.errors import PolicyError
-from attnplug.testing.conformance.known_failures import (
+from attnplug.testing.conformance.selection import (
+    Shard,
     checked_reasons,
     known_reasons,
+    matching,
     nearest,
     read_known_failures,
 )
-from attnplug.testing.conformance.sharding import Shard, matching
 
 IDS = ["correct/decode-h4", "correct/decode-h8", "correct/prefill-h4", "refused/mla"]
 
@@ -88,7 +89,7 @@ def test_a_file_of_known_failures_is_a_table_of_id_and_reason(tmp_path):
         ('known_failures = "x"', "must be a mapping of check id to reason"),
         ('"a/b" = "why"', "has a key 'a/b'; the only one known is the table"),
         ("", "has no table"),
-        ("[known_failures]\na/b = 1", "is no TOML: .*line 2"),
+        ("[known_failures]\na/b = 1", "is not TOML: .*line 2"),
         ('[known_failures]\n"a/b" = 1', r"known_failures\['a/b'\]=1 is no reason"),
         ('[known_failures."a/b"]\nreason = "why"', r"known_failures\['a/b'\]=.* is no reason"),
     ],
@@ -105,7 +106,7 @@ def test_a_file_that_is_not_there_or_no_text_is_an_error(tmp_path):
     with pytest.raises(PolicyError, match="cannot be read: No such file"):
         read_known_failures(tmp_path / "none.toml")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(PolicyError, match="it is no UTF-8 text"):
+    with pytest.raises(PolicyError, match="it is not UTF-8 text"):
         read_known_failures(tmp_path / "binary")
 
 
@@ -122,7 +123,7 @@ def test_a_shard_is_read_and_printed():
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "1/0", "a/b", "-1/2", "1/2/3", ""])
 def test_a_bad_shard_says_the_form(text):
-    with pytest.raises(PolicyError, match=r"must be I/N with I from 1 to N; as 1/4"):
+    with pytest.raises(PolicyError, match=r"must be I/N with I from 1 to N; such as 1/4"):
         Shard.parse(text)
 
 

@@ -20,12 +20,12 @@ from capturable import (
 from catching import failures, variant
 
 from attnplug.backends.torch_native import TorchBackend
-from attnplug.testing.conformance import assumptions, builders, gpu, graphs, merging, runtimes, sharing
+from attnplug.testing.conformance import builder_inputs, builders, gpu, graphs, merging, runtimes, sharing
 from attnplug.testing.conformance.check import Level
 
 pytestmark = pytest.mark.gpu
 
-GROUPS = (builders, assumptions, sharing, merging, runtimes, gpu, graphs)
+GROUPS = (builders, builder_inputs, sharing, merging, runtimes, gpu, graphs)
 
 
 class WaitingBuilder(CapturableBuilder):

@@ -1,4 +1,4 @@
-"""What the GPU checks make of what they see, with a CPU in the place of the GPU."""
+"""The GPU checks, with a CPU and a fake torch.cuda in place of the GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SINGLE = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
 class PretendGpu:
-    """Answers for torch.cuda: whether the device is still busy when asked, what memory is in use, and sync modes."""
+    """A fake of torch.cuda: whether the device is busy, the memory in use, and sync modes."""
 
     def __init__(self) -> None:
         self.busy: list[bool] = []
@@ -66,7 +66,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> PretendGpu:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch, pretend: PretendGpu) -> None:
-    """A graph is the same work with the metadata of the step in which it was captured."""
+    """Replay a graph as the same work with the metadata of the captured step."""
 
     def record(work: Any) -> Callable[[], None]:
         runtime = work.func.__self__._served.runtime
@@ -83,7 +83,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, pretend: PretendGpu) -> None:
 
 
 def outcomes(group: Any, backend: Any) -> dict[str, str]:
-    """What each check raises, by id."""
+    """The message of each failing or skipped check, by id."""
     found = {}
     for check in group.checks(Target(backend, Device("cpu"))):
         try:

@@ -1,4 +1,4 @@
-"""Backends of one phase are asked everything in it, are caught where they are wrong in it, and told what is skipped."""
+"""Backends of one phase are checked in that phase, and skipped checks say why."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_lengths_that_a_check_needs_as_they_are_are_not_changed(phase: Phase) ->
     target = Target(ALONE[phase], Device("cpu"))
     new = [1, 4]
     with pytest.raises(
-        CheckSkipped, match=f"ONLY_{phase.name} serves {phase} only: not asked for queries of 1, 4"
+        CheckSkipped, match=f"ONLY_{phase.name} serves {phase} only: no step with queries of 1, 4"
     ):
         target.batch(target.spec(), new, [4, 6], exact=True)
     assert target.batch(target.spec(), new, [4, 6]).seq_lens == ([4, 6] if phase is Phase.DECODE else [6, 4])
 
 
-# What is asked
+# The checks that run
 
 
 @functools.cache
@@ -92,7 +92,7 @@ def test_every_feature_is_asked_in_the_phase(phase: Phase) -> None:
 
 @PHASES
 def test_what_is_skipped_is_said_and_little(phase: Phase) -> None:
-    target, verdicts = Target(ALONE[phase], Device("cpu")), Counter[str]()
+    target, counts = Target(ALONE[phase], Device("cpu")), Counter[str]()
     for group in GROUPS:
         for check in [] if group is correctness.checks else listed(group, target):
             if check.id.startswith(("declaration/light", "refused/any", "refused/reasons")):
@@ -100,9 +100,9 @@ def test_what_is_skipped_is_said_and_little(phase: Phase) -> None:
             _, problem = guarded_call(check)
             assert problem is None or isinstance(problem, CheckSkipped), check.id
             assert problem is None or str(phase) in str(problem) or "made here" in str(problem)
-            verdicts["passed" if problem is None else "skipped"] += 1
-    assert verdicts["passed"] > 120
-    assert verdicts["skipped"] < 20
+            counts["passed" if problem is None else "skipped"] += 1
+    assert counts["passed"] > 120
+    assert counts["skipped"] < 20
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_torch_passes_in_each_phase_alone(phase: Phase) -> None:
     assert failures(ALONE[phase], correctness.checks) == {}
 
 
-# What is caught
+# Wrong backends
 
 IGNORED = ("windows", "chunks", "soft-caps", "sinks", "alibi", "scales", "fp8-scales")
 

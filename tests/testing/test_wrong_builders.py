@@ -1,4 +1,4 @@
-"""Every wrong builder, merge and runtime is caught by the check that is there for it, which names the cause."""
+"""Each wrong builder, merge and runtime fails the check for its mistake, which names the cause."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from catching import Wrong, failures, variant
 from wrong_builders import WRONG
 
 from attnplug.backends.torch_native import TorchBackend
-from attnplug.backends.torch_native.builder import TorchMetadata, TorchMetadataBuilder
+from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.core import AttentionBackend, Device, Feature
 from attnplug.core.errors import BatchError
-from attnplug.testing.conformance import assumptions, builders, merging, runtimes, sharing
+from attnplug.testing.conformance import builder_inputs, builders, merging, runtimes, sharing
 from attnplug.testing.conformance.check import Check, CheckSkipped
 from attnplug.testing.conformance.target import Target
 
-GROUPS = (builders.checks, assumptions.checks, sharing.checks, merging.checks, runtimes.checks)
+GROUPS = (builders.checks, builder_inputs.checks, sharing.checks, merging.checks, runtimes.checks)
 
 
 class NeedsExactLengths(TorchMetadataBuilder):
-    """An honest one: it declares that it needs exact host lengths, and refuses what has none."""
+    """A correct builder that needs exact host lengths, declares so, and refuses batches without."""
 
     needs_host_seq_lens = "exact"
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> TorchMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         if common_attn_metadata.seq_lens_host is None or not common_attn_metadata.seq_lens_host_exact:
             raise BatchError("seq_lens_host", None, "must be exact")
         return super().build(common_prefix_len, common_attn_metadata, fast_build)

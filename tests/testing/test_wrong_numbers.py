@@ -1,4 +1,4 @@
-"""Every backend with wrong numbers is caught, where it is wrong and nowhere else, and its mistake named."""
+"""Each backend with wrong numbers fails where it is wrong and nowhere else, and its mistake is named."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_cap_that_is_ignored_is_caught_within_the_wider_bounds_of_half_precisi
             yield Check(case.id, functools.partial(correctness.check_case, target, case), "")
 
     found = failures(half, asked)
-    # Where a query has one key to see, or all keys are alike, a cap changes nothing.
+    # With one visible key, or equal keys, a cap changes nothing.
     assert len(found) >= len(capped) - 1
     assert capped[0].id in found
 

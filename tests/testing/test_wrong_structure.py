@@ -1,4 +1,4 @@
-"""Every backend of a wrong structure is caught by the check that is there for it, which names the cause."""
+"""Each wrong backend fails the check for its mistake, which names the cause."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.core import AttentionBackend, Device, Feature, MultipleOf
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.testing.conformance import (
-    answers,
+    acceptance,
     cache_layouts,
     cache_reads,
     cache_writes,
@@ -37,22 +37,21 @@ from attnplug.testing.conformance import (
     pages,
     refusals,
     requests,
-    sizes,
 )
 from attnplug.testing.conformance.check import Check, CheckSkipped, Level
 from attnplug.testing.conformance.listing import GROUPS, listed
 from attnplug.testing.conformance.target import Target
 
-AROUND = (
-    *(declaration, sizes, pages, interface, lightness, refusals, limits, answers, inputs, outputs),
+STRUCTURAL = (
+    *(declaration, pages, interface, lightness, refusals, limits, acceptance, inputs, outputs),
     *(cache_writes, cache_reads, cache_layouts, requests),
 )
-"""The groups of checks of all that lies around the numbers."""
+"""All groups of checks but those of numbers, builders, runtimes and GPUs."""
 
 
 def those(start: str = "") -> Callable[[Target], Iterator[Check]]:
     def checks(target: Target) -> Iterator[Check]:
-        listed_checks = (check for group in AROUND for check in listed(group.checks, target))
+        listed_checks = (check for group in STRUCTURAL for check in listed(group.checks, target))
         return (check for check in listed_checks if check.id.startswith(start))
 
     return checks
@@ -82,13 +81,13 @@ NARROW = variant(
 
 
 class Reorders(TorchMetadataBuilder):
-    """Asks for its decodes in front."""
+    """Needs its decodes in front."""
 
     reorder_batch_threshold = 1
 
 
 class Refuses(Around):
-    """Takes nothing but dense tensors, and caches whose pages lie one behind another."""
+    """Refuses strided tensors and caches."""
 
     def before(self, call: Call) -> None:
         if not call.query.is_contiguous():
@@ -138,7 +137,12 @@ def test_the_child_says_what_was_loaded_and_who_asked(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    asked = {"module": "colourful_backend", "name": "TorchBackend", "watched": ["colorsys"], "asks": True}
+    asked = {
+        "module": "colourful_backend",
+        "name": "TorchBackend",
+        "watched": ["colorsys"],
+        "call_methods": True,
+    }
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asked)))
     lightness_child.main()
     answer = json.loads(capsys.readouterr().out)
@@ -198,7 +202,7 @@ def test_modules_of_what_a_backend_requires_are_heavy(monkeypatch: pytest.Monkey
 
 
 def test_all_of_these_are_among_the_checks_of_the_kit() -> None:
-    assert {group.checks for group in AROUND} <= set(GROUPS)
+    assert {group.checks for group in STRUCTURAL} <= set(GROUPS)
 
 
 @pytest.mark.parametrize("level", list(Level))

@@ -1,4 +1,4 @@
-"""Backends that take one request for another, or one step: variants of TORCH, wrong in one way each."""
+"""Backends that mix up requests or steps: variants of TORCH, each with one mistake."""
 
 from __future__ import annotations
 
@@ -6,27 +6,14 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from catching import Wrong, variant
+from catching import wrong
+from wrong_builders import Altered
 
-from attnplug.backends.torch_native.builder import TorchMetadata, TorchMetadataBuilder
+from attnplug.backends.torch_native.builder import TorchMetadata
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core import CommonAttentionMetadata
 
 __all__ = ["WRONG_BATCHES"]
-
-
-class Altered(TorchMetadataBuilder):
-    """Changes what TORCH's builder made."""
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> TorchMetadata:
-        return self.altered(
-            super().build(common_prefix_len, common_attn_metadata, fast_build), common_attn_metadata
-        )
-
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
-        raise NotImplementedError
 
 
 class NeverIdle(Altered):
@@ -39,7 +26,7 @@ class NeverIdle(Altered):
 
 
 class NeverEmpty(Altered):
-    """Takes the largest of no lengths."""
+    """Computes the maximum of an empty array."""
 
     def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         made.seq_lens.max()
@@ -47,7 +34,7 @@ class NeverEmpty(Altered):
 
 
 class WritesForNobody(TorchImpl):
-    """Writes at least one row."""
+    """Writes a row even if there are no requests."""
 
     def attend(self, *args: Any, **more: Any) -> Any:
         found = super().attend(*args, **more)
@@ -79,7 +66,7 @@ class SizedBySecond(Altered):
 
 
 class TwoOrMore(Altered):
-    """Is never alone."""
+    """Serves a single request wrongly."""
 
     def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         if made.seq_lens.size == 1:
@@ -88,7 +75,7 @@ class TwoOrMore(Altered):
 
 
 class FirstPieceOnly(Altered):
-    """Takes each long piece for a whole prompt."""
+    """Reads each long piece as a whole prompt."""
 
     def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         whole = np.where(made.query_lens > 16, made.query_lens, made.seq_lens)
@@ -96,30 +83,26 @@ class FirstPieceOnly(Altered):
 
 
 class IgnoresCausal(Altered):
-    """Goes by the layer, whatever the batch says."""
+    """Reads causality from the layer and ignores the batch."""
 
     def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         return dataclasses.replace(made, causal=False)
 
 
 class NeverWidens(Altered):
-    """Goes by the layer where the batch says more."""
+    """Reads causality from the layer if the batch widens it."""
 
     def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         return dataclasses.replace(made, causal=True)
 
 
 class RaisesOnWide(Altered):
-    """Refuses what it should, with an error that says nothing."""
+    """Refuses causal=False, but with an unhelpful error."""
 
     def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         if not made.causal:
             raise RuntimeError("unreachable")
         return made
-
-
-def wrong(name: str, check: str, says: str, **parts: Any) -> Wrong:
-    return Wrong(name, variant(name, **parts), check, says)
 
 
 WRONG_BATCHES = [
@@ -130,7 +113,7 @@ WRONG_BATCHES = [
     wrong("two_or_more", "batch/alone", "alone, with 1 new tokens", builder=TwoOrMore),
     wrong("first_piece_only", "batch/pieces", "tokens in pieces that end at", builder=FirstPieceOnly),
     wrong("ignores_causal", "batch/narrowed", "mistake: causal=True ignored", builder=IgnoresCausal),
-    wrong("never_widens", "batch/widened", "was taken; it must raise a BatchError", builder=NeverWidens),
+    wrong("never_widens", "batch/widened", "was accepted; it must raise a BatchError", builder=NeverWidens),
     wrong("raises_on_wide", "batch/widened", "RuntimeError: unreachable", builder=RaisesOnWide),
     wrong("writes_for_nobody", "batch/nobody", "forward wrote to the output", impl=WritesForNobody),
 ]

@@ -1,4 +1,4 @@
-"""Backends whose builders, partial results or runtimes are wrong in one way each: variants of TORCH."""
+"""Backends with one mistake in builders, partial results or runtimes: variants of TORCH."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from catching import Wrong, variant
+from catching import wrong
 
 from attnplug.backends.torch_native.builder import TorchMetadata, TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
@@ -19,15 +19,17 @@ _UNIFORM = AttentionCGSupport.UNIFORM_BATCH
 
 
 class Altered(TorchMetadataBuilder):
-    """Changes what TORCH's builder made."""
+    """Changes the metadata of TORCH's builder."""
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> TorchMetadata:
+    fast = False
+    """Whether the current build is a fast one."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        self.fast = fast_build
         made = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return self.altered(made, common_attn_metadata, fast_build)
+        return self.altered(made, common_attn_metadata)
 
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         raise NotImplementedError
 
 
@@ -46,7 +48,7 @@ class KeepsTable(TorchMetadataBuilder):
 
 
 class UpdatesInPlace(TorchMetadataBuilder):
-    """Takes the metadata of one group away when it makes another's."""
+    """Overwrites the metadata of the first group with another's."""
 
     def update_block_table(self, metadata: TorchMetadata, blk_table: Any, slot_mapping: Any) -> TorchMetadata:
         made = super().update_block_table(metadata, blk_table, slot_mapping)
@@ -55,7 +57,7 @@ class UpdatesInPlace(TorchMetadataBuilder):
 
 
 class UpdatesUndeclared(TorchMetadataBuilder):
-    """Says that it cannot swap tables, and gives back what it was given."""
+    """Declares no table swap, and returns the given metadata."""
 
     supports_update_block_table = False
 
@@ -64,7 +66,7 @@ class UpdatesUndeclared(TorchMetadataBuilder):
 
 
 class ShortDrafts(TorchMetadataBuilder):
-    """Takes the drafted token for one that is not there yet."""
+    """Leaves the drafted token out of the lengths."""
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> TorchMetadata:
         made = super().build_for_drafting(common_attn_metadata, draft_index)
@@ -72,13 +74,13 @@ class ShortDrafts(TorchMetadataBuilder):
 
 
 class StaleFast(Altered):
-    """Keeps the lengths of the last build where it is to be fast."""
+    """Keeps the lengths of the last build in a fast build."""
 
     lengths: Any = None
 
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         last, self.lengths = self.lengths, made.seq_lens
-        if fast and last is not None and last.size == made.seq_lens.size:
+        if self.fast and last is not None and last.size == made.seq_lens.size:
             made = dataclasses.replace(made, seq_lens=last)
         return made
 
@@ -88,7 +90,7 @@ class StaleTable(Altered):
 
     table: Any = None
 
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         if self.table is None or self.table.shape[0] != made.block_table.shape[0]:
             self.table = made.block_table.clone()
         return dataclasses.replace(made, block_table=self.table)
@@ -99,7 +101,7 @@ class SharedBuffer(Altered):
 
     lengths: ClassVar[dict[int, Any]] = {}
 
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         buffer = self.lengths.setdefault(made.seq_lens.size, made.seq_lens.copy())
         buffer[:] = made.seq_lens
         return dataclasses.replace(made, seq_lens=buffer)
@@ -110,13 +112,13 @@ class Published(Altered):
 
     steps: ClassVar[dict[str, TorchMetadata]] = {}
 
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         self.steps.update(dict.fromkeys(self.layer_names, made))
         return made
 
 
 class ReadsPublished(TorchImpl):
-    """Reads the step that was built last, by whomever."""
+    """Reads the step that any builder built last."""
 
     def attend(self, *given: Any, **asked: Any) -> torch.Tensor:
         layer, query, key, value, cache, metadata, *rest = given
@@ -140,17 +142,15 @@ class FirstLayersScale(TorchImpl):
 class ChangesCommon(Altered):
     """Counts lengths down in the tensor it was given."""
 
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         common.seq_lens.sub_(1)
         return made
 
 
 class TrustsBounds(TorchMetadataBuilder):
-    """Takes host lengths as they are, exact or not."""
+    """Reads all host lengths as exact."""
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> TorchMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         exact = common_attn_metadata.seq_lens_host is not None
         common = dataclasses.replace(common_attn_metadata, seq_lens_host_exact=exact)
         return super().build(common_prefix_len, common, fast_build)
@@ -159,9 +159,7 @@ class TrustsBounds(TorchMetadataBuilder):
 class NeedsHost(TorchMetadataBuilder):
     """Needs host lengths, and declares that it needs none."""
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> TorchMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         assert len(common_attn_metadata.seq_lens_host)
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
@@ -169,9 +167,7 @@ class NeedsHost(TorchMetadataBuilder):
 class RefusesUndeclared(TorchMetadataBuilder):
     """Refuses batches without host lengths, and declares that it needs none."""
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> TorchMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         if common_attn_metadata.seq_lens_host is None:
             raise BatchError("seq_lens_host", None, "is required")
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
@@ -184,17 +180,15 @@ class NeedsSomething(TorchMetadataBuilder):
 
 
 class ShufflesSlots(TorchMetadataBuilder):
-    """Writes new keys where those of another token belong."""
+    """Writes new keys to the slots of other tokens."""
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> TorchMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         made = super().build(common_prefix_len, common_attn_metadata, fast_build)
         return dataclasses.replace(made, slot_mapping=made.slot_mapping.roll(1))
 
 
 class CannotUpdate(TorchMetadataBuilder):
-    """Says that it cannot swap tables with an error that engines do not expect."""
+    """Refuses to swap tables with an unexpected error."""
 
     supports_update_block_table = False
 
@@ -209,9 +203,9 @@ class NoLevel(TorchMetadataBuilder):
 
 
 class TrustsLongest(Altered):
-    """Takes max_seq_len for the length of the longest request."""
+    """Reads max_seq_len as the length of the longest request."""
 
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         lengths = made.seq_lens.copy()
         lengths[lengths == lengths.max()] = common.max_seq_len
         return dataclasses.replace(made, seq_lens=lengths)
@@ -220,7 +214,7 @@ class TrustsLongest(Altered):
 class DecodesFirst(Altered):
     """Serves decodes only in front of other requests, and does not ask for that order."""
 
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         is_decode = made.query_lens == 1
         late = is_decode & (np.arange(is_decode.size) >= np.logical_and.accumulate(is_decode).sum())
         return dataclasses.replace(made, seq_lens=np.where(late, made.query_lens, made.seq_lens))
@@ -232,7 +226,7 @@ class OneTable(Altered):
     supports_update_block_table = False
     tables: ClassVar[dict[int, torch.Tensor]] = {}
 
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata, fast: bool) -> TorchMetadata:
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
         if isinstance(self.kv_cache_spec, SlidingWindowSpec):
             return dataclasses.replace(
                 made, block_table=self.tables.get(made.seq_lens.size, made.block_table)
@@ -271,7 +265,7 @@ class SinksAlways(TorchImpl):
 
 
 class ZeroForEmpty(TorchImpl):
-    """Says that a query which sees nothing has the LSE of one key with logit 0."""
+    """Writes an LSE of 0 for empty rows."""
 
     def attend(self, *given: Any, output_lse: torch.Tensor | None = None, **asked: Any) -> torch.Tensor:
         output = super().attend(*given, output_lse=output_lse, **asked)
@@ -291,79 +285,73 @@ class LseWithoutSink(TorchImpl):
         return super().attend(*given, output_lse=output_lse, **asked)
 
 
-def _wrong(name: str, check: str, says: str, **parts: Any) -> Wrong:
-    return Wrong(name, variant(name, **parts), check, says)
-
-
 _PUBLISHED: dict[str, Any] = {"builder": Published, "impl": ReadsPublished}
 _BETWEEN = "state shared between two runtimes"
 
 WRONG = (
-    _wrong("KEEPS_SLOTS", "builder/update_block_table", "is not the step's own", builder=KeepsSlots),
-    _wrong("KEEPS_TABLE", "builder/update_block_table", "another step's block table", builder=KeepsTable),
-    _wrong("UPDATES_IN_PLACE", "builder/update_block_table", "must stay as it was", builder=UpdatesInPlace),
-    _wrong(
+    wrong("KEEPS_SLOTS", "builder/update_block_table", "is not the step's own", builder=KeepsSlots),
+    wrong("KEEPS_TABLE", "builder/update_block_table", "another step's block table", builder=KeepsTable),
+    wrong("UPDATES_IN_PLACE", "builder/update_block_table", "must stay as it was", builder=UpdatesInPlace),
+    wrong(
         "UPDATES_UNDECLARED", "builder/update_block_table", "must raise TypeError", builder=UpdatesUndeclared
     ),
-    _wrong("SHORT_DRAFTS", "builder/build_for_drafting", "the last token dropped", builder=ShortDrafts),
-    _wrong("STALE_FAST", "builder/fast_build", "another step's lengths", builder=StaleFast),
-    _wrong("STALE_TABLE", "builder/build-", "another step's block table", builder=StaleTable),
-    _wrong("SHARED_BUFFER", "builder/two-builders", "another step's lengths", builder=SharedBuffer),
-    _wrong("PUBLISHED", "runtime/threads", _BETWEEN, **_PUBLISHED),
-    _wrong("PUBLISHED_TOO", "runtime/two-runtimes", _BETWEEN, **_PUBLISHED),
-    _wrong("FIRST_LAYERS_SCALE", "builder/several-layers", "the first layer's scale", impl=FirstLayersScale),
-    _wrong("CHANGES_COMMON", "builder/common-unmodified", "changed common.seq_lens", builder=ChangesCommon),
-    _wrong(
+    wrong("SHORT_DRAFTS", "builder/build_for_drafting", "the last token dropped", builder=ShortDrafts),
+    wrong("STALE_FAST", "builder/fast_build", "another step's lengths", builder=StaleFast),
+    wrong("STALE_TABLE", "builder/build-", "another step's block table", builder=StaleTable),
+    wrong("SHARED_BUFFER", "builder/two-builders", "another step's lengths", builder=SharedBuffer),
+    wrong("PUBLISHED", "runtime/threads", _BETWEEN, **_PUBLISHED),
+    wrong("PUBLISHED_TOO", "runtime/two-runtimes", _BETWEEN, **_PUBLISHED),
+    wrong("FIRST_LAYERS_SCALE", "builder/several-layers", "the first layer's scale", impl=FirstLayersScale),
+    wrong("CHANGES_COMMON", "builder/common-unmodified", "changed common.seq_lens", builder=ChangesCommon),
+    wrong(
         "TRUSTS_BOUNDS",
         "builder/host-lengths-upper_bound",
         "upper bounds taken for exact lengths",
         builder=TrustsBounds,
     ),
-    _wrong(
+    wrong(
         "NEEDS_HOST",
         "builder/host-lengths-none",
         "with seq_lens_host=None, where needs_host_seq_lens='none': raised TypeError",
         builder=NeedsHost,
     ),
-    _wrong(
+    wrong(
         "TRUSTS_LONGEST",
         "builder/max_seq_len",
         "max_seq_len taken for the longest length",
         builder=TrustsLongest,
     ),
-    _wrong("DECODES_FIRST", "builder/order", "reorder_batch_threshold=None promises", builder=DecodesFirst),
-    _wrong("ONE_TABLE", "runtime/steps", "layer window of KV group", builder=OneTable),
-    _wrong(
+    wrong("DECODES_FIRST", "builder/order", "reorder_batch_threshold=None promises", builder=DecodesFirst),
+    wrong("ONE_TABLE", "runtime/steps", "layer window of KV group", builder=OneTable),
+    wrong(
         "REFUSES_UNDECLARED",
         "builder/host-lengths-none",
         "where needs_host_seq_lens='none': raised BatchError",
         builder=RefusesUndeclared,
     ),
-    _wrong(
+    wrong(
         "NEEDS_SOMETHING",
         "builder/host-lengths-upper_bound",
-        "needs_host_seq_lens='sometimes' is none of none, upper_bound, exact",
+        "needs_host_seq_lens='sometimes' must be one of none, upper_bound, exact",
         builder=NeedsSomething,
     ),
-    _wrong("SHUFFLES_SLOTS", "builder/build-", "so new keys go astray", builder=ShufflesSlots),
-    _wrong(
+    wrong("SHUFFLES_SLOTS", "builder/build-", "so new keys go astray", builder=ShufflesSlots),
+    wrong(
         "CANNOT_UPDATE", "builder/update_block_table", "raised NotImplementedError: no", builder=CannotUpdate
     ),
-    _wrong(
-        "NO_LEVEL", "builder/cudagraph-support", "gave 2, which is no AttentionCGSupport", builder=NoLevel
-    ),
-    _wrong("ONE_TABLE_TWICE", "runtime/two-runtimes", "alone they are wrong too", builder=OneTable),
-    _wrong("UNSURE_LEVEL", "builder/cudagraph-support", "get_cudagraph_support gave", builder=UnsureLevel),
-    _wrong(
+    wrong("NO_LEVEL", "builder/cudagraph-support", "gave 2, which is no AttentionCGSupport", builder=NoLevel),
+    wrong("ONE_TABLE_TWICE", "runtime/two-runtimes", "alone they are wrong too", builder=OneTable),
+    wrong("UNSURE_LEVEL", "builder/cudagraph-support", "get_cudagraph_support gave", builder=UnsureLevel),
+    wrong(
         "CANNOT_CAPTURE",
         "builder/cudagraph-support",
         "with UNIFORM_BATCH declared: raised ValueError",
         builder=CannotCapture,
     ),
-    _wrong("SINKS_ALWAYS", "merge/2-parts-sinks", "sink counted twice in a merge", impl=SinksAlways),
-    _wrong("SINKS_ALWAYS_TOO", "merge/use_sinks", "use_sinks=False ignored", impl=SinksAlways),
-    _wrong(
+    wrong("SINKS_ALWAYS", "merge/2-parts-sinks", "sink counted twice in a merge", impl=SinksAlways),
+    wrong("SINKS_ALWAYS_TOO", "merge/use_sinks", "use_sinks=False ignored", impl=SinksAlways),
+    wrong(
         "ZERO_FOR_EMPTY", "merge/empty-part", "LSE of rows that see nothing is 0, not -inf", impl=ZeroForEmpty
     ),
-    _wrong("LSE_WITHOUT_SINK", "merge/2-parts-sinks", "part 1 alone: lse", impl=LseWithoutSink),
+    wrong("LSE_WITHOUT_SINK", "merge/2-parts-sinks", "part 1 alone: lse", impl=LseWithoutSink),
 )

@@ -1,11 +1,11 @@
-"""Backends that write or read the KV cache as they should not: variants of TORCH, wrong in one way each."""
+"""Backends that write or read the KV cache wrongly: variants of TORCH, each with one mistake."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from catching import Wrong, variant
+from catching import wrong
 from wrong_structure import Around, Call
 
 from attnplug.backends.torch_native.backend import TorchBackend
@@ -18,7 +18,7 @@ __all__ = ["WRONG_CACHES"]
 
 
 class Writer(TorchImpl):
-    """Does something more where it writes the cache."""
+    """Runs a hook after it writes the cache."""
 
     def update_kv_cache(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
         super().update_kv_cache(layer, key, value, kv_cache, slot_mapping)
@@ -29,14 +29,14 @@ class Writer(TorchImpl):
 
 
 class WritesNull(Writer):
-    """Parks something in the null block."""
+    """Writes to the null block."""
 
     def and_then(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         k[0, 0] = 0.25
 
 
 class WritesMinusOne(Writer):
-    """Takes slot -1 for a place: the one in front of the first."""
+    """Writes slot -1 in front of the first row."""
 
     def and_then(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         if bool((slots < 0).any()):
@@ -131,7 +131,7 @@ class SharerWrites(TorchImpl):
 
 
 class ReadsWholePages(Around):
-    """Multiplies the weights of keys that are not there, 0, with whatever stands in their rows."""
+    """Multiplies the values of unused rows by weight 0 and adds them."""
 
     def after(self, call: Call) -> None:
         if call.kv_cache is None:
@@ -144,7 +144,7 @@ class ReadsWholePages(Around):
 
 
 class FollowsTails(Around):
-    """Gathers as many pages for each request as the table has columns, and multiplies the surplus with 0."""
+    """Gathers a page for each table column and multiplies the surplus by 0."""
 
     def after(self, call: Call) -> None:
         if call.kv_cache is not None:
@@ -162,7 +162,7 @@ class TrustsTails(Around):
 
 
 class AttendsNull(TorchImpl):
-    """Attends more keys than the window has, some of which are in freed pages."""
+    """Attends keys before the window, in freed pages."""
 
     def _bind(self, spec: Any, *args: Any, **more: Any) -> None:
         windowed = spec.causal and spec.window[0] >= 0
@@ -170,7 +170,7 @@ class AttendsNull(TorchImpl):
 
 
 class MisreadsHnd(TorchImpl):
-    """Takes heads and tokens for the order that it likes, whatever the strides say."""
+    """Assumes one order of heads and tokens and ignores the strides."""
 
     def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if kv_cache.ndim == 5 and kv_cache.stride(0) == kv_cache[0].numel():
@@ -180,7 +180,7 @@ class MisreadsHnd(TorchImpl):
 
 
 class MisreadsLayers(TorchImpl):
-    """Takes its pages to lie one behind another."""
+    """Assumes that pages are contiguous."""
 
     def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         strides = (kv_cache[0].numel(), *kv_cache.stride()[1:])
@@ -188,7 +188,7 @@ class MisreadsLayers(TorchImpl):
 
 
 class WritesNeighbours(Writer):
-    """Clears all that lies behind a page, up to the next."""
+    """Writes to the memory between two pages."""
 
     def and_then(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         behind = 2 * v[0].numel()
@@ -206,7 +206,7 @@ class Pages16(TorchImpl):
 
 
 class AttendsGiven(Around):
-    """Cannot do without the keys, which the pages hold too."""
+    """Fails without keys in the call, though the pages have them."""
 
     def before(self, call: Call) -> None:
         if call.kv_cache is not None and call.key is None:
@@ -214,7 +214,7 @@ class AttendsGiven(Around):
 
 
 class ForwardWritesMore(TorchImpl):
-    """Leaves something in the cache that update_kv_cache alone does not."""
+    """Writes more to the cache than update_kv_cache."""
 
     def forward(
         self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, *args: Any, **more: Any
@@ -226,7 +226,7 @@ class ForwardWritesMore(TorchImpl):
 
 
 class MovesLater(TorchImpl):
-    """Has the right answer, and then changes the keys that it wrote."""
+    """Gives the right answer, then changes the keys that it wrote."""
 
     def forward(self, *args: Any, **more: Any) -> torch.Tensor:
         found = super().forward(*args, **more)
@@ -238,7 +238,7 @@ class MovesLater(TorchImpl):
 
 
 class WritesQueriesToo(TorchImpl):
-    """Keeps something of a cross layer's queries in the null block."""
+    """Writes to the null block for a cross layer."""
 
     def forward(self, *args: Any, **more: Any) -> torch.Tensor:
         found = super().forward(*args, **more)
@@ -252,10 +252,6 @@ class NeverRight(Around):
 
     def after(self, call: Call) -> None:
         call.rows.mul_(1.5)
-
-
-def wrong(name: str, check: str, says: str, impl: type[TorchImpl]) -> Wrong:
-    return Wrong(name, variant(name, impl=impl), check, says)
 
 
 WRONG_CACHES = [

@@ -1,4 +1,4 @@
-"""Backends that declare what means nothing, or two things that do not agree: variants of TORCH."""
+"""Backends with invalid or contradicting declarations: variants of TORCH."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from asks_torch import AsksTorch, Raises
-from catching import Wrong, variant
+from catching import Wrong, wrong
 from imports_torch import ImportsTorch
 
 from attnplug.backends.torch_native import TorchBackend
@@ -24,7 +24,7 @@ _CALLS = itertools.count()
 
 @dataclasses.dataclass
 class Loose:
-    """Options that anybody may change."""
+    """Options that are not frozen."""
 
     tile: int = 64
 
@@ -37,30 +37,30 @@ class Demanding:
 
 
 class Unfinished(AttentionImpl[Any]):
-    """Lacks what runs a layer."""
+    """Lacks attend and update_kv_cache."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Unreadable:
-    """Options of a type that there is not."""
+    """Options with an unknown type."""
 
     tile: "Tile | None" = None  # type: ignore[name-defined]  # noqa: F821, UP037
 
 
 class CapturesAll(TorchMetadataBuilder):
-    """Says with a number what it captures."""
+    """Declares a number as its capture level."""
 
     cudagraph_support: Any = 7
 
 
 class MaybeUpdates(TorchMetadataBuilder):
-    """Says neither yes nor no."""
+    """Declares neither True nor False."""
 
     supports_update_block_table: Any = "if you like"
 
 
 class Elsewhere(TorchMetadataBuilder):
-    """Says of host lengths what nobody knows."""
+    """Declares an unknown need for host lengths."""
 
     needs_host_seq_lens: Any = "sometimes"
 
@@ -70,7 +70,7 @@ def imports_kernels(cls: Any) -> Any:
 
 
 def order_of(*orders: tuple[int, ...]) -> Any:
-    """A stride order that is the first of these by default, then those of NHD and HND."""
+    """A stride order with a wrong default, and the right ones of NHD and HND."""
 
     def get_kv_cache_stride_order(
         cls: Any, layers: bool = False, *, layout: Any = None, spec: Any = None
@@ -84,10 +84,6 @@ def order_of(*orders: tuple[int, ...]) -> Any:
 
 def lists_16(cls: Any, spec: Any = None, device: Any = None) -> Any:
     return (MultipleOf(16),)
-
-
-def wrong(name: str, check: str, says: str, **parts: Any) -> Wrong:
-    return Wrong(name, variant(name, **parts), check, says)
 
 
 WRONG_DECLARATIONS = [
@@ -134,7 +130,7 @@ WRONG_DECLARATIONS = [
     wrong(
         "prefers_what_it_cannot_read",
         "declaration/preferred-block-size",
-        "get_preferred_block_size(default=1) is 1, which it cannot read",
+        "get_preferred_block_size(default=1) is 1; supported are multiples of 16",
         get_supported_kernel_block_sizes=lists_16,
         get_preferred_block_size=lambda cls, spec=None, device=None, default=16: default,
     ),
@@ -185,7 +181,7 @@ WRONG_DECLARATIONS = [
     wrong(
         "order_that_is_none",
         "declaration/kv-stride-order-plain",
-        "no permutation",
+        "not a permutation",
         get_kv_cache_stride_order=lambda cls, layers=False, *, layout=None, spec=None: (0, 1, 2, 2, 4),
     ),
     wrong(
@@ -214,7 +210,7 @@ WRONG_DECLARATIONS = [
     wrong(
         "one_page_for_both",
         "declaration/kv-views-plain",
-        "over each other",
+        "split_kv overlap",
         split_kv=lambda cls, cache, spec: (cache[:, 0], cache[:, 0]),
     ),
     wrong("class_of_nothing", "declaration/impl-class", "must be a subclass of AttentionImpl", impl=int),

@@ -1,4 +1,4 @@
-"""Backends that give wrong numbers: what a layer asks for ignored, or read by another convention."""
+"""Backends with wrong numbers: they ignore a feature or compute it by another convention."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from wrong_steps import (
 
 from attnplug.backends.torch_native.builder import TorchMetadata, TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
-from attnplug.core import CommonAttentionMetadata, LayerSpec, LayerTensors
+from attnplug.core import LayerSpec, LayerTensors
 
 __all__ = ["WRONG_NUMBERS", "WrongNumbers"]
 
 
 @dataclasses.dataclass(frozen=True)
 class WrongNumbers(Wrong):
-    """A wrong backend; `check` is the id of a check that fails, `asked` a pattern of those that can.
+    """A wrong backend; `check` is the id of a check that fails, `asked` a pattern of all that can.
 
-    A name that is empty: numbers of no known mistake.
+    `says` is the name of the known mistake, empty for unknown numbers.
     """
 
     asked: str
 
 
 def misread(**changes: Callable[[LayerSpec], Any]) -> type[TorchImpl]:
-    """TORCH's own kernels, for a layer some of whose fields are taken for something else."""
+    """TORCH's own kernels, for a layer with some fields changed."""
 
     class Misread(TorchImpl):
         def _bind(
@@ -118,12 +118,7 @@ class ForgetsWindowsOfDecodes(TorchImpl):
 
 
 class ReadsTheNextRow(TorchMetadataBuilder):
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> TorchMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         return dataclasses.replace(metadata, block_table=metadata.block_table.roll(-1, 0))
 
@@ -139,7 +134,7 @@ def _wrong(
     says: str | None,
     where: str = _PLAIN,
 ) -> WrongNumbers:
-    """A backend that is caught where nothing but `alone` is asked."""
+    """A backend that fails the case whose only feature is `alone`."""
     builder, impl = (part, None) if issubclass(part, TorchMetadataBuilder) else (None, part)
     return WrongNumbers(
         name,
@@ -293,4 +288,4 @@ WRONG_NUMBERS = (
     ),
     _wrong("adds-noise", AddsNoise, "mixed-h4x2-d64-float32-b16-NHD*", "", None),
 )
-"""One for each thing a layer asks that could be ignored, and for each convention that could be another's."""
+"""One for each feature that could be ignored and each convention that could differ."""

@@ -1,10 +1,10 @@
-"""Backends that accept what they do not serve, or refuse as they should not: variants of TORCH."""
+"""Backends that accept layers that they do not serve, or refuse wrongly: variants of TORCH."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from catching import Wrong, variant
+from catching import wrong
 from wrong_declarations import lists_16
 
 from attnplug.backends.torch_native import TorchBackend
@@ -18,7 +18,7 @@ ALL = TorchBackend.features
 
 
 class RaisesLate(TorchImpl):
-    """Finds out in forward what should have been refused."""
+    """Raises in forward for a layer that it should have refused."""
 
     def attend(self, *args: Any, **kwargs: Any) -> Any:
         if self.spec.has_alibi and self.spec.logits_soft_cap:
@@ -27,7 +27,7 @@ class RaisesLate(TorchImpl):
 
 
 class RaisesEarly(TorchImpl):
-    """Finds it out when it is made."""
+    """Raises when it is made."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -36,7 +36,7 @@ class RaisesEarly(TorchImpl):
 
 
 class NoLatents(TorchImpl):
-    """Finds out late that it has no latent attention."""
+    """Raises late for MLA."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,7 +49,7 @@ def accepts_all(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) ->
 
 
 def but(**answers: Any) -> Any:
-    """A validate_configuration that says something else where TORCH refuses."""
+    """A validate_configuration with another answer where TORCH refuses."""
 
     def answer(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) -> Any:
         found = TorchBackend.validate_configuration.__func__(cls, spec, device, phase)  # type: ignore[attr-defined]
@@ -91,12 +91,8 @@ def twice(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) -> list[
 
 
 def hard_coded(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) -> list[Reason]:
-    """Goes by the features of TORCH, whatever the class says of its own."""
+    """Validates with the features of TORCH instead of its own."""
     return TorchBackend.validate_configuration(spec, device, phase)
-
-
-def wrong(name: str, check: str, says: str, **parts: Any) -> Wrong:
-    return Wrong(name, variant(name, **parts), check, says)
 
 
 WRONG_REFUSALS = [
@@ -230,7 +226,7 @@ WRONG_REFUSALS = [
     wrong(
         "any_bare_device",
         "refused/compute-capability",
-        "of a capability not known is accepted",
+        "of unknown capability is accepted",
         supports_compute_capability=lambda cls, pair: pair >= (8, 0),
         validate_configuration=any_bare_device,
     ),

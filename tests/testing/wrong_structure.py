@@ -1,4 +1,4 @@
-"""Backends that touch inputs, or leave outputs as they should not: variants of TORCH, wrong in one way each."""
+"""Backends that modify inputs or leave outputs wrong: variants of TORCH, each with one mistake."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
-from catching import Wrong, variant
+from catching import wrong
 
 from attnplug.backends.torch_native.builder import TorchMetadata
 from attnplug.backends.torch_native.impl import TorchImpl
@@ -16,7 +16,7 @@ __all__ = ["WRONG_STRUCTURE", "Around", "Call"]
 
 @dataclasses.dataclass
 class Call:
-    """What `attend` was called with, but for the layer."""
+    """The arguments of `attend`, except the layer."""
 
     query: torch.Tensor
     key: Any
@@ -33,7 +33,7 @@ class Call:
 
 
 class Around(TorchImpl):
-    """Does something before TORCH attends, or after it."""
+    """Runs hooks before and after TORCH's attend."""
 
     def attend(self, layer: Any, *args: Any, **more: Any) -> Any:
         call = Call(*args, more=more)
@@ -54,7 +54,7 @@ class Around(TorchImpl):
 
 
 class ScalesQuery(Around):
-    """Applies a scale to the query where it stands, and takes it off again, but for rounding."""
+    """Scales the query in place and back, which leaves rounding errors."""
 
     def after(self, call: Call) -> None:
         call.query[: call.metadata.num_actual_tokens].mul_(0.3).div_(0.3)
@@ -68,7 +68,7 @@ class ClearsTable(Around):
 
 
 class NegatesSlopes(Around):
-    """Keeps its slopes the other way round."""
+    """Negates its slopes in place."""
 
     def after(self, call: Call) -> None:
         if self.tensors.alibi_slopes is not None:
@@ -106,7 +106,7 @@ class ReadsPadding(Around):
 
 
 class NeedsNoSinks(TorchImpl):
-    """Goes on without the tensors that its spec asks for."""
+    """Ignores missing sinks."""
 
     @classmethod
     def from_spec(cls, spec: Any, *, tensors: Any = None, **more: Any) -> Any:
@@ -115,7 +115,7 @@ class NeedsNoSinks(TorchImpl):
 
 
 class KeyErrorForSlopes(TorchImpl):
-    """Finds out that a tensor is missing when it looks for it."""
+    """Raises a KeyError for missing slopes."""
 
     @classmethod
     def from_spec(cls, spec: Any, *, tensors: Any = None, **more: Any) -> Any:
@@ -125,7 +125,7 @@ class KeyErrorForSlopes(TorchImpl):
 
 
 class Accumulates(Around):
-    """Adds to what stands in the output."""
+    """Adds to the values in the output."""
 
     held: Any = None
 
@@ -137,7 +137,7 @@ class Accumulates(Around):
 
 
 class LeavesRows(Around):
-    """Does not write rows that see nothing."""
+    """Does not write empty rows."""
 
     held: Any = None
 
@@ -150,7 +150,7 @@ class LeavesRows(Around):
 
 
 class InfiniteLse(Around):
-    """Says of rows that see nothing that their LSE is infinite, as some kernels do."""
+    """Writes an LSE of +inf for empty rows, like some kernels."""
 
     def after(self, call: Call) -> None:
         lse = call.more.get("output_lse")
@@ -159,7 +159,7 @@ class InfiniteLse(Around):
 
 
 class ForgetsSinkOfNothing(Around):
-    """Says -inf of rows that see nothing, though they have a sink."""
+    """Writes -inf for empty rows with a sink."""
 
     def after(self, call: Call) -> None:
         lse = call.more.get("output_lse")
@@ -183,7 +183,7 @@ class ReturnsNothing(TorchImpl):
 
 
 class ReturnsHeadsOnly(TorchImpl):
-    """Returns what it makes with the heads side by side."""
+    """Returns an output with flattened heads."""
 
     def forward(self, *args: Any, **more: Any) -> Any:
         found = super().forward(*args, **more)
@@ -191,7 +191,7 @@ class ReturnsHeadsOnly(TorchImpl):
 
 
 class RaisesForLse(Around):
-    """Trips over an LSE that the layer did not declare."""
+    """Raises an unhelpful error for an undeclared LSE."""
 
     def before(self, call: Call) -> None:
         if call.more.get("output_lse") is not None and not self.spec.needs_lse:
@@ -199,7 +199,7 @@ class RaisesForLse(Around):
 
 
 class Undecided(Around):
-    """Never gives the same twice."""
+    """Gives other bits at each call."""
 
     count: ClassVar[int] = 0
 
@@ -209,7 +209,7 @@ class Undecided(Around):
 
 
 class IgnoresLse(Around):
-    """Takes an LSE that the layer did not declare, and leaves it as it is."""
+    """Accepts an undeclared LSE and does not write it."""
 
     def before(self, call: Call) -> None:
         if not self.spec.needs_lse:
@@ -217,22 +217,18 @@ class IgnoresLse(Around):
 
 
 class IgnoresScales(Around):
-    """Takes output scales and does not apply them."""
+    """Accepts output scales and ignores them."""
 
     def before(self, call: Call) -> None:
         call.more |= {"output_scale": None, "output_block_scale": None}
 
 
 class NeedsLse(Around):
-    """Cannot do without the LSE that a layer may be asked for."""
+    """Fails without the LSE of a layer with needs_lse."""
 
     def before(self, call: Call) -> None:
         if self.spec.needs_lse:
             call.more["output_lse"].zero_()
-
-
-def wrong(name: str, check: str, says: str, impl: type[TorchImpl]) -> Wrong:
-    return Wrong(name, variant(name, impl=impl), check, says)
 
 
 WRONG_STRUCTURE = [
@@ -249,9 +245,9 @@ WRONG_STRUCTURE = [
         impl=AssumesContiguous,
     ),
     wrong("writes_padding", "tensors/padding-rows", "output rows past num_actual_tokens", impl=WritesPadding),
-    wrong("reads_padding", "tensors/padding-rows", "which are not to be read: output", impl=ReadsPadding),
+    wrong("reads_padding", "tensors/padding-rows", "which forward must not read: output", impl=ReadsPadding),
     wrong(
-        "needs_no_sinks", "tensors/sinks-required", "takes has_sinks=True without sinks", impl=NeedsNoSinks
+        "needs_no_sinks", "tensors/sinks-required", "accepts has_sinks=True without sinks", impl=NeedsNoSinks
     ),
     wrong("key_error", "tensors/alibi_slopes-required", "raised KeyError", impl=KeyErrorForSlopes),
     wrong("accumulates", "tensors/output-overwritten", "that held", impl=Accumulates),

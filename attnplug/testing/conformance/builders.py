@@ -1,40 +1,41 @@
-"""Every way of making a step's metadata gives what a plain build gives, and builders remember no other step."""
+"""Each build method gives the metadata of a plain build, and builders keep nothing of other steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
-from attnplug.core.metadata import (
-    PAD_SLOT_ID,
-    AttentionCGSupport,
-    CommonAttentionMetadata,
-)
+from attnplug.core.metadata import PAD_SLOT_ID, AttentionCGSupport, CommonAttentionMetadata
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import Check, ConformanceError
-from attnplug.testing.conformance.driving import Driver
+from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
+from attnplug.testing.conformance.expectations import StepMistake, expect_correct_step, expect_own_slots
+from attnplug.testing.conformance.harness import Harness
 from attnplug.testing.conformance.phases import in_phase
-from attnplug.testing.conformance.steps import decodes, kinds, layer_of_kind, mixed, step_of
+from attnplug.testing.conformance.steps import (
+    decodes,
+    layer_kinds,
+    layer_of_kind,
+    mixed,
+    step_factory,
+    with_lengths,
+)
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.conformance.verdicts import Misread, check_slots, during, judge, with_lengths
 
-__all__ = ["checks", "kept_of"]
+__all__ = ["checks", "stale_mistakes"]
 
 
 def checks(target: Target) -> Iterator[Check]:
     """The checks of builders, for each kind of layer that the backend declares."""
-    for kind in kinds(target):
-        for name, (run, summary) in _CHECKS.items():
-            yield Check(f"builder/{name}-{kind}", functools.partial(run, target, kind), summary)
+    for kind in layer_kinds(target):
+        yield from checks_from(_CHECKS, "builder", target, kind)
 
 
-def kept_of(other: CommonAttentionMetadata) -> dict[str, Misread]:
-    """What a builder may keep of another step with as many requests and tokens."""
-    lengths = other.seq_lens.cpu()
-    table = other.block_table_tensor
+def stale_mistakes(other: CommonAttentionMetadata) -> dict[str, StepMistake]:
+    """Mistakes of a builder that keeps state of `other`, a step with as many requests and tokens."""
+    lengths, table = other.seq_lens.cpu(), other.block_table_tensor
     return {
         "another step's block table": lambda c: dataclasses.replace(c, block_table_tensor=table),
         "another step's lengths": lambda c: with_lengths(c, lengths),
@@ -42,45 +43,44 @@ def kept_of(other: CommonAttentionMetadata) -> dict[str, Misread]:
 
 
 def _check_update(target: Target, kind: str) -> None:
-    spec = layer_of_kind(target, kind)
-    first, second = (step_of(target, spec, mixed(target.block_size(spec)), seed) for seed in (0, 1))
+    spec, size = layer_of_kind(target, kind)
+    first, second = (step_factory(target, spec, mixed(size), seed) for seed in (0, 1))
     one, other = first(), second()
-    of_one, of_other = Driver.of(target, one), Driver.of(target, other)
+    first_harness, second_harness = Harness.of(target, one), Harness.of(target, other)
     given = other.common.block_table_tensor, other.common.slot_mapping
-    with during("a build before update_block_table"):
-        metadata = of_one.builder.build(0, one.common)
-    if not of_other.builder.supports_update_block_table:
+    with error_context("a build before update_block_table"):
+        metadata = first_harness.builder.build(0, one.common)
+    if not second_harness.builder.supports_update_block_table:
         what = "update_block_table must raise TypeError where supports_update_block_table is False"
-        with during(what):
+        with error_context(what):
             try:
-                of_other.builder.update_block_table(metadata, *given)
+                second_harness.builder.update_block_table(metadata, *given)
             except TypeError:
                 return
         raise ConformanceError(f"{what}, and raised nothing")
-    with during("update_block_table and a forward"):
-        updated = of_other.builder.update_block_table(metadata, *given)
-        check_slots(updated, other.common, "after update_block_table")
-        found = of_other.run(other, updated)
-    judge(target, second, found, "after update_block_table", kept_of(one.common))
+    with error_context("update_block_table and a forward"):
+        updated = second_harness.builder.update_block_table(metadata, *given)
+        expect_own_slots(updated, other.common, "after update_block_table")
+        found = second_harness.run(other, updated)
+    expect_correct_step(target, second, found, "after update_block_table", stale_mistakes(one.common))
     what = "with the metadata that update_block_table was given, which must stay as it was"
-    with during(what):
-        check_slots(metadata, one.common, what)
-        found = of_one.run(one, metadata)
-    judge(target, first, found, what, kept_of(other.common))
+    with error_context(what):
+        expect_own_slots(metadata, one.common, what)
+        found = first_harness.run(one, metadata)
+    expect_correct_step(target, first, found, what, stale_mistakes(other.common))
 
 
 def _check_drafting(target: Target, kind: str) -> None:
-    spec = layer_of_kind(target, kind)
-    size = target.block_size(spec)
-    driver = Driver.of(target, step_of(target, spec, mixed(size))(), num_speculative_tokens=3)
+    spec, size = layer_of_kind(target, kind)
+    harness = Harness.of(target, step_factory(target, spec, mixed(size))(), num_speculative_tokens=3)
     for index in range(3):
-        make = step_of(target, spec, decodes(size, index) if index else mixed(size), index)
+        make = step_factory(target, spec, decodes(size, index) if index else mixed(size), index)
         batch, what = make(), f"build_for_drafting with draft_index={index}"
-        with during(what):
-            metadata = driver.builder.build_for_drafting(batch.common, index)
-            check_slots(metadata, batch.common, what)
-            found = driver.run(batch, metadata)
-        judge(target, make, found, what, {"the last token dropped": _without_last})
+        with error_context(what):
+            metadata = harness.builder.build_for_drafting(batch.common, index)
+            expect_own_slots(metadata, batch.common, what)
+            found = harness.run(batch, metadata)
+        expect_correct_step(target, make, found, what, {"the last token dropped": _without_last})
 
 
 def _without_last(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
@@ -88,40 +88,40 @@ def _without_last(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
 
 
 def _check_steps(target: Target, kind: str, fast: bool) -> None:
-    spec = layer_of_kind(target, kind)
-    size = target.block_size(spec)
+    spec, size = layer_of_kind(target, kind)
     lengths = mixed(size), mixed(size, 2), decodes(size), decodes(size, 2), mixed(size), ([1], [size + 1])
-    driver = Driver.of(target, step_of(target, spec, lengths[0])())
+    harness = Harness.of(target, step_factory(target, spec, lengths[0])())
     before: Batch | None = None
     for index, each in enumerate(lengths):
-        make = step_of(target, spec, each, index)
+        make = step_factory(target, spec, each, index)
         batch, what = make(), f"step {index + 1} of one builder" + (", fast_build=True" if fast else "")
-        with during(what):
-            metadata = driver.builder.build(0, batch.common, fast)
-            check_slots(metadata, batch.common, what)
-            found = driver.run(batch, metadata)
-        judge(target, make, found, what, {} if before is None else kept_of(before.common))
+        with error_context(what):
+            metadata = harness.builder.build(0, batch.common, fast)
+            expect_own_slots(metadata, batch.common, what)
+            found = harness.run(batch, metadata)
+        expect_correct_step(
+            target, make, found, what, {} if before is None else stale_mistakes(before.common)
+        )
         before = batch
 
 
 def _check_capture(target: Target, kind: str) -> None:
-    spec = layer_of_kind(target, kind)
-    size = target.block_size(spec)
+    spec, size = layer_of_kind(target, kind)
     settings = {"num_speculative_tokens": 2, "cudagraph_batch_sizes": (4,), "max_model_len": 4 * size}
-    driver = Driver.of(target, step_of(target, spec, decodes(size))(), **settings)
-    builder = driver.builder
-    with during("get_cudagraph_support"):
+    harness = Harness.of(target, step_factory(target, spec, decodes(size))(), **settings)
+    builder = harness.builder
+    with error_context("get_cudagraph_support"):
         levels = [builder.get_cudagraph_support(builder.config, builder.kv_cache_spec) for _ in range(2)]
     if not all(isinstance(level, AttentionCGSupport) for level in levels):
         raise ConformanceError(f"get_cudagraph_support gave {levels[0]!r}, which is no AttentionCGSupport")
     if levels[0] is not levels[1]:
         raise ConformanceError(f"get_cudagraph_support gave {levels[0].name}, then {levels[1].name}")
-    asked = (AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, 1), (AttentionCGSupport.UNIFORM_BATCH, 3)
-    for level, new in asked:
+    cases = (AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, 1), (AttentionCGSupport.UNIFORM_BATCH, 3)
+    for level, new in cases:
         if levels[0] < level or (target.phase is not None and not in_phase(target.phase, [new])):
             continue
-        common = step_of(target, spec, decodes(size, 2, new))().common
-        # As a graph is captured: no length is known, only the longest.
+        common = step_factory(target, spec, decodes(size, 2, new))().common
+        # At graph capture only the longest length is known.
         bounds = dataclasses.replace(
             with_lengths(common, torch.full((4,), 4 * size)),
             seq_lens=torch.ones_like(common.seq_lens),
@@ -129,22 +129,22 @@ def _check_capture(target: Target, kind: str) -> None:
             seq_lens_host_exact=False,
         )
         what = f"build_for_cudagraph_capture of decodes of {new} tokens, with {levels[0].name} declared"
-        with during(what):
+        with error_context(what):
             made = builder.build_for_cudagraph_capture(bounds)
         if not torch.equal(made.slot_mapping[: 4 * new], bounds.slot_mapping[: 4 * new]):
             raise ConformanceError(f"{what}: slot_mapping is not the step's")
 
 
-_CHECKS: dict[str, tuple[Callable[[Target, str], None], str]] = {
-    "update_block_table": (_check_update, "update_block_table gives what a build with another table gives"),
-    "build_for_drafting": (_check_drafting, "build_for_drafting gives what a plain build gives"),
-    "build": (functools.partial(_check_steps, fast=False), "a builder keeps nothing of the steps before"),
+_CHECKS: CheckTable = {
+    "update_block_table": (
+        _check_update,
+        "update_block_table gives the metadata of a build with the other table",
+    ),
+    "build_for_drafting": (_check_drafting, "build_for_drafting gives the metadata of a plain build"),
+    "build": (functools.partial(_check_steps, fast=False), "a builder keeps nothing of earlier steps"),
     "fast_build": (
         functools.partial(_check_steps, fast=True),
-        "fast_build gives what a plain build gives, and keeps nothing of the steps before",
+        "fast_build gives the metadata of a plain build, and keeps nothing of earlier steps",
     ),
-    "cudagraph-support": (
-        _check_capture,
-        "the level declared is one, and steps up to it are built for capture",
-    ),
+    "cudagraph-support": (_check_capture, "steps up to the declared level are built for capture"),
 }

@@ -1,4 +1,4 @@
-"""Every layout, stride and page size that a backend declares gives the same answer."""
+"""Each layout, stride and block size that a backend declares gives the right answer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ import torch
 
 from attnplug.core.errors import LayoutError
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, Level
-from attnplug.testing.conformance.guarded import pages_of, slots_of
-from attnplug.testing.conformance.single_layer import SingleLayer, matches_oracle, raw_bytes
-from attnplug.testing.conformance.situations import PAGED
-from attnplug.testing.conformance.steps import decodes, mixed
+from attnplug.testing.conformance.check import (
+    Check,
+    CheckSkipped,
+    CheckTable,
+    ConformanceError,
+    Level,
+    checks_from,
+)
+from attnplug.testing.conformance.expectations import expect_correct
+from attnplug.testing.conformance.guarded_cache import pages_of, slots_of
+from attnplug.testing.conformance.harness import Harness, raw_bytes
+from attnplug.testing.conformance.steps import PAGED_SCENARIOS, decodes, mixed
 from attnplug.testing.conformance.target import Target
 
 __all__ = ["checks"]
@@ -23,66 +30,51 @@ _LAYERS = 3
 
 
 def checks(target: Target) -> Iterator[Check]:
-    """The checks of layouts, and of page sizes: at level smoke the first three."""
+    """The checks of layouts and of block sizes; at level smoke the first three sizes."""
     for layout in target.backend.supported_kv_cache_layouts():
-        for situation in PAGED:
-            for name, run, summary in (
-                ("layout", _check_layout, f"pages in the order {layout} are written and read as such"),
-                (
-                    "strided",
-                    _check_strided,
-                    f"so they are where they are one layer of a larger {layout} tensor",
-                ),
-            ):
-                yield Check(
-                    f"cache/{name}-{layout}-{situation}",
-                    functools.partial(run, target, layout, situation),
-                    summary,
-                )
+        for scenario in PAGED_SCENARIOS:
+            yield from checks_from(_CHECKS, "cache", target, layout, scenario)
     sizes = target.block_sizes
     for size in sizes[:3] if target.level is Level.SMOKE else sizes:
         run_size = functools.partial(_check_block_size, target, size)
-        yield Check(f"cache/block-size-{size}", run_size, f"pages of {size} tokens are written and read")
+        yield Check(f"cache/block-size-{size}", run_size, f"blocks of {size} tokens are written and read")
 
 
-def _batch(target: Target, situation: str, layout: str) -> Batch:
+def _batch(target: Target, scenario: str, layout: str) -> Batch:
     spec = target.spec()
-    lengths = (decodes if situation == "decode" else mixed)(target.block_size(spec))
+    lengths = (decodes if scenario == "decode" else mixed)(target.block_size(spec))
     return target.batch(spec, *lengths, padding=3, layout=layout)
 
 
-def _check_layout(target: Target, layout: str, situation: str) -> None:
-    batch = _batch(target, situation, layout)
+def _check_layout(target: Target, layout: str, scenario: str) -> None:
+    batch = _batch(target, scenario, layout)
     try:
         _run(target, batch, f"with the layout {layout}")
     except ConformanceError as problem:
-        raise ConformanceError(f"{problem}{_where_right(target, layout, situation)}") from None
+        raise ConformanceError(f"{problem}{_where_right(target, layout, scenario)}") from None
 
 
-def _where_right(target: Target, layout: str, situation: str) -> str:
-    """Says which layouts give the right answer, where some do: the strides of the others are misread."""
+def _where_right(target: Target, layout: str, scenario: str) -> str:
+    """A hint that names the layouts with the right answer; empty if no layout has it."""
     right = []
     for other in target.backend.supported_kv_cache_layouts():
         if other != layout:
             try:
-                _run(target, _batch(target, situation, other), "")
+                _run(target, _batch(target, scenario, other), "")
             except ConformanceError:
                 continue
             right.append(other)
-    return (
-        f"; with the layout {' or '.join(right)} it is right: strides of the cache are misread"
-        if right
-        else ""
-    )
+    hint = f"; with the layout {' or '.join(right)} it is right: strides of the cache are misread"
+    return hint if right else ""
 
 
-def _check_strided(target: Target, layout: str, situation: str) -> None:
-    batch = _batch(target, situation, layout)
+def _check_strided(target: Target, layout: str, scenario: str) -> None:
+    batch = _batch(target, scenario, layout)
     layers = _among_layers(target, batch, layout)
-    held = dataclasses.replace(batch, kv_cache=layers[1])
+    among = dataclasses.replace(batch, kv_cache=layers[1])
     what = f"with a cache of strides {layers[1].stride()}, one of {_LAYERS} layers whose pages of a block lie together"
     try:
-        _run(target, held, what)
+        _run(target, among, what)
     except ConformanceError as problem:
         if isinstance(problem.__cause__, LayoutError):
             raise CheckSkipped(f"such strides are refused: {problem.__cause__}") from None
@@ -93,9 +85,9 @@ def _check_strided(target: Target, layout: str, situation: str) -> None:
 
 
 def _among_layers(target: Target, batch: Batch, layout: str) -> torch.Tensor:
-    """`[3, *cache.shape]` in the backend's order with layers, the batch's cache in the middle of NaN."""
+    """A tensor `[3, *cache.shape]` in the backend's order with layers: the batch's cache between two of NaN."""
     cache = batch.kv_cache
-    assert cache is not None  # noqa: S101 - asked only of batches over pages
+    assert cache is not None  # noqa: S101 - called only for batches over pages
     order = target.backend.get_kv_cache_stride_order(True, layout=layout, spec=batch.spec)
     shape = (_LAYERS, *cache.shape)
     physical = torch.full([shape[dim] for dim in order], torch.nan, dtype=cache.dtype, device=cache.device)
@@ -105,9 +97,9 @@ def _among_layers(target: Target, batch: Batch, layout: str) -> torch.Tensor:
 
 
 def _run(target: Target, batch: Batch, what: str) -> None:
-    """ConformanceError unless the answer is right and the cache holds the new keys and values."""
-    found = SingleLayer.of(target, batch).forward(batch, what=what)
-    matches_oracle(batch, found, what)
+    """Raise ConformanceError unless the answer is right and the cache has the new keys and values."""
+    found = Harness.of(target, batch).forward(batch, what=what)
+    expect_correct(batch, found, what)
     slots = slots_of(batch)
     for name, pages, tokens in zip(
         "KV", pages_of(target.backend, batch), (batch.key, batch.value), strict=True
@@ -122,3 +114,9 @@ def _check_block_size(target: Target, size: int) -> None:
     spec = target.spec(block_size=size)
     for lengths in (decodes(size), mixed(size)):
         _run(target, target.batch(spec, *lengths, padding=3), f"with pages of {size} tokens")
+
+
+_CHECKS: CheckTable = {
+    "layout": (_check_layout, "pages in this layout are written and read"),
+    "strided": (_check_strided, "pages that are one layer of a larger tensor are written and read"),
+}

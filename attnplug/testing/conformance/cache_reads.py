@@ -1,45 +1,46 @@
-"""What is read of the KV cache: the keys of each request, and nothing that only lies near them."""
+"""Reads of the KV cache: the keys of each request, and nothing next to them."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from attnplug.core.features import Feature
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import Check, ConformanceError
-from attnplug.testing.conformance.driving import Answer
-from attnplug.testing.conformance.guarded import fill_blocks, fill_unused, pages_of
-from attnplug.testing.conformance.single_layer import SingleLayer, matches_oracle, raw_bytes
-from attnplug.testing.conformance.situations import PAGED, step
+from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError
+from attnplug.testing.conformance.expectations import expect_correct
+from attnplug.testing.conformance.guarded_cache import fill_blocks, fill_unused, pages_of
+from attnplug.testing.conformance.harness import Harness, raw_bytes
+from attnplug.testing.conformance.steps import PAGED_SCENARIOS, scenario_factory
 from attnplug.testing.conformance.target import Target
 
 __all__ = ["checks"]
 
 _HUGE = (2**31 - 1, -(2**31), -1, 2**30)
+_LARGEST = {torch.float16: 6e4, torch.float8_e4m3fn: 448.0}
 
 
 def checks(target: Target) -> Iterator[Check]:
-    """The checks of reads, in each situation over pages."""
-    for situation in PAGED:
+    """The checks of reads, in each scenario over pages."""
+    for scenario in PAGED_SCENARIOS:
         for name, (run, summary) in _CHECKS.items():
             if name != "null-block" or Feature.SLIDING_WINDOW in target.backend.features:
-                yield Check(f"cache/{name}-{situation}", functools.partial(run, target, situation), summary)
+                yield Check(f"cache/{name}-{scenario}", functools.partial(run, target, scenario), summary)
 
 
-def _check_apart(target: Target, situation: str) -> None:
-    make = step(target, situation)
+def _check_write_then_attend(target: Target, scenario: str) -> None:
+    make = scenario_factory(target, scenario)
     whole = make()
-    SingleLayer.of(target, whole).forward(whole)
+    Harness.of(target, whole).forward(whole)
     for with_keys in (True, False):
         batch = make()
-        parts = SingleLayer.of(target, batch)
-        parts.write(batch)
-        found = parts.attend(batch, with_keys=with_keys)
+        harness = Harness.of(target, batch)
+        harness.write(batch)
+        found = harness.attend(batch, with_keys=with_keys)
         given = "with" if with_keys else "without"
-        matches_oracle(batch, found, f"update_kv_cache, then attend {given} key and value")
+        expect_correct(batch, found, f"update_kv_cache, then attend {given} key and value")
         for name, one, other in zip(
             "KV", pages_of(target.backend, batch), pages_of(target.backend, whole), strict=True
         ):
@@ -47,35 +48,34 @@ def _check_apart(target: Target, situation: str) -> None:
                 raise ConformanceError(f"update_kv_cache leaves other {name} in the cache than forward does")
 
 
-def _check_unused(target: Target, situation: str) -> None:
-    largest = {torch.float16: 6e4, torch.float8_e4m3fn: 448.0}
-    make = step(target, situation)
+def _check_unused(target: Target, scenario: str) -> None:
+    make = scenario_factory(target, scenario)
     for what in ("NaN", "infinity", "large values"):
         batch = make()
         k, _ = pages_of(target.backend, batch)
-        fills = {"NaN": torch.nan, "infinity": torch.inf, "large values": largest.get(k.dtype, 1e5)}
+        fills = {"NaN": torch.nan, "infinity": torch.inf, "large values": _LARGEST.get(k.dtype, 1e5)}
         fill_unused(batch, fills[what])
-        found = SingleLayer.of(target, batch).forward(batch)
-        matches_oracle(batch, found, f"with {what} in the rows of pages that hold no token")
+        found = Harness.of(target, batch).forward(batch)
+        expect_correct(batch, found, f"with {what} in the rows of pages that hold no token")
 
 
-def _check_tails(target: Target, situation: str) -> None:
-    batch = step(target, situation)()
+def _check_tails(target: Target, scenario: str) -> None:
+    batch = scenario_factory(target, scenario)()
     table, counts = batch.common.block_table_tensor, _pages_held(target, batch)
     used = {0, *(block for row, count in zip(table.tolist(), counts, strict=True) for block in row[:count])}
     blocks = pages_of(target.backend, batch)[0].shape[0]
     free = next(block for block in range(blocks) if block not in used)
     fill_blocks(batch, free, torch.nan)
-    _run_with_tails(target, batch, [free], f"block {free}, which is another's and holds NaN")
+    _run_with_tails(target, batch, [free], f"block {free}, which is not the request's and holds NaN")
 
 
-def _check_huge_tails(target: Target, situation: str) -> None:
-    batch = step(target, situation)()
-    _run_with_tails(target, batch, list(_HUGE), f"numbers that are no blocks, as {_HUGE[0]}")
+def _check_huge_tails(target: Target, scenario: str) -> None:
+    batch = scenario_factory(target, scenario)()
+    _run_with_tails(target, batch, list(_HUGE), f"numbers that are no blocks, such as {_HUGE[0]}")
 
 
 def _run_with_tails(target: Target, batch: Batch, tails: list[int], what: str) -> None:
-    """Forward with a wider table, of which all entries past a request's pages are `tails` in turn."""
+    """Run forward with a wider table; the entries past a request's pages are `tails` in turn."""
     table, counts = batch.common.block_table_tensor, _pages_held(target, batch)
     wide = max(table.shape[1], max(counts) + 9)
     entries = torch.tensor(tails, dtype=torch.int32).repeat(wide)[:wide].to(table.device)
@@ -83,7 +83,7 @@ def _run_with_tails(target: Target, batch: Batch, tails: list[int], what: str) -
     for row, count in enumerate(counts):
         batch.common.block_table_tensor[row, :count] = table[row, :count]
     where = f"with table entries past a request's pages that name {what}"
-    matches_oracle(batch, SingleLayer.of(target, batch).forward(batch, what=where), where)
+    expect_correct(batch, Harness.of(target, batch).forward(batch, what=where), where)
 
 
 def _pages_held(target: Target, batch: Batch) -> list[int]:
@@ -91,23 +91,26 @@ def _pages_held(target: Target, batch: Batch) -> list[int]:
     return [-(-length // size) for length in batch.seq_lens]
 
 
-def _check_null_block(target: Target, situation: str) -> None:
-    make = step(target, situation, window=(6, 0))
+def _check_null_block(target: Target, scenario: str) -> None:
+    make = scenario_factory(target, scenario, window=(6, 0))
     for value in (0.0, 100.0):
         batch = make()
         if not bool((batch.common.block_table_tensor == 0).any()):  # pragma: no cover - lengths of the kit
             raise ConformanceError("the kit's batch has no freed page")
         fill_blocks(batch, 0, value)
-        found: Answer = SingleLayer.of(target, batch).forward(batch)
-        matches_oracle(
-            batch, found, f"with {value:g} in the null block, to which freed pages of the window point"
+        found = Harness.of(target, batch).forward(batch)
+        expect_correct(
+            batch, found, f"with {value:g} in the null block, which replaces pages freed by the window"
         )
 
 
-_CHECKS: dict[str, tuple[Callable[[Target, str], None], str]] = {
-    "written-then-attended": (_check_apart, "update_kv_cache and then attend give what forward gives"),
-    "unused-rows": (_check_unused, "what stands in the unused rows of pages does not reach the output"),
+_CHECKS: CheckTable = {
+    "written-then-attended": (
+        _check_write_then_attend,
+        "update_kv_cache and then attend give the result of forward",
+    ),
+    "unused-rows": (_check_unused, "unused rows of pages do not affect the output"),
     "table-tails": (_check_tails, "table entries past a request's pages are not followed"),
-    "table-tails-huge": (_check_huge_tails, "they are not followed where they name no block at all"),
-    "null-block": (_check_null_block, "the null block, to which freed pages point, is not attended"),
+    "table-tails-huge": (_check_huge_tails, "they are not followed if they are no block numbers"),
+    "null-block": (_check_null_block, "the null block, which replaces freed pages, is not attended"),
 }

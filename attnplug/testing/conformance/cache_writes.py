@@ -1,4 +1,4 @@
-"""What is written to the KV cache: the slots of the batch, what they ask for, and nothing else."""
+"""Writes to the KV cache: the right values at the slots of the batch, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,54 +12,37 @@ import torch
 from attnplug.core.features import Feature
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import Check, ConformanceError
-from attnplug.testing.conformance.guarded import GuardedCache, pages_of, slots_of
-from attnplug.testing.conformance.single_layer import SingleLayer, default_options
-from attnplug.testing.conformance.situations import PAGED, step
+from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
+from attnplug.testing.conformance.expectations import wrong_answer
+from attnplug.testing.conformance.guarded_cache import GuardedCache, pages_of, slots_of
+from attnplug.testing.conformance.harness import Harness, default_options
+from attnplug.testing.conformance.steps import PAGED_SCENARIOS, scenario_factory
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.conformance.verdicts import during
 from attnplug.testing.oracle import stored_values
 
 __all__ = ["checks"]
 
 
 def checks(target: Target) -> Iterator[Check]:
-    """The checks of writes, in each situation over pages; of storage types, of each that is declared."""
-    for situation in PAGED:
-        for name, run, summary in (
-            (
-                "only-slots-written",
-                _check_only_slots,
-                "forward writes the slots of the batch and nothing else",
-            ),
-            ("attend-only-reads", _check_attend_reads, "attend writes nothing to the cache"),
-        ):
-            yield Check(f"cache/{name}-{situation}", functools.partial(run, target, situation), summary)
+    """The checks of writes, in each scenario over pages, and of each declared storage type."""
+    for scenario in PAGED_SCENARIOS:
+        yield from checks_from(_CHECKS, "cache", target, scenario)
     if Feature.CROSS | Feature.NON_CAUSAL in target.backend.features:
         summary = "a cross layer writes the slots of the encoder's tokens and nothing else"
         yield Check("cache/only-slots-written-cross", functools.partial(_check_cross, target), summary)
-    yield Check(
-        "cache/negative-slots",
-        functools.partial(_check_negative, target),
-        "tokens of slot -1 are not written",
-    )
-    yield Check(
-        "cache/sharing-writes-none",
-        functools.partial(_check_sharing, target),
-        "a layer that shares another's cache writes none",
-    )
+    yield from checks_from(_ONCE, "cache", target)
     for name in target.kv_cache_dtypes:
-        summary = f"a cache of {name} holds keys and values rounded, or divided by their scales"
+        summary = f"a cache of {name} stores keys and values rounded, or divided by their scales"
         yield Check(f"cache/stored-{name}", functools.partial(_check_stored, target, name), summary)
         if name.startswith("fp8"):
-            summary = f"what is too large for {name} is stored as the largest finite value"
+            summary = f"a value too large for {name} is stored as the largest finite value"
             yield Check(f"cache/clamped-{name}", functools.partial(_check_clamped, target, name), summary)
 
 
-def _check_only_slots(target: Target, situation: str) -> None:
-    guarded = GuardedCache.of(target.backend, step(target, situation)())
-    SingleLayer.of(target, guarded.batch).forward(guarded.batch)
-    guarded.expect_only(slots_of(guarded.batch), "forward")
+def _check_only_slots(target: Target, scenario: str) -> None:
+    guarded = GuardedCache.of(target.backend, scenario_factory(target, scenario)())
+    Harness.of(target, guarded.batch).forward(guarded.batch)
+    guarded.expect_only_written(slots_of(guarded.batch), "forward")
 
 
 def _check_cross(target: Target) -> None:
@@ -67,51 +50,49 @@ def _check_cross(target: Target) -> None:
     size = target.block_size(spec)
     batch = target.batch(spec, [1, 5, 0], [size + 3, 9, 2], padding=3)
     guarded = GuardedCache.of(target.backend, batch)
-    SingleLayer.of(target, guarded.batch).forward(guarded.batch)
-    guarded.expect_only(batch.common.slot_mapping, "forward")
+    Harness.of(target, guarded.batch).forward(guarded.batch)
+    guarded.expect_only_written(batch.common.slot_mapping, "forward")
 
 
-def _check_attend_reads(target: Target, situation: str) -> None:
-    batch = step(target, situation)()
-    SingleLayer.of(target, batch).write(batch)
+def _check_attend_reads(target: Target, scenario: str) -> None:
+    batch = scenario_factory(target, scenario)()
+    Harness.of(target, batch).write(batch)
     guarded = GuardedCache.of(target.backend, batch)
-    SingleLayer.of(target, guarded.batch).attend(guarded.batch)
-    guarded.expect_only(slots_of(batch)[:0], "attend")
+    Harness.of(target, guarded.batch).attend(guarded.batch)
+    guarded.expect_only_written(slots_of(batch)[:0], "attend")
 
 
 def _check_negative(target: Target) -> None:
-    guarded = GuardedCache.of(target.backend, step(target, "mixed")())
+    guarded = GuardedCache.of(target.backend, scenario_factory(target, "mixed")())
     batch = guarded.batch
     slots = batch.common.slot_mapping
     slots[0] = slots[3:6] = slots[batch.common.num_actual_tokens - 1] = -1
-    SingleLayer.of(target, batch).write(batch)
-    guarded.expect_only(slots_of(batch), "update_kv_cache, with tokens of slot -1,")
+    Harness.of(target, batch).write(batch)
+    guarded.expect_only_written(slots_of(batch), "update_kv_cache, with tokens of slot -1,")
     _expect_stored(target, batch)
 
 
 def _check_sharing(target: Target) -> None:
-    batch = step(target, "mixed")()
-    SingleLayer.of(target, batch).write(batch)
-    junk = dataclasses.replace(
-        batch, key=torch.full_like(batch.key, 7.0), value=torch.full_like(batch.value, 7.0)
-    )
-    guarded = GuardedCache.of(target.backend, junk)
-    parts = SingleLayer.of(target, guarded.batch)
-    with during("from_spec with kv_sharing_target_layer_name"):
-        parts.layer.impl = target.backend.get_impl_cls().from_spec(
+    batch = scenario_factory(target, "mixed")()
+    Harness.of(target, batch).write(batch)
+    sevens: dict[str, Any] = {name: torch.full_like(getattr(batch, name), 7.0) for name in ("key", "value")}
+    guarded = GuardedCache.of(target.backend, dataclasses.replace(batch, **sevens))
+    harness = Harness.of(target, guarded.batch)
+    with error_context("from_spec with kv_sharing_target_layer_name"):
+        harness.layers[0].impl = target.backend.get_impl_cls().from_spec(
             batch.spec,
             layer_name="later",
             tensors=batch.tensors,
             kv_sharing_target_layer_name="layer",
             options=default_options(target),
         )
-    parts.forward(guarded.batch)
-    guarded.expect_only(slots_of(batch)[:0], "forward of a layer with kv_sharing_target_layer_name")
+    harness.forward(guarded.batch)
+    guarded.expect_only_written(slots_of(batch)[:0], "forward of a layer with kv_sharing_target_layer_name")
 
 
 def _check_stored(target: Target, name: str) -> None:
     batch = _batch(target, name, k_scale=0.5, v_scale=4.0)
-    SingleLayer.of(target, batch).write(batch)
+    Harness.of(target, batch).write(batch)
     _expect_stored(target, batch)
 
 
@@ -120,7 +101,7 @@ def _check_clamped(target: Target, name: str) -> None:
     limit = torch.finfo(STORAGE_DTYPES[batch.spec.resolved_kv_cache_dtype]).max
     for tensor in (batch.key, batch.value):
         tensor[::2] = 0.5 * limit * tensor[::2].sign()
-    SingleLayer.of(target, batch).write(batch)
+    Harness.of(target, batch).write(batch)
     slots = slots_of(batch)
     for part, tokens, pages in zip(
         "KV", (batch.key, batch.value), pages_of(target.backend, batch), strict=True
@@ -143,13 +124,13 @@ def _batch(target: Target, name: str, **scales: float) -> Batch:
 
 
 def _rows(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """What pages hold at slots, as float32 `[T, Hkv, D]`, scales not applied."""
+    """The pages' rows at slots as float32 `[T, Hkv, D]`, scales not applied."""
     size = pages.shape[1]
     return pages.float()[slots // size, slots % size]
 
 
 def _expect_stored(target: Target, batch: Batch) -> None:
-    """ConformanceError unless the cache holds the batch's keys and values where it has slots for them."""
+    """Raise ConformanceError unless the cache has the batch's keys and values at their slots."""
     spec, slots = batch.spec, slots_of(batch)
     kept = slots >= 0
     scales = float(batch.tensors.k_scale), float(batch.tensors.v_scale)
@@ -166,24 +147,32 @@ def _expect_stored(target: Target, batch: Batch) -> None:
             "the other's scale": other,
             "multiplied by the scale": 1 / scale,
         }
-        named = None
+        mistake = None
         for name, used in mistakes.items() if spec.has_quantized_kv_cache else ():
-            misread = stored_values(rows, spec, used) / used * scale
-            if _near(found, misread, True, pages.dtype, scale):
-                named = name
-                break
+            scaled = stored_values(rows, spec, used) / used * scale
+            if mistake is None and _near(found, scaled, True, pages.dtype, scale):
+                mistake = name
         place = int((found - wanted).abs().nan_to_num(torch.inf).argmax())
         gives = f"gives back {found.flatten()[place].item():g} for {wanted.flatten()[place].item():g}"
-        likely = f"; these are the numbers of a known mistake: {named}" if named else ""
-        raise ConformanceError(f"{part} of a cache of {spec.kv_cache_dtype!r} {gives}{likely}", named)
+        raise wrong_answer(f"{part} of a cache of {spec.kv_cache_dtype!r} {gives}", mistake)
 
 
 def _near(
     found: torch.Tensor, wanted: torch.Tensor, quantized: bool, stored: torch.dtype, scale: float
 ) -> bool:
-    """Equal; with fp8, to one step of the stored type, since kernels may round in another order."""
+    """Whether both are equal; with fp8 within one step of the type, since kernels may round in another order."""
     if not quantized:
         return torch.equal(found, wanted)
     kind = torch.finfo(stored)
     step = kind.eps * (wanted.abs() + kind.smallest_normal * scale)
     return bool(((found - wanted).abs() <= step).all())
+
+
+_CHECKS: CheckTable = {
+    "only-slots-written": (_check_only_slots, "forward writes the slots of the batch and nothing else"),
+    "attend-only-reads": (_check_attend_reads, "attend writes nothing to the cache"),
+}
+_ONCE: CheckTable = {
+    "negative-slots": (_check_negative, "tokens of slot -1 are not written"),
+    "sharing-writes-none": (_check_sharing, "a layer that shares another's cache writes none"),
+}

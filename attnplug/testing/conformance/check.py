@@ -1,18 +1,24 @@
-"""One conformance check: a name, and something to run."""
+"""One conformance check: an id, and a function that raises if the backend fails it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, TypeAlias
 
 from attnplug.core.errors import AttnplugError
 
-__all__ = ["Check", "CheckSkipped", "ConformanceError", "Level"]
+if TYPE_CHECKING:
+    from attnplug.testing.conformance.target import Target
+
+__all__ = ["Check", "CheckSkipped", "CheckTable", "ConformanceError", "Level", "checks_from", "error_context"]
 
 
 class Level(enum.StrEnum):
-    """How much of the space of layers and batches is tried."""
+    """The number of layers and batches to try."""
 
     SMOKE = "smoke"
     """A few values of each axis, in pairs: under a minute on two cores."""
@@ -21,11 +27,11 @@ class Level(enum.StrEnum):
 
 
 class ConformanceError(AssertionError):
-    """A backend that does not do what it says.
+    """A backend does not do what it declares.
 
     Args:
-        message: what was expected and what came.
-        named: the misreading that explains the numbers, as "window off by one", where one does.
+        message: what was expected and what was found.
+        named: the known mistake that gives the same numbers, such as "window off by one", if there is one.
     """
 
     def __init__(self, message: str, named: str | None = None) -> None:
@@ -33,20 +39,20 @@ class ConformanceError(AssertionError):
         self.named = named
 
 
-class CheckSkipped(AttnplugError):  # noqa: N818 - not an error: it says why a check says nothing here
-    """A check that has nothing to try with this backend, on this machine; the text says why."""
+class CheckSkipped(AttnplugError):  # noqa: N818 - not an error: the check does not apply
+    """A check does not apply to this backend or this machine; the text says why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Check:
-    """One thing that a backend must do.
+    """One requirement on a backend.
 
     Args:
-        id: its name, as "correct/decode-h8x2-d64-float32"; the same wherever the declaration is.
-        run: raises ConformanceError, or whatever the backend raises; CheckSkipped where it cannot tell.
+        id: its name, such as "correct/decode-h8x2-d64-float32". It is the same for the same declarations.
+        run: raises ConformanceError or any error of the backend; CheckSkipped if the check does not apply.
         summary: one sentence that says what is checked.
-        group: checks of one group share what is compiled: where workers are told of groups, one worker runs
-            them, one after another. None for a check alone.
+        group: checks of one group share compiled code, so one worker runs them, one after another. None
+            for a check alone.
     """
 
     id: str
@@ -57,3 +63,26 @@ class Check:
     def __call__(self) -> None:
         """Run the check."""
         self.run()
+
+
+CheckTable: TypeAlias = Mapping[str, tuple[Callable[..., None], str]]
+"""By name: a function of a Target and the names of a variant, and the summary."""
+
+
+def checks_from(table: CheckTable, prefix: str, target: Target, *variant: str) -> Iterator[Check]:
+    """The checks of a table, with ids such as "builder/order-full" for the prefix "builder" and variant "full"."""
+    for name, (run, summary) in table.items():
+        yield Check(
+            "-".join((f"{prefix}/{name}", *variant)), functools.partial(run, target, *variant), summary
+        )
+
+
+@contextlib.contextmanager
+def error_context(what: str) -> Iterator[None]:
+    """Raise a backend's errors as a ConformanceError that begins with `what`, the operation under way."""
+    try:
+        yield
+    except (CheckSkipped, ConformanceError):
+        raise
+    except Exception as error:
+        raise ConformanceError(f"{what}: raised {type(error).__name__}: {error}") from error

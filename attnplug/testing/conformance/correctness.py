@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from attnplug.testing.comparison import assert_close, assert_lse_close, tolerance
 from attnplug.testing.conformance.cases import Case, designed_cases, untried
 from attnplug.testing.conformance.check import Check, ConformanceError
-from attnplug.testing.conformance.misreadings import recognise
+from attnplug.testing.conformance.mistake_recognition import recognise
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.running import run_batch
 
@@ -33,7 +33,7 @@ def _check_untried(name: str) -> None:
 
 
 def check_case(target: Target, case: Case) -> None:
-    """Run the case and compare; a wrong answer is compared with what misreadings of the layer give."""
+    """Run the case and compare; a wrong answer is compared with those of known mistakes."""
     batch = case.batch(target)
     output, lse = run_batch(target.backend, batch)
     expected, bound = batch.oracle(), tolerance(batch.spec)

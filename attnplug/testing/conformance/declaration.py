@@ -1,9 +1,8 @@
-"""A backend declares values that mean something, agree with each other, and stay the same."""
+"""The attributes and sizes that a backend declares are valid and agree with each other."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -11,33 +10,33 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from attnplug.core.blocks import MultipleOf
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.device import Device
 from attnplug.core.dtypes import DTYPES, bare_dtype_name, element_size, kv_cache_dtype_name
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.spec import AttentionType, Phase
-from attnplug.testing.conformance.check import Check, ConformanceError
-from attnplug.testing.conformance.spec_grid import PHASES, grid
+from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
+from attnplug.testing.conformance.spec_grid import PHASES, grid, plainest
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.conformance.verdicts import during
 
 __all__ = ["checks"]
 
 _NAME = r"[A-Za-z][A-Za-z0-9_.-]*"
+_SIZES = (1, 7, 16, 64, 80, 96, 128, 192, 256, 576, 1009)
 
 
 def checks(target: Target) -> Iterator[Check]:
-    """One check for each thing that a backend declares; none needs a device."""
-    for name, (run, summary) in _CHECKS.items():
-        yield Check(f"declaration/{name}", functools.partial(run, target), summary)
+    """One check for each attribute or kind of size; none needs a device."""
+    return checks_from(_CHECKS, "declaration", target)
 
 
 def _check_name(target: Target) -> None:
-    with during("get_name()"):
+    with error_context("get_name()"):
         name: object = target.backend.get_name()
     family: object = target.backend.family
-    # Only composites, which are attnplug's own, have two names.
+    # Only attnplug's own composites have a name of two parts.
     pattern = rf"{_NAME}\+{_NAME}" if issubclass(target.backend, CompositeBackend) else _NAME
     if not isinstance(name, str) or not re.fullmatch(pattern, name):
         raise ConformanceError(
@@ -54,13 +53,12 @@ def _check_requires(target: Target) -> None:
                 Requirement(each)
             except (InvalidRequirement, TypeError):
                 raise ConformanceError(
-                    f"requires has {each!r}; it must be a PEP 508 requirement, as 'triton>=3.4'"
+                    f"requires has {each!r}; it must be a PEP 508 requirement, such as 'triton>=3.4'"
                 ) from None
 
 
 def _check_device_types(target: Target) -> None:
-    types = _sequence(target, "device_types", least=1)
-    for each in types:
+    for each in _sequence(target, "device_types", least=1):
         try:
             Device(each)
         except SpecError as problem:
@@ -126,17 +124,17 @@ def _check_features(target: Target) -> None:
         (Feature.SINKS, "supports_sink"),
         (Feature.MM_PREFIX, "supports_mm_prefix"),
     ):
-        with during(f"{method}()"):
-            said: object = getattr(backend, method)()
+        with error_context(f"{method}()"):
+            found: object = getattr(backend, method)()
         declared = flag in backend.features
-        if said is not declared:
+        if found is not declared:
             has = "has" if declared else "lacks"
-            raise ConformanceError(f"{method}() is {said!r}, but features {has} {flag.name}")
+            raise ConformanceError(f"{method}() is {found!r}, but features {has} {flag.name}")
     for flag, kinds in (
         (Feature.ENCODER, (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)),
         (Feature.CROSS, (AttentionType.ENCODER_DECODER,)),
     ):
-        with during("supports_attn_type"):
+        with error_context("supports_attn_type"):
             served = [str(kind) for kind in kinds if backend.supports_attn_type(kind)]
         if served and flag not in backend.features:
             raise ConformanceError(
@@ -151,7 +149,7 @@ def _check_features(target: Target) -> None:
 def _check_priority(target: Target) -> None:
     for what, spec in grid(target, pairs=False).items():
         for phase in PHASES:
-            with during(f"get_priority for a layer with {what}"):
+            with error_context(f"get_priority for a layer with {what}"):
                 priority: object = target.backend.get_priority(spec, target.device, phase)
             if type(priority) is not int or not 0 <= priority <= 999:
                 raise ConformanceError(f"get_priority is {priority!r}; it must be an integer from 0 to 999")
@@ -165,23 +163,84 @@ def _check_options(target: Target) -> None:
         raise ConformanceError(f"Options is {options!r}; it must be None or a frozen dataclass")
     if not options.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise ConformanceError(f"{options.__qualname__} is not frozen: write @dataclass(frozen=True)")
-    with during(f"{options.__qualname__}(), made without arguments as it is where the user sets no option"):
+    with error_context(f"{options.__qualname__}(), made without arguments, as if the user sets no option"):
         hash(options())
-    with during(f"reading the annotations of {options.__qualname__}"):
+    with error_context(f"reading the annotations of {options.__qualname__}"):
         typing.get_type_hints(options)
 
 
-_CHECKS: dict[str, tuple[Callable[[Target], None], str]] = {
-    "name": (_check_name, "get_name gives a name that a user can type"),
-    "requires": (_check_requires, "requires holds requirements that can be read"),
-    "device-types": (_check_device_types, "device_types names types of devices"),
-    "phases": (_check_phases, "supported_phases names phases"),
-    "dtypes": (_check_dtypes, "supported_dtypes names dtypes of a LayerSpec"),
+def _check_head_sizes(target: Target) -> None:
+    backend = target.backend
+    with error_context("get_supported_head_sizes()"):
+        sizes = backend.get_supported_head_sizes()
+    _expect_sizes("get_supported_head_sizes()", sizes)
+    for size in dict.fromkeys([*_SIZES, *(each for each in sizes if isinstance(each, int))]):
+        listed = not sizes or MultipleOf.allows(sizes, size)
+        with error_context(f"supports_head_size({size})"):
+            served: object = backend.supports_head_size(size)
+        if served is not listed:
+            problem = f"is {served!r}, but get_supported_head_sizes() gives {listed}"
+            raise ConformanceError(f"supports_head_size({size}) {problem}: {_words(sizes)}")
+
+
+def _check_block_sizes(target: Target) -> None:
+    backend, spec = target.backend, plainest(target)
+    with error_context("get_supported_kernel_block_sizes()"):
+        union = backend.get_supported_kernel_block_sizes()
+        own = backend.get_supported_kernel_block_sizes(spec, target.device)
+    for what, sizes in (("()", union), ("(spec, device)", own)):
+        _expect_sizes(f"get_supported_kernel_block_sizes{what}", sizes)
+        if not sizes:
+            raise ConformanceError(f"get_supported_kernel_block_sizes{what} names no size")
+    for size in (*range(1, 257), 512, 1024):
+        if MultipleOf.allows(own, size) and not MultipleOf.allows(union, size):
+            raise ConformanceError(
+                f"block size {size} is supported for a plain layer, but is not in the union of all specs, "
+                f"which the method returns without arguments: {_words(union)}"
+            )
+
+
+def _check_preferred_block_size(target: Target) -> None:
+    backend, spec = target.backend, plainest(target)
+    for layer, device in ((None, None), (spec, target.device)):
+        with error_context("get_supported_kernel_block_sizes"):
+            allowed = backend.get_supported_kernel_block_sizes(layer, device)
+        for default in (16, 1, 7, 17, 64, 100, 5000):
+            call = f"get_preferred_block_size({'spec, device, ' if layer else ''}default={default})"
+            with error_context(call):
+                size: object = backend.get_preferred_block_size(layer, device, default)
+            if type(size) is not int or not MultipleOf.allows(allowed, size):
+                raise ConformanceError(f"{call} is {size!r}; supported are {_words(allowed)}")
+
+
+def _expect_sizes(what: str, sizes: object) -> None:
+    if isinstance(sizes, str) or not isinstance(sizes, Sequence):
+        raise ConformanceError(f"{what} is {sizes!r}; it must be a sequence of sizes")
+    for size in sizes:
+        if not isinstance(size, MultipleOf) and (type(size) is not int or size < 1):
+            raise ConformanceError(
+                f"{what} has {size!r}; a size is an integer of at least 1, or MultipleOf(n)"
+            )
+
+
+def _words(sizes: Sequence[int | MultipleOf]) -> str:
+    return ", ".join(map(str, sizes)) or "any size"
+
+
+_CHECKS: CheckTable = {
+    "name": (_check_name, "get_name returns a name that a user can type"),
+    "requires": (_check_requires, "requires contains PEP 508 requirements"),
+    "device-types": (_check_device_types, "device_types contains types of devices"),
+    "phases": (_check_phases, "supported_phases contains phases"),
+    "dtypes": (_check_dtypes, "supported_dtypes contains dtypes of a LayerSpec"),
     "kv-cache-dtypes": (
         _check_kv_cache_dtypes,
-        "supported_kv_cache_dtypes can be stored, and agree with FP8_KV",
+        "supported_kv_cache_dtypes can be stored and agree with FP8_KV",
     ),
-    "features": (_check_features, "what methods say of features, features says too"),
+    "features": (_check_features, "methods such as supports_sink agree with features"),
     "priority": (_check_priority, "get_priority is an integer from 0 to 999"),
     "options": (_check_options, "Options is a frozen dataclass with defaults, or None"),
+    "head-sizes": (_check_head_sizes, "head sizes are sizes, and supports_head_size agrees"),
+    "block-sizes": (_check_block_sizes, "block sizes are sizes, and those of a layer are in the union"),
+    "preferred-block-size": (_check_preferred_block_size, "the preferred block size is a supported one"),
 }

@@ -1,4 +1,4 @@
-"""On a GPU: a backend that declares step_safe makes no step wait, or allocate what grows with context."""
+"""On a GPU: steps of a backend with step_safe neither wait nor allocate memory that grows with context."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import torch
 
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import Check, ConformanceError
-from attnplug.testing.conformance.driving import Driver
-from attnplug.testing.conformance.steps import decodes, layer_of_kind, mixed, step_of
+from attnplug.testing.conformance.check import Check, ConformanceError, error_context
+from attnplug.testing.conformance.harness import Harness
+from attnplug.testing.conformance.steps import decodes, layer_of_kind, mixed, step_factory, with_lengths
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.conformance.verdicts import during
 
 __all__ = ["GPU_TYPES", "checks"]
 
@@ -27,22 +25,22 @@ GPU_TYPES = ("cuda", "rocm")
 _WAITS, _GROWS = "waits for the device", "memory grows with context"
 
 _BUSY_CYCLES = 2 * 10**9
-"""About a second of a GPU's clock, of which a step takes the host milliseconds."""
+"""About a second of a GPU's clock; the host needs only milliseconds to launch a step."""
 
 _SHORT, _LONG = 4096, 16384
 _REQUESTS = 8
 _SLACK = 1 << 16
-"""Bytes that a longer context may take: a few splits more, and less than a byte for each key."""
+"""Bytes that a longer context may add: a few more splits, but less than one byte per key."""
 
 
 def checks(target: Target) -> Iterator[Check]:
-    """The checks of `step_safe`, where it is declared and the device is a GPU."""
+    """The checks of `step_safe`, if the backend declares it and the device is a GPU."""
     if target.device.type not in GPU_TYPES or not target.backend.step_safe:
         return
     for shape in ("decode", "mixed"):
         run = functools.partial(_check_no_wait, target, shape)
         yield Check(
-            f"gpu/no-wait-{shape}", run, f"neither build nor forward of a {shape} step waits for the GPU"
+            f"gpu/no-wait-{shape}", run, f"build and forward of a {shape} step do not wait for the GPU"
         )
     for shape, new in (("decode", 1), ("extend", 16)):
         run = functools.partial(_check_no_growth, target, new)
@@ -50,35 +48,34 @@ def checks(target: Target) -> Iterator[Check]:
 
 
 def _check_no_wait(target: Target, shape: str) -> None:
-    spec = layer_of_kind(target, "full")
-    size = target.block_size(spec)
-    batch = step_of(target, spec, decodes(size) if shape == "decode" else mixed(size))()
-    driver = Driver.of(target, batch)
-    common = _least_known(driver, batch.common)
-    with during("a step that warms up"):
-        # Twice: what is compiled or allocated once may wait.
-        _step(driver, batch, common)
-        metadata = driver.builder.build(0, common)
-        driver.run(batch, metadata)
+    spec, size = layer_of_kind(target, "full")
+    batch = step_factory(target, spec, decodes(size) if shape == "decode" else mixed(size))()
+    harness = Harness.of(target, batch)
+    common = _least_host_lengths(harness, batch.common)
+    with error_context("a step that warms up"):
+        # Twice, since a first step may wait while it compiles or allocates.
+        _step(harness, batch, common)
+        metadata = harness.builder.build(0, common)
+        harness.run(batch, metadata)
     parts: dict[str, Callable[[], object]] = {
-        "build": lambda: driver.builder.build(0, common),
-        "forward": lambda: driver.run(batch, metadata),
+        "build": lambda: harness.builder.build(0, common),
+        "forward": lambda: harness.run(batch, metadata),
     }
     for name, part in parts.items():
         what = f"{name} of a {shape} step, where step_safe is declared"
         torch.cuda.synchronize()
-        with during(what), _waits_are_errors(what):
+        with error_context(what), _waits_are_errors(what):
             part()
-        # torch notices only the waits it makes itself. Twice, since the host may have been held up.
+        # torch detects only waits of its own calls. Twice, since the scheduler may have delayed the host.
         if all([_is_waiting(part), _is_waiting(part)]):
             raise ConformanceError(
                 f"{what}: it returned only when the GPU had done all work before it", _WAITS
             )
 
 
-def _least_known(driver: Driver, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """The step with no more said of the lengths on the host than the builder declares to need."""
-    needs = driver.builder.needs_host_seq_lens
+def _least_host_lengths(harness: Harness, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """The step with no more host lengths than the builder declares to need."""
+    needs = harness.builder.needs_host_seq_lens
     return dataclasses.replace(
         common,
         seq_lens_host=None if needs == "none" else common.seq_lens_host,
@@ -88,10 +85,10 @@ def _least_known(driver: Driver, common: CommonAttentionMetadata) -> CommonAtten
 
 @contextlib.contextmanager
 def _waits_are_errors(what: str) -> Iterator[None]:
-    """ConformanceError where torch would make the host wait."""
+    """Raise ConformanceError if a torch call makes the host wait."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that it may not notice every wait
+        warnings.simplefilter("ignore")  # torch warns that it may miss waits
         torch.cuda.set_sync_debug_mode("error")
         try:
             yield
@@ -104,7 +101,7 @@ def _waits_are_errors(what: str) -> Iterator[None]:
 
 
 def _is_waiting(part: Callable[[], object]) -> bool:
-    """Whether `part` returns only when the GPU has done what it was given before."""
+    """Whether `part` returns only when the GPU has done the work queued before."""
     torch.cuda.synchronize()
     torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
     busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -116,18 +113,17 @@ def _is_waiting(part: Callable[[], object]) -> bool:
 
 
 def _check_no_growth(target: Target, new: int) -> None:
-    spec = layer_of_kind(target, "full")
-    size = target.block_size(spec)
+    spec, size = layer_of_kind(target, "full")
     batch = target.batch(spec, [new] * _REQUESTS, [new] * _REQUESTS)
-    driver = Driver.of(target, batch)
+    harness = Harness.of(target, batch)
     kept, peaks = [], []
     for context in (_SHORT, _LONG):
-        with during(f"a step of {context} tokens of context"):
+        with error_context(f"a step of {context} tokens of context"):
             common = _of_context(batch, size, context + new)
             for _ in range(2):
-                _step(driver, batch, common)
+                _step(harness, batch, common)
             kept.append(torch.cuda.memory_allocated())
-            peaks.append(_peak(functools.partial(_step, driver, batch, common)))
+            peaks.append(_peak(functools.partial(_step, harness, batch, common)))
     for what, (short, long) in {"keeps": kept, "takes": peaks}.items():
         if long - short > _SLACK:
             raise ConformanceError(
@@ -138,26 +134,19 @@ def _check_no_growth(target: Target, new: int) -> None:
 
 
 def _of_context(batch: Batch, size: int, length: int) -> CommonAttentionMetadata:
-    """The step with requests of `length` tokens, whose pages are all the same one: only sizes matter here."""
-    common = batch.common
-    host = np.full(_REQUESTS, length, dtype=np.int32)
-    table = common.block_table_tensor[:, :1].repeat(1, -(-(_LONG + size) // size) + 1)
-    return dataclasses.replace(
-        common,
-        seq_lens=torch.from_numpy(host.copy()).to(common.seq_lens.device),
-        seq_lens_host=host,
-        max_seq_len=length,
-        block_table_tensor=table,
-    )
+    """The step with requests of `length` tokens. All use one page, since only sizes matter here."""
+    table = batch.common.block_table_tensor[:, :1].repeat(1, -(-(_LONG + size) // size) + 1)
+    common = with_lengths(batch.common, torch.full((_REQUESTS,), length))
+    return dataclasses.replace(common, block_table_tensor=table)
 
 
-def _step(driver: Driver, batch: Batch, common: CommonAttentionMetadata) -> None:
-    metadata: AttentionMetadata = driver.builder.build(0, common)
-    driver.run(batch, metadata)
+def _step(harness: Harness, batch: Batch, common: CommonAttentionMetadata) -> None:
+    metadata: AttentionMetadata = harness.builder.build(0, common)
+    harness.run(batch, metadata)
 
 
 def _peak(work: Callable[[], None]) -> int:
-    """The most bytes that torch had allocated during `work`, beyond those before it."""
+    """The peak of bytes that torch allocated during `work`, beyond those allocated before."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""On a GPU: steps up to the declared level are captured in CUDA graphs, and replayed with other lengths."""
+"""On a GPU: steps up to the declared level are captured in CUDA graphs and replayed with other lengths."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadata
 from attnplug.runtime.graph_state import GraphState
 from attnplug.testing.comparison import assert_close, tolerance
-from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
+from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, error_context
 from attnplug.testing.conformance.gpu import GPU_TYPES
 from attnplug.testing.conformance.runtimes import model_of, wrong_layers
-from attnplug.testing.conformance.serving import Call, Served
+from attnplug.testing.conformance.serving import Call, ServedModel
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.conformance.verdicts import during
 
 __all__ = ["checks", "record"]
 
@@ -30,7 +29,7 @@ _LEVELS = {
 
 
 def checks(target: Target) -> Iterator[Check]:
-    """One check for each level of CUDA-graph support, where the device is a GPU."""
+    """One check for each level of CUDA-graph support, if the device is a GPU."""
     if target.device.type not in GPU_TYPES:
         return
     for name, (_, _, summary) in _LEVELS.items():
@@ -41,7 +40,7 @@ def checks(target: Target) -> Iterator[Check]:
 def _check_level(target: Target, name: str) -> None:
     level, queries, _ = _LEVELS[name]
     specs, kv_sharing = model_of(target)
-    served = Served(
+    served = ServedModel(
         target, specs, kv_sharing, cudagraph_batch_sizes=_SIZES, num_speculative_tokens=queries - 1
     )
     state = GraphState(served.runtime, served.max_model_len, queries)
@@ -65,7 +64,7 @@ def _check_level(target: Target, name: str) -> None:
 
 
 def record(work: Callable[[], None]) -> Callable[[], None]:
-    """Capture `work` in a graph, and give what replays it and waits for it."""
+    """Capture `work` in a graph; returns a function that replays it and waits for the GPU."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     torch.cuda.synchronize()
     cause: Exception | None = None
@@ -77,10 +76,10 @@ def record(work: Callable[[], None]) -> Callable[[], None]:
                 cause = error
                 raise
     except RuntimeError as error:
-        # The capture that breaks off says only that something before it failed.
+        # The error of an aborted capture hides its cause.
         raise (cause or error) from None
     finally:
-        # A capture that breaks off leaves its own stream the current one.
+        # An aborted capture leaves its own stream current.
         torch.cuda.set_stream(stream)
 
     def replay() -> None:
@@ -91,36 +90,36 @@ def record(work: Callable[[], None]) -> Callable[[], None]:
 
 
 class _Graphs:
-    """A model whose small steps run in graphs, one for each batch size, over inputs and outputs of its own."""
+    """A model with its small steps in graphs, one for each batch size, over fixed inputs and outputs."""
 
-    def __init__(self, served: Served, state: GraphState, queries: int) -> None:
+    def __init__(self, served: ServedModel, state: GraphState, queries: int) -> None:
         self._served, self._state, self._queries = served, state, queries
         self._replays: dict[int, Callable[[], None]] = {}
-        # Kept: memory of captured metadata that is given back may come again with the next step's values.
+        # Kept alive, since freed metadata memory could be reused with values of a later step.
         self._captured: list[dict[str, AttentionMetadata]] = []
         rows = _SIZES[-1] * queries
         self._inputs: dict[str, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = {}
         self._outputs: dict[str, torch.Tensor] = {}
         for name, spec in served.plan.specs.items():
-            zeros = functools.partial(
-                torch.zeros, dtype=getattr(torch, spec.dtype), device=served.runtime.device
+            query, self._outputs[name], key, value = (
+                torch.zeros(
+                    (rows, heads, size), dtype=getattr(torch, spec.dtype), device=served.runtime.device
+                )
+                for heads in (spec.num_heads, spec.num_kv_heads)
+                for size in (spec.head_size, spec.head_size_v)
             )
-            self._inputs[name] = zeros((rows, spec.num_heads, spec.head_size)), None, None
-            if name not in served.plan.kv_sharing:
-                key = zeros((rows, spec.num_kv_heads, spec.head_size))
-                value = zeros((rows, spec.num_kv_heads, spec.head_size_v))
-                self._inputs[name] = self._inputs[name][0], key, value
-            self._outputs[name] = zeros((rows, spec.num_heads, spec.head_size_v))
+            shares = name in served.plan.kv_sharing
+            self._inputs[name] = (query, None, None) if shares else (query, key, value)
         for size in _SIZES:
-            with during(f"capture of {size} requests of {queries} tokens, {state.support.name} declared"):
-                self._capture(size)
+            what = f"capture of {size} requests of {queries} tokens, {state.support.name} declared"
+            layers = functools.partial(self._layers, size)
+            with error_context(what), state.capture(size, queries) as metadata:
+                self._captured.append(metadata)
+                layers()
+                self._replays[size] = record(layers)
 
     def eager(self, **tokens: int) -> None:
-        """A step without a graph.
-
-        Raises:
-            ConformanceError: it answers wrong.
-        """
+        """Run a step without a graph; ConformanceError if its answer is wrong."""
         self._served.begin(**tokens)
         wrong = wrong_layers(self._served, self._calls(), f"without a graph, new tokens {tokens}")
         if wrong:
@@ -128,10 +127,10 @@ class _Graphs:
         self._served.finish()
 
     def replay(self, **tokens: int) -> None:
-        """A step in the smallest graph that holds it.
+        """Run a step in the smallest graph for it.
 
         Raises:
-            ConformanceError: it answers wrong; the error says whether it does so without the graph.
+            ConformanceError: the answer is wrong; the error says whether it is also wrong without the graph.
         """
         size = self._state.batch_size_for(len(tokens)) or _SIZES[-1]
         what = f"replay of a graph of {size} requests with new tokens {tokens}"
@@ -141,7 +140,7 @@ class _Graphs:
                 if buffer is not None and rows is not None:
                     buffer[: rows.shape[0]] = rows
             self._outputs[name].fill_(torch.nan)
-        with during(what):
+        with error_context(what):
             buffers = self._state.get_graph_input_buffers(size, self._queries)
             self._state.prepare_graph_input_buffers(buffers, batch)
             self._replays[size]()
@@ -155,13 +154,6 @@ class _Graphs:
 
     def _calls(self) -> dict[str, Call]:
         return {name: self._served.call(name) for name in self._inputs}
-
-    def _capture(self, size: int) -> None:
-        layers = functools.partial(self._layers, size)
-        with self._state.capture(size, self._queries) as metadata:
-            self._captured.append(metadata)
-            layers()
-            self._replays[size] = record(layers)
 
     def _layers(self, size: int) -> None:
         rows = size * self._queries

@@ -1,4 +1,4 @@
-"""Inputs stay as they are, may be strided views, and are not read past the batch's tokens."""
+"""forward does not modify its inputs, accepts strided views, and does not read past the batch's tokens."""
 
 from __future__ import annotations
 
@@ -13,15 +13,10 @@ from attnplug.core.errors import BatchError, LayoutError, SpecError
 from attnplug.core.features import Feature
 from attnplug.core.impl import LayerTensors
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
-from attnplug.testing.conformance.single_layer import (
-    SingleLayer,
-    blank,
-    default_options,
-    matches_oracle,
-    raw_bytes,
-)
-from attnplug.testing.conformance.situations import situations, step
+from attnplug.testing.conformance.check import Check, CheckSkipped, CheckTable, ConformanceError, checks_from
+from attnplug.testing.conformance.expectations import expect_correct
+from attnplug.testing.conformance.harness import Harness, blank_answer, default_options, raw_bytes
+from attnplug.testing.conformance.steps import scenario_factory, scenarios
 from attnplug.testing.conformance.target import Target
 
 __all__ = ["checks"]
@@ -30,61 +25,57 @@ _LEARNED = {Feature.SINKS: ("sinks", "has_sinks"), Feature.ALIBI: ("alibi_slopes
 
 
 def checks(target: Target) -> Iterator[Check]:
-    """The checks of inputs, in each situation; of learned tensors, where they are declared."""
-    for situation in situations(target):
-        for name, (run, summary) in _CHECKS.items():
-            yield Check(f"tensors/{name}-{situation}", functools.partial(run, target, situation), summary)
+    """The checks of inputs in each scenario, and of learned tensors that the backend declares."""
+    for scenario in scenarios(target):
+        yield from checks_from(_CHECKS, "tensors", target, scenario)
     for feature, (name, flag) in _LEARNED.items():
         if feature in target.backend.features:
-            run_kept = functools.partial(_check_kept, target, "mixed", **{flag: True})
+            run_kept = functools.partial(_check_unmodified, target, "mixed", **{flag: True})
             yield Check(f"tensors/{name}-kept", run_kept, f"{name} are not modified")
             run_missing = functools.partial(_check_required, target, name, flag)
-            yield Check(
-                f"tensors/{name}-required", run_missing, f"a layer with {flag} and no {name} is an error"
-            )
+            summary = f"from_spec raises for a layer with {flag} without {name}"
+            yield Check(f"tensors/{name}-required", run_missing, summary)
 
 
-def _check_kept(target: Target, situation: str, **fields: bool) -> None:
-    batch = step(target, situation, **fields)()
+def _check_unmodified(target: Target, scenario: str, **fields: bool) -> None:
+    batch = scenario_factory(target, scenario, **fields)()
     before = {name: raw_bytes(tensor) for name, tensor in _inputs(batch).items()}
-    SingleLayer.of(target, batch).forward(batch)
+    Harness.of(target, batch).forward(batch)
     for name, tensor in _inputs(batch).items():
         after = raw_bytes(tensor)
         if after.shape != before[name].shape or not torch.equal(after, before[name]):
-            raise ConformanceError(
-                f"forward modified {name}, of the shape {tuple(tensor.shape)}: it is an input"
-            )
+            raise ConformanceError(f"forward modified {name}, an input of the shape {tuple(tensor.shape)}")
 
 
 def _inputs(batch: Batch) -> dict[str, torch.Tensor]:
-    """All that a forward may read but the cache, by name."""
+    """The tensors that forward may read, except the cache, by name."""
     tensors: dict[str, object] = {"query": batch.query, "key": batch.key, "value": batch.value}
     tensors |= {"sinks": batch.tensors.sinks, "alibi_slopes": batch.tensors.alibi_slopes}
     for field in dataclasses.fields(batch.common):
         if not field.name.startswith("_"):
-            found = getattr(batch.common, field.name)
+            value = getattr(batch.common, field.name)
             tensors[f"common.{field.name}"] = (
-                torch.from_numpy(found) if isinstance(found, np.ndarray) else found
+                torch.from_numpy(value) if isinstance(value, np.ndarray) else value
             )
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
 
 
-def _check_padding(target: Target, situation: str) -> None:
-    make = step(target, situation)
+def _check_padding(target: Target, scenario: str) -> None:
+    make = scenario_factory(target, scenario)
     for more in (0, 61):
         batch = _padded(make(), more)
         tokens = batch.common.num_actual_tokens
         for fill in (torch.nan, 7.0):
-            found = SingleLayer.of(target, batch).forward(batch, blank(batch, fill))
-            given = blank(batch, fill)
+            found = Harness.of(target, batch).forward(batch, blank_answer(batch, fill))
+            given = blank_answer(batch, fill)
             if not torch.equal(raw_bytes(found.output[tokens:]), raw_bytes(given.output[tokens:])):
                 raise ConformanceError(f"output rows past num_actual_tokens={tokens} were written")
-            what = f"with rows of NaN past num_actual_tokens={tokens}, which are not to be read"
-            matches_oracle(batch, found, what)
+            what = f"with rows of NaN past num_actual_tokens={tokens}, which forward must not read"
+            expect_correct(batch, found, what)
 
 
 def _padded(batch: Batch, more: int) -> Batch:
-    """The batch with `more` rows of NaN behind its queries, keys and values; slots of -1."""
+    """The batch with `more` rows of NaN behind its queries, keys and values, with slot -1."""
 
     def longer(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor, tensor.new_full((more, *tensor.shape[1:]), torch.nan)])
@@ -96,24 +87,24 @@ def _padded(batch: Batch, more: int) -> Batch:
     )
 
 
-def _check_strided(target: Target, situation: str) -> None:
+def _check_strided(target: Target, scenario: str) -> None:
     for name, view in (
         ("of one packed projection", _of_projection),
         ("with the heads outside", _heads_outside),
     ):
-        batch = view(step(target, situation)())
+        batch = view(scenario_factory(target, scenario)())
         try:
-            found = SingleLayer.of(target, batch).forward(batch)
+            found = Harness.of(target, batch).forward(batch)
         except ConformanceError as problem:
             if isinstance(problem.__cause__, (BatchError, LayoutError)):
                 raise CheckSkipped(f"views {name} are refused: {problem.__cause__}") from None
             raise
         strides = f"query strides {batch.query.stride()}, key strides {batch.key.stride()}"
-        matches_oracle(batch, found, f"with query, key and value as views {name} ({strides})")
+        expect_correct(batch, found, f"with query, key and value as views {name} ({strides})")
 
 
 def _of_projection(batch: Batch) -> Batch:
-    """Query, key and value as slices of one tensor, as a fused projection gives them; NaN lies between."""
+    """Query, key and value as slices of one tensor, like those of a fused projection, with NaN between."""
 
     def sliced(tensor: torch.Tensor) -> torch.Tensor:
         rows, heads, size = tensor.shape
@@ -146,11 +137,11 @@ def _check_required(target: Target, name: str, flag: str) -> None:
         raise ConformanceError(
             f"from_spec with {flag}=True and no {name} {found}; expected a SpecError"
         ) from error
-    raise ConformanceError(f"from_spec takes {flag}=True without {name}: they would be ignored")
+    raise ConformanceError(f"from_spec accepts {flag}=True without {name}: they would be ignored")
 
 
-_CHECKS: dict[str, tuple[Callable[[Target, str], None], str]] = {
-    "inputs-kept": (_check_kept, "query, key, value and the step's tensors are not modified"),
+_CHECKS: CheckTable = {
+    "inputs-kept": (_check_unmodified, "query, key, value and the step's tensors are not modified"),
     "padding-rows": (_check_padding, "rows past num_actual_tokens are neither read nor written"),
     "strided-inputs": (_check_strided, "query, key and value may be strided views"),
 }

@@ -1,4 +1,4 @@
-"""Importing a backend's module, and asking it anything, loads no torch and no kernel library."""
+"""Importing a backend's module and calling its class methods load no torch and no kernel library."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ _SECONDS = 120
 
 
 def checks(target: Target) -> Iterator[Check]:
-    """Two checks, each in a child process that sees what this one sees."""
-    for name, asks, summary in (
+    """Two checks, each in a child process with the same import path."""
+    for name, call_methods, summary in (
         ("light-import", False, "importing the module loads no torch and no kernel library"),
-        ("light-methods", True, "nor does asking the class for all that it declares"),
+        ("light-methods", True, "calling all declaring methods of the class loads none either"),
     ):
-        yield Check(f"declaration/{name}", functools.partial(_check, target, asks), summary)
+        yield Check(f"declaration/{name}", functools.partial(_check, target, call_methods), summary)
 
 
-def _check(target: Target, asks: bool) -> None:
+def _check(target: Target, call_methods: bool) -> None:
     backend = target.backend
     module, name = _home(backend)
     watched = [*_HEAVY, *_required_modules(backend.requires)]
-    asked = {"module": module, "name": name, "watched": watched, "asks": asks}
+    request = {"module": module, "name": name, "watched": watched, "call_methods": call_methods}
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     try:
         done = subprocess.run(
             [sys.executable, "-m", "attnplug.testing.conformance.lightness_child"],
-            input=json.dumps(asked),
+            input=json.dumps(request),
             env={**os.environ, "PYTHONPATH": path},
             capture_output=True,
             text=True,
@@ -71,7 +71,7 @@ def _check(target: Target, asks: bool) -> None:
     if done.returncode:
         last = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
         raise ConformanceError(f"importing {module} in a child process failed: {last}")
-    # What the module prints at exit comes behind the answer.
+    # The module may print more at exit, after the answer.
     answers = [line for line in done.stdout.splitlines() if line.startswith('{"loaded"')]
     if not answers:
         raise ConformanceError(f"importing {module} ended the child process before it could answer")
@@ -79,40 +79,42 @@ def _check(target: Target, asks: bool) -> None:
     found: dict[str, str] = answer["loaded"]
     if found:
         what = ", ".join(f"{each} ({where})" if where else each for each, where in found.items())
-        did = "asking for what it declares" if asks else f"importing {module}"
+        did = "calling the methods of the class" if call_methods else f"importing {module}"
         raise ConformanceError(f"{did} loads {what}; move that behind get_impl_cls and get_builder_cls")
     if answer["raised"]:
         raise ConformanceError(
-            f"asking for what it declares, in a process without torch, raised {answer['raised']}"
+            f"calling the methods of the class, in a process without torch, raised {answer['raised']}"
         )
 
 
 def _home(backend: type[AttentionBackend]) -> tuple[str, str]:
-    """The module and the name by which a child can import the class; CheckSkipped where none can."""
+    """The module and qualified name of the class; CheckSkipped if no other process can import it."""
     module, name = backend.__module__, backend.__qualname__
-    held = sys.modules.get(module)
+    loaded = sys.modules.get(module)
     try:
-        is_there = held is not None and operator.attrgetter(name)(held) is backend
+        is_there = loaded is not None and operator.attrgetter(name)(loaded) is backend
     except AttributeError:
         is_there = False
     last = module.rpartition(".")[2]
     if module == "__main__" or not is_there:
         raise CheckSkipped(f"{module}.{name} cannot be imported by another process: it was made here")
     if last == "conftest" or last.startswith("test_") or last.endswith("_test"):
-        raise CheckSkipped(f"{module} is a test module, which may import what it likes")
+        raise CheckSkipped(f"{module} is a test module, which may import anything")
     return module, name
 
 
 def _required_modules(requires: Sequence[str | tuple[str, ...]]) -> list[str]:
-    """Modules of the distributions that a backend requires: where one is missing, its module must still load."""
+    """Modules of the required distributions: a backend's module must load without them, to say what is missing."""
     names = set()
     for entry in requires:
         for each in (entry,) if isinstance(entry, str) else entry:
             try:
                 names.add(canonicalize_name(Requirement(each).name))
             except InvalidRequirement:
-                continue  # "declaration/requires" says so
-    holders = importlib.metadata.packages_distributions() if names else {}
+                continue  # reported by "declaration/requires"
+    distributions = importlib.metadata.packages_distributions() if names else {}
     return sorted(
-        module for module, owners in holders.items() if names & {canonicalize_name(owner) for owner in owners}
+        module
+        for module, owners in distributions.items()
+        if names & {canonicalize_name(owner) for owner in owners}
     )

@@ -1,4 +1,4 @@
-"""The one list of checks that all doors open on."""
+"""The list of all checks, which every entry point of the kit runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from attnplug.core.errors import SpecError
 from attnplug.registry.devices import DeviceLike, resolve_device
 from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.testing.conformance import (
-    answers,
-    assumptions,
+    acceptance,
+    builder_inputs,
     builders,
     cache_layouts,
     cache_reads,
@@ -30,7 +30,6 @@ from attnplug.testing.conformance import (
     requests,
     runtimes,
     sharing,
-    sizes,
 )
 from attnplug.testing.conformance.check import Check, ConformanceError, Level
 from attnplug.testing.conformance.target import Target
@@ -38,30 +37,35 @@ from attnplug.testing.conformance.target import Target
 __all__ = ["GROUPS", "conformance_checks", "listed"]
 
 GROUPS: tuple[Callable[[Target], Iterator[Check]], ...] = (
-    declaration.checks,
-    sizes.checks,
-    pages.checks,
-    interface.checks,
-    lightness.checks,
-    refusals.checks,
-    limits.checks,
-    answers.checks,
-    inputs.checks,
-    outputs.checks,
-    cache_writes.checks,
-    cache_reads.checks,
-    cache_layouts.checks,
-    requests.checks,
-    correctness.checks,
-    builders.checks,
-    assumptions.checks,
-    sharing.checks,
-    merging.checks,
-    runtimes.checks,
-    gpu.checks,
-    graphs.checks,
+    *(
+        declaration.checks,
+        pages.checks,
+        interface.checks,
+        lightness.checks,
+        refusals.checks,
+        limits.checks,
+        acceptance.checks,
+        inputs.checks,
+    ),
+    *(
+        outputs.checks,
+        cache_writes.checks,
+        cache_reads.checks,
+        cache_layouts.checks,
+        requests.checks,
+        correctness.checks,
+    ),
+    *(
+        builders.checks,
+        builder_inputs.checks,
+        sharing.checks,
+        merging.checks,
+        runtimes.checks,
+        gpu.checks,
+        graphs.checks,
+    ),
 )
-"""Each gives its checks of a target, always the same in the same order."""
+"""Functions that list the checks of a target, always the same in the same order."""
 
 
 def conformance_checks(
@@ -75,7 +79,7 @@ def conformance_checks(
         level: "smoke" or "full".
 
     Raises:
-        SpecError: a level that is none, or a device that means nothing.
+        SpecError: an unknown level or device.
     """
     if level not in {*Level}:
         raise SpecError("level", level, f"must be one of {', '.join(Level)}")
@@ -84,7 +88,7 @@ def conformance_checks(
 
 
 def listed(group: Callable[[Target], Iterator[Check]], target: Target) -> list[Check]:
-    """The checks of one group; where the backend's declarations are such that none can be listed, one that says so."""
+    """The checks of one group; if the backend's declarations cannot be read, one check that fails with the cause."""
     found, error = guarded_call(lambda: list(group(target)))
     if error is None:
         return list(found)
@@ -92,9 +96,7 @@ def listed(group: Callable[[Target], Iterator[Check]], target: Target) -> list[C
 
     def run() -> None:
         raise ConformanceError(
-            f"no check can be listed: asking for declarations raised {describe(error)}"
+            f"no check can be listed: reading the declarations raised {describe(error)}"
         ) from error
 
-    return [
-        Check(f"listed/{name}", run, f"the declarations can be read that the checks of {name} follow from")
-    ]
+    return [Check(f"listed/{name}", run, f"the declarations that the checks of {name} need can be read")]

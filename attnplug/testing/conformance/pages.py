@@ -1,9 +1,9 @@
-"""A backend's KV pages have the shape, the order and the views that the contract fixes."""
+"""A backend's KV pages have the shape, the stride order and the views that the contract defines."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,10 +15,16 @@ from attnplug.core.spec import LayerSpec
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.runtime.allocation import view_kv_cache
-from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
+from attnplug.testing.conformance.check import (
+    Check,
+    CheckSkipped,
+    CheckTable,
+    ConformanceError,
+    checks_from,
+    error_context,
+)
 from attnplug.testing.conformance.spec_grid import asking
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.conformance.verdicts import during
 
 __all__ = ["checks"]
 
@@ -27,25 +33,21 @@ _BLOCKS = 3
 
 
 def checks(target: Target) -> Iterator[Check]:
-    """The checks of pages; of each kind of page where several are declared."""
-    yield Check(
-        "declaration/kv-layouts",
-        functools.partial(_check_layouts, target),
-        "the layouts are known, and agree with the required one",
-    )
-    kinds = ["plain", *(["head_size_v"] if Feature.HEAD_SIZE_V in target.backend.features else [])]
-    for kind in kinds:
-        for name, (run, summary) in _CHECKS.items():
-            yield Check(f"declaration/kv-{name}-{kind}", functools.partial(run, target, kind), summary)
+    """The checks of layouts, and of each kind of page that the backend declares."""
+    summary = "the layouts are known, and agree with the required one"
+    yield Check("declaration/kv-layouts", functools.partial(_check_layouts, target), summary)
+    yield from checks_from(_CHECKS, "declaration", target, "plain")
+    if Feature.HEAD_SIZE_V in target.backend.features:
+        yield from checks_from(_CHECKS, "declaration", target, "head_size_v")
 
 
 def _check_layouts(target: Target) -> None:
     backend = target.backend
-    with during("supported_kv_cache_layouts()"):
+    with error_context("supported_kv_cache_layouts()"):
         layouts = list(backend.supported_kv_cache_layouts())
     if not layouts or len(set(layouts)) != len(layouts) or not set(layouts) <= set(_LAYOUTS):
         raise ConformanceError(f"supported_kv_cache_layouts() is {layouts}; it must name NHD, HND or both")
-    with during("get_required_kv_cache_layout()"):
+    with error_context("get_required_kv_cache_layout()"):
         required = backend.get_required_kv_cache_layout()
     if required != (layouts[0] if len(layouts) == 1 else None):
         raise ConformanceError(
@@ -67,9 +69,9 @@ def _layer(target: Target, kind: str) -> LayerSpec:
         options = [spec, *(spec.replace(head_size_v=size) for size in sizes)]
         served = [each for each in options if not target.reasons(each)]
         if not served:
-            raise CheckSkipped(
-                f"{target.name} serves no layer of another head_size_v: {target.reasons(spec)[0]}"
-            )
+            # A size that the backend lists tells most: the first one may just be unlisted.
+            reason = target.reasons(options[-1])[0]
+            raise CheckSkipped(f"{target.name} serves no layer of another head_size_v: {reason}")
         spec = served[0]
     return spec.replace(block_size=target.block_size(spec))
 
@@ -81,15 +83,14 @@ def _check_shape(target: Target, kind: str) -> None:
     if kind == "head_size_v":
         expected = (_BLOCKS, size, spec.num_kv_heads, spec.head_size + spec.head_size_v)
     for name in target.kv_cache_dtypes:
-        call = f"get_kv_cache_shape of {_BLOCKS} blocks of {size} tokens, {spec.num_kv_heads} heads of {spec.head_size}"
-        with during(f"{call}, cache_dtype={name!r}"):
+        heads = f"{spec.num_kv_heads} heads of {spec.head_size}"
+        call = f"get_kv_cache_shape of {_BLOCKS} blocks of {size} tokens, {heads}, cache_dtype={name!r}"
+        with error_context(call):
             found = target.backend.get_kv_cache_shape(
                 _BLOCKS, size, spec.num_kv_heads, spec.head_size, name, spec.head_size_v
             )
         if tuple(found) != expected:
-            raise ConformanceError(
-                f"{call}, cache_dtype={name!r} is {tuple(found)}; the contract has {expected}"
-            )
+            raise ConformanceError(f"{call} is {tuple(found)}; the contract has {expected}")
 
 
 def _check_stride_order(target: Target, kind: str) -> None:
@@ -99,10 +100,10 @@ def _check_stride_order(target: Target, kind: str) -> None:
     for layout in backend.supported_kv_cache_layouts():
         for layers in (False, True):
             call = f"get_kv_cache_stride_order({layers}, layout={layout!r}) of {dims} dimensions"
-            with during(call):
+            with error_context(call):
                 order = tuple(backend.get_kv_cache_stride_order(layers, layout=layout, spec=spec))
             if sorted(order) != list(range(dims + layers)):
-                raise ConformanceError(f"{call} is {order}, which is no permutation of them")
+                raise ConformanceError(f"{call} is {order}, not a permutation of them")
             inner = "head" if layout == "NHD" else "token"
             if (order.index(token + layers) < order.index(head + layers)) != (layout == "NHD"):
                 raise ConformanceError(f"{call} is {order}; {layout} has the {inner} inside")
@@ -110,13 +111,12 @@ def _check_stride_order(target: Target, kind: str) -> None:
                 raise ConformanceError(
                     f"{call} is {order}: the layers of a block must lie together, inside the block"
                 )
-    with during("get_kv_cache_stride_order without layout"):
+    with error_context("get_kv_cache_stride_order without layout"):
         default = tuple(backend.get_kv_cache_stride_order(spec=spec))
     first = backend.supported_kv_cache_layouts()[0]
     if default != tuple(backend.get_kv_cache_stride_order(layout=first, spec=spec)):
-        raise ConformanceError(
-            f"get_kv_cache_stride_order without layout is {default}, not that of {first}, the first"
-        )
+        found = f"get_kv_cache_stride_order without layout is {default}"
+        raise ConformanceError(f"{found}, not that of {first}, the first layout")
 
 
 def _check_views(target: Target, kind: str) -> None:
@@ -125,7 +125,7 @@ def _check_views(target: Target, kind: str) -> None:
     for layout in backend.supported_kv_cache_layouts():
         for layers in (None, 2):
             raw = torch.zeros(_BLOCKS * (layers or 1) * pages.page_size_bytes, dtype=torch.uint8)
-            with during(f"viewing bytes as pages in the order {layout}"):
+            with error_context(f"viewing bytes as pages in the layout {layout}"):
                 cache = view_kv_cache(raw, pages, spec, backend, layout, layers)
                 _check_split(target, spec, cache if layers is None else cache[1])
 
@@ -139,9 +139,7 @@ def _check_split(target: Target, spec: LayerSpec, cache: torch.Tensor) -> None:
                 f"split_kv gives {name} of the shape {tuple(part.shape)}, not {(*heads, size)}"
             )
         if part.untyped_storage().data_ptr() != cache.untyped_storage().data_ptr():
-            raise ConformanceError(
-                f"split_kv gives a copy of {name}; it must be a view: writes to it are lost"
-            )
+            raise ConformanceError(f"split_kv gives a copy of {name}; it must be a view, or writes are lost")
     expected = STORAGE_DTYPES[spec.resolved_kv_cache_dtype]
     if {part.dtype for part in parts} != {expected}:
         raise ConformanceError(
@@ -151,14 +149,11 @@ def _check_split(target: Target, spec: LayerSpec, cache: torch.Tensor) -> None:
     k.fill_(1.0)
     v.fill_(2.0)
     if not (bool((k == 1).all()) and bool((v == 2).all())):
-        raise ConformanceError("K and V that split_kv gives lie over each other: writing V changed K")
+        raise ConformanceError("K and V of split_kv overlap: writing V changed K")
 
 
-_CHECKS: dict[str, tuple[Callable[[Target, str], None], str]] = {
-    "shape": (_check_shape, "get_kv_cache_shape gives the logical shape of the contract"),
-    "stride-order": (
-        _check_stride_order,
-        "stride orders are permutations that mean what the layout's name says",
-    ),
-    "views": (_check_views, "split_kv gives K and V as views that do not lie over each other"),
+_CHECKS: CheckTable = {
+    "kv-shape": (_check_shape, "get_kv_cache_shape gives the logical shape of the contract"),
+    "kv-stride-order": (_check_stride_order, "stride orders are permutations that match the layout's name"),
+    "kv-views": (_check_views, "split_kv gives K and V as views that do not overlap"),
 }

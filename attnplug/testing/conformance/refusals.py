@@ -9,10 +9,9 @@ from attnplug.core.device import Device
 from attnplug.core.features import Feature
 from attnplug.core.reasons import REASON_CODES, Reason
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.testing.conformance.check import Check, ConformanceError
+from attnplug.testing.conformance.check import Check, ConformanceError, error_context
 from attnplug.testing.conformance.spec_grid import asking
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.conformance.verdicts import during
 
 __all__ = ["checks", "expect_refused", "reasons_for"]
 
@@ -42,7 +41,7 @@ def reasons_for(
 ) -> list[Reason]:
     """What validate_configuration says; ConformanceError unless that is a list of Reasons with known codes."""
     where = device or target.device
-    with during(f"validate_configuration for {what} on {where}"):
+    with error_context(f"validate_configuration for {what} on {where}"):
         found: object = target.backend.validate_configuration(spec, where, phase)
     if not isinstance(found, list):
         raise ConformanceError(

@@ -1,143 +1,147 @@
-"""Each request is attended by itself: whoever stands beside it, and however it came to its tokens."""
+"""The answer to a request depends neither on other requests nor on how its tokens were computed."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.core.features import Feature
 from attnplug.core.spec import Phase
-from attnplug.registry.plugin_calls import guarded_call
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
-from attnplug.testing.conformance.driving import Answer
-from attnplug.testing.conformance.guarded import GuardedCache, slots_of
+from attnplug.testing.conformance.check import Check, CheckSkipped, CheckTable, ConformanceError, checks_from
+from attnplug.testing.conformance.expectations import difference, expect_correct
+from attnplug.testing.conformance.guarded_cache import GuardedCache, slots_of
+from attnplug.testing.conformance.harness import Answer, Harness, blank_answer
 from attnplug.testing.conformance.phases import in_phase, of_phase
-from attnplug.testing.conformance.single_layer import SingleLayer, blank, matches_oracle
-from attnplug.testing.conformance.situations import PAGED, only, situations, step
-from attnplug.testing.conformance.steps import decodes, kinds, layer_of_kind, mixed, step_of
+from attnplug.testing.conformance.steps import (
+    PAGED_SCENARIOS,
+    decodes,
+    layer_kinds,
+    layer_of_kind,
+    mixed,
+    scenario_factory,
+    scenarios,
+    select_requests,
+    step_factory,
+)
 from attnplug.testing.conformance.target import Target
 
 __all__ = ["checks"]
 
 
 def checks(target: Target) -> Iterator[Check]:
-    """The checks of requests, in each situation; of pieces, for each kind of layer."""
+    """The checks of requests in each scenario, and of pieces for each kind of layer."""
     features = target.backend.features
-    for situation in PAGED:
-        for name, (run, summary) in _CHECKS.items():
-            yield Check(f"batch/{name}-{situation}", functools.partial(run, target, situation), summary)
-    for kind in kinds(target):
-        summary = "a prefill in pieces gives what it gives at once"
+    for scenario in PAGED_SCENARIOS:
+        yield from checks_from(_CHECKS, "batch", target, scenario)
+    for kind in layer_kinds(target):
+        summary = "a prefill in pieces gives the result of a prefill at once"
         yield Check(f"batch/pieces-{kind}", functools.partial(_check_pieces, target, kind), summary)
-    for situation in situations(target):
-        if situation != "encoder":  # which is not causal
-            run_widened = functools.partial(_check_widened, target, situation)
-            summary = "causal=False does not widen a causal layer: it is refused"
-            yield Check(f"batch/widened-{situation}", run_widened, summary)
+    for scenario in scenarios(target):
+        if scenario != "encoder":  # an encoder is not causal
+            run_widened = functools.partial(_check_widened, target, scenario)
+            summary = "a causal layer refuses causal=False"
+            yield Check(f"batch/widened-{scenario}", run_widened, summary)
         if Feature.NON_CAUSAL in features:
-            run_narrowed = functools.partial(_check_narrowed, target, situation)
-            yield Check(
-                f"batch/narrowed-{situation}", run_narrowed, "causal=True narrows a layer that is not causal"
-            )
+            run_narrowed = functools.partial(_check_narrowed, target, scenario)
+            summary = "causal=True applies to a layer with causal=False"
+            yield Check(f"batch/narrowed-{scenario}", run_narrowed, summary)
 
 
-def _check_alone(target: Target, situation: str) -> None:
-    make = step(target, situation)
+def _check_alone(target: Target, scenario: str) -> None:
+    make = scenario_factory(target, scenario)
     for index in range(len(make().seq_lens)):
-        batch = only(make(), [index])
+        batch = select_requests(make(), [index])
         new = batch.common.num_actual_tokens
         if not in_phase(target.phase, [new]):
             continue
         what = f"request {index} of the batch alone, with {new} new tokens of {batch.seq_lens[0]}"
-        matches_oracle(batch, SingleLayer.of(target, batch).forward(batch, what=what), what)
+        expect_correct(batch, Harness.of(target, batch).forward(batch, what=what), what)
 
 
-def _check_order(target: Target, situation: str) -> None:
-    make = step(target, situation)
+def _check_order(target: Target, scenario: str) -> None:
+    make = scenario_factory(target, scenario)
     whole = make()
-    parts = SingleLayer.of(target, whole)
+    harness = Harness.of(target, whole)
     lens = whole.common.query_start_loc_cpu.diff().tolist()
-    threshold = parts.builder.reorder_batch_threshold
+    threshold = harness.builder.reorder_batch_threshold
     for order in (list(range(len(lens)))[::-1], [2, 0, 3, 1]):
         if threshold is not None:
             order.sort(key=lambda index: lens[index] > threshold)
         if target.phase is Phase.PREFILL:
             order.sort(key=lambda index: lens[index] <= 1)
-        batch, what = only(make(), order), f"with the requests in the order {order}"
-        matches_oracle(batch, parts.forward(batch, what=what), what)
+        batch, what = select_requests(make(), order), f"with the requests in the order {order}"
+        expect_correct(batch, harness.forward(batch, what=what), what)
 
 
-def _check_idle(target: Target, situation: str) -> None:
-    spec = step(target, situation)().spec
+def _check_idle(target: Target, scenario: str) -> None:
+    spec = scenario_factory(target, scenario)().spec
     size = target.block_size(spec)
-    last = 1 if situation == "decode" else size + 3
+    last = 1 if scenario == "decode" else size + 3
     for new, all_tokens in (
         ([0, 1, 0, 1, last], [size, size + 3, 0, 5, 2 * size]),
         ([0, 0], [size, 2 * size + 1]),
         ([0], [0]),
     ):
         if not in_phase(target.phase, of_phase(target.phase, new, all_tokens)[0]):
-            continue  # a step without new tokens is no prefill
+            continue  # a step without new tokens is not a prefill
         batch = target.batch(spec, new, all_tokens, padding=2)
         what = f"with requests of {new} new tokens"
-        matches_oracle(batch, SingleLayer.of(target, batch).forward(batch, what=what), what)
+        expect_correct(batch, Harness.of(target, batch).forward(batch, what=what), what)
 
 
-def _check_nobody(target: Target, situation: str) -> None:
+def _check_no_requests(target: Target, scenario: str) -> None:
     if target.phase is Phase.PREFILL:
-        raise CheckSkipped(f"{target.name} serves prefill only, and a step without requests is none")
-    whole = step(target, situation)()
+        raise CheckSkipped(f"{target.name} serves prefill only, and a step without requests is not one")
+    whole = scenario_factory(target, scenario)()
     guarded = GuardedCache.of(target.backend, whole)
-    empty = only(guarded.batch, [])
+    empty = select_requests(guarded.batch, [])
     common = dataclasses.replace(empty.common, slot_mapping=whole.common.slot_mapping[:0])
-    # Rows of padding, as they are where every request has finished.
+    # An engine may pad a step without requests.
     rows = {name: getattr(whole, name)[-3:] for name in ("query", "key", "value")}
-    for what, batch in (
-        ("without any request", dataclasses.replace(empty, common=common)),
-        ("with padding rows only", dataclasses.replace(empty, common=common, **rows)),
-    ):
-        found = SingleLayer.of(target, whole).forward(batch, blank(batch, 3.0), what)
+    empty = dataclasses.replace(empty, common=common)
+    padded = dataclasses.replace(empty, **rows)
+    for what, batch in (("without any request", empty), ("with padding rows only", padded)):
+        found = Harness.of(target, whole).forward(batch, blank_answer(batch, 3.0), what)
         if bool((found.output != 3.0).any()):
             raise ConformanceError(f"{what}: forward wrote to the output")
-        guarded.expect_only(slots_of(batch), f"{what}: forward")
+        guarded.expect_only_written(slots_of(batch), f"{what}: forward")
 
 
-def _check_state(target: Target, situation: str) -> None:
+def _check_state(target: Target, scenario: str) -> None:
     spec = target.spec()
     size = target.block_size(spec)
-    own, other = (decodes, mixed) if situation == "decode" else (mixed, decodes)
-    # As many requests each time, so that what is kept by their number is found out.
+    own, other = (decodes, mixed) if scenario == "decode" else (mixed, decodes)
+    # The same number of requests each time, since a builder may keep state by that number.
     steps = [own(size), other(size, size), own(size, size + 5), own(size)]
-    makes = [step_of(target, spec, lengths, seed) for seed, lengths in enumerate(steps)]
-    makes.append(lambda: only(makes[2](), [0 if target.phase is Phase.PREFILL else 1]))
-    parts = SingleLayer.of(target, makes[0]())
+    makes = [step_factory(target, spec, lengths, seed) for seed, lengths in enumerate(steps)]
+    makes.append(lambda: select_requests(makes[2](), [0 if target.phase is Phase.PREFILL else 1]))
+    harness = Harness.of(target, makes[0]())
     for number, make in enumerate(makes, 1):
         batch = make()
         what = f"in step {number} of one impl and builder, after other batches"
-        matches_oracle(batch, parts.forward(batch, what=what), what)
+        expect_correct(batch, harness.forward(batch, what=what), what)
 
 
 def _check_pieces(target: Target, kind: str) -> None:
-    spec = layer_of_kind(target, kind)
-    size = target.block_size(spec)
+    spec, size = layer_of_kind(target, kind)
     total = 3 * size + 5
     whole = target.batch(spec, [total], [total], exact=True)
-    parts = SingleLayer.of(target, whole)
-    # A second piece of one token, unless that is a decode which the backend does not serve.
+    harness = Harness.of(target, whole)
+    # The second piece is one token, a decode, unless the backend serves one phase only.
     ends = (size - 1, size + (2 if target.phase else 0), 2 * size + 3, total)
     what = f"prefilling {total} tokens in pieces that end at {', '.join(map(str, ends))}"
     pieces = (_piece(whole, start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True))
-    outputs = [parts.forward(piece, what=what).output for piece in pieces]
-    matches_oracle(whole, Answer(torch.cat(outputs), None), what)
+    outputs = [harness.forward(piece, what=what).output for piece in pieces]
+    expect_correct(whole, Answer(torch.cat(outputs), None), what)
 
 
 def _piece(whole: Batch, start: int, end: int) -> Batch:
-    """The tokens `start .. end - 1` of a batch of one request, those before them in the cache."""
+    """The step of the tokens `start .. end - 1` of a batch of one request, after the earlier ones."""
     device, rows = whole.query.device, slice(start, end)
     starts = torch.tensor([0, end - start], dtype=torch.int32)
     host = torch.tensor([end], dtype=torch.int32)
@@ -157,43 +161,39 @@ def _piece(whole: Batch, start: int, end: int) -> Batch:
     )
 
 
-def _check_narrowed(target: Target, situation: str) -> None:
-    batch = step(target, situation, causal=False)()
-    if situation == "decode":
-        # The last token sees the same keys either way.
+def _check_narrowed(target: Target, scenario: str) -> None:
+    batch = scenario_factory(target, scenario, causal=False)()
+    if scenario == "decode":
+        # A single last token sees the same keys with and without a causal mask.
         batch = target.batch(batch.spec, *decodes(target.block_size(batch.spec), new=3), padding=3)
     batch = _causal(batch, True)
     what = "with causal=True in the batch of a layer with causal=False"
-    found = SingleLayer.of(target, batch).forward(batch, what=what)
-    _, problem = guarded_call(matches_oracle, batch, found, what)
-    if problem is not None:
-        _, other = guarded_call(matches_oracle, _causal(batch, False), found, what)
-        named = "causal=True ignored" if other is None else None
-        likely = f"; these are the numbers of a known mistake: {named}" if named else ""
-        raise ConformanceError(f"{problem}{likely}", named) from None
+    found = Harness.of(target, batch).forward(batch, what=what)
+    wide = _causal(batch, False)
+    expect_correct(batch, found, what, lambda: None if difference(wide, found) else "causal=True ignored")
 
 
-def _check_widened(target: Target, situation: str) -> None:
-    batch = _causal(step(target, situation)(), False)
+def _check_widened(target: Target, scenario: str) -> None:
+    batch = _causal(scenario_factory(target, scenario)(), False)
     try:
-        SingleLayer.of(target, batch).forward(batch)
+        Harness.of(target, batch).forward(batch)
     except ConformanceError as problem:
         if isinstance(problem.__cause__, BatchError):
             return
         raise ConformanceError(
             f"causal=False for a causal layer must raise a BatchError: {problem}"
         ) from problem
-    raise ConformanceError("causal=False for a causal layer was taken; it must raise a BatchError")
+    raise ConformanceError("causal=False for a causal layer was accepted; it must raise a BatchError")
 
 
 def _causal(batch: Batch, causal: bool) -> Batch:
     return dataclasses.replace(batch, common=dataclasses.replace(batch.common, causal=causal))
 
 
-_CHECKS: dict[str, tuple[Callable[[Target, str], None], str]] = {
-    "alone": (_check_alone, "each request alone gives what it gives in the batch"),
-    "order": (_check_order, "the order of the requests changes nothing"),
-    "idle": (_check_idle, "requests without new tokens are legal, and give nothing"),
-    "nobody": (_check_nobody, "a step without requests writes nothing"),
-    "no-state": (_check_state, "nothing of a step is left in the next"),
+_CHECKS: CheckTable = {
+    "alone": (_check_alone, "each request alone gives the same result as in the batch"),
+    "order": (_check_order, "the order of the requests does not change their results"),
+    "idle": (_check_idle, "requests without new tokens are served, and have no output rows"),
+    "nobody": (_check_no_requests, "a step without requests writes nothing"),
+    "no-state": (_check_state, "a step does not depend on the steps before"),
 }

@@ -1,19 +1,25 @@
-"""A model of several layers and KV groups, served step after step, alone and beside another."""
+"""A model of several layers and KV groups, served step by step, alone and together with another."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from attnplug.core.spec import LayerSpec
 from attnplug.testing.comparison import assert_close, tolerance
-from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, Level
-from attnplug.testing.conformance.serving import Call, Served
+from attnplug.testing.conformance.check import (
+    Check,
+    CheckSkipped,
+    CheckTable,
+    ConformanceError,
+    Level,
+    checks_from,
+    error_context,
+)
+from attnplug.testing.conformance.serving import Call, ServedModel
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.conformance.verdicts import during
 
 __all__ = ["checks", "model_of", "wrong_layers"]
 
@@ -22,33 +28,27 @@ _BETWEEN = "state shared between two runtimes"
 
 def checks(target: Target) -> Iterator[Check]:
     """The checks of whole runtimes."""
-    run: Callable[[Target], None]
-    for name, (run, summary) in {
-        "steps": (_check_steps, "several layers and KV groups answer right in each of several steps"),
-        "two-runtimes": (_check_two, "a runtime answers right though another begins its step first"),
-        "threads": (_check_threads, "two runtimes in two threads answer as alone"),
-    }.items():
-        yield Check(f"runtime/{name}", functools.partial(run, target), summary)
+    return checks_from(_CHECKS, "runtime", target)
 
 
 def model_of(target: Target) -> tuple[dict[str, LayerSpec], dict[str, str]]:
-    """Layers of the kinds that the backend serves, of which one reads another's pages, and which that is.
+    """Layers of the kinds that the backend serves, and for a layer that shares pages, the layer that owns them.
 
     Raises:
-        CheckSkipped: it serves no plain layer, or one phase only.
+        CheckSkipped: the backend serves no plain layer, or only one phase.
     """
     if target.phase is not None:
         why = "the steps of a model have both; check it as a half of PREFILL+DECODE"
         raise CheckSkipped(f"{target.name} serves {target.phase} only: {why}")
     full = target.spec()
-    wanted: Mapping[str, Mapping[str, object]] = {
+    fields_of: Mapping[str, Mapping[str, object]] = {
         "window": {"window": (19, 0)},
         "capped": {"logits_soft_cap": 3.0},
         "window-sinks": {"window": (19, 0), "has_sinks": True},
         "slopes": {"has_alibi": True},
     }
     specs = {"full": full, "scaled": full.replace(scale=full.scale / 2)}
-    for name, fields in wanted.items():
+    for name, fields in fields_of.items():
         spec = full.replace(**fields)
         if not target.reasons(spec):
             specs[name] = spec
@@ -57,31 +57,31 @@ def model_of(target: Target) -> tuple[dict[str, LayerSpec], dict[str, str]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Step:
-    """New tokens by request, and who comes before the step and goes after it."""
+    """New tokens by request, the requests added before the step and those removed after it."""
 
     tokens: dict[str, int]
-    come: tuple[str, ...] = ()
-    gone: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
 
 
 def _script(size: int, seed: int) -> list[_Step]:
-    """Prefill, decode, mixed and extend steps over pages of `size`; of unlike lengths with another seed.
+    """Prefill, decode, mixed and extend steps over pages of `size`; another seed gives other lengths.
 
-    One request has more than a hundred tokens, for which kernels may change.
+    One request has more than a hundred tokens, where backends may switch kernels.
     """
     return [
-        _Step({"a": size + 3 + seed, "b": 2 * size + 111 - seed}, come=("a", "b")),
+        _Step({"a": size + 3 + seed, "b": 2 * size + 111 - seed}, added=("a", "b")),
         _Step({"a": 1, "b": 1}),
-        _Step({"a": 1, "c": 7, "b": 1}, come=("c",)),
-        _Step({"c": 9, "b": 1, "a": size}, gone=("b",)),
-        _Step({"d": 5, "c": 1, "a": 1}, come=("d",)),
+        _Step({"a": 1, "c": 7, "b": 1}, added=("c",)),
+        _Step({"c": 9, "b": 1, "a": size}, removed=("b",)),
+        _Step({"d": 5, "c": 1, "a": 1}, added=("d",)),
         _Step({"a": 1, "c": 1, "d": size + 2}),
         _Step({"a": 1, "c": 1, "d": 1}),
     ]
 
 
-def wrong_layers(served: Served, calls: Mapping[str, Call], what: str) -> str | None:
-    """Run all layers of the step that was begun; what is wrong with which, or None."""
+def wrong_layers(served: ServedModel, calls: Mapping[str, Call], what: str) -> str | None:
+    """Run all layers of the current step; the errors of wrong layers, or None."""
     wrong: dict[str, str] = {}
     group_of = {name: index for index, group in enumerate(served.groups) for name in group.layer_names}
     for layer, call in calls.items():
@@ -95,54 +95,54 @@ def wrong_layers(served: Served, calls: Mapping[str, Call], what: str) -> str | 
     return f"{what}: {'; '.join(wrong.values())}{others}" if wrong else None
 
 
-def _serve(served: Sequence[Served], meet: Callable[[], object], who: str) -> None:
-    """Run each one's script: in each step all begin, then the layers of each run."""
+def _serve(served: Sequence[ServedModel], barrier: Callable[[], object], who: str) -> None:
+    """Run the script of each model; in each step all models begin before the layers of any run."""
     scripts = [_script(each.block_size, each.seed) for each in served]
     for number, steps in enumerate(zip(*scripts, strict=True), 1):
         calls = []
         for each, step in zip(served, steps, strict=True):
-            for name in step.come:
+            for name in step.added:
                 each.add(name)
-            with during(f"{who}begin of step {number}"):
+            with error_context(f"{who}begin of step {number}"):
                 each.begin(**step.tokens)
             calls.append({layer: each.call(layer) for layer in each.plan.specs})
-        meet()
+        barrier()
         for each, step, drawn in zip(served, steps, calls, strict=True):
             what = f"{who}step {number} with new tokens {step.tokens}"
-            with during(what):
+            with error_context(what):
                 wrong = wrong_layers(each, drawn, what)
             if wrong:
                 raise ConformanceError(wrong)
             each.finish()
-            for name in step.gone:
+            for name in step.removed:
                 each.remove(name)
-        meet()
+        barrier()
 
 
-def _nothing() -> None:
-    """Nobody to meet."""
+def _no_barrier() -> None:
+    """A model on its own waits for no other."""
 
 
-def _served(target: Target, seed: int) -> Served:
-    return Served(target, *model_of(target), seed=seed)
+def _served(target: Target, seed: int) -> ServedModel:
+    return ServedModel(target, *model_of(target), seed=seed)
 
 
 def _check_steps(target: Target) -> None:
-    _serve([_served(target, 0)], _nothing, "")
+    _serve([_served(target, 0)], _no_barrier, "")
 
 
 def _check_two(target: Target) -> None:
     try:
-        _serve([_served(target, 1), _served(target, 2)], _nothing, "two runtimes at once, ")
+        _serve([_served(target, 1), _served(target, 2)], _no_barrier, "two runtimes at once, ")
     except ConformanceError as problem:
-        raise _beside(target, problem) from None
+        raise _compared_alone(target, problem) from None
 
 
-def _beside(target: Target, problem: BaseException) -> ConformanceError:
-    """The error of two runtimes, which says whether each of them alone is right."""
+def _compared_alone(target: Target, problem: BaseException) -> ConformanceError:
+    """The error of two runtimes, with a note whether each of them alone is right."""
     try:
         for seed in (1, 2):
-            _serve([_served(target, seed)], _nothing, "")
+            _serve([_served(target, seed)], _no_barrier, "")
     except ConformanceError:
         return ConformanceError(f"{problem}; alone they are wrong too")
     return ConformanceError(f"{problem}; alone each is right: {_BETWEEN}", _BETWEEN)
@@ -151,20 +151,27 @@ def _beside(target: Target, problem: BaseException) -> ConformanceError:
 def _check_threads(target: Target) -> None:
     for number in range(4 if target.level is Level.SMOKE else 12):
         barrier = threading.Barrier(2)
-        # In step, so that both begin before either's layers run, and then each at its own pace.
-        meet = barrier.wait if number % 2 == 0 else _nothing
+        # In turns, both begin before the layers of either run, or each runs at its own pace.
+        wait = barrier.wait if number % 2 == 0 else _no_barrier
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            works = [pool.submit(_in_thread, target, seed, meet, barrier) for seed in (1, 2)]
+            works = [pool.submit(_in_thread, target, seed, wait, barrier) for seed in (1, 2)]
             problems = [problem for work in works if (problem := work.exception()) is not None]
-        # Where one thread fails, the other waits in vain.
+        # If one thread fails, the barrier breaks in the other, so its error comes last.
         first = sorted(problems, key=lambda each: isinstance(each, threading.BrokenBarrierError))[:1]
         for problem in first:
-            raise _beside(target, problem) from problem
+            raise _compared_alone(target, problem) from problem
 
 
-def _in_thread(target: Target, seed: int, meet: Callable[[], object], barrier: threading.Barrier) -> None:
+def _in_thread(target: Target, seed: int, wait: Callable[[], object], barrier: threading.Barrier) -> None:
     try:
-        _serve([_served(target, seed)], meet, "two threads, ")
+        _serve([_served(target, seed)], wait, "two threads, ")
     except BaseException:
         barrier.abort()
         raise
+
+
+_CHECKS: CheckTable = {
+    "steps": (_check_steps, "several layers and KV groups give right answers in several steps"),
+    "two-runtimes": (_check_two, "a runtime gives right answers though another begins its step first"),
+    "threads": (_check_threads, "two runtimes in two threads give the answers that each gives alone"),
+}

@@ -1,4 +1,4 @@
-"""A small model on one backend: it serves requests as an engine would, and knows what each layer must answer."""
+"""A small model on one backend that serves requests like an engine and has the oracle's answer for each layer."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from attnplug.testing.batches import layer_tensors
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import attention_oracle, stored_values
 
-__all__ = ["Call", "Served", "plan_on"]
+__all__ = ["Call", "ServedModel", "plan_on"]
 
 _MOST_REQUESTS, _MOST_PAGES = 4, 6
 _SLACK = 160
-"""Tokens of a request beyond its whole pages, where pages are small."""
+"""Tokens of a request beyond its whole pages, so that small pages allow long requests too."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Request:
-    """Computed tokens, pages by KV group, and by layer the keys and values so far."""
+    """Computed tokens, pages by KV group, and all keys and values so far by layer."""
 
     computed: int
     blocks: list[list[int]]
@@ -42,7 +42,7 @@ class _Request:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """What a layer is called with in a step, and the oracle's answer; no key where it reads another's."""
+    """A layer's inputs in a step and the oracle's answer; no key for a layer that reads another's pages."""
 
     query: torch.Tensor
     key: torch.Tensor | None
@@ -51,33 +51,37 @@ class Call:
 
 
 def plan_on(target: Target, specs: Mapping[str, LayerSpec], kv_sharing: Mapping[str, str]) -> ModelPlan:
-    """The layers planned as if the target were the only backend there is; without a number of blocks.
+    """A plan of the layers with the target as the only backend, without a number of blocks.
 
     Raises:
-        LayoutError: pages that cannot be made alike.
+        LayoutError: the pages cannot be made equal in size.
     """
     decisions = {}
     for name, spec in specs.items():
         size, layout = preferred_pages(target.backend, spec, target.device) or (None, None)
-        said: dict[str, Any] = {
-            "layer_name": name,
-            "block_size": size,
-            "kv_cache_layout": layout,
-            "backend_cls": target.backend,
-        }
-        decisions[name] = Decision(spec, target.device, None, target.name, (), **said)
+        decisions[name] = Decision(
+            spec,
+            target.device,
+            None,
+            target.name,
+            (),
+            layer_name=name,
+            block_size=size,
+            kv_cache_layout=layout,
+            backend_cls=target.backend,
+        )
     return ModelPlan(with_equal_pages(negotiated(decisions)), target.device, dict(kv_sharing))
 
 
-class Served:
-    """Requests come by `add`, run by `begin`, `call` and `finish`, and go by `remove`.
+class ServedModel:
+    """A model and its requests. A step is `begin`, then `call` and `run` for each layer, then `finish`.
 
     Args:
         target: the backend.
         specs: decoder layers by name.
         kv_sharing: layers that read another layer's pages.
-        seed: of everything drawn, and how many blocks are left out, so that models have unlike tables.
-        config: BuilderConfig's.
+        seed: for all random values; also the number of unused blocks, so that models have different tables.
+        config: fields of BuilderConfig.
     """
 
     def __init__(
@@ -98,7 +102,6 @@ class Served:
         blocks = sum(-(-self.max_model_len // group.kv_cache_spec.block_size) for group in groups)
         self.plan = dataclasses.replace(plan, num_blocks=1 + seed + _MOST_REQUESTS * blocks)
         self.groups = self.plan.kv_cache_config.kv_cache_groups
-        """The KV groups."""
         self.tensors = {
             name: layer_tensors(spec, seed=seed + index, device=target.torch_device)
             for index, (name, spec) in enumerate(specs.items())
@@ -113,35 +116,34 @@ class Served:
         self.runtime.block_pool.allocate(seed)
         self.batches = self.runtime.step_batch_builder(self.max_model_len)
         self.num_scheduled_tokens: dict[str, int] = {}
-        """Of the step that was begun, by request."""
+        """New tokens of the current step, by request."""
         self._requests: dict[str, _Request] = {}
 
     def add(self, name: str) -> None:
-        """A request without tokens."""
+        """Add a request without tokens."""
         blocks: list[list[int]] = [[] for _ in self.groups]
         self.batches.add_request(name, blocks)
         self._requests[name] = _Request(0, blocks, {})
 
     def remove(self, name: str) -> None:
-        """End a request; its pages go to others."""
+        """Remove a request and free its pages."""
         self.batches.remove_request(name)
         for blocks in self._requests.pop(name).blocks:
             self.runtime.block_pool.free(blocks)
 
     def schedule(self, **scheduled: int) -> StepBatch:
-        """Pages for the new tokens, requests in the order that the builders ask for, and the step's batch."""
+        """Allocate pages for the new tokens, reorder the requests for the builders, and return the step's batch."""
         for name, count in scheduled.items():
             request, fresh = self._requests[name], []
-            for held, group in zip(request.blocks, self.groups, strict=True):
+            for blocks, group in zip(request.blocks, self.groups, strict=True):
                 needed = -(-(request.computed + count) // group.kv_cache_spec.block_size)
-                fresh.append(self.runtime.block_pool.allocate(max(needed - len(held), 0)))
-                held.extend(fresh[-1])
+                fresh.append(self.runtime.block_pool.allocate(max(needed - len(blocks), 0)))
+                blocks.extend(fresh[-1])
             self.batches.append_blocks(name, fresh)
         self.num_scheduled_tokens = {name: scheduled.get(name, 0) for name in self.batches.req_ids}
         thresholds = [group.builder.reorder_batch_threshold for group in self.runtime.attention_groups]
-        if any(threshold is not None for threshold in thresholds):
-            least = min(threshold for threshold in thresholds if threshold is not None)
-            reorder_batch_to_split_decodes_and_prefills(self.batches, self, least)
+        if numbers := [threshold for threshold in thresholds if threshold is not None]:
+            reorder_batch_to_split_decodes_and_prefills(self.batches, self, min(numbers))
         return self.batches.step(self.num_scheduled_tokens)
 
     def begin(self, **scheduled: int) -> None:
@@ -149,7 +151,7 @@ class Served:
         self.runtime.begin_step(self.schedule(**scheduled))
 
     def call(self, layer: str) -> Call:
-        """A layer's new queries, keys and values, drawn once per step and kept with the requests."""
+        """Random new queries, keys and values of a layer, which are kept for later steps; call it once per step."""
         spec, target = self.plan.specs[layer], self.plan.kv_sharing.get(layer)
         queries, given, known = [], [], []
         for name in self.batches.req_ids:
@@ -175,12 +177,12 @@ class Served:
         return Call(query.to(device), key.to(device), value.to(device), expected)
 
     def run(self, layer: str, call: Call) -> torch.Tensor:
-        """The layer's answer, in an output that was poisoned."""
+        """The layer's answer, written to an output of NaN."""
         output = torch.full_like(call.expected, torch.nan, dtype=call.query.dtype, device=call.query.device)
         return self.runtime.forward(layer, call.query, call.key, call.value, output)
 
     def finish(self) -> None:
-        """Count the tokens, and free the pages that windows have passed."""
+        """Count the new tokens, and free the pages that windows no longer reach."""
         self.batches.finish_step()
         for name, count in self.num_scheduled_tokens.items():
             request = self._requests[name]
@@ -188,13 +190,10 @@ class Served:
             for index, group in enumerate(self.groups):
                 if isinstance(group.kv_cache_spec, SlidingWindowSpec):
                     passed = request.computed - group.kv_cache_spec.sliding_window + 1
-                    self._free(name, index, max(passed, 0) // group.kv_cache_spec.block_size)
-
-    def _free(self, name: str, group: int, count: int) -> None:
-        held = self._requests[name].blocks[group]
-        self.runtime.block_pool.free(held[:count])
-        held[:count] = [0] * count
-        self.batches.free_blocks(name, group, count)
+                    blocks, freed = request.blocks[index], max(passed, 0) // group.kv_cache_spec.block_size
+                    self.runtime.block_pool.free(blocks[:freed])
+                    blocks[:freed] = [0] * freed
+                    self.batches.free_blocks(name, index, freed)
 
     def _draw(self, spec: LayerSpec, count: int, heads: int, size: int) -> torch.Tensor:
         drawn = torch.randn(count, heads, size, generator=self._generator)

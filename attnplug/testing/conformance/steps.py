@@ -1,91 +1,181 @@
-"""The steps that checks of builders run: small, with lengths around pages, decodes first."""
+"""The small steps that structural checks run: lengths around page boundaries, decodes first."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import torch
+
 from attnplug.core.features import Feature
+from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import CheckSkipped
 from attnplug.testing.conformance.target import Target
 
 __all__ = [
-    "KINDS",
-    "Make",
+    "LAYER_KINDS",
+    "PAGED_SCENARIOS",
+    "BatchFactory",
     "decodes",
-    "kinds",
+    "layer_kinds",
     "layer_of_kind",
     "long_decodes",
     "mixed",
-    "step_of",
+    "scenario_factory",
+    "scenarios",
+    "select_requests",
+    "step_factory",
+    "with_lengths",
     "with_pages",
 ]
 
-Make: TypeAlias = Callable[[], Batch]
-"""Gives the same batch each time, as it is before it is run."""
+BatchFactory: TypeAlias = Callable[[], Batch]
+"""Returns the same batch at each call, as it is before a backend runs it."""
 
-KINDS: dict[str, Feature] = {
+LAYER_KINDS: dict[str, Feature] = {
     "full": Feature(0),
     "window": Feature.SLIDING_WINDOW,
     "chunk": Feature.CHUNKED_LOCAL,
 }
-"""Layers for which builders do different work, and what a backend declares to serve them."""
+"""Layers for which builders do different work, and the feature that each needs."""
+
+PAGED_SCENARIOS = ("decode", "mixed")
+"""Scenarios with K and V in pages."""
+
+_ENCODER = Feature.ENCODER | Feature.DIRECT_KV | Feature.NON_CAUSAL
 
 
-def kinds(target: Target) -> list[str]:
-    """The kinds that the backend declares."""
-    return [kind for kind, feature in KINDS.items() if feature in target.backend.features]
+def layer_kinds(target: Target) -> list[str]:
+    """The kinds of LAYER_KINDS that the backend declares."""
+    return [kind for kind, feature in LAYER_KINDS.items() if feature in target.backend.features]
 
 
-def layer_of_kind(target: Target, kind: str, **fields: Any) -> LayerSpec:
-    """A small layer of one of KINDS, its block size chosen; a chunk is two pages.
+def layer_of_kind(target: Target, kind: str) -> tuple[LayerSpec, int]:
+    """A small layer of one of LAYER_KINDS and its block size; a chunk is two pages.
 
     Raises:
         CheckSkipped: the backend serves none.
     """
     size = target.backend.get_preferred_block_size()
-    asked: dict[str, dict[str, Any]] = {"window": {"window": (6, 0)}, "chunk": {"chunk_size": 2 * size}}
-    return with_pages(target, target.spec(**asked.get(kind, {}), **fields))
+    wanted: dict[str, dict[str, Any]] = {"window": {"window": (6, 0)}, "chunk": {"chunk_size": 2 * size}}
+    return with_pages(target, target.spec(**wanted.get(kind, {})))
 
 
-def with_pages(target: Target, spec: LayerSpec) -> LayerSpec:
-    """The layer with the block size that the backend prefers for it.
+def with_pages(target: Target, spec: LayerSpec) -> tuple[LayerSpec, int]:
+    """The layer with the block size that the backend prefers for it, and that size.
 
     Raises:
-        CheckSkipped: it does not serve the layer with that.
+        CheckSkipped: the backend refuses the layer with that block size.
     """
-    chosen = spec.replace(block_size=target.block_size(spec))
-    reasons = target.reasons(chosen)
-    if reasons:
-        raise CheckSkipped(
-            f"{target.name} does not serve the block size that it prefers: {'; '.join(reasons)}"
-        )
-    return chosen
+    size = target.block_size(spec)
+    chosen = spec.replace(block_size=size)
+    if reasons := target.reasons(chosen):
+        raise CheckSkipped(f"{target.name} refuses the block size that it prefers: {'; '.join(reasons)}")
+    return chosen, size
 
 
 def mixed(size: int, more: int = 0) -> tuple[list[int], list[int]]:
     """New and all tokens of two decodes, an extend and a prefill, over pages of `size`.
 
-    `more` tokens of context, 2 at most, take no more pages, so that a step taken for the other reads keys.
+    `more` tokens of context, at most 2, take no more pages, so two such steps differ in their keys only.
     """
     return [1, 1, 5, size + 3], [max(size - 2, 1) + more, 2 * size + 1 + more, size + 5 + more, size + 3]
 
 
 def decodes(size: int, more: int = 0, new: int = 1) -> tuple[list[int], list[int]]:
-    """New and all tokens of four decodes of `new` tokens, with `more` of context, 2 at most."""
+    """New and all tokens of four decodes of `new` tokens, with `more` of context, at most 2."""
     return [new] * 4, [max(size - 2, new) + more, 2 * size + 1 + more, size + 5 + more, 3 + more]
 
 
 def long_decodes(size: int) -> tuple[list[int], list[int]]:
-    """New and all tokens of decodes with some hundred keys beside short ones, for which kernels may change."""
+    """New and all tokens of long and short decodes: backends may switch kernels at some hundred keys."""
     return [1] * 4, [3, 600 + size, size + 1, 300 + size]
 
 
-def step_of(
+def step_factory(
     target: Target, spec: LayerSpec, lengths: tuple[Sequence[int], Sequence[int]], seed: int = 0
-) -> Make:
-    """Makes the batch of a step, with padding rows and dropped window pages."""
+) -> BatchFactory:
+    """Batches of a step with padding rows and freed window pages."""
     return functools.partial(target.batch, spec, *lengths, padding=3, drop_window=True, seed=seed)
+
+
+def scenarios(target: Target) -> list[str]:
+    """The scenarios that the backend declares: "decode" and "mixed" over pages, "direct" and "encoder" without."""
+    features = target.backend.features
+    direct = ["direct"] if Feature.DIRECT_KV in features else []
+    return [*PAGED_SCENARIOS, *direct, *(["encoder"] if _ENCODER in features else [])]
+
+
+def scenario_factory(target: Target, scenario: str, **fields: Any) -> BatchFactory:
+    """Batches of one of `scenarios` with padding rows, for a layer with `fields` of a LayerSpec.
+
+    Raises:
+        CheckSkipped: the backend serves no such layer.
+    """
+    if scenario == "direct":
+        spec = target.spec(direct_kv=True, **fields)
+        # Two requests have keys of their last tokens only, one as many keys as queries.
+        lens = [1, 1, 5, 33], [40, 9, 60, 33]
+        return functools.partial(target.batch, spec, *lens, key_lens=[40, 5, 50, 33], padding=3)
+    if scenario == "encoder":
+        spec = target.spec(attn_type="encoder_only", direct_kv=True, **fields)
+        return functools.partial(target.batch, spec, [1, 5, 33], [1, 5, 33], padding=3)
+    spec = target.spec(**fields)
+    lengths = (decodes if scenario == "decode" else mixed)(target.block_size(spec))
+    return step_factory(target, spec, lengths)
+
+
+def with_lengths(common: CommonAttentionMetadata, lengths: torch.Tensor) -> CommonAttentionMetadata:
+    """The step with other lengths, int32 `[R]` on the host; negative ones become 0."""
+    host = lengths.clamp(min=0).int()
+    return dataclasses.replace(
+        common,
+        seq_lens=host.to(common.seq_lens.device),
+        seq_lens_host=host.numpy(),
+        seq_lens_host_exact=True,
+        max_seq_len=int(host.max()),
+        _seq_lens_cpu=None,
+        _num_computed_tokens_cpu=None,
+    )
+
+
+def select_requests(batch: Batch, requests: Sequence[int]) -> Batch:
+    """A batch over pages with these requests only, in this order, over the same cache and without padding."""
+    common = batch.common
+    starts = common.query_start_loc_cpu.tolist()
+    lens = [starts[index + 1] - starts[index] for index in requests]
+    new_starts = torch.tensor([0, *lens], dtype=torch.int64).cumsum(0).int()
+    seq_lens = [batch.seq_lens[index] for index in requests]
+    device = batch.query.device
+    own = [row for index in requests for row in range(starts[index], starts[index + 1])]
+    rows = torch.tensor(own, dtype=torch.int64, device=device)
+    host = torch.tensor(seq_lens, dtype=torch.int32)
+    return dataclasses.replace(
+        batch,
+        common=dataclasses.replace(
+            common,
+            query_start_loc=new_starts.to(device),
+            query_start_loc_cpu=new_starts,
+            seq_lens=host.to(device),
+            num_reqs=len(lens),
+            num_actual_tokens=sum(lens),
+            max_query_len=max(lens, default=0),
+            max_seq_len=max(seq_lens, default=0),
+            block_table_tensor=common.block_table_tensor[
+                torch.tensor(list(requests), dtype=torch.int64, device=device)
+            ],
+            slot_mapping=common.slot_mapping[rows],
+            seq_lens_host=host.numpy(),
+        ),
+        query=batch.query[rows],
+        key=batch.key[rows],
+        value=batch.value[rows],
+        queries=[batch.queries[index] for index in requests],
+        keys=[batch.keys[index] for index in requests],
+        values=[batch.values[index] for index in requests],
+        seq_lens=seq_lens,
+    )

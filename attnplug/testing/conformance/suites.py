@@ -1,4 +1,4 @@
-"""The checks of a backend that is asked for by name, and what may keep them from running here."""
+"""The checks of a named backend, and the reasons why they cannot run on this machine."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from attnplug.registry.installed import missing_requirements
 from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.registry.policy import Rule
 from attnplug.testing.conformance.check import Check, Level
-from attnplug.testing.conformance.known_failures import known_reasons, read_known_failures
 from attnplug.testing.conformance.listing import conformance_checks
+from attnplug.testing.conformance.selection import known_reasons, read_known_failures
 from attnplug.testing.conformance.target import Target
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ class Suite:
     """Every check of one backend on one device.
 
     Args:
-        offer: the backend, and who ships it.
-        device: what it is checked on.
-        level: how much is tried.
+        offer: the backend, and the distribution that ships it.
+        device: the device of the checks.
+        level: how many layers and batches are tried.
         checks: all of them, always in the same order.
         known: the reason of each check that is known to fail, by id.
     """
@@ -66,17 +66,17 @@ def load_suite(
 
     Args:
         name: as `attnplug.select` takes it: a backend, or `name@distribution`.
-        device: "cpu", "cuda:1", ...; default the current one. A numbered GPU becomes the current one.
+        device: "cpu", "cuda:1", ...; default the current one. A numbered GPU becomes torch's current one.
         level: "smoke" or "full".
         known_failures: a TOML file; an id in it may belong to either level.
-        source: what gave the name, for messages.
-        checks_of: "module:function" that lists the checks of a Target; default those of the kit.
+        source: the option or argument that gave the name, for messages.
+        checks_of: "module:function" that lists the checks of a Target; default the kit's checks.
 
     Raises:
-        PolicyError: an unknown name, a family's name, known failures that match no check, or no function.
-        PluginError: the plugin asked for did not load.
-        BackendUnavailableError: it lacks what it requires, cannot be imported, or does not run here.
-        SpecError: a device or level that means nothing.
+        PolicyError: an unknown name, a family's name, a known failure that matches no check, or no function.
+        PluginError: the backend's plugin did not load.
+        BackendUnavailableError: a requirement is missing, an import fails, or the device is unsupported.
+        SpecError: an unknown device or level.
     """
     offer = find_backend(name, source)
     where = resolve_device(device)
@@ -84,8 +84,8 @@ def load_suite(
     if reasons:
         raise BackendUnavailableError(f"{offer.name} does not run here on {where}: {'; '.join(reasons)}")
     _make_current(device)
-    list_of = _lister(checks_of, offer.backend, where)
-    checks = list_of(level)
+    checks_at = _checks_function(checks_of, offer.backend, where)
+    checks = checks_at(level)
     chosen = Level(level)
     known: dict[str, str] = {}
     if known_failures is not None:
@@ -94,15 +94,15 @@ def load_suite(
             read_known_failures(known_failures),
             [check.id for check in checks],
             source=f"--known-failures {known_failures}",
-            elsewhere=lambda: [check.id for check in list_of(other)],
+            elsewhere=lambda: [check.id for check in checks_at(other)],
         )
     return Suite(offer, where, chosen, tuple(checks), known)
 
 
-def _lister(
+def _checks_function(
     checks_of: str | None, backend: type[AttentionBackend], device: Device
 ) -> Callable[[Level | str], list[Check]]:
-    """What lists the checks of a level: the kit, or the function named; PolicyError where there is none."""
+    """A function of a level that lists the checks: the kit's, or the named one; PolicyError if there is none."""
     if checks_of is None:
         return lambda level: conformance_checks(backend, device=device, level=level)
     try:
@@ -116,8 +116,8 @@ def find_backend(name: str, source: str) -> Offer:
     """The one backend called `name`.
 
     Raises:
-        PolicyError: none is, or a whole family; it names those there are.
-        PluginError: the plugin meant did not load.
+        PolicyError: the name is unknown, or of a family; the error lists the known names.
+        PluginError: the backend's plugin did not load.
     """
     offers = get_registry().plugins.resolve(Rule(name, "default", "*", source))
     first, *others = offers
@@ -128,16 +128,16 @@ def find_backend(name: str, source: str) -> Offer:
 
 
 def refusals(backend: type[AttentionBackend], device: Device) -> list[str]:
-    """Why nothing of `backend` can be checked on `device`; empty where it can."""
+    """Why `backend` cannot be checked on `device`; empty if it can."""
     if not is_here(device):
         return [f"this machine has no {device}, its device is {Device.current()}"]
     missing = [str(reason) for reason in missing_requirements(backend.requires)]
-    # Any layer will do: what a device lacks is said of every layer.
+    # A device's reasons are the same for every layer.
     layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=64)
     found, problem = guarded_call(backend.validate_configuration, layer, device)
     if problem is not None:
         return [f"validate_configuration raised {describe(problem)}", *missing]
-    # The last is said of composites only: their halves see a cache differently, whatever the layer.
+    # Only composites give the last: for any layer, their halves disagree about the cache layout.
     codes = ("device_type", "compute_capability", "kv_cache_layout")
     lacking = [str(reason) for reason in found if getattr(reason, "code", None) in codes]
     if lacking or missing:
@@ -147,12 +147,12 @@ def refusals(backend: type[AttentionBackend], device: Device) -> list[str]:
 
 
 def _make_current(device: str | None) -> None:
-    """A Device has no number: tensors are made on torch's current GPU, so "cuda:1" must become it."""
+    """Make "cuda:1" torch's current GPU: a Device has no number, and tensors are made on the current GPU."""
     kind, _, number = (device or "").strip().partition(":")
     if kind in ("cuda", "rocm") and number.isdigit():
         import torch
 
         try:
             torch.cuda.set_device(int(number))
-        except (RuntimeError, AssertionError) as problem:  # pragma: no cover - resolve_device asked before
+        except (RuntimeError, AssertionError) as problem:  # pragma: no cover - resolve_device checks before
             raise SpecError("device", device, f"cannot be used: {problem}") from None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from attnplug.core.backend import AttentionBackend
@@ -35,8 +36,8 @@ class Target:
 
     Args:
         backend: the class.
-        device: what the layers are validated for; tensors are made on the torch device of its type.
-        level: how much is tried.
+        device: layers are validated for it; tensors are made on the torch device of its type.
+        level: how many layers and batches are tried.
     """
 
     backend: type[AttentionBackend]
@@ -50,22 +51,20 @@ class Target:
 
     @property
     def torch_device(self) -> str:
-        """Where the tensors are: "cpu", "cuda" (which torch also calls ROCm), "xpu", ..."""
+        """The torch device of the tensors: "cpu", "cuda" (also for ROCm), "xpu", ..."""
         return "cuda" if self.device.type == "rocm" else self.device.type
 
     @property
     def dtypes(self) -> list[str]:
-        """The dtypes it declares; float32 first, whose errors show most."""
+        """The declared dtypes; float32 first, since its tolerances show errors best."""
         names = [bare_dtype_name(dtype, "supported_dtypes") for dtype in self.backend.supported_dtypes]
         return sorted(dict.fromkeys(names), key=lambda name: name != "float32")
 
     @property
     def kv_cache_dtypes(self) -> list[str]:
-        """The storage types it declares; "auto" first."""
-        names = [
-            kv_cache_dtype_name(dtype, "supported_kv_cache_dtypes")
-            for dtype in self.backend.supported_kv_cache_dtypes
-        ]
+        """The declared storage types; "auto" first."""
+        field = "supported_kv_cache_dtypes"
+        names = [kv_cache_dtype_name(dtype, field) for dtype in self.backend.supported_kv_cache_dtypes]
         return sorted(dict.fromkeys(names), key=lambda name: name != "auto")
 
     @property
@@ -83,21 +82,24 @@ class Target:
 
     @property
     def phase(self) -> Phase | None:
-        """The one phase that it serves, and is asked about; None for both."""
+        """The one phase that the backend serves, which validation passes on; None for both."""
         return only_phase(self.backend)
 
     def reasons(self, spec: LayerSpec) -> list[Reason]:
-        """Why it does not serve `spec`, in its phase where it has but one; empty where it does."""
+        """Why the backend refuses `spec`, in its one phase if it has one; empty if it serves it."""
         return self.backend.validate_configuration(spec, self.device, self.phase)
 
     def spec(self, **fields: Any) -> LayerSpec:
-        """A small layer that it serves: 4 heads over 2, its plainest head size and dtype, with `fields` set.
+        """A small layer that the backend serves: 4 heads, 2 KV heads, a common head size and dtype, and `fields`.
 
         Raises:
-            CheckSkipped: no such layer is served; the text has the reasons.
+            CheckSkipped: the backend serves no such layer; the text has the reasons.
         """
         refusals: list[str] = []
-        for base in self._bases(fields):
+        heads = ((4, 2), (4, 4))
+        for dtype, head_size, (num_heads, kv_heads) in itertools.product(self.dtypes, self.head_sizes, heads):
+            base: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": kv_heads}
+            base |= {"head_size": head_size, "dtype": dtype}
             try:
                 spec = LayerSpec(**{**base, **fields})
             except SpecError as problem:
@@ -109,19 +111,8 @@ class Target:
             refusals += reasons
         raise CheckSkipped(f"{self.name} serves no layer with {fields}: {'; '.join(dict.fromkeys(refusals))}")
 
-    def _bases(self, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        for dtype in self.dtypes:
-            for head_size in self.head_sizes:
-                for heads, kv_heads in ((4, 2), (4, 4)):
-                    yield {
-                        "num_heads": heads,
-                        "num_kv_heads": kv_heads,
-                        "head_size": head_size,
-                        "dtype": dtype,
-                    }
-
     def block_size(self, spec: LayerSpec) -> int:
-        """The tokens per page it prefers for `spec`."""
+        """Tokens per page: of `spec`, or the backend's preferred number."""
         return spec.block_size or self.backend.get_preferred_block_size(spec, self.device)
 
     def batch(
@@ -133,34 +124,34 @@ class Target:
         exact: bool = False,
         **options: Any,
     ) -> Batch:
-        """A batch for `spec` on this device: pages as the backend has them, or K and V with the call.
+        """A batch for `spec` on this device, over the backend's pages or with K and V in the call.
 
-        Of a backend of one phase it is made one of that phase, as `of_phase` says.
+        For a backend of one phase, `of_phase` makes the step one of that phase.
 
         Args:
             spec: the layer.
             query_lens: new tokens of each request.
             seq_lens: all tokens of each request.
-            exact: whether the check needs these very lengths.
+            exact: whether the check needs exactly these lengths.
             options: those of `paged_batch` and `direct_batch`.
 
         Raises:
-            CheckSkipped: no such step is of the one phase that the backend serves.
+            CheckSkipped: the step cannot be one of the phase that the backend serves.
         """
         if self.phase is not None:
-            held = [options["key_lens"]] if options.get("key_lens") is not None else []
-            new, tokens, *held = of_phase(self.phase, query_lens, seq_lens, *held)
+            key_lens = [options["key_lens"]] if options.get("key_lens") is not None else []
+            new, tokens, *key_lens = of_phase(self.phase, query_lens, seq_lens, *key_lens)
             changed = new != list(query_lens) or tokens != list(seq_lens)
             # An encoder computes all its tokens at once.
-            torn = spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY) and new != tokens
-            if not in_phase(self.phase, new) or (exact and changed) or torn:
-                what = f"{self.name} serves {self.phase} only"
+            partial = spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY) and new != tokens
+            if not in_phase(self.phase, new) or (exact and changed) or partial:
+                queries = ", ".join(map(str, query_lens))
                 raise CheckSkipped(
-                    f"{what}: not asked for queries of {', '.join(map(str, query_lens))} tokens"
+                    f"{self.name} serves {self.phase} only: no step with queries of {queries} tokens"
                 )
             query_lens, seq_lens = new, tokens
-            if held:
-                options["key_lens"] = held[0]
+            if key_lens:
+                options["key_lens"] = key_lens[0]
         if spec.direct_kv:
             for name in ("block_size", "layout", "drop_window"):
                 options.pop(name, None)

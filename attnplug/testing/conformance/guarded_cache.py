@@ -1,4 +1,4 @@
-"""A KV cache with a margin on both sides, so that every byte that a backend writes is seen."""
+"""A KV cache between two guard margins, so that a check sees every byte that a backend writes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class GuardedCache:
-    """A batch whose cache lies inside a larger buffer, and what the buffer held before.
+    """A batch with its cache inside a larger buffer, and a copy of the buffer before any write.
 
     Args:
-        backend: whose pages they are.
+        backend: the class that splits the cache into K and V.
         batch: with the cache moved into `buffer`; same shape, strides and values.
         buffer: 1-D, a page of NaN in front of the cache and one behind.
-        before: the buffer as it was.
+        before: a copy of the buffer.
     """
 
     backend: type[AttentionBackend]
@@ -35,7 +35,7 @@ class GuardedCache:
     def of(cls, backend: type[AttentionBackend], batch: Batch) -> GuardedCache:
         """The batch's cache, copied between margins."""
         cache = batch.kv_cache
-        assert cache is not None  # noqa: S101 - asked only of batches over pages
+        assert cache is not None  # noqa: S101 - called only for batches over pages
         margin = cache.numel() // cache.shape[0]
         filled = torch.full((cache.numel() + 2 * margin,), torch.nan, device=cache.device)
         buffer = filled.to(cache.dtype)
@@ -43,8 +43,8 @@ class GuardedCache:
         moved.copy_(cache)
         return cls(backend, dataclasses.replace(batch, kv_cache=moved), buffer, buffer.clone())
 
-    def expect_only(self, slots: torch.Tensor, what: str) -> None:
-        """ConformanceError, opening with `what`, unless at most these `slots` of the buffer were written."""
+    def expect_only_written(self, slots: torch.Tensor, what: str) -> None:
+        """Raise ConformanceError, which begins with `what`, if anything but `slots` of the buffer was written."""
         cache = _cache(self.batch)
         margin = cache.storage_offset()
         for side, edge in (("in front of", slice(0, margin)), ("behind", slice(-margin, None))):
@@ -59,9 +59,9 @@ class GuardedCache:
             changed[named // size, named % size] = False
             if bool(changed.any()):
                 block, row = changed.nonzero()[0].tolist()
-                called = ", the null block" if block == 0 else ""
+                null = ", the null block" if block == 0 else ""
                 raise ConformanceError(
-                    f"{what} wrote {name} of row {row} of block {block}{called}: no slot names it"
+                    f"{what} wrote {name} of row {row} of block {block}{null}: no slot names it"
                 )
 
 
@@ -78,22 +78,22 @@ def pages_of(backend: type[AttentionBackend], batch: Batch) -> tuple[torch.Tenso
 def fill_blocks(batch: Batch, blocks: int | slice, value: float) -> None:
     """Set whole blocks of the cache to `value`."""
     cache = _cache(batch)
-    filled = torch.full_like(cache[blocks], 0, dtype=torch.float32).add_(value).to(cache.dtype)
+    filled = torch.full_like(cache[blocks], value, dtype=torch.float32).to(cache.dtype)
     _bits(cache)[blocks] = _bits(filled)
 
 
 def fill_unused(batch: Batch, value: float) -> None:
-    """Set all that is NaN in the cache, as unused rows are, to `value`."""
+    """Set the unused rows of the cache, which are NaN, to `value`."""
     cache = _cache(batch)
     unused = cache.float().isnan()
     cache.copy_(torch.where(unused, value, cache.float()).to(cache.dtype))
 
 
 def _cache(batch: Batch) -> torch.Tensor:
-    assert batch.kv_cache is not None  # noqa: S101 - asked only of batches over pages
+    assert batch.kv_cache is not None  # noqa: S101 - called only for batches over pages
     return batch.kv_cache
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements as integers: NaN equals itself, and 8-bit floats can be indexed."""
+    """The same elements as integers: so NaN equals NaN, and 8-bit floats can be indexed."""
     return tensor.view(_BITS[tensor.dtype.itemsize])

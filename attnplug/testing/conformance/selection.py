@@ -1,29 +1,69 @@
-"""Known failures: which checks may fail, and why; a mapping in code, or a TOML file."""
+"""Choose checks by id: shards, patterns, and known failures from a mapping or a TOML file."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import fnmatch
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from attnplug.core.errors import PolicyError
 
-__all__ = ["checked_reasons", "known_reasons", "nearest", "read_known_failures"]
+__all__ = ["Shard", "checked_reasons", "known_reasons", "matching", "nearest", "read_known_failures"]
 
 _TABLE = "known_failures"
 
 
-def checked_reasons(given: Mapping[str, str], source: str) -> dict[str, str]:
-    """`given`, where every key is a check id or pattern and every value says why it fails.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shard:
+    """One of `count` disjoint parts of the checks, numbered from 1; together they are all checks."""
 
-    Args:
-        given: reason by id; `*`, `?` and `[...]` in an id stand for any text, as in fnmatch.
-        source: where it comes from, for messages.
+    index: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Read "I/N"; PolicyError for any other text, or if I is not from 1 to N."""
+        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text.strip())
+        if not found or not 1 <= int(found[1]) <= int(found[2]):
+            raise PolicyError("--shard", text, "must be I/N with I from 1 to N", "such as 1/4")
+        return cls(int(found[1]), int(found[2]))
+
+    def of(self, ids: Sequence[str]) -> list[str]:
+        """This part of `ids`: every N-th, so that similar checks are spread over the parts."""
+        return list(ids[self.index - 1 :: self.count])
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+
+def matching(ids: Sequence[str], patterns: Iterable[str], source: str) -> list[str]:
+    """The ids that equal or match one of `patterns`, in the order of `ids`.
 
     Raises:
-        PolicyError: something that is no mapping of text to text, or an empty id or reason.
+        PolicyError: a pattern matches no id; the error names the nearest ids and `source`.
+    """
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = [pattern] if pattern in ids else fnmatch.filter(ids, pattern)
+        if not found:
+            raise PolicyError(source, pattern, "matches no check", nearest(pattern, ids))
+        chosen.update(found)
+    return [each for each in ids if each in chosen]
+
+
+def checked_reasons(given: Mapping[str, str], source: str) -> dict[str, str]:
+    """A copy of `given` with normalised reasons, after checking its keys and values.
+
+    Args:
+        given: reason by id; an id may be a pattern of fnmatch, with `*`, `?` and `[...]`.
+        source: the name of the argument or file, for messages.
+
+    Raises:
+        PolicyError: not a mapping of text to text, or an empty id or reason.
     """
     if not isinstance(given, Mapping):
         raise PolicyError(source, given, "must be a mapping of check id to reason")
@@ -40,18 +80,18 @@ def read_known_failures(path: Path) -> dict[str, str]:
     """The table `[known_failures]` of a TOML file: `"correct/decode-*" = "reason"`.
 
     Raises:
-        PolicyError: a file that cannot be read, is no TOML, or holds anything else.
+        PolicyError: the file cannot be read, is not TOML, or has anything but this table.
     """
     source = "--known-failures"
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
-        why = getattr(problem, "strerror", None) or "it is no UTF-8 text"
+        why = getattr(problem, "strerror", None) or "it is not UTF-8 text"
         raise PolicyError(source, str(path), f"cannot be read: {why}") from None
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
-        raise PolicyError(source, str(path), f"is no TOML: {problem}") from None
+        raise PolicyError(source, str(path), f"is not TOML: {problem}") from None
     for key in data:
         if key != _TABLE:
             limit = f"has a key {key!r}; the only one known is the table [{_TABLE}]"
@@ -68,17 +108,16 @@ def known_reasons(
     source: str,
     elsewhere: Callable[[], Iterable[str]] | None = None,
 ) -> dict[str, str]:
-    """The reason of each check that is known to fail; an id counts before a pattern, then the first one.
+    """The reason of each check that is known to fail; an exact id wins over a pattern, then the first entry.
 
     Args:
         known: reason by id or pattern.
-        ids: of all checks.
-        source: where `known` comes from, for messages.
-        elsewhere: ids that may be named although they are not among `ids`, as those of the other level;
-            asked only where they are needed.
+        ids: the ids of all checks.
+        source: the argument or file of `known`, for messages.
+        elsewhere: returns further valid ids, such as those of the other level; called only if needed.
 
     Raises:
-        PolicyError: an id or pattern that matches no check; it names the nearest ids.
+        PolicyError: an id or pattern matches no check; the error names the nearest ids.
     """
     every = set(ids)
     reasons: dict[str, str] = {}
@@ -97,7 +136,7 @@ def known_reasons(
 
 
 def nearest(wanted: str, ids: Sequence[str]) -> str | None:
-    """A remedy that names the ids most like `wanted`, or what ids look like; None where there are none."""
+    """A remedy that names the ids most similar to `wanted`, or an example; None without ids."""
     found = difflib.get_close_matches(wanted, list(dict.fromkeys(ids)), 3, 0.5)
     if found:
         return f"did you mean {' or '.join(found)}?"

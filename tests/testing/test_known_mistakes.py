@@ -1,4 +1,4 @@
-"""Wrong numbers are named after the mistake that gives them, and no others are."""
+"""Wrong numbers of known mistakes are named, and no others are."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import Device, LayerSpec
 from attnplug.testing import Batch, assert_close, assert_lse_close, direct_batch, paged_batch
 from attnplug.testing.conformance.cases import Case, designed_cases
-from attnplug.testing.conformance.misreading_oracle import attend, read, requests_of
-from attnplug.testing.conformance.misreading_table import MISREADINGS, MISWRITTEN_LSES
-from attnplug.testing.conformance.misreadings import NAN_FOR_NOTHING, mistaken, recognise
+from attnplug.testing.conformance.known_mistakes import KNOWN_MISTAKES, LSE_MISTAKES
+from attnplug.testing.conformance.mistake_oracle import attend, requests_of, rules_of
+from attnplug.testing.conformance.mistake_recognition import NAN_FOR_EMPTY_ROWS, mistaken_answers, recognise
 from attnplug.testing.conformance.target import Target
 
-NAMES = [mistake.name for mistake in (*MISREADINGS, *MISWRITTEN_LSES)]
+NAMES = [mistake.name for mistake in (*KNOWN_MISTAKES, *LSE_MISTAKES)]
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=8, dtype="float32")
 LENGTHS = [1, 5, 9], [12, 15, 9]
 
@@ -33,34 +33,34 @@ def smoke_cases() -> list[Case]:
 
 
 @functools.cache
-def told() -> frozenset[str]:
-    """Of which mistakes some designed case of TORCH tells the numbers."""
+def recognised() -> frozenset[str]:
+    """The mistakes that some designed case of TORCH recognises."""
     left = set(NAMES)
     for case in smoke_cases():
         batch = case.batch(target())
-        wrong = mistaken(batch, frozenset(left))
+        wrong = mistaken_answers(batch, frozenset(left))
         left -= {name for name, output, lse in wrong if recognise(batch, output, lse) == name}
     return frozenset(NAMES) - left
 
 
 def numbers_of(batch: Batch, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    ((_, output, lse),) = mistaken(batch, {name})
+    ((_, output, lse),) = mistaken_answers(batch, {name})
     return output, lse
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_designed_case_tells_each_mistake(name: str) -> None:
-    assert name in told()
+def test_a_designed_case_recognises_each_mistake(name: str) -> None:
+    assert name in recognised()
 
 
 def test_names_are_unique() -> None:
     assert len(set(NAMES)) == len(NAMES)
 
 
-def test_the_right_reading_is_the_oracle() -> None:
+def test_the_right_rules_give_the_oracle() -> None:
     for case in smoke_cases():
         batch = case.batch(target())
-        right, requests, truth = read(batch), requests_of(batch), batch.oracle()
+        right, requests, truth = rules_of(batch), requests_of(batch), batch.oracle()
         outputs, lses = zip(*(attend(right, requests, row) for row in range(len(requests))), strict=True)
         assert_close(torch.cat(outputs), truth.output, 1e-12)
         assert_lse_close(torch.cat(lses), truth.lse, 1e-12)
@@ -115,7 +115,7 @@ def test_freed_pages_read_as_zeros() -> None:
 
 
 def test_a_mistake_is_named_only_where_it_can_be_made() -> None:
-    plain = {name for name, *_ in mistaken(paged_batch(SPEC, *LENGTHS))}
+    plain = {name for name, *_ in mistaken_answers(paged_batch(SPEC, *LENGTHS))}
     assert plain == {
         "causal mask ignored",
         "causal aligned at the start",
@@ -141,7 +141,7 @@ def test_several_features_ignored_at_once_are_the_last_resort() -> None:
 
 def test_a_batch_narrowed_to_causal_is_read_as_causal() -> None:
     batch = paged_batch(SPEC.replace(causal=False), *LENGTHS, causal=True)
-    names = {name for name, *_ in mistaken(batch)}
+    names = {name for name, *_ in mistaken_answers(batch)}
     assert "causal mask ignored" in names
     assert "non-causal taken as causal" not in names
     wide = paged_batch(SPEC.replace(causal=False), *LENGTHS).oracle().output
@@ -173,7 +173,7 @@ def test_nan_where_nothing_is_seen_is_named(has_sinks: bool) -> None:
     batch = paged_batch(SPEC.replace(has_sinks=has_sinks), [1, 2], [0, 6])
     output = batch.oracle().output
     output[0] = math.nan
-    assert recognise(batch, output, None) == NAN_FOR_NOTHING
+    assert recognise(batch, output, None) == NAN_FOR_EMPTY_ROWS
     output[1] = math.nan
     assert recognise(batch, output, None) is None
 

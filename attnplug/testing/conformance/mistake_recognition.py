@@ -1,4 +1,4 @@
-"""Which known mistake gives the numbers that came back."""
+"""Find the known mistake that gives the numbers of a wrong answer."""
 
 from __future__ import annotations
 
@@ -13,66 +13,62 @@ import torch
 
 from attnplug.testing.batches import Batch
 from attnplug.testing.comparison import Tolerance, tolerance
-from attnplug.testing.conformance.misreading_oracle import attend, read, requests_of
-from attnplug.testing.conformance.misreading_table import MISREADINGS, MISWRITTEN_LSES
+from attnplug.testing.conformance.known_mistakes import KNOWN_MISTAKES, LSE_MISTAKES
+from attnplug.testing.conformance.mistake_oracle import attend, requests_of, rules_of
 from attnplug.testing.oracle import OracleResult
 
-__all__ = ["NAN_FOR_NOTHING", "mistaken", "recognise"]
+__all__ = ["NAN_FOR_EMPTY_ROWS", "mistaken_answers", "recognise"]
 
-NAN_FOR_NOTHING = "NaN where nothing is seen"
-"""The name of a softmax over no keys, which divides zero by zero."""
+NAN_FOR_EMPTY_ROWS = "NaN where nothing is seen"
+"""The mistake of a softmax over no keys, which divides zero by zero."""
 
 _SAME = 2.0
-"""Times the tolerance within which numbers are those of a mistake."""
+"""Numbers are those of a mistake within this multiple of the tolerance."""
 _CLEAR = 4.0
-"""Times the tolerance by which a mistake must differ from the truth to be told from it."""
+"""A mistake must differ from the right answer by this multiple of the tolerance."""
 _NOTHING = 1e-2
-"""Times the tolerance by which two mistakes may differ that are the same here."""
+"""Two mistakes count as equal within this multiple of the tolerance."""
 
 _Numbers: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 """Output `[n, H, Dv]` and LSE `[n, H]`, float64."""
 _Mistake: TypeAlias = tuple[str, Callable[[int], _Numbers]]
-"""A name, and what it gives for a request; NaN stands for what nobody knows."""
+"""A name, and the numbers that the mistake gives for a request; NaN for unknown values."""
 
 
 def recognise(batch: Batch, output: torch.Tensor, lse: torch.Tensor | None) -> str | None:
-    """The name of the mistake whose numbers `output [T, H, Dv]` and `lse [T, H]` are, or None.
+    """The name of the known mistake that gives `output [T, H, Dv]` and `lse [T, H]`, or None.
 
-    A backend may make a mistake on one of its paths only, so each row may be as the truth has it or
-    as the mistake has it, which must differ clearly in some row. The nearest mistake is named, and of
-    several as near the plainest.
+    A backend may make a mistake in one code path only, so each row may be right or mistaken. The mistake
+    must differ clearly from the right answer in some row. The nearest mistake is named; if several are
+    equally near, the simplest.
     """
     truth, bound = batch.oracle(), tolerance(batch.spec)
     found = (output.detach().cpu().double(), None if lse is None else lse.detach().cpu().double())
     wrong = _error((truth.output, truth.lse), found, bound) > 1
     if not bool(wrong.any()):
         return None
-    if bool(found[0].isnan().any(-1)[wrong].all()) and bool(_sees_nothing(batch)[wrong].all()):
-        return NAN_FOR_NOTHING
+    empty = batch.oracle(use_sinks=False).lse.isneginf()
+    if bool(found[0].isnan().any(-1)[wrong].all()) and bool(empty[wrong].all()):
+        return NAN_FOR_EMPTY_ROWS
     parts = [_Part.of(span, wrong, truth, found) for span in _spans(batch)]
-    # Most mistakes are out of the question after one request, and a short one tells it cheaply.
+    # One request excludes most mistakes; short ones come first, since they are cheap.
     suspects = sorted(
         (index for index, part in enumerate(parts) if bool(part.wrong.any())),
         key=lambda index: batch.seq_lens[index],
     )
     fits: dict[str, float] = {}
     for name, numbers in _mistakes(batch, truth, with_lse=lse is not None):
-        error = _worst(parts[index].judge(numbers(index), bound) for index in suspects)
+        error = _worst(parts[index].compare(numbers(index), bound) for index in suspects)
         if error is not None:
             fits[name] = error
     nearest = min(fits.values(), default=0.0)
     return next((name for name, error in fits.items() if error <= 2 * nearest + _NOTHING), None)
 
 
-def mistaken(
+def mistaken_answers(
     batch: Batch, names: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
-    """Mistakes that could be made with the batch, and the output and LSE that each gives.
-
-    Args:
-        batch: what is asked.
-        names: of the mistakes wanted; default all.
-    """
+    """The mistakes that apply to the batch, with the output and LSE of each; only those of `names` if given."""
     with_lse = batch.spec.needs_lse
     for name, numbers in _mistakes(batch, batch.oracle(), with_lse=with_lse):
         if names is None or name in names:
@@ -82,7 +78,7 @@ def mistaken(
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """The rows of one request: which are wrong `[n, H]`, what they ought to be and what they are."""
+    """The rows of one request: wrong ones `[n, H]`, the right answer and the one found."""
 
     wrong: torch.Tensor
     truth: _Numbers
@@ -90,20 +86,20 @@ class _Part:
 
     @classmethod
     def of(cls, span: slice, wrong: torch.Tensor, truth: OracleResult, found: _Numbers) -> _Part:
-        """The part of a batch that is in `span`."""
+        """The rows of `span`."""
         expected = (truth.output[span], None if found[1] is None else truth.lse[span])
         return cls(wrong[span], expected, (found[0][span], None if found[1] is None else found[1][span]))
 
-    def judge(self, mistake: _Numbers, bound: Tolerance) -> tuple[float, bool]:
-        """The largest error of `mistake` in the wrong rows, and whether it clearly differs from the truth in one."""
+    def compare(self, mistake: _Numbers, bound: Tolerance) -> tuple[float, bool]:
+        """The largest error of `mistake` in the wrong rows, and whether one row clearly differs from the truth."""
         error = _error(mistake, self.found, bound)[self.wrong].max()
         return float(error), bool((_error(mistake, self.truth, bound)[self.wrong] > _CLEAR).any())
 
 
-def _worst(verdicts: Iterable[tuple[float, bool]]) -> float | None:
-    """The largest error of a mistake that explains every request, and is clear in one; else None."""
+def _worst(errors: Iterable[tuple[float, bool]]) -> float | None:
+    """The largest error of a mistake; None unless it explains every request and is clear in one."""
     worst, is_clear = 0.0, False
-    for error, clear in verdicts:
+    for error, clear in errors:
         if not error <= _SAME:
             return None
         worst, is_clear = max(worst, error), is_clear or clear
@@ -111,15 +107,15 @@ def _worst(verdicts: Iterable[tuple[float, bool]]) -> float | None:
 
 
 def _mistakes(batch: Batch, truth: OracleResult, *, with_lse: bool) -> Iterator[_Mistake]:
-    right, requests, spans = read(batch), requests_of(batch), _spans(batch)
-    for misreading in MISREADINGS:
-        if misreading.asked(right):
-            reading = dataclasses.replace(right, **misreading.changes(right))
-            yield misreading.name, functools.partial(attend, reading, requests)
-    for miswritten in MISWRITTEN_LSES if with_lse else ():
-        lse = miswritten.written(batch, truth)
+    right, requests, spans = rules_of(batch), requests_of(batch), _spans(batch)
+    for mistake in KNOWN_MISTAKES:
+        if mistake.feature is None or mistake.feature in right.features:
+            rules = dataclasses.replace(right, **mistake.changes(right))
+            yield mistake.name, functools.partial(attend, rules, requests)
+    for lse_mistake in LSE_MISTAKES if with_lse else ():
+        lse = lse_mistake.lse_of(batch, truth)
         parts = [(truth.output[span], lse[span]) for span in spans]
-        yield miswritten.name, parts.__getitem__
+        yield lse_mistake.name, parts.__getitem__
 
 
 def _spans(batch: Batch) -> list[slice]:
@@ -127,12 +123,8 @@ def _spans(batch: Batch) -> list[slice]:
     return [slice(start, stop) for start, stop in itertools.pairwise(starts)]
 
 
-def _sees_nothing(batch: Batch) -> torch.Tensor:
-    return batch.oracle(use_sinks=False).lse.isneginf()
-
-
 def _error(expected: _Numbers, found: _Numbers, bound: Tolerance) -> torch.Tensor:
-    """The error of each row `[n, H]` in multiples of the bound: 0 where nobody knows, inf where found is NaN."""
+    """The error of each row `[n, H]` in multiples of the bound: 0 for unknown values, inf for a found NaN."""
     output = _multiple((found[0] - expected[0]).abs().amax(-1), bound.output * expected[0].abs().amax(-1))
     output = output.masked_fill(expected[0].isnan().any(-1), 0.0)
     if expected[1] is None or found[1] is None:
@@ -144,5 +136,5 @@ def _error(expected: _Numbers, found: _Numbers, bound: Tolerance) -> torch.Tenso
 
 def _multiple(error: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
     multiple = torch.where(error == 0, 0.0, error / bound)
-    # An infinity that is expected is no bound for what is not one.
+    # An expected infinity gives an infinite bound, which must not accept finite values.
     return multiple.masked_fill(~error.isfinite(), math.inf)

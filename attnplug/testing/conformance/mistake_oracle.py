@@ -1,4 +1,4 @@
-"""Attention as a layer might be misread: every convention is a field, in float64, one request at a time."""
+"""Attention with known mistakes, in float64, one request at a time: each convention is a field to change."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import Batch
 
-__all__ = ["Reading", "Request", "attend", "read", "requests_of"]
+__all__ = ["AttentionRules", "Request", "attend", "requests_of", "rules_of"]
 
 
 def _minus_distance(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -23,27 +22,27 @@ def _own(request: int, requests: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Reading:
-    """How a layer is understood; `read` gives the right one, and a mistake replaces fields of it.
+class AttentionRules:
+    """The conventions by which a layer attends; `rules_of` gives the right ones, a mistake replaces some.
 
     Args:
         head_size: elements per query and key head.
         scale: softmax scale.
         causal: whether keys after the query are hidden.
-        left: keys seen before the query; infinity is no limit.
-        right: keys seen after the query.
+        left: keys seen before the query; infinite without a limit.
+        right: keys seen after the query; likewise.
         chunk: positions per chunk.
         cap: soft cap of the logits.
         slopes: ALiBi, float64 `[H]`.
-        bias: what a slope is multiplied with, of positions that broadcast.
+        bias: the factor of a slope, from query and key positions that broadcast.
         sinks: float64 `[H]`.
-        sink_value: which of the seen keys (0 or -1) gives its value for the sink's weight; None gives none.
-        order: in which scores are scaled ("scale"), capped ("cap"), biased ("bias") and masked ("mask").
+        sink_value: the seen key (0 or -1) with the value for the sink's weight; None for no value.
+        order: of the operations on scores: "scale", "cap", "bias" (ALiBi) and "mask".
         kv_heads: the KV head of each query head, int64 `[H]`.
-        from_start: whether the queries stand at positions 0, 1, ...
-        shift: how far the queries stand from their positions.
-        rows: whose pages a request reads, of its number and how many there are.
-        key_factors: of the keys stored before this step, and of its own.
+        from_start: whether the queries have the positions 0, 1, ...
+        shift: added to the positions of the queries.
+        rows: the request whose pages a request reads, from its index and the number of requests.
+        key_factors: of the keys stored before this step, and of the new ones.
         value_factors: likewise.
         k_scale: stored key x k_scale = key.
         v_scale: likewise.
@@ -71,21 +70,39 @@ class Reading:
     value_factors: tuple[float, float] = (1.0, 1.0)
 
     @property
-    def is_windowed(self) -> bool:
-        """Whether the window hides any key that causality does not."""
-        return min(self.left, self.right) < math.inf
+    def features(self) -> frozenset[str]:
+        """The features of the layer that a mistake can concern."""
+        window, kv_heads = min(self.left, self.right) < math.inf, int(self.kv_heads[-1]) + 1
+        alibi, cap = self.slopes is not None, self.cap is not None
+        each = {"window": window, "chunk": self.chunk is not None, "cap": cap, "alibi": alibi}
+        each["sinks"] = self.sinks is not None
+        present = {
+            **each,
+            "several": sum(each.values()) > 1,
+            "left": self.left < math.inf,
+            "right": self.right < math.inf,
+            "causal": self.causal,
+            "causal window": self.causal and self.left < math.inf,
+            "non-causal": not self.causal,
+            "non-causal positions": not self.causal and (window or alibi),
+            "cap and alibi": cap and alibi,
+            "scale": self.scale != float(self.head_size**-0.5),
+            "fp8": (self.k_scale, self.v_scale) != (1.0, 1.0),
+            "head groups": 1 < kv_heads < len(self.kv_heads),
+        }
+        return frozenset(name for name, is_present in present.items() if is_present)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One request as its pages hold it, float64.
+    """One request with the contents of its pages, float64.
 
     Args:
         query: `[n, H, D]`.
-        key: `[m, Hkv, D]`, the last m; zeros where the page was freed.
+        key: `[m, Hkv, D]`, the last m; zeros in freed pages.
         value: `[m, Hkv, Dv]`, likewise.
-        seq_len: tokens in all.
-        new: how many of the keys were written in this step.
+        seq_len: number of all tokens.
+        new: number of keys written in this step.
     """
 
     query: torch.Tensor
@@ -95,12 +112,12 @@ class Request:
     new: int
 
 
-def read(batch: Batch) -> Reading:
-    """The right reading of the batch's layer."""
+def rules_of(batch: Batch) -> AttentionRules:
+    """The right rules for the batch's layer."""
     spec, tensors = batch.spec, batch.tensors
     left, right = (math.inf if side < 0 else side for side in spec.window)
     group = spec.num_heads // spec.num_kv_heads
-    return Reading(
+    return AttentionRules(
         head_size=spec.head_size,
         scale=spec.scale,
         causal=spec.causal or batch.common.causal,
@@ -117,13 +134,13 @@ def read(batch: Batch) -> Reading:
 
 
 def requests_of(batch: Batch) -> list[Request]:
-    """The batch's requests, with zeros where their table says the null block."""
+    """The batch's requests, with zeros for pages in the null block."""
     found = []
     for row, parts in enumerate(zip(batch.queries, batch.keys, batch.values, batch.seq_lens, strict=True)):
         query, key, value = (part.detach().cpu().double() for part in parts[:3])
         written = key.shape[0] if batch.spec.attn_type == "encoder_decoder" else query.shape[0]
         if batch.kv_cache is not None and key.shape[0]:
-            size = _block_size(batch.spec, batch.kv_cache)
+            size = batch.spec.block_size or batch.kv_cache.shape[-3]
             pages = batch.common.block_table_tensor[row].cpu()[torch.arange(key.shape[0]) // size]
             freed = (pages == 0)[:, None, None]
             key, value = key.masked_fill(freed, 0.0), value.masked_fill(freed, 0.0)
@@ -131,75 +148,72 @@ def requests_of(batch: Batch) -> list[Request]:
     return found
 
 
-def _block_size(spec: LayerSpec, kv_cache: torch.Tensor) -> int:
-    return spec.block_size or kv_cache.shape[-3]
+def attend(
+    rules: AttentionRules, requests: Sequence[Request], index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The answer to request `index`: output `[n, H, Dv]` and LSE `[n, H]`.
 
-
-def attend(reading: Reading, requests: Sequence[Request], index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What request `index` gets: output `[n, H, Dv]` and LSE `[n, H]`.
-
-    Keys past another request's length, where its pages are read, are NaN.
+    A request that reads the pages of a shorter one has NaN for the keys past its length.
     """
     request = requests[index]
-    key, value = _stored(reading, requests, index)
+    key, value = _stored(rules, requests, index)
     query = request.query.transpose(0, 1)
     count, keys = query.shape[1], key.shape[0]
-    start = 0 if reading.from_start else request.seq_len - count
-    at = (torch.arange(count) + start + reading.shift)[:, None]
+    start = 0 if rules.from_start else request.seq_len - count
+    at = (torch.arange(count) + start + rules.shift)[:, None]
     held = (torch.arange(keys) + request.seq_len - keys)[None, :]
-    seen = _seen(reading, at, held)
+    seen = _seen(rules, at, held)
 
-    scores = query @ key[:, reading.kv_heads].permute(1, 2, 0)
-    for step in reading.order:
+    scores = query @ key[:, rules.kv_heads].permute(1, 2, 0)
+    for step in rules.order:
         if step == "scale":
-            scores = scores * reading.scale
-        elif step == "cap" and reading.cap is not None:
-            scores = reading.cap * torch.tanh(scores / reading.cap)
-        elif step == "bias" and reading.slopes is not None:
-            scores = scores + reading.slopes[:, None, None] * reading.bias(at, held)
+            scores = scores * rules.scale
+        elif step == "cap" and rules.cap is not None:
+            scores = rules.cap * torch.tanh(scores / rules.cap)
+        elif step == "bias" and rules.slopes is not None:
+            scores = scores + rules.slopes[:, None, None] * rules.bias(at, held)
         elif step == "mask":
             scores = scores.masked_fill(~seen, -math.inf)
     terms = scores
-    sinks = None if reading.sinks is None else reading.sinks[:, None, None].expand(-1, count, 1)
+    sinks = None if rules.sinks is None else rules.sinks[:, None, None].expand(-1, count, 1)
     if sinks is not None:
         terms = torch.cat([scores, sinks], dim=2)
     lse = torch.logsumexp(terms, dim=2)
     total = lse[:, :, None].nan_to_num(neginf=0.0, nan=math.nan)
     weights = torch.exp(scores - total)
-    if sinks is not None and reading.sink_value is not None and keys:
-        weights = weights + torch.exp(sinks - total) * _end_of(seen, reading.sink_value)
-    output = weights @ value[:, reading.kv_heads].transpose(0, 1)
+    if sinks is not None and rules.sink_value is not None and keys:
+        weights = weights + torch.exp(sinks - total) * _end_of(seen, rules.sink_value)
+    output = weights @ value[:, rules.kv_heads].transpose(0, 1)
     return output.transpose(0, 1), lse.transpose(0, 1)
 
 
-def _stored(reading: Reading, requests: Sequence[Request], index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values that the request reads, with the factors that a wrong scale leaves on them."""
-    request, other = requests[index], requests[reading.rows(index, len(requests))]
+def _stored(
+    rules: AttentionRules, requests: Sequence[Request], index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values that the request reads, multiplied by the factors of wrong scales."""
+    request, other = requests[index], requests[rules.rows(index, len(requests))]
     count = request.key.shape[0]
     is_new = (torch.arange(other.key.shape[0]) >= other.key.shape[0] - other.new)[:, None, None]
     tensors = []
-    for tokens, (before, now) in (
-        (other.key, reading.key_factors),
-        (other.value, reading.value_factors),
-    ):
+    for tokens, (before, now) in ((other.key, rules.key_factors), (other.value, rules.value_factors)):
         held = torch.where(is_new, tokens * now, tokens * before)[:count]
         missing = held.new_full((count - held.shape[0], *held.shape[1:]), math.nan)
         tensors.append(torch.cat([held, missing]))
     return tensors[0], tensors[1]
 
 
-def _seen(reading: Reading, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _seen(rules: AttentionRules, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     seen = torch.ones(query.shape[0], key.shape[1], dtype=torch.bool)
-    if reading.causal:
+    if rules.causal:
         seen &= key <= query
-    seen &= (query - key <= reading.left) & (key - query <= reading.right)
-    if reading.chunk is not None:
-        seen &= query // reading.chunk == key // reading.chunk
+    seen &= (query - key <= rules.left) & (key - query <= rules.right)
+    if rules.chunk is not None:
+        seen &= query // rules.chunk == key // rules.chunk
     return seen
 
 
 def _end_of(seen: torch.Tensor, which: int) -> torch.Tensor:
-    """1 at the first (0) or last (-1) key that each query sees, `[n, m]`; nowhere if it sees none."""
+    """1 at the first (0) or last (-1) key that each query sees, else 0: `[n, m]`."""
     ranks = seen.cumsum(1)
     wanted = torch.ones_like(ranks[:, -1:]) if which == 0 else ranks[:, -1:]
     return (seen & (ranks == wanted)).double()

@@ -1,19 +1,26 @@
-"""Whatever a backend is asked it answers with reasons, never raises, and keeps what it promises."""
+"""validate_configuration answers for every layer with a list of reasons, and accepted layers are served."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator
 
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.ops.storage import STORAGE_DTYPES
-from attnplug.testing.batches import Batch, direct_batch, layer_tensors
-from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, Level
+from attnplug.testing.batches import direct_batch, layer_tensors
+from attnplug.testing.conformance.check import (
+    Check,
+    CheckSkipped,
+    CheckTable,
+    ConformanceError,
+    Level,
+    checks_from,
+    error_context,
+)
+from attnplug.testing.conformance.harness import Harness, default_options
 from attnplug.testing.conformance.refusals import reasons_for
-from attnplug.testing.conformance.single_layer import SingleLayer, default_options
 from attnplug.testing.conformance.spec_grid import PHASES, devices, grid
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.conformance.verdicts import during
 
 __all__ = ["checks"]
 
@@ -22,8 +29,7 @@ _MAX_COMPILE_KEYS = {Level.SMOKE: 3, Level.FULL: 12}
 
 def checks(target: Target) -> Iterator[Check]:
     """The checks over the grid of layers, devices and phases."""
-    for name, (run, summary) in _CHECKS.items():
-        yield Check(f"refused/{name}", functools.partial(run, target), summary)
+    return checks_from(_CHECKS, "refused", target)
 
 
 def _check_layers(target: Target) -> None:
@@ -41,10 +47,8 @@ def _check_devices(target: Target) -> None:
 def _check_causes(target: Target) -> None:
     for what, spec in grid(target).items():
         reasons = reasons_for(target, spec, f"a layer with {what}")
-        causes = [(reason.code, reason.field) for reason in reasons]
-        if twice := [
-            f"{code} ({field})" for code, field in dict.fromkeys(causes) if causes.count((code, field)) > 1
-        ]:
+        causes = Counter(f"{reason.code} ({reason.field})" for reason in reasons)
+        if twice := [cause for cause, count in causes.items() if count > 1]:
             raise ConformanceError(f"a layer with {what} is refused twice for one cause: {', '.join(twice)}")
 
 
@@ -56,7 +60,7 @@ def _check_both_phases(target: Target) -> None:
         for phase, reasons in each.items():
             if missing := {reason.code for reason in reasons} - both:
                 found = f"{phase} alone is refused with {', '.join(sorted(missing))}, phase=None is not"
-                raise ConformanceError(f"{layer}: {found}, though it asks for both phases")
+                raise ConformanceError(f"{layer}: {found}, though it means both phases")
         if both and not any(each.values()):
             raise ConformanceError(
                 f"{layer}: phase=None is refused with {', '.join(sorted(both))}, no phase alone is"
@@ -65,72 +69,70 @@ def _check_both_phases(target: Target) -> None:
 
 def _check_combination(target: Target) -> None:
     for what, spec in grid(target).items():
-        with during(f"supports_combination for a layer with {what}"):
+        with error_context(f"supports_combination for a layer with {what}"):
             why: object = target.backend.supports_combination(spec, target.device)
         if why is not None and not (isinstance(why, str) and why.strip()):
-            raise ConformanceError(
-                f"supports_combination for a layer with {what} gave {why!r}; it must give None or a sentence"
-            )
+            found = f"supports_combination for a layer with {what} gave {why!r}"
+            raise ConformanceError(f"{found}; it must give None or a sentence")
         if why and not reasons_for(target, spec, f"a layer with {what}", phase=target.phase):
             raise ConformanceError(
                 f"a layer with {what} is accepted, though supports_combination says: {why}"
             )
 
 
-def _check_kept(target: Target) -> None:
+def _check_served(target: Target) -> None:
     keys: set[Hashable] = set()
-    tried = 0
+    served = False
     for what, spec in grid(target).items():
         if reasons_for(target, spec, f"a layer with {what}", phase=target.phase):
             continue
-        tried += 1
+        served = True
         try:
             _serve(target, spec, keys)
         except ConformanceError as problem:
             raise ConformanceError(f"a layer with {what} is accepted, and then {problem}") from problem
-    if not tried:
-        raise CheckSkipped(f"{target.name} serves no layer so plain")
+    if not served:
+        raise CheckSkipped(f"{target.name} serves no layer of the grid")
 
 
 def _serve(target: Target, spec: LayerSpec, keys: set[Hashable]) -> None:
-    """from_spec for an accepted layer, and build and forward, either of which may compile, where little is compiled."""
+    """Make, build and run an accepted layer; only make it where a run would compile too many kernels.
+
+    `keys` collects the compile keys of the layers that were run.
+    """
     stored = STORAGE_DTYPES.get(spec.resolved_kv_cache_dtype)
     is_known = stored is not None and stored.is_floating_point
     key = target.backend.compile_key(spec)
     few = key is None or key in keys or len(keys) < _MAX_COMPILE_KEYS[target.level]
+    # Batches of the kit lack the inputs of MLA, sparse and mm_prefix layers, and other storage types.
     if spec.mla is not None or spec.sparse or spec.mm_prefix or not is_known or not few:
-        _make_only(target, spec)
+        with error_context("from_spec"):
+            tensors = layer_tensors(spec, device=target.torch_device)
+            target.backend.get_impl_cls().from_spec(
+                spec, layer_name="layer", tensors=tensors, options=default_options(target)
+            )
         return
     keys.add(key)
-    batch = _batch(target, spec)
-    layer = SingleLayer.of(target, batch)
-    layer.build(batch)
-    layer.forward(batch)
-
-
-def _make_only(target: Target, spec: LayerSpec) -> None:
-    """Such layers need more inputs, or other storage, than a batch of the kit has."""
-    with during("from_spec"):
-        tensors = layer_tensors(spec, device=target.torch_device)
-        target.backend.get_impl_cls().from_spec(
-            spec, layer_name="layer", tensors=tensors, options=default_options(target)
-        )
-
-
-def _batch(target: Target, spec: LayerSpec) -> Batch:
     if spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
-        return direct_batch(spec, [3, 9], [3, 9], device=target.torch_device)
-    return target.batch(spec, [1, 5], [9, 5])
+        batch = direct_batch(spec, [3, 9], [3, 9], device=target.torch_device)
+    else:
+        batch = target.batch(spec, [1, 5], [9, 5])
+    harness = Harness.of(target, batch)
+    harness.build(batch)
+    harness.forward(batch)
 
 
-_CHECKS: dict[str, tuple[Callable[[Target], None], str]] = {
-    "any-layer": (_check_layers, "any layer is answered with a list of reasons, and known codes"),
-    "any-device": (_check_devices, "so is any device, here or not, and any phase"),
-    "one-reason-per-cause": (_check_causes, "no cause is reported twice"),
-    "both-phases": (_check_both_phases, "without a phase the reasons are those of both phases"),
-    "combination": (_check_combination, "supports_combination gives None or a sentence, and is heeded"),
-    "never-after-acceptance": (
-        _check_kept,
-        "an accepted layer is not refused by from_spec, build or forward",
+_CHECKS: CheckTable = {
+    "any-layer": (
+        _check_layers,
+        "validate_configuration gives a list of reasons with known codes for any layer",
     ),
+    "any-device": (_check_devices, "it does so for any device and any phase"),
+    "one-reason-per-cause": (_check_causes, "each cause is reported once"),
+    "both-phases": (_check_both_phases, "without a phase, the reasons include those of both phases"),
+    "combination": (
+        _check_combination,
+        "supports_combination gives None or a sentence, and validate_configuration includes it",
+    ),
+    "never-after-acceptance": (_check_served, "from_spec, build and forward do not refuse an accepted layer"),
 }

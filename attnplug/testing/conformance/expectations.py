@@ -1,0 +1,106 @@
+"""Compare a backend's answer with the oracle's, and name the known mistake that gives the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import torch
+
+from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
+from attnplug.testing.batches import Batch
+from attnplug.testing.comparison import assert_close, assert_lse_close, tolerance
+from attnplug.testing.conformance.check import ConformanceError
+from attnplug.testing.conformance.harness import Answer, Harness
+from attnplug.testing.conformance.target import Target
+
+__all__ = [
+    "StepMistake",
+    "difference",
+    "expect_correct",
+    "expect_correct_step",
+    "expect_own_slots",
+    "wrong_answer",
+]
+
+StepMistake: TypeAlias = Callable[[CommonAttentionMetadata], CommonAttentionMetadata]
+"""Gives the step as a backend with a known mistake reads it."""
+
+
+def difference(batch: Batch, found: Answer, *, use_sinks: bool = True) -> str | None:
+    """The first difference of the batch's own rows of `found` from the oracle's answer; None if they agree."""
+    expected, bound = batch.oracle(use_sinks=use_sinks), tolerance(batch.spec)
+    tokens = batch.common.num_actual_tokens
+    try:
+        assert_close(found.output[:tokens], expected.output, bound.output)
+        if found.lse is not None:
+            assert_lse_close(found.lse[:tokens], expected.lse, bound.lse)
+    except AssertionError as problem:
+        return str(problem)
+    return None
+
+
+def wrong_answer(problem: str, mistake: str | None) -> ConformanceError:
+    """The error for a wrong answer, which names the known mistake that gives the same numbers."""
+    hint = f"; these are the numbers of a known mistake: {mistake}" if mistake else ""
+    return ConformanceError(f"{problem}{hint}", mistake)
+
+
+def expect_correct(
+    batch: Batch,
+    found: Answer,
+    what: str,
+    mistake: Callable[[], str | None] = lambda: None,
+    *,
+    use_sinks: bool = True,
+) -> None:
+    """Raise ConformanceError unless the batch's own rows of `found` are the oracle's answer.
+
+    Args:
+        batch: its tensors are those the backend was given.
+        found: the backend's answer; rows of padding are not compared.
+        what: begins the error.
+        mistake: called for a wrong answer; returns the name of the known mistake that explains it.
+        use_sinks: whether the answer includes the layer's sinks.
+    """
+    problem = difference(batch, found, use_sinks=use_sinks)
+    if problem:
+        raise wrong_answer(f"{what}: {problem}", mistake())
+
+
+def expect_correct_step(
+    target: Target,
+    make: Callable[[], Batch],
+    found: Answer,
+    what: str,
+    mistakes: Mapping[str, StepMistake] | None = None,
+) -> None:
+    """Raise ConformanceError unless `found` is the oracle's answer to the batch that `make` returns.
+
+    A wrong answer is compared with that of a plain build for each of `mistakes`; the error names the
+    mistake that gives the same numbers.
+    """
+
+    def mistake() -> str | None:
+        given = mistakes or {}
+        return next((name for name in given if _gives(target, make(), given[name], found)), None)
+
+    expect_correct(make(), found, what, mistake)
+
+
+def expect_own_slots(metadata: AttentionMetadata, common: CommonAttentionMetadata, what: str) -> None:
+    """Raise ConformanceError unless the metadata has the step's slots, where `forward` writes new keys."""
+    tokens = common.num_actual_tokens
+    if not torch.equal(metadata.slot_mapping[:tokens].long(), common.slot_mapping[:tokens]):
+        raise ConformanceError(f"{what}: metadata.slot_mapping is not the step's own, so new keys go astray")
+
+
+def _gives(target: Target, batch: Batch, mistake: StepMistake, found: Answer) -> bool:
+    # A mistake may raise: then it does not explain the answer.
+    with contextlib.suppress(Exception):
+        harness = Harness.of(target, batch)
+        given = harness.run(batch, harness.builder.build(0, mistake(batch.common))).output
+        bound = tolerance(batch.spec).output
+        return torch.allclose(given.double(), found.output.double(), rtol=bound, atol=bound, equal_nan=True)
+    return False

@@ -1,0 +1,164 @@
+"""A builder and its layers, driven one call at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+
+from attnplug.core.config import BuilderConfig
+from attnplug.core.impl import AttentionImpl
+from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder
+from attnplug.testing.batches import Batch
+from attnplug.testing.conformance.check import error_context
+from attnplug.testing.conformance.target import Target
+
+__all__ = ["Answer", "Harness", "HarnessLayer", "blank_answer", "default_options", "raw_bytes"]
+
+
+class Answer(NamedTuple):
+    """A backend's answer for T tokens: output `[T, H, Dv]`, and LSE `[T, H]` if the layer needs it."""
+
+    output: torch.Tensor
+    lse: torch.Tensor | None
+
+
+class HarnessLayer:
+    """A layer as its impl sees it: the AttentionLayer protocol.
+
+    Args:
+        target: the backend.
+        name: the layer's name.
+        batch: gives the spec, the tensors and the device.
+    """
+
+    def __init__(self, target: Target, name: str, batch: Batch) -> None:
+        self._q_scale_float = self._prob_scale_float = 1.0
+        self._k_scale_float, self._v_scale_float = float(batch.tensors.k_scale), float(batch.tensors.v_scale)
+        self._q_scale = self._prob_scale = torch.ones((), device=batch.query.device)
+        self._k_scale = torch.tensor(self._k_scale_float, device=batch.query.device)
+        self._v_scale = torch.tensor(self._v_scale_float, device=batch.query.device)
+        self.impl: AttentionImpl[Any] = target.backend.get_impl_cls().from_spec(
+            batch.spec, layer_name=name, tensors=batch.tensors, options=default_options(target)
+        )
+        self.impl.process_weights_after_loading(getattr(torch, batch.spec.dtype))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Harness:
+    """A builder and the layers that it serves, which share pages of one kind or take K and V with the call.
+
+    Args:
+        layers: in order.
+        builder: has them in its `config.layers`.
+    """
+
+    layers: tuple[HarnessLayer, ...]
+    builder: AttentionMetadataBuilder[Any]
+
+    @classmethod
+    def of(cls, target: Target, *batches: Batch, **config: Any) -> Harness:
+        """A layer for each batch and one builder for all; `config` has fields of BuilderConfig.
+
+        Raises:
+            ConformanceError: the backend raises.
+        """
+        first = batches[0]
+        size = first.spec.block_size or 1
+        if first.kv_cache is not None:
+            size = target.backend.split_kv(first.kv_cache, first.spec)[0].shape[1]
+        cache: Any = kv_cache_spec_for(first.spec, size)
+        with error_context("from_spec, of a layer that validate_configuration accepts"):
+            named = {
+                f"layers.{i}": HarnessLayer(target, f"layers.{i}", batch) for i, batch in enumerate(batches)
+            }
+        with error_context("making the builder"):
+            settings = BuilderConfig(layers=named, **config)
+            builder = target.backend.get_builder_cls()(cache, list(named), settings, first.query.device)
+        return cls(tuple(named.values()), builder)
+
+    @property
+    def impl(self) -> AttentionImpl[Any]:
+        """The impl of the first layer."""
+        return self.layers[0].impl
+
+    def run(
+        self,
+        batch: Batch,
+        metadata: AttentionMetadata,
+        *,
+        layer: int = 0,
+        use_sinks: bool = True,
+        writes: bool = True,
+    ) -> Answer:
+        """The batch's own rows of one layer's forward into an output of NaN.
+
+        With `writes=False` the layer is given no key and value: the pages already contain them.
+        """
+        into, tokens = blank_answer(batch), batch.common.num_actual_tokens
+        given, driven = _arguments(batch, metadata, into.output, writes), self.layers[layer]
+        driven.impl.forward(driven, *given, output_lse=into.lse, use_sinks=use_sinks)
+        return Answer(into.output[:tokens], None if into.lse is None else into.lse[:tokens])
+
+    def build(self, batch: Batch) -> AttentionMetadata:
+        """The metadata of the batch's step."""
+        with error_context("build"):
+            metadata: AttentionMetadata = self.builder.build(0, batch.common)
+        return metadata
+
+    def write(self, batch: Batch) -> None:
+        """Write the batch's new keys and values with the first layer's `update_kv_cache`."""
+        assert batch.kv_cache is not None  # noqa: S101 - called only for batches over pages
+        slots = self.build(batch).slot_mapping
+        with error_context("update_kv_cache"):
+            self.impl.update_kv_cache(self.layers[0], batch.key, batch.value, batch.kv_cache, slots)
+
+    def forward(self, batch: Batch, into: Answer | None = None, what: str = "forward") -> Answer:
+        """Call `build` and the first layer's `forward`; returns all rows of `into`, padding included.
+
+        Args:
+            batch: the step.
+            into: the output and LSE to write to; default all NaN.
+            what: begins the error if the backend raises.
+        """
+        into = into or blank_answer(batch)
+        with error_context(what):
+            given = _arguments(batch, self.builder.build(0, batch.common), into.output)
+            self.impl.forward(self.layers[0], *given, output_lse=into.lse)
+        return into
+
+    def attend(self, batch: Batch, *, with_keys: bool = True) -> Answer:
+        """Call `build` and the first layer's `attend` with rows of NaN; without keys, the pages contain all."""
+        into = blank_answer(batch)
+        with error_context("attend" if with_keys else "attend without key and value, which the pages hold"):
+            given = _arguments(batch, self.builder.build(0, batch.common), into.output, with_keys)
+            self.impl.attend(self.layers[0], *given, output_lse=into.lse)
+        return into
+
+
+def _arguments(
+    batch: Batch, metadata: AttentionMetadata, output: torch.Tensor, with_keys: bool = True
+) -> Any:
+    key, value = (batch.key, batch.value) if with_keys else (None, None)
+    return batch.query, key, value, batch.kv_cache, metadata, output
+
+
+def default_options(target: Target) -> Any:
+    """The backend's Options with their defaults; None for a backend without options."""
+    options = target.backend.Options
+    return None if options is None else options()
+
+
+def blank_answer(batch: Batch, fill: float = torch.nan) -> Answer:
+    """Output `[T + padding, H, Dv]` and, if the spec needs it, LSE `[T + padding, H]`, all `fill`."""
+    spec, query = batch.spec, batch.query
+    output = query.new_full((query.shape[0], spec.num_heads, spec.head_size_v), fill)
+    lse = torch.full(output.shape[:2], fill, device=query.device) if spec.needs_lse else None
+    return Answer(output, lse)
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements in logical order as bytes on the host, 1-D, so that NaN equals NaN."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
