@@ -1,4 +1,4 @@
-"""Which Device a caller means, and whether it is one of this machine."""
+"""The Device for an argument, and whether this machine has it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ DeviceLike: TypeAlias = "Device | str | torch.device | None"
 
 
 def resolve_device(device: DeviceLike) -> Device:
-    """The Device meant. "cuda:1" is that GPU of this machine; one without a number is the current one.
+    """The Device for an argument. "cuda:1" is that GPU of this machine; "cuda" is the current one.
 
     Raises:
-        SpecError: text that names no device, a GPU that is not here, or something that is none.
+        SpecError: text that is not a device, a GPU that this machine does not have, or another type.
     """
     if device is None:
         return Device.current()
     if not isinstance(device, Device):
-        # A torch.device is known by its attributes, without importing torch.
+        # The attributes tell a torch.device, so torch is not imported.
         text = device if isinstance(device, str) else getattr(device, "type", None)
         if not isinstance(text, str):
             raise SpecError("device", device, "must be a Device, text, a torch.device or None")
@@ -43,7 +43,7 @@ def resolve_device(device: DeviceLike) -> Device:
 
 
 def _parse(text: str) -> Device:
-    # "current" may change with the current GPU, so it is asked every time.
+    # The current GPU may change, so "current" is not cached.
     return Device.current() if text == "current" else _parse_once(text)
 
 
@@ -53,5 +53,5 @@ def _parse_once(text: str) -> Device:
 
 
 def is_here(device: Device) -> bool:
-    """Whether this machine has the device, so that a backend's parts can be tried on it."""
+    """Whether this machine has the device, so that a backend's parts can be imported for it."""
     return device.type == "cpu" or Device.current().matches(device)

@@ -1,7 +1,7 @@
-"""Finds plugins, loads each alone, and keeps a record of what became of it.
+"""Finds plugins, loads each one alone, and keeps a record of it.
 
-A loop of our own, not pluggy's `load_setuptools_entrypoints`, which stops at the first plugin that
-raises. Whatever a plugin does wrong is charged to it and the next one is loaded.
+pluggy's `load_setuptools_entrypoints` is not used, because it stops at the first plugin that raises.
+Here an error is recorded against its plugin, and the next one is loaded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HEAVY = ("torch", "triton", "flash_attn", "flashinfer", "jax", "transformers")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Installed:
-    """A plugin found among the installed distributions, not run yet."""
+    """A plugin of an installed distribution, not imported yet."""
 
     record: PluginRecord
     entry_point: importlib.metadata.EntryPoint | None
@@ -48,14 +48,14 @@ class Installed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loaded:
-    """A plugin that was run: its record, the object with the hooks, and what it offers."""
+    """A plugin that was imported: its record, the object with the hooks, and its offers."""
 
     record: PluginRecord
     plugin: object = None
     offers: tuple[Offer, ...] = ()
 
 
-class _Rejected(Exception):  # noqa: N818  (a verdict, not an error anybody sees)
+class _Rejected(Exception):  # noqa: N818  (caught here; it becomes a record)
     def __init__(self, status: PluginStatus, reason: str) -> None:
         self.status = status
         super().__init__(reason)
@@ -66,7 +66,7 @@ def installed_plugins() -> list[Installed]:
     found: dict[str, Installed] = {}
     for dist in importlib.metadata.distributions():
         text, _ = guarded_call(dist.read_text, "entry_points.txt")
-        # Most distributions are none of ours, and one whose file cannot be parsed is no reason to fail.
+        # Most distributions have no plugin, and an unreadable file of another one is not an error here.
         if not text or ENTRY_POINT_GROUP not in text:
             continue
         distribution, version = _identity(dist)
@@ -84,15 +84,15 @@ def installed_plugins() -> list[Installed]:
 
 
 def _identity(dist: importlib.metadata.Distribution) -> tuple[str, str | None]:
-    """Name and version, from the head of the metadata: parsing all of it takes longer than the rest."""
+    """Name and version, from the head of the metadata; parsing all of it is slower than all other steps."""
     text, _ = guarded_call(dist.read_text, "METADATA")
     head = (text or "").partition("\n\n")[0]
     name, version = (re.search(rf"^{field}: *(\S+)", head, re.MULTILINE) for field in ("Name", "Version"))
     return name[1] if name else "unknown", version[1] if version else None
 
 
-class Held(pluggy.PluginManager):
-    """A pluggy manager that holds one plugin, so that none is called, or blamed, for another."""
+class _OnePlugin(pluggy.PluginManager):
+    """A pluggy manager of one plugin, so that errors belong to that plugin alone."""
 
     def __init__(self, plugin: object, name: str) -> None:
         super().__init__(PROJECT)
@@ -101,8 +101,8 @@ class Held(pluggy.PluginManager):
         self.name = name
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
-        """What a hook's decorator says; None where `name` is no function of the plugin."""
-        # Older pluggy gets every attribute, which runs the lazy exports of a plugin's package.
+        """The options of a hook's decorator; None where `name` is not a function of the plugin."""
+        # Older pluggy reads every attribute, which runs the lazy exports of a plugin's package.
         if isinstance(plugin, types.ModuleType) and not inspect.isfunction(vars(plugin).get(name)):
             return None
         found = inspect.getattr_static(plugin, name, None)
@@ -110,13 +110,13 @@ class Held(pluggy.PluginManager):
 
 
 class Host:
-    """Holds the loaded plugins in pluggy and calls each of them alone."""
+    """Keeps the loaded plugins in pluggy and calls each of them alone."""
 
     def __init__(self) -> None:
-        self._held: list[Held] = []
+        self._managers: list[_OnePlugin] = []
 
     def load(self, found: Installed) -> Loaded:
-        """Import and admit an installed plugin; whatever it raises becomes its record."""
+        """Import and admit an installed plugin; an exception goes into its record."""
         if found.entry_point is None:
             return Loaded(found.record)
         if ":" in found.entry_point.value:
@@ -136,7 +136,7 @@ class Host:
         return loaded
 
     def admit(self, record: PluginRecord, plugin: object) -> Loaded:
-        """Check a plugin object against the interface and ask it for its backends."""
+        """Check a plugin object against the interface and get its backends."""
         offers, error = guarded_call(self._offers, record, plugin)
         if error is not None:
             status = error.status if isinstance(error, _Rejected) else PluginStatus.BROKEN
@@ -148,29 +148,29 @@ class Host:
         return Loaded(admitted, plugin, offers)
 
     def call(self, hook: str, plugin: object, **arguments: Any) -> Any:
-        """What one plugin's hook returns, the others left alone; None where it has no such hook."""
-        held = self._find(plugin)
-        results = None if held is None else getattr(held.hook, hook)(**arguments)
+        """The result of one plugin's hook; None where it does not have the hook."""
+        manager = self._find(plugin)
+        results = None if manager is None else getattr(manager.hook, hook)(**arguments)
         return results[0] if results else None
 
     def has_hook(self, hook: str, plugin: object) -> bool:
         """Whether a loaded plugin implements `hook`."""
-        held = self._find(plugin)
-        return held is not None and bool(getattr(held.hook, hook).get_hookimpls())
+        manager = self._find(plugin)
+        return manager is not None and bool(getattr(manager.hook, hook).get_hookimpls())
 
-    def forget(self, plugin: object) -> Held | None:
-        """Take a plugin out; what `restore` takes to put it back, None where it was not held."""
-        held = self._find(plugin)
-        if held is not None:
-            self._held.remove(held)
-        return held
+    def forget(self, plugin: object) -> _OnePlugin | None:
+        """Remove a plugin; returns its manager for `restore`, or None where it was not loaded."""
+        manager = self._find(plugin)
+        if manager is not None:
+            self._managers.remove(manager)
+        return manager
 
-    def restore(self, held: Held) -> None:
-        """Put back a plugin that was forgotten."""
-        self._held.append(held)
+    def restore(self, manager: _OnePlugin) -> None:
+        """Add a plugin that was removed."""
+        self._managers.append(manager)
 
-    def _find(self, plugin: object) -> Held | None:
-        return next((held for held in self._held if held.plugin is plugin), None)
+    def _find(self, plugin: object) -> _OnePlugin | None:
+        return next((manager for manager in self._managers if manager.plugin is plugin), None)
 
     def _offers(self, record: PluginRecord, plugin: object) -> tuple[Offer, ...]:
         _check_api(plugin)
@@ -178,17 +178,17 @@ class Host:
         if twin is not None:
             raise _Rejected(PluginStatus.BROKEN, f"is the same module as {twin.name}, which is loaded")
         try:
-            return self._ask(record, plugin)
+            return self._get_offers(record, plugin)
         except BaseException:
             self.forget(plugin)
             raise
 
-    def _ask(self, record: PluginRecord, plugin: object) -> tuple[Offer, ...]:
-        held = Held(plugin, record.name)
-        self.restore(held)
+    def _get_offers(self, record: PluginRecord, plugin: object) -> tuple[Offer, ...]:
+        manager = _OnePlugin(plugin, record.name)
+        self.restore(manager)
         try:
-            held.register(plugin, record.name)
-            held.check_pending()
+            manager.register(plugin, record.name)
+            manager.check_pending()
         except pluggy.PluginValidationError as invalid:
             text = re.sub(r" in plugin <.*>| for hook", "", " ".join(str(invalid).split()))
             raise _Rejected(PluginStatus.BROKEN, f"does not follow the hooks: {text}") from invalid
@@ -247,7 +247,7 @@ def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
 
 
 def _is_ours(record: PluginRecord, backend: type[AttentionBackend]) -> bool:
-    # A registry made in code may hold attnplug's own modules: Registry(plugins=[torch_native]).
+    # A registry made in code may have attnplug's own modules: Registry(plugins=[torch_native]).
     registered = record.distribution is None and backend.__module__.startswith(f"{ENTRY_POINT_GROUP}.")
     return record.distribution == PROJECT or registered
 

@@ -1,4 +1,4 @@
-"""The plugins of one registry, and what the names of backends stand for."""
+"""The plugins of one registry, and the backends that a name refers to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnplug.core.composite import CompositeBackend, composite_backend
 from attnplug.core.errors import PluginError, PolicyError, UnknownBackendError
 from attnplug.registry.discovery import Host, Loaded, installed_plugins, raise_strict
 from attnplug.registry.gates import conflicting, import_parts, not_loaded
-from attnplug.registry.records import JOIN, Offer, PluginRecord, PluginStatus, joined
+from attnplug.registry.records import COMPOSITE_SEPARATOR, Offer, PluginRecord, PluginStatus, joined
 from attnplug.registry.switches import Switches
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ __all__ = ["PluginSet"]
 
 
 class PluginSet:
-    """Holds plugins: which of them loaded, what each offers, and what a name stands for.
+    """The plugins of a registry: their records, their offers, and the names of backends.
 
     Args:
         plugins: as `Registry` takes them.
@@ -50,7 +50,7 @@ class PluginSet:
         else:
             for plugin in plugins:
                 self.register(plugin)
-        self._settle()
+        self._index()
         if self._switches.strict:
             raise_strict(self.records)
 
@@ -67,23 +67,23 @@ class PluginSet:
             self._loaded[plugin.record.name] = loaded
 
     def register(self, plugin: object, name: str | None = None) -> PluginRecord:
-        """Take in a plugin object through the same checks; see `Registry.register`."""
+        """Add a plugin object through the same checks; see `Registry.register`."""
         title = name or getattr(plugin, "__name__", None) or type(plugin).__name__
         if title in self._loaded and title not in self._in_code:
             raise PluginError(f"{title} is the name of an installed plugin; give another name")
         others = {name: loaded for name, loaded in self._loaded.items() if name != title}
-        before = self._host.forget(self._loaded[title].plugin) if title in self._loaded else None
+        replaced = self._host.forget(self._loaded[title].plugin) if title in self._loaded else None
         try:
             loaded = self._admit(title, plugin, others)
         except PluginError:
-            # The one before stays as it was.
-            if before is not None:
-                self._host.restore(before)
+            # A refused replacement leaves the earlier plugin in place.
+            if replaced is not None:
+                self._host.restore(replaced)
             raise
         self._loaded = {**others, title: loaded}
         if title not in self._in_code:
             self._in_code.append(title)
-        self._settle()
+        self._index()
         return loaded.record
 
     def _admit(self, title: str, plugin: object, others: Mapping[str, Loaded]) -> Loaded:
@@ -98,8 +98,8 @@ class PluginSet:
                 raise PluginError(f"{title} offers {offer.name}, which {rival} offers already")
         return loaded
 
-    def _settle(self) -> None:
-        """Work out what follows from the loaded plugins: names, conflicts, candidates out of the race."""
+    def _index(self) -> None:
+        """Derive names, conflicts and unavailable candidates from the loaded plugins."""
         by_name: dict[str, list[Offer]] = {}
         for loaded in self._loaded.values():
             for offer in loaded.offers:
@@ -116,7 +116,7 @@ class PluginSet:
         self._backends = MappingProxyType({o.name: o.backend for o in self._offers})
 
     def _not_loaded(self) -> list[PluginRecord]:
-        # A loaded plugin may offer nothing here, and one in conflict is there to be asked for by name.
+        # A loaded plugin may have no offers, and one in conflict can still be chosen by its full name.
         entries = (entry for entry in self._loaded.values() if not entry.offers)
         return [entry.record for entry in entries if entry.record.status is not PluginStatus.LOADED]
 
@@ -132,10 +132,10 @@ class PluginSet:
 
     @property
     def records(self) -> tuple[PluginRecord, ...]:
-        """What became of each plugin."""
-        return tuple(self._noted(loaded.record) for loaded in self._loaded.values())
+        """One record for each plugin, loaded or not."""
+        return tuple(self._with_rank_note(loaded.record) for loaded in self._loaded.values())
 
-    def _noted(self, record: PluginRecord) -> PluginRecord:
+    def _with_rank_note(self, record: PluginRecord) -> PluginRecord:
         uninvited = (
             record.status is PluginStatus.LOADED
             and not self._may_rank(record)
@@ -169,7 +169,7 @@ class PluginSet:
 
     @property
     def unavailable(self) -> tuple[Candidate, ...]:
-        """Candidates that stand for plugins out of the race: not loaded, or in conflict."""
+        """A candidate for each plugin that did not load, and for each offer in conflict."""
         return self._unavailable
 
     @property
@@ -199,16 +199,16 @@ class PluginSet:
         return self._import_failures[backend]
 
     def resolve(self, rule: Rule) -> tuple[Offer, ...]:
-        """The offers that a rule's name stands for: a backend, a family's members, or "PREFILL+DECODE".
+        """The offers that a rule names: a backend, a family's members, or "PREFILL+DECODE".
 
         Raises:
             PolicyError: three names joined, or more.
-            PluginError: the plugin meant did not load, or the name is in conflict.
+            PluginError: the plugin named did not load, or the name is in conflict.
             UnknownBackendError: no plugin offers the name; it suggests near ones.
         """
         name = rule.backend
-        if JOIN in name:
-            halves = name.split(JOIN)
+        if COMPOSITE_SEPARATOR in name:
+            halves = name.split(COMPOSITE_SEPARATOR)
             if len(halves) != 2:
                 limit = f"names {len(halves)} backends; a composite has two"
                 raise PolicyError(rule.source, name, limit, "write PREFILL+DECODE")
@@ -228,10 +228,10 @@ class PluginSet:
     def find(self, name: str) -> tuple[Offer, ...]:
         """The offers called `name`: a backend, a family's members, or `name@distribution`; () for none.
 
-        Of "PREFILL+DECODE" the composites of what each half stands for, as `composite_backend` makes them.
+        "PREFILL+DECODE" gives a composite for each pair of the halves' offers; see `composite_backend`.
         """
-        if JOIN in name:
-            halves = [self.find(half.strip()) for half in name.split(JOIN)]
+        if COMPOSITE_SEPARATOR in name:
+            halves = [self.find(half.strip()) for half in name.split(COMPOSITE_SEPARATOR)]
             pairs = itertools.product(*halves) if len(halves) == 2 else ()
             return tuple(dict.fromkeys(self._pair(prefill, decode) for prefill, decode in pairs))
         if "@" in name:
