@@ -1,4 +1,4 @@
-"""One backend for all layers of a plan, and what is said of layers that nobody serves."""
+"""One backend for all layers of a plan, and the error for layers that no backend serves."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def uniform_choice(
     device: Device,
     phases: Sequence[Phase | None],
     decisions: Decisions,
-    asked: SelectKwargs,
+    kwargs: SelectKwargs,
 ) -> dict[str, Decision]:
-    """One backend for every layer: the first layer's highest-ranked that serves all, as all rules allow.
+    """One backend for every layer: the first in the first layer's ranking that serves all and that rules allow.
 
     Raises:
-        NoBackendError: there is none; it says of each candidate which layer or rule stands against it.
+        NoBackendError: there is none; it names the layer or rule against each candidate.
     """
     if not specs:
         return {}
     first = next(iter(decisions.values()))
-    rules = _rules_in_force(specs, phases, rule_sets(asked.get("backend")))
+    rules = _rules_in_force(specs, phases, rule_sets(kwargs.get("backend")))
     culprits = []
     for candidate in first.candidates:
         barred = _barred(registry, candidate, rules)
@@ -43,7 +43,7 @@ def uniform_choice(
             barred = f"does not serve layer {first.layer_name}: {'; '.join(candidate.reasons)}"
         if barred is None:
             name = unambiguous(registry, candidate)
-            by_name: SelectKwargs = {**asked, "backend": name}
+            by_name: SelectKwargs = {**kwargs, "backend": name}
             trial = registry.decide_layers(specs, device, phases, negotiate=False, **by_name)[None]
             refusal = _first_refusal(trial, candidate)
             if refusal is None:
@@ -57,7 +57,7 @@ def uniform_choice(
 def _rules_in_force(
     specs: Mapping[str, LayerSpec], phases: Sequence[Phase | None], sets: tuple[tuple[Rule, ...], ...]
 ) -> dict[Rule, str]:
-    """Each rule that decides somewhere, and the first layer for which it does."""
+    """Each rule that decides a layer, and the first such layer."""
     rules: dict[Rule, str] = {}
     for name, spec in specs.items():
         for phase in phases:
@@ -76,7 +76,7 @@ def _barred(registry: Registry, candidate: Candidate, rules: Mapping[Rule, str])
 
 
 def unambiguous(registry: Registry, candidate: Candidate) -> str:
-    """The name by which this candidate and no other can be asked for."""
+    """The name that selects this candidate and no other."""
     found = registry.plugins.find(candidate.name)
     return candidate.name if found else f"{candidate.name}@{candidate.distribution}"
 
@@ -100,11 +100,11 @@ def _asked_for(decision: Decision, before: Decision) -> Decision:
 
 
 def check_served(registry: Registry, decisions: Decisions) -> None:
-    """Refuse a plan with layers that nobody serves, each kind of them with its reasons.
+    """Refuse a plan with layers that no backend serves, and list each kind with its reasons.
 
     Raises:
-        BackendUnavailableError: all of them were asked of a backend that does not serve them.
-        NoBackendError: some, or all, are served by no backend.
+        BackendUnavailableError: rules ask for the backend of every such layer.
+        NoBackendError: at least one such layer has no rule.
     """
     lacking: dict[tuple[LayerSpec, str | None], list[str]] = {}
     for name, decision in decisions.items():
@@ -134,7 +134,7 @@ _NOBODY = "\n    no backend is installed"
 
 
 def _against(registry: Registry, decision: Decision) -> Iterator[Candidate]:
-    """The candidates that count: all, or those that the rule asked for."""
+    """The refused candidates: all, or those that the rule asked for."""
     asked = None
     if decision.rule is not None:
         offers = registry.plugins.find(decision.rule.rpartition("=")[2])
