@@ -52,6 +52,8 @@ def plan(
 ) -> ModelPlan:
     """Decide for all layers at once, so that backends, block sizes and layouts fit each other.
 
+    A layer that a phase rule in `backend` matches is decided phase by phase.
+
     Args:
         specs: layers by name in order, or a ModelSpec as `read_config` gives it.
         device: as in `attnplug.select`.
@@ -64,10 +66,7 @@ def plan(
         num_blocks: blocks of the KV pool, the null block included; at least 2.
         memory: bytes for the KV caches instead ("80GiB"): as many blocks as fit.
         registry: chooses the backends; by default the registry of the process.
-        backend: as in `attnplug.select`. A layer that a phase rule matches is decided phase by phase.
-        options: as in `attnplug.select`; the halves of a composite each under their own names.
-        assume_installed: as in `attnplug.select`.
-        allow_refuted: as in `attnplug.select`.
+        **kwargs: as in `attnplug.select`.
 
     Raises:
         NoBackendError: no backend serves a layer, or with `uniform` no one backend serves all; it lists

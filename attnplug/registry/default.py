@@ -60,14 +60,7 @@ def select(
         device: a Device, text such as "sm90" or "cpu", a torch.device, or None for the current one.
         phase: "decode" or "prefill"; None asks for a backend that serves both.
         layer_name: the layer's name, for rules by name and for messages.
-        backend: a backend or family name, `name@distribution`, or rules such as
-            "FLASH_ATTN,sliding=TRITON,decode=FLASHINFER", or a mapping of rules. Comes before
-            `attnplug.use(...)`, which comes before ATTNPLUG_BACKEND.
-        options: options by backend name, or of the one backend asked for.
-        assume_installed: "all", or a mapping of distribution to version, to ask for the choice if those,
-            and only those, were installed; the answer is "declared", not "usable".
-        allow_refuted: backends that may serve although they gave wrong results on this device with these
-            versions: names, or "all". Comes before ATTNPLUG_ALLOW_REFUTED.
+        **kwargs: backend, options, assume_installed and allow_refuted, as in `SelectKwargs`.
 
     Raises:
         NoBackendError: none serves it; the message lists every candidate with its reasons.

@@ -40,16 +40,20 @@ _MOST_DECISIONS = 16_384
 
 
 class SelectKwargs(TypedDict, total=False):
-    """The settings of a selection; `attnplug.select` describes them in full."""
+    """The settings of a selection, each of which may be None."""
 
     backend: Rules
-    """A name or rules; comes before `attnplug.use(...)` and ATTNPLUG_BACKEND."""
+    """A backend or family name, `name@distribution`, rules such as
+    "FLASH_ATTN,sliding=TRITON,decode=FLASHINFER", or a mapping of rules. Comes before `attnplug.use(...)`,
+    which comes before ATTNPLUG_BACKEND."""
     options: Any
-    """Options by backend name, or of the one backend asked for."""
+    """Options by backend name, or of the one backend asked for; of a composite's halves by their names."""
     assume_installed: AssumeInstalled
-    """Versions to assume: "all", or a mapping of distribution to version."""
+    """"all", or a mapping of distribution to version, to ask for the choice if those, and only those, were
+    installed. The answer is "declared", not "usable"."""
     allow_refuted: AllowRefuted
-    """Backends that may serve although runs here refuted them: names, or "all"."""
+    """Backends that may serve although they gave wrong results on this device with these versions: names, or
+    "all". Comes before ATTNPLUG_ALLOW_REFUTED."""
 
 
 class Registry:
