@@ -56,7 +56,7 @@ class Loaded:
 
 
 class _Rejected(Exception):  # noqa: N818  (caught here; it becomes a record)
-    def __init__(self, status: PluginStatus, reason: str) -> None:
+    def __init__(self, reason: str, status: PluginStatus = PluginStatus.BROKEN) -> None:
         self.status = status
         super().__init__(reason)
 
@@ -113,7 +113,8 @@ class Host:
     """Keeps the loaded plugins in pluggy and calls each of them alone."""
 
     def __init__(self) -> None:
-        self._managers: list[_OnePlugin] = []
+        # By id: two equal plugin objects are two plugins, and some plugin objects are not hashable.
+        self._managers: dict[int, _OnePlugin] = {}
 
     def load(self, found: Installed) -> Loaded:
         """Import and admit an installed plugin; an exception goes into its record."""
@@ -138,110 +139,96 @@ class Host:
     def admit(self, record: PluginRecord, plugin: object) -> Loaded:
         """Check a plugin object against the interface and get its backends."""
         offers, error = guarded_call(self._offers, record, plugin)
+        if isinstance(error, _Rejected):
+            return _broken(record, str(error), plugin, error.status)
         if error is not None:
-            status = error.status if isinstance(error, _Rejected) else PluginStatus.BROKEN
-            what = str(error) if isinstance(error, _Rejected) else f"raised {describe(error)} when examined"
-            rejected = dataclasses.replace(record, status=status, reason=f"{record.name} {what}")
-            return Loaded(rejected, plugin)
+            return _broken(record, f"raised {describe(error)} when examined", plugin)
         names = tuple(offer.name for offer in offers)
         admitted = dataclasses.replace(record, status=PluginStatus.LOADED, reason=None, backends=names)
         return Loaded(admitted, plugin, offers)
 
     def call(self, hook: str, plugin: object, **arguments: Any) -> Any:
         """The result of one plugin's hook; None where it does not have the hook."""
-        manager = self._find(plugin)
+        manager = self._managers.get(id(plugin))
         results = None if manager is None else getattr(manager.hook, hook)(**arguments)
         return results[0] if results else None
 
     def has_hook(self, hook: str, plugin: object) -> bool:
         """Whether a loaded plugin implements `hook`."""
-        manager = self._find(plugin)
+        manager = self._managers.get(id(plugin))
         return manager is not None and bool(getattr(manager.hook, hook).get_hookimpls())
 
     def forget(self, plugin: object) -> _OnePlugin | None:
         """Remove a plugin; returns its manager for `restore`, or None where it was not loaded."""
-        manager = self._find(plugin)
-        if manager is not None:
-            self._managers.remove(manager)
-        return manager
+        return self._managers.pop(id(plugin), None)
 
     def restore(self, manager: _OnePlugin) -> None:
         """Add a plugin that was removed."""
-        self._managers.append(manager)
-
-    def _find(self, plugin: object) -> _OnePlugin | None:
-        return next((manager for manager in self._managers if manager.plugin is plugin), None)
+        self._managers[id(manager.plugin)] = manager
 
     def _offers(self, record: PluginRecord, plugin: object) -> tuple[Offer, ...]:
         _check_api(plugin)
-        twin = self._find(plugin)
+        twin = self._managers.get(id(plugin))
         if twin is not None:
-            raise _Rejected(PluginStatus.BROKEN, f"is the same module as {twin.name}, which is loaded")
-        try:
-            return self._get_offers(record, plugin)
-        except BaseException:
-            self.forget(plugin)
-            raise
-
-    def _get_offers(self, record: PluginRecord, plugin: object) -> tuple[Offer, ...]:
+            raise _Rejected(f"is the same module as {twin.name}, which is loaded")
         manager = _OnePlugin(plugin, record.name)
         self.restore(manager)
         try:
             manager.register(plugin, record.name)
             manager.check_pending()
+            if not self.has_hook("attnplug_backends", plugin):
+                if self.has_hook("attnplug_rank", plugin):
+                    return ()
+                raise _Rejected("has no hook attnplug_backends")
+            offered, error = guarded_call(self.call, "attnplug_backends", plugin)
+            if error is not None:
+                raise _Rejected(f"raised {describe(error)} in attnplug_backends") from error
+            return tuple(_checked(record, offered))
         except pluggy.PluginValidationError as invalid:
+            self.forget(plugin)
             text = re.sub(r" in plugin <.*>| for hook", "", " ".join(str(invalid).split()))
-            raise _Rejected(PluginStatus.BROKEN, f"does not follow the hooks: {text}") from invalid
-        if not self.has_hook("attnplug_backends", plugin):
-            if self.has_hook("attnplug_rank", plugin):
-                return ()
-            raise _Rejected(PluginStatus.BROKEN, "has no hook attnplug_backends")
-        offered, error = guarded_call(self.call, "attnplug_backends", plugin)
-        if error is not None:
-            what = f"raised {describe(error)} in attnplug_backends"
-            raise _Rejected(PluginStatus.BROKEN, what) from error
-        return tuple(_checked(record, offered))
+            raise _Rejected(f"does not follow the hooks: {text}") from invalid
+        except BaseException:
+            self.forget(plugin)
+            raise
 
 
-def _broken(record: PluginRecord, what: str) -> Loaded:
-    reason = f"{record.name} {what}"
-    return Loaded(dataclasses.replace(record, status=PluginStatus.BROKEN, reason=reason))
+def _broken(
+    record: PluginRecord, what: str, plugin: object = None, status: PluginStatus = PluginStatus.BROKEN
+) -> Loaded:
+    return Loaded(dataclasses.replace(record, status=status, reason=f"{record.name} {what}"), plugin)
 
 
 def _check_api(plugin: object) -> None:
     line = f"ATTNPLUG_API = ({API_VERSION}, {API_VERSION})"
     api = getattr(plugin, "ATTNPLUG_API", None)
     if api is None:
-        raise _Rejected(PluginStatus.BROKEN, f"does not say which interface it is for; add {line}")
+        raise _Rejected(f"does not say which interface it is for; add {line}")
     if not (isinstance(api, tuple) and len(api) == 2 and all(type(part) is int for part in api)):
-        raise _Rejected(PluginStatus.BROKEN, f"has ATTNPLUG_API = {api!r}; it must read {line}")
+        raise _Rejected(f"has ATTNPLUG_API = {api!r}; it must read {line}")
     low, high = api
     if not low <= API_VERSION <= high:
-        raise _Rejected(
-            PluginStatus.INCOMPATIBLE,
-            f"is for plugin interface {low} to {high}; this attnplug offers {API_VERSION}",
-        )
+        what = f"is for plugin interface {low} to {high}; this attnplug offers {API_VERSION}"
+        raise _Rejected(what, PluginStatus.INCOMPATIBLE)
 
 
 def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
     if not isinstance(offered, Sequence) or isinstance(offered, (str, bytes)):
         raise _Rejected(
-            PluginStatus.BROKEN,
-            f"returned {offered!r} from attnplug_backends; it must be a sequence of backend classes",
+            f"returned {offered!r} from attnplug_backends; it must be a sequence of backend classes"
         )
     seen: set[str] = set()
     for backend in offered:
         name = _backend_name(backend)
         family = backend.family
         if not (family is None or (isinstance(family, str) and family)):
-            raise _Rejected(PluginStatus.BROKEN, f"offers {name} of family {family!r}, which is no name")
+            raise _Rejected(f"offers {name} of family {family!r}, which is no name")
         for each in (name, family or ""):
             if each.upper() in RESERVED_NAMES and not _is_ours(record, backend):
-                raise _Rejected(
-                    PluginStatus.CONFLICT, f"offers {each}, a name reserved for attnplug's own backend"
-                )
+                what = f"offers {each}, a name reserved for attnplug's own backend"
+                raise _Rejected(what, PluginStatus.CONFLICT)
         if name in seen:
-            raise _Rejected(PluginStatus.BROKEN, f"offers {name} twice")
+            raise _Rejected(f"offers {name} twice")
         seen.add(name)
         yield Offer(name, backend, record.name, record.distribution, record.version)
 
@@ -254,24 +241,21 @@ def _is_ours(record: PluginRecord, backend: type[AttentionBackend]) -> bool:
 
 def _backend_name(backend: object) -> str:
     if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
-        raise _Rejected(PluginStatus.BROKEN, f"offers {backend!r}, which is no subclass of AttentionBackend")
+        raise _Rejected(f"offers {backend!r}, which is no subclass of AttentionBackend")
     if inspect.isabstract(backend):
         missing = ", ".join(sorted(backend.__abstractmethods__))
-        raise _Rejected(PluginStatus.BROKEN, f"offers {backend.__name__}, which lacks {missing}")
+        raise _Rejected(f"offers {backend.__name__}, which lacks {missing}")
     for field in ("device_types", "supported_dtypes", "supported_kv_cache_dtypes", "supported_phases"):
         if isinstance(getattr(backend, field), str):
-            what = (
+            raise _Rejected(
                 f"offers {backend.__name__}, whose {field} is text; it must be a sequence: a comma is missing"
             )
-            raise _Rejected(PluginStatus.BROKEN, what)
     name, error = guarded_call(backend.get_name)
     if error is not None:
-        what = f"raised {describe(error)} in {backend.__name__}.get_name"
-        raise _Rejected(PluginStatus.BROKEN, what)
+        raise _Rejected(f"raised {describe(error)} in {backend.__name__}.get_name")
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", name):
         raise _Rejected(
-            PluginStatus.BROKEN,
-            f"names a backend {name!r}; a name has letters, digits and _ . - and begins with a letter",
+            f"names a backend {name!r}; a name has letters, digits and _ . - and begins with a letter"
         )
     return name
 

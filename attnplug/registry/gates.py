@@ -49,9 +49,7 @@ def conflicting(offer: Offer, rivals: Sequence[Offer]) -> Candidate:
     """Gate 1: an offer whose name another distribution offers too."""
     names = " or ".join(rival.full_name for rival in rivals)
     reason = Reason(
-        f"{offer.name} is offered by more than one distribution",
-        code="conflict",
-        remedy=f"ask for {names}",
+        f"{offer.name} is offered by more than one distribution", code="conflict", remedy=f"ask for {names}"
     )
     return Candidate(offer.full_name, offer.distribution, offer.version, None, Gate.PLUGIN, (reason,))
 

@@ -35,11 +35,7 @@ class BackendHooks:
 
     @hookspec
     def attnplug_rank(
-        self,
-        spec: LayerSpec,
-        device: Device,
-        phase: Phase | None,
-        candidates: Sequence[str],
+        self, spec: LayerSpec, device: Device, phase: Phase | None, candidates: Sequence[str]
     ) -> Sequence[str] | None:
         """The candidates' names in the order preferred, or None for no opinion.
 

@@ -76,10 +76,7 @@ def _unmet_one(text: str, assumed: Assumed) -> Reason | None:
     version = _version(requirement.name, assumed)
     if version is None:
         return Reason(
-            f"{requirement.name} not installed",
-            code="not_installed",
-            field="requires",
-            remedy=remedy,
+            f"{requirement.name} not installed", code="not_installed", field="requires", remedy=remedy
         )
     # Unlike pip, a prerelease counts only if the requirement names one.
     prereleases = bool(requirement.specifier.prereleases)

@@ -121,10 +121,7 @@ def _scope(pattern: str) -> str:
 
 
 def rule_for(
-    rule_sets: Sequence[tuple[Rule, ...]],
-    spec: LayerSpec,
-    phase: Phase | None,
-    layer_name: str | None,
+    rule_sets: Sequence[tuple[Rule, ...]], spec: LayerSpec, phase: Phase | None, layer_name: str | None
 ) -> Rule | None:
     """The first rule that matches, looking through the sets in order: argument, `use`, environment."""
     for rules in rule_sets:

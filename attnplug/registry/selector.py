@@ -138,10 +138,7 @@ def _ranked(
 
 
 def _listed(
-    plugins: PluginSet,
-    candidates: Mapping[Offer, Candidate],
-    order: Sequence[Offer],
-    winner: Offer | None,
+    plugins: PluginSet, candidates: Mapping[Offer, Candidate], order: Sequence[Offer], winner: Offer | None
 ) -> tuple[Candidate, ...]:
     """The winner, the other accepted candidates in order, the refused ones, and the unavailable ones."""
     first = [candidates[winner]] if winner is not None else []

@@ -43,12 +43,7 @@ def has_phase_rules(backend: Rules) -> bool:
 
 
 def phase_choices(
-    registry: Registry,
-    both_phases: Decisions,
-    by_phase: ByPhase,
-    kwargs: SelectKwargs,
-    *,
-    per_phase: bool,
+    registry: Registry, both_phases: Decisions, by_phase: ByPhase, kwargs: SelectKwargs, *, per_phase: bool
 ) -> LayerChoices:
     """One backend for each layer whose phases choose the same, else the composite of both.
 
