@@ -121,8 +121,8 @@ def per_call(call: Callable[[], object], count: int = 20_000, rounds: int = 7) -
 def selections() -> dict[str, float]:
     import attnplug
     from attnplug.core.spec import Phase
+    from attnplug.registry.decision import Placement
     from attnplug.registry.gates import examine
-    from attnplug.registry.placement import Placement
 
     spec = attnplug.LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, sliding_window=4096)
     equal = attnplug.LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, sliding_window=4096)

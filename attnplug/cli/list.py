@@ -61,9 +61,9 @@ def _needs(row: dict[str, Any]) -> str:
 def _backend_rows() -> list[dict[str, Any]]:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec
+    from attnplug.registry.decision import Placement
     from attnplug.registry.default import get_registry
     from attnplug.registry.gates import examine
-    from attnplug.registry.placement import Placement
 
     layer = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
     rows = []

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from attnplug.core.reasons import Reason
 from attnplug.matrix.layers import phase_of, spec_of
+from attnplug.registry.decision import Placement
 from attnplug.registry.gates import configuration_reasons, fault
-from attnplug.registry.placement import Placement
 from attnplug.registry.plugin_calls import describe, guarded_call
 
 if TYPE_CHECKING:

@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
     from attnplug.core.backend import AttentionBackend
 
-__all__ = ["Candidate", "Decision", "Gate"]
+__all__ = ["Candidate", "Decision", "Gate", "Placement"]
 
 _SCHEMA = 1
+_AS_IS = ("layer_name", "backend", "level", "chosen_by", "rule", "block_size", "kv_cache_layout", "assumed")
+"""Fields of a Decision that JSON can have as they are."""
+_TUPLES = ("ranked_by", "allow_refuted", "notes")
 
 
 class Gate(enum.StrEnum):
@@ -38,6 +41,15 @@ class Gate(enum.StrEnum):
     """No run on this machine refuted it."""
     IMPORT = "import"
     """Its parts import on this machine."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placement:
+    """One layer on one device in one phase, for which a backend is chosen; a phase of None means both."""
+
+    spec: LayerSpec
+    device: Device
+    phase: Phase | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,10 +85,7 @@ class Candidate:
     def to_dict(self) -> dict[str, Any]:
         """A JSON object with every field."""
         return {
-            "name": self.name,
-            "distribution": self.distribution,
-            "version": self.version,
-            "priority": self.priority,
+            **{name: getattr(self, name) for name in ("name", "distribution", "version", "priority")},
             "accepted": self.accepted,
             "refused_at": self.refused_at and str(self.refused_at),
             "reasons": [reason.to_dict() for reason in self.reasons],
@@ -86,12 +95,9 @@ class Candidate:
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The candidate that `to_dict` wrote."""
         return cls(
-            data["name"],
-            data["distribution"],
-            data["version"],
-            data["priority"],
-            data["refused_at"] and Gate(data["refused_at"]),
-            tuple(Reason.from_dict(reason) for reason in data["reasons"]),
+            *(data[name] for name in ("name", "distribution", "version", "priority")),
+            refused_at=data["refused_at"] and Gate(data["refused_at"]),
+            reasons=tuple(Reason.from_dict(reason) for reason in data["reasons"]),
         )
 
 
@@ -224,18 +230,9 @@ class Decision:
         """A JSON object with every field but the class, and the number of its schema."""
         return {
             "schema": _SCHEMA,
-            "layer_name": self.layer_name,
-            "backend": self.backend,
-            "level": self.level,
-            "chosen_by": self.chosen_by,
-            "rule": self.rule,
-            "ranked_by": list(self.ranked_by),
-            "block_size": self.block_size,
-            "kv_cache_layout": self.kv_cache_layout,
+            **{name: getattr(self, name) for name in _AS_IS},
+            **{name: list(getattr(self, name)) for name in _TUPLES},
             "options": None if self.options is None else dict(self.options),
-            "assumed": self.assumed,
-            "allow_refuted": list(self.allow_refuted),
-            "notes": list(self.notes),
             "spec": self.spec.to_dict(),
             "device": self.device.to_dict(),
             "phase": self.phase and str(self.phase),
@@ -255,28 +252,18 @@ class Decision:
         """
         if data.get("schema") != _SCHEMA:
             raise ValueError(f"schema={data.get('schema')!r}: this attnplug reads schema {_SCHEMA}")
-        assumed, options = data["assumed"], data["options"]
-        if isinstance(assumed, list):
-            assumed = tuple((name, version) for name, version in assumed)
+        data = {"allow_refuted": (), **data}  # older files do not have it
+        fields = {name: data[name] for name in _AS_IS} | {name: tuple(data[name]) for name in _TUPLES}
+        if isinstance(fields["assumed"], list):
+            fields["assumed"] = tuple(map(tuple, fields["assumed"]))
+        if data["options"] is not None:
+            fields["options"] = tuple(sorted((k, _tuples(v)) for k, v in data["options"].items()))
         return cls(
             spec=LayerSpec.from_dict(data["spec"]),
             device=Device.from_dict(data["device"]),
             phase=data["phase"] and Phase(data["phase"]),
-            backend=data["backend"],
             candidates=tuple(Candidate.from_dict(item) for item in data["candidates"]),
-            layer_name=data["layer_name"],
-            level=data["level"],
-            chosen_by=data["chosen_by"],
-            rule=data["rule"],
-            ranked_by=tuple(data["ranked_by"]),
-            block_size=data["block_size"],
-            kv_cache_layout=data["kv_cache_layout"],
-            options=options
-            if options is None
-            else tuple(sorted((k, _tuples(v)) for k, v in options.items())),
-            assumed=assumed,
-            allow_refuted=tuple(data.get("allow_refuted", ())),
-            notes=tuple(data["notes"]),
+            **fields,
         )
 
     @classmethod

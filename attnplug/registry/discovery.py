@@ -18,12 +18,11 @@ from typing import Any
 import pluggy
 
 from attnplug.core.backend import AttentionBackend
-from attnplug.core.errors import PluginError
 from attnplug.registry.hookspecs import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendHooks
 from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.registry.records import Offer, PluginRecord, PluginStatus
 
-__all__ = ["RESERVED_NAMES", "Host", "Installed", "Loaded", "installed_plugins", "raise_strict"]
+__all__ = ["RESERVED_NAMES", "Host", "Installed", "Loaded", "installed_plugins"]
 
 RESERVED_NAMES = frozenset(
     {"TORCH", "TRITON", "FLASH_ATTN", "FLASH_ATTN_2", "FLASH_ATTN_3", "FLASH_ATTN_4", "FLASHINFER"}
@@ -130,9 +129,7 @@ class Host:
         loaded = self.admit(found.record, plugin)
         heavy = [name for name in _HEAVY if name in sys.modules and name not in before]
         if heavy and loaded.record.status is PluginStatus.LOADED:
-            warning = (
-                f"{found.record.name} imports {', '.join(heavy)} when listed; move that behind its doors"
-            )
+            warning = f"{found.record.name} imports {', '.join(heavy)} when listed; import that in get_impl_cls or get_builder_cls"
             return dataclasses.replace(loaded, record=dataclasses.replace(loaded.record, reason=warning))
         return loaded
 
@@ -258,11 +255,3 @@ def _backend_name(backend: object) -> str:
             f"names a backend {name!r}; a name has letters, digits and _ . - and begins with a letter"
         )
     return name
-
-
-def raise_strict(records: Sequence[PluginRecord]) -> None:
-    """PluginError naming every plugin that should have loaded and did not."""
-    kept = (PluginStatus.LOADED, PluginStatus.BLOCKED)
-    bad = [record.reason or record.name for record in records if record.status not in kept]
-    if bad:
-        raise PluginError("ATTNPLUG_STRICT is set and plugins did not load: " + "; ".join(bad))

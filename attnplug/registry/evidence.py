@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from attnplug.core.device import Device
+    from attnplug.registry.decision import Placement
     from attnplug.registry.installed import Assumed
-    from attnplug.registry.placement import Placement
     from attnplug.registry.records import Offer
 
 __all__ = ["Evidence", "RefutedCell", "Subject", "reason_of"]

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import LayoutError, PolicyError
-from attnplug.registry.decision import Candidate, Decision, Gate
+from attnplug.registry.decision import Candidate, Decision, Gate, Placement
 from attnplug.registry.evidence import Evidence, RefutedCell, reason_of
 from attnplug.registry.gates import preferred_pages
-from attnplug.registry.placement import Placement
 from attnplug.registry.policy import Rule
 from attnplug.registry.records import Offer
 from attnplug.registry.switches import ALLOW_REFUTED

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from attnplug.core.reasons import Reason
-from attnplug.registry.decision import Candidate, Gate
+from attnplug.registry.decision import Candidate, Gate, Placement
 from attnplug.registry.hookspecs import PROJECT
 from attnplug.registry.installed import Assumed, missing_requirements
 from attnplug.registry.options import build_options
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec
-    from attnplug.registry.placement import Placement
 
 __all__ = [
     "configuration_reasons",

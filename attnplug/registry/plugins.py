@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.core.composite import CompositeBackend, composite_backend
 from attnplug.core.errors import PluginError, PolicyError, UnknownBackendError
-from attnplug.registry.discovery import Host, Loaded, installed_plugins, raise_strict
+from attnplug.registry.discovery import Host, Loaded, installed_plugins
 from attnplug.registry.gates import conflicting, import_parts, not_loaded
 from attnplug.registry.records import COMPOSITE_SEPARATOR, Offer, PluginRecord, PluginStatus, joined
 from attnplug.registry.switches import Switches
@@ -20,7 +20,6 @@ from attnplug.registry.switches import Switches
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.reasons import Reason
-    from attnplug.registry.decision import Candidate
     from attnplug.registry.policy import Rule
 
 __all__ = ["PluginSet"]
@@ -42,6 +41,8 @@ class PluginSet:
         self._in_code: list[str] = []
         self._import_failures: dict[type[AttentionBackend], Reason | None] = {}
         self._switches = Switches.read()
+        self.allow_refuted = self._switches.allow_refuted
+        """The names in ATTNPLUG_ALLOW_REFUTED."""
         if plugins is None:
             self._discover()
         elif isinstance(plugins, Mapping):
@@ -51,8 +52,10 @@ class PluginSet:
             for plugin in plugins:
                 self.register(plugin)
         self._index()
-        if self._switches.strict:
-            raise_strict(self.records)
+        kept = (PluginStatus.LOADED, PluginStatus.BLOCKED)
+        bad = [record.reason or record.name for record in self.records if record.status not in kept]
+        if bad and self._switches.strict:
+            raise PluginError("ATTNPLUG_STRICT is set and plugins did not load: " + "; ".join(bad))
 
     def _discover(self) -> None:
         found = installed_plugins()
@@ -108,12 +111,16 @@ class PluginSet:
         for rivals in self._conflicts.values():
             for offer in rivals:
                 self._mark_conflict(offer, rivals)
-        self._offers = tuple(rivals[0] for rivals in by_name.values() if len(rivals) == 1)
-        self._unavailable = (
+        self.offers = tuple(rivals[0] for rivals in by_name.values() if len(rivals) == 1)
+        """The backends that can be chosen automatically."""
+        self.backends: Mapping[str, type[AttentionBackend]]
+        self.backends = MappingProxyType({offer.name: offer.backend for offer in self.offers})
+        """The same by name; a read-only view."""
+        self.unavailable = (
             *(conflicting(o, rivals) for rivals in self._conflicts.values() for o in rivals),
             *(not_loaded(record) for record in self._not_loaded()),
         )
-        self._backends = MappingProxyType({o.name: o.backend for o in self._offers})
+        """A candidate for each plugin that did not load, and for each offer in conflict."""
 
     def _not_loaded(self) -> list[PluginRecord]:
         # A loaded plugin may have no offers, and one in conflict can still be chosen by its full name.
@@ -147,16 +154,6 @@ class PluginSet:
         return dataclasses.replace(record, reason=f"{record.reason}; {note}" if record.reason else note)
 
     @property
-    def allow_refuted(self) -> tuple[str, ...]:
-        """The names in ATTNPLUG_ALLOW_REFUTED."""
-        return self._switches.allow_refuted
-
-    @property
-    def offers(self) -> tuple[Offer, ...]:
-        """The backends that can be chosen automatically."""
-        return self._offers
-
-    @property
     def every_offer(self) -> tuple[Offer, ...]:
         """All backends of loaded plugins, those in conflict included."""
         return tuple(offer for loaded in self._loaded.values() for offer in loaded.offers)
@@ -166,16 +163,6 @@ class PluginSet:
         """The names of all backends and families, sorted."""
         families = {o.backend.family for o in self.every_offer if o.backend.family}
         return sorted({offer.name for offer in self.every_offer} | families)
-
-    @property
-    def unavailable(self) -> tuple[Candidate, ...]:
-        """A candidate for each plugin that did not load, and for each offer in conflict."""
-        return self._unavailable
-
-    @property
-    def backends(self) -> Mapping[str, type[AttentionBackend]]:
-        """The backends that can be chosen automatically, by name; a read-only view."""
-        return self._backends
 
     def rankers(self) -> list[tuple[str, Callable[..., Any]]]:
         """The plugins that may reorder candidates: those named in ATTNPLUG_RANK, then registered ones."""
@@ -223,7 +210,14 @@ class PluginSet:
         for record in self._not_loaded():
             if record.answers_to(name):
                 raise PluginError(f"{name}, asked for by {rule.source}, did not load: {record.reason}")
-        raise self._unknown(rule)
+        names = self.names
+        near = difflib.get_close_matches(name.upper(), names, 3, 0.5)
+        limit = f"is no backend; loaded are {', '.join(names) or 'none'}"
+        failed = [str(record.reason) for record in self._not_loaded()]
+        if failed:
+            limit += f"; not loaded: {'; '.join(failed)}"
+        remedy = f"did you mean {' or '.join(near)}?" if near else None
+        raise UnknownBackendError(rule.source, name, limit, remedy)
 
     def find(self, name: str) -> tuple[Offer, ...]:
         """The offers called `name`: a backend, a family's members, or `name@distribution`; () for none.
@@ -236,11 +230,16 @@ class PluginSet:
             return tuple(dict.fromkeys(self._pair(prefill, decode) for prefill, decode in pairs))
         if "@" in name:
             backend, _, owner = name.partition("@")
-            return tuple(o for o in self.every_offer if o.name == backend and self._ships(owner, o))
-        named = tuple(offer for offer in self._offers if offer.name == name)
-        return named or tuple(offer for offer in self._offers if offer.backend.family == name)
+            return tuple(
+                offer
+                for offer in self.every_offer
+                if offer.name == backend and self._loaded[offer.plugin].record.answers_to(owner)
+            )
+        named = tuple(offer for offer in self.offers if offer.name == name)
+        return named or tuple(offer for offer in self.offers if offer.backend.family == name)
 
-    def _pair(self, prefill: Offer, decode: Offer) -> Offer:
+    @staticmethod
+    def _pair(prefill: Offer, decode: Offer) -> Offer:
         backend = composite_backend(prefill.backend, decode.backend)
         if not issubclass(backend, CompositeBackend):
             return prefill
@@ -252,16 +251,3 @@ class PluginSet:
             joined(offer.distribution for offer in both),
             joined(offer.version for offer in both),
         )
-
-    def _ships(self, owner: str, offer: Offer) -> bool:
-        return self._loaded[offer.plugin].record.answers_to(owner)
-
-    def _unknown(self, rule: Rule) -> UnknownBackendError:
-        names = self.names
-        near = difflib.get_close_matches(rule.backend.upper(), names, 3, 0.5)
-        limit = f"is no backend; loaded are {', '.join(names) or 'none'}"
-        failed = [str(record.reason) for record in self._not_loaded()]
-        if failed:
-            limit += f"; not loaded: {'; '.join(failed)}"
-        remedy = f"did you mean {' or '.join(near)}?" if near else None
-        return UnknownBackendError(rule.source, rule.backend, limit, remedy)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 from attnplug.core.checks import check_member
 from attnplug.core.errors import PolicyError, SpecError
 from attnplug.core.spec import KINDS, LayerSpec, Phase
+from attnplug.registry.decision import Decision, Placement
 from attnplug.registry.devices import DeviceLike, resolve_device
 from attnplug.registry.evidence_gate import AllowRefuted, EvidenceGate, allowed_names
 from attnplug.registry.installed import AssumeInstalled, freeze_assumed
 from attnplug.registry.negotiation import negotiated
 from attnplug.registry.options import by_backend, check_options, freeze
-from attnplug.registry.placement import Placement
 from attnplug.registry.plugins import PluginSet
 from attnplug.registry.policy import ENVIRONMENT, Rule, rule_for, rule_sets, use_blocks
 from attnplug.registry.selector import AUTOMATIC, Policy, decide, refusal
@@ -26,7 +26,6 @@ from attnplug.registry.selector import AUTOMATIC, Policy, decide, refusal
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.device import Device
-    from attnplug.registry.decision import Decision
     from attnplug.registry.evidence import Evidence
     from attnplug.registry.records import PluginRecord
 
@@ -272,8 +271,7 @@ class Registry:
     def _decide_once(self, key: tuple[LayerSpec, Device, Phase | None, Policy, bool]) -> Decision:
         spec, device, phase, policy, usable = key
         with self._lock:
-            known = self._cache.get(key)
-            if known is not None:
+            if (known := self._cache.get(key)) is not None:
                 return known
             decision = decide(
                 self.plugins, Placement(spec, device, phase), policy, self.evidence, usable=usable

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.errors import BackendUnavailableError, NoBackendError
-from attnplug.registry.decision import Candidate, Decision
+from attnplug.registry.decision import Candidate, Decision, Placement
 from attnplug.registry.devices import is_here
 from attnplug.registry.evidence_gate import EvidenceGate
 from attnplug.registry.gates import examine, preferred_pages, refuse_import
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from attnplug.core.reasons import Reason
     from attnplug.registry.evidence import Evidence
     from attnplug.registry.installed import Assumed
-    from attnplug.registry.placement import Placement
     from attnplug.registry.plugins import PluginSet
     from attnplug.registry.policy import Rule
     from attnplug.registry.records import Offer
