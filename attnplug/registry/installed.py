@@ -59,7 +59,7 @@ def missing_requirements(requires: Sequence[str | tuple[str, ...]], assumed: Ass
     reasons = []
     for entry in (requires,) if isinstance(requires, str) else requires:
         choices = (entry,) if isinstance(entry, str) else tuple(entry)
-        found = [_unmet_one(choice, assumed) for choice in choices]
+        found = [_missing(choice, assumed) for choice in choices]
         refused = [reason for reason in found if reason is not None]
         if choices and len(refused) == len(choices):
             # A wrong version tells the user more than a missing alternative.
@@ -68,12 +68,15 @@ def missing_requirements(requires: Sequence[str | tuple[str, ...]], assumed: Ass
     return reasons
 
 
-def _unmet_one(text: str, assumed: Assumed) -> Reason | None:
+def _missing(text: str, assumed: Assumed) -> Reason | None:
     requirement = _parse(text)
     if requirement.marker is not None and not requirement.marker.evaluate():
         return None
     remedy = f"pip install '{requirement.name}{requirement.specifier}'"
-    version = _version(requirement.name, assumed)
+    if isinstance(assumed, tuple):
+        version = dict(assumed).get(canonical_name(requirement.name))
+    else:
+        version = installed_version(requirement.name)
     if version is None:
         return Reason(
             f"{requirement.name} not installed", code="not_installed", field="requires", remedy=remedy
@@ -103,12 +106,6 @@ def _parse(text: str) -> Requirement:
     from packaging.requirements import Requirement
 
     return Requirement(text)
-
-
-def _version(name: str, assumed: Assumed) -> str | None:
-    if isinstance(assumed, tuple):
-        return dict(assumed).get(canonical_name(name))
-    return installed_version(name)
 
 
 @functools.lru_cache(maxsize=256)

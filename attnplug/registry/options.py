@@ -35,7 +35,8 @@ def by_backend(options: Any, asked: str | None, plugins: PluginSet) -> dict[str,
     if options is None:
         return {}
     if not isinstance(options, Mapping):
-        owners = [o.full_name for o in plugins.every_offer if _is_options_of(o.backend, options)]
+        declared = ((offer, offer.backend.Options) for offer in plugins.every_offer)
+        owners = [o.full_name for o, kind in declared if isinstance(kind, type) and isinstance(options, kind)]
         if not owners:
             raise PolicyError("options", options, "is no Options of any backend, and no mapping")
         return dict.fromkeys(owners, options)
@@ -64,10 +65,6 @@ def check_options(options: Mapping[str, Any], plugins: PluginSet) -> None:
                 refused.append(error)
         if refused and len(refused) == len(members):
             raise refused[0]
-
-
-def _is_options_of(backend: type[AttentionBackend], options: object) -> bool:
-    return isinstance(backend.Options, type) and isinstance(options, backend.Options)
 
 
 def freeze(options: Any) -> Any:
@@ -126,13 +123,16 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
     if given is not None and not isinstance(given, Mapping):
         limit = f"must be the {declared.__qualname__} of {name}, or a mapping"
         raise PolicyError("options", given, limit)
-    fields = _fields(name, declared)
+    hints, error = guarded_call(typing.get_type_hints, declared)
+    if error is not None or not dataclasses.is_dataclass(declared):
+        why = "it is no dataclass" if error is None else describe(error)
+        raise PluginError(f"the Options of {name} cannot be read: {why}") from error
+    fields = {field.name: hints[field.name] for field in dataclasses.fields(declared) if field.init}
     exists = ", ".join(f"{field}: {_type_name(hint)}" for field, hint in fields.items()) or "none"
     for option, value in (given or {}).items():
         if option not in fields:
-            raise PolicyError(
-                f"options[{option!r}]", value, f"{name} has no such option; there are: {exists}"
-            )
+            limit = f"{name} has no such option; there are: {exists}"
+            raise PolicyError(f"options[{option!r}]", value, limit)
         if not _fits(value, fields[option]):
             limit = f"must be {_type_name(fields[option])}; options of {name} are: {exists}"
             raise PolicyError(f"options[{option!r}]", value, limit)
@@ -140,14 +140,6 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
     if error is not None:
         raise PolicyError("options", given, f"{name} refuses them: {describe(error)}") from error
     return built
-
-
-def _fields(name: str, declared: type[Any]) -> dict[str, Any]:
-    hints, error = guarded_call(typing.get_type_hints, declared)
-    if error is not None or not dataclasses.is_dataclass(declared):
-        why = "it is no dataclass" if error is None else describe(error)
-        raise PluginError(f"the Options of {name} cannot be read: {why}") from error
-    return {field.name: hints[field.name] for field in dataclasses.fields(declared) if field.init}
 
 
 def _fits(value: object, hint: Any) -> bool:
