@@ -95,7 +95,7 @@ class Candidate:
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The candidate that `to_dict` wrote."""
         return cls(
-            *(data[name] for name in ("name", "distribution", "version", "priority")),
+            **{name: data[name] for name in ("name", "distribution", "version", "priority")},
             refused_at=data["refused_at"] and Gate(data["refused_at"]),
             reasons=tuple(Reason.from_dict(reason) for reason in data["reasons"]),
         )

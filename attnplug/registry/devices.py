@@ -34,7 +34,8 @@ def resolve_device(device: DeviceLike) -> Device:
         index = getattr(device, "index", None) if text is not device else number
         if kind in ("cuda", "rocm") and str(index).isdigit():
             return Device.current(int(str(index)))
-        device = _parse(text)
+        # The current GPU may change, so "current" is not cached.
+        device = Device.current() if text == "current" else _parse(text)
     if device.capability is None and device.type in ("cuda", "rocm"):
         current = Device.current()
         if device.matches(current):
@@ -42,13 +43,8 @@ def resolve_device(device: DeviceLike) -> Device:
     return device
 
 
-def _parse(text: str) -> Device:
-    # The current GPU may change, so "current" is not cached.
-    return Device.current() if text == "current" else _parse_once(text)
-
-
 @functools.lru_cache(maxsize=64)
-def _parse_once(text: str) -> Device:
+def _parse(text: str) -> Device:
     return Device.parse(text)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,6 @@ __all__ = [
     "import_parts",
     "not_loaded",
     "preferred_pages",
-    "refuse_import",
 ]
 
 _CODES = {
@@ -98,11 +96,6 @@ def preferred_pages(
         return None
     size = spec.block_size or backend.get_preferred_block_size(spec, device)
     return size, backend.supported_kv_cache_layouts()[0]
-
-
-def refuse_import(candidate: Candidate, reason: Reason) -> Candidate:
-    """The candidate after it failed the last gate."""
-    return dataclasses.replace(candidate, refused_at=Gate.IMPORT, reasons=(reason,))
 
 
 def configuration_reasons(backend: type[AttentionBackend], placement: Placement) -> list[Reason]:

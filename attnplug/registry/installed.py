@@ -64,7 +64,10 @@ def missing_requirements(requires: Sequence[str | tuple[str, ...]], assumed: Ass
         if choices and len(refused) == len(choices):
             # A wrong version tells the user more than a missing alternative.
             refused.sort(key=lambda reason: reason.code != "version")
-            reasons.append(refused[0] if len(refused) == 1 else _joined(refused))
+            first, others = refused[0], " or ".join(each.remedy for each in refused[1:] if each.remedy)
+            if len(refused) > 1:
+                first = Reason(str(first), code=first.code, field="requires", remedy=f"or {others}")
+            reasons.append(first)
     return reasons
 
 
@@ -93,12 +96,6 @@ def _missing(text: str, assumed: Assumed) -> Reason | None:
         supported=str(requirement.specifier).replace(",", " and "),
         remedy=remedy,
     )
-
-
-def _joined(refused: Sequence[Reason]) -> Reason:
-    first = refused[0]
-    others = " or ".join(reason.remedy for reason in refused[1:] if reason.remedy)
-    return Reason(str(first), code=first.code, field="requires", remedy=f"or {others}")
 
 
 @functools.lru_cache(maxsize=256)

@@ -20,6 +20,7 @@ from attnplug.registry.switches import Switches
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.reasons import Reason
+    from attnplug.registry.decision import Candidate
     from attnplug.registry.policy import Rule
 
 __all__ = ["PluginSet"]
@@ -237,6 +238,11 @@ class PluginSet:
             )
         named = tuple(offer for offer in self.offers if offer.name == name)
         return named or tuple(offer for offer in self.offers if offer.backend.family == name)
+
+    def refers_to(self, name: str, candidate: Candidate) -> bool:
+        """Whether the candidate is one of the backends that `name` refers to."""
+        wanted = (candidate.name, candidate.distribution)
+        return any((offer.name, offer.distribution) == wanted for offer in self.find(name))
 
     @staticmethod
     def _pair(prefill: Offer, decode: Offer) -> Offer:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.errors import BackendUnavailableError, NoBackendError
-from attnplug.registry.decision import Candidate, Decision, Placement
+from attnplug.registry.decision import Candidate, Decision, Gate, Placement
 from attnplug.registry.devices import is_here
 from attnplug.registry.evidence_gate import EvidenceGate
-from attnplug.registry.gates import examine, preferred_pages, refuse_import
+from attnplug.registry.gates import examine, preferred_pages
 from attnplug.registry.options import build_options, options_of
 from attnplug.registry.plugin_calls import describe, guarded_call
 
@@ -73,9 +73,9 @@ def decide(
         order, ranked_by, faults = _ranked(plugins, order, placement)
         notes += faults
     else:
-        order = [offer for offer in order if offer in named] + [o for o in order if o not in named]
+        order.sort(key=lambda offer: offer not in named)
     winner, level = None, "declared"
-    # Importing a backend's parts takes seconds, so it ends with the first that imports.
+    # Only down to the first that imports, because importing a kernel library is slow.
     try_parts = usable and policy.assumed is None and bool(order) and is_here(device)
     for offer in order:
         if named is not None and offer not in named:
@@ -84,7 +84,8 @@ def decide(
         if reason is None:
             winner, level = offer, "usable" if try_parts else "declared"
             break
-        candidates[offer] = refuse_import(candidates[offer], reason)
+        failed = dataclasses.replace(candidates[offer], refused_at=Gate.IMPORT, reasons=(reason,))
+        candidates[offer] = failed
     chosen_by = "rank" if ranked_by else "priority"
     if policy.rule is not None:
         chosen_by = policy.rule.source

@@ -172,13 +172,10 @@ class _Layer:
 
     def _allowed(self, phase: Phase) -> Sequence[str]:
         rule = None if self.rules is None else self.rules[phase]
-        offers = None
-        if rule is not None:
-            offers = {(o.name, o.distribution) for o in self.registry.plugins.find(rule.backend)}
         return [
-            unambiguous(self.registry, candidate)
-            for candidate in self.by_phase[phase].candidates
-            if candidate.accepted and (offers is None or (candidate.name, candidate.distribution) in offers)
+            unambiguous(self.registry, each)
+            for each in self.by_phase[phase].candidates
+            if each.accepted and (rule is None or self.registry.plugins.refers_to(rule.backend, each))
         ]
 
 
