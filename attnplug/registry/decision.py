@@ -253,7 +253,8 @@ class Decision:
         if data.get("schema") != _SCHEMA:
             raise ValueError(f"schema={data.get('schema')!r}: this attnplug reads schema {_SCHEMA}")
         data = {"allow_refuted": (), **data}  # older files do not have it
-        fields = {name: data[name] for name in _AS_IS} | {name: tuple(data[name]) for name in _TUPLES}
+        fields: dict[str, Any] = {name: data[name] for name in _AS_IS}
+        fields |= {name: tuple(data[name]) for name in _TUPLES}
         if isinstance(fields["assumed"], list):
             fields["assumed"] = tuple(map(tuple, fields["assumed"]))
         if data["options"] is not None:

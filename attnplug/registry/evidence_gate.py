@@ -59,7 +59,7 @@ class EvidenceGate:
     ) -> None:
         self._plugins = plugins
         self._evidence = evidence
-        self._assumed = assumed
+        self._assumed: Assumed = assumed
         self._source = ALLOW_REFUTED if allowed is None else _ARGUMENT
         self.allowed = plugins.allow_refuted if allowed is None else allowed
         """The names in force."""
