@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from attnplug.core.spec import AttentionType as AttentionType
     from attnplug.core.spec import LayerSpec as LayerSpec
     from attnplug.core.spec import Phase as Phase
+    from attnplug.planning import plan as plan
     from attnplug.registry.decision import Decision as Decision
     from attnplug.registry.default import explain as explain
     from attnplug.registry.default import list_backends as list_backends
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from attnplug.registry.hookspecs import hookimpl as hookimpl
     from attnplug.registry.policy import use as use
     from attnplug.registry.registry import Registry as Registry
-    from attnplug.runtime.planning import plan as plan
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
@@ -42,11 +42,11 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "core.features": "Feature",
         "core.reasons": "Reason",
         "core.spec": "AttentionType LayerSpec Phase",
+        "planning": "plan",
         "registry.decision": "Decision",
         "registry.default": "explain list_backends register select select_layers",
         "registry.hookspecs": "hookimpl",
         "registry.policy": "use",
         "registry.registry": "Registry",
-        "runtime.planning": "plan",
     },
 )

@@ -24,9 +24,10 @@ from attnplug.cli.words import features_in_words
 from attnplug.core import AttentionType, LayerSpec, Phase
 from attnplug.core.reasons import Reason
 from attnplug.registry import Decision
+from attnplug.registry.default import get_registry
 from attnplug.registry.devices import resolve_device
 from attnplug.registry.registry import SelectKwargs
-from attnplug.runtime.planning import choose_backends, settled
+from attnplug.runtime.planning import agree_on_pages, choose_backends
 
 ROOT = Path(__file__).parents[1]
 MODELS = sorted((ROOT / "examples" / "models").glob("*.json"))
@@ -123,13 +124,14 @@ def read_layers() -> dict[str, Any]:
 def make_plan() -> Plan:
     """The plans of all models: of a model's kinds of layers together, for their pages must fit each other."""
     rows: list[Row] = []
+    registry = get_registry()
     order: dict[str, tuple[int | None, ...]] = {}
     gave_up: list[str] = []
     for model, told in json.loads(LAYERS.read_text()).items():
         specs = {str(i): LayerSpec.from_dict(kind["spec"]) for i, kind in enumerate(told["kinds"])}
         asked: SelectKwargs = {"assume_installed": "all"}
-        by_phase, phased = choose_backends(specs, resolve_device(DEVICE), asked, per_phase=True)
-        decisions, notes = settled(by_phase, phased)
+        choices = choose_backends(registry, specs, resolve_device(DEVICE), asked, per_phase=True)
+        decisions, notes = agree_on_pages(registry, choices)
         gave_up += (f"{model}: {note}" for note in notes)
         for (name, decision), kind in zip(decisions.items(), told["kinds"], strict=True):
             spec, members = specs[name], decision.members
@@ -141,14 +143,15 @@ def make_plan() -> Plan:
                     prefill=members[Phase.PREFILL],
                     decode=members[Phase.DECODE],
                     page=decision.block_size,
-                    cannot="; ".join(refusals(by_phase[name], set(members.values()))),
+                    cannot="; ".join(refusals(choices.by_phase[name], set(members.values()))),
                     spec=spec,
                     tokens=told["tokens"],
                 )
             )
         if model == ORDER_OF:
-            together = phased.instead.get("0", phased.decisions["0"])
-            order = in_order(*(by_phase["0"][phase] for phase in (Phase.PREFILL, Phase.DECODE)), together)
+            together = choices.fallbacks.get("0", choices.decisions["0"])
+            alone = choices.by_phase["0"]
+            order = in_order(alone[Phase.PREFILL], alone[Phase.DECODE], together)
     return Plan(tuple(rows), order, tuple(gave_up))
 
 

@@ -121,6 +121,7 @@ def per_call(call: Callable[[], object], count: int = 20_000, rounds: int = 7) -
 def selections() -> dict[str, float]:
     import attnplug
     from attnplug.core.spec import Phase
+    from attnplug.registry.decision import Placement
     from attnplug.registry.gates import examine
 
     spec = attnplug.LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, sliding_window=4096)
@@ -132,8 +133,10 @@ def selections() -> dict[str, float]:
     return {
         "select, same spec object": per_call(lambda: registry.select(spec, device)),
         "select, equal spec": per_call(lambda: registry.select(equal, device)),
-        "gates 1 to 3, one candidate": per_call(lambda: examine(offer, spec, device, None, None), 500),
-        "gates 1 to 3, one phase": per_call(lambda: examine(offer, spec, device, Phase.DECODE, None), 500),
+        "gates 1 to 3, one candidate": per_call(lambda: examine(offer, Placement(spec, device), None), 500),
+        "gates 1 to 3, one phase": per_call(
+            lambda: examine(offer, Placement(spec, device, Phase.DECODE), None), 500
+        ),
     }
 
 

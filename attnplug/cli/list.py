@@ -61,6 +61,7 @@ def _needs(row: dict[str, Any]) -> str:
 def _backend_rows() -> list[dict[str, Any]]:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec
+    from attnplug.registry.decision import Placement
     from attnplug.registry.default import get_registry
     from attnplug.registry.gates import examine
 
@@ -70,7 +71,7 @@ def _backend_rows() -> list[dict[str, Any]]:
         types = [str(kind) for kind in offer.backend.device_types]
         # Priorities may depend on the device, so each backend is queried on one that it supports.
         device = Device("cpu") if "cpu" in types else Device("cuda", (9, 0))
-        candidate = examine(offer, layer, device, None, None)
+        candidate = examine(offer, Placement(layer, device), None)
         unmet = [r for r in candidate.reasons if r.code in ("not_installed", "version")]
         rows.append(
             {

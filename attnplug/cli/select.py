@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from attnplug.integrations.transformers import ModelSpec
     from attnplug.registry.decision import Decision
     from attnplug.registry.registry import SelectKwargs
-    from attnplug.runtime.planning import ByPhase
+    from attnplug.runtime.plan_phases import ByPhase
 
 __all__ = ["select"]
 
@@ -117,11 +117,13 @@ def _phase_by_phase(
     specs: Mapping[str, LayerSpec], device: str, asked: SelectKwargs, per_phase: bool
 ) -> tuple[ByPhase, Mapping[str, Decision], tuple[str, ...]]:
     """Each phase's own decisions, the joined ones that `attnplug.plan` makes, and its notes."""
+    from attnplug.registry.default import get_registry
     from attnplug.registry.devices import resolve_device
-    from attnplug.runtime.planning import choose_backends, settled
+    from attnplug.runtime.planning import agree_on_pages, choose_backends
 
-    by_phase, phased = choose_backends(specs, resolve_device(device), asked, per_phase=per_phase)
-    return by_phase, *settled(by_phase, phased)
+    registry = get_registry()
+    choices = choose_backends(registry, specs, resolve_device(device), asked, per_phase=per_phase)
+    return choices.by_phase, *agree_on_pages(registry, choices)
 
 
 def _print(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from attnplug.core.reasons import Reason
 from attnplug.matrix.layers import phase_of, spec_of
+from attnplug.registry.decision import Placement
 from attnplug.registry.gates import configuration_reasons, fault
 from attnplug.registry.plugin_calls import describe, guarded_call
 
@@ -27,7 +28,7 @@ def reasons_of(backend: type[AttentionBackend], device: Device, cell: Cell) -> t
     Raises:
         SpecError: a cell that no layer can be.
     """
-    reasons = configuration_reasons(backend, spec_of(cell), device, phase_of(cell))
+    reasons = configuration_reasons(backend, Placement(spec_of(cell), device, phase_of(cell)))
     return tuple(reasons if cell.layout is None else (*reasons, *_unread(backend, cell.layout)))
 
 

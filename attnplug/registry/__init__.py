@@ -1,4 +1,4 @@
-"""Finds plugins, judges them, chooses. Loads no torch."""
+"""Finds plugins, checks their backends and chooses one. Loads no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the compatibility matrix asks of a backend in one place, and what a refutation is about."""
+"""One cell of the compatibility matrix; evidence refers to cells."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Cell:
         feature: lower-case name of a Feature that the layer asks for, or "plain" for none.
         phase: what the batch holds: "prefill", "decode" or "mixed".
         head_size: of queries and keys, in elements.
-        dtype: bare name of the queries' dtype, as "bfloat16".
+        dtype: bare name of the queries' dtype, such as "bfloat16".
         kv_cache_dtype: as `LayerSpec.kv_cache_dtype`, "auto" for that of the queries.
         block_size: tokens per page; None where the layer has no pages.
         layout: physical order of the cache, "NHD" or "HND"; None where the layer has no pages.

@@ -1,4 +1,4 @@
-"""Who was chosen for a spec on a device in a phase, and why each other was not."""
+"""The choice of a backend, and the reasons against each other candidate."""
 
 from __future__ import annotations
 
@@ -20,37 +20,49 @@ if TYPE_CHECKING:
 
     from attnplug.core.backend import AttentionBackend
 
-__all__ = ["Candidate", "Decision", "Gate"]
+__all__ = ["Candidate", "Decision", "Gate", "Placement"]
 
 _SCHEMA = 1
+_AS_IS = ("layer_name", "backend", "level", "chosen_by", "rule", "block_size", "kv_cache_layout", "assumed")
+"""Fields of a Decision that JSON can have as they are."""
+_TUPLES = ("ranked_by", "allow_refuted", "notes")
 
 
 class Gate(enum.StrEnum):
-    """The gates, in the order in which they are passed."""
+    """The gates, in order."""
 
     PLUGIN = "plugin"
     """The plugin loaded."""
     INSTALLED = "installed"
-    """The distributions it requires are installed."""
+    """The distributions that it requires are installed."""
     CONFIGURATION = "configuration"
     """It serves the spec on the device."""
     EVIDENCE = "evidence"
-    """It was not wrong when it was run here."""
+    """No run on this machine refuted it."""
     IMPORT = "import"
     """Its parts import on this machine."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Placement:
+    """One layer on one device in one phase, for which a backend is chosen; a phase of None means both."""
+
+    spec: LayerSpec
+    device: Device
+    phase: Phase | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """One backend as it was judged.
+    """One backend and the verdict on it.
 
     Args:
-        name: the backend's name, or the plugin's where it did not load.
-        distribution: who ships it; None for one registered in code.
+        name: the backend's name, or the plugin's if it did not load.
+        distribution: its distribution; None for a plugin registered in code.
         version: the distribution's version.
-        priority: its place in the automatic order, higher first; None where it was not asked.
-        refused_at: the first gate it failed, or None where it passed them.
-        reasons: every reason against it; empty where it was accepted.
+        priority: its place in the automatic order, higher first; None if it is not known.
+        refused_at: the first gate that it failed, or None.
+        reasons: every reason against it; empty if it was accepted.
     """
 
     name: str
@@ -62,7 +74,7 @@ class Candidate:
 
     @property
     def accepted(self) -> bool:
-        """Whether it passed every gate it was shown."""
+        """Whether it passed every gate that was tried."""
         return self.refused_at is None
 
     @property
@@ -73,10 +85,7 @@ class Candidate:
     def to_dict(self) -> dict[str, Any]:
         """A JSON object with every field."""
         return {
-            "name": self.name,
-            "distribution": self.distribution,
-            "version": self.version,
-            "priority": self.priority,
+            **{name: getattr(self, name) for name in ("name", "distribution", "version", "priority")},
             "accepted": self.accepted,
             "refused_at": self.refused_at and str(self.refused_at),
             "reasons": [reason.to_dict() for reason in self.reasons],
@@ -86,12 +95,9 @@ class Candidate:
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The candidate that `to_dict` wrote."""
         return cls(
-            data["name"],
-            data["distribution"],
-            data["version"],
-            data["priority"],
-            data["refused_at"] and Gate(data["refused_at"]),
-            tuple(Reason.from_dict(reason) for reason in data["reasons"]),
+            **{name: data[name] for name in ("name", "distribution", "version", "priority")},
+            refused_at=data["refused_at"] and Gate(data["refused_at"]),
+            reasons=tuple(Reason.from_dict(reason) for reason in data["reasons"]),
         )
 
 
@@ -100,22 +106,22 @@ class Decision:
     """The outcome of a selection: every candidate with its gate, priority and reasons.
 
     Args:
-        spec: the layer asked about.
-        device: the device asked about.
-        phase: the phase asked about; None for both.
-        backend: the chosen backend's name, or None where none serves the layer.
+        spec: the layer.
+        device: the device.
+        phase: the phase; None for both.
+        backend: the chosen backend's name, or None if none serves the layer.
         candidates: all of them: accepted ones first, in ranking order.
-        layer_name: the layer's name, where the question had one.
-        level: "usable" where the chosen one's parts were imported here, else "declared".
-        chosen_by: what settled it: "priority", "rank", or where the rule came from.
+        layer_name: the layer's name, if one was given.
+        level: "usable" if the chosen backend's parts were imported here, else "declared".
+        chosen_by: "priority", "rank", or the source of the rule.
         rule: the rule that asked for the backend, or None.
         ranked_by: the plugins whose `attnplug_rank` reordered the candidates.
         block_size: tokens per KV page; None without a backend or pages.
         kv_cache_layout: "NHD" or "HND"; None without a backend or pages.
-        options: the chosen backend's options by name, where it has any.
+        options: the chosen backend's options by name, if it has any.
         assumed: versions assumed instead of the installed ones: "all", pairs, or None.
-        allow_refuted: the names of backends that may serve though they were wrong when run here, or "all".
-        notes: what went wrong on the way without changing who can be chosen, and which evidence was overridden.
+        allow_refuted: the names of backends that may serve although runs here refuted them, or "all".
+        notes: errors that did not change the choice, and evidence that the user overrode.
     """
 
     spec: LayerSpec
@@ -135,7 +141,7 @@ class Decision:
     allow_refuted: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     backend_cls: type[AttentionBackend] | None = dataclasses.field(default=None, repr=False, compare=False)
-    """The chosen class; None without one, or where the decision was read from JSON."""
+    """The chosen class; None without one, or if the decision was read from JSON."""
 
     def __bool__(self) -> bool:
         return self.backend is not None
@@ -152,12 +158,12 @@ class Decision:
         if self.backend_cls is None:
             raise PluginError(
                 f"a decision read from JSON knows the name {self.backend} only; "
-                "attnplug.list_backends() has the classes loaded here"
+                "attnplug.list_backends() has the classes loaded here, and ModelPlan.from_json takes a registry"
             )
         return self.backend_cls
 
     def get_options(self) -> Any:
-        """The chosen backend's `Options` as they were set, for its impl; None where it has none."""
+        """The chosen backend's `Options` with the values of the user; None if it has none."""
         declared = self.get_backend_cls().Options
         return None if declared is None else declared(**dict(self.options or ()))
 
@@ -168,7 +174,7 @@ class Decision:
 
     @property
     def members(self) -> dict[Phase, str]:
-        """Who serves which phase: the halves of a composite, or one backend in both; "none" without one."""
+        """The backend of each phase: a composite's halves, or one backend in both; "none" without one."""
         prefill, _, decode = (self.backend or "none").partition("+")
         return {Phase.PREFILL: prefill, Phase.DECODE: decode or prefill}
 
@@ -197,13 +203,13 @@ class Decision:
             verdict = "chosen" if won else "accepted" if candidate.accepted else "refused"
             why = "\n".join(candidate.reasons)
             if won:
-                why = f"{self.level}; {self._settled()}"
+                why = f"{self.level}; {self._chosen_by_text()}"
             priority = "" if candidate.priority is None else str(candidate.priority)
-            # Text: a bracket in a reason is no markup.
+            # Text, so that a bracket in a reason is not read as markup.
             table.add_row(Text(candidate.name), priority, verdict, Text(why))
         return table
 
-    def _settled(self) -> str:
+    def _chosen_by_text(self) -> str:
         if self.rule is not None:
             return f"asked for by {self.chosen_by} ({self.rule})"
         return f"first by {', '.join(self.ranked_by) or self.chosen_by}"
@@ -224,18 +230,9 @@ class Decision:
         """A JSON object with every field but the class, and the number of its schema."""
         return {
             "schema": _SCHEMA,
-            "layer_name": self.layer_name,
-            "backend": self.backend,
-            "level": self.level,
-            "chosen_by": self.chosen_by,
-            "rule": self.rule,
-            "ranked_by": list(self.ranked_by),
-            "block_size": self.block_size,
-            "kv_cache_layout": self.kv_cache_layout,
+            **{name: getattr(self, name) for name in _AS_IS},
+            **{name: list(getattr(self, name)) for name in _TUPLES},
             "options": None if self.options is None else dict(self.options),
-            "assumed": self.assumed,
-            "allow_refuted": list(self.allow_refuted),
-            "notes": list(self.notes),
             "spec": self.spec.to_dict(),
             "device": self.device.to_dict(),
             "phase": self.phase and str(self.phase),
@@ -255,28 +252,19 @@ class Decision:
         """
         if data.get("schema") != _SCHEMA:
             raise ValueError(f"schema={data.get('schema')!r}: this attnplug reads schema {_SCHEMA}")
-        assumed, options = data["assumed"], data["options"]
-        if isinstance(assumed, list):
-            assumed = tuple((name, version) for name, version in assumed)
+        data = {"allow_refuted": (), **data}  # older files do not have it
+        fields: dict[str, Any] = {name: data[name] for name in _AS_IS}
+        fields |= {name: tuple(data[name]) for name in _TUPLES}
+        if isinstance(fields["assumed"], list):
+            fields["assumed"] = tuple(map(tuple, fields["assumed"]))
+        if data["options"] is not None:
+            fields["options"] = tuple(sorted((k, _tuples(v)) for k, v in data["options"].items()))
         return cls(
             spec=LayerSpec.from_dict(data["spec"]),
             device=Device.from_dict(data["device"]),
             phase=data["phase"] and Phase(data["phase"]),
-            backend=data["backend"],
             candidates=tuple(Candidate.from_dict(item) for item in data["candidates"]),
-            layer_name=data["layer_name"],
-            level=data["level"],
-            chosen_by=data["chosen_by"],
-            rule=data["rule"],
-            ranked_by=tuple(data["ranked_by"]),
-            block_size=data["block_size"],
-            kv_cache_layout=data["kv_cache_layout"],
-            options=options
-            if options is None
-            else tuple(sorted((k, _tuples(v)) for k, v in options.items())),
-            assumed=assumed,
-            allow_refuted=tuple(data.get("allow_refuted", ())),
-            notes=tuple(data["notes"]),
+            **fields,
         )
 
     @classmethod
@@ -286,5 +274,5 @@ class Decision:
 
 
 def _tuples(value: Any) -> Any:
-    # JSON has no tuples, and options have nothing but tuples: they are hashable.
+    # JSON has no tuples. Options have no lists, because they must be hashable.
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

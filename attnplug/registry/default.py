@@ -1,16 +1,14 @@
-"""The process's registry, and the functions that ask it."""
+"""The registry of the process, and the functions that use it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 from attnplug.core.errors import PluginError
 from attnplug.registry.devices import DeviceLike
-from attnplug.registry.evidence_gate import AllowRefuted
-from attnplug.registry.installed import AssumeInstalled
-from attnplug.registry.registry import Registry, Rules
+from attnplug.registry.registry import Registry, SelectKwargs
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -26,12 +24,12 @@ _building = False
 
 
 def get_registry() -> Registry:
-    """The process's registry of installed plugins, built when first asked for.
+    """The process's registry of installed plugins, built at the first call.
 
     Raises:
-        PolicyError: an environment variable whose value means nothing.
-        PluginError: a plugin that did not load, under ATTNPLUG_STRICT; or a plugin that asks while
-            it is being loaded itself.
+        PolicyError: an environment variable whose value is not allowed.
+        PluginError: a plugin that did not load, under ATTNPLUG_STRICT; or a call by a plugin while it is
+            being loaded.
     """
     global _building, _registry  # noqa: PLW0603  (the one instance)
     if _registry is None:
@@ -53,10 +51,7 @@ def select(
     phase: Phase | str | None = None,
     *,
     layer_name: str | None = None,
-    backend: Rules = None,
-    options: Any = None,
-    assume_installed: AssumeInstalled = None,
-    allow_refuted: AllowRefuted = None,
+    **kwargs: Unpack[SelectKwargs],
 ) -> Decision:
     """The backend for one layer.
 
@@ -65,32 +60,16 @@ def select(
         device: a Device, text such as "sm90" or "cpu", a torch.device, or None for the current one.
         phase: "decode" or "prefill"; None asks for a backend that serves both.
         layer_name: the layer's name, for rules by name and for messages.
-        backend: a backend or family name, `name@distribution`, or rules such as
-            "FLASH_ATTN,sliding=TRITON,decode=FLASHINFER", or a mapping of rules. Comes before
-            `attnplug.use(...)`, which comes before ATTNPLUG_BACKEND.
-        options: options by backend name, or of the one backend asked for.
-        assume_installed: "all", or a mapping of distribution to version, to ask what would be
-            chosen if those, and only those, were installed; the answer is "declared", not "usable".
-        allow_refuted: backends that may serve though they were wrong when they were run on this device
-            with these versions: names, or "all". Comes before ATTNPLUG_ALLOW_REFUTED.
+        **kwargs: backend, options, assume_installed and allow_refuted, as in `SelectKwargs`.
 
     Raises:
         NoBackendError: none serves it; the message lists every candidate with its reasons.
         BackendUnavailableError: the one asked for does not serve it. No other takes its place.
         UnknownBackendError: no plugin offers the name asked for.
-        PolicyError: rules, options, versions or names that mean nothing.
+        PolicyError: rules, options, versions or names that are not valid.
         PluginError: the plugin asked for by name did not load.
     """
-    return get_registry().select(
-        spec,
-        device,
-        phase,
-        layer_name=layer_name,
-        backend=backend,
-        options=options,
-        assume_installed=assume_installed,
-        allow_refuted=allow_refuted,
-    )
+    return get_registry().select(spec, device, phase, layer_name=layer_name, **kwargs)
 
 
 def explain(
@@ -99,33 +78,17 @@ def explain(
     phase: Phase | str | None = None,
     *,
     layer_name: str | None = None,
-    backend: Rules = None,
-    options: Any = None,
-    assume_installed: AssumeInstalled = None,
-    allow_refuted: AllowRefuted = None,
+    **kwargs: Unpack[SelectKwargs],
 ) -> Decision:
     """As `select`, but imports no backend's parts and never raises for lack of a backend."""
-    return get_registry().explain(
-        spec,
-        device,
-        phase,
-        layer_name=layer_name,
-        backend=backend,
-        options=options,
-        assume_installed=assume_installed,
-        allow_refuted=allow_refuted,
-    )
+    return get_registry().explain(spec, device, phase, layer_name=layer_name, **kwargs)
 
 
 def select_layers(
     specs: Mapping[str, LayerSpec],
     device: DeviceLike = None,
     phase: Phase | str | None = None,
-    *,
-    backend: Rules = None,
-    options: Any = None,
-    assume_installed: AssumeInstalled = None,
-    allow_refuted: AllowRefuted = None,
+    **kwargs: Unpack[SelectKwargs],
 ) -> dict[str, Decision]:
     """A backend for each layer of a model, with one block size and KV layout for like caches.
 
@@ -136,15 +99,7 @@ def select_layers(
         PolicyError: as `select`, and for a rule that matches no layer.
         LayoutError: layers with like caches whose backends agree on no block size or layout.
     """
-    return get_registry().select_layers(
-        specs,
-        device,
-        phase,
-        backend=backend,
-        options=options,
-        assume_installed=assume_installed,
-        allow_refuted=allow_refuted,
-    )
+    return get_registry().select_layers(specs, device, phase, **kwargs)
 
 
 def list_backends() -> Mapping[str, type[AttentionBackend]]:

@@ -1,4 +1,4 @@
-"""Which Device a caller means, and whether it is one of this machine."""
+"""The Device for an argument, and whether this machine has it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ DeviceLike: TypeAlias = "Device | str | torch.device | None"
 
 
 def resolve_device(device: DeviceLike) -> Device:
-    """The Device meant. "cuda:1" is that GPU of this machine; one without a number is the current one.
+    """The Device for an argument. "cuda:1" is that GPU of this machine; "cuda" is the current one.
 
     Raises:
-        SpecError: text that names no device, a GPU that is not here, or something that is none.
+        SpecError: text that is not a device, a GPU that this machine does not have, or another type.
     """
     if device is None:
         return Device.current()
     if not isinstance(device, Device):
-        # A torch.device is known by its attributes, without importing torch.
+        # The attributes tell a torch.device, so torch is not imported.
         text = device if isinstance(device, str) else getattr(device, "type", None)
         if not isinstance(text, str):
             raise SpecError("device", device, "must be a Device, text, a torch.device or None")
@@ -34,7 +34,8 @@ def resolve_device(device: DeviceLike) -> Device:
         index = getattr(device, "index", None) if text is not device else number
         if kind in ("cuda", "rocm") and str(index).isdigit():
             return Device.current(int(str(index)))
-        device = _parse(text)
+        # The current GPU may change, so "current" is not cached.
+        device = Device.current() if text == "current" else _parse(text)
     if device.capability is None and device.type in ("cuda", "rocm"):
         current = Device.current()
         if device.matches(current):
@@ -42,16 +43,11 @@ def resolve_device(device: DeviceLike) -> Device:
     return device
 
 
-def _parse(text: str) -> Device:
-    # "current" may change with the current GPU, so it is asked every time.
-    return Device.current() if text == "current" else _parse_once(text)
-
-
 @functools.lru_cache(maxsize=64)
-def _parse_once(text: str) -> Device:
+def _parse(text: str) -> Device:
     return Device.parse(text)
 
 
 def is_here(device: Device) -> bool:
-    """Whether this machine has the device, so that a backend's parts can be tried on it."""
+    """Whether this machine has the device, so that a backend's parts can be imported for it."""
     return device.type == "cpu" or Device.current().matches(device)

@@ -1,7 +1,7 @@
-"""Finds plugins, loads each alone, and keeps a record of what became of it.
+"""Finds plugins, loads each one alone, and keeps a record of it.
 
-A loop of our own, not pluggy's `load_setuptools_entrypoints`, which stops at the first plugin that
-raises. Whatever a plugin does wrong is charged to it and the next one is loaded.
+pluggy's `load_setuptools_entrypoints` is not used, because it stops at the first plugin that raises.
+Here an error is recorded against its plugin, and the next one is loaded.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from typing import Any
 import pluggy
 
 from attnplug.core.backend import AttentionBackend
-from attnplug.core.errors import PluginError
 from attnplug.registry.hookspecs import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendHooks
 from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.registry.records import Offer, PluginRecord, PluginStatus
 
-__all__ = ["RESERVED_NAMES", "Host", "Installed", "Loaded", "installed_plugins", "raise_strict"]
+__all__ = ["RESERVED_NAMES", "Host", "Installed", "Loaded", "installed_plugins"]
 
 RESERVED_NAMES = frozenset(
     {"TORCH", "TRITON", "FLASH_ATTN", "FLASH_ATTN_2", "FLASH_ATTN_3", "FLASH_ATTN_4", "FLASHINFER"}
@@ -35,7 +34,7 @@ _HEAVY = ("torch", "triton", "flash_attn", "flashinfer", "jax", "transformers")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Installed:
-    """A plugin found among the installed distributions, not run yet."""
+    """A plugin of an installed distribution, not imported yet."""
 
     record: PluginRecord
     entry_point: importlib.metadata.EntryPoint | None
@@ -48,15 +47,15 @@ class Installed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loaded:
-    """A plugin that was run: its record, the object with the hooks, and what it offers."""
+    """A plugin that was imported: its record, the object with the hooks, and its offers."""
 
     record: PluginRecord
     plugin: object = None
     offers: tuple[Offer, ...] = ()
 
 
-class _Rejected(Exception):  # noqa: N818  (a verdict, not an error anybody sees)
-    def __init__(self, status: PluginStatus, reason: str) -> None:
+class _Rejected(Exception):  # noqa: N818  (caught here; it becomes a record)
+    def __init__(self, reason: str, status: PluginStatus = PluginStatus.BROKEN) -> None:
         self.status = status
         super().__init__(reason)
 
@@ -66,7 +65,7 @@ def installed_plugins() -> list[Installed]:
     found: dict[str, Installed] = {}
     for dist in importlib.metadata.distributions():
         text, _ = guarded_call(dist.read_text, "entry_points.txt")
-        # Most distributions are none of ours, and one whose file cannot be parsed is no reason to fail.
+        # Most distributions have no plugin, and an unreadable file of another one is not an error here.
         if not text or ENTRY_POINT_GROUP not in text:
             continue
         distribution, version = _identity(dist)
@@ -84,15 +83,15 @@ def installed_plugins() -> list[Installed]:
 
 
 def _identity(dist: importlib.metadata.Distribution) -> tuple[str, str | None]:
-    """Name and version, from the head of the metadata: parsing all of it takes longer than the rest."""
+    """Name and version, from the head of the metadata; parsing all of it is slower than all other steps."""
     text, _ = guarded_call(dist.read_text, "METADATA")
     head = (text or "").partition("\n\n")[0]
     name, version = (re.search(rf"^{field}: *(\S+)", head, re.MULTILINE) for field in ("Name", "Version"))
     return name[1] if name else "unknown", version[1] if version else None
 
 
-class Held(pluggy.PluginManager):
-    """A pluggy manager that holds one plugin, so that none is called, or blamed, for another."""
+class _OnePlugin(pluggy.PluginManager):
+    """A pluggy manager of one plugin, so that errors belong to that plugin alone."""
 
     def __init__(self, plugin: object, name: str) -> None:
         super().__init__(PROJECT)
@@ -101,8 +100,8 @@ class Held(pluggy.PluginManager):
         self.name = name
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
-        """What a hook's decorator says; None where `name` is no function of the plugin."""
-        # Older pluggy gets every attribute, which runs the lazy exports of a plugin's package.
+        """The options of a hook's decorator; None where `name` is not a function of the plugin."""
+        # Older pluggy reads every attribute, which runs the lazy exports of a plugin's package.
         if isinstance(plugin, types.ModuleType) and not inspect.isfunction(vars(plugin).get(name)):
             return None
         found = inspect.getattr_static(plugin, name, None)
@@ -110,13 +109,14 @@ class Held(pluggy.PluginManager):
 
 
 class Host:
-    """Holds the loaded plugins in pluggy and calls each of them alone."""
+    """Keeps the loaded plugins in pluggy and calls each of them alone."""
 
     def __init__(self) -> None:
-        self._held: list[Held] = []
+        # By id: two equal plugin objects are two plugins, and some plugin objects are not hashable.
+        self._managers: dict[int, _OnePlugin] = {}
 
     def load(self, found: Installed) -> Loaded:
-        """Import and admit an installed plugin; whatever it raises becomes its record."""
+        """Import and admit an installed plugin; an exception goes into its record."""
         if found.entry_point is None:
             return Loaded(found.record)
         if ":" in found.entry_point.value:
@@ -129,156 +129,129 @@ class Host:
         loaded = self.admit(found.record, plugin)
         heavy = [name for name in _HEAVY if name in sys.modules and name not in before]
         if heavy and loaded.record.status is PluginStatus.LOADED:
-            warning = (
-                f"{found.record.name} imports {', '.join(heavy)} when listed; move that behind its doors"
-            )
+            warning = f"{found.record.name} imports {', '.join(heavy)} when listed; import that in get_impl_cls or get_builder_cls"
             return dataclasses.replace(loaded, record=dataclasses.replace(loaded.record, reason=warning))
         return loaded
 
     def admit(self, record: PluginRecord, plugin: object) -> Loaded:
-        """Check a plugin object against the interface and ask it for its backends."""
+        """Check a plugin object against the interface and get its backends."""
         offers, error = guarded_call(self._offers, record, plugin)
+        if isinstance(error, _Rejected):
+            return _broken(record, str(error), plugin, error.status)
         if error is not None:
-            status = error.status if isinstance(error, _Rejected) else PluginStatus.BROKEN
-            what = str(error) if isinstance(error, _Rejected) else f"raised {describe(error)} when examined"
-            rejected = dataclasses.replace(record, status=status, reason=f"{record.name} {what}")
-            return Loaded(rejected, plugin)
+            return _broken(record, f"raised {describe(error)} when examined", plugin)
         names = tuple(offer.name for offer in offers)
         admitted = dataclasses.replace(record, status=PluginStatus.LOADED, reason=None, backends=names)
         return Loaded(admitted, plugin, offers)
 
     def call(self, hook: str, plugin: object, **arguments: Any) -> Any:
-        """What one plugin's hook returns, the others left alone; None where it has no such hook."""
-        held = self._find(plugin)
-        results = None if held is None else getattr(held.hook, hook)(**arguments)
+        """The result of one plugin's hook; None where it does not have the hook."""
+        manager = self._managers.get(id(plugin))
+        results = None if manager is None else getattr(manager.hook, hook)(**arguments)
         return results[0] if results else None
 
     def has_hook(self, hook: str, plugin: object) -> bool:
         """Whether a loaded plugin implements `hook`."""
-        held = self._find(plugin)
-        return held is not None and bool(getattr(held.hook, hook).get_hookimpls())
+        manager = self._managers.get(id(plugin))
+        return manager is not None and bool(getattr(manager.hook, hook).get_hookimpls())
 
-    def forget(self, plugin: object) -> Held | None:
-        """Take a plugin out; what `restore` takes to put it back, None where it was not held."""
-        held = self._find(plugin)
-        if held is not None:
-            self._held.remove(held)
-        return held
+    def forget(self, plugin: object) -> _OnePlugin | None:
+        """Remove a plugin; returns its manager for `restore`, or None where it was not loaded."""
+        return self._managers.pop(id(plugin), None)
 
-    def restore(self, held: Held) -> None:
-        """Put back a plugin that was forgotten."""
-        self._held.append(held)
-
-    def _find(self, plugin: object) -> Held | None:
-        return next((held for held in self._held if held.plugin is plugin), None)
+    def restore(self, manager: _OnePlugin) -> None:
+        """Add a plugin that was removed."""
+        self._managers[id(manager.plugin)] = manager
 
     def _offers(self, record: PluginRecord, plugin: object) -> tuple[Offer, ...]:
         _check_api(plugin)
-        twin = self._find(plugin)
+        twin = self._managers.get(id(plugin))
         if twin is not None:
-            raise _Rejected(PluginStatus.BROKEN, f"is the same module as {twin.name}, which is loaded")
+            raise _Rejected(f"is the same module as {twin.name}, which is loaded")
+        manager = _OnePlugin(plugin, record.name)
+        self.restore(manager)
         try:
-            return self._ask(record, plugin)
+            manager.register(plugin, record.name)
+            manager.check_pending()
+            if not self.has_hook("attnplug_backends", plugin):
+                if self.has_hook("attnplug_rank", plugin):
+                    return ()
+                raise _Rejected("has no hook attnplug_backends")
+            offered, error = guarded_call(self.call, "attnplug_backends", plugin)
+            if error is not None:
+                raise _Rejected(f"raised {describe(error)} in attnplug_backends") from error
+            return tuple(_checked(record, offered))
+        except pluggy.PluginValidationError as invalid:
+            self.forget(plugin)
+            text = re.sub(r" in plugin <.*>| for hook", "", " ".join(str(invalid).split()))
+            raise _Rejected(f"does not follow the hooks: {text}") from invalid
         except BaseException:
             self.forget(plugin)
             raise
 
-    def _ask(self, record: PluginRecord, plugin: object) -> tuple[Offer, ...]:
-        held = Held(plugin, record.name)
-        self.restore(held)
-        try:
-            held.register(plugin, record.name)
-            held.check_pending()
-        except pluggy.PluginValidationError as invalid:
-            text = re.sub(r" in plugin <.*>| for hook", "", " ".join(str(invalid).split()))
-            raise _Rejected(PluginStatus.BROKEN, f"does not follow the hooks: {text}") from invalid
-        if not self.has_hook("attnplug_backends", plugin):
-            if self.has_hook("attnplug_rank", plugin):
-                return ()
-            raise _Rejected(PluginStatus.BROKEN, "has no hook attnplug_backends")
-        offered, error = guarded_call(self.call, "attnplug_backends", plugin)
-        if error is not None:
-            what = f"raised {describe(error)} in attnplug_backends"
-            raise _Rejected(PluginStatus.BROKEN, what) from error
-        return tuple(_checked(record, offered))
 
-
-def _broken(record: PluginRecord, what: str) -> Loaded:
-    reason = f"{record.name} {what}"
-    return Loaded(dataclasses.replace(record, status=PluginStatus.BROKEN, reason=reason))
+def _broken(
+    record: PluginRecord, what: str, plugin: object = None, status: PluginStatus = PluginStatus.BROKEN
+) -> Loaded:
+    return Loaded(dataclasses.replace(record, status=status, reason=f"{record.name} {what}"), plugin)
 
 
 def _check_api(plugin: object) -> None:
     line = f"ATTNPLUG_API = ({API_VERSION}, {API_VERSION})"
     api = getattr(plugin, "ATTNPLUG_API", None)
     if api is None:
-        raise _Rejected(PluginStatus.BROKEN, f"does not say which interface it is for; add {line}")
+        raise _Rejected(f"does not say which interface it is for; add {line}")
     if not (isinstance(api, tuple) and len(api) == 2 and all(type(part) is int for part in api)):
-        raise _Rejected(PluginStatus.BROKEN, f"has ATTNPLUG_API = {api!r}; it must read {line}")
+        raise _Rejected(f"has ATTNPLUG_API = {api!r}; it must read {line}")
     low, high = api
     if not low <= API_VERSION <= high:
-        raise _Rejected(
-            PluginStatus.INCOMPATIBLE,
-            f"is for plugin interface {low} to {high}; this attnplug offers {API_VERSION}",
-        )
+        what = f"is for plugin interface {low} to {high}; this attnplug offers {API_VERSION}"
+        raise _Rejected(what, PluginStatus.INCOMPATIBLE)
 
 
 def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
     if not isinstance(offered, Sequence) or isinstance(offered, (str, bytes)):
         raise _Rejected(
-            PluginStatus.BROKEN,
-            f"returned {offered!r} from attnplug_backends; it must be a sequence of backend classes",
+            f"returned {offered!r} from attnplug_backends; it must be a sequence of backend classes"
         )
     seen: set[str] = set()
     for backend in offered:
         name = _backend_name(backend)
         family = backend.family
         if not (family is None or (isinstance(family, str) and family)):
-            raise _Rejected(PluginStatus.BROKEN, f"offers {name} of family {family!r}, which is no name")
+            raise _Rejected(f"offers {name} of family {family!r}, which is no name")
         for each in (name, family or ""):
             if each.upper() in RESERVED_NAMES and not _is_ours(record, backend):
-                raise _Rejected(
-                    PluginStatus.CONFLICT, f"offers {each}, a name reserved for attnplug's own backend"
-                )
+                what = f"offers {each}, a name reserved for attnplug's own backend"
+                raise _Rejected(what, PluginStatus.CONFLICT)
         if name in seen:
-            raise _Rejected(PluginStatus.BROKEN, f"offers {name} twice")
+            raise _Rejected(f"offers {name} twice")
         seen.add(name)
         yield Offer(name, backend, record.name, record.distribution, record.version)
 
 
 def _is_ours(record: PluginRecord, backend: type[AttentionBackend]) -> bool:
-    # A registry made in code may hold attnplug's own modules: Registry(plugins=[torch_native]).
+    # A registry made in code may have attnplug's own modules: Registry(plugins=[torch_native]).
     registered = record.distribution is None and backend.__module__.startswith(f"{ENTRY_POINT_GROUP}.")
     return record.distribution == PROJECT or registered
 
 
 def _backend_name(backend: object) -> str:
     if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
-        raise _Rejected(PluginStatus.BROKEN, f"offers {backend!r}, which is no subclass of AttentionBackend")
+        raise _Rejected(f"offers {backend!r}, which is no subclass of AttentionBackend")
     if inspect.isabstract(backend):
         missing = ", ".join(sorted(backend.__abstractmethods__))
-        raise _Rejected(PluginStatus.BROKEN, f"offers {backend.__name__}, which lacks {missing}")
+        raise _Rejected(f"offers {backend.__name__}, which lacks {missing}")
     for field in ("device_types", "supported_dtypes", "supported_kv_cache_dtypes", "supported_phases"):
         if isinstance(getattr(backend, field), str):
-            what = (
+            raise _Rejected(
                 f"offers {backend.__name__}, whose {field} is text; it must be a sequence: a comma is missing"
             )
-            raise _Rejected(PluginStatus.BROKEN, what)
     name, error = guarded_call(backend.get_name)
     if error is not None:
-        what = f"raised {describe(error)} in {backend.__name__}.get_name"
-        raise _Rejected(PluginStatus.BROKEN, what)
+        raise _Rejected(f"raised {describe(error)} in {backend.__name__}.get_name")
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", name):
         raise _Rejected(
-            PluginStatus.BROKEN,
-            f"names a backend {name!r}; a name has letters, digits and _ . - and begins with a letter",
+            f"names a backend {name!r}; a name has letters, digits and _ . - and begins with a letter"
         )
     return name
-
-
-def raise_strict(records: Sequence[PluginRecord]) -> None:
-    """PluginError naming every plugin that should have loaded and did not."""
-    kept = (PluginStatus.LOADED, PluginStatus.BLOCKED)
-    bad = [record.reason or record.name for record in records if record.status not in kept]
-    if bad:
-        raise PluginError("ATTNPLUG_STRICT is set and plugins did not load: " + "; ".join(bad))

@@ -1,4 +1,4 @@
-"""What running backends on this machine has refuted, and which layers that speaks against."""
+"""Cells of the matrix that backends got wrong on this machine, and the layers that meet them."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.cell import Cell
 from attnplug.registry.installed import installed_version
-from attnplug.registry.records import JOIN, canonical_name, joined
+from attnplug.registry.records import COMPOSITE_SEPARATOR, canonical_name, joined
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from attnplug.core.device import Device
+    from attnplug.registry.decision import Placement
     from attnplug.registry.installed import Assumed
     from attnplug.registry.records import Offer
 
 __all__ = ["Evidence", "RefutedCell", "Subject", "reason_of"]
 
 _PHASES = {None: ("prefill", "decode", "mixed"), Phase.PREFILL: ("prefill",), Phase.DECODE: ("decode",)}
-"""The batches that a layer meets in the phase asked about."""
+"""The batches that a layer meets in a phase; None means both phases."""
 _PLAIN = "plain"
 
 Pages = tuple[int, str] | None
-"""Tokens per page and the physical order in it; None where K and V come with the call."""
+"""Tokens per page and its layout; None where K and V are arguments of the call."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Subject:
-    """What was run, where and with what: evidence holds for exactly this.
+    """One backend on one device with given versions; evidence is valid for exactly these.
 
     Args:
         backend: its name.
-        distribution: what ships it.
+        distribution: its distribution.
         version: of that distribution.
         device: type, capability and, where it is known, name.
         versions: of Python and of distributions, as installed then.
@@ -51,21 +52,18 @@ class Subject:
     versions: tuple[tuple[str, str], ...]
 
     def is_of(self, offer: Offer) -> bool:
-        """Whether the offer is what was run."""
-        return (self.backend, self.distribution, self.version) == (
-            offer.name,
-            offer.distribution,
-            offer.version,
-        )
+        """Whether the offer has the same backend, distribution and version."""
+        theirs = (offer.name, offer.distribution, offer.version)
+        return (self.backend, self.distribution, self.version) == theirs
 
     @property
     def is_installed(self) -> bool:
-        """Whether that version of what ships it is installed; true of what nothing ships."""
-        names = [] if self.distribution is None else self.distribution.split(JOIN)
+        """Whether that version of its distribution is installed; true where it has no distribution."""
+        names = [] if self.distribution is None else self.distribution.split(COMPOSITE_SEPARATOR)
         return not names or joined(map(installed_version, names)) == self.version
 
     def is_on(self, device: Device, assumed: Assumed = None) -> bool:
-        """Whether it was run on such a device, with the versions installed now, or assumed instead."""
+        """Whether it was run on an equal device, with the versions installed now, or assumed instead."""
         mine = self.device
         return (
             (mine.type, mine.capability) == (device.type, device.capability)
@@ -77,7 +75,7 @@ class Subject:
 def _version(name: str, assumed: Assumed) -> str | None:
     if name == "Python":
         return platform.python_version()
-    # What a what-if query leaves open, torch say, is what runs here.
+    # A what-if query may leave a version open, such as torch's: then the installed one counts.
     known = dict(assumed).get(canonical_name(name)) if isinstance(assumed, tuple) else None
     return installed_version(name) if known is None else known
 
@@ -87,7 +85,7 @@ class RefutedCell:
     """One cell of the matrix that was run and was wrong.
 
     Args:
-        cell: what was asked.
+        cell: its place in the matrix.
         date: when it was run, with its offset from UTC.
         why: the evidence.
     """
@@ -98,33 +96,34 @@ class RefutedCell:
 
     @property
     def id(self) -> str:
-        """The cell's."""
+        """The id of the cell."""
         return self.cell.id
 
-    def concerns(self, spec: LayerSpec, phase: Phase | None, pages: Pages) -> bool:
+    def concerns(self, placement: Placement, pages: Pages) -> bool:
         """Whether a layer meets the cell: the same sizes, types and pages, and it asks for the feature."""
-        cell = self.cell
+        cell, spec = self.cell, placement.spec
         return (
-            cell.phase in _PHASES[phase]
+            cell.phase in _PHASES[placement.phase]
             and (cell.head_size, cell.dtype) == (spec.head_size, spec.dtype)
             and stored_dtype_name(cell.kv_cache_dtype, cell.dtype) == spec.resolved_kv_cache_dtype
             and (cell.block_size, cell.layout) == (pages or (None, None))
-            and (cell.feature == _PLAIN or self._is_asked_by(spec))
+            and (cell.feature == _PLAIN or _asks_for(spec, cell.feature))
         )
 
-    def _is_asked_by(self, spec: LayerSpec) -> bool:
-        feature = Feature.__members__.get(self.cell.feature.upper())
-        return feature is not None and feature in spec.required_features()
+
+def _asks_for(spec: LayerSpec, name: str) -> bool:
+    feature = Feature.__members__.get(name.upper())
+    return feature is not None and feature in spec.required_features()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Evidence:
-    """Everything refuted that is remembered.
+    """All refuted cells that are remembered.
 
     Args:
-        path: where it is kept.
+        path: the file.
         cells: the refuted cells of each subject.
-        read_error: why the file cannot be read, where it is there and cannot.
+        read_error: why the file exists and cannot be read, else None.
     """
 
     path: Path
@@ -132,42 +131,34 @@ class Evidence:
     read_error: str | None = None
 
     def here(self, device: Device) -> Iterator[tuple[Subject, tuple[RefutedCell, ...]]]:
-        """What holds on a device with the versions installed now, those of the backends themselves included."""
+        """The evidence that is valid on a device with the versions installed now, the backends' included."""
         for subject, cells in self.cells.items():
             if subject.is_installed and subject.is_on(device):
                 yield subject, cells
 
     def against(
-        self,
-        offer: Offer,
-        spec: LayerSpec,
-        device: Device,
-        phase: Phase | None,
-        pages: Pages,
-        assumed: Assumed = None,
+        self, offer: Offer, placement: Placement, pages: Pages, assumed: Assumed = None
     ) -> tuple[RefutedCell, ...]:
-        """The refuted cells that a layer would meet on what is offered, the latest first.
+        """The refuted cells that a layer would meet on an offer, the latest first.
 
         Args:
-            offer: the backend, and who ships it.
-            spec: the layer.
-            device: the device asked about.
-            phase: the phase asked about; None for both.
-            pages: the block size and layout it would be served with.
-            assumed: versions to go by instead of the installed ones.
+            offer: the backend and its distribution.
+            placement: the layer, device and phase.
+            pages: the block size and layout of its cache.
+            assumed: versions to judge by instead of the installed ones.
         """
         found = [
             cell
             for subject, cells in self.cells.items()
-            if subject.is_of(offer) and subject.is_on(device, assumed)
+            if subject.is_of(offer) and subject.is_on(placement.device, assumed)
             for cell in cells
-            if cell.concerns(spec, phase, pages)
+            if cell.concerns(placement, pages)
         ]
         return tuple(sorted(found, key=lambda cell: cell.date, reverse=True))
 
 
 def reason_of(backend: str, cells: Sequence[RefutedCell]) -> Reason:
-    """Why nothing like the refuted cells is given to the backend: the first of them, how many more, the way out."""
+    """The reason for refuted cells: the first of them, the number of others, and the remedy."""
     first = cells[0]
     why = " ".join("; ".join(first.why).split())
     more = f" (and {len(cells) - 1} more like it)" if len(cells) > 1 else ""

@@ -1,4 +1,4 @@
-"""The gate of evidence: what was run here and was wrong is refused, unless the user wants it all the same."""
+"""The gate of evidence: it refuses a backend that gave wrong results here, unless the user allows it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import LayoutError, PolicyError
-from attnplug.registry.decision import Candidate, Decision, Gate
+from attnplug.registry.decision import Candidate, Decision, Gate, Placement
 from attnplug.registry.evidence import Evidence, RefutedCell, reason_of
 from attnplug.registry.gates import preferred_pages
 from attnplug.registry.policy import Rule
@@ -16,98 +16,89 @@ from attnplug.registry.records import Offer
 from attnplug.registry.switches import ALLOW_REFUTED
 
 if TYPE_CHECKING:
-    from attnplug.core.device import Device
     from attnplug.core.reasons import Reason
-    from attnplug.core.spec import LayerSpec, Phase
     from attnplug.registry.evidence import Pages
     from attnplug.registry.installed import Assumed
     from attnplug.registry.plugins import PluginSet
 
-__all__ = ["ALL", "ARGUMENT", "AllowRefuted", "Question", "Scales", "allowed_names"]
+__all__ = ["AllowRefuted", "EvidenceGate", "allowed_names"]
 
 AllowRefuted: TypeAlias = str | Collection[str] | None
 """Names of backends with commas between, or one by one; "all"; None leaves it to ATTNPLUG_ALLOW_REFUTED."""
 
-ALL = "all"
-ARGUMENT = "allow_refuted"
+_ALL = "all"
+_ARGUMENT = "allow_refuted"
 
 
 def allowed_names(given: AllowRefuted) -> tuple[str, ...] | None:
-    """The argument as a hashable value; PolicyError for what are no names."""
+    """The argument as a hashable value; PolicyError where it has no names."""
     if given is None:
         return None
     parts = given.split(",") if isinstance(given, str) else given
     names = tuple(parts) if isinstance(parts, Collection) else (parts,)
     if not all(isinstance(name, str) and name.strip() for name in names):
-        raise PolicyError(ARGUMENT, given, "must be names of backends, or 'all'", "as 'FLASHINFER'")
+        raise PolicyError(_ARGUMENT, given, "must be names of backends, or 'all'", "as 'FLASHINFER'")
     return tuple(dict.fromkeys(name.strip() for name in names))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Question:
-    """What was asked of every candidate."""
-
-    spec: LayerSpec
-    device: Device
-    phase: Phase | None
-    assumed: Assumed
-
-
-class Scales:
-    """Weighs candidates of one registry against the evidence.
+class EvidenceGate:
+    """Checks candidates of one registry against the evidence.
 
     Args:
-        plugins: they know who ships the halves of a composite.
-        evidence: what was refuted.
-        allowed: the names that the user asked for, or None for those of ATTNPLUG_ALLOW_REFUTED.
+        plugins: say which distribution ships each half of a composite.
+        evidence: the refuted cells.
+        allowed: the names that the user gave, or None for those of ATTNPLUG_ALLOW_REFUTED.
+        assumed: versions to judge by instead of the installed ones.
 
     Raises:
-        UnknownBackendError, PluginError: a name that stands for no backend here.
+        UnknownBackendError, PluginError: a name in `allowed` that is not a backend here.
     """
 
-    def __init__(self, plugins: PluginSet, evidence: Evidence, allowed: tuple[str, ...] | None) -> None:
+    def __init__(
+        self, plugins: PluginSet, evidence: Evidence, allowed: tuple[str, ...] | None, assumed: Assumed
+    ) -> None:
         self._plugins = plugins
         self._evidence = evidence
-        self._source = ALLOW_REFUTED if allowed is None else ARGUMENT
+        self._assumed: Assumed = assumed
+        self._source = ALLOW_REFUTED if allowed is None else _ARGUMENT
         self.allowed = plugins.allow_refuted if allowed is None else allowed
         """The names in force."""
-        names = (name for name in self.allowed if name != ALL)
+        names = (name for name in self.allowed if name != _ALL)
         rules = (Rule(name, "default", "*", self._source) for name in names)
         self._offers = {offer for rule in rules for offer in plugins.resolve(rule)}
 
-    def weigh(self, offer: Offer, candidate: Candidate, asked: Question) -> tuple[Candidate, str | None]:
+    def check(self, offer: Offer, candidate: Candidate, placement: Placement) -> tuple[Candidate, str | None]:
         """An accepted candidate, refused where it was refuted; and a note where the user allows it."""
         if not self._evidence.cells:
             return candidate, None
-        reasons, allowed = self._against(
-            offer, asked, preferred_pages(offer.backend, asked.spec, asked.device)
-        )
+        pages = preferred_pages(offer.backend, placement.spec, placement.device)
+        reasons, allowed = self._reasons(offer, placement, pages)
         if reasons:
             return dataclasses.replace(candidate, refused_at=Gate.EVIDENCE, reasons=tuple(reasons)), None
         return candidate, f"allowed by {self._source}: {'; '.join(allowed)}" if allowed else None
 
     def check_pages(self, decision: Decision) -> None:
-        """That the block size and layout of a decision, which other layers had a say in, were not refuted.
+        """Check the block size and layout of a decision, which it may have agreed on with other layers.
 
         Raises:
-            LayoutError: they were; it names the layer, the backend and the evidence.
+            LayoutError: they were refuted; it names the layer, the backend and the evidence.
         """
         chosen, backend = decision.chosen, decision.backend_cls
         if chosen is None or backend is None:
             return
         size, layout = decision.block_size, decision.kv_cache_layout
-        settled = None if size is None or layout is None else (size, layout)
         offer = Offer(chosen.name, backend, "", chosen.distribution, chosen.version)
-        asked = Question(decision.spec, decision.device, decision.phase, decision.assumed)
-        reasons, _ = self._against(offer, asked, settled)
+        placement = Placement(decision.spec, decision.device, decision.phase)
+        pages = None if size is None or layout is None else (size, layout)
+        reasons, _ = self._reasons(offer, placement, pages)
         if reasons:
             limit = f"in {layout}, agreed on with other layers, does not serve layer {decision.layer_name}"
             raise LayoutError("block_size", size, f"{limit} on {chosen.name}: {'; '.join(reasons)}")
 
-    def _against(self, offer: Offer, asked: Question, at: Pages) -> tuple[list[Reason], list[str]]:
-        """Reasons against what is offered, and in short those that the user overrides."""
+    def _reasons(self, offer: Offer, placement: Placement, pages: Pages) -> tuple[list[Reason], list[str]]:
+        """The reasons against an offer, and in short those that the user overrides."""
         reasons, allowed = [], []
-        for owner, cells in self._found(offer, asked, at):
+        for owner, cells in self._refuted(offer, placement, pages):
             reason = reason_of(owner.name, cells)
             if self._allows(offer) or self._allows(owner):
                 allowed.append(str(reason).removesuffix(f"; {reason.remedy}"))
@@ -115,25 +106,24 @@ class Scales:
                 reasons.append(reason)
         return reasons, allowed
 
-    def _found(
-        self, offer: Offer, asked: Question, at: Pages
+    def _refuted(
+        self, offer: Offer, placement: Placement, pages: Pages
     ) -> Iterator[tuple[Offer, tuple[RefutedCell, ...]]]:
-        """Who was refuted: what is offered itself, or a composite's half in the phase that it serves."""
-        members: list[tuple[Offer, Phase | None]] = [(offer, asked.phase)]
+        """The refuted cells of an offer, and of a composite's halves in the phases that they serve."""
+        found = [(offer, placement)]
         if issubclass(offer.backend, CompositeBackend):
-            halves = offer.backend.members().items()
-            members += [
-                (each, phase)
-                for phase, half in halves
-                if asked.phase in (None, phase)
+            found += [
+                (each, dataclasses.replace(placement, phase=phase))
+                for phase, half in offer.backend.members().items()
+                if placement.phase in (None, phase)
                 for each in self._plugins.every_offer
                 if each.backend is half
             ]
-        for each, phase in members:
-            cells = self._evidence.against(each, asked.spec, asked.device, phase, at, asked.assumed)
+        for each, where in found:
+            cells = self._evidence.against(each, where, pages, self._assumed)
             if cells:
                 yield each, cells
 
     def _allows(self, offer: Offer) -> bool:
         named = (offer.name, offer.distribution)
-        return ALL in self.allowed or any((each.name, each.distribution) == named for each in self._offers)
+        return _ALL in self.allowed or any((each.name, each.distribution) == named for each in self._offers)

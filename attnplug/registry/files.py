@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whenever the writer is stopped."""
+"""Atomic file writes: a reader finds the old text or the new one, even if the writer is killed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["write_atomically"]
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write UTF-8 text beside `path`, then put it in its place in one step; OSError leaves `path` as it was."""
+    """Write UTF-8 text to a file beside `path`, then rename it; OSError leaves `path` as it was."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with unfinished.open("w", encoding="utf-8", newline="\n") as file:

@@ -1,23 +1,22 @@
-"""What each gate says of a candidate; whatever a backend raises becomes a reason against it."""
+"""The gates that a candidate passes; an exception in a backend becomes a reason against it."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from attnplug.core.reasons import Reason
-from attnplug.registry.decision import Candidate, Gate
+from attnplug.registry.decision import Candidate, Gate, Placement
 from attnplug.registry.hookspecs import PROJECT
 from attnplug.registry.installed import Assumed, missing_requirements
 from attnplug.registry.options import build_options
 from attnplug.registry.plugin_calls import describe, guarded_call
-from attnplug.registry.records import Offer, PluginRecord, PluginStatus
+from attnplug.registry.records import COMPOSITE_SEPARATOR, Offer, PluginRecord, PluginStatus
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.device import Device
-    from attnplug.core.spec import LayerSpec, Phase
+    from attnplug.core.spec import LayerSpec
 
 __all__ = [
     "configuration_reasons",
@@ -27,7 +26,6 @@ __all__ = [
     "import_parts",
     "not_loaded",
     "preferred_pages",
-    "refuse_import",
 ]
 
 _CODES = {
@@ -39,7 +37,7 @@ _CODES = {
 
 
 def not_loaded(record: PluginRecord) -> Candidate:
-    """Gate 1: the candidate that stands for a plugin which did not load."""
+    """Gate 1: the candidate for a plugin that did not load."""
     reason = Reason(record.reason or f"{record.name} was not loaded", code=_CODES[record.status])
     return Candidate(record.name, record.distribution, record.version, None, Gate.PLUGIN, (reason,))
 
@@ -48,24 +46,22 @@ def conflicting(offer: Offer, rivals: Sequence[Offer]) -> Candidate:
     """Gate 1: an offer whose name another distribution offers too."""
     names = " or ".join(rival.full_name for rival in rivals)
     reason = Reason(
-        f"{offer.name} is offered by more than one distribution",
-        code="conflict",
-        remedy=f"ask for {names}",
+        f"{offer.name} is offered by more than one distribution", code="conflict", remedy=f"ask for {names}"
     )
     return Candidate(offer.full_name, offer.distribution, offer.version, None, Gate.PLUGIN, (reason,))
 
 
-def examine(
-    offer: Offer, spec: LayerSpec, device: Device, phase: Phase | None, assumed: Assumed
-) -> Candidate:
-    """Gates 2 and 3, and the priority. Both gates leave their reasons, the spec's first."""
+def examine(offer: Offer, placement: Placement, assumed: Assumed) -> Candidate:
+    """Gates 2 and 3, and the priority. Both gates record their reasons, the configuration's first."""
     backend = offer.backend
-    configuration = configuration_reasons(backend, spec, device, phase)
-    installed = _installed(backend, assumed)
-    priority = _priority(offer, spec, device, phase)
+    configuration = configuration_reasons(backend, placement)
+    installed, error = guarded_call(missing_requirements, backend.requires, assumed)
+    if error is not None:
+        installed = [fault(backend, f"has requires={backend.requires!r}: {describe(error)}")]
+    priority = _priority(offer, placement)
     if isinstance(priority, Reason):
         configuration.append(priority)
-    configuration += () if configuration else _unfit(backend, spec, device)
+    configuration += () if configuration else _declaration_faults(backend, placement)
     refused_at = Gate.INSTALLED if installed else Gate.CONFIGURATION if configuration else None
     return Candidate(
         offer.name,
@@ -79,14 +75,14 @@ def examine(
 
 def import_parts(backend: type[AttentionBackend]) -> Reason | None:
     """The last gate: import the impl and the builder; the reason why that failed, or None."""
-    for door in ("get_impl_cls", "get_builder_cls"):
-        part, error = guarded_call(getattr(backend, door))
+    for getter in ("get_impl_cls", "get_builder_cls"):
+        part, error = guarded_call(getattr(backend, getter))
         if error is not None or not isinstance(part, type):
             did = f"returned {part!r}, which is no class" if error is None else f"raised {describe(error)}"
             return Reason(
                 f"{backend.get_name()} cannot be imported here",
                 code="import_failed",
-                requested=f"{door} {did}",
+                requested=f"{getter} {did}",
                 remedy=f"attnplug doctor {backend.get_name()} shows more",
             )
     return None
@@ -102,16 +98,11 @@ def preferred_pages(
     return size, backend.supported_kv_cache_layouts()[0]
 
 
-def refuse_import(candidate: Candidate, reason: Reason) -> Candidate:
-    """The candidate after it failed the last gate."""
-    return dataclasses.replace(candidate, refused_at=Gate.IMPORT, reasons=(reason,))
-
-
-def configuration_reasons(
-    backend: type[AttentionBackend], spec: LayerSpec, device: Device, phase: Phase | None
-) -> list[Reason]:
-    """Gate 2: what `validate_configuration` says; a reason against the backend where it raises, or says nothing."""
-    found, error = guarded_call(backend.validate_configuration, spec, device, phase)
+def configuration_reasons(backend: type[AttentionBackend], placement: Placement) -> list[Reason]:
+    """Gate 3: the reasons of `validate_configuration`; a fault where it raises or returns no list."""
+    found, error = guarded_call(
+        backend.validate_configuration, placement.spec, placement.device, placement.phase
+    )
     if error is not None:
         return [fault(backend, f"raised {describe(error)} in validate_configuration")]
     if isinstance(found, str) or not isinstance(found, Sequence):
@@ -121,29 +112,22 @@ def configuration_reasons(
     return [item if isinstance(item, Reason) else Reason(str(item), code="combination") for item in found]
 
 
-def _installed(backend: type[AttentionBackend], assumed: Assumed) -> list[Reason]:
-    reasons, error = guarded_call(missing_requirements, backend.requires, assumed)
-    if error is not None:
-        return [fault(backend, f"has requires={backend.requires!r}: {describe(error)}")]
-    return list(reasons)
-
-
-def _priority(offer: Offer, spec: LayerSpec, device: Device, phase: Phase | None) -> int | Reason:
+def _priority(offer: Offer, placement: Placement) -> int | Reason:
     backend = offer.backend
-    priority, error = guarded_call(backend.get_priority, spec, device, phase)
+    priority, error = guarded_call(backend.get_priority, placement.spec, placement.device, placement.phase)
     if error is not None:
         return fault(backend, f"raised {describe(error)} in get_priority")
-    # Of a composite two distributions may be named.
-    lowest = 0 if PROJECT in (offer.distribution or "").split("+") else 1
+    # A composite may name two distributions.
+    lowest = 0 if PROJECT in (offer.distribution or "").split(COMPOSITE_SEPARATOR) else 1
     if type(priority) is not int or not lowest <= priority <= 999:
         return fault(backend, f"has priority {priority!r}; it must be an integer from {lowest} to 999")
     return int(priority)
 
 
-def _unfit(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> list[Reason]:
-    """What of the backend's own declarations would fail once it is chosen."""
+def _declaration_faults(backend: type[AttentionBackend], placement: Placement) -> list[Reason]:
+    """Faults in the backend's declarations that would raise once it is chosen."""
     faults = []
-    _, error = guarded_call(preferred_pages, backend, spec, device)
+    _, error = guarded_call(preferred_pages, backend, placement.spec, placement.device)
     if error is not None:
         faults.append(fault(backend, f"raised {describe(error)} for its block size and layout"))
     _, error = guarded_call(build_options, backend, None)
@@ -153,6 +137,6 @@ def _unfit(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> 
 
 
 def fault(backend: type[AttentionBackend], what: str) -> Reason:
-    """The reason against a backend that did `what` to a gate."""
+    """The reason against a backend that did `what`, which breaks the interface."""
     owner = f"{backend.__module__}.{backend.__qualname__}"
     return Reason(f"{owner} {what}", code="plugin_error", remedy="tell its author")

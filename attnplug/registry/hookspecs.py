@@ -27,7 +27,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 class BackendHooks:
-    """What a plugin module may implement; every argument is always passed."""
+    """The hooks that a plugin module may implement; every argument is always passed."""
 
     @hookspec
     def attnplug_backends(self) -> Sequence[type[AttentionBackend]]:  # type: ignore[empty-body]
@@ -35,14 +35,10 @@ class BackendHooks:
 
     @hookspec
     def attnplug_rank(
-        self,
-        spec: LayerSpec,
-        device: Device,
-        phase: Phase | None,
-        candidates: Sequence[str],
+        self, spec: LayerSpec, device: Device, phase: Phase | None, candidates: Sequence[str]
     ) -> Sequence[str] | None:
         """The candidates' names in the order preferred, or None for no opinion.
 
-        Can neither add a candidate nor bring back a refused one; names left out keep their order
+        It cannot add a candidate or bring back a refused one; names left out keep their order
         behind. Called only on a plugin that was registered in code or is named in ATTNPLUG_RANK.
         """

@@ -1,4 +1,4 @@
-"""The second gate: whether the distributions that a backend requires are installed, in fitting versions."""
+"""The second gate: the distributions that a backend requires, in the versions that it requires."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = [
 ]
 
 AssumeInstalled: TypeAlias = Mapping[str, str] | Literal["all"] | None
-"""Versions to assume for a what-if query: a whole mapping, "all" of everything, or None to look."""
+"""Versions to assume for a what-if query: all that count, "all" for any, or None for the installed ones."""
 Assumed: TypeAlias = tuple[tuple[str, str], ...] | Literal["all"] | None
 
 
 def freeze_assumed(assume_installed: AssumeInstalled) -> Assumed:
-    """The argument as a hashable value; PolicyError for a version or a form that means nothing."""
+    """The argument as a hashable value; PolicyError for an invalid version or form."""
     from packaging.version import InvalidVersion, Version
 
     if assume_installed is None:
@@ -48,7 +48,7 @@ def freeze_assumed(assume_installed: AssumeInstalled) -> Assumed:
 
 
 def missing_requirements(requires: Sequence[str | tuple[str, ...]], assumed: Assumed = None) -> list[Reason]:
-    """A reason for each requirement that no installed (or assumed) distribution meets.
+    """A reason for each requirement that no installed or assumed distribution meets.
 
     Args:
         requires: PEP 508 strings; a tuple is met by any one of its alternatives.
@@ -59,29 +59,32 @@ def missing_requirements(requires: Sequence[str | tuple[str, ...]], assumed: Ass
     reasons = []
     for entry in (requires,) if isinstance(requires, str) else requires:
         choices = (entry,) if isinstance(entry, str) else tuple(entry)
-        found = [_unmet_one(choice, assumed) for choice in choices]
+        found = [_missing(choice, assumed) for choice in choices]
         refused = [reason for reason in found if reason is not None]
         if choices and len(refused) == len(choices):
-            # A wrong version says more than an absent alternative.
+            # A wrong version tells the user more than a missing alternative.
             refused.sort(key=lambda reason: reason.code != "version")
-            reasons.append(refused[0] if len(refused) == 1 else _joined(refused))
+            first, others = refused[0], " or ".join(each.remedy for each in refused[1:] if each.remedy)
+            if len(refused) > 1:
+                first = Reason(str(first), code=first.code, field="requires", remedy=f"or {others}")
+            reasons.append(first)
     return reasons
 
 
-def _unmet_one(text: str, assumed: Assumed) -> Reason | None:
+def _missing(text: str, assumed: Assumed) -> Reason | None:
     requirement = _parse(text)
     if requirement.marker is not None and not requirement.marker.evaluate():
         return None
     remedy = f"pip install '{requirement.name}{requirement.specifier}'"
-    version = _version(requirement.name, assumed)
+    if isinstance(assumed, tuple):
+        version = dict(assumed).get(canonical_name(requirement.name))
+    else:
+        version = installed_version(requirement.name)
     if version is None:
         return Reason(
-            f"{requirement.name} not installed",
-            code="not_installed",
-            field="requires",
-            remedy=remedy,
+            f"{requirement.name} not installed", code="not_installed", field="requires", remedy=remedy
         )
-    # Prereleases count only where the requirement names one, whatever pip would do.
+    # Unlike pip, a prerelease counts only if the requirement names one.
     prereleases = bool(requirement.specifier.prereleases)
     if not requirement.specifier or requirement.specifier.contains(version, prereleases=prereleases):
         return None
@@ -95,12 +98,6 @@ def _unmet_one(text: str, assumed: Assumed) -> Reason | None:
     )
 
 
-def _joined(refused: Sequence[Reason]) -> Reason:
-    first = refused[0]
-    others = " or ".join(reason.remedy for reason in refused[1:] if reason.remedy)
-    return Reason(str(first), code=first.code, field="requires", remedy=f"or {others}")
-
-
 @functools.lru_cache(maxsize=256)
 def _parse(text: str) -> Requirement:
     from packaging.requirements import Requirement
@@ -108,15 +105,9 @@ def _parse(text: str) -> Requirement:
     return Requirement(text)
 
 
-def _version(name: str, assumed: Assumed) -> str | None:
-    if isinstance(assumed, tuple):
-        return dict(assumed).get(canonical_name(name))
-    return installed_version(name)
-
-
 @functools.lru_cache(maxsize=256)
 def installed_version(name: str) -> str | None:
-    """The version of an installed distribution, remembered; None where it is not installed."""
+    """The version of an installed distribution, cached; None where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -124,5 +115,5 @@ def installed_version(name: str) -> str | None:
 
 
 def forget_versions() -> None:
-    """Look at the installed distributions again."""
+    """Clear the cached versions."""
     installed_version.cache_clear()

@@ -1,4 +1,4 @@
-"""Makes layers with like caches agree on one block size and one KV layout."""
+"""One block size and one KV layout for layers with equal caches."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _K = TypeVar("_K")
 
 
 def negotiated(decisions: Mapping[_K, Decision]) -> dict[_K, Decision]:
-    """The decisions with one block size and one KV layout for all layers whose caches are alike.
+    """The decisions with one block size and one KV layout for all layers with equal caches.
 
     Raises:
-        LayoutError: backends of like layers that no size or layout suits; it names them.
+        LayoutError: no size or layout suits all backends of such layers; it names them.
     """
     groups: dict[Any, list[_K]] = {}
     for key, decision in decisions.items():
         if decision.backend is not None and decision.block_size is not None:
             cache = kv_cache_spec_for(decision.spec, decision.spec.block_size or 1)
             groups.setdefault((cache, decision.spec.block_size), []).append(key)
-    settled = dict(decisions)
+    agreed = dict(decisions)
     for keys in groups.values():
         members = [decisions[key] for key in keys]
-        # One class may prefer different sizes for different specs, so backends are not compared.
+        # One class may prefer different sizes for different specs, so the sizes are compared, not the backends.
         if len({(decision.block_size, decision.kv_cache_layout) for decision in members}) > 1:
             size, layout = _common_size(members), _common_layout(members)
             for key in keys:
-                settled[key] = dataclasses.replace(decisions[key], block_size=size, kv_cache_layout=layout)
-    return settled
+                agreed[key] = dataclasses.replace(decisions[key], block_size=size, kv_cache_layout=layout)
+    return agreed
 
 
 def _common_size(members: Sequence[Decision]) -> int:
@@ -50,7 +50,7 @@ def _common_size(members: Sequence[Decision]) -> int:
     for size in (*wanted, *fixed, math.lcm(*bases)):
         if all(MultipleOf.allows(sizes, size) for sizes in allowed):
             return size
-    raise _clash("block_size", members, allowed)
+    raise _no_agreement("block_size", members, allowed)
 
 
 def _common_layout(members: Sequence[Decision]) -> str:
@@ -58,10 +58,12 @@ def _common_layout(members: Sequence[Decision]) -> str:
     for layout in readable[0]:
         if all(layout in layouts for layouts in readable):
             return layout
-    raise _clash("kv_cache_layout", members, readable)
+    raise _no_agreement("kv_cache_layout", members, readable)
 
 
-def _clash(field: str, members: Sequence[Decision], allowed: Sequence[Sequence[object]]) -> LayoutError:
+def _no_agreement(
+    field: str, members: Sequence[Decision], allowed: Sequence[Sequence[object]]
+) -> LayoutError:
     pairs = zip(members, allowed, strict=True)
     one_each = {(d.backend, tuple(limit)): d for d, limit in pairs}
     sides = [

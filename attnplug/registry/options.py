@@ -21,21 +21,22 @@ __all__ = ["build_options", "by_backend", "check_options", "freeze", "options_of
 
 
 def by_backend(options: Any, asked: str | None, plugins: PluginSet) -> dict[str, Any]:
-    """Options sorted by the backend or family they are for.
+    """Options by the name of their backend or family.
 
     Args:
         options: a mapping from backend or family name to its options; or an instance of a backend's
-            `Options`; or, where one backend is asked for by name, a plain mapping of its options.
-        asked: the one name asked for, if any.
-        plugins: says which names there are.
+            `Options`; or, with one backend in `asked`, a plain mapping of its options.
+        asked: the one backend that the user named, or None.
+        plugins: the plugins whose names count.
 
     Raises:
-        PolicyError: options of which it cannot be said whose they are.
+        PolicyError: the backend of the options is not clear.
     """
     if options is None:
         return {}
     if not isinstance(options, Mapping):
-        owners = [o.full_name for o in plugins.every_offer if _is_options_of(o.backend, options)]
+        declared = ((offer, offer.backend.Options) for offer in plugins.every_offer)
+        owners = [o.full_name for o, kind in declared if isinstance(kind, type) and isinstance(options, kind)]
         if not owners:
             raise PolicyError("options", options, "is no Options of any backend, and no mapping")
         return dict.fromkeys(owners, options)
@@ -49,10 +50,10 @@ def by_backend(options: Any, asked: str | None, plugins: PluginSet) -> dict[str,
 
 
 def check_options(options: Mapping[str, Any], plugins: PluginSet) -> None:
-    """Check options sorted `by_backend`, also those of backends that will not be chosen.
+    """Check the result of `by_backend`, also options of backends that will not be chosen.
 
     Raises:
-        PolicyError: as `build_options`; for a family, where no member takes them.
+        PolicyError: as `build_options`; for a family, only if no member takes them.
     """
     for name, given in options.items():
         refused: list[PolicyError] = []
@@ -66,12 +67,8 @@ def check_options(options: Mapping[str, Any], plugins: PluginSet) -> None:
             raise refused[0]
 
 
-def _is_options_of(backend: type[AttentionBackend], options: object) -> bool:
-    return isinstance(backend.Options, type) and isinstance(options, backend.Options)
-
-
 def freeze(options: Any) -> Any:
-    """Options as a hashable value; PolicyError where one cannot be hashed."""
+    """Options as a hashable value; PolicyError where a value cannot be hashed."""
     if isinstance(options, Mapping):
         return tuple(sorted((str(name), freeze(value)) for name, value in options.items()))
     try:
@@ -82,10 +79,10 @@ def freeze(options: Any) -> Any:
 
 
 def options_of(offer: Offer, given: Mapping[str, Any]) -> Any:
-    """What of options sorted `by_backend` and frozen is meant for a backend, or for the halves of a composite.
+    """The options for one backend, from the frozen result of `by_backend`.
 
-    A half's are found under its own name or family and get its phase in front, as the composite's
-    `Options` has them; what is given for the composite by name comes before.
+    A composite also takes the options of its halves, by their names or families. Their phase is put in
+    front, as in the composite's `Options`. Options under the composite's own name come first.
     """
     backend = offer.backend
     own = _thawed(given, (offer.full_name, offer.name, backend.family))
@@ -108,12 +105,12 @@ def _thawed(given: Mapping[str, Any], names: Iterable[str | None]) -> Any:
 
 
 def build_options(backend: type[AttentionBackend], given: Any) -> Any:
-    """An instance of `backend.Options` with `given` in it; None where there are no options at all.
+    """An instance of `backend.Options` with `given` in it; None where the backend has no options.
 
     Raises:
         PolicyError: an unknown option, a value of the wrong type (it lists what exists), or values
             that `Options` refuses.
-        PluginError: `Options` is no dataclass, or has annotations that mean nothing.
+        PluginError: `Options` is not a dataclass, or its annotations cannot be resolved.
     """
     name = backend.get_name()
     declared = backend.Options
@@ -126,13 +123,16 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
     if given is not None and not isinstance(given, Mapping):
         limit = f"must be the {declared.__qualname__} of {name}, or a mapping"
         raise PolicyError("options", given, limit)
-    fields = _fields(name, declared)
+    hints, error = guarded_call(typing.get_type_hints, declared)
+    if error is not None or not dataclasses.is_dataclass(declared):
+        why = "it is no dataclass" if error is None else describe(error)
+        raise PluginError(f"the Options of {name} cannot be read: {why}") from error
+    fields = {field.name: hints[field.name] for field in dataclasses.fields(declared) if field.init}
     exists = ", ".join(f"{field}: {_type_name(hint)}" for field, hint in fields.items()) or "none"
     for option, value in (given or {}).items():
         if option not in fields:
-            raise PolicyError(
-                f"options[{option!r}]", value, f"{name} has no such option; there are: {exists}"
-            )
+            limit = f"{name} has no such option; there are: {exists}"
+            raise PolicyError(f"options[{option!r}]", value, limit)
         if not _fits(value, fields[option]):
             limit = f"must be {_type_name(fields[option])}; options of {name} are: {exists}"
             raise PolicyError(f"options[{option!r}]", value, limit)
@@ -142,16 +142,8 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
     return built
 
 
-def _fields(name: str, declared: type[Any]) -> dict[str, Any]:
-    hints, error = guarded_call(typing.get_type_hints, declared)
-    if error is not None or not dataclasses.is_dataclass(declared):
-        why = "it is no dataclass" if error is None else describe(error)
-        raise PluginError(f"the Options of {name} cannot be read: {why}") from error
-    return {field.name: hints[field.name] for field in dataclasses.fields(declared) if field.init}
-
-
 def _fits(value: object, hint: Any) -> bool:
-    hint = getattr(hint, "__supertype__", hint)  # what a NewType stands for
+    hint = getattr(hint, "__supertype__", hint)  # the type behind a NewType
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return any(type(value) is type(each) and value == each for each in arguments)

@@ -1,4 +1,4 @@
-"""Calls into plugins: whatever they raise is theirs to answer for, and stops there."""
+"""Calls into plugins, which return an exception instead of raising it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ __all__ = ["describe", "guarded_call"]
 
 
 def guarded_call(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, BaseException | None]:
-    """The result of a call and None, or None and what it raised, SystemExit included.
+    """The result of a call and None, or None and the exception that it raised, SystemExit included.
 
-    KeyboardInterrupt passes: it is the user's.
+    KeyboardInterrupt is raised, because the user sent it.
     """
     try:
         return call(*args, **kwargs), None
     except (KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # noqa: BLE001  (a panic in a Rust extension is no Exception)
+    except BaseException as error:  # noqa: BLE001  (a panic in a Rust extension is not an Exception)
         return None, error
 
 
 def describe(error: BaseException) -> str:
     """An exception in one line: its type and its message."""
     text, failure = guarded_call(str, error)
-    words = " ".join(text.split()) if failure is None else "its message cannot be had"
+    words = " ".join(text.split()) if failure is None else "its message cannot be read"
     return f"{type(error).__name__}: {words}" if words else type(error).__name__

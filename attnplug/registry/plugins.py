@@ -1,4 +1,4 @@
-"""The plugins of one registry, and what the names of backends stand for."""
+"""The plugins of one registry, and the backends that a name refers to."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.core.composite import CompositeBackend, composite_backend
 from attnplug.core.errors import PluginError, PolicyError, UnknownBackendError
-from attnplug.registry.discovery import Host, Loaded, installed_plugins, raise_strict
+from attnplug.registry.discovery import Host, Loaded, installed_plugins
 from attnplug.registry.gates import conflicting, import_parts, not_loaded
-from attnplug.registry.records import JOIN, Offer, PluginRecord, PluginStatus, joined
+from attnplug.registry.records import COMPOSITE_SEPARATOR, Offer, PluginRecord, PluginStatus, joined
 from attnplug.registry.switches import Switches
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ __all__ = ["PluginSet"]
 
 
 class PluginSet:
-    """Holds plugins: which of them loaded, what each offers, and what a name stands for.
+    """The plugins of a registry: their records, their offers, and the names of backends.
 
     Args:
         plugins: as `Registry` takes them.
@@ -42,6 +42,8 @@ class PluginSet:
         self._in_code: list[str] = []
         self._import_failures: dict[type[AttentionBackend], Reason | None] = {}
         self._switches = Switches.read()
+        self.allow_refuted = self._switches.allow_refuted
+        """The names in ATTNPLUG_ALLOW_REFUTED."""
         if plugins is None:
             self._discover()
         elif isinstance(plugins, Mapping):
@@ -50,9 +52,11 @@ class PluginSet:
         else:
             for plugin in plugins:
                 self.register(plugin)
-        self._settle()
-        if self._switches.strict:
-            raise_strict(self.records)
+        self._index()
+        kept = (PluginStatus.LOADED, PluginStatus.BLOCKED)
+        bad = [record.reason or record.name for record in self.records if record.status not in kept]
+        if bad and self._switches.strict:
+            raise PluginError("ATTNPLUG_STRICT is set and plugins did not load: " + "; ".join(bad))
 
     def _discover(self) -> None:
         found = installed_plugins()
@@ -67,23 +71,23 @@ class PluginSet:
             self._loaded[plugin.record.name] = loaded
 
     def register(self, plugin: object, name: str | None = None) -> PluginRecord:
-        """Take in a plugin object through the same checks; see `Registry.register`."""
+        """Add a plugin object through the same checks; see `Registry.register`."""
         title = name or getattr(plugin, "__name__", None) or type(plugin).__name__
         if title in self._loaded and title not in self._in_code:
             raise PluginError(f"{title} is the name of an installed plugin; give another name")
         others = {name: loaded for name, loaded in self._loaded.items() if name != title}
-        before = self._host.forget(self._loaded[title].plugin) if title in self._loaded else None
+        replaced = self._host.forget(self._loaded[title].plugin) if title in self._loaded else None
         try:
             loaded = self._admit(title, plugin, others)
         except PluginError:
-            # The one before stays as it was.
-            if before is not None:
-                self._host.restore(before)
+            # A refused replacement leaves the earlier plugin in place.
+            if replaced is not None:
+                self._host.restore(replaced)
             raise
         self._loaded = {**others, title: loaded}
         if title not in self._in_code:
             self._in_code.append(title)
-        self._settle()
+        self._index()
         return loaded.record
 
     def _admit(self, title: str, plugin: object, others: Mapping[str, Loaded]) -> Loaded:
@@ -98,8 +102,8 @@ class PluginSet:
                 raise PluginError(f"{title} offers {offer.name}, which {rival} offers already")
         return loaded
 
-    def _settle(self) -> None:
-        """Work out what follows from the loaded plugins: names, conflicts, candidates out of the race."""
+    def _index(self) -> None:
+        """Derive names, conflicts and unavailable candidates from the loaded plugins."""
         by_name: dict[str, list[Offer]] = {}
         for loaded in self._loaded.values():
             for offer in loaded.offers:
@@ -108,15 +112,19 @@ class PluginSet:
         for rivals in self._conflicts.values():
             for offer in rivals:
                 self._mark_conflict(offer, rivals)
-        self._offers = tuple(rivals[0] for rivals in by_name.values() if len(rivals) == 1)
-        self._unavailable = (
+        self.offers = tuple(rivals[0] for rivals in by_name.values() if len(rivals) == 1)
+        """The backends that can be chosen automatically."""
+        self.backends: Mapping[str, type[AttentionBackend]]
+        self.backends = MappingProxyType({offer.name: offer.backend for offer in self.offers})
+        """The same by name; a read-only view."""
+        self.unavailable = (
             *(conflicting(o, rivals) for rivals in self._conflicts.values() for o in rivals),
             *(not_loaded(record) for record in self._not_loaded()),
         )
-        self._backends = MappingProxyType({o.name: o.backend for o in self._offers})
+        """A candidate for each plugin that did not load, and for each offer in conflict."""
 
     def _not_loaded(self) -> list[PluginRecord]:
-        # A loaded plugin may offer nothing here, and one in conflict is there to be asked for by name.
+        # A loaded plugin may have no offers, and one in conflict can still be chosen by its full name.
         entries = (entry for entry in self._loaded.values() if not entry.offers)
         return [entry.record for entry in entries if entry.record.status is not PluginStatus.LOADED]
 
@@ -132,10 +140,10 @@ class PluginSet:
 
     @property
     def records(self) -> tuple[PluginRecord, ...]:
-        """What became of each plugin."""
-        return tuple(self._noted(loaded.record) for loaded in self._loaded.values())
+        """One record for each plugin, loaded or not."""
+        return tuple(self._with_rank_note(loaded.record) for loaded in self._loaded.values())
 
-    def _noted(self, record: PluginRecord) -> PluginRecord:
+    def _with_rank_note(self, record: PluginRecord) -> PluginRecord:
         uninvited = (
             record.status is PluginStatus.LOADED
             and not self._may_rank(record)
@@ -147,16 +155,6 @@ class PluginSet:
         return dataclasses.replace(record, reason=f"{record.reason}; {note}" if record.reason else note)
 
     @property
-    def allow_refuted(self) -> tuple[str, ...]:
-        """The names in ATTNPLUG_ALLOW_REFUTED."""
-        return self._switches.allow_refuted
-
-    @property
-    def offers(self) -> tuple[Offer, ...]:
-        """The backends that can be chosen automatically."""
-        return self._offers
-
-    @property
     def every_offer(self) -> tuple[Offer, ...]:
         """All backends of loaded plugins, those in conflict included."""
         return tuple(offer for loaded in self._loaded.values() for offer in loaded.offers)
@@ -166,16 +164,6 @@ class PluginSet:
         """The names of all backends and families, sorted."""
         families = {o.backend.family for o in self.every_offer if o.backend.family}
         return sorted({offer.name for offer in self.every_offer} | families)
-
-    @property
-    def unavailable(self) -> tuple[Candidate, ...]:
-        """Candidates that stand for plugins out of the race: not loaded, or in conflict."""
-        return self._unavailable
-
-    @property
-    def backends(self) -> Mapping[str, type[AttentionBackend]]:
-        """The backends that can be chosen automatically, by name; a read-only view."""
-        return self._backends
 
     def rankers(self) -> list[tuple[str, Callable[..., Any]]]:
         """The plugins that may reorder candidates: those named in ATTNPLUG_RANK, then registered ones."""
@@ -199,16 +187,16 @@ class PluginSet:
         return self._import_failures[backend]
 
     def resolve(self, rule: Rule) -> tuple[Offer, ...]:
-        """The offers that a rule's name stands for: a backend, a family's members, or "PREFILL+DECODE".
+        """The offers that a rule names: a backend, a family's members, or "PREFILL+DECODE".
 
         Raises:
             PolicyError: three names joined, or more.
-            PluginError: the plugin meant did not load, or the name is in conflict.
+            PluginError: the plugin named did not load, or the name is in conflict.
             UnknownBackendError: no plugin offers the name; it suggests near ones.
         """
         name = rule.backend
-        if JOIN in name:
-            halves = name.split(JOIN)
+        if COMPOSITE_SEPARATOR in name:
+            halves = name.split(COMPOSITE_SEPARATOR)
             if len(halves) != 2:
                 limit = f"names {len(halves)} backends; a composite has two"
                 raise PolicyError(rule.source, name, limit, "write PREFILL+DECODE")
@@ -223,24 +211,41 @@ class PluginSet:
         for record in self._not_loaded():
             if record.answers_to(name):
                 raise PluginError(f"{name}, asked for by {rule.source}, did not load: {record.reason}")
-        raise self._unknown(rule)
+        names = self.names
+        near = difflib.get_close_matches(name.upper(), names, 3, 0.5)
+        limit = f"is no backend; loaded are {', '.join(names) or 'none'}"
+        failed = [str(record.reason) for record in self._not_loaded()]
+        if failed:
+            limit += f"; not loaded: {'; '.join(failed)}"
+        remedy = f"did you mean {' or '.join(near)}?" if near else None
+        raise UnknownBackendError(rule.source, name, limit, remedy)
 
     def find(self, name: str) -> tuple[Offer, ...]:
         """The offers called `name`: a backend, a family's members, or `name@distribution`; () for none.
 
-        Of "PREFILL+DECODE" the composites of what each half stands for, as `composite_backend` makes them.
+        "PREFILL+DECODE" gives a composite for each pair of the halves' offers; see `composite_backend`.
         """
-        if JOIN in name:
-            halves = [self.find(half.strip()) for half in name.split(JOIN)]
+        if COMPOSITE_SEPARATOR in name:
+            halves = [self.find(half.strip()) for half in name.split(COMPOSITE_SEPARATOR)]
             pairs = itertools.product(*halves) if len(halves) == 2 else ()
             return tuple(dict.fromkeys(self._pair(prefill, decode) for prefill, decode in pairs))
         if "@" in name:
             backend, _, owner = name.partition("@")
-            return tuple(o for o in self.every_offer if o.name == backend and self._ships(owner, o))
-        named = tuple(offer for offer in self._offers if offer.name == name)
-        return named or tuple(offer for offer in self._offers if offer.backend.family == name)
+            return tuple(
+                offer
+                for offer in self.every_offer
+                if offer.name == backend and self._loaded[offer.plugin].record.answers_to(owner)
+            )
+        named = tuple(offer for offer in self.offers if offer.name == name)
+        return named or tuple(offer for offer in self.offers if offer.backend.family == name)
 
-    def _pair(self, prefill: Offer, decode: Offer) -> Offer:
+    def refers_to(self, name: str, candidate: Candidate) -> bool:
+        """Whether the candidate is one of the backends that `name` refers to."""
+        wanted = (candidate.name, candidate.distribution)
+        return any((offer.name, offer.distribution) == wanted for offer in self.find(name))
+
+    @staticmethod
+    def _pair(prefill: Offer, decode: Offer) -> Offer:
         backend = composite_backend(prefill.backend, decode.backend)
         if not issubclass(backend, CompositeBackend):
             return prefill
@@ -252,16 +257,3 @@ class PluginSet:
             joined(offer.distribution for offer in both),
             joined(offer.version for offer in both),
         )
-
-    def _ships(self, owner: str, offer: Offer) -> bool:
-        return self._loaded[offer.plugin].record.answers_to(owner)
-
-    def _unknown(self, rule: Rule) -> UnknownBackendError:
-        names = self.names
-        near = difflib.get_close_matches(rule.backend.upper(), names, 3, 0.5)
-        limit = f"is no backend; loaded are {', '.join(names) or 'none'}"
-        failed = [str(record.reason) for record in self._not_loaded()]
-        if failed:
-            limit += f"; not loaded: {'; '.join(failed)}"
-        remedy = f"did you mean {' or '.join(near)}?" if near else None
-        return UnknownBackendError(rule.source, rule.backend, limit, remedy)

@@ -1,4 +1,4 @@
-"""What the user asked for: backend rules from an argument, `use(...)` and the environment."""
+"""Backend rules of the user: from an argument, `use(...)` and the environment."""
 
 from __future__ import annotations
 
@@ -15,10 +15,20 @@ from attnplug.core.errors import PolicyError
 from attnplug.core.spec import KINDS, LayerSpec, Phase
 from attnplug.registry.switches import BACKEND
 
-__all__ = ["ARGUMENT", "ENVIRONMENT", "USE", "Rule", "parse_rules", "rule_for", "rule_sets", "use", "used"]
+__all__ = [
+    "ARGUMENT",
+    "ENVIRONMENT",
+    "USE",
+    "Rule",
+    "parse_rules",
+    "rule_for",
+    "rule_sets",
+    "use",
+    "use_blocks",
+]
 
 ARGUMENT = "backend"
-"""Where a rule came from: the argument, or --backend."""
+"""The source of a rule: the argument, or --backend."""
 USE = "attnplug.use"
 ENVIRONMENT = BACKEND
 
@@ -27,7 +37,7 @@ _RANK = {"layer": 0, "kind": 1, "phase": 2, "default": 3}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """One line of what was asked: this backend for these layers.
+    """One rule: this backend for these layers.
 
     Args:
         backend: a backend or family name, or `name@distribution`.
@@ -45,7 +55,7 @@ class Rule:
         return self.backend if self.scope == "default" else f"{self.pattern}={self.backend}"
 
     def matches(self, spec: LayerSpec, phase: Phase | None, layer_name: str | None) -> bool:
-        """Whether the rule speaks of this layer in this phase."""
+        """Whether the rule is for this layer in this phase."""
         if self.scope == "layer":
             return layer_name is not None and fnmatch.fnmatchcase(layer_name, self.pattern)
         if self.scope == "kind":
@@ -58,12 +68,12 @@ class Rule:
 def parse_rules(given: str | Mapping[str, str] | None, source: str = ARGUMENT) -> tuple[Rule, ...]:
     """Rules, most specific first, from "FLASH_ATTN,sliding=TRITON,decode=FLASHINFER" or a mapping.
 
-    A key is a kind of layer (KINDS), a phase, or else a layer-name glob (the longest first); a bare
-    name, or the key "*", is for everything else. Of two kinds of one layer the one that
+    A key is a kind of layer (KINDS), a phase, or else a layer-name glob (the longest first). A bare
+    name, or the key "*", is for everything else. If a layer has two kinds, the one that
     `LayerSpec.kinds` names first decides.
 
     Raises:
-        PolicyError: an empty or repeated part, or something that is no text.
+        PolicyError: an empty or repeated part, or a value that is not text.
     """
     if given is None or given == "":
         return ()
@@ -97,7 +107,7 @@ def _ordered(pairs: Any, given: object, source: str) -> tuple[Rule, ...]:
 
 
 def _specificity(rule: Rule) -> tuple[int, int]:
-    # Kinds in the order of LayerSpec.kinds: who attends whom says more than which keys are seen.
+    # Kinds in the order of LayerSpec.kinds: the type of attention comes before the keys that it sees.
     within = KINDS.index(rule.pattern) if rule.scope == "kind" else len(rule.pattern)
     return _RANK[rule.scope], -within
 
@@ -111,10 +121,7 @@ def _scope(pattern: str) -> str:
 
 
 def rule_for(
-    rule_sets: Sequence[tuple[Rule, ...]],
-    spec: LayerSpec,
-    phase: Phase | None,
-    layer_name: str | None,
+    rule_sets: Sequence[tuple[Rule, ...]], spec: LayerSpec, phase: Phase | None, layer_name: str | None
 ) -> Rule | None:
     """The first rule that matches, looking through the sets in order: argument, `use`, environment."""
     for rules in rule_sets:
@@ -125,28 +132,28 @@ def rule_for(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Used:
+class _UseBlock:
     rules: tuple[Rule, ...]
     options: Any
 
 
-_USED: ContextVar[tuple[_Used, ...]] = ContextVar("attnplug_use", default=())
+_USE_BLOCKS: ContextVar[tuple[_UseBlock, ...]] = ContextVar("attnplug_use", default=())
 
 
-def used() -> tuple[_Used, ...]:
-    """What the `use` blocks around this point ask for, innermost first."""
-    return _USED.get()
+def use_blocks() -> tuple[_UseBlock, ...]:
+    """The `use` blocks around this point, innermost first."""
+    return _USE_BLOCKS.get()
 
 
 def rule_sets(backend: str | Mapping[str, str] | None = None) -> tuple[tuple[Rule, ...], ...]:
-    """The rules in force here, those asked first in front: an argument's, of `use` blocks, the environment's.
+    """The rules in force here, in order: the argument's, those of `use` blocks, the environment's.
 
     Raises:
-        PolicyError: rules that cannot be read.
+        PolicyError: rules that cannot be parsed.
     """
     return (
         parse_rules(backend, ARGUMENT),
-        *(block.rules for block in used()),
+        *(block.rules for block in use_blocks()),
         parse_rules(os.environ.get(ENVIRONMENT), ENVIRONMENT),
     )
 
@@ -155,18 +162,18 @@ def rule_sets(backend: str | Mapping[str, str] | None = None) -> tuple[tuple[Rul
 def use(backend: str | Mapping[str, str] | None = None, *, options: Any = None) -> Iterator[None]:
     """Ask for a backend, or rules, for every selection made inside the block.
 
-    Held in a context variable: other threads and tasks do not see it. Blocks nest; the inner one is
-    asked first. An argument of `select` comes before both, `ATTNPLUG_BACKEND` after.
+    A context variable keeps the rules, so other threads and tasks do not see them. Blocks nest; the
+    inner one comes first. An argument of `select` comes before both, `ATTNPLUG_BACKEND` after.
 
     Args:
         backend: a backend or family name, rules as text, or a mapping of rules.
         options: options as `select` takes them.
 
     Raises:
-        PolicyError: rules that cannot be read.
+        PolicyError: rules that cannot be parsed.
     """
-    token = _USED.set((_Used(parse_rules(backend, USE), options), *_USED.get()))
+    token = _USE_BLOCKS.set((_UseBlock(parse_rules(backend, USE), options), *_USE_BLOCKS.get()))
     try:
         yield
     finally:
-        _USED.reset(token)
+        _USE_BLOCKS.reset(token)

@@ -1,4 +1,4 @@
-"""What became of each plugin."""
+"""Records of plugins and of the backends that they offer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
 
-__all__ = ["JOIN", "Offer", "PluginRecord", "PluginStatus", "canonical_name", "joined"]
+__all__ = ["COMPOSITE_SEPARATOR", "Offer", "PluginRecord", "PluginStatus", "canonical_name", "joined"]
 
-JOIN = "+"
-"""Between the names of a composite's halves; no backend's, plugin's or distribution's name has one."""
+COMPOSITE_SEPARATOR = "+"
+"""Between the names of a composite's halves; no backend, plugin or distribution has it in its name."""
 
 
 class PluginStatus(enum.StrEnum):
-    """How far a plugin came."""
+    """The outcome of loading a plugin."""
 
     LOADED = "loaded"
     BLOCKED = "blocked"
@@ -33,10 +33,10 @@ class PluginStatus(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PluginRecord:
-    """One plugin: who ships it, what became of it and why.
+    """One plugin: its distribution, the outcome of loading it, and why.
 
     `name` is `distribution:entry-point`, or the name given to `register`. `reason` is a sentence
-    that names the plugin; a loaded one may have one too, as a warning.
+    that names the plugin; for a loaded plugin it is a warning.
     """
 
     name: str
@@ -79,10 +79,10 @@ class Offer:
 
 
 def canonical_name(name: str) -> str:
-    """A distribution or plugin name with case and -, _, . made alike (PEP 503)."""
+    """A distribution or plugin name in lower case, with runs of -, _ and . as one - (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def joined(items: Iterable[str | None]) -> str | None:
-    """What a composite is shipped by, or in which version: that of both halves, once where they are alike."""
-    return JOIN.join(dict.fromkeys(item for item in items if item is not None)) or None
+    """The distributions or versions of a composite's halves as one text; equal ones appear once."""
+    return COMPOSITE_SEPARATOR.join(dict.fromkeys(item for item in items if item is not None)) or None

@@ -1,4 +1,4 @@
-"""The file in which refuted cells are remembered: what verifying writes, and the selector reads."""
+"""The file of refuted cells: a verifying run writes it, the selector reads it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import datetime as dt
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,19 +28,21 @@ VERSION = 1
 _NAME = "refuted.json"
 _WRONG, _RIGHT = ("refuted",), ("verified", "unclaimed")
 _LOCK_SECONDS = 60
-_AGAIN = f"delete it and verify again, or name another file in {EVIDENCE}"
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError)
+"""Raised by reading JSON of another form."""
+_DELETE = f"delete it and verify again, or name another file in {EVIDENCE}"
 
 Cells = dict[Subject, dict[Cell, RefutedCell]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recorded:
-    """What became of a run's evidence.
+    """The change that recording a run made.
 
     Args:
-        path: where it is kept.
-        refuted: how many of the run's cells are remembered as refuted.
-        cleared: how many are no longer, since they were right this time.
+        path: the file.
+        refuted: number of the run's cells now remembered as refuted.
+        cleared: number of cells forgotten because they were right in this run.
     """
 
     path: Path
@@ -49,10 +51,10 @@ class Recorded:
 
 
 def evidence_path() -> Path:
-    """The file that ATTNPLUG_EVIDENCE names (in the folder, if it is one), else one in the user's data folder."""
+    """The file or folder that ATTNPLUG_EVIDENCE names, else a file in the user's data folder."""
     named = os.environ.get(EVIDENCE)
     if named:
-        # As os.path has them: pathlib's raise where a home or a folder cannot be looked up.
+        # os.path, because pathlib raises where a home or a folder cannot be looked up.
         path = os.path.expanduser(named)  # noqa: PTH111
         return Path(path, _NAME) if os.path.isdir(path) or named.endswith(os.sep) else Path(path)  # noqa: PTH112
     from platformdirs import user_data_path
@@ -61,7 +63,7 @@ def evidence_path() -> Path:
 
 
 def read_evidence() -> Evidence:
-    """Everything that is remembered. A file that cannot be read is no evidence, and says so in `read_error`."""
+    """All refuted cells. A file that cannot be read gives none, and `read_error` says why."""
     path = evidence_path()
     try:
         return Evidence(path, {subject: tuple(cells.values()) for subject, cells in _read(path).items()})
@@ -70,16 +72,16 @@ def read_evidence() -> Evidence:
 
 
 def record(run: Mapping[str, Any]) -> Recorded:
-    """Remember which cells of a run were refuted, and forget those that were right this time.
+    """Remember the refuted cells of a run, and forget those that were right in it.
 
-    Cells that were not run change nothing, nor does what is remembered of a later date. Several
+    Cells that were not run change nothing, and neither does a run older than the evidence. Several
     processes may record at once.
 
     Args:
         run: one of the `runs` of a file of the compatibility matrix.
 
     Raises:
-        MatrixFileError: the file is of another schema or damaged, cannot be written, or the run is none.
+        MatrixFileError: the file has another schema, is damaged or cannot be written; or `run` is not a run.
     """
     path = evidence_path()
     subject, found = _run(path, run)
@@ -105,10 +107,10 @@ def record(run: Mapping[str, Any]) -> Recorded:
 
 
 def forget(backend: str | None = None) -> int:
-    """Forget what was refuted of a backend, or of all; the number of cells forgotten.
+    """Forget the refuted cells of a backend, or of all; returns the number forgotten.
 
     Raises:
-        MatrixFileError: the file is of another schema or damaged, or cannot be written.
+        MatrixFileError: the file has another schema, is damaged or cannot be written.
     """
     path = evidence_path()
     if not _read(path):
@@ -164,36 +166,34 @@ def _text(subject: Subject, cells: Mapping[Cell, RefutedCell]) -> str:
 
 
 def _read(path: Path) -> Cells:
-    """What a file holds, none where there is no file; MatrixFileError where it says something else."""
+    """The contents of a file, empty if there is no file; MatrixFileError for other contents."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except OSError as problem:
-        raise MatrixFileError(path, f"cannot be read: {problem.strerror or problem}", _AGAIN) from None
+        raise MatrixFileError(path, f"cannot be read: {problem.strerror or problem}", _DELETE) from None
     except (ValueError, RecursionError) as problem:
-        raise MatrixFileError(path, f"is half written, or no JSON: {problem}", _AGAIN) from None
+        raise MatrixFileError(path, f"is half written, or no JSON: {problem}", _DELETE) from None
     about = (data.get("schema"), data.get("version")) if isinstance(data, dict) else (None, None)
     if about != (SCHEMA, VERSION):
         found = f"{about[0]!r:.60}, version {about[1]!r:.20}"
-        raise MatrixFileError(path, f"has the schema {found}, not {SCHEMA!r}, version {VERSION}", _AGAIN)
+        raise MatrixFileError(path, f"has the schema {found}, not {SCHEMA!r}, version {VERSION}", _DELETE)
     try:
-        return {subject: dict(cells) for subject, cells in map(_refuted_of, data["runs"])}
-    except (LookupError, TypeError, ValueError, AttributeError) as problem:
-        raise MatrixFileError(path, f"cannot be made sense of: {_told(problem)}", _AGAIN) from None
-
-
-def _refuted_of(data: Any) -> tuple[Subject, Iterator[tuple[Cell, RefutedCell]]]:
-    found = (_refuted_cell(each, each["date"]) for each in data["cells"])
-    return _subject(data), ((each.cell, each) for each in found)
+        return {
+            _subject(run): {each.cell: each for each in (_refuted_cell(c, c["date"]) for c in run["cells"])}
+            for run in data["runs"]
+        }
+    except _MALFORMED as problem:
+        raise MatrixFileError(path, f"cannot be made sense of: {_told(problem)}", _DELETE) from None
 
 
 def _run(path: Path, run: Mapping[str, Any]) -> tuple[Subject, list[tuple[str, RefutedCell]]]:
-    """The subject of a run, and its cells that were run, with their status."""
+    """The subject of a run, and the status of each cell that was run."""
     try:
         was_run = [each for each in run["cells"] if each["status"] in (*_WRONG, *_RIGHT)]
         return _subject(run), [(each["status"], _refuted_cell(each, run["date"])) for each in was_run]
-    except (LookupError, TypeError, ValueError, AttributeError) as problem:
+    except _MALFORMED as problem:
         raise MatrixFileError(path, f"cannot take the run in: {_told(problem)}") from None
 
 
@@ -214,27 +214,23 @@ def _subject(data: Mapping[str, Any]) -> Subject:
 
 def _refuted_cell(data: Mapping[str, Any], date: str) -> RefutedCell:
     _moment(date)
-    block_size = data["block_size"]
     cell = Cell(
-        feature=_typed(data, "feature", str),
-        phase=_typed(data, "phase", str),
+        block_size=_optional(data, "block_size", int),
         head_size=_typed(data, "head_size", int),
-        dtype=_typed(data, "dtype", str),
-        kv_cache_dtype=_typed(data, "kv_cache_dtype", str),
-        block_size=None if block_size is None else _typed(data, "block_size", int),
+        **{name: _typed(data, name, str) for name in ("feature", "phase", "dtype", "kv_cache_dtype")},
         layout=_optional(data, "layout"),
     )
     return RefutedCell(cell, date, tuple(map(str, _typed(data, "why", list))))
 
 
 def _moment(date: Any) -> dt.datetime:
-    """When; dates without an offset are of UTC."""
+    """The time of a date; one without an offset is in UTC."""
     moment = dt.datetime.fromisoformat(date)
     return moment if moment.tzinfo else moment.replace(tzinfo=dt.UTC)
 
 
-def _optional(data: Mapping[str, Any], name: str) -> str | None:
-    return None if data[name] is None else _typed(data, name, str)
+def _optional(data: Mapping[str, Any], name: str, kind: type[Any] = str) -> Any:
+    return None if data[name] is None else _typed(data, name, kind)
 
 
 def _typed(data: Mapping[str, Any], name: str, kind: type[Any]) -> Any:

@@ -12,7 +12,7 @@ __all__ = ["as_text"]
 
 
 def as_text(renderable: RenderableType, width: int = 100) -> str:
-    """What rich prints, without colour, markup or trailing spaces."""
+    """The text that rich prints, without colour, markup or trailing spaces."""
     from rich.console import Console
 
     text = io.StringIO()

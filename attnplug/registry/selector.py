@@ -7,18 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.errors import BackendUnavailableError, NoBackendError
-from attnplug.registry.decision import Candidate, Decision
+from attnplug.registry.decision import Candidate, Decision, Gate, Placement
 from attnplug.registry.devices import is_here
-from attnplug.registry.evidence_gate import Question, Scales
-from attnplug.registry.gates import examine, preferred_pages, refuse_import
+from attnplug.registry.evidence_gate import EvidenceGate
+from attnplug.registry.gates import examine, preferred_pages
 from attnplug.registry.options import build_options, options_of
 from attnplug.registry.plugin_calls import describe, guarded_call
 
 if TYPE_CHECKING:
-    from attnplug.core.backend import AttentionBackend
-    from attnplug.core.device import Device
     from attnplug.core.reasons import Reason
-    from attnplug.core.spec import LayerSpec, Phase
     from attnplug.registry.evidence import Evidence
     from attnplug.registry.installed import Assumed
     from attnplug.registry.plugins import PluginSet
@@ -30,7 +27,7 @@ __all__ = ["AUTOMATIC", "Policy", "decide", "refusal"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
-    """Everything but spec, device and phase that a selection depends on."""
+    """The settings of the user that a selection depends on, as one hashable value."""
 
     rule: Rule | None = None
     options: tuple[tuple[str, Any], ...] = ()
@@ -39,99 +36,91 @@ class Policy:
 
 
 AUTOMATIC = Policy()
-"""Nothing was asked: ranking decides."""
+"""No settings: the ranking decides."""
 
 
 def decide(
-    plugins: PluginSet,
-    spec: LayerSpec,
-    device: Device,
-    phase: Phase | None,
-    policy: Policy,
-    evidence: Evidence,
-    *,
-    usable: bool,
+    plugins: PluginSet, placement: Placement, policy: Policy, evidence: Evidence, *, usable: bool
 ) -> Decision:
-    """Judge every candidate and choose. Never raises for lack of a backend.
+    """Check every candidate and choose one. Never raises for lack of a backend.
 
     Args:
         plugins: the plugins to choose among.
-        spec: the layer.
-        device: the device it runs on.
-        phase: the phase, or None for both.
-        policy: what the user asked for.
-        evidence: what was wrong when it was run here.
-        usable: whether the last gate is to be passed, where the device is of this machine.
+        placement: the layer, device and phase.
+        policy: the settings of the user.
+        evidence: the cells refuted here.
+        usable: pass the last gate too, if the device is one of this machine.
 
     Raises:
-        PolicyError, PluginError: a rule, options or names that cannot be followed by anybody.
+        PolicyError, PluginError: a rule, options or names that no backend can follow.
     """
-    asked = None if policy.rule is None else plugins.resolve(policy.rule)
-    offers = dict.fromkeys((*plugins.offers, *(asked or ())))
-    judged = {offer: examine(offer, spec, device, phase, policy.assumed) for offer in offers}
-    scales = Scales(plugins, evidence, policy.allow_refuted)
-    notes = _weighed(scales, judged, Question(spec, device, phase, policy.assumed))
+    spec, device = placement.spec, placement.device
+    named = None if policy.rule is None else plugins.resolve(policy.rule)
+    offers = dict.fromkeys((*plugins.offers, *(named or ())))
+    candidates = {offer: examine(offer, placement, policy.assumed) for offer in offers}
+    gate = EvidenceGate(plugins, evidence, policy.allow_refuted, policy.assumed)
+    notes: list[str] = []
+    for offer, candidate in candidates.items():
+        if candidate.accepted:
+            candidates[offer], note = gate.check(offer, candidate, placement)
+            notes += [note] if note else []
     order = sorted(
-        (offer for offer, candidate in judged.items() if candidate.accepted),
-        key=lambda offer: (-(judged[offer].priority or 0), offer.full_name),
+        (offer for offer, candidate in candidates.items() if candidate.accepted),
+        key=lambda offer: (-(candidates[offer].priority or 0), offer.full_name),
     )
-    ranked_by: tuple[str, ...] = ()
-    if asked is None:
-        order, ranked_by, faults = _ranked(plugins, order, spec, device, phase)
+    ranked_by: list[str] = []
+    if named is None:
+        order, ranked_by, faults = _ranked(plugins, order, placement)
         notes += faults
     else:
-        order.sort(key=lambda offer: offer not in asked)
+        order.sort(key=lambda offer: offer not in named)
     winner, level = None, "declared"
+    # Only down to the first that imports, because importing a kernel library is slow.
     try_parts = usable and policy.assumed is None and bool(order) and is_here(device)
     for offer in order:
-        if asked is not None and offer not in asked:
+        if named is not None and offer not in named:
             break
         reason = plugins.import_failure(offer.backend) if try_parts else None
         if reason is None:
             winner, level = offer, "usable" if try_parts else "declared"
             break
-        judged[offer] = refuse_import(judged[offer], reason)
+        failed = dataclasses.replace(candidates[offer], refused_at=Gate.IMPORT, reasons=(reason,))
+        candidates[offer] = failed
+    chosen_by = "rank" if ranked_by else "priority"
+    if policy.rule is not None:
+        chosen_by = policy.rule.source
+    of_winner: dict[str, Any] = {}
+    if winner is not None:
+        of_winner = {"options": _options(winner, policy), "backend_cls": winner.backend}
+        pages = preferred_pages(winner.backend, spec, device)
+        if pages is not None:
+            of_winner["block_size"], of_winner["kv_cache_layout"] = pages
     return Decision(
         spec=spec,
         device=device,
-        phase=phase,
+        phase=placement.phase,
         backend=None if winner is None else winner.name,
-        candidates=_listed(plugins, judged, order, winner),
+        candidates=_listed(plugins, candidates, order, winner),
         level=level,
-        chosen_by=_settled_by(policy, ranked_by, winner),
+        chosen_by=None if winner is None and policy.rule is None else chosen_by,
         rule=None if policy.rule is None else str(policy.rule),
-        ranked_by=ranked_by,
-        options=None if winner is None else _options(winner, policy),
+        ranked_by=tuple(ranked_by),
         assumed=policy.assumed,
-        allow_refuted=scales.allowed,
+        allow_refuted=gate.allowed,
         notes=(*notes, *([evidence.read_error] if evidence.read_error else [])),
-        backend_cls=None if winner is None else winner.backend,
-        **({} if winner is None else _paged(winner.backend, spec, device)),
+        **of_winner,
     )
 
 
-def _weighed(scales: Scales, judged: dict[Offer, Candidate], asked: Question) -> tuple[str, ...]:
-    """Refuse what was refuted, in place; a note for each candidate that the user wants all the same."""
-    notes = []
-    for offer, candidate in judged.items():
-        if candidate.accepted:
-            judged[offer], note = scales.weigh(offer, candidate, asked)
-            notes += [note] if note else []
-    return tuple(notes)
-
-
 def _ranked(
-    plugins: PluginSet,
-    order: list[Offer],
-    spec: LayerSpec,
-    device: Device,
-    phase: Phase | None,
-) -> tuple[list[Offer], tuple[str, ...], tuple[str, ...]]:
-    """The order after each plugin that may rank was asked, who changed it, and what went wrong."""
+    plugins: PluginSet, order: list[Offer], placement: Placement
+) -> tuple[list[Offer], list[str], list[str]]:
+    """The order after each plugin that may rank, the plugins that changed it, and a note for each fault."""
     ranked_by, notes = [], []
     for name, rank in plugins.rankers():
         before = tuple(offer.name for offer in order)
-        wanted, error = guarded_call(rank, spec=spec, device=device, phase=phase, candidates=before)
+        question = {"spec": placement.spec, "device": placement.device, "phase": placement.phase}
+        wanted, error = guarded_call(rank, **question, candidates=before)
         if error is not None:
             notes.append(f"{name} raised {describe(error)} in attnplug_rank; ignored")
             continue
@@ -145,32 +134,22 @@ def _ranked(
         ranked_by.append(name)
         place = {item: index for index, item in enumerate(reversed(names))}
         order = sorted(order, key=lambda offer: -place.get(offer.name, -1))
-    return order, tuple(ranked_by), tuple(notes)
-
-
-def _settled_by(policy: Policy, ranked_by: tuple[str, ...], winner: Offer | None) -> str | None:
-    if policy.rule is not None:
-        return policy.rule.source
-    if winner is None:
-        return None
-    return "rank" if ranked_by else "priority"
+    return order, ranked_by, notes
 
 
 def _listed(
-    plugins: PluginSet,
-    judged: Mapping[Offer, Candidate],
-    order: Sequence[Offer],
-    winner: Offer | None,
+    plugins: PluginSet, candidates: Mapping[Offer, Candidate], order: Sequence[Offer], winner: Offer | None
 ) -> tuple[Candidate, ...]:
-    first = [judged[winner]] if winner is not None else []
-    accepted = [judged[o] for o in order if o is not winner and judged[o].accepted]
+    """The winner, the other accepted candidates in order, the refused ones, and the unavailable ones."""
+    first = [candidates[winner]] if winner is not None else []
+    accepted = [candidates[o] for o in order if o is not winner and candidates[o].accepted]
     refused = sorted(
-        (candidate for candidate in judged.values() if not candidate.accepted),
+        (candidate for candidate in candidates.values() if not candidate.accepted),
         key=lambda candidate: (-(candidate.priority or 0), candidate.name),
     )
-    named = {offer.full_name for offer in judged}
-    out = (candidate for candidate in plugins.unavailable if candidate.name not in named)
-    return (*first, *accepted, *refused, *out)
+    listed = {offer.full_name for offer in candidates}
+    unavailable = (candidate for candidate in plugins.unavailable if candidate.name not in listed)
+    return (*first, *accepted, *refused, *unavailable)
 
 
 def _options(winner: Offer, policy: Policy) -> tuple[tuple[str, Any], ...] | None:
@@ -180,13 +159,8 @@ def _options(winner: Offer, policy: Policy) -> tuple[tuple[str, Any], ...] | Non
     return tuple(sorted((f.name, getattr(built, f.name)) for f in dataclasses.fields(built) if f.init))
 
 
-def _paged(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> dict[str, Any]:
-    preferred = preferred_pages(backend, spec, device)
-    return {} if preferred is None else dict(zip(("block_size", "kv_cache_layout"), preferred, strict=True))
-
-
 def refusal(decision: Decision, rule: Rule | None, plugins: PluginSet) -> NoBackendError:
-    """The error to raise for a decision without a backend, made under `rule` among `plugins`."""
+    """The error to raise for a decision without a backend, made under `rule`."""
     layer = f"layer {decision.layer_name}" if decision.layer_name else "this layer"
     where = f"{layer} on {decision.device}" + (f" in {decision.phase}" if decision.phase else "")
     if rule is None:

@@ -1,4 +1,4 @@
-"""The environment variables that steer discovery and selection."""
+"""The environment variables for discovery and selection."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ EVIDENCE = "ATTNPLUG_EVIDENCE"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Switches:
-    """What the environment says of plugins and backends, read once when a registry is built.
+    """The variables for plugins and backends, read once when a registry is built.
 
-    `allow` is None where ATTNPLUG_PLUGINS is unset (everything may load); set but empty it leaves
-    the built-in backends alone.
+    `allow` is None where ATTNPLUG_PLUGINS is unset, so that every plugin may load. An empty value lets
+    only the built-in backends load.
     """
 
     allow: tuple[str, ...] | None = None
@@ -39,7 +39,7 @@ class Switches:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Read the variables; PolicyError names the one whose value means nothing."""
+        """Read the variables; PolicyError names one whose value is not valid."""
         env = os.environ if environ is None else environ
         allow = env.get(ALLOW)
         return cls(
@@ -51,7 +51,7 @@ class Switches:
         )
 
     def blocked_by(self, plugin: PluginRecord, is_builtin: bool = False) -> str | None:
-        """The variable that keeps a plugin out, or None; the allow list speaks of installed plugins only."""
+        """The variable that blocks a plugin, or None; the allow list does not apply to built-in plugins."""
         if any(plugin.answers_to(name) for name in self.block):
             return BLOCK
         if (
@@ -63,7 +63,7 @@ class Switches:
         return None
 
     def check_known(self, plugins: Iterable[PluginRecord]) -> None:
-        """PolicyError where a list that brings plugins in names one that is not installed."""
+        """PolicyError where ATTNPLUG_PLUGINS or ATTNPLUG_RANK names a plugin that is not installed."""
         known = tuple(plugins)
         for variable, names in ((ALLOW, self.allow or ()), (RANK, self.rank)):
             for name in names:

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from attnplug.runtime.layout import set_kv_cache_layout as set_kv_cache_layout
     from attnplug.runtime.model_plan import ModelPlan as ModelPlan
     from attnplug.runtime.placeholders import PlaceholderMap as PlaceholderMap
-    from attnplug.runtime.planning import plan as plan
     from attnplug.runtime.staging import CpuGpuBuffer as CpuGpuBuffer
     from attnplug.runtime.staging import StagingRing as StagingRing
     from attnplug.runtime.step_batch import StepBatch as StepBatch
@@ -59,7 +58,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "layout": "KVCacheLayoutType get_kv_cache_layout is_valid_kv_cache_layout set_kv_cache_layout",
         "model_plan": "ModelPlan",
         "placeholders": "PlaceholderMap",
-        "planning": "plan",
         "staging": "CpuGpuBuffer StagingRing",
         "step_batch": "StepBatch StepBatchBuilder",
         "warm_up": "WarmUpReport WarmUpStep",

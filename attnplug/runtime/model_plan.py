@@ -1,4 +1,4 @@
-"""What was decided for all layers of a model at once."""
+"""The plan for all layers of a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from attnplug.core.hyperparameters import PerLayerParameters, group_by_hyperpara
 from attnplug.core.kv_cache_spec import KVCacheConfig
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.decision import Decision
-from attnplug.registry.default import get_registry
 from attnplug.registry.rendering import as_text
 from attnplug.runtime.budget import MemoryBudget, bytes_per_block, fit_kv_cache
 from attnplug.runtime.grouping import group_kv_caches
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
+    from attnplug.registry.registry import Registry
+
 __all__ = ["ModelPlan"]
 
 _SCHEMA = 1
@@ -29,17 +30,17 @@ _SCHEMA = 1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """Who serves each layer, which layers share pages, and what fits.
+    """The backend of each layer, the layers that share pages, and the memory that they need.
 
     Args:
-        decisions: by layer; a layer with direct K and V has one too.
+        decisions: by layer, layers with direct K and V included.
         device: the device planned for.
         kv_sharing: layers that read another layer's pages, to that layer.
-        num_blocks: blocks of the pool, the null block included; None where neither a number nor
-            memory was given, and no cache can be allocated.
-        memory: bytes given for the caches, where they were.
-        by_phase: what each phase asked alone would have chosen, where that was asked.
-        notes: what the plan had to give up and why, and what its decisions note.
+        num_blocks: blocks of the pool, the null block included; None without a number or memory, so that
+            no cache can be allocated.
+        memory: bytes given for the caches, or None.
+        by_phase: by layer, the choice of each phase alone; empty unless the plan asked for it.
+        notes: the choices that the plan gave up and why, and the notes of its decisions.
     """
 
     decisions: Mapping[str, Decision]
@@ -52,7 +53,7 @@ class ModelPlan:
 
     @property
     def specs(self) -> dict[str, LayerSpec]:
-        """What each layer needs."""
+        """The spec of each layer."""
         return {name: decision.spec for name, decision in self.decisions.items()}
 
     @property
@@ -73,7 +74,7 @@ class ModelPlan:
 
     @property
     def budget(self) -> MemoryBudget | None:
-        """What fits into the memory given, or into the blocks; None where neither was."""
+        """The requests that fit into the memory or the blocks given; None without either."""
         config, memory = self.kv_cache_config, self.memory
         if memory is None:
             if self.num_blocks is None:
@@ -88,13 +89,13 @@ class ModelPlan:
 
     @property
     def members(self) -> dict[str, dict[Phase, str]]:
-        """Who serves each layer in which phase: the halves of a composite, or one backend in both."""
+        """The backend of each layer in each phase: a composite's halves, or one backend in both."""
         return {name: decision.members for name, decision in self.decisions.items()}
 
     def table(self) -> Table:
-        """A rich table: a row for each group of layers that were decided alike.
+        """A rich table: a row for each group of layers with equal specs and decisions.
 
-        It has a column for each phase where phases were asked alone, or a composite serves a layer.
+        It has a column for each phase if phases were decided alone or a composite serves a layer.
         """
         from rich.table import Table
         from rich.text import Text
@@ -112,7 +113,7 @@ class ModelPlan:
         for (spec, served, block_size, layout), names in alike.items():
             groups = ", ".join(dict.fromkeys(home[name] for name in names if name in home))
             row = (len(names), names[0], " ".join(spec.kinds), *served, block_size, layout, groups)
-            # Text: a bracket in a layer's name is no markup.
+            # Text, so that a bracket in a layer's name is not read as markup.
             table.add_row(*(Text("-" if cell in (None, "") else str(cell)) for cell in row))
         return table
 
@@ -137,7 +138,7 @@ class ModelPlan:
         return as_text(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON object; groups and budget follow from it, and `members` from the backends' names."""
+        """A JSON object. It leaves out groups and budget, which `from_dict` computes again."""
         return {
             "schema": _SCHEMA,
             "device": self.device.to_dict(),
@@ -161,21 +162,26 @@ class ModelPlan:
         return json.dumps(self.to_dict(), indent=indent)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The plan that `to_dict` wrote; backends that are loaded here are found again by name.
+    def from_dict(cls, data: Mapping[str, Any], registry: Registry | None = None) -> Self:
+        """The plan that `to_dict` wrote.
+
+        Args:
+            data: the JSON object.
+            registry: finds the backends by name. Without one the plan can be read and printed, but not
+                run; the process's registry is `attnplug.registry.get_registry()`.
 
         Raises:
             ValueError: another schema.
         """
         if data.get("schema") != _SCHEMA:
             raise ValueError(f"schema={data.get('schema')!r}: this attnplug reads schema {_SCHEMA}")
-        plugins = get_registry().plugins
 
         def decision(item: Mapping[str, Any]) -> Decision:
             read = Decision.from_dict(item)
             # By the backend's own name, not a family's: () where it is not loaded.
-            offers = [offer for offer in plugins.find(read.backend or "") if offer.name == read.backend]
-            return dataclasses.replace(read, backend_cls=offers[0].backend if offers else None)
+            offers = () if registry is None else registry.plugins.find(read.backend or "")
+            found = (offer.backend for offer in offers if offer.name == read.backend)
+            return dataclasses.replace(read, backend_cls=next(found, None))
 
         return cls(
             decisions={name: decision(item) for name, item in data["decisions"].items()},
@@ -191,6 +197,6 @@ class ModelPlan:
         )
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
-        """The plan that `to_json` wrote."""
-        return cls.from_dict(json.loads(text))
+    def from_json(cls, text: str, registry: Registry | None = None) -> Self:
+        """The plan that `to_json` wrote; see `from_dict`."""
+        return cls.from_dict(json.loads(text), registry)

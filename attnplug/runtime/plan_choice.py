@@ -1,9 +1,9 @@
-"""One backend for all layers of a plan, and what is said of layers that nobody serves."""
+"""One backend for all layers of a plan, and the error for layers that no backend serves."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from attnplug.core.device import Device
 from attnplug.core.errors import BackendUnavailableError, LayoutError, NoBackendError
@@ -25,63 +25,48 @@ def uniform_choice(
     device: Device,
     phases: Sequence[Phase | None],
     decisions: Decisions,
-    asked: SelectKwargs,
+    kwargs: SelectKwargs,
 ) -> dict[str, Decision]:
-    """One backend for every layer: the first layer's highest-ranked that serves all, as all rules allow.
+    """One backend for every layer: the first in the first layer's ranking that serves all and that rules allow.
 
     Raises:
-        NoBackendError: there is none; it says of each candidate which layer or rule stands against it.
+        NoBackendError: there is none; it names the layer or rule against each candidate.
     """
     if not specs:
         return {}
     first = next(iter(decisions.values()))
-    rules = _rules_in_force(specs, phases, rule_sets(asked.get("backend")))
-    culprits = []
+    sets = rule_sets(kwargs.get("backend"))
+    found = ((rule_for(sets, spec, phase, name), name) for name, spec in specs.items() for phase in phases)
+    rules: dict[Rule, str] = {}
+    for rule, layer in found:
+        if rule is not None:
+            rules.setdefault(rule, layer)
+    refusals = []
     for candidate in first.candidates:
-        barred = _barred(registry, candidate, rules)
-        if barred is None and not candidate.accepted:
-            barred = f"does not serve layer {first.layer_name}: {'; '.join(candidate.reasons)}"
-        if barred is None:
-            name = unambiguous(registry, candidate)
-            by_name: SelectKwargs = {**asked, "backend": name}
+        forbidden = (each for each in rules if not registry.plugins.refers_to(each.backend, candidate))
+        rule = next(forbidden, None)
+        if rule is not None:
+            refusal = f"is not what {rule.source} asks for layer {rules[rule]}: {rule}"
+        elif not candidate.accepted:
+            refusal = f"does not serve layer {first.layer_name}: {'; '.join(candidate.reasons)}"
+        else:
+            by_name: SelectKwargs = {**kwargs, "backend": unambiguous(registry, candidate)}
             trial = registry.decide_layers(specs, device, phases, negotiate=False, **by_name)[None]
             refusal = _first_refusal(trial, candidate)
-            if refusal is None:
-                return {layer: _asked_for(trial[layer], decisions[layer]) for layer in specs}
-            barred = refusal
-        culprits.append(f"{candidate.name} {barred}")
-    lines = "\n  ".join(culprits) or "no backend is installed"
+            if not refusal:
+                return {layer: _with_source(trial[layer], decisions[layer]) for layer in specs}
+        refusals.append(f"{candidate.name} {refusal}")
+    lines = "\n  ".join(refusals) or "no backend is installed"
     raise NoBackendError(f"no one backend serves every layer, as uniform=True asks\n  {lines}", first)
 
 
-def _rules_in_force(
-    specs: Mapping[str, LayerSpec], phases: Sequence[Phase | None], sets: tuple[tuple[Rule, ...], ...]
-) -> dict[Rule, str]:
-    """Each rule that decides somewhere, and the first layer for which it does."""
-    rules: dict[Rule, str] = {}
-    for name, spec in specs.items():
-        for phase in phases:
-            rule = rule_for(sets, spec, phase, name)
-            if rule is not None:
-                rules.setdefault(rule, name)
-    return rules
-
-
-def _barred(registry: Registry, candidate: Candidate, rules: Mapping[Rule, str]) -> str | None:
-    for rule, layer in rules.items():
-        offers = registry.plugins.find(rule.backend)
-        if all((o.name, o.distribution) != (candidate.name, candidate.distribution) for o in offers):
-            return f"is not what {rule.source} asks for layer {layer}: {rule}"
-    return None
-
-
 def unambiguous(registry: Registry, candidate: Candidate) -> str:
-    """The name by which this candidate and no other can be asked for."""
+    """The name that selects this candidate and no other."""
     found = registry.plugins.find(candidate.name)
     return candidate.name if found else f"{candidate.name}@{candidate.distribution}"
 
 
-def _first_refusal(trial: Decisions, candidate: Candidate) -> str | None:
+def _first_refusal(trial: Decisions, candidate: Candidate) -> str:
     for layer, decision in trial.items():
         if not decision:
             reasons = next((c.reasons for c in decision.refused if c.name == candidate.name), ())
@@ -90,21 +75,21 @@ def _first_refusal(trial: Decisions, candidate: Candidate) -> str | None:
         negotiated(trial)
     except LayoutError as error:
         return f"cannot share pages with itself: {error}"
-    return None
+    return ""
 
 
-def _asked_for(decision: Decision, before: Decision) -> Decision:
+def _with_source(decision: Decision, before: Decision) -> Decision:
     if before.rule is not None:
         return dataclasses.replace(decision, chosen_by=before.chosen_by, rule=before.rule)
     return dataclasses.replace(decision, chosen_by="plan", rule="uniform=True")
 
 
 def check_served(registry: Registry, decisions: Decisions) -> None:
-    """Refuse a plan with layers that nobody serves, each kind of them with its reasons.
+    """Refuse a plan with layers that no backend serves, and list each kind with its reasons.
 
     Raises:
-        BackendUnavailableError: all of them were asked of a backend that does not serve them.
-        NoBackendError: some, or all, are served by no backend.
+        BackendUnavailableError: rules ask for the backend of every such layer.
+        NoBackendError: at least one such layer has no rule.
     """
     lacking: dict[tuple[LayerSpec, str | None], list[str]] = {}
     for name, decision in decisions.items():
@@ -112,33 +97,21 @@ def check_served(registry: Registry, decisions: Decisions) -> None:
             lacking.setdefault((decision.spec, decision.rule), []).append(name)
     if not lacking:
         return
+    none = "\n    no backend is installed"
     parts: list[str] = []
     reasons: list[Reason] = []
     for names in lacking.values():
         decision = decisions[names[0]]
-        against = list(_against(registry, decision))
+        backend = None if decision.rule is None else decision.rule.rpartition("=")[2]
+        against = [c for c in decision.refused if backend is None or registry.plugins.refers_to(backend, c)]
         lines = "".join(f"\n    {c.name}: {'; '.join(c.reasons)}" for c in against)
         more = f" and {len(names) - 1} like it" if len(names) > 1 else ""
         phase = f" in {decision.phase}" if decision.phase else ""
         asked = f" (asked of {decision.rule} by {decision.chosen_by})" if decision.rule else ""
-        parts.append(f"\n  layer {names[0]}{more}{phase}{asked}{lines or _NOBODY}")
+        parts.append(f"\n  layer {names[0]}{more}{phase}{asked}{lines or none}")
         reasons += [reason for candidate in against for reason in candidate.reasons]
     first = decisions[next(iter(lacking.values()))[0]]
     message = f"no backend on {first.device} serves{''.join(parts)}"
     if all(rule is not None for _, rule in lacking):
         raise BackendUnavailableError(message, first, reasons)
     raise NoBackendError(message, first)
-
-
-_NOBODY = "\n    no backend is installed"
-
-
-def _against(registry: Registry, decision: Decision) -> Iterator[Candidate]:
-    """The candidates that count: all, or those that the rule asked for."""
-    asked = None
-    if decision.rule is not None:
-        offers = registry.plugins.find(decision.rule.rpartition("=")[2])
-        asked = {(offer.name, offer.distribution) for offer in offers}
-    for candidate in decision.refused:
-        if asked is None or (candidate.name, candidate.distribution) in asked:
-            yield candidate

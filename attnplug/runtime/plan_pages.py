@@ -1,4 +1,4 @@
-"""Pages that a plan's layers can share: equal bytes in hybrid models, and one layout where it was fixed."""
+"""Pages that the layers of a plan can share: equal bytes in hybrid models, and the layout set for all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["planned_caches", "with_equal_pages", "with_layout"]
 
 
 def planned_caches(decisions: Mapping[str, Decision]) -> dict[str, KVCacheSpec]:
-    """The cache of each layer that keeps one, in pages of the size decided for it."""
+    """The cache of each layer that has one, with the block size decided for it."""
     caches = {}
     for name, decision in decisions.items():
         cache = kv_cache_spec_for(decision.spec, decision.block_size or 1)
@@ -26,15 +26,15 @@ def planned_caches(decisions: Mapping[str, Decision]) -> dict[str, KVCacheSpec]:
 
 
 def with_equal_pages(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
-    """The decisions with larger blocks where a hybrid model's kinds would have pages of unlike bytes.
+    """The decisions with larger blocks where the kinds of a hybrid model have pages of different bytes.
 
     Raises:
-        LayoutError: no such blocks, or a backend that does not read them; it names layer and backend.
+        LayoutError: no block sizes give equal bytes, or a backend does not read them; it names layer and backend.
     """
-    settled = dict(decisions)
+    planned = dict(decisions)
     caches = planned_caches(decisions)
     if len({cache.page_size_bytes for cache in caches.values()}) <= 1:
-        return settled
+        return planned
     for name, cache in _unified(caches, decisions).items():
         decision, size = decisions[name], cache.block_size
         if size == decision.block_size:
@@ -47,8 +47,8 @@ def with_equal_pages(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
             limit = f"is what pages of equal bytes ask of layer {name} on {decision.backend}, {taken}"
             remedy = "give the layers block sizes with equal page bytes"
             raise LayoutError("block_size", size, limit, remedy)
-        settled[name] = dataclasses.replace(decision, block_size=size)
-    return settled
+        planned[name] = dataclasses.replace(decision, block_size=size)
+    return planned
 
 
 def _unified(caches: Mapping[str, KVCacheSpec], decisions: Mapping[str, Decision]) -> dict[str, KVCacheSpec]:
@@ -67,12 +67,12 @@ def _unified(caches: Mapping[str, KVCacheSpec], decisions: Mapping[str, Decision
 
 
 def with_layout(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
-    """The decisions with the KV layout that was fixed from outside, or else each one's own.
+    """The decisions with the KV layout that the user set, or else each with its own.
 
     Raises:
-        LayoutError: a layout that the backend of a layer cannot read; it names both.
+        LayoutError: the backend of a layer cannot read the layout; it names both.
     """
-    settled = dict(decisions)
+    planned = dict(decisions)
     for name, decision in decisions.items():
         if decision.kv_cache_layout is None:
             continue
@@ -82,5 +82,5 @@ def with_layout(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
             limit = f"cannot be read by {decision.backend} (layer {name}), which takes {', '.join(readable)}"
             remedy = "clear ATTNPLUG_KV_CACHE_LAYOUT and set_kv_cache_layout, or ask for another backend"
             raise LayoutError("kv_cache_layout", layout, limit, remedy)
-        settled[name] = dataclasses.replace(decision, kv_cache_layout=layout)
-    return settled
+        planned[name] = dataclasses.replace(decision, kv_cache_layout=layout)
+    return planned

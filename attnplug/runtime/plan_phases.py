@@ -1,37 +1,40 @@
-"""Who serves a layer phase by phase: one backend, or a composite of two on one KV cache."""
+"""The backend of a layer decided phase by phase: one for both, or a composite on one KV cache."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from attnplug.core.composite import CompositeBackend
-from attnplug.core.device import Device
 from attnplug.core.errors import BackendUnavailableError, LayoutError
-from attnplug.core.spec import AttentionType, LayerSpec, Phase
+from attnplug.core.spec import AttentionType, Phase
 from attnplug.registry.decision import Decision
 from attnplug.registry.policy import Rule, rule_for, rule_sets
 from attnplug.registry.registry import Registry, Rules, SelectKwargs
 from attnplug.runtime.plan_choice import unambiguous
 
-__all__ = ["Phased", "has_phase_rules", "phase_choice", "phase_notes", "without_composites"]
+__all__ = ["ByPhase", "LayerChoices", "has_phase_rules", "phase_choices", "phase_notes", "without_composites"]
 
-Decisions = Mapping[str, Decision]
+Decisions: TypeAlias = Mapping[str, Decision]
+ByPhase: TypeAlias = Mapping[str, Mapping[Phase, Decision]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Phased:
-    """The decision of each layer, and of composites that nobody asked for what to fall back to.
+class LayerChoices:
+    """The decisions for the layers of a plan, before they agree on pages.
 
     Args:
         decisions: by layer.
-        instead: by layer, the one backend that would serve it.
-        why: by layer, why its phases' own choices do not serve it together.
+        by_phase: by layer, the choice of each phase alone; empty where no layer is decided by phase.
+        fallbacks: by layer, the one backend that can replace a composite which the user did not ask for.
+        obstacles: by layer, the reason why the choices of its phases do not serve it together.
     """
 
-    decisions: dict[str, Decision]
-    instead: Mapping[str, Decision]
-    why: Mapping[str, str]
+    decisions: Mapping[str, Decision]
+    by_phase: ByPhase = dataclasses.field(default_factory=dict)
+    fallbacks: Mapping[str, Decision] = dataclasses.field(default_factory=dict)
+    obstacles: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def has_phase_rules(backend: Rules) -> bool:
@@ -39,61 +42,52 @@ def has_phase_rules(backend: Rules) -> bool:
     return any(rule.scope == "phase" for rules in rule_sets(backend) for rule in rules)
 
 
-def phase_choice(
-    registry: Registry,
-    specs: Mapping[str, LayerSpec],
-    device: Device,
-    found: Mapping[Phase | None, Decisions],
-    asked: SelectKwargs,
-    *,
-    per_phase: bool,
-) -> Phased:
-    """Each layer's backend: where its phases choose alike that one, else the composite of both.
+def phase_choices(
+    registry: Registry, both_phases: Decisions, by_phase: ByPhase, kwargs: SelectKwargs, *, per_phase: bool
+) -> LayerChoices:
+    """One backend for each layer whose phases choose the same, else the composite of both.
 
     Args:
-        registry: judges composites.
-        specs: the layers.
-        device: the device planned for.
-        found: what each phase alone, and both together, would choose.
-        asked: as the user did.
-        per_phase: ask of all layers; otherwise only of those that a phase rule speaks of.
+        registry: decides about composites.
+        both_phases: by layer, the decision for both phases together.
+        by_phase: by layer, the decision for each phase alone.
+        kwargs: the settings of the user.
+        per_phase: decide all layers by phase; otherwise only those that a phase rule matches.
 
     Raises:
         BackendUnavailableError: two backends that rules ask for and that share no KV cache.
     """
-    sets = rule_sets(asked.get("backend"))
-    decisions, instead, why = {}, {}, {}
-    for name, spec in specs.items():
-        by_phase = {phase: found[phase][name] for phase in Phase}
-        rules = {phase: rule_for(sets, spec, phase, name) for phase in (Phase.PREFILL, Phase.DECODE)}
+    sets = rule_sets(kwargs.get("backend"))
+    decisions, fallbacks, obstacles = {}, {}, {}
+    for name, both in both_phases.items():
+        rules = {phase: rule_for(sets, both.spec, phase, name) for phase in (Phase.PREFILL, Phase.DECODE)}
         ruled = any(rule is not None and rule.scope == "phase" for rule in rules.values())
-        both = found[None][name]
         if not (ruled or per_phase):
             decisions[name] = both
             continue
-        layer = _Layer(registry, device, asked, name, by_phase, rules if ruled else None, both)
-        decisions[name], reason = layer.decide()
-        if reason is not None:
-            why[name] = reason
-        if not ruled and both and _is_composite(decisions[name]) and decisions[name].backend != both.backend:
-            instead[name] = both
-    return Phased(decisions, instead, why)
+        layer = _Layer(registry, kwargs, name, both, by_phase[name], rules if ruled else None)
+        decision, obstacle = layer.decide()
+        decisions[name] = decision
+        if obstacle is not None:
+            obstacles[name] = obstacle
+        if not ruled and both and _is_composite(decision) and decision.backend != both.backend:
+            fallbacks[name] = both
+    return LayerChoices(decisions, by_phase, fallbacks, obstacles)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer, what its phases chose, and the rules that must be kept; None where there are none."""
+    """One layer, the decisions for its phases, and the rules to keep; None without phase rules."""
 
     registry: Registry
-    device: Device
-    asked: SelectKwargs
+    kwargs: SelectKwargs
     name: str
+    both: Decision
     by_phase: Mapping[Phase, Decision]
     rules: Mapping[Phase, Rule | None] | None
-    both: Decision
 
     def decide(self) -> tuple[Decision, str | None]:
-        """The decision, and why it is not what the phases alone would choose, where it is not."""
+        """The decision, and the reason if the phases' own choices cannot serve the layer together."""
         if self.both.spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
             return self._encoder(), None
         for decision in self.by_phase.values():
@@ -101,8 +95,8 @@ class _Layer:
                 return (decision if self.rules else self.both), None
         prefill, decode = self.by_phase[Phase.PREFILL], self.by_phase[Phase.DECODE]
         if prefill.backend_cls is decode.backend_cls:
-            return self._alike(), None
-        first = self._together(self._best(Phase.PREFILL), self._best(Phase.DECODE))
+            return self._one_backend(), None
+        first = self._composite(self._best(Phase.PREFILL), self._best(Phase.DECODE))
         if first:
             return first, None
         refused = next(candidate for candidate in first.refused if "+" in candidate.name)
@@ -113,38 +107,38 @@ class _Layer:
         if other is not None:
             return other, why
         if self.rules is None:
-            # Nobody serves it: the table says so of the pair, too.
+            # No backend serves the layer, so the table lists the refused pair too.
             return dataclasses.replace(self.both, candidates=(refused, *self.both.candidates)), why
         source, text = self._source()
         raise BackendUnavailableError(
-            f"{text}, asked for by {source}, cannot serve layer {self.name} on {self.device} together: {why}",
+            f"{text}, asked for by {source}, cannot serve layer {self.name} on {self.both.device} together: {why}",
             first,
             refused.reasons,
         )
 
     def _encoder(self) -> Decision:
-        """An encoder computes all its tokens at once: what decodes elsewhere has no part in it."""
+        """An encoder computes all its tokens at once, so its backend for prefill serves both phases."""
         prefill = self.by_phase[Phase.PREFILL]
         if not prefill:
             return prefill if self.rules else self.both
         best = self._best(Phase.PREFILL)
-        chosen = self._together(best, best)
+        chosen = self._composite(best, best)
         return chosen if chosen or self.rules else self.both
 
-    def _alike(self) -> Decision:
-        if self._is_wrong_for_both():
+    def _one_backend(self) -> Decision:
+        if self._is_refused_for_both():
             best = self._best(Phase.DECODE)
-            return self.both if self.rules is None else self._together(best, best)
+            return self.both if self.rules is None else self._composite(best, best)
         if self.rules is None and self.both.backend == self.by_phase[Phase.DECODE].backend:
             return self.both
         ruled = (decision for decision in self.by_phase.values() if decision.rule is not None)
         alone = self.by_phase[Phase.DECODE] if self.rules is None else next(ruled)
-        # What is said of batches that hold both phases counts, too.
+        # Notes about batches with both phases count too.
         notes = tuple(dict.fromkeys((*alone.notes, *self.both.notes)))
         return dataclasses.replace(alone, phase=None, notes=notes)
 
-    def _is_wrong_for_both(self) -> bool:
-        """Whether what serves each phase alone is refused where batches hold both, as evidence may say."""
+    def _is_refused_for_both(self) -> bool:
+        """Whether the backend of each phase is refused for batches with both phases, as evidence can do."""
         name = self.by_phase[Phase.DECODE].backend
         return any(not candidate.accepted and candidate.name == name for candidate in self.both.candidates)
 
@@ -152,13 +146,13 @@ class _Layer:
         chosen = self.by_phase[phase].chosen
         return "" if chosen is None else unambiguous(self.registry, chosen)
 
-    def _together(self, prefill: str, decode: str) -> Decision:
-        # A rule for a phase may name a composite, and means the half of that phase.
+    def _composite(self, prefill: str, decode: str) -> Decision:
+        # A rule for a phase may name a composite; the half of that phase counts.
         halves = prefill.partition("+")[0], decode.rpartition("+")[2]
-        asked: SelectKwargs = {**self.asked, "backend": "+".join(halves)}
-        judged = self.registry.decide(self.both.spec, self.device, layer_name=self.name, **asked)
+        kwargs: SelectKwargs = {**self.kwargs, "backend": "+".join(halves)}
+        decision = self.registry.decide(self.both.spec, self.both.device, layer_name=self.name, **kwargs)
         source, text = self._source()
-        return dataclasses.replace(judged, chosen_by=source, rule=text)
+        return dataclasses.replace(decision, chosen_by=source, rule=text)
 
     def _source(self) -> tuple[str, str]:
         if self.rules is None:
@@ -167,24 +161,21 @@ class _Layer:
         return rules[0].source, ",".join(dict.fromkeys(map(str, rules)))
 
     def _next_best(self) -> Decision | None:
-        """The first pair, going down both rankings, that serves the layer as all rules allow."""
+        """The highest-ranked pair that serves the layer and that all rules allow."""
         prefill, decode = (self._allowed(phase) for phase in (Phase.PREFILL, Phase.DECODE))
         pairs = [(i + j, i, p, d) for i, p in enumerate(prefill) for j, d in enumerate(decode)]
         for _, _, first, second in sorted(pairs)[1:]:
-            judged = self._together(first, second)
-            if judged:
-                return judged
+            decision = self._composite(first, second)
+            if decision:
+                return decision
         return None
 
     def _allowed(self, phase: Phase) -> Sequence[str]:
         rule = None if self.rules is None else self.rules[phase]
-        offers = None
-        if rule is not None:
-            offers = {(o.name, o.distribution) for o in self.registry.plugins.find(rule.backend)}
         return [
-            unambiguous(self.registry, candidate)
-            for candidate in self.by_phase[phase].candidates
-            if candidate.accepted and (offers is None or (candidate.name, candidate.distribution) in offers)
+            unambiguous(self.registry, each)
+            for each in self.by_phase[phase].candidates
+            if each.accepted and (rule is None or self.registry.plugins.refers_to(rule.backend, each))
         ]
 
 
@@ -192,27 +183,29 @@ def _is_composite(decision: Decision) -> bool:
     return decision.backend_cls is not None and issubclass(decision.backend_cls, CompositeBackend)
 
 
-def without_composites(phased: Phased, error: LayoutError) -> Phased:
-    """The plan without the composites that nobody asked for, since their pages do not fit the other layers'.
+def without_composites(choices: LayerChoices, error: LayoutError) -> LayerChoices:
+    """The choices with the fallbacks in place of composites whose pages do not fit those of other layers.
 
     Raises:
-        LayoutError: `error`, where there are none.
+        LayoutError: `error`, if there are no fallbacks.
     """
-    if not phased.instead:
+    if not choices.fallbacks:
         raise error
-    decisions = {**phased.decisions, **phased.instead}
-    return Phased(decisions, {}, {**phased.why, **dict.fromkeys(phased.instead, str(error))})
+    return LayerChoices(
+        decisions={**choices.decisions, **choices.fallbacks},
+        by_phase=choices.by_phase,
+        obstacles={**choices.obstacles, **dict.fromkeys(choices.fallbacks, str(error))},
+    )
 
 
-def phase_notes(
-    decisions: Decisions, by_phase: Mapping[str, Mapping[Phase, Decision]], why: Mapping[str, str]
-) -> tuple[str, ...]:
-    """A sentence for each pair of backends that the phases alone would have chosen and that did not come about."""
+def phase_notes(decisions: Decisions, choices: LayerChoices) -> tuple[str, ...]:
+    """A sentence for each pair of backends that the phases alone would choose and that the plan gave up."""
     given_up: dict[tuple[str, ...], list[str]] = {}
-    for name, phases in by_phase.items():
+    for name, phases in choices.by_phase.items():
         prefill, decode = (str(phases[phase].backend) for phase in (Phase.PREFILL, Phase.DECODE))
-        if prefill != decode and decisions[name] and name in why:
-            given_up.setdefault((prefill, decode, why[name], str(decisions[name].backend)), []).append(name)
+        if prefill != decode and decisions[name] and name in choices.obstacles:
+            key = (prefill, decode, choices.obstacles[name], str(decisions[name].backend))
+            given_up.setdefault(key, []).append(name)
     return tuple(
         f"{len(names)} {'layer' if len(names) == 1 else 'layers'} would prefill on {prefill} and decode on "
         f"{decode}, but {reason}. {served} serves both phases"

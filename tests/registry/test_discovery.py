@@ -91,7 +91,7 @@ def test_heavy_imports_are_charged_to_the_plugin_that_does_them(
         return host.load(Installed(PluginRecord(module, "acme", None, PluginStatus.BLOCKED), point)).record
 
     try:
-        heavy = "attnplug_bad_heavy imports jax when listed; move that behind its doors"
+        heavy = "attnplug_bad_heavy imports jax when listed; import that in get_impl_cls or get_builder_cls"
         assert load("attnplug_bad_heavy").reason == heavy
         assert load("attnplug_bad_after").reason is None
     finally:

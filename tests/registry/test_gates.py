@@ -55,7 +55,7 @@ def test_an_error_whose_message_raises_is_described_all_the_same() -> None:
             raise RuntimeError("no words")
 
     one = judged(backend("ODD", validate_configuration=raises(Mute())))
-    assert "raised Mute: its message cannot be had in validate_configuration" in one.reasons[0]
+    assert "raised Mute: its message cannot be read in validate_configuration" in one.reasons[0]
     one = judged(backend("ODD", validate_configuration=raises(ValueError())))
     assert "raised ValueError in validate_configuration" in one.reasons[0]
 

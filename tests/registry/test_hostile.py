@@ -49,7 +49,7 @@ REFUSED = {
 }
 """Those that load and fail when they are asked, with the words of the one reason against them."""
 WARNED = {
-    "bad-imports-torch": "imports torch when listed; move that behind its doors",
+    "bad-imports-torch": "imports torch when listed; import that in get_impl_cls or get_builder_cls",
     "bad-ranks": "has a hook attnplug_rank that is not called: ATTNPLUG_RANK does not name it",
 }
 """Those that load with a warning."""

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from attnplug import plan
 from attnplug.core import BuilderConfig, LayerSpec, LayerTensors
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, SlidingWindowSpec
 from attnplug.core.spec import AttentionType
-from attnplug.runtime import AttentionRuntime, ModelPlan, StepBatch, plan
+from attnplug.runtime import AttentionRuntime, ModelPlan, StepBatch
 from attnplug.testing import assert_close, attention_oracle, layer_tensors, stored_values, tolerance
 
 Keys = dict[str, tuple[torch.Tensor, torch.Tensor]]

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from attnplug import Phase, plan
 from attnplug.core.errors import PluginError
+from attnplug.registry import get_registry
 from attnplug.runtime import AttentionRuntime, ModelPlan
 
 
@@ -108,8 +109,8 @@ def test_json_says_who_serves_which_phase():
 def test_a_plan_of_composites_read_from_json_runs_where_both_halves_are_loaded():
     with offered(backend("DECODER", 90, supported_phases=(Phase.DECODE,))):
         text = plan(model([FULL]), "cpu", per_phase=True, num_blocks=4).to_json()
-        assert AttentionRuntime(ModelPlan.from_json(text)).kv_caches["layers.0"].shape[0] == 4
-    again = ModelPlan.from_json(text)
+        assert AttentionRuntime(ModelPlan.from_json(text, get_registry())).kv_caches["layers.0"].shape[0] == 4
+    again = ModelPlan.from_json(text, get_registry())
     assert again.backends == ("TORCH+DECODER",)
     with pytest.raises(PluginError, match=r"TORCH\+DECODER"):
         AttentionRuntime(again)
@@ -127,14 +128,23 @@ def test_json_keeps_what_phases_would_have_chosen_and_the_notes():
 
 
 def test_a_plan_read_from_json_runs_where_its_backends_are_loaded():
-    again = ModelPlan.from_json(plan(model([FULL]), "cpu", num_blocks=4).to_json())
+    text = plan(model([FULL]), "cpu", num_blocks=4).to_json()
+    again = ModelPlan.from_json(text, get_registry())
     assert AttentionRuntime(again).kv_caches["layers.0"].shape[0] == 4
+
+
+def test_a_plan_read_without_a_registry_can_be_printed_only():
+    made = plan(model([FULL]), "cpu", num_blocks=4)
+    again = ModelPlan.from_json(made.to_json())
+    assert str(again) == str(made)
+    with pytest.raises(PluginError, match=r"TORCH only; .*ModelPlan\.from_json takes a registry"):
+        AttentionRuntime(again)
 
 
 def test_a_plan_read_where_a_backend_is_not_loaded_names_it_when_run():
     with offered(backend("ELSEWHERE")):
         text = plan(model([FULL]), "cpu", num_blocks=4).to_json()
-    again = ModelPlan.from_json(text)
+    again = ModelPlan.from_json(text, get_registry())
     assert again.backends == ("ELSEWHERE",)
     with pytest.raises(PluginError, match="ELSEWHERE"):
         AttentionRuntime(again)

@@ -1,0 +1,110 @@
+"""`attnplug.plan`: backends, pages and layouts for all layers of a model at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Protocol, Unpack, runtime_checkable
+
+from attnplug.core.checks import check_size
+from attnplug.core.errors import LayoutError, PolicyError, SpecError
+from attnplug.core.spec import LayerSpec
+from attnplug.registry.default import get_registry
+from attnplug.registry.devices import DeviceLike, resolve_device
+from attnplug.registry.registry import Registry, SelectKwargs
+from attnplug.runtime.budget import fit_kv_cache, parse_memory
+from attnplug.runtime.model_plan import ModelPlan
+from attnplug.runtime.plan_choice import check_served
+from attnplug.runtime.planning import agree_on_pages, choose_backends
+
+__all__ = ["HasLayers", "plan"]
+
+_log = logging.getLogger("attnplug")
+
+
+@runtime_checkable
+class HasLayers(Protocol):
+    """A model configuration: its layers by name, and the layers that share pages."""
+
+    @property
+    def layers(self) -> Mapping[str, LayerSpec]:
+        """The spec of each layer."""
+        ...
+
+    @property
+    def kv_sharing(self) -> Mapping[str, str]:
+        """Layers that read another layer's pages, to that layer."""
+        ...
+
+
+def plan(
+    specs: Mapping[str, LayerSpec] | HasLayers,
+    device: DeviceLike = None,
+    *,
+    per_phase: bool = False,
+    uniform: bool = False,
+    kv_sharing: Mapping[str, str] | None = None,
+    num_blocks: int | None = None,
+    memory: int | str | None = None,
+    registry: Registry | None = None,
+    **kwargs: Unpack[SelectKwargs],
+) -> ModelPlan:
+    """Decide for all layers at once, so that backends, block sizes and layouts fit each other.
+
+    A layer that a phase rule in `backend` matches is decided phase by phase.
+
+    Args:
+        specs: layers by name in order, or a ModelSpec as `read_config` gives it.
+        device: as in `attnplug.select`.
+        per_phase: choose for each phase alone. Where the choices differ, the layer is served by both on
+            one KV cache, as the composite "PREFILL+DECODE". Where they cannot share one, the plan notes
+            the reason and one backend serves both phases.
+        uniform: one backend for all layers: the highest-ranked that serves every layer and that all
+            rules allow.
+        kv_sharing: layers that read another layer's pages; by default those of the ModelSpec.
+        num_blocks: blocks of the KV pool, the null block included; at least 2.
+        memory: bytes for the KV caches instead ("80GiB"): as many blocks as fit.
+        registry: chooses the backends; by default the registry of the process.
+        **kwargs: as in `attnplug.select`.
+
+    Raises:
+        NoBackendError: no backend serves a layer, or with `uniform` no one backend serves all; it lists
+            each kind with its reasons.
+        BackendUnavailableError: the backends asked for do not serve a layer; or two backends that rules
+            ask for in the phases of one layer share no KV cache.
+        LayoutError: layers that agree on no block size or layout, naming layer and backend; an impossible
+            `kv_sharing`; too little memory for a token of every KV group.
+        PolicyError: as `attnplug.select_layers`; both num_blocks and memory.
+        SpecError: `specs` without layers by name, or a `num_blocks` below 2.
+    """
+    if isinstance(specs, HasLayers):
+        kv_sharing = specs.kv_sharing if kv_sharing is None else kv_sharing
+        specs = specs.layers
+    if not isinstance(specs, Mapping):
+        raise SpecError("specs", specs, "must be a mapping of layer names to LayerSpec, or a ModelSpec")
+    if num_blocks is not None and memory is not None:
+        raise PolicyError(
+            "num_blocks", num_blocks, f"cannot stand with memory={memory!r}", "give one of the two"
+        )
+    if num_blocks is not None:
+        # Block 0 is the null block, so one block alone serves no request.
+        num_blocks = check_size("num_blocks", num_blocks, 2)
+    registry = get_registry() if registry is None else registry
+    device = resolve_device(device)
+    choices = choose_backends(registry, specs, device, kwargs, per_phase=per_phase, uniform=uniform)
+    check_served(registry, choices.decisions)
+    decisions, notes = agree_on_pages(registry, choices)
+    made = ModelPlan(decisions, device, dict(kv_sharing or {}), num_blocks, None, choices.by_phase, notes)
+    # Computed here, so that this call refuses an impossible kv_sharing.
+    config = made.kv_cache_config
+    if memory is not None:
+        given = parse_memory(memory)
+        fitting = fit_kv_cache(config, given).num_blocks or None
+        made = dataclasses.replace(made, memory=given, num_blocks=fitting)
+    groups = len(config.kv_cache_groups)
+    if made.num_blocks is not None and made.num_blocks <= groups:
+        limit = f"must be at least {groups + 1}: the null block, and one for each of {groups} KV groups"
+        raise LayoutError("num_blocks", made.num_blocks, limit)
+    _log.info("%s", made)
+    return made
