@@ -9,7 +9,6 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from attnplug.core.backend import AttentionBackend
 from attnplug.core.impl import AttentionImpl, AttentionLayer
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.spec import AttentionType
@@ -62,8 +61,6 @@ class BuiltinImpl(AttentionImpl[_M]):
 
     _last_pages: Pages | None = None
 
-    _backend: ClassVar[type[AttentionBackend]]
-    """Whose caches these are."""
     _bind_write: ClassVar[Callable[..., Callable[..., None]]] = staticmethod(bound_kv_write)
     """Makes what writes pages, as `attnplug.ops.kv_write.bound_kv_write`."""
     _write_form: object = None
@@ -109,7 +106,7 @@ class BuiltinImpl(AttentionImpl[_M]):
         """The same, as one object, and the same object as long as the cache is the same."""
         pages = self._last_pages
         if pages is None or not pages.are_of(kv_cache):
-            pages = Pages(kv_cache, *pages_of(self._backend, kv_cache, self.spec), self._forget_pages)
+            pages = Pages(kv_cache, *pages_of(self.backend, kv_cache, self.spec), self._forget_pages)
             self._last_pages = pages
         return pages
 

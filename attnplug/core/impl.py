@@ -1,15 +1,17 @@
-"""What runs a layer: writes its KV cache and attends."""
+"""The contract of an impl, which runs one layer: it writes the KV cache and attends."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 
-from attnplug.core.errors import BatchError, SpecError
+from attnplug.core.backend import AttentionBackend
+from attnplug.core.errors import BatchError, PluginError, SpecError
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.spec import AttentionType, LayerSpec
 
@@ -100,14 +102,27 @@ class AttentionImpl(ABC, Generic[_M]):
     dcp_world_size: int
     dcp_rank: int
 
+    backend: type[AttentionBackend] = AttentionBackend  # type: ignore[type-abstract]
+    """The backend given to `from_spec`; the constructor alone leaves the contract's defaults."""
     spec: LayerSpec
     tensors: LayerTensors
     layer_name: str
     options: Any
     kv_sharing_target_layer_name: str | None
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """PluginError for a `from_spec` of its own that does not take the keyword `backend`."""
+        super().__init_subclass__(**keywords)
+        if "from_spec" in cls.__dict__:
+            parameters = inspect.signature(cls.from_spec).parameters
+            if "backend" not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+                raise PluginError(
+                    f"{cls.__qualname__}.from_spec does not take the keyword backend, which every caller gives; "
+                    "add it, or **rest, and pass it on to super().from_spec"
+                )
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Read rank and world size for context parallelism, so that no subclass can forget to."""
+        """Read rank and world size for context parallelism: a subclass may not call the base constructor."""
         self = super().__new__(cls)
         self.dcp_rank, self.dcp_world_size = _rank_and_world_size()
         self.need_to_return_lse_for_decode = self.dcp_world_size > 1 and cls.can_return_lse_for_decode
@@ -149,6 +164,7 @@ class AttentionImpl(ABC, Generic[_M]):
         cls,
         spec: LayerSpec,
         *,
+        backend: type[AttentionBackend],
         layer_name: str,
         tensors: LayerTensors | None = None,
         kv_sharing_target_layer_name: str | None = None,
@@ -158,6 +174,7 @@ class AttentionImpl(ABC, Generic[_M]):
 
         Args:
             spec: what the layer needs; the backend has accepted it.
+            backend: the class whose `get_impl_cls` gave this impl, so that an impl need not import it.
             layer_name: its name, as in the plan.
             tensors: sinks, slopes and scales; each that the spec asks for must be here.
             kv_sharing_target_layer_name: the layer whose KV cache this one reads, writing none.
@@ -169,6 +186,7 @@ class AttentionImpl(ABC, Generic[_M]):
         tensors = tensors or LayerTensors()
         tensors.check(spec)
         self = cls.__new__(cls)
+        self.backend = backend
         self._bind(spec, layer_name, tensors, kv_sharing_target_layer_name, options)
         cls.__init__(
             self,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from attnplug.ops.accelerated import triton_ops
 from attnplug.ops.checks import check_kv_write
+from attnplug.ops.triton import triton_ops
 
 __all__ = ["bound_kv_write", "write_kv_cache"]
 

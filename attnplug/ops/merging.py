@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from attnplug.ops.accelerated import triton_ops
 from attnplug.ops.checks import check_partials, check_target
+from attnplug.ops.triton import triton_ops
 
 __all__ = ["merge", "merge_attn_states"]
 

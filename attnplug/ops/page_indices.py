@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnplug.ops.accelerated import triton_ops
+from attnplug.ops.triton import triton_ops
 
 __all__ = ["gather_page_indices"]
 

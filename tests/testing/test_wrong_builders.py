@@ -11,7 +11,8 @@ from catching import Wrong, failures, variant
 from wrong_builders import WRONG
 
 from attnplug.backends.torch_native import TorchBackend
-from attnplug.backends.torch_native.builder import TorchMetadata, TorchMetadataBuilder
+from attnplug.backends.torch_native.builder import TorchMetadataBuilder
+from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core import AttentionBackend, Device, Feature
 from attnplug.core.errors import BatchError
 from attnplug.testing.conformance import assumptions, builders, merging, runtimes, sharing

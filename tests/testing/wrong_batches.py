@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from catching import Wrong, variant
 
-from attnplug.backends.torch_native.builder import TorchMetadata, TorchMetadataBuilder
+from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
+from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core import CommonAttentionMetadata
 
 __all__ = ["WRONG_BATCHES"]

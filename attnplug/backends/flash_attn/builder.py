@@ -9,46 +9,18 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from attnplug.backends.flash_attn.call import Requests
+from attnplug.backends.flash_attn.metadata import FlashAttnMetadata, Requests
 from attnplug.core.batch.host import IntArray, query_spans
 from attnplug.core.batch.local_attention import make_local_attention_virtual_batches
 from attnplug.core.config import BuilderConfig
 from attnplug.core.kv_cache_spec import ChunkedLocalAttentionSpec, CrossAttentionSpec, KVCacheSpec
 from attnplug.core.metadata import (
     AttentionCGSupport,
-    AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
 
-__all__ = ["FlashAttnMetadata", "FlashAttnMetadataBuilder"]
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class FlashAttnMetadata(AttentionMetadata):
-    """One step: the requests together, and the same with decodes apart.
-
-    Args:
-        slot_mapping: int64, where the new K and V go.
-        num_actual_tokens: query rows of the batch.
-        key_tokens: rows of key and value that come with the call, where the host knows them.
-        together: all requests that have queries in one call; None where none has.
-        apart: the decodes in front, and any others, a call each.
-        starts_anew: whether no request has computed tokens, as far as the host knows.
-        causal: what the batch says; it may only narrow the layer's spec.
-        chunk: what the requests are cut by; 0 where they are not.
-        pages_of_pieces: with chunks, maps another table of the same batch to the pieces.
-    """
-
-    slot_mapping: torch.Tensor
-    num_actual_tokens: int
-    key_tokens: int | None
-    together: Requests | None
-    apart: tuple[Requests, ...]
-    starts_anew: bool
-    causal: bool
-    chunk: int = 0
-    pages_of_pieces: Callable[[torch.Tensor], torch.Tensor] | None = None
+__all__ = ["FlashAttnMetadataBuilder"]
 
 
 class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
@@ -102,18 +74,20 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         """`metadata` with another KV group's table and slots."""
         if not isinstance(self.kv_cache_spec, CrossAttentionSpec):
             slot_mapping = slot_mapping[: metadata.num_actual_tokens]
-        together = metadata.together
+        together = metadata.all_requests
         if together is None:
             return dataclasses.replace(metadata, slot_mapping=slot_mapping)
-        table = blk_table if metadata.pages_of_pieces is None else metadata.pages_of_pieces(blk_table)
+        table = blk_table if metadata.virtual_table is None else metadata.virtual_table(blk_table)
         # What was planned for these lengths holds for any pages of the same size.
         moved = dataclasses.replace(together, block_table=table[: together.seq_lens.shape[0]])
         apart, row = [], 0
-        for each in metadata.apart:
+        for each in metadata.calls:
             end = row + each.seq_lens.shape[0]
             apart.append(moved if each is together else dataclasses.replace(each, block_table=table[row:end]))
             row = end
-        return dataclasses.replace(metadata, slot_mapping=slot_mapping, together=moved, apart=tuple(apart))
+        return dataclasses.replace(
+            metadata, slot_mapping=slot_mapping, all_requests=moved, calls=tuple(apart)
+        )
 
     def _build(self, common: CommonAttentionMetadata, *, captured: bool) -> FlashAttnMetadata:
         _, lens = query_spans(common)
@@ -135,12 +109,12 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             else common.slot_mapping[:tokens],
             num_actual_tokens=tokens,
             key_tokens=tokens if common.key_start_loc is None else None if keys is None else int(keys[-1]),
-            together=together,
-            apart=apart,
-            starts_anew=known is not None and bool((known == lens).all()),
+            all_requests=together,
+            calls=apart,
+            all_new=known is not None and bool((known == lens).all()),
             causal=common.causal,
             chunk=self._chunk,
-            pages_of_pieces=pages,
+            virtual_table=pages,
         )
 
     def _requests(
@@ -156,11 +130,11 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             longest = max(int(own.max(initial=0)), 1)
             if known is None:
                 # In a graph any request may become padding, of length 1.
-                keyless, unseen = True, longest - 1 if captured else 0
+                may_lack_keys, queries_before_keys = True, longest - 1 if captured else 0
             else:
                 held = known[first:end]
-                keyless = bool((held[own > 0] == 0).any())
-                unseen = max(int((own - np.maximum(held, 1)).max(initial=0)), 0)
+                may_lack_keys = bool((held[own > 0] == 0).any())
+                queries_before_keys = max(int((own - np.maximum(held, 1)).max(initial=0)), 0)
             return Requests(
                 query_start_loc=common.query_start_loc[first : end + 1],
                 seq_lens=common.seq_lens[first:end],
@@ -172,8 +146,8 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
                 max_seq_len=common.max_seq_len,
                 single=end_token - begin == end - first and bool((own == 1).all()),
                 captured=captured,
-                keyless=keyless,
-                unseen=unseen,
+                may_lack_keys=may_lack_keys,
+                queries_before_keys=queries_before_keys,
             )
 
         reqs, tokens = common.num_reqs, common.num_actual_tokens

@@ -3,58 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 import torch
 
+from attnplug.backends.flash_attn.metadata import Requests
 from attnplug.core.spec import LayerSpec
 
-__all__ = ["Call", "Kernels", "Requests"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Requests:
-    """Consecutive requests of a step that one call serves.
-
-    Args:
-        query_start_loc: int32 `[R + 1]`, rows of the whole batch.
-        seq_lens: int32 `[R]`.
-        block_table: int32 `[R, max_blocks]`.
-        key_start_loc: int32 `[R + 1]`, where K and V come with the call.
-        first_token: the first of their queries.
-        end_token: past the last of their queries; the last call's is the end of the batch.
-        max_query_len: queries of the longest, which is at least 1.
-        max_seq_len: keys of the longest, or an upper bound.
-        single: whether each has exactly one query, and the rows are no more than the requests.
-        captured: whether the call will stand in a CUDA graph.
-        keyless: whether one with queries may have no key at all, as far as the host knows.
-        unseen: queries of a request before its first key, at most, as far as the host knows.
-    """
-
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    key_start_loc: torch.Tensor
-    first_token: int
-    end_token: int
-    max_query_len: int
-    max_seq_len: int
-    single: bool
-    captured: bool
-    keyless: bool
-    unseen: int
-    schedules: dict[object, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """What FlashAttention 3 planned for them, by what it depends on: made once per step."""
-    kept: dict[str, object] = dataclasses.field(default_factory=dict, init=False)
-    """What else was made of them in this step. It holds for their own table: another one begins empty."""
-
-    def schedule(self, key: object, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What was planned under `key` in this step, made by the first layer that asks."""
-        found = self.schedules.get(key)
-        if found is None:
-            found = self.schedules[key] = make()
-        return found
+__all__ = ["Call", "Kernels"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +54,7 @@ class Call:
 class Kernels(Protocol):
     """A generation's kernels."""
 
-    decodes_apart: ClassVar[bool]
+    separate_decodes: ClassVar[bool]
     """Whether decodes beside longer queries are worth a call of their own."""
 
     def __call__(self, call: Call) -> torch.Tensor | None:

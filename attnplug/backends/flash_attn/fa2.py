@@ -6,6 +6,7 @@ The public functions return a new output, to be copied. Positions follow `_flash
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -15,9 +16,8 @@ import torch
 
 from attnplug.backends.flash_attn.call import Call, Kernels
 from attnplug.backends.flash_attn.fa2_decode import FWD_KVCACHE, FlashAttn2Decodes
-from attnplug.backends.flash_attn.generations import FlashAttn2Backend
 from attnplug.backends.flash_attn.impl import FlashAttnImpl
-from attnplug.backends.flash_attn.keyless import WithKeys
+from attnplug.backends.flash_attn.metadata import Requests
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError, BatchError
 
@@ -35,6 +35,55 @@ _ROWS = 64
 """Queries in a block of the kernels that read pages, whatever the head size."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FilledRequests:
+    """Requests that all have a key: one without any is given the first row of the null block.
+
+    `varlen_fwd` over pages writes +inf to the LSE of queries that see nothing, at the place it would have if all
+    requests had as many queries: over the LSE of others, or outside its memory (2.7 to 2.8.3,
+    `compute_attn_1rowblock_splitkv`).
+
+    Args:
+        seq_lens: int32 `[R]`.
+        block_table: int32 `[R, max_blocks]`. An idle request's row may hold anything.
+        unseeing: bool `[rows]`, the queries that see nothing; None if the host knows that there are none.
+    """
+
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    unseeing: torch.Tensor | None
+
+    @classmethod
+    def of(cls, requests: Requests) -> FilledRequests:
+        """`requests`, filled; the host does not wait, and the layers of a step share the result."""
+        if not requests.may_lack_keys:
+            return cls(requests.seq_lens, requests.block_table, None)
+        if requests.captured:
+            # A graph's replay must make it again, so the graph may not use what an earlier call made.
+            return cls._made(requests)
+        found = requests.kept.get("filled")
+        if found is None:
+            found = requests.kept["filled"] = cls._made(requests)
+        return cast(FilledRequests, found)
+
+    @classmethod
+    def _made(cls, requests: Requests) -> FilledRequests:
+        lens, ends = requests.seq_lens, requests.query_start_loc[1:]
+        none = lens == 0
+        rows = torch.arange(requests.first_token, requests.end_token, dtype=ends.dtype, device=ends.device)
+        # Rows past the last request are padding, whose outputs nobody reads.
+        owners = torch.bucketize(rows, ends, right=True).clamp_(max=lens.shape[0] - 1)
+        return cls(lens.clamp(min=1), requests.block_table.masked_fill(none[:, None], 0), none[owners])
+
+    def blank(self, output: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """Set outputs `[rows, H, Dv]` to 0 and LSEs `[H, rows]` to -inf for queries that see nothing."""
+        if self.unseeing is None:
+            return
+        output.masked_fill_(self.unseeing[:, None, None], 0.0)
+        if lse is not None:
+            lse.masked_fill_(self.unseeing, -torch.inf)
+
+
 class FlashAttn2Kernels:
     """Calls `varlen_fwd`, and `fwd_kvcache` for decodes over pages.
 
@@ -43,7 +92,7 @@ class FlashAttn2Kernels:
         fwd_kvcache: of the same.
     """
 
-    decodes_apart: ClassVar[bool] = True
+    separate_decodes: ClassVar[bool] = True
     """Only where all queries are single does it pack the heads of a KV head and split the keys."""
 
     def __init__(self, varlen_fwd: Callable[..., Any], fwd_kvcache: Callable[..., Any]) -> None:
@@ -60,15 +109,15 @@ class FlashAttn2Kernels:
         own = slice(requests.first_token, requests.end_token)
         if requests.single:
             return self._decodes(call) if call.paged else self._single(call, own)
-        seen = None
+        filled = None
         if call.paged:
             _check_blocks(call)
-            seen = WithKeys.of(requests)
+            filled = FilledRequests.of(requests)
         # With 1 it may take row i for request i, whatever the start locations say.
-        _, lse = self._varlen(call, call.query, call.output, max(requests.max_query_len, 2), seen)
+        _, lse = self._varlen(call, call.query, call.output, max(requests.max_query_len, 2), filled)
         lse = lse[:, own]
-        if seen is not None:
-            seen.blank(call.output[own], lse)
+        if filled is not None:
+            filled.blank(call.output[own], lse)
         return lse if call.wants_lse else None
 
     def _single(self, call: Call, own: slice) -> torch.Tensor | None:
@@ -89,9 +138,9 @@ class FlashAttn2Kernels:
         query: torch.Tensor,
         out: torch.Tensor | None,
         longest: int,
-        seen: WithKeys | None,
+        filled: FilledRequests | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and LSE of `varlen_fwd`, over pages where `seen` is given."""
+        """Output and LSE of `varlen_fwd`, over pages where `filled` is given."""
         requests, spec = call.requests, call.spec
         causal, left, right = _window(call)
         found, lse, *_ = self._varlen_fwd(
@@ -100,10 +149,10 @@ class FlashAttn2Kernels:
             call.value,
             out,
             requests.query_start_loc,
-            requests.key_start_loc if seen is None else requests.query_start_loc,
-            None if seen is None else seen.seq_lens,
+            requests.key_start_loc if filled is None else requests.query_start_loc,
+            None if filled is None else filled.seq_lens,
             None,
-            None if seen is None else seen.block_table,
+            None if filled is None else filled.block_table,
             call.alibi_slopes,
             longest,
             _longest_keys(call),
@@ -122,8 +171,6 @@ class FlashAttn2Kernels:
 
 class FlashAttn2Impl(FlashAttnImpl):
     """Attention in FlashAttention 2."""
-
-    _backend = FlashAttn2Backend
 
     @classmethod
     def kernels(cls) -> Kernels:
@@ -148,13 +195,17 @@ def _window(call: Call) -> tuple[bool, int, int]:
 
 def _check_blocks(call: Call) -> None:
     """BatchError where a block of queries lies before the first key: see `keyless`; each request has a key now."""
-    right, unseen = call.window[1], call.requests.unseen
-    if right < 0 or unseen - right < _ROWS:
+    right, queries_before_keys = call.window[1], call.requests.queries_before_keys
+    if right < 0 or queries_before_keys - right < _ROWS:
         return
     limit = f"must be at most {_ROWS - 1 + right} here: FLASH_ATTN_2 needs a key in reach of every {_ROWS} queries"
     if call.requests.captured:
-        raise BatchError("max_query_len - 1", unseen, f"{limit}, and requests of a graph may become padding")
-    raise BatchError("query_len - seq_len", unseen, limit, "let seq_lens count the new tokens too")
+        raise BatchError(
+            "max_query_len - 1", queries_before_keys, f"{limit}, and requests of a graph may become padding"
+        )
+    raise BatchError(
+        "query_len - seq_len", queries_before_keys, limit, "let seq_lens count the new tokens too"
+    )
 
 
 @functools.cache

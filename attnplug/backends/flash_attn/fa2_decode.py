@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 
 from attnplug.backends.flash_attn.call import Call
-from attnplug.backends.multiprocessors import num_multiprocessors
 
 __all__ = ["FWD_KVCACHE", "FlashAttn2Decodes", "num_splits"]
 
@@ -65,7 +64,7 @@ class FlashAttn2Decodes:
             out = call.output[own].view(-1, heads, rows, spec.head_size).transpose(1, 2)
         page, table = call.key.shape[1], requests.block_table
         units = requests.seq_lens.shape[0] * heads * -(-rows // _ROWS)
-        slots = num_multiprocessors(call.query.device, on_cpu=4) * _BLOCKS_AT_ONCE
+        slots = _multiprocessors(call.query.device) * _BLOCKS_AT_ONCE
         # Of the table's width, not of the context, on which no memory may depend.
         splits = num_splits(units, slots, -(-call.table_keys // _block_keys(spec.head_size)))
         # It takes the width of the table for the longest context, and splits that.
@@ -119,6 +118,12 @@ def num_splits(units: int, slots: int, key_blocks: int) -> int:
     full = [units * count / (-(-units * count // slots) * slots) for count in counts]
     enough = 0.85 * max(full)
     return next(count for count, share in zip(counts, full, strict=True) if share >= enough)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    # On a CPU, where tests run the library's arithmetic, few enough that keys are split.
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 
 def _block_keys(head_size: int) -> int:

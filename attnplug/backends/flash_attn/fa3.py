@@ -14,7 +14,6 @@ from typing import Any, ClassVar, cast
 import torch
 
 from attnplug.backends.flash_attn.call import Call, Kernels
-from attnplug.backends.flash_attn.generations import FlashAttn3Backend
 from attnplug.backends.flash_attn.impl import FlashAttnImpl
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError
@@ -47,7 +46,7 @@ class FlashAttn3Kernels:
         schedule: the operator `get_scheduler_metadata`.
     """
 
-    decodes_apart: ClassVar[bool] = False
+    separate_decodes: ClassVar[bool] = False
     """Its scheduler splits the keys of each request as that request needs."""
 
     def __init__(self, fwd: Callable[..., Any], schedule: Callable[..., Any]) -> None:
@@ -115,8 +114,6 @@ class FlashAttn3Kernels:
 
 class FlashAttn3Impl(FlashAttnImpl):
     """Attention in FlashAttention 3."""
-
-    _backend = FlashAttn3Backend
 
     @classmethod
     def kernels(cls) -> Kernels:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 
 from attnplug.backends.flash_attn.call import Call, Kernels
-from attnplug.backends.flash_attn.generations import FlashAttn4Backend
 from attnplug.backends.flash_attn.impl import FlashAttnImpl
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError
@@ -38,7 +37,7 @@ class FlashAttn4Kernels:
         forward: of `flash_attn.cute.interface`.
     """
 
-    decodes_apart: ClassVar[bool] = False
+    separate_decodes: ClassVar[bool] = False
     """Its kernels do not split the keys on Hopper, so a call for decodes alone gains nothing."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -84,8 +83,6 @@ class FlashAttn4Kernels:
 
 class FlashAttn4Impl(FlashAttnImpl):
     """Attention in FlashAttention 4."""
-
-    _backend = FlashAttn4Backend
 
     @classmethod
     def kernels(cls) -> Kernels:

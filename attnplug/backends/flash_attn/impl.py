@@ -6,8 +6,8 @@ from abc import abstractmethod
 
 import torch
 
-from attnplug.backends.flash_attn.builder import FlashAttnMetadata
 from attnplug.backends.flash_attn.call import Call, Kernels
+from attnplug.backends.flash_attn.metadata import FlashAttnMetadata
 from attnplug.backends.impl import BuiltinImpl
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
@@ -69,13 +69,13 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
             remedy = "build it with the layer's own kv_cache_spec"
             raise BatchError("attn_metadata.chunk", meta.chunk, f"is not the layer's {reach.chunk}", remedy)
         k, v, paged = self._keys(key, value, kv_cache, meta)
-        if meta.together is None:
+        if meta.all_requests is None:
             return output
         kernels, tensors = self.kernels(), self.tensors
         query, rows = _aligned(query[:tokens]), output[:tokens]
         # What cannot be written in place is written beside it: an output at an odd address.
         written = rows if _is_aligned(rows) else torch.empty_like(query[..., : spec.head_size_v])
-        for requests in meta.apart if kernels.decodes_apart else (meta.together,):
+        for requests in meta.calls if kernels.separate_decodes else (meta.all_requests,):
             call = Call(
                 spec=spec,
                 requests=requests,
@@ -108,7 +108,7 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
         """Pages of K and V, or packed K and V; and whether they are pages."""
         self._check_pages(kv_cache)
         if kv_cache is not None:
-            own = self._attends_own_keys and meta.starts_anew and not meta.chunk
+            own = self._attends_own_keys and meta.all_new and not meta.chunk
             if key is None or value is None or not own:
                 return (*self._pages(kv_cache), True)
             rows = meta.num_actual_tokens

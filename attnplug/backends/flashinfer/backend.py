@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from attnplug.backends.flashinfer.limits import LEAST_SCALE
 from attnplug.backends.flashinfer.options import Options
 from attnplug.backends.libraries import requirements_of, serves_capability
 from attnplug.core.backend import AttentionBackend
@@ -22,8 +23,6 @@ __all__ = ["FlashInferBackend"]
 
 _NAME = "FLASHINFER"
 _FP8_CAPABILITY = (8, 9)
-LEAST_SCALE = 2.0**-11
-"""Before 0.7 a masked logit is -50000, and scaled after that: at this scale it still weighs nothing."""
 
 
 class FlashInferBackend(AttentionBackend):

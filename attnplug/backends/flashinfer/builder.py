@@ -4,115 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.backends.flashinfer.groups import PlanGroup, groups_of
+from attnplug.backends.flashinfer.groups import groups_of
+from attnplug.backends.flashinfer.impl import FlashInferImpl
 from attnplug.backends.flashinfer.library import library
+from attnplug.backends.flashinfer.metadata import FlashInferMetadata
 from attnplug.backends.flashinfer.page_indices import PageIndices
-from attnplug.backends.flashinfer.planner import PlanCost, Planner
-from attnplug.backends.flashinfer.planners import Planners
-from attnplug.backends.flashinfer.step import HostStep, Ints, Part, StepPages, trimmed
+from attnplug.backends.flashinfer.planned_wrapper import PlanCost
+from attnplug.backends.flashinfer.step import HostStep, Ints, StepPages, trimmed
+from attnplug.backends.flashinfer.wrappers import Wrappers
 from attnplug.core.batch import make_local_attention_virtual_batches
 from attnplug.core.batch.host import exact_seq_lens, known_seq_lens, query_spans, to_device
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
-from attnplug.core.impl import AttentionImpl
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from attnplug.core.metadata import (
     AttentionCGSupport,
-    AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
 from attnplug.core.spec import Phase
 
-__all__ = ["FlashInferMetadata", "FlashInferMetadataBuilder", "Work"]
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Work:
-    """What a group's layers run in a step.
-
-    Args:
-        pages: the step as they see it.
-        indices: where its pages' indices are.
-        parts: its parts, and what runs each.
-        only: what runs all tokens of the batch, where one does.
-        generation: of the planners.
-    """
-
-    pages: StepPages
-    indices: PageIndices
-    parts: Sequence[tuple[Part, Planner]]
-    only: Planner | None
-    generation: int
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class FlashInferMetadata(AttentionMetadata):
-    """One step for FLASHINFER.
-
-    Plans live in their wrappers: where another step was planned meanwhile, `planned` plans this one again.
-
-    Args:
-        slot_mapping: int64, where the new K and V go.
-        num_actual_tokens: query rows of the batch.
-        causal: what the batch says; it may only narrow the layers' specs.
-        pages: the step over the block table, by chunk size; under None as it is.
-        indices: where the pages' indices are, by chunk size.
-        planners: of the builder.
-        captured: the batch size whose graph planner serves the decodes; 0: none.
-    """
-
-    slot_mapping: torch.Tensor
-    num_actual_tokens: int
-    causal: bool
-    pages: dict[int | None, StepPages]
-    indices: Mapping[int | None, PageIndices]
-    planners: Planners
-    captured: int
-
-    _work: dict[PlanGroup, Work] = dataclasses.field(init=False, repr=False, default_factory=dict)
-
-    def planned(self, group: PlanGroup) -> Work:
-        """The step as a group's layers see it, and what runs its parts, planned.
-
-        Raises:
-            BatchError: a group that the builder was not told of.
-            PluginError: FlashInfer has to compile, and cannot.
-        """
-        work = self._work.get(group)
-        if work is None or work.generation != self.planners.generation:
-            work = self._work[group] = self._work_of(group)
-        buffer = work.indices.hold(work.pages)
-        for part, planner in work.parts:
-            planner.ensure(part, buffer, self.causal)
-        return work
-
-    def _work_of(self, group: PlanGroup) -> Work:
-        pages = self.pages.get(group.chunk_size)
-        if pages is None:
-            raise BatchError(
-                "layer", str(group), "was not planned for", "name the layer in BuilderConfig.layers"
-            )
-        indices, host = self.indices[group.chunk_size], pages.host
-        parts = []
-        if host.decode is not None:
-            if self.captured:
-                decode = self.planners.captured(group, self.captured, indices.hold(pages))
-            else:
-                decode = self.planners.of(group, "decode")
-            parts.append((host.decode, decode))
-        if host.prefill is not None:
-            parts.append((host.prefill, self.planners.of(group, "prefill")))
-        alone = len(parts) == 1 and host.seen is None and host.num_tokens == self.num_actual_tokens
-        only = parts[0][1] if alone else None
-        return Work(pages, indices, parts, only, self.planners.generation)
+__all__ = ["FlashInferMetadataBuilder"]
 
 
 class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
@@ -139,13 +58,10 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, config, device)
         self._init_reorder_batch_threshold(1)
-        from attnplug.backends.flashinfer.impl import FlashInferImpl
-
-        impl_cls: type[AttentionImpl[FlashInferMetadata]] = FlashInferImpl
-        self._groups = groups_of(config.layers, layer_names, impl_cls)
+        self._groups = groups_of(config.layers, layer_names, FlashInferImpl)
         self._page_size = kv_cache_spec.block_size
         sizes = config.cudagraph_batch_sizes
-        self._planners = Planners(
+        self._wrappers = Wrappers(
             library(), self._groups, self._page_size, device, config.max_num_seqs, sizes
         )
         self._chunks = dict.fromkeys(group.chunk_size for group in self._groups)
@@ -158,20 +74,20 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     @property
     def workspace_bytes(self) -> int:
         """What the float workspace must have."""
-        return self._planners.workspace_bytes
+        return self._wrappers.workspace_bytes
 
     def get_workspace_buffer(self) -> torch.Tensor:
         """The float workspace, made when first asked for."""
-        return self._planners.workspace
+        return self._wrappers.workspace
 
     def set_workspace_buffer(self, buffer: torch.Tensor) -> None:
         """Use another builder's; BatchError where it is too small."""
-        self._planners.workspace = buffer
+        self._wrappers.workspace = buffer
 
     @property
     def plan_costs(self) -> dict[str, PlanCost]:
         """Plans, skips and host seconds of planning, by phase and group of layers."""
-        return self._planners.costs
+        return self._wrappers.costs
 
     def warm_up(self, phase: Phase | None = None) -> None:
         """Load, and where needed compile, what the layers run in a phase; None: in both.
@@ -181,7 +97,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         Raises:
             PluginError: a module that is not built, and cannot be compiled here.
         """
-        self._planners.warm_up(phase)
+        self._wrappers.warm_up(phase)
 
     def build(
         self,
@@ -251,7 +167,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             pages=pages,
             indices=self._captured_indices if reqs else self._indices,
             # A captured graph reads the plans of its own builder.
-            planners=self._planners if reqs else metadata.planners,
+            wrappers=self._wrappers if reqs else metadata.wrappers,
             captured=reqs,
         )
         for step in pages.values():
@@ -290,7 +206,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             causal=common.causal,
             pages=pages,
             indices=self._captured_indices if size else self._indices,
-            planners=self._planners,
+            wrappers=self._wrappers,
             captured=size,
         )
 

@@ -7,12 +7,12 @@ import math
 
 import torch
 
-from attnplug.backends.flashinfer.backend import LEAST_SCALE, FlashInferBackend
-from attnplug.backends.flashinfer.builder import FlashInferMetadata, Work
 from attnplug.backends.flashinfer.groups import PlanGroup, key_of
 from attnplug.backends.flashinfer.library import library
+from attnplug.backends.flashinfer.limits import LEAST_SCALE
+from attnplug.backends.flashinfer.metadata import FlashInferMetadata, Work
 from attnplug.backends.flashinfer.options import Options
-from attnplug.backends.flashinfer.planner import Planner
+from attnplug.backends.flashinfer.planned_wrapper import PlannedWrapper
 from attnplug.backends.flashinfer.step import Part
 from attnplug.backends.impl import BuiltinImpl
 from attnplug.core.errors import BatchError, LayoutError
@@ -31,7 +31,6 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
     """Attention by FlashInfer's wrappers."""
 
     can_return_lse_for_decode = True
-    _backend = FlashInferBackend
 
     @functools.cached_property
     def plan_group(self) -> PlanGroup:
@@ -153,15 +152,15 @@ def _attend(
         query = query[seen]
         found = torch.empty_like(query)
         lse = None if lse is None else lse.new_empty(query.shape[:2])
-    for part, planner in work.parts:
-        _run(part, planner, query, pages, found, lse, scales, sinks)
+    for part, wrapper in work.parts:
+        _run(part, wrapper, query, pages, found, lse, scales, sinks)
     if seen is not None:
         _scatter(seen, found, output[:tokens], lse, output_lse, blind_lse)
 
 
 def _run(
     part: Part,
-    planner: Planner,
+    wrapper: PlannedWrapper,
     query: torch.Tensor,
     pages: tuple[torch.Tensor, torch.Tensor],
     output: torch.Tensor,
@@ -178,7 +177,7 @@ def _run(
     binary = natural
     if natural is not None and not natural.is_contiguous():
         binary = torch.empty_like(natural, memory_format=torch.contiguous_format)
-    planner.run(asked, pages, dense, binary, scales, sinks)
+    wrapper.run(asked, pages, dense, binary, scales, sinks)
     if dense is not into:
         into.copy_(dense)
     if natural is not None and binary is not None:

@@ -3,50 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import CrossAttentionSpec
-from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
 
-__all__ = ["TorchMetadata", "TorchMetadataBuilder"]
+__all__ = ["TorchMetadataBuilder"]
 
 _Ints = npt.NDArray[np.int64]
-
-
-@dataclasses.dataclass(eq=False)
-class TorchMetadata(AttentionMetadata):
-    """One step for TORCH: R requests in any order, of any query lengths.
-
-    Args:
-        slot_mapping: int64, where the new K and V go.
-        block_table: int32 `[R, max_blocks]` on the device.
-        num_actual_tokens: query rows of the batch.
-        query_starts: host int64 `[R + 1]`.
-        seq_lens: host int64 `[R]`.
-        key_starts: host int64 `[R + 1]` where direct K and V are packed otherwise than the queries.
-        causal: what the batch says; it may only narrow the layer's spec.
-        plans: gather plans of short queries, shared by the layers of the step.
-    """
-
-    slot_mapping: torch.Tensor
-    block_table: torch.Tensor
-    num_actual_tokens: int
-    query_starts: _Ints
-    seq_lens: _Ints
-    key_starts: _Ints | None
-    causal: bool
-    plans: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def query_lens(self) -> _Ints:
-        """New tokens of each request, int64 `[R]`."""
-        return np.diff(self.query_starts)
 
 
 class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):

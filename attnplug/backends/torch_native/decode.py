@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.backends.torch_native.builder import TorchMetadata
 from attnplug.backends.torch_native.gather_plan import Tile, plan_tiles
 from attnplug.backends.torch_native.kv_cache import HeadRows
+from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import KeySource
 from attnplug.ops.reach import Reach

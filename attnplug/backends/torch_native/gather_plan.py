@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.backends.torch_native.builder import TorchMetadata
+from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.backends.torch_native.source import KeySource
 from attnplug.ops.reach import Reach
 

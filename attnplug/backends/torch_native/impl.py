@@ -6,10 +6,9 @@ import numpy as np
 import torch
 
 from attnplug.backends.impl import BuiltinImpl
-from attnplug.backends.torch_native.backend import TorchBackend
-from attnplug.backends.torch_native.builder import TorchMetadata
 from attnplug.backends.torch_native.decode import SHORT_QUERY, attend_short
 from attnplug.backends.torch_native.dense import attend_request
+from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.backends.torch_native.page_decode import attend_pages, plan_page_decodes
 from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import KeySource, PackedKeys, PagedKeys
@@ -25,7 +24,6 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
     """Attention in plain PyTorch."""
 
     can_return_lse_for_decode = True
-    _backend = TorchBackend
 
     @torch.no_grad()
     def attend(

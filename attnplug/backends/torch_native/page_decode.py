@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnplug.backends.torch_native.builder import TorchMetadata
+from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import KeySource, PagedKeys
 from attnplug.ops.reach import Reach

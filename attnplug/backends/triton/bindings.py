@@ -15,12 +15,12 @@ from attnplug.backends.triton.launch import (
     PrefillLaunch,
     decode_launch,
     gpu_of,
+    limit_switches,
     merging,
     partial_sums,
     prefill_launch,
     tile_side,
 )
-from attnplug.backends.triton.reach import switches
 from attnplug.backends.triton.workspace import SplitPlan
 from attnplug.core.impl import LayerTensors
 from attnplug.core.spec import LayerSpec
@@ -116,7 +116,7 @@ class BoundLayer:
             "HAS_ALIBI": tensors.alibi_slopes is not None,
             "HAS_LSE": output_lse is not None,
             "COMPUTE": _computed(spec, query.device),
-            **switches(reach),
+            **limit_switches(reach),
         }
         self._decode_key: object = None
         self._prefill_key: object = None

@@ -10,69 +10,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.workspace import Workspace
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from attnplug.core.metadata import (
     AttentionCGSupport,
-    AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
 
-__all__ = ["TritonMetadata", "TritonMetadataBuilder"]
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class TritonMetadata(AttentionMetadata):
-    """One step for TRITON: `num_decodes` requests of few queries in front, then any others.
-
-    Args:
-        slot_mapping: int64, where the new K and V go.
-        block_table: int32 `[R, max_blocks]`.
-        query_start_loc: int32 `[R + 1]` on the device.
-        seq_lens: int32 `[R]` on the device.
-        key_start_loc: int32 `[R + 1]` on the device, with direct KV.
-        num_reqs: R.
-        num_actual_tokens: query rows of the batch.
-        num_decodes: requests that the decode kernel attends.
-        num_decode_tokens: their queries.
-        max_decode_len: queries of the longest of them.
-        max_query_len: queries of the longest of the others.
-        starts_anew: whether none of the others has computed tokens, as far as the host knows.
-        causal: what the batch says; it may only narrow the layer's spec.
-        workspace: buffers and split plans, shared by the builder's steps.
-        step: its number in the workspace.
-        others: starts, lengths, pages and starts of keys of the requests after the decodes.
-    """
-
-    slot_mapping: torch.Tensor
-    block_table: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    key_start_loc: torch.Tensor
-    num_reqs: int
-    num_actual_tokens: int
-    num_decodes: int
-    num_decode_tokens: int
-    max_decode_len: int
-    max_query_len: int
-    starts_anew: bool
-    causal: bool
-    workspace: Workspace
-    step: int = 0
-    others: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        first = self.num_decodes if self.num_decodes < self.num_reqs else 0
-        starts, lens, pages, keys = self.query_start_loc, self.seq_lens, self.block_table, self.key_start_loc
-        # Cut once for all layers.
-        self.others = (
-            (starts[first:], lens[first:], pages[first:], keys[first:])
-            if first
-            else (starts, lens, pages, keys)
-        )
+__all__ = ["TritonMetadataBuilder"]
 
 
 class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
@@ -127,7 +76,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             num_decode_tokens=int(starts[decodes]),
             max_decode_len=max_decode_len,
             max_query_len=max_query_len,
-            starts_anew=decodes < reqs and _starts_anew(common, lens, decodes),
+            all_new=decodes < reqs and _all_new(common, lens, decodes),
             causal=common.causal,
             workspace=self._workspace,
         )
@@ -152,6 +101,6 @@ def _decodes(lens: npt.NDArray[np.int32], threshold: int) -> tuple[int, int, int
     return decodes, int(lens[:decodes].max(initial=0)), int(lens[decodes:].max())
 
 
-def _starts_anew(common: CommonAttentionMetadata, lens: npt.NDArray[np.int32], decodes: int) -> bool:
+def _all_new(common: CommonAttentionMetadata, lens: npt.NDArray[np.int32], decodes: int) -> bool:
     known = common.seq_lens_host if common.seq_lens_host_exact else None
     return known is not None and bool((known[decodes : common.num_reqs] == lens[decodes:]).all())

@@ -8,9 +8,8 @@ from typing import Any, TypeAlias
 import torch
 
 from attnplug.backends.impl import BuiltinImpl, Pages
-from attnplug.backends.triton.backend import TritonBackend
 from attnplug.backends.triton.bindings import BoundLayer
-from attnplug.backends.triton.builder import TritonMetadata
+from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
 from attnplug.ops.calls import check_keys, refuse_output_scales
@@ -35,7 +34,6 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
     """
 
     can_return_lse_for_decode = True
-    _backend = TritonBackend
     _bind_write = BoundWrite
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -115,7 +113,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         self, key: torch.Tensor | None, value: torch.Tensor | None, meta: TritonMetadata
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The new tokens' keys and values, where they are all that the longer requests attend."""
-        if key is None or value is None or not meta.starts_anew:
+        if key is None or value is None or not meta.all_new:
             return None
         if self.spec.has_quantized_kv_cache or not self._attends_own_keys:
             return None

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from triton.runtime import driver
 
+from attnplug.ops.reach import Reach
 from attnplug.ops.triton.launch import power_of_two
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "PrefillLaunch",
     "decode_launch",
     "gpu_of",
+    "limit_switches",
     "merging",
     "partial_sums",
     "prefill_launch",
@@ -83,6 +85,11 @@ class PrefillLaunch:
     block_n: int
     num_warps: int
     num_stages: int
+
+
+def limit_switches(reach: Reach) -> dict[str, bool]:
+    """The kernels' switches for window and chunk: a limit that is off is not compiled in."""
+    return {"HAS_LEFT": reach.left >= 0, "HAS_RIGHT": reach.right >= 0, "HAS_CHUNK": reach.chunk > 0}
 
 
 def tile_side(size: int) -> int:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from attnplug.backends.triton.kernels.splits import FIELDS, plan_splits_kernel
-from attnplug.backends.triton.launch import tile_side
-from attnplug.backends.triton.reach import switches
+from attnplug.backends.triton.launch import limit_switches, tile_side
+from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.ops.reach import Reach
 from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
-
-if TYPE_CHECKING:
-    from attnplug.backends.triton.builder import TritonMetadata
 
 __all__ = ["SplitPlan", "Workspace"]
 
@@ -43,7 +40,7 @@ class _Splits:
         # One width for all batches: one kernel serves them.
         reach = Reach(plan.left, plan.right, plan.chunk)
         sizes = {"REQS": tile_side(reqs + 1), "TILE": plan.tile}
-        self.plan = BoundKernel(_PLAN_SPLITS, 5, {**plan._asdict(), **switches(reach), **sizes})
+        self.plan = BoundKernel(_PLAN_SPLITS, 5, {**plan._asdict(), **limit_switches(reach), **sizes})
 
 
 class Workspace:

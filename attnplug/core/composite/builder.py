@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from attnplug.core.composite.cut import Cut, cut_step
+from attnplug.core.composite.metadata import CompositeMetadata
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
@@ -24,34 +25,11 @@ from attnplug.core.spec import Phase
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
 
-__all__ = ["CompositeMetadata", "CompositeMetadataBuilder", "composite_builder"]
+__all__ = ["CompositeMetadataBuilder", "composite_builder"]
 
 _Needs = Literal["none", "upper_bound", "exact"]
 _FORMS: tuple[_Needs, ...] = ("none", "upper_bound", "exact")
 """Of host lengths, what says more comes later."""
-
-
-@dataclasses.dataclass(eq=False)
-class CompositeMetadata(AttentionMetadata):
-    """One step for two backends: `num_decodes` requests in front, then the others.
-
-    Args:
-        slot_mapping: int64, where the new K and V of the whole step go.
-        num_reqs: requests of the step.
-        num_actual_tokens: query rows of the step.
-        num_decodes: requests of the first half.
-        num_decode_tokens: their query rows.
-        decode: what the decoding builder made of the first half; None where that is empty.
-        prefill: what the other made of the rest; None where that is empty.
-    """
-
-    slot_mapping: torch.Tensor
-    num_reqs: int
-    num_actual_tokens: int
-    num_decodes: int
-    num_decode_tokens: int
-    decode: AttentionMetadata | None
-    prefill: AttentionMetadata | None
 
 
 class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):

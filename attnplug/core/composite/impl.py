@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from attnplug.core.composite.builder import CompositeMetadata
+from attnplug.core.composite.metadata import CompositeMetadata
 from attnplug.core.composite.options import member_options
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionImpl, AttentionLayer, LayerTensors
@@ -44,14 +44,15 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
         super()._bind(spec, layer_name, tensors, kv_sharing_target_layer_name, options)
         backends = {Phase.PREFILL: self.prefill_backend, Phase.DECODE: self.decode_backend}
         self.members = {
-            phase: backend.get_impl_cls().from_spec(
+            phase: member.get_impl_cls().from_spec(
                 spec,
+                backend=member,
                 layer_name=layer_name,
                 tensors=tensors,
                 kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-                options=member_options(options, phase, backend),
+                options=member_options(options, phase, member),
             )
-            for phase, backend in backends.items()
+            for phase, member in backends.items()
         }
         self._prefill, self._decode = self.members[Phase.PREFILL], self.members[Phase.DECODE]
         self._is_cross = spec.attn_type is AttentionType.ENCODER_DECODER

@@ -113,7 +113,11 @@ def _make_only(target: Target, spec: LayerSpec) -> None:
     with during("from_spec"):
         tensors = layer_tensors(spec, device=target.torch_device)
         target.backend.get_impl_cls().from_spec(
-            spec, layer_name="layer", tensors=tensors, options=default_options(target)
+            spec,
+            backend=target.backend,
+            layer_name="layer",
+            tensors=tensors,
+            options=default_options(target),
         )
 
 

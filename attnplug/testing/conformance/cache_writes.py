@@ -100,6 +100,7 @@ def _check_sharing(target: Target) -> None:
     with during("from_spec with kv_sharing_target_layer_name"):
         parts.layer.impl = target.backend.get_impl_cls().from_spec(
             batch.spec,
+            backend=target.backend,
             layer_name="later",
             tensors=batch.tensors,
             kv_sharing_target_layer_name="layer",

@@ -46,6 +46,7 @@ class DrivenLayer:
         options = target.backend.Options
         self.impl: AttentionImpl[Any] = target.backend.get_impl_cls().from_spec(
             batch.spec,
+            backend=target.backend,
             layer_name=name,
             tensors=batch.tensors,
             options=None if options is None else options(),

@@ -11,17 +11,16 @@ import torch
 from attnplug.backends.flashinfer.compiling import announced
 from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.backends.flashinfer.library import Library, Module
-from attnplug.backends.flashinfer.planner import PlanCost, Planner, PlanSpace, one_request
+from attnplug.backends.flashinfer.planned_wrapper import PlanCost, PlannedWrapper, PlanSpace, one_request
 from attnplug.backends.flashinfer.workspace import captured_bytes, schedule_bytes, workspace_bytes
-from attnplug.backends.multiprocessors import num_multiprocessors
 from attnplug.core.device import Device
 from attnplug.core.errors import BatchError
 from attnplug.core.spec import Phase
 
-__all__ = ["Planners"]
+__all__ = ["Wrappers"]
 
 
-class Planners:
+class Wrappers:
     """Wrappers and their plans.
 
     Args:
@@ -43,7 +42,9 @@ class Planners:
         captured_sizes: Sequence[int] = (),
     ) -> None:
         self.groups = groups
-        self._multiprocessors = num_multiprocessors(device)
+        self._multiprocessors = 1  # elsewhere tests plan what a GPU would
+        if device.type == "cuda":
+            self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self.workspace_bytes = workspace_bytes(groups, self._multiprocessors, captured_sizes)
         """What the float workspace must have."""
         self._library = library
@@ -57,7 +58,7 @@ class Planners:
         }
         self._workspace: torch.Tensor | None = None
         self._spaces: dict[tuple[PlanGroup, str, bool], PlanSpace] = {}
-        self._planners: dict[tuple[PlanGroup, str, int], Planner] = {}
+        self._wrappers: dict[tuple[PlanGroup, str, int], PlannedWrapper] = {}
         self.generation = 0
         """Counts how often all planners were given up for new ones."""
 
@@ -76,7 +77,7 @@ class Planners:
             raise BatchError("workspace", size, limit, "share the largest of the builders' workspaces")
         if self._workspace is not None and self._workspace is not buffer:
             # Wrappers keep the buffer that they were made with.
-            self._planners.clear()
+            self._wrappers.clear()
             self._spaces.clear()
             self.generation += 1
         self._workspace = buffer
@@ -89,25 +90,25 @@ class Planners:
             found[f"{phase}{' in graphs' if captured else ''}: {group}"] = space.cost
         return found
 
-    def of(self, group: PlanGroup, phase: str) -> Planner:
-        """The planner of a group's layers in "decode" or "prefill".
+    def of(self, group: PlanGroup, phase: str) -> PlannedWrapper:
+        """The wrapper of a group's layers in "decode" or "prefill".
 
         Raises:
             BatchError: a group that the builder was not told of.
             PluginError: a module that is not built, and cannot be compiled here.
         """
-        planner = self._planners.get((group, phase, 0))
-        return self._make(group, phase, 0, {}) if planner is None else planner
+        wrapper = self._wrappers.get((group, phase, 0))
+        return self._make(group, phase, 0, {}) if wrapper is None else wrapper
 
-    def captured(self, group: PlanGroup, batch_size: int, indices: torch.Tensor) -> Planner:
-        """The decode planner of a batch size that is captured, over buffers that stay; `indices` is theirs.
+    def captured(self, group: PlanGroup, batch_size: int, indices: torch.Tensor) -> PlannedWrapper:
+        """The decode wrapper of a batch size that is captured, over buffers that stay; `indices` is theirs.
 
         Raises:
             BatchError: a batch size that the workspace was not made for, or as `of`.
             PluginError: as `of`.
         """
-        planner = self._planners.get((group, "decode", batch_size))
-        if planner is None:
+        wrapper = self._wrappers.get((group, "decode", batch_size))
+        if wrapper is None:
             # Its module is loaded, or compiled and announced, with the plain wrapper.
             self.of(group, "decode")
             self._check_captured(group, batch_size)
@@ -118,8 +119,8 @@ class Planners:
                 "last_page_len": torch.zeros_like(arange[1:]),
                 "indices": indices,
             }
-            planner = self._make(group, "decode", batch_size, fixed)
-        return planner
+            wrapper = self._make(group, "decode", batch_size, fixed)
+        return wrapper
 
     def _check_captured(self, group: PlanGroup, batch_size: int) -> None:
         needed, given = captured_bytes(group, self._multiprocessors, batch_size), self.workspace.nbytes
@@ -132,7 +133,7 @@ class Planners:
         """Make the planners of a phase, or of both, so that their modules are loaded, and compiled where needed."""
         for group in self.groups:
             for each in ("decode", "prefill") if phase is None else (str(phase),):
-                if (group, each, 0) not in self._planners:
+                if (group, each, 0) not in self._wrappers:
                     self._make(group, each, 0, {})
 
     def _make(
@@ -141,7 +142,7 @@ class Planners:
         phase: str,
         batch_size: int,
         fixed: dict[str, torch.Tensor],
-    ) -> Planner:
+    ) -> PlannedWrapper:
         built = self._modules.get((group, phase))
         if built is None:
             known = "; ".join(map(str, self.groups))
@@ -155,18 +156,20 @@ class Planners:
         names = self.groups[group]
         why = f"{phase} of {_listed(names)}"
         with contextlib.nullcontext() if captured else announced(self._library, built, why):
-            wrapper = self._wrapper(built, group, phase, fixed)
+            raw = self._library_wrapper(built, group, phase, fixed)
             longest = self._library.names_longest_query
-            planner = Planner(wrapper, built, group, phase, self._page_size, space, longest)
+            wrapper = PlannedWrapper(raw, built, group, phase, self._page_size, space, longest)
             if not captured:
                 # Plain wrappers load their module when they are planned.
                 one = torch.zeros(1, dtype=torch.int32, device=self._device)
-                planner.ensure(one_request(), one, group.causal)
+                wrapper.ensure(one_request(), one, group.causal)
                 space.cost.plans, space.cost.seconds = 0, 0.0
-        self._planners[group, phase, batch_size] = planner
-        return planner
+        self._wrappers[group, phase, batch_size] = wrapper
+        return wrapper
 
-    def _wrapper(self, built: Module, group: PlanGroup, phase: str, fixed: Mapping[str, torch.Tensor]) -> Any:
+    def _library_wrapper(
+        self, built: Module, group: PlanGroup, phase: str, fixed: Mapping[str, torch.Tensor]
+    ) -> Any:
         if built.sinks:
             return self._library.sink_wrapper(self.workspace, built, fixed)
         if phase == "prefill":

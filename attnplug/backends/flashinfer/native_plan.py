@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Replanner", "replanner_of"]
+__all__ = ["NativePlan", "native_plan_of"]
 
 _TAILS: tuple[tuple[int | bool, ...], ...] = ((-1, False, 0, 0), (-1, False, 0))
 """What planners are told behind the window, the latest first: no fixed size of splits, splitting allowed, no programs
@@ -19,7 +19,7 @@ _COMPARED = 1 << 16
 """Bytes of a work list that are looked at."""
 
 
-class Replanner:
+class NativePlan:
     """The planner of a wrapper's module, with what stays from step to step.
 
     `plan()` looks at every argument, sends every array to new memory and finds its module: two thirds of its time.
@@ -82,7 +82,7 @@ class Replanner:
         return answer
 
 
-def replanner_of(
+def native_plan_of(
     wrapper: Any,
     sizes: tuple[int, int, int, int],
     causal: bool,
@@ -91,8 +91,8 @@ def replanner_of(
     schedule: torch.Tensor,
     arrays: Mapping[str, torch.Tensor],
     lengths: torch.Tensor,
-) -> Replanner | None:
-    """One that plans what `plan()` did a moment ago, told the same; arguments as for `Replanner`.
+) -> NativePlan | None:
+    """One that plans what `plan()` did a moment ago, told the same; arguments as for `NativePlan`.
 
     None where no known call of the planner does, as in an unknown version. The wrapper is then to be planned once
     more: another work list may have been sent meanwhile.
@@ -102,7 +102,7 @@ def replanner_of(
     planned = list(wrapper._plan_info), schedule[:_COMPARED].clone()
     for tail in _TAILS:
         try:
-            found = Replanner(wrapper, sizes, causal, window_left, tail)
+            found = NativePlan(wrapper, sizes, causal, window_left, tail)
             answer = list(found.answer(count, schedule, arrays, lengths))
         except (AttributeError, RuntimeError, TypeError):
             # A name that moved, or other arguments.

@@ -12,11 +12,11 @@ import torch
 
 from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.backends.flashinfer.library import Module
-from attnplug.backends.flashinfer.replanning import Replanner, replanner_of
+from attnplug.backends.flashinfer.native_plan import NativePlan, native_plan_of
 from attnplug.backends.flashinfer.step import Part
 from attnplug.ops.buffers import StagingRing
 
-__all__ = ["PlanCost", "PlanSpace", "Planner", "one_request"]
+__all__ = ["PlanCost", "PlanSpace", "PlannedWrapper", "one_request"]
 
 _FIELDS = ("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")
 _LONGEST = "longest"
@@ -94,7 +94,7 @@ class PlanSpace:
     def __init__(self, device: torch.device, max_num_seqs: int, schedule_bytes: int = 0) -> None:
         self.device = device
         self.cost = PlanCost()
-        self.owner: Planner | None = None
+        self.owner: PlannedWrapper | None = None
         """Whose plan it holds."""
         self.part: Part | None = None
         """What that was made for."""
@@ -128,7 +128,7 @@ class PlanSpace:
         self._ring.release()
 
 
-class Planner:
+class PlannedWrapper:
     """A wrapper and what it was planned for.
 
     Args:
@@ -154,9 +154,9 @@ class Planner:
         self._wrapper = wrapper
         self._group = group
         self._is_prefill_wrapper = phase == "prefill" or built.sinks
-        self._replans = phase == "decode" and built.template == "fa2"
+        self._may_plan_natively = phase == "decode" and built.template == "fa2"
         """Whether a step of as many decodes as the one before may be planned by the planner alone."""
-        self._replanner: Replanner | None = None
+        self._native_plan: NativePlan | None = None
         self._planned_for = 0
         """The decodes that `plan()` was last called for."""
         self._sizes = group.num_heads, group.num_kv_heads, group.head_size, page_size
@@ -242,7 +242,7 @@ class Planner:
         # Before 0.7 the library looks for the longest element by element, 2 us each, and the planners that count
         # pages read no more of the lengths than that: one is enough.
         lengths = arrays[_LONGEST if self._counts_pages else "seq_lens"]
-        known = self._replanner if causal == self._causal else None
+        known = self._native_plan if causal == self._causal else None
         again = known if count == self._planned_for and self._writable() else None
         began = time.perf_counter()
         self._planned_for = 0
@@ -254,15 +254,17 @@ class Planner:
         space.cost.plans += 1
         if again is not None:
             self._point(part, indices)
-        elif self._replans:
+        elif self._may_plan_natively:
             # Requests of a page each are planned alike, whatever a planner is told.
             if known is None and part.num_pages > count:
                 told = self._is_prefill_wrapper and causal, self._fixed["window_left"]
-                known = replanner_of(self._wrapper, self._sizes, *told, count, slot.schedule, arrays, lengths)
-                self._replans = known is not None
+                known = native_plan_of(
+                    self._wrapper, self._sizes, *told, count, slot.schedule, arrays, lengths
+                )
+                self._may_plan_natively = known is not None
                 if known is None:
                     self._plan_whole(part, indices, causal, arrays, lengths)
-            self._replanner = known
+            self._native_plan = known
         space.release()
         self._causal, self._planned_for = causal, count
         space.owner, space.part = self, part
