@@ -336,11 +336,7 @@ class MLAAttentionImpl(AttentionImpl[_M], Generic[_M]):
 
     @abstractmethod
     def forward_mqa(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: _M,
-        layer: AttentionLayer | None,
+        self, q: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: _M, layer: AttentionLayer | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Decode on the latents: `[T, H, kv_lora_rank]`, and the LSE `[T, H]` where it is asked."""
 

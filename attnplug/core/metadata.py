@@ -217,10 +217,7 @@ class AttentionMetadataBuilder(ABC, Generic[_M]):
 
     @abstractmethod
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> _M:
         """The metadata of one step; `fast_build` prefers cheap building over fast running."""
 

@@ -31,11 +31,7 @@ class CpuGpuBuffer:
     """
 
     def __init__(
-        self,
-        *size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        fill: int | float = 0,
+        self, *size: int, dtype: torch.dtype, device: torch.device | str, fill: int | float = 0
     ) -> None:
         if not size:
             raise BatchError("size", size, "must have at least one dimension")

@@ -14,11 +14,7 @@ from attnplug.core.batch.host import IntArray, query_spans
 from attnplug.core.batch.local_attention import make_local_attention_virtual_batches
 from attnplug.core.config import BuilderConfig
 from attnplug.core.kv_cache_spec import ChunkedLocalAttentionSpec, CrossAttentionSpec, KVCacheSpec
-from attnplug.core.metadata import (
-    AttentionCGSupport,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
-)
+from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
 __all__ = ["FlashAttnMetadataBuilder"]
 
@@ -51,10 +47,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         return cls.cudagraph_support
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlashAttnMetadata:
         """The metadata of one step.
 

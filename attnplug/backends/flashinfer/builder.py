@@ -1,4 +1,4 @@
-"""A step's metadata for FLASHINFER: page-table arrays once per KV group, and a plan per group of like layers."""
+"""Builds a step's metadata for FLASHINFER: page-table arrays per KV group, and a plan per `PlanGroup`."""
 
 from __future__ import annotations
 
@@ -24,23 +24,19 @@ from attnplug.core.batch.host import exact_seq_lens, known_seq_lens, query_spans
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
-from attnplug.core.metadata import (
-    AttentionCGSupport,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
-)
+from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.core.spec import Phase
 
 __all__ = ["FlashInferMetadataBuilder"]
 
 
 class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
-    """Plans each group of like layers once per step, from exact host lengths; the host never waits.
+    """Plans each `PlanGroup` once per step from exact host lengths; the host never waits.
 
-    Decodes are requests of one query. Layers are read from `config.layers`; their impls are made before.
+    Decodes are requests of one query. `config.layers` has the layers, with their impls.
 
     Raises:
-        BatchError: a layer that `config.layers` does not have, or that is another backend's.
+        BatchError: a layer that `config.layers` lacks, or that runs on another backend.
         PolicyError: an option that cannot be honoured here, such as too small a workspace.
         BackendUnavailableError: FlashInfer cannot be used here.
     """
@@ -69,19 +65,17 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         self._captured_indices: dict[int | None, PageIndices] = {}
         self._captured: set[int] = set()
 
-    # The workspace that all builders of a device share
-
     @property
     def workspace_bytes(self) -> int:
-        """What the float workspace must have."""
+        """Bytes that the float workspace must have; all builders of a device share one."""
         return self._wrappers.workspace_bytes
 
     def get_workspace_buffer(self) -> torch.Tensor:
-        """The float workspace, made when first asked for."""
+        """The float workspace, allocated at the first call."""
         return self._wrappers.workspace
 
     def set_workspace_buffer(self, buffer: torch.Tensor) -> None:
-        """Use another builder's; BatchError where it is too small."""
+        """Use another builder's workspace; BatchError if it is too small."""
         self._wrappers.workspace = buffer
 
     @property
@@ -90,9 +84,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         return self._wrappers.costs
 
     def warm_up(self, phase: Phase | None = None) -> None:
-        """Load, and where needed compile, what the layers run in a phase; None: in both.
-
-        What is not warmed up is when it is first planned.
+        """Load the modules of a phase (None: of both), and compile them if needed; else the first plan does.
 
         Raises:
             PluginError: a module that is not built, and cannot be compiled here.
@@ -100,16 +92,13 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         self._wrappers.warm_up(phase)
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlashInferMetadata:
         """The metadata of one step, every group planned.
 
         Raises:
-            BatchError: lengths that the host does not know exactly, that are ragged or too short, a table
-                without room, a batch that is not causal for causal layers, keys that do not come from pages.
+            BatchError: lengths that the host does not know exactly, or that are ragged or too short.
+            BatchError: a table without room, a non-causal batch for causal layers, or keys outside of pages.
             PluginError: FlashInfer has to compile, and cannot.
         """
         common = common_attn_metadata
@@ -120,9 +109,9 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> FlashInferMetadata:
-        """The metadata of a uniform batch of decodes, over buffers that stay.
+        """The metadata of a uniform batch of decodes, over buffers whose addresses stay.
 
-        Host lengths may be bounds. Steps built later with as many requests, all decodes, use the same buffers.
+        Host lengths may be bounds. Later steps of as many requests, all decodes, use the same buffers.
 
         Raises:
             BatchError: requests of more than one query, and as `build`.
@@ -144,7 +133,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def update_block_table(
         self, metadata: FlashInferMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> FlashInferMetadata:
-        """`metadata` with another KV group's table and slots: its plans serve again, with other pages.
+        """`metadata` with another KV group's table and slots; the plans stay.
 
         Raises:
             BatchError: a table without room.
@@ -157,7 +146,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             slot_mapping = _first(slot_mapping, metadata.num_actual_tokens)
         reqs = metadata.captured
         if reqs and reqs not in self._captured:
-            # The step that is captured is built for one KV group, and updated for those like it.
+            # A captured step is built for one KV group and updated for the others.
             for chunk, theirs in metadata.indices.items():
                 self._fix_indices(chunk, theirs.buffer.shape[0])
             self._captured.add(reqs)
@@ -166,7 +155,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             slot_mapping=slot_mapping,
             pages=pages,
             indices=self._captured_indices if reqs else self._indices,
-            # A captured graph reads the plans of its own builder.
+            # A captured graph reads the buffers of its own builder's plans.
             wrappers=self._wrappers if reqs else metadata.wrappers,
             captured=reqs,
         )
@@ -180,7 +169,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         return updated
 
     def _fix_indices(self, chunk: int | None, room: int) -> None:
-        """Make the buffer that captured steps read, unless there is one."""
+        """Allocate the buffer that captured steps read, unless there is one."""
         if chunk not in self._captured_indices:
             self._captured_indices[chunk] = PageIndices(self.device, self._page_size, room, fixed=True)
 
@@ -212,7 +201,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
 
     def _pages(self, common: CommonAttentionMetadata, chunk: int | None) -> StepPages:
         starts, query_lens = query_spans(common)
-        # They may be fewer than queries: of a cross layer's keys, and of a padding request.
+        # Cross layers and padding requests may have fewer keys than queries.
         lengths = known_seq_lens(common)
         if lengths is None:
             remedy = "give the batch exact seq_lens_host"
@@ -234,7 +223,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def _without_blind(
         self, common: CommonAttentionMetadata, starts: Ints, query_lens: Ints, lengths: Ints
     ) -> tuple[CommonAttentionMetadata, torch.Tensor, npt.NDArray[np.int64] | None]:
-        """The batch without queries that see nothing, which rows of its table it has, and which queries."""
+        """The batch without queries that see nothing, and the table rows and queries that it keeps."""
         rows, seen, packed, _, kept = trimmed(starts, query_lens, lengths, True)
         sent = self._to_device(rows)
         cut = dataclasses.replace(
@@ -272,7 +261,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
 
 
 def _first(slots: torch.Tensor, tokens: int) -> torch.Tensor:
-    # Slicing costs as much as launching a kernel does.
+    # A slice costs the host as much as a kernel launch, so a slice of everything is left out.
     return slots if slots.shape[0] == tokens else slots[:tokens]
 
 

@@ -1,4 +1,4 @@
-"""Runs a layer on FLASHINFER: writes its pages, then its decodes and whatever is longer, as they were planned."""
+"""Runs a layer on FLASHINFER: writes its pages, then runs the wrappers that were planned for the step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["FlashInferImpl"]
 
 _LN_2 = math.log(2.0)
 _NO_SINK = -1e30
-"""A sink that weighs nothing. FlashInfer has a kernel with sinks and one without; infinity would give NaN."""
+"""A sink without weight, for calls with `use_sinks=False`; minus infinity would give NaN in FlashInfer's kernel."""
 
 
 class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
@@ -34,7 +34,7 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
 
     @functools.cached_property
     def plan_group(self) -> PlanGroup:
-        """What the layer's plan fixes."""
+        """The group whose plan serves the layer."""
         spec = self.spec
         options = Options() if self.options is None else self.options
         parameters = PerLayerParameters(spec.window[0], spec.logits_soft_cap, spec.scale, spec.has_sinks)
@@ -55,12 +55,12 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend and write `output`, as AttentionImpl.attend says.
+        """As AttentionImpl.attend.
 
         Raises:
-            BatchError: tensors that do not fit the spec or the batch, an LSE the spec did not
-                declare, a batch that is not causal for a causal layer, an output scale, a layer that the
-                builder was not told of, a scale of keys too small for this FlashInfer.
+            BatchError: tensors that do not fit the spec or the batch, an undeclared LSE, or an output scale.
+            BatchError: a non-causal batch for a causal layer, a layer that the builder does not know, or a
+                scale of keys too small for this FlashInfer.
             LayoutError: a cache of another shape, dtype or page size, or none.
         """
         meta = attn_metadata
@@ -89,7 +89,7 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         return output
 
     def _is_plain(self, query: torch.Tensor, output: torch.Tensor, tokens: int) -> bool:
-        """Whether FlashInfer can take both as they are; every operation on them would cost as much as its call."""
+        """Whether FlashInfer can use both directly: each tensor operation costs the host as much as its call."""
         shape, dtype = (tokens, *self._row), self._dtype
         return (
             query.shape == shape
@@ -98,7 +98,7 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
             and output.dtype is dtype
             and query.stride()[2] == 1
             and output.is_contiguous()
-            # Autograd is not to record what is written here.
+            # Autograd must not record the write.
             and not (query.requires_grad or output.requires_grad)
         )
 
@@ -114,7 +114,7 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         return self._pages(kv_cache)
 
     def _check_k_scale(self, k_scale: float) -> None:
-        """BatchError where the scale of the layer's logits, of which it is a part, is too small for a mask."""
+        """BatchError if `k_scale` makes the scale of the logits too small for FlashInfer's mask."""
         spec = self.spec
         if (
             spec.logits_soft_cap is None
@@ -130,7 +130,7 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
     @functools.cached_property
     def _no_sinks(self) -> torch.Tensor:
         device = None if self.tensors.sinks is None else self.tensors.sinks.device
-        # The kernel reads float32 whatever torch's default dtype is.
+        # The kernel reads float32, so torch's default dtype must not decide.
         return torch.full((self.spec.num_heads,), _NO_SINK, dtype=torch.float32, device=device)
 
 
@@ -146,7 +146,7 @@ def _attend(
     sinks: torch.Tensor | None,
     blind_lse: torch.Tensor | None,
 ) -> None:
-    """All parts of a step; `blind_lse [H]` is the LSE of queries that see nothing, None: -inf."""
+    """Run all parts of a step; `blind_lse [H]` is the LSE of queries that see nothing, None for -inf."""
     seen, found, lse = work.pages.seen, output, output_lse
     if seen is not None:
         query = query[seen]
@@ -168,7 +168,7 @@ def _run(
     scales: tuple[float, float] | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """One part of a step; FlashInfer writes dense rows, and LSE in base 2."""
+    """Run one part of a step; FlashInfer writes dense rows, and LSE in base 2."""
     rows = slice(part.first_token, part.first_token + part.num_tokens)
     asked, into = query[rows], output[rows]
     asked = asked if asked.stride(2) == 1 else asked.contiguous()
@@ -192,7 +192,7 @@ def _scatter(
     lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Rows that see something where they belong; the others are 0, their LSE -inf or the sink's logit."""
+    """Scatter the rows that see something; the others are 0, their LSE -inf or the sink's logit."""
     output.zero_()
     output[seen] = found
     if lse is None or found_lse is None:

@@ -20,14 +20,14 @@ __all__ = ["FlashInferMetadata", "Work"]
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Work:
-    """What a group's layers run in a step.
+    """The plans that one group's layers run in a step.
 
     Args:
-        pages: the step as they see it.
-        indices: where its pages' indices are.
-        parts: its parts, and what runs each.
-        only: what runs all tokens of the batch, where one does.
-        generation: of the wrappers.
+        pages: the step as these layers see it.
+        indices: the buffer of its page indices.
+        parts: each part of the step with its wrapper.
+        only: the wrapper that runs all tokens of the batch; None if there are several.
+        generation: `Wrappers.generation` when this was made.
     """
 
     pages: StepPages
@@ -41,16 +41,16 @@ class Work:
 class FlashInferMetadata(AttentionMetadata):
     """One step for FLASHINFER.
 
-    Plans live in their wrappers: where another step was planned meanwhile, `planned` plans this one again.
+    A wrapper holds one plan. If another step was planned since, `planned` plans this one again.
 
     Args:
         slot_mapping: int64, where the new K and V go.
         num_actual_tokens: query rows of the batch.
-        causal: what the batch says; it may only narrow the layers' specs.
-        pages: the step over the block table, by chunk size; under None as it is.
-        indices: where the pages' indices are, by chunk size.
+        causal: of the batch; it may only narrow the layers' specs.
+        pages: the step over the block table, by chunk size; None is the key without chunks.
+        indices: the buffers of page indices, by chunk size.
         wrappers: of the builder.
-        captured: the batch size whose graph wrapper serves the decodes; 0: none.
+        captured: the batch size of the graph whose wrapper runs the decodes; 0 without.
     """
 
     slot_mapping: torch.Tensor
@@ -64,10 +64,10 @@ class FlashInferMetadata(AttentionMetadata):
     _work: dict[PlanGroup, Work] = dataclasses.field(init=False, repr=False, default_factory=dict)
 
     def planned(self, group: PlanGroup) -> Work:
-        """The step as a group's layers see it, and what runs its parts, planned.
+        """The plans of a group's layers for this step.
 
         Raises:
-            BatchError: a group that the builder was not told of.
+            BatchError: a group that the builder does not have.
             PluginError: FlashInfer has to compile, and cannot.
         """
         work = self._work.get(group)

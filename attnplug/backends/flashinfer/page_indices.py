@@ -1,4 +1,4 @@
-"""The pages of a step's requests in a row, in memory that stays: gathered once per step and KV group."""
+"""The concatenated page indices of a step's requests, gathered once per step and KV group."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["PageIndices"]
 
 
 class PageIndices:
-    """A buffer of page indices, int32, which holds those of one step at a time.
+    """A buffer of page indices, int32, for one step at a time.
 
     Args:
-        device: where it is.
+        device: where the buffer is.
         page_size: tokens of a page.
-        room: indices for which it is made; more make it grow, but where `fixed`.
-        fixed: whether captured graphs read it, so that it must stay where it is.
+        room: its size at first; it grows when needed, unless `fixed`.
+        fixed: whether captured graphs read it, so that its address must stay.
     """
 
     def __init__(self, device: torch.device, page_size: int, room: int, fixed: bool = False) -> None:
@@ -31,7 +31,7 @@ class PageIndices:
         self._held: StepPages | None = None
 
     def hold(self, pages: StepPages) -> torch.Tensor:
-        """The buffer, with the indices of `pages` in it: gathered where it holds another step's.
+        """The buffer with the indices of `pages`; they are gathered unless they are there.
 
         Raises:
             BatchError: more pages than a fixed buffer has room for.
@@ -48,13 +48,13 @@ class PageIndices:
             if self._fixed:
                 limit = f"are more than the {self.buffer.shape[0]} that graphs were captured for"
                 raise BatchError("pages", count, limit, "capture with a longer max_model_len")
-            # Doubled, so that contexts which grow do not allocate in every step.
+            # A power of two, so that growing contexts do not allocate in every step.
             room = 1 << (count - 1).bit_length()
             self.buffer = self._made(room)
         rows = None if host.rows is None else to_device(host.rows, self._device)
         gather_page_indices(pages.block_table, pages.seq_lens, self._page_size, rows, self.buffer, count)
 
     def _made(self, room: int) -> torch.Tensor:
-        # What is made in inference mode can be written there only.
+        # A tensor made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
             return torch.zeros(room, dtype=torch.int32, device=self._device)

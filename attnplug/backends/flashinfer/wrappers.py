@@ -1,4 +1,4 @@
-"""The planners of one builder: one for each group of layers, phase and captured batch size, made when first used."""
+"""The wrappers of one builder: one per group of layers, phase and captured batch size, made at first use."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["Wrappers"]
 
 
 class Wrappers:
-    """Wrappers and their plans.
+    """Makes planned wrappers and their workspace.
 
     Args:
         library: FlashInfer.
-        groups: the names of the layers of each group.
+        groups: layer names by group.
         page_size: tokens of a page.
-        device: where they run.
-        max_num_seqs: requests for which host buffers are made.
-        captured_sizes: batch sizes that are to be captured.
+        device: where the wrappers run.
+        max_num_seqs: requests that the host buffers have room for at first.
+        captured_sizes: batch sizes that will be captured.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Wrappers:
         if device.type == "cuda":
             self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self.workspace_bytes = workspace_bytes(groups, self._multiprocessors, captured_sizes)
-        """What the float workspace must have."""
+        """Bytes that the float workspace must have."""
         self._library = library
         self._page_size = page_size
         self._device = device
         self._max_num_seqs = max_num_seqs
         kind = _device(device)
-        # Settled now: an option that cannot be honoured is refused before the first step.
+        # Chosen here, so that an option that cannot be honoured is refused before the first step.
         self._modules: dict[tuple[PlanGroup, str], Module] = {
             (group, phase): group.module(phase, kind) for group in groups for phase in ("decode", "prefill")
         }
@@ -60,11 +60,11 @@ class Wrappers:
         self._spaces: dict[tuple[PlanGroup, str, bool], PlanSpace] = {}
         self._wrappers: dict[tuple[PlanGroup, str, int], PlannedWrapper] = {}
         self.generation = 0
-        """Counts how often all planners were given up for new ones."""
+        """Grows when the wrappers are dropped for a new workspace."""
 
     @property
     def workspace(self) -> torch.Tensor:
-        """The float workspace, uint8: made when first asked for, unless another builder's was set."""
+        """The float workspace, uint8, allocated at first use unless another builder's was set."""
         if self._workspace is None:
             self._workspace = torch.zeros(self.workspace_bytes, dtype=torch.uint8, device=self._device)
         return self._workspace
@@ -76,7 +76,7 @@ class Wrappers:
             limit = f"bytes are less than the {self.workspace_bytes} that these layers need"
             raise BatchError("workspace", size, limit, "share the largest of the builders' workspaces")
         if self._workspace is not None and self._workspace is not buffer:
-            # Wrappers keep the buffer that they were made with.
+            # A wrapper cannot change the buffer that it was made with.
             self._wrappers.clear()
             self._spaces.clear()
             self.generation += 1
@@ -84,32 +84,32 @@ class Wrappers:
 
     @property
     def costs(self) -> dict[str, PlanCost]:
-        """What plans have cost so far, by "phase: group"."""
+        """The cost of planning so far, by "phase: group"."""
         found: dict[str, PlanCost] = {}
         for (group, phase, captured), space in self._spaces.items():
             found[f"{phase}{' in graphs' if captured else ''}: {group}"] = space.cost
         return found
 
     def of(self, group: PlanGroup, phase: str) -> PlannedWrapper:
-        """The wrapper of a group's layers in "decode" or "prefill".
+        """The wrapper of a group's layers for "decode" or "prefill".
 
         Raises:
-            BatchError: a group that the builder was not told of.
-            PluginError: a module that is not built, and cannot be compiled here.
+            BatchError: a group that the builder does not have.
+            PluginError: a module is not built, and cannot be compiled here.
         """
         wrapper = self._wrappers.get((group, phase, 0))
         return self._make(group, phase, 0, {}) if wrapper is None else wrapper
 
     def captured(self, group: PlanGroup, batch_size: int, indices: torch.Tensor) -> PlannedWrapper:
-        """The decode wrapper of a batch size that is captured, over buffers that stay; `indices` is theirs.
+        """The decode wrapper of a captured batch size; `indices` is the buffer that its graph reads.
 
         Raises:
-            BatchError: a batch size that the workspace was not made for, or as `of`.
+            BatchError: a batch size too large for the workspace, or as `of`.
             PluginError: as `of`.
         """
         wrapper = self._wrappers.get((group, "decode", batch_size))
         if wrapper is None:
-            # Its module is loaded, or compiled and announced, with the plain wrapper.
+            # The plain wrapper announces and loads the module; graph wrappers do not.
             self.of(group, "decode")
             self._check_captured(group, batch_size)
             arange = torch.arange(batch_size + 1, dtype=torch.int32, device=self._device)
@@ -130,18 +130,14 @@ class Wrappers:
             raise BatchError("batch size", batch_size, limit, remedy)
 
     def warm_up(self, phase: Phase | None) -> None:
-        """Make the planners of a phase, or of both, so that their modules are loaded, and compiled where needed."""
+        """Make the wrappers of a phase, or of both, which loads their modules and compiles them if needed."""
         for group in self.groups:
             for each in ("decode", "prefill") if phase is None else (str(phase),):
                 if (group, each, 0) not in self._wrappers:
                     self._make(group, each, 0, {})
 
     def _make(
-        self,
-        group: PlanGroup,
-        phase: str,
-        batch_size: int,
-        fixed: dict[str, torch.Tensor],
+        self, group: PlanGroup, phase: str, batch_size: int, fixed: dict[str, torch.Tensor]
     ) -> PlannedWrapper:
         built = self._modules.get((group, phase))
         if built is None:
@@ -160,7 +156,7 @@ class Wrappers:
             longest = self._library.names_longest_query
             wrapper = PlannedWrapper(raw, built, group, phase, self._page_size, space, longest)
             if not captured:
-                # Plain wrappers load their module when they are planned.
+                # A plain wrapper loads its module in its first plan.
                 one = torch.zeros(1, dtype=torch.int32, device=self._device)
                 wrapper.ensure(one_request(), one, group.causal)
                 space.cost.plans, space.cost.seconds = 0, 0.0

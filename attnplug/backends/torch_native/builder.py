@@ -25,10 +25,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
     supports_update_block_table: ClassVar[bool] = True
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> TorchMetadata:
         """The metadata of one step; lengths the host does not know exactly are copied from the device.
 

@@ -15,11 +15,7 @@ from attnplug.backends.triton.workspace import Workspace
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
-from attnplug.core.metadata import (
-    AttentionCGSupport,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
-)
+from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
 __all__ = ["TritonMetadataBuilder"]
 
@@ -42,10 +38,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         self._workspace = Workspace(config.max_num_seqs, device)
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> TritonMetadata:
         """The metadata of one step; host lengths are not asked for.
 

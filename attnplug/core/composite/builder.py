@@ -53,10 +53,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
                 dataclasses.replace(config, layers=_MemberLayers(config.layers, phase)),
                 device,
             )
-            for phase, backend in (
-                (Phase.DECODE, self.decode_backend),
-                (Phase.PREFILL, self.prefill_backend),
-            )
+            for phase, backend in ((Phase.DECODE, self.decode_backend), (Phase.PREFILL, self.prefill_backend))
         )
         self._is_cross = isinstance(kv_cache_spec, CrossAttentionSpec)
         self.reorder_batch_threshold = self._threshold()
@@ -78,10 +75,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         return _capped(builder.get_cudagraph_support(config, kv_cache_spec))
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CompositeMetadata:
         """The metadata of one step.
 
