@@ -1,4 +1,4 @@
-"""What the generations of FlashAttention have in common, as one declaration."""
+"""The declaration that all generations of FlashAttention share."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ COMMON_FEATURES = (
     | Feature.CROSS
     | Feature.ENCODER
 )
-"""What every generation does, or is given as something it does."""
+"""Features of every generation; chunks are given to it as virtual requests."""
 
 
 class FlashAttnBackend(AttentionBackend):
-    """Paged and packed attention by one generation of FlashAttention; subclasses say what is its own."""
+    """Paged and packed attention by one generation of FlashAttention; subclasses add the differences."""
 
     family: ClassVar[str | None] = "FLASH_ATTN"
     device_types: ClassVar[Sequence[str]] = ("cuda",)
@@ -49,22 +49,22 @@ class FlashAttnBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(
         cls, spec: LayerSpec | None = None, device: Device | None = None
     ) -> Sequence[int | MultipleOf]:
-        """What its kernels read; with chunks, sizes that divide the chunk, which begins at a page."""
+        """The sizes that its kernels read; with chunks, divisors of the chunk, because a chunk begins at a page."""
         sizes = cls._page_sizes(spec, device)
         if spec is None or spec.chunk_size is None:
             return sizes
         chunk = spec.chunk_size
-        # A backend must name a size: where none divides the chunk, supports_combination refuses.
+        # A backend must name a size; if none divides the chunk, supports_combination refuses the layer.
         return _dividing(chunk, sizes) or sizes
 
     @classmethod
     def _page_sizes(cls, spec: LayerSpec | None, device: Device | None) -> Sequence[int | MultipleOf]:
-        """Page sizes that its kernels read, whatever the chunk."""
+        """Page sizes that its kernels read, without regard to chunks."""
         raise NotImplementedError
 
     @classmethod
     def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
-        """What chunks, made of virtual requests over pages, do not go with."""
+        """Refuse chunks that cannot become virtual requests over pages."""
         if spec.chunk_size is None:
             return None
         if spec.direct_kv or spec.attn_type is not AttentionType.DECODER:

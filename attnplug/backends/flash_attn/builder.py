@@ -1,4 +1,4 @@
-"""A step's batch as FlashAttention's calls read it; chunks become virtual requests."""
+"""Builds a step's metadata for FLASH_ATTN; chunks become virtual requests."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._chunk = kv_cache_spec.chunk if isinstance(kv_cache_spec, ChunkedLocalAttentionSpec) else 0
         if self._chunk:
-            # Where a request is cut depends on its length. Of this builder only, not of its class.
+            # Lengths decide where requests are cut. Set on this builder, because only chunks need it.
             self.needs_host_seq_lens = "exact"  # type: ignore[misc]
 
     @classmethod
     def get_cudagraph_support(cls, config: BuilderConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
-        """Uniform batches; none with chunks, whose virtual requests are other ones in each step."""
+        """Uniform batches; none with chunks, whose virtual requests differ from step to step."""
         if isinstance(kv_cache_spec, ChunkedLocalAttentionSpec):
             return AttentionCGSupport.NEVER
         return cls.cudagraph_support
@@ -52,13 +52,13 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         """The metadata of one step.
 
         Raises:
-            BatchError: start locations that decrease or pass `num_actual_tokens`; with chunks, lengths
-                that the host does not know exactly.
+            BatchError: start locations that decrease or pass `num_actual_tokens`, or, with chunks, lengths that
+                the host does not know exactly.
         """
         return self._build(common_attn_metadata, captured=False)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashAttnMetadata:
-        """As `build`, of calls that plan inside the graph."""
+        """As `build`, for calls that plan inside the graph."""
         return self._build(common_attn_metadata, captured=True)
 
     def update_block_table(
@@ -67,34 +67,36 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         """`metadata` with another KV group's table and slots."""
         if not isinstance(self.kv_cache_spec, CrossAttentionSpec):
             slot_mapping = slot_mapping[: metadata.num_actual_tokens]
-        together = metadata.all_requests
-        if together is None:
+        everything = metadata.all_requests
+        if everything is None:
             return dataclasses.replace(metadata, slot_mapping=slot_mapping)
         table = blk_table if metadata.virtual_table is None else metadata.virtual_table(blk_table)
-        # What was planned for these lengths holds for any pages of the same size.
-        moved = dataclasses.replace(together, block_table=table[: together.seq_lens.shape[0]])
-        apart, row = [], 0
+        # The schedules depend on lengths and page size, so they stay.
+        moved = dataclasses.replace(everything, block_table=table[: everything.seq_lens.shape[0]])
+        calls, row = [], 0
         for each in metadata.calls:
             end = row + each.seq_lens.shape[0]
-            apart.append(moved if each is together else dataclasses.replace(each, block_table=table[row:end]))
+            calls.append(
+                moved if each is everything else dataclasses.replace(each, block_table=table[row:end])
+            )
             row = end
         return dataclasses.replace(
-            metadata, slot_mapping=slot_mapping, all_requests=moved, calls=tuple(apart)
+            metadata, slot_mapping=slot_mapping, all_requests=moved, calls=tuple(calls)
         )
 
     def _build(self, common: CommonAttentionMetadata, *, captured: bool) -> FlashAttnMetadata:
         _, lens = query_spans(common)
         tokens = common.num_actual_tokens
         known = _known(common, captured)
-        together: Requests | None = None
-        apart: tuple[Requests, ...] = ()
+        everything: Requests | None = None
+        calls: tuple[Requests, ...] = ()
         pages: Callable[[torch.Tensor], torch.Tensor] | None = None
         if common.num_reqs and lens.any():
             cut = common
             if self._chunk:
                 block_size = self.kv_cache_spec.block_size
                 cut, pages = make_local_attention_virtual_batches(self._chunk, common, block_size)
-            together, apart = self._requests(cut, captured)
+            everything, calls = self._requests(cut, captured)
         keys = common.key_start_loc_cpu
         return FlashAttnMetadata(
             slot_mapping=common.slot_mapping
@@ -102,8 +104,8 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             else common.slot_mapping[:tokens],
             num_actual_tokens=tokens,
             key_tokens=tokens if common.key_start_loc is None else None if keys is None else int(keys[-1]),
-            all_requests=together,
-            calls=apart,
+            all_requests=everything,
+            calls=calls,
             all_new=known is not None and bool((known == lens).all()),
             causal=common.causal,
             chunk=self._chunk,
@@ -113,7 +115,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
     def _requests(
         self, common: CommonAttentionMetadata, captured: bool
     ) -> tuple[Requests, tuple[Requests, ...]]:
-        """All requests, and the same as decodes and others where there are both."""
+        """All requests, and the same split into decodes and others if there are both."""
         starts, lens = query_spans(common)
         known = _known(common, captured)
         keys = common.query_start_loc if common.key_start_loc is None else common.key_start_loc
@@ -122,7 +124,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             own, begin = lens[first:end], int(starts[first])
             longest = max(int(own.max(initial=0)), 1)
             if known is None:
-                # In a graph any request may become padding, of length 1.
+                # In a graph any request may become a padding request of length 1.
                 may_lack_keys, queries_before_keys = True, longest - 1 if captured else 0
             else:
                 held = known[first:end]
@@ -144,16 +146,16 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             )
 
         reqs, tokens = common.num_reqs, common.num_actual_tokens
-        together = some(0, reqs, tokens)
+        everything = some(0, reqs, tokens)
         long = lens > (self.reorder_batch_threshold or 1)
         decodes = int(long.argmax()) if long.any() else reqs
         if decodes in (0, reqs) or not lens[:decodes].any():
-            return together, (together,)
-        return together, (some(0, decodes, int(starts[decodes])), some(decodes, reqs, tokens))
+            return everything, (everything,)
+        return everything, (some(0, decodes, int(starts[decodes])), some(decodes, reqs, tokens))
 
 
 def _known(common: CommonAttentionMetadata, captured: bool) -> IntArray | None:
-    """Sequence lengths `[R]` that hold for the step; a graph is replayed with others than it is captured with."""
+    """Exact sequence lengths `[R]` on the host; None in a capture, because replays have other lengths."""
     if common.seq_lens_host is None or not common.seq_lens_host_exact or captured:
         return None
     return common.seq_lens_host[: common.num_reqs]

@@ -1,7 +1,7 @@
-"""FLASH_ATTN_2: `varlen_fwd` of flash-attn 2, which the library's own functions call, but with our output.
+"""FLASH_ATTN_2: calls `varlen_fwd` of flash-attn 2, and `fwd_kvcache` for decodes over pages.
 
-The public functions return a new output, to be copied. Positions follow `_flash_attn_varlen_forward` in
-`flash_attn/flash_attn_interface.py`. Decodes over pages go to `fwd_kvcache`.
+The library's public functions call these too, but return a new output that would have to be copied. The order of the
+arguments follows `_flash_attn_varlen_forward` in `flash_attn/flash_attn_interface.py`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ VARLEN_FWD = (
 )
 """The arguments of `varlen_fwd`, which are positional."""
 
-
 _ROWS = 64
-"""Queries in a block of the kernels that read pages, whatever the head size."""
+"""Queries in a block of the kernels that read pages, for every head size."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +92,7 @@ class FlashAttn2Kernels:
     """
 
     separate_decodes: ClassVar[bool] = True
-    """Only where all queries are single does it pack the heads of a KV head and split the keys."""
+    """It packs the heads of a KV head and splits the keys only if every request has one query."""
 
     def __init__(self, varlen_fwd: Callable[..., Any], fwd_kvcache: Callable[..., Any]) -> None:
         self._varlen_fwd = varlen_fwd
@@ -103,7 +102,7 @@ class FlashAttn2Kernels:
         """As `Kernels`.
 
         Raises:
-            BatchError: a request with so many more queries than keys that whole blocks of them see nothing.
+            BatchError: a request whose queries outnumber its keys so far that a whole block of them sees nothing.
         """
         requests = call.requests
         own = slice(requests.first_token, requests.end_token)
@@ -113,7 +112,7 @@ class FlashAttn2Kernels:
         if call.paged:
             _check_blocks(call)
             filled = FilledRequests.of(requests)
-        # With 1 it may take row i for request i, whatever the start locations say.
+        # With a longest query of 1 it may take row i for request i and ignore the start locations.
         _, lse = self._varlen(call, call.query, call.output, max(requests.max_query_len, 2), filled)
         lse = lse[:, own]
         if filled is not None:
@@ -124,8 +123,8 @@ class FlashAttn2Kernels:
         """One query of each request, over keys that come with the call."""
         spec, query, out = call.spec, call.query[own], call.output[own]
         _, left, right = _window(call)
-        # Here it packs the query heads of a KV head, and returns another output. It takes memory for up to 128
-        # parts of the keys by their number; the caller holds the keys themselves, and these are no pages.
+        # In these cases it packs the query heads of a KV head and returns an output of its own. It allocates for up
+        # to 128 parts of the keys, which is bounded here: the keys come with the call.
         packs = spec.num_heads > spec.num_kv_heads and call.alibi_slopes is None and left < 0 and right < 0
         found, lse = self._varlen(call, query, None if packs else out, 1, None)
         if packs:
@@ -140,7 +139,7 @@ class FlashAttn2Kernels:
         longest: int,
         filled: FilledRequests | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and LSE of `varlen_fwd`, over pages where `filled` is given."""
+        """Output and LSE of `varlen_fwd`; over pages if `filled` is given."""
         requests, spec = call.requests, call.spec
         causal, left, right = _window(call)
         found, lse, *_ = self._varlen_fwd(
@@ -183,18 +182,18 @@ def _longest_keys(call: Call) -> int:
 
 
 def _window(call: Call) -> tuple[bool, int, int]:
-    """Causal, left and right as `varlen_fwd` is told them; it makes right 0 of causal by itself."""
+    """Causal, left and right as arguments of `varlen_fwd`, which derives a right of 0 from causal itself."""
     left, right = call.window
     if call.alibi_slopes is None or right != 0:
         return call.causal, left, -1 if call.causal else right
-    # Causal, it adds slope * key position to each logit, which shifts the LSE by slope * query position and
-    # costs precision far out. With a window, if one as wide as all keys, it subtracts the distance.
+    # With causal=True it adds slope * key position to each logit, which shifts the LSE by slope * query position
+    # and costs precision at high positions. With a window, even one as wide as all keys, it subtracts the distance.
     widest = _longest_keys(call) - 1
     return False, min(left, widest) if left >= 0 else widest, 0
 
 
 def _check_blocks(call: Call) -> None:
-    """BatchError where a block of queries lies before the first key: see `keyless`; each request has a key now."""
+    """BatchError if a whole block of queries lies before the first key: see `FilledRequests` for the defect."""
     right, queries_before_keys = call.window[1], call.requests.queries_before_keys
     if right < 0 or queries_before_keys - right < _ROWS:
         return
@@ -216,7 +215,7 @@ def _kernels() -> FlashAttn2Kernels:
         found = getattr(library, name, None)
         if found is None:
             raise BackendUnavailableError(f"flash_attn_2_cuda has no {name}; {_REMEDY}")
-        # pybind11 writes the arguments of a function into its documentation.
+        # An extension has no signature, but pybind11 writes the arguments into the docstring.
         numbers = re.findall(r"\barg(\d+):", found.__doc__ or "")
         if numbers and int(numbers[-1]) + 1 != len(arguments):
             what = f"takes {int(numbers[-1]) + 1} arguments, not {len(arguments)}"

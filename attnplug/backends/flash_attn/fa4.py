@@ -1,4 +1,4 @@
-"""FLASH_ATTN_4: `_flash_attn_fwd` of flash-attn-4, which the library's own functions call, but with our output."""
+"""FLASH_ATTN_4: calls `_flash_attn_fwd` of flash-attn-4, as its public functions do, but with our output."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ FORWARD = (
 )
 """The arguments of `_flash_attn_fwd` that are given, by name."""
 
-
 _ONE_AT_A_TIME = threading.Lock()
-"""Held in every call: any may compile, and the compiler of the process, CuTe DSL, serves one thread."""
+"""Taken by every call: any call may compile, and CuTe DSL compiles for one thread at a time."""
 
 
 class FlashAttn4Kernels:
@@ -51,7 +50,7 @@ class FlashAttn4Kernels:
         if call.wants_lse:
             lse = query.new_empty((spec.num_heads, query.shape[0]), dtype=torch.float32)
         if call.paged:
-            # The table's bound: some versions assert that the two agree on Blackwell.
+            # The table's bound, because some versions assert on Blackwell that the two agree.
             where: dict[str, Any] = {
                 "seqused_k": requests.seq_lens,
                 "page_table": requests.block_table,
@@ -59,7 +58,7 @@ class FlashAttn4Kernels:
             }
         else:
             where = {"cu_seqlens_k": requests.key_start_loc, "max_seqlen_k": max(requests.max_seq_len, 1)}
-        # Unlike the other generations it asks for the current device, and launches there.
+        # Unlike the other generations it launches on the current device.
         with _ONE_AT_A_TIME, on_device_of(query):
             self._forward(
                 q=query,

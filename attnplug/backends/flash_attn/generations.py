@@ -1,12 +1,11 @@
-"""FLASH_ATTN_2, _3 and _4: what each generation of FlashAttention can do, and no more.
+"""The declarations of FLASH_ATTN_2, _3 and _4.
 
-Which versions and GPUs each is used with stands in `attnplug.backends.libraries`. Their places on compute
-capability 9.0 follow what was measured on an H200 (bfloat16, 32 query heads over 8 of size 128): paged
-prefill of 16k tokens ran at 645 TFLOP/s with FlashAttention 4, 600 with FlashInfer and 319 with
-FlashAttention 2; decodes over 8 requests of 32k tokens at 99 % of a copy's bandwidth with FlashInfer and
-56 % with FlashAttention 4. FlashAttention 3 was not measured, and stands between the other two. Below 9.0
-FlashInfer prefills as its template fa2 does, which took as long as FlashAttention 2 on the same GPU (0.92 of it
-to 1.11, by head size) and has to be planned on the host: there FlashAttention 2 comes first.
+`attnplug.backends.libraries` has the versions and GPUs that each is used with. The priorities on compute capability
+9.0 follow measurements on an H200 (bfloat16, 32 query heads over 8 of size 128). Paged prefill of 16k tokens ran at
+645 TFLOP/s with FlashAttention 4, 600 with FlashInfer and 319 with FlashAttention 2. Decodes of 8 requests of 32k
+tokens reached 99 % of a copy's bandwidth with FlashInfer and 56 % with FlashAttention 4. FlashAttention 3 was not
+measured; its priority is between the other two. Below 9.0 FlashInfer prefills with its fa2 template. That took 0.92
+to 1.11 of FlashAttention 2's time by head size, and needs a plan on the host: there FlashAttention 2 comes first.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = ["FlashAttn2Backend", "FlashAttn3Backend", "FlashAttn4Backend"]
 
 
 class FlashAttn2Backend(FlashAttnBackend):
-    """FlashAttention 2: the only generation with ALiBi, and the one for GPUs before and after Hopper."""
+    """FlashAttention 2: the only generation with ALiBi, for GPUs before and after Hopper too."""
 
     requires: ClassVar[Sequence[str | tuple[str, ...]]] = requirements_of("FLASH_ATTN_2")
     features: ClassVar[Feature] = COMMON_FEATURES | Feature.ALIBI
@@ -55,10 +54,10 @@ class FlashAttn2Backend(FlashAttnBackend):
 
     @classmethod
     def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
-        """No windows in cross attention, where queries may be more than the keys they count back from."""
+        """Refuse windows in cross attention, where a request may have more queries than keys."""
         if spec.attn_type is AttentionType.ENCODER_DECODER and spec.window != (-1, -1):
-            # A limit on one side puts one on the other, as far off as the longest request has keys; and what
-            # lies before the first key by a block of queries is not to be given: see `keyless`.
+            # The kernels add the other limit at the longest request's length. A block of queries before the first
+            # key is then possible, which `FilledRequests` in `fa2` cannot repair.
             return (
                 f"window={spec.window} in cross attention: its kernels are right where keys outnumber queries"
             )
@@ -100,13 +99,13 @@ class FlashAttn3Backend(FlashAttnBackend):
 
     @classmethod
     def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
-        """Value heads of another size in the one pair that it is built for."""
+        """Refuse value heads of another size, except in the one pair that it is built for."""
         return _other_values(spec) or super().supports_combination(spec, device)
 
     @classmethod
     def _page_sizes(cls, spec: LayerSpec | None, device: Device | None) -> Sequence[int | MultipleOf]:
-        # Pages that hold whole key tiles (hopper/tile_size.h: 64, 80, 96, 112, 128, ...) are loaded with
-        # the unused rows of the last one, which may be NaN.
+        # A page of whole key tiles (hopper/tile_size.h: 64, 80, 96, 112, 128, ...) is loaded with its unused
+        # rows, which may be NaN.
         return (16, 32) if spec is not None and spec.head_size > 192 else (16, 32, 64)
 
     @classmethod
@@ -131,17 +130,17 @@ class FlashAttn4Backend(FlashAttnBackend):
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
-        """Prefill 240, before all others; decode 210, after FlashInfer, as it does not split keys; both 225."""
+        """Prefill 240, before all others; decode 210, after FlashInfer, because it does not split keys; both 225."""
         return {Phase.PREFILL: 240, Phase.DECODE: 210, None: 225}[phase]
 
     @classmethod
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
-        """16 to 256 in steps of 8; pages and Blackwell take some of them, see `supports_combination`."""
+        """16 to 256 in steps of 8; over pages and on Blackwell fewer, see `supports_combination`."""
         return tuple(range(16, 257, 8))
 
     @classmethod
     def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
-        """Head sizes over pages and of Blackwell, and value heads of another size in the one pair it is tuned for."""
+        """Refuse head sizes that it cannot serve over pages or on Blackwell, and untuned value head sizes."""
         sizes = spec.head_size, spec.head_size_v
         blackwell = device.capability is not None and device.capability >= (10, 0)
         if blackwell and 128 < spec.head_size <= 256 and sizes not in ((192, 128), (256, 256)):
@@ -161,7 +160,7 @@ class FlashAttn4Backend(FlashAttnBackend):
 
     @classmethod
     def compile_key(cls, spec: LayerSpec) -> Hashable | None:
-        """What the CuTe DSL compiles in; lengths, pages, scales and the width of a window are not."""
+        """The values that the CuTe DSL compiles in; lengths, pages, scales and the width of a window are not."""
         left, right = spec.window
         return (
             spec.num_heads // spec.num_kv_heads,

@@ -1,4 +1,4 @@
-"""Runs a layer on a generation of FlashAttention: writes its pages, and gives its kernels what they take."""
+"""Runs a layer on a generation of FlashAttention: writes its pages, and prepares the kernels' arguments."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from attnplug.ops.reach import Reach
 __all__ = ["FlashAttnImpl"]
 
 _BYTES = 16
-"""Bytes at a time that the kernels load and store."""
+"""The kernels load and store 16 bytes at a time."""
 
 
 class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
-    """Attention in FlashAttention's kernels; subclasses say which."""
+    """Attention in FlashAttention's kernels; subclasses name the generation."""
 
     can_return_lse_for_decode = True
 
     @classmethod
     @abstractmethod
     def kernels(cls) -> Kernels:
-        """The generation's kernels, imported when first asked for.
+        """The generation's kernels, imported at the first call.
 
         Raises:
-            BackendUnavailableError: the library is missing, another one, or does not import.
+            BackendUnavailableError: the library is missing, is another distribution, or does not import.
         """
 
     @torch.no_grad()
@@ -50,12 +50,12 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend and write `output`, as AttentionImpl.attend says.
+        """As AttentionImpl.attend.
 
         Raises:
-            BatchError: tensors that do not fit the spec or the batch, an LSE the spec did not
-                declare, a batch that is not causal for a causal layer, an output scale.
-            LayoutError: a cache of another shape or dtype, or one where K and V are given.
+            BatchError: tensors that do not fit the spec or the batch, an undeclared LSE, an output scale, or a
+                non-causal batch for a causal layer.
+            LayoutError: a cache of another shape or dtype, or a cache beside direct K and V.
         """
         meta, spec = attn_metadata, self.spec
         tokens = meta.num_actual_tokens
@@ -73,7 +73,7 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
             return output
         kernels, tensors = self.kernels(), self.tensors
         query, rows = _aligned(query[:tokens]), output[:tokens]
-        # What cannot be written in place is written beside it: an output at an odd address.
+        # An output at an address that the kernels cannot store to is written by way of another tensor.
         written = rows if _is_aligned(rows) else torch.empty_like(query[..., : spec.head_size_v])
         for requests in meta.calls if kernels.separate_decodes else (meta.all_requests,):
             call = Call(
@@ -115,7 +115,7 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
         else:
             rows = meta.key_tokens or 0
         key, value = check_keys(key, value, rows, self.spec)
-        # Tiles are loaded whole: what follows the last key is kept out of them, for it may be NaN.
+        # The kernels load whole tiles. Rows after the last key may be NaN, so they are cut off.
         end = rows if kv_cache is not None else meta.key_tokens
         return _aligned(key[:end]), _aligned(value[:end]), False
 
@@ -133,5 +133,5 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _write_lse(found: torch.Tensor, output_lse: torch.Tensor) -> None:
-    """Write the library's LSE `[T, H]`; that of a query which sees nothing is infinite of either sign there."""
+    """Write the library's LSE `[T, H]`; for a query that sees nothing it may be infinite of either sign."""
     output_lse.copy_(found.masked_fill(found.isposinf(), -torch.inf))

@@ -20,15 +20,15 @@ class Requests:
         query_start_loc: int32 `[R + 1]`, rows of the whole batch.
         seq_lens: int32 `[R]`.
         block_table: int32 `[R, max_blocks]`.
-        key_start_loc: int32 `[R + 1]`, where K and V come with the call.
+        key_start_loc: int32 `[R + 1]`, for K and V that come with the call.
         first_token: the first of their queries.
         end_token: past the last of their queries; the last call's is the end of the batch.
         max_query_len: queries of the longest, which is at least 1.
         max_seq_len: keys of the longest, or an upper bound.
-        single: whether each has exactly one query, and the rows are no more than the requests.
-        captured: whether the call will stand in a CUDA graph.
-        may_lack_keys: whether one with queries may have no key at all, as far as the host knows.
-        queries_before_keys: queries of a request before its first key, at most, as far as the host knows.
+        single: whether each has exactly one query, and there are no more rows than requests.
+        captured: whether the call will be part of a CUDA graph.
+        may_lack_keys: whether a request with queries may have no key, as far as the host knows.
+        queries_before_keys: upper bound of a request's queries before its first key, as far as the host knows.
     """
 
     query_start_loc: torch.Tensor
@@ -44,12 +44,12 @@ class Requests:
     may_lack_keys: bool
     queries_before_keys: int
     schedules: dict[object, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """What FlashAttention 3 planned for them, by what it depends on: made once per step."""
+    """FlashAttention 3's schedules, by the values that they depend on; made once per step."""
     kept: dict[str, object] = dataclasses.field(default_factory=dict, init=False)
-    """What else was made of them in this step. It holds for their own table: another one begins empty."""
+    """Other results that layers of this step share. They depend on the table, so a new table begins empty."""
 
     def schedule(self, key: object, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What was planned under `key` in this step, made by the first layer that asks."""
+        """The step's schedule under `key`, made by the first layer that needs it."""
         found = self.schedules.get(key)
         if found is None:
             found = self.schedules[key] = make()
@@ -58,18 +58,18 @@ class Requests:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class FlashAttnMetadata(AttentionMetadata):
-    """One step: the requests together, and the same with decodes apart.
+    """One step: all requests, and the same split into calls.
 
     Args:
         slot_mapping: int64, where the new K and V go.
         num_actual_tokens: query rows of the batch.
-        key_tokens: rows of key and value that come with the call, where the host knows them.
-        together: all requests that have queries in one call; None where none has.
-        apart: the decodes in front, and any others, a call each.
+        key_tokens: rows of key and value that come with the call, if the host knows them.
+        all_requests: all requests as one call; None if none has queries.
+        calls: one call for the decodes in front, and one for the others.
         all_new: whether no request has computed tokens, as far as the host knows.
-        causal: what the batch says; it may only narrow the layer's spec.
-        chunk: what the requests are cut by; 0 where they are not.
-        virtual_table: with chunks, maps another table of the same batch to the pieces.
+        causal: of the batch; it may only narrow the layer's spec.
+        chunk: positions of a chunk; 0 without chunks.
+        virtual_table: with chunks, maps another table of the batch to the virtual requests.
     """
 
     slot_mapping: torch.Tensor

@@ -1,4 +1,4 @@
-"""A step's batch as TORCH reads it: lengths on the host, pages and slots on the device."""
+"""Builds a step's metadata for TORCH: lengths on the host, pages and slots on the device."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _Ints = npt.NDArray[np.int64]
 
 
 class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
-    """Builds TorchMetadata; batches need no order, so there is no reorder threshold."""
+    """Builds TorchMetadata; it takes batches in any order, without a reorder threshold."""
 
     supports_update_block_table: ClassVar[bool] = True
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> TorchMetadata:
-        """The metadata of one step; lengths the host does not know exactly are copied from the device.
+        """The metadata of one step; lengths unknown to the host are copied from the device.
 
         Raises:
             BatchError: start locations that decrease or pass `num_actual_tokens`, negative lengths.

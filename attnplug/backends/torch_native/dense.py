@@ -36,11 +36,11 @@ def attend_request(
         query: `[n, H, D]`.
         key: `[Hkv, m, D]` in the dtype to compute in.
         value: `[Hkv, m, Dv]`.
-        bounds: `[low, high)`, int64 `[n]` each: the keys each row sees; neither ever decreases.
+        bounds: `[low, high)`, int64 `[n]` each, the keys that each row sees; neither decreases.
         offset: the first query's place on the keys' axis.
-        scoring: how scores become weights.
+        scoring: turns scores into weights.
         output: `[n, H, Dv]`, written.
-        output_lse: float32 `[n, H]`, written where given.
+        output_lse: float32 `[n, H]`, written; None without.
     """
     low, high = bounds
     fused = scoring.is_plain and output_lse is None and key.shape[-1] == value.shape[-1]
@@ -68,7 +68,7 @@ def _fused(
 ) -> torch.Tensor:
     rows, heads, size = query.shape
     groups = heads // key.shape[0]
-    # KV heads take the place of the batch, so that grouped queries share keys without copying them.
+    # KV heads are the batch dimension, so that grouped queries share keys without a copy.
     grouped = query.to(key.dtype).view(rows, -1, groups, size).permute(1, 2, 0, 3)
     keys = key[:, None].expand(-1, groups, -1, -1)
     values = value[:, None].expand(-1, groups, -1, -1)
@@ -142,7 +142,7 @@ def _is_simple(low: _Ints, high: _Ints) -> bool:
 
 
 def _fused_tiles(low: _Ints, high: _Ints, key: torch.Tensor) -> Iterator[tuple[int, int]]:
-    # No fused kernel of a GPU takes such heads, and without one whole score matrices are made.
+    # No fused GPU kernel takes larger heads; without one torch makes the whole score matrix, so rows are tiled.
     whole = key.device.type == "cpu" or key.shape[-1] <= _FUSED_HEAD_SIZE
     rows = low.size
     edges = np.flatnonzero(np.diff(low)) + 1

@@ -1,4 +1,4 @@
-"""Runs a layer on TORCH: writes its pages, and attends short queries together, long ones in turn."""
+"""Runs a layer on TORCH: writes its pages, attends short queries in batches and long ones one by one."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend and write `output`, as AttentionImpl.attend says.
+        """As AttentionImpl.attend.
 
         Raises:
-            BatchError: tensors that do not fit the spec or the batch, an LSE the spec did not
-                declare, a batch that is not causal for a causal layer, an output scale.
-            LayoutError: a cache of another shape or dtype, or one where K and V are given.
+            BatchError: tensors that do not fit the spec or the batch, an undeclared LSE, an output scale, or a
+                non-causal batch for a causal layer.
+            LayoutError: a cache of another shape or dtype, or a cache beside direct K and V.
         """
         scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
         self._check(query, attn_metadata.num_actual_tokens, output, output_lse, **scales)
@@ -101,7 +101,7 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         )
 
     def _computed(self, stored: torch.dtype) -> torch.dtype:
-        """What to multiply in: fp8 widens exactly to the layer's dtype, another float to float32."""
+        """The dtype to multiply in: fp8 widens exactly to the layer's dtype, other floats to float32."""
         return self._dtype if stored == self._dtype or stored.itemsize == 1 else torch.float32
 
     def _source(
@@ -123,7 +123,7 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
     def _given(
         self, key: torch.Tensor | None, value: torch.Tensor | None, metadata: TorchMetadata
     ) -> PackedKeys | None:
-        """The new tokens' keys, where requests without computed tokens may attend them."""
+        """The new tokens' keys, if requests without computed tokens may attend them."""
         spec = self.spec
         own = self._attends_own_keys
         if key is None or value is None or not own or storage_dtype(spec) != self._dtype:

@@ -1,4 +1,4 @@
-"""Reading any tokens of pages of any layout back as rows of one head each."""
+"""Views pages of any layout as rows of one head of one token."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["HeadRows"]
 class HeadRows:
     """`[num_blocks, block_size, Hkv, D]` of any strides, as rows of D elements that one index picks.
 
-    Row `block * steps[0] + offset * steps[1] + head * steps[2]` is one head of one token. With one
-    flat index a tile is gathered head by head, so that batched matrix products need no further copy.
+    Row `block * steps[0] + offset * steps[1] + head * steps[2]` is one head of one token. One flat index gathers a
+    tile head by head, so that batched matrix products need no further copy.
     """
 
     rows: torch.Tensor
@@ -29,7 +29,7 @@ class HeadRows:
         dtype = pages.dtype
         if dtype.itemsize == 1:
             pages = pages.view(torch.uint8)
-        # A dimension of one element is never stepped along, whatever its stride says.
+        # The stride of a dimension of one element has no meaning.
         outer = [pages.stride(dim) if pages.shape[dim] > 1 else 0 for dim in range(3)]
         unit = math.gcd(*outer) or 1
         block_step, offset_step, head_step = (stride // unit for stride in outer)
@@ -43,7 +43,7 @@ class HeadRows:
         return tokens[:, None] + offsets[:, None]
 
     def gather(self, index: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
-        """`[*index.shape, D]` in the storage dtype, in `buffer` (flat, of `rows.dtype`) where one is given."""
+        """`[*index.shape, D]` in the storage dtype, in `buffer` (flat, of `rows.dtype`) if given."""
         size = self.rows.shape[1]
         flat = index.reshape(-1)
         if buffer is None:

@@ -27,9 +27,9 @@ class TorchMetadata(AttentionMetadata):
         num_actual_tokens: query rows of the batch.
         query_starts: host int64 `[R + 1]`.
         seq_lens: host int64 `[R]`.
-        key_starts: host int64 `[R + 1]` where direct K and V are packed otherwise than the queries.
-        causal: what the batch says; it may only narrow the layer's spec.
-        plans: gather plans of short queries, shared by the layers of the step.
+        key_starts: host int64 `[R + 1]`, if direct K and V are not packed like the queries.
+        causal: of the batch; it may only narrow the layer's spec.
+        plans: gather plans for short queries, which the layers of the step share.
     """
 
     slot_mapping: torch.Tensor

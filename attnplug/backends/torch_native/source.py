@@ -1,4 +1,4 @@
-"""Where the keys of a batch are: in pages, or packed in the tensors of the call."""
+"""The keys of a batch: in pages, or packed in the tensors of the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's batch as TRITON reads it: tensors of the batch, where its decodes end, and how they are split."""
+"""Builds a step's metadata for TRITON: the batch's tensors, and where its decodes end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> TritonMetadata:
-        """The metadata of one step; host lengths are not asked for.
+        """The metadata of one step; it needs no host lengths.
 
         Raises:
             BatchError: start locations that decrease or pass `num_actual_tokens`.
@@ -86,7 +86,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
 
 def _decodes(lens: npt.NDArray[np.int32], threshold: int) -> tuple[int, int, int]:
-    """How many requests in front have at most `threshold` queries; the most of theirs, and of the others'."""
+    """The number of requests in front with at most `threshold` queries, and the longest query of both parts."""
     longest = int(lens.max(initial=0))
     if longest <= threshold:
         return lens.size, longest, 0

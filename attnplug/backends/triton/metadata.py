@@ -25,17 +25,17 @@ class TritonMetadata(AttentionMetadata):
         query_start_loc: int32 `[R + 1]` on the device.
         seq_lens: int32 `[R]` on the device.
         key_start_loc: int32 `[R + 1]` on the device, with direct KV.
-        num_reqs: R.
+        num_reqs: the number of requests R.
         num_actual_tokens: query rows of the batch.
         num_decodes: requests that the decode kernel attends.
         num_decode_tokens: their queries.
-        max_decode_len: queries of the longest of them.
-        max_query_len: queries of the longest of the others.
-        all_new: whether none of the others has computed tokens, as far as the host knows.
-        causal: what the batch says; it may only narrow the layer's spec.
+        max_decode_len: queries of the longest decode.
+        max_query_len: queries of the longest other request.
+        all_new: whether no other request has computed tokens, as far as the host knows.
+        causal: of the batch; it may only narrow the layer's spec.
         workspace: buffers and split plans, shared by the builder's steps.
-        step: its number in the workspace.
-        others: starts, lengths, pages and starts of keys of the requests after the decodes.
+        step: the step's number in the workspace.
+        others: query starts, lengths, pages and key starts of the requests after the decodes.
     """
 
     slot_mapping: torch.Tensor
@@ -58,7 +58,7 @@ class TritonMetadata(AttentionMetadata):
     def __post_init__(self) -> None:
         first = self.num_decodes if self.num_decodes < self.num_reqs else 0
         starts, lens, pages, keys = self.query_start_loc, self.seq_lens, self.block_table, self.key_start_loc
-        # Cut once for all layers.
+        # Sliced once for all layers.
         self.others = (
             (starts[first:], lens[first:], pages[first:], keys[first:])
             if first
