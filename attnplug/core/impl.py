@@ -37,9 +37,9 @@ class LayerTensors:
     v_scale: torch.Tensor | float = 1.0
 
     def check(self, spec: LayerSpec) -> None:
-        """SpecError unless exactly the tensors that `spec` asks for are here, in their shapes.
+        """SpecError unless these are exactly the tensors that `spec` requires, in their shapes.
 
-        The value of a scale that is a tensor is not read: it may be on a device.
+        It does not read a scale in a tensor, which may be on a device.
         """
         for field, tensor, asked in (
             ("sinks", self.sinks, spec.has_sinks),
@@ -70,7 +70,7 @@ class LayerTensors:
 
 @runtime_checkable
 class AttentionLayer(Protocol):
-    """What an engine's layer object offers its impl: scales as device tensors and host floats."""
+    """An engine's layer, with scales for its impl as device tensors and host floats."""
 
     impl: Any
     _q_scale: torch.Tensor
@@ -83,11 +83,11 @@ class AttentionLayer(Protocol):
 
 
 class AttentionImpl(ABC, Generic[_M]):
-    """Runs one layer on one backend. Made by `from_spec`, which is all the framework calls.
+    """Runs one layer on one backend; the framework makes it by `from_spec`.
 
-    The constructor is the one that authors know from vLLM, for ports; what it cannot say (chunks,
-    sinks, two-sided windows, value head sizes) is in `self.spec` and `self.tensors`, which
-    `from_spec` sets before it calls the constructor.
+    The constructor has vLLM's arguments, so that vLLM's impls can be ported. Before it runs, `from_spec` sets
+    `self.backend`, `self.spec` and `self.tensors`, which have the rest: chunks, sinks, two-sided windows, value head
+    sizes.
     """
 
     can_return_lse_for_decode: ClassVar[bool] = False
@@ -98,7 +98,7 @@ class AttentionImpl(ABC, Generic[_M]):
     """Whether queries may come quantised, with the layer's q scale."""
 
     need_to_return_lse_for_decode: bool = False
-    """Whether this process must: it can, and shares requests' KV with other ranks."""
+    """Whether this process must write it: it can, and shares requests' KV with other ranks."""
     dcp_world_size: int
     dcp_rank: int
 
@@ -142,7 +142,7 @@ class AttentionImpl(ABC, Generic[_M]):
         kv_sharing_target_layer_name: str | None = None,
     ) -> None:
         if hasattr(self, "spec"):
-            return  # from_spec has bound what these arguments can only say in part
+            return  # from_spec has set the whole spec
         spec = LayerSpec(
             num_heads=num_heads,
             num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
@@ -176,7 +176,7 @@ class AttentionImpl(ABC, Generic[_M]):
             spec: what the layer needs; the backend has accepted it.
             backend: the class whose `get_impl_cls` gave this impl, so that an impl need not import it.
             layer_name: its name, as in the plan.
-            tensors: sinks, slopes and scales; each that the spec asks for must be here.
+            tensors: sinks, slopes and scales; all that the spec requires.
             kv_sharing_target_layer_name: the layer whose KV cache this one reads, writing none.
             options: the backend's Options.
 
@@ -218,10 +218,10 @@ class AttentionImpl(ABC, Generic[_M]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Called once when the model's weights are loaded, for impls that repack any."""
+        """Called once after the model's weights are loaded, for impls that repack weights."""
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Whether `output_scale` can be applied inside, for outputs quantised as `quant_key` says."""
+        """Whether `attend` can apply `output_scale`, for outputs quantised by `quant_key`."""
         return False
 
     @abstractmethod
@@ -233,7 +233,7 @@ class AttentionImpl(ABC, Generic[_M]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write `key [T, Hkv, D]` and `value [T, Hkv, Dv]` where `slot_mapping` (int64) says; -1 is not written."""
+        """Write `key [T, Hkv, D]` and `value [T, Hkv, Dv]` to the slots (int64 `[T]`); -1 is not written."""
 
     @abstractmethod
     def attend(
@@ -251,19 +251,19 @@ class AttentionImpl(ABC, Generic[_M]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend `query [T, H, D]` and write `output [T, H, Dv]`; reads the KV cache, writes none.
+        """Attend `query [T, H, D]` and write `output [T, H, Dv]`; it only reads the KV cache.
 
         Args:
-            layer: the engine's layer, where it has scales of its own.
+            layer: the engine's layer, if it has scales of its own.
             query: rows past the batch's tokens are not read.
-            key: the new tokens' keys; with direct KV all keys; None where the pages hold them.
+            key: the new tokens' keys, or all keys with direct KV; None if they are in the pages.
             value: as `key`.
             kv_cache: the layer's cache in logical order; None with direct KV.
-            attn_metadata: what this backend's builder made of the step.
+            attn_metadata: the step's metadata from this backend's builder.
             output: rows past the batch's tokens are not written.
-            output_lse: float32 `[T, H]`, written where given; legal where the spec needs LSE.
-            use_sinks: whether sinks enter the denominator; exactly one of several partial results has them.
-            output_scale: for outputs quantised inside; see `fused_output_quant_supported`.
+            output_lse: float32 `[T, H]`, written; allowed only if the spec needs LSE.
+            use_sinks: whether sinks enter the denominator; of several partial results exactly one has them.
+            output_scale: for quantised outputs; see `fused_output_quant_supported`.
             output_block_scale: the same, per block.
 
         Returns:
@@ -285,12 +285,12 @@ class AttentionImpl(ABC, Generic[_M]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`update_kv_cache`, then `attend`. A layer that shares another's KV writes none.
+        """`update_kv_cache`, then `attend`; a layer that shares another's KV does not write.
 
-        With MLA, where `value` is None, the value written is the latent's own part of `key`.
+        With MLA and no `value`, the value written is the latent part of `key`.
 
         Raises:
-            BatchError: a key to be written without its value.
+            BatchError: a key without its value.
         """
         if output is None:
             output = query.new_empty(query.shape[0], self.spec.num_heads, self.spec.head_size_v)
@@ -338,7 +338,7 @@ class MLAAttentionImpl(AttentionImpl[_M], Generic[_M]):
     def forward_mqa(
         self, q: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: _M, layer: AttentionLayer | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Decode on the latents: `[T, H, kv_lora_rank]`, and the LSE `[T, H]` where it is asked."""
+        """Decode on the latents: `[T, H, kv_lora_rank]`, and the LSE `[T, H]` if required."""
 
 
 def _rank_and_world_size() -> tuple[int, int]:

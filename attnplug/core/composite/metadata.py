@@ -19,10 +19,10 @@ class CompositeMetadata(AttentionMetadata):
         slot_mapping: int64, where the new K and V of the whole step go.
         num_reqs: requests of the step.
         num_actual_tokens: query rows of the step.
-        num_decodes: requests of the first half.
+        num_decodes: requests of the decoding part.
         num_decode_tokens: their query rows.
-        decode: what the decoding builder made of the first half; None where that is empty.
-        prefill: what the other made of the rest; None where that is empty.
+        decode: metadata of the decoding part; None if it is empty.
+        prefill: metadata of the rest; None if it is empty.
     """
 
     slot_mapping: torch.Tensor

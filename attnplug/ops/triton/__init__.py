@@ -1,4 +1,4 @@
-"""The same operations as Triton kernels: one launch each, and the host never waits."""
+"""The operations of `attnplug.ops` as Triton kernels: one launch each, and the host never waits."""
 
 from __future__ import annotations
 
