@@ -1,4 +1,4 @@
-"""The base of the built-in impls: finds a cache's pages, writes them, and checks the tensors of a call."""
+"""The base of the built-in impls: finds a cache's pages, and writes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from attnplug.core.impl import AttentionImpl, AttentionLayer
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.spec import AttentionType
-from attnplug.ops.calls import check_cache_given, check_keys, check_queries, kv_scales, pages_of
+from attnplug.ops.calls import check_keys, kv_scales, pages_of
 from attnplug.ops.checks import check_kv_write
 from attnplug.ops.kv_write import bound_kv_write
 from attnplug.ops.storage import compute_dtype
@@ -57,7 +57,7 @@ def _form(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 class BuiltinImpl(AttentionImpl[_M]):
-    """Checks the tensors of a call against the layer; subclasses attend."""
+    """Writes and finds the pages of a layer; subclasses attend."""
 
     _last_pages: Pages | None = None
 
@@ -112,21 +112,6 @@ class BuiltinImpl(AttentionImpl[_M]):
 
     def _forget_pages(self, _: object) -> None:
         self._last_pages = None
-
-    def _check(
-        self,
-        query: torch.Tensor,
-        tokens: int,
-        output: torch.Tensor,
-        output_lse: torch.Tensor | None,
-        **output_scales: torch.Tensor | None,
-    ) -> None:
-        """BatchError unless queries, outputs and LSE fit the layer and hold `tokens` rows, unscaled."""
-        check_queries(query, output, output_lse, tokens, self.spec, **output_scales)
-
-    def _check_pages(self, kv_cache: torch.Tensor | None) -> None:
-        """LayoutError where there are pages and the layer has K and V given, or the other way round."""
-        check_cache_given(kv_cache, self.spec)
 
     @property
     def _attends_own_keys(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pluggy
 
-from attnplug.backends.flash_attn.generations import FlashAttn2Backend, FlashAttn3Backend, FlashAttn4Backend
+from attnplug.backends.flash_attn.backend import FlashAttn2Backend, FlashAttn3Backend, FlashAttn4Backend
 from attnplug.core.backend import AttentionBackend
 
 __all__ = ["ATTNPLUG_API", "FlashAttn2Backend", "FlashAttn3Backend", "FlashAttn4Backend", "attnplug_backends"]

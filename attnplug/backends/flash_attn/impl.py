@@ -11,7 +11,7 @@ from attnplug.backends.flash_attn.metadata import FlashAttnMetadata
 from attnplug.backends.impl import BuiltinImpl
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
-from attnplug.ops.calls import check_keys
+from attnplug.ops.calls import check_cache_given, check_keys, check_queries
 from attnplug.ops.reach import Reach
 
 __all__ = ["FlashAttnImpl"]
@@ -60,7 +60,7 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
         meta, spec = attn_metadata, self.spec
         tokens = meta.num_actual_tokens
         scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
-        self._check(query, tokens, output, output_lse, **scales)
+        check_queries(query, output, output_lse, tokens, self.spec, **scales)
         if output.stride(2) != 1:
             limit = "must be 1: a head's elements lie together"
             raise BatchError("output.stride(2)", output.stride(2), limit)
@@ -106,7 +106,7 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
         meta: FlashAttnMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """Pages of K and V, or packed K and V; and whether they are pages."""
-        self._check_pages(kv_cache)
+        check_cache_given(kv_cache, self.spec)
         if kv_cache is not None:
             own = self._attends_own_keys and meta.all_new and not meta.chunk
             if key is None or value is None or not own:

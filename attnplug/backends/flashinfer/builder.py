@@ -15,9 +15,8 @@ from attnplug.backends.flashinfer.groups import groups_of
 from attnplug.backends.flashinfer.impl import FlashInferImpl
 from attnplug.backends.flashinfer.library import library
 from attnplug.backends.flashinfer.metadata import FlashInferMetadata
-from attnplug.backends.flashinfer.page_indices import PageIndices
 from attnplug.backends.flashinfer.planned_wrapper import PlanCost
-from attnplug.backends.flashinfer.step import HostStep, Ints, StepPages, trimmed
+from attnplug.backends.flashinfer.step import HostStep, Ints, PageIndices, StepPages, trimmed
 from attnplug.backends.flashinfer.wrappers import Wrappers
 from attnplug.core.batch import make_local_attention_virtual_batches
 from attnplug.core.batch.host import exact_seq_lens, known_seq_lens, query_spans, to_device

@@ -13,11 +13,7 @@ from attnplug.backends.flashinfer.library import Module
 from attnplug.backends.flashinfer.options import Options
 from attnplug.core.device import Device
 from attnplug.core.errors import PolicyError
-from attnplug.core.hyperparameters import (
-    PerLayerParameters,
-    get_per_layer_parameters,
-    group_by_hyperparameters,
-)
+from attnplug.core.hyperparameters import PerLayerParameters, get_per_layer_parameters
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.storage import STORAGE_DTYPES
 
@@ -142,9 +138,7 @@ def groups_of(
     Raises:
         BatchError: a layer that `layers` lacks, or whose impl is of another class.
     """
-    alike = group_by_hyperparameters(get_per_layer_parameters(layers, layer_names, impl_cls))
     groups: dict[PlanGroup, list[str]] = {}
-    for names in alike.values():
-        for name in names:
-            groups.setdefault(layers[name].impl.plan_group, []).append(name)
+    for name in get_per_layer_parameters(layers, layer_names, impl_cls):
+        groups.setdefault(layers[name].impl.plan_group, []).append(name)
     return groups

@@ -19,6 +19,7 @@ from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.hyperparameters import PerLayerParameters
 from attnplug.core.impl import AttentionLayer
 from attnplug.ops import Reach
+from attnplug.ops.calls import check_cache_given, check_queries
 
 __all__ = ["FlashInferImpl"]
 
@@ -69,7 +70,7 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         plain = plain and self._is_plain(query, output, tokens)
         if not plain:
             scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
-            self._check(query, tokens, output, output_lse, **scales)
+            check_queries(query, output, output_lse, tokens, self.spec, **scales)
         if not meta.causal:
             Reach.of(self.spec, False)
         pages = self._paged(kv_cache)
@@ -110,7 +111,7 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         if kv_cache is None:
             raise LayoutError("kv_cache", None, "is required: FLASHINFER finds keys in pages")
         if self.spec.direct_kv:
-            self._check_pages(kv_cache)
+            check_cache_given(kv_cache, self.spec)
         return self._pages(kv_cache)
 
     def _check_k_scale(self, k_scale: float) -> None:

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from attnplug.backends.flashinfer.groups import PlanGroup
-from attnplug.backends.flashinfer.page_indices import PageIndices
 from attnplug.backends.flashinfer.planned_wrapper import PlannedWrapper
-from attnplug.backends.flashinfer.step import Part, StepPages
+from attnplug.backends.flashinfer.step import PageIndices, Part, StepPages
 from attnplug.backends.flashinfer.wrappers import Wrappers
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionMetadata

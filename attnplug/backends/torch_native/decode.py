@@ -7,10 +7,9 @@ import numpy.typing as npt
 import torch
 
 from attnplug.backends.torch_native.gather_plan import Tile, plan_tiles
-from attnplug.backends.torch_native.kv_cache import HeadRows
 from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.backends.torch_native.softmax import Scoring
-from attnplug.backends.torch_native.source import KeySource
+from attnplug.backends.torch_native.source import HeadRows, KeySource
 from attnplug.ops.reach import Reach
 
 __all__ = ["SHORT_QUERY", "attend_short"]

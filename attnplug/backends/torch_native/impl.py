@@ -13,7 +13,7 @@ from attnplug.backends.torch_native.page_decode import attend_pages, plan_page_d
 from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import KeySource, PackedKeys, PagedKeys
 from attnplug.core.impl import AttentionLayer
-from attnplug.ops.calls import check_keys
+from attnplug.ops.calls import check_cache_given, check_keys, check_queries
 from attnplug.ops.reach import Reach
 from attnplug.ops.storage import storage_dtype
 
@@ -49,7 +49,7 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
             LayoutError: a cache of another shape or dtype, or a cache beside direct K and V.
         """
         scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
-        self._check(query, attn_metadata.num_actual_tokens, output, output_lse, **scales)
+        check_queries(query, output, output_lse, attn_metadata.num_actual_tokens, self.spec, **scales)
         reach = Reach.of(self.spec, attn_metadata.causal)
         source = self._source(key, value, kv_cache, attn_metadata)
         given = self._given(key, value, attn_metadata) if isinstance(source, PagedKeys) else None
@@ -112,7 +112,7 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         metadata: TorchMetadata,
     ) -> KeySource:
         spec = self.spec
-        self._check_pages(kv_cache)
+        check_cache_given(kv_cache, self.spec)
         if kv_cache is not None:
             k, v = self._pages(kv_cache)
             return PagedKeys(k, v, metadata.block_table, metadata.seq_lens)

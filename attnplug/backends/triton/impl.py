@@ -12,7 +12,7 @@ from attnplug.backends.triton.bindings import BoundLayer
 from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
-from attnplug.ops.calls import check_keys, refuse_output_scales
+from attnplug.ops.calls import check_cache_given, check_keys, check_queries, refuse_output_scales
 from attnplug.ops.reach import Reach
 from attnplug.ops.triton.kv_write import BoundWrite
 from attnplug.ops.triton.launch import on_device_of
@@ -65,7 +65,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         if output_scale is not None or output_block_scale is not None:
             refuse_output_scales(output_scale=output_scale, output_block_scale=output_block_scale)
         if query.stride()[2:] != (1,):
-            self._check(query, meta.num_actual_tokens, output, output_lse)
+            check_queries(query, output, output_lse, meta.num_actual_tokens, self.spec)
             query = query.contiguous()
         scales = self._scales(layer, query.dtype if kv_cache is None else kv_cache.dtype)
         bound = self._bound_for(query, output, output_lse, use_sinks, meta, scales)
@@ -74,7 +74,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         slopes = query if tensors.alibi_slopes is None else tensors.alibi_slopes
         call = query, output, lse, sinks, slopes
         if kv_cache is None or self.spec.direct_kv:
-            self._check_pages(kv_cache)
+            check_cache_given(kv_cache, self.spec)
         with on_device_of(query):
             if kv_cache is None:
                 self._attend_given(bound, meta, call, key, value)
@@ -139,7 +139,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         bound = self._bound.get(form)
         if bound is not None and asked[0] >= tokens <= written[0] and least >= tokens:
             return bound
-        self._check(query, tokens, output, output_lse)
+        check_queries(query, output, output_lse, tokens, self.spec)
         if output.stride(2) != 1:
             limit = "must be 1: a head's elements lie together"
             raise BatchError("output.stride(2)", output.stride(2), limit)
