@@ -74,12 +74,7 @@ class BuiltinImpl(AttentionImpl[_M]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write new keys and values; fp8 storage divides by the scales and clamps.
-
-        Raises:
-            BatchError: key or value of another shape or dtype, or fewer rows than slots.
-            LayoutError: a cache of another shape or dtype.
-        """
+        """As AttentionImpl.update_kv_cache."""
         pages = self._pages_of(kv_cache)
         scales = self._scales(layer, pages.k.dtype)
         rows, keys, values = slot_mapping.shape[0], key.shape, value.shape

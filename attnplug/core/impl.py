@@ -233,7 +233,14 @@ class AttentionImpl(ABC, Generic[_M]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write `key [T, Hkv, D]` and `value [T, Hkv, Dv]` to the slots (int64 `[T]`); -1 is not written."""
+        """Write `key [T, Hkv, D]` and `value [T, Hkv, Dv]` to the slots (int64 `[T]`); -1 is not written.
+
+        fp8 storage divides by the layer's scales and clamps.
+
+        Raises:
+            BatchError: key or value of another shape or dtype, or fewer rows than slots.
+            LayoutError: a cache of another shape or dtype.
+        """
 
     @abstractmethod
     def attend(
@@ -268,6 +275,11 @@ class AttentionImpl(ABC, Generic[_M]):
 
         Returns:
             `output`.
+
+        Raises:
+            BatchError: tensors that do not fit the spec or the batch, an undeclared LSE, an output scale that is
+                not supported, or a non-causal batch for a causal layer.
+            LayoutError: a cache of another shape or dtype, or a cache beside direct K and V.
         """
 
     def forward(

@@ -115,27 +115,20 @@ class CommonAttentionMetadata:
             if not 0 <= value <= limit:
                 raise BatchError(name, value, f"must lie in 0 .. {limit}, the size of the batch")
         reqs, starts, tokens = num_actual_reqs, num_actual_reqs + 1, num_actual_tokens
-        ends = {
-            "query_start_loc": starts,
-            "query_start_loc_cpu": starts,
-            "key_start_loc": starts,
-            "key_start_loc_cpu": starts,
-            "slot_mapping": tokens,
-            "seq_lens": reqs,
-            "block_table_tensor": reqs,
-            "encoder_seq_lens": reqs,
-            "encoder_seq_lens_cpu": reqs,
-            "dcp_local_seq_lens": reqs,
-            "dcp_local_seq_lens_cpu": reqs,
-            "seq_lens_host": reqs,
-            "_seq_lens_cpu": reqs,
-            "_num_computed_tokens_cpu": reqs,
-        }
+        ends = dict.fromkeys(_PER_REQUEST, reqs) | dict.fromkeys(_START_LOCATIONS, starts)
+        ends["slot_mapping"] = tokens
         cut: dict[str, Any] = {"num_reqs": reqs, "num_actual_tokens": tokens}
         for name, end in ends.items():
             value = getattr(self, name)
             cut[name] = None if value is None else value[:end]
         return dataclasses.replace(self, **cut)
+
+
+_START_LOCATIONS = ("query_start_loc", "query_start_loc_cpu", "key_start_loc", "key_start_loc_cpu")
+_PER_REQUEST = (
+    *("seq_lens", "block_table_tensor", "encoder_seq_lens", "encoder_seq_lens_cpu", "seq_lens_host"),
+    *("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "_seq_lens_cpu", "_num_computed_tokens_cpu"),
+)
 
 
 class AttentionMetadata:

@@ -56,13 +56,12 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As AttentionImpl.attend.
+        """As AttentionImpl.attend; output scales are not supported.
 
         Raises:
-            BatchError: tensors that do not fit the spec or the batch, an undeclared LSE, or an output scale.
-            BatchError: a non-causal batch for a causal layer, a layer that the builder does not know, or a
-                scale of keys too small for this FlashInfer.
-            LayoutError: a cache of another shape, dtype or page size, or none.
+            BatchError: also for a layer that the builder does not know, and for a scale of keys that is too small
+                for this FlashInfer.
+            LayoutError: also without a cache.
         """
         meta = attn_metadata
         tokens = meta.num_actual_tokens

@@ -110,10 +110,8 @@ class PlanSpace:
             there, here = wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer
             size = max(there.numel(), self._schedule_bytes)
             if size > there.numel():
-                there, here = (
-                    there.new_empty(size),
-                    torch.empty(size, dtype=here.dtype, pin_memory=self._pinned),
-                )
+                there = there.new_empty(size)
+                here = torch.empty(size, dtype=here.dtype, pin_memory=self._pinned)
             self.schedule, self._slots[0].schedule = there, here
             self._slots[1].schedule = torch.empty_like(here, pin_memory=self._pinned)
         wrapper._int_workspace_buffer = self.schedule
@@ -194,13 +192,12 @@ class PlannedWrapper:
         same = held is not None and held.same_pages(part)
         if held is not None and same and held.same_lengths(part):
             space.part = part
-            space.cost.skipped += 1
         elif same and self._counts_pages and self._writable():
             self._send_lengths(part)
-            space.cost.skipped += 1
         else:
             self._plan(part, indices, causal)
             return
+        space.cost.skipped += 1
         self._point(part, indices)
 
     def run(
@@ -277,19 +274,14 @@ class PlannedWrapper:
         arrays: Mapping[str, torch.Tensor],
         lengths: torch.Tensor,
     ) -> None:
-        table = arrays["kv_indptr"], self._of(part, indices), arrays["last_page_len"]
+        own = indices[part.first_page : part.first_page + part.num_pages]
+        table: tuple[torch.Tensor, ...] = arrays["kv_indptr"], own, arrays["last_page_len"]
+        keywords = {"seq_lens": lengths, **self._fixed}
         if self._is_prefill_wrapper:
-            self._wrapper.plan(
-                arrays["qo_indptr"],
-                *table,
-                *self._sizes,
-                causal=causal,
-                max_token_per_sequence=part.max_query_len if self._names_longest_query else None,
-                seq_lens=lengths,
-                **self._fixed,
-            )
-        else:
-            self._wrapper.plan(*table, *self._sizes, seq_lens=lengths, **self._fixed)
+            table = arrays["qo_indptr"], *table
+            longest = part.max_query_len if self._names_longest_query else None
+            keywords |= {"causal": causal, "max_token_per_sequence": longest}
+        self._wrapper.plan(*table, *self._sizes, **keywords)
 
     def _writable(self) -> bool:
         """Whether the wrapper's arrays may be written here: arrays made in inference mode only there."""
@@ -312,9 +304,6 @@ class PlannedWrapper:
         # A private attribute (0.5 to 0.7), because only `plan()` sets it. Indices past the part's pages are not read.
         self._wrapper._paged_kv_indices_buf = indices[part.first_page :] if part.first_page else indices
         self._pointed = part, indices
-
-    def _of(self, part: Part, indices: torch.Tensor) -> torch.Tensor:
-        return indices[part.first_page : part.first_page + part.num_pages]
 
 
 def one_request() -> Part:

@@ -41,13 +41,7 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As AttentionImpl.attend.
-
-        Raises:
-            BatchError: tensors that do not fit the spec or the batch, an undeclared LSE, an output scale, or a
-                non-causal batch for a causal layer.
-            LayoutError: a cache of another shape or dtype, or a cache beside direct K and V.
-        """
+        """As AttentionImpl.attend; output scales are not supported."""
         scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
         check_queries(query, output, output_lse, attn_metadata.num_actual_tokens, self.spec, **scales)
         reach = Reach.of(self.spec, attn_metadata.causal)

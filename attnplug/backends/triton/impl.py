@@ -54,13 +54,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As AttentionImpl.attend.
-
-        Raises:
-            BatchError: tensors that do not fit the spec or the batch, an undeclared LSE, an output scale, or a
-                non-causal batch for a causal layer.
-            LayoutError: a cache of another shape or dtype, or a cache beside direct K and V.
-        """
+        """As AttentionImpl.attend; output scales are not supported."""
         meta, tensors = attn_metadata, self.tensors
         if output_scale is not None or output_block_scale is not None:
             refuse_output_scales(output_scale=output_scale, output_block_scale=output_block_scale)
