@@ -55,7 +55,7 @@ def get_per_layer_parameters(
     found = {}
     for name in layer_names:
         if name not in layers:
-            raise BatchError("layer_names", name, f"is none of the {len(layers)} layers given")
+            raise BatchError("layer_names", name, f"is not among the {len(layers)} layers given")
         impl = layers[name].impl
         if not isinstance(impl, impl_cls):
             limit = f"must be a {impl_cls.__name__}, as the plan's is"

@@ -60,7 +60,7 @@ class LayerTensors:
         for field, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
             if isinstance(scale, torch.Tensor):
                 if scale.numel() != 1:
-                    raise SpecError(field, tuple(scale.shape), "must hold one element: scales are per tensor")
+                    raise SpecError(field, tuple(scale.shape), "must have one element: scales are per tensor")
             elif not isinstance(scale, (int, float)) or not (math.isfinite(scale) and scale > 0):
                 raise SpecError(field, scale, "must be a finite number above 0")
             elif scale != 1 and not spec.has_quantized_kv_cache:

@@ -36,7 +36,7 @@ class CpuGpuBuffer:
         if not size:
             raise BatchError("size", size, "must have at least one dimension")
         if dtype in _NOT_IN_NUMPY:
-            raise BatchError("dtype", dtype, "has no numpy view", "view the device's tensor as it instead")
+            raise BatchError("dtype", dtype, "has no numpy view", "view the device's tensor as that dtype")
         where = torch.device(device)
         pinned = where.type == "cuda"
         self.cpu = torch.full(size, fill, dtype=dtype, pin_memory=pinned)

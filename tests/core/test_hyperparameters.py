@@ -122,5 +122,5 @@ def test_a_layer_of_another_class_is_refused() -> None:
 
 
 def test_a_layer_that_is_not_there_is_refused() -> None:
-    with pytest.raises(BatchError, match="layer_names='b' is none of the 1 layers given"):
+    with pytest.raises(BatchError, match="layer_names='b' is not among the 1 layers given"):
         get_per_layer_parameters({"a": SimpleNamespace(impl=PortedImpl(0.5))}, ["b"], PortedImpl)

@@ -80,7 +80,7 @@ class FlashAttnBackend(AttentionBackend):
         if spec.chunk_size is None:
             return None
         if spec.direct_kv or spec.attn_type is not AttentionType.DECODER:
-            return "chunks are virtual requests over the pages of a decoder, and K and V come with the call"
+            return "chunks need the pages of a decoder: they become virtual requests over them"
         if not _dividing(spec.chunk_size, cls._page_sizes(spec, device)):
             return f"chunk_size={spec.chunk_size} is no multiple of a page size that its kernels read"
         return None
@@ -122,7 +122,7 @@ class FlashAttn2Backend(FlashAttnBackend):
             # The kernels add the other limit at the longest request's length. A block of queries before the first
             # key is then possible, which `FilledRequests` in `fa2` cannot repair.
             return (
-                f"window={spec.window} in cross attention: its kernels are right where keys outnumber queries"
+                f"window={spec.window} in cross attention: its kernels need at least as many keys as queries"
             )
         return super().supports_combination(spec, device)
 

@@ -56,7 +56,7 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
         scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
         check_queries(query, output, output_lse, tokens, self.spec, **scales)
         if output.stride(2) != 1:
-            limit = "must be 1: a head's elements lie together"
+            limit = "must be 1: a head's elements are contiguous"
             raise BatchError("output.stride(2)", output.stride(2), limit)
         reach = Reach.of(spec, meta.causal)
         if reach.chunk != meta.chunk:

@@ -93,12 +93,12 @@ class FlashInferBackend(AttentionBackend):
         if spec.is_windowed and not spec.causal:
             return (
                 f"window={spec.window} of a layer that is not causal: "
-                "FlashInfer bounds the keys before a query only, and that in causal layers"
+                "FlashInfer has windows for causal layers only, over the keys before a query"
             )
         if spec.scale < LEAST_SCALE and spec.logits_soft_cap is None:
             return (
                 f"scale={spec.scale:g} is below {LEAST_SCALE:g}: "
-                "FlashInfer masks with a finite logit before it scales, and masked keys would be seen"
+                "FlashInfer masks with a finite logit before it scales, so masked keys would get weight"
             )
         if spec.has_sinks and spec.logits_soft_cap is not None:
             return "has_sinks with logits_soft_cap: FlashInfer's sink kernel has no soft cap"

@@ -156,8 +156,8 @@ class Library:
         missing = [name for name in _PRIVATE if not hasattr(wrapper, name)]
         if missing:
             raise BackendUnavailableError(
-                f"flashinfer {self.version} has no {', '.join(missing)} in its wrappers, on which guarded "
-                f"planning rests; pip install 'flashinfer-python>=0.5,<0.8'"
+                f"flashinfer {self.version} has no {', '.join(missing)} in its wrappers, which attnplug "
+                f"reads and writes; pip install 'flashinfer-python>=0.5,<0.8'"
             )
         return wrapper
 
@@ -262,7 +262,7 @@ def _version(module: ModuleType) -> Version:
         return Version(text)
     except InvalidVersion:
         raise BackendUnavailableError(
-            f"flashinfer has the version {text!r}, which is none; pip install 'flashinfer-python>=0.5'"
+            f"flashinfer's version {text!r} is not a valid version; pip install 'flashinfer-python>=0.5'"
         ) from None
 
 

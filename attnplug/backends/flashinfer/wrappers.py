@@ -142,7 +142,7 @@ class Wrappers:
         built = self._modules.get((group, phase))
         if built is None:
             known = "; ".join(map(str, self.groups))
-            limit = f"is none of those that the builder plans for: {known}"
+            limit = f"is not among the builder's groups: {known}"
             raise BatchError("layer", str(group), limit, "name the layer in BuilderConfig.layers")
         captured = batch_size > 0
         space = self._spaces.get((group, phase, captured))

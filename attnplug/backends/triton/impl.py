@@ -135,7 +135,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
             return bound
         check_queries(query, output, output_lse, tokens, self.spec)
         if output.stride(2) != 1:
-            limit = "must be 1: a head's elements lie together"
+            limit = "must be 1: a head's elements are contiguous"
             raise BatchError("output.stride(2)", output.stride(2), limit)
         reach = Reach.of(self.spec, meta.causal)
         tensors = self.tensors if use_sinks else dataclasses.replace(self.tensors, sinks=None)

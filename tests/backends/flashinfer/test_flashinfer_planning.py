@@ -314,7 +314,7 @@ def test_a_layer_that_the_builder_was_not_told_of_is_refused() -> None:
     builder = builder_of({"0": layer()})
     metadata = builder.build(0, common_of([1], [5]))
     for stranger, fields in (
-        (layer(scale=1.0), "none of those"),
+        (layer(scale=1.0), "not among the builder"),
         (layer(chunk_size=8), "was not planned for"),
     ):
         impl = FlashInferImpl.from_spec(stranger, backend=FlashInferOnCpu, layer_name="x")
