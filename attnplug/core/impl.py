@@ -124,7 +124,12 @@ class AttentionImpl(ABC, Generic[_M]):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Read rank and world size for context parallelism: a subclass may not call the base constructor."""
         self = super().__new__(cls)
-        self.dcp_rank, self.dcp_world_size = _rank_and_world_size()
+        self.dcp_rank, self.dcp_world_size = 0, 1
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.dcp_rank, self.dcp_world_size = (
+                torch.distributed.get_rank(),
+                torch.distributed.get_world_size(),
+            )
         self.need_to_return_lse_for_decode = self.dcp_world_size > 1 and cls.can_return_lse_for_decode
         return self
 
@@ -351,9 +356,3 @@ class MLAAttentionImpl(AttentionImpl[_M], Generic[_M]):
         self, q: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: _M, layer: AttentionLayer | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Decode on the latents: `[T, H, kv_lora_rank]`, and the LSE `[T, H]` if required."""
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1

@@ -107,7 +107,8 @@ class FlashAttn2Backend(FlashAttnBackend):
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
         """Prefill 230, decode 203, both 210; on 9.x prefill 205 and both 205, after FlashInfer."""
-        prefill, both = (205, 205) if _is_hopper(device) else (230, 210)
+        is_hopper = device.capability is not None and device.capability[0] == 9
+        prefill, both = (205, 205) if is_hopper else (230, 210)
         return {Phase.PREFILL: prefill, Phase.DECODE: 203, None: both}[phase]
 
     @classmethod
@@ -246,10 +247,6 @@ class FlashAttn4Backend(FlashAttnBackend):
 
         FlashAttn4Impl.kernels()
         return FlashAttn4Impl
-
-
-def _is_hopper(device: Device) -> bool:
-    return device.capability is not None and device.capability[0] == 9
 
 
 def _other_values(spec: LayerSpec) -> str | None:

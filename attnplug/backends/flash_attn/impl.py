@@ -89,7 +89,9 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
             if written is not rows:
                 rows[own].copy_(written[own])
             if output_lse is not None and lse is not None:
-                _write_lse(lse.t(), output_lse[own])
+                # For a query that sees nothing the library's LSE may be infinite of either sign.
+                found = lse.t()
+                output_lse[own].copy_(found.masked_fill(found.isposinf(), -torch.inf))
         return output
 
     def _keys(
@@ -124,8 +126,3 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if _is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _write_lse(found: torch.Tensor, output_lse: torch.Tensor) -> None:
-    """Write the library's LSE `[T, H]`; for a query that sees nothing it may be infinite of either sign."""
-    output_lse.copy_(found.masked_fill(found.isposinf(), -torch.inf))

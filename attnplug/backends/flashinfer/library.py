@@ -164,7 +164,7 @@ class Library:
     def module_name(self, built: Module) -> str:
         """The name under which FlashInfer keeps a compiled module."""
         if built.sinks:
-            kind = self._safe(built.q_dtype)
+            kind = self._import("jit.utils").filename_safe_dtype_map[built.q_dtype]
             wrapper = f"batch_prefill_attention_sink_{kind}_swa_{built.windowed}_{built.template}"
             return _own_name(wrapper, built.kv_dtype, built.head_size, built.head_size)
         attention, arguments = self._import("jit.attention"), _arguments(built)
@@ -228,9 +228,6 @@ class Library:
             )
         return None
 
-    def _safe(self, dtype: torch.dtype) -> str:
-        return str(self._import("jit.utils").filename_safe_dtype_map[dtype])
-
     def _import(self, name: str) -> Any:
         return importlib.import_module(f"{self.module.__name__}.{name}")
 
@@ -245,11 +242,15 @@ def library() -> Library:
     """
     module = import_library("FLASHINFER")
     found = Library(module, _version(module))
-    _check_version(found.version)
+    if found.version < _OLDEST:
+        raise BackendUnavailableError(
+            f"flashinfer {found.version} is imported, older than {_OLDEST}; "
+            "pip install 'flashinfer-python>=0.5'"
+        )
     _check_interface(found)
     _check_cuda()
     why = found.why_not_compiling()
-    if why is not None and not _has_prebuilt():
+    if why is not None and _installed(_PREBUILT) is None:
         raise BackendUnavailableError(
             f"flashinfer compiles its kernels when they are first used, and cannot: {why}"
         )
@@ -264,13 +265,6 @@ def _version(module: ModuleType) -> Version:
         raise BackendUnavailableError(
             f"flashinfer's version {text!r} is not a valid version; pip install 'flashinfer-python>=0.5'"
         ) from None
-
-
-def _check_version(version: Version) -> None:
-    if version < _OLDEST:
-        raise BackendUnavailableError(
-            f"flashinfer {version} is imported, older than {_OLDEST}; pip install 'flashinfer-python>=0.5'"
-        )
 
 
 def _check_interface(found: Library) -> None:
@@ -305,10 +299,6 @@ def _check_cuda() -> None:
             f"{_PREBUILT} {version} is built for CUDA {local[2:4]}, and torch for CUDA {ours}; "
             f"pip install the {_PREBUILT} of cu{ours.replace('.', '')}, or uninstall it"
         )
-
-
-def _has_prebuilt() -> bool:
-    return _installed(_PREBUILT) is not None
 
 
 def _installed(distribution: str) -> str | None:

@@ -38,13 +38,14 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         if query_starts[-1] > common.num_actual_tokens:
             limit = f"must end at or before num_actual_tokens={common.num_actual_tokens}"
             raise BatchError("query_start_loc_cpu", int(query_starts[-1]), limit)
+        keys = common.key_start_loc if common.key_start_loc_cpu is None else common.key_start_loc_cpu
         return TorchMetadata(
             slot_mapping=self._slots(common.slot_mapping, common.num_actual_tokens),
             block_table=common.block_table_tensor[:reqs],
             num_actual_tokens=common.num_actual_tokens,
             query_starts=query_starts,
             seq_lens=_seq_lens(common),
-            key_starts=_key_starts(common),
+            key_starts=None if keys is None else _starts("key_start_loc_cpu", keys, reqs),
             causal=common.causal,
         )
 
@@ -73,11 +74,6 @@ def _starts(name: str, locations: torch.Tensor, reqs: int) -> _Ints:
     if starts[0] < 0 or (np.diff(starts) < 0).any():
         raise BatchError(name, starts.tolist(), "must not decrease")
     return starts
-
-
-def _key_starts(common: CommonAttentionMetadata) -> _Ints | None:
-    locations = common.key_start_loc if common.key_start_loc_cpu is None else common.key_start_loc_cpu
-    return None if locations is None else _starts("key_start_loc_cpu", locations, common.num_reqs)
 
 
 def _seq_lens(common: CommonAttentionMetadata) -> _Ints:

@@ -19,6 +19,7 @@ SHORT_QUERY = 16
 
 _TILE_BYTES_CPU = 1 << 23
 _TILE_BYTES_DEVICE = 1 << 26
+"""Float32 bytes of a tile's keys; on a CPU few enough to stay in its cache."""
 
 
 def attend_short(

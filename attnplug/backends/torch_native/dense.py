@@ -17,7 +17,9 @@ _Ints = npt.NDArray[np.int64]
 
 _SCORES_CPU = 1 << 21
 _SCORES_DEVICE = 1 << 26
+"""Float32 scores of a tile of rows."""
 _FUSED_HEAD_SIZE = 256
+"""The largest heads of torch's fused kernels for GPUs."""
 
 
 def attend_request(
@@ -137,10 +139,6 @@ def _is_square_causal(low: _Ints, high: _Ints) -> bool:
     return bool(low[-1] == low[0]) and np.array_equal(high - low[0], np.arange(1, low.size + 1))
 
 
-def _is_simple(low: _Ints, high: _Ints) -> bool:
-    return bool(low[-1] == low[0]) and (bool(high[-1] == high[0]) or _is_square_causal(low, high))
-
-
 def _fused_tiles(low: _Ints, high: _Ints, key: torch.Tensor) -> Iterator[tuple[int, int]]:
     # No fused GPU kernel takes larger heads; without one torch makes the whole score matrix, so rows are tiled.
     whole = key.device.type == "cpu" or key.shape[-1] <= _FUSED_HEAD_SIZE
@@ -150,8 +148,11 @@ def _fused_tiles(low: _Ints, high: _Ints, key: torch.Tensor) -> Iterator[tuple[i
         edges = edges[:0]
     for start, stop in zip([0, *edges.tolist()], [*edges.tolist(), rows], strict=True):
         step = stop - start
-        if not (whole and _is_simple(low[start:stop], high[start:stop])):
-            span = int((high[start:stop] - low[start:stop]).max())
+        lows, highs = low[start:stop], high[start:stop]
+        # `low` may change at `edges` only, unless those were dropped.
+        simple = lows[-1] == lows[0] and (highs[-1] == highs[0] or _is_square_causal(lows, highs))
+        if not (whole and simple):
+            span = int((highs - lows).max())
             step = min(max(span // 2, 64), 512)
         for first in range(start, stop, step):
             yield first, min(first + step, stop)

@@ -55,6 +55,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         decodes, max_decode_len, max_query_len = _decodes(lens, self.reorder_batch_threshold or 1)
         if common.key_start_loc is not None:
             decodes, max_decode_len, max_query_len = 0, 0, max(max_decode_len, max_query_len)
+        known = common.seq_lens_host if common.seq_lens_host_exact and decodes < reqs else None
+        all_new = known is not None and bool((known[decodes:reqs] == lens[decodes:]).all())
         metadata = TritonMetadata(
             slot_mapping=common.slot_mapping
             if isinstance(self.kv_cache_spec, CrossAttentionSpec)
@@ -69,7 +71,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             num_decode_tokens=int(starts[decodes]),
             max_decode_len=max_decode_len,
             max_query_len=max_query_len,
-            all_new=decodes < reqs and _all_new(common, lens, decodes),
+            all_new=all_new,
             causal=common.causal,
             workspace=self._workspace,
         )
@@ -92,8 +94,3 @@ def _decodes(lens: npt.NDArray[np.int32], threshold: int) -> tuple[int, int, int
         return lens.size, longest, 0
     decodes = int((lens > threshold).argmax())
     return decodes, int(lens[:decodes].max(initial=0)), int(lens[decodes:].max())
-
-
-def _all_new(common: CommonAttentionMetadata, lens: npt.NDArray[np.int32], decodes: int) -> bool:
-    known = common.seq_lens_host if common.seq_lens_host_exact else None
-    return known is not None and bool((known[decodes : common.num_reqs] == lens[decodes:]).all())

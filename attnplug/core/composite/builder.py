@@ -83,12 +83,12 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
             BatchError: start locations that decrease or pass `num_actual_tokens`, or a member's refusal.
         """
         common, cut = common_attn_metadata, self._cut(common_attn_metadata)
-        return self._made(
-            common,
-            cut,
-            None if cut.decode is None else self.decode.build(common_prefix_len, cut.decode, fast_build),
-            None if cut.prefill is None else self.prefill.build(common_prefix_len, cut.prefill, fast_build),
-        )
+        decode = prefill = None
+        if cut.decode is not None:
+            decode = self.decode.build(common_prefix_len, cut.decode, fast_build)
+        if cut.prefill is not None:
+            prefill = self.prefill.build(common_prefix_len, cut.prefill, fast_build)
+        return self._made(common, cut, decode, prefill)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> CompositeMetadata:
         """The metadata of a step to capture, which must be all decodes or all prefills.
