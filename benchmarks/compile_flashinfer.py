@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from attnplug.backends.flashinfer import FlashInferBackend
-from attnplug.backends.flashinfer.building import build_modules
+from attnplug.backends.flashinfer.compiling import build_modules
 from attnplug.backends.flashinfer.impl import FlashInferImpl
 from attnplug.backends.flashinfer.library import Module, library
 from attnplug.backends.flashinfer.options import Options
@@ -60,7 +60,9 @@ def model_layers(name: str, device: Device) -> Iterator[LayerSpec]:
 
 def modules_of(spec: LayerSpec, device: Device, options: Options) -> list[Module]:
     """What serves a layer in both phases."""
-    impl = FlashInferImpl.from_spec(spec, layer_name="layer", tensors=layer_tensors(spec), options=options)
+    impl = FlashInferImpl.from_spec(
+        spec, backend=FlashInferBackend, layer_name="layer", tensors=layer_tensors(spec), options=options
+    )
     if spec.has_quantized_kv_cache and options.prefill_backend == "fa3":
         return []  # refused
     return [impl.plan_group.module(phase, device) for phase in PHASES]

@@ -22,6 +22,7 @@ import torch
 from library_stand_ins import flashinfer
 
 import attnplug.backends.flashinfer.builder as builder_module
+from attnplug.backends.flashinfer.backend import FlashInferBackend
 from attnplug.backends.flashinfer.builder import FlashInferMetadataBuilder
 from attnplug.backends.flashinfer.impl import FlashInferImpl
 from attnplug.backends.flashinfer.options import Options
@@ -45,7 +46,9 @@ GOALS = {
 
 def builder_of(specs: dict[str, LayerSpec], requests: int, device: torch.device) -> FlashInferMetadataBuilder:
     layers: dict[str, Any] = {
-        name: types.SimpleNamespace(impl=FlashInferImpl.from_spec(spec, layer_name=name, options=Options()))
+        name: types.SimpleNamespace(
+            impl=FlashInferImpl.from_spec(spec, backend=FlashInferBackend, layer_name=name, options=Options())
+        )
         for name, spec in specs.items()
     }
     config = BuilderConfig(layers=layers, max_num_seqs=requests, max_model_len=CONTEXT)

@@ -142,7 +142,7 @@ class PagedLayer:
         spec = self.spec
         options = None if backend.Options is None else backend.Options()
         impl = backend.get_impl_cls().from_spec(
-            spec, layer_name="layer", tensors=self.tensors, options=options
+            spec, backend=backend, layer_name="layer", tensors=self.tensors, options=options
         )
         told: Any = types.SimpleNamespace(impl=impl)
         config = BuilderConfig(layers={"layer": told})

@@ -109,7 +109,9 @@ def forward(batch: Batch, *, rebuilds: bool = False) -> Callable[[], object]:
         block_size=BLOCK_SIZE, num_kv_heads=spec.num_kv_heads, head_size=spec.head_size, dtype=spec.dtype
     )
     builder = TorchBackend.get_builder_cls()(cache_spec, ["layer"], BuilderConfig(), torch.device("cpu"))
-    impl = TorchBackend.get_impl_cls().from_spec(spec, layer_name="layer", tensors=batch.tensors)
+    impl = TorchBackend.get_impl_cls().from_spec(
+        spec, backend=TorchBackend, layer_name="layer", tensors=batch.tensors
+    )
     output = torch.empty_like(batch.query)
     built = builder.build(0, batch.common)
 

@@ -1,4 +1,4 @@
-"""What the built-in impls share: the tensors of a call are checked, and pages found, in one way."""
+"""The base of the built-in impls: finds a cache's pages, and writes them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from attnplug.core.backend import AttentionBackend
 from attnplug.core.impl import AttentionImpl, AttentionLayer
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.spec import AttentionType
-from attnplug.ops.calls import check_cache_given, check_keys, check_queries, kv_scales, pages_of
+from attnplug.ops.calls import check_keys, kv_scales, pages_of
 from attnplug.ops.checks import check_kv_write
 from attnplug.ops.kv_write import bound_kv_write
 from attnplug.ops.storage import compute_dtype
@@ -25,16 +24,16 @@ _UNSCALED = (1.0, 1.0)
 
 
 class Pages:
-    """The pages of one cache, as a backend splits them.
+    """The pages of one cache, as its backend splits them.
 
-    They share the cache's memory and would keep it: whoever remembers them forgets them when told, and
-    remembers no more than their `form` otherwise.
+    They keep the cache's memory alive. So their owner must drop them when `forget` is called, and may keep only
+    their `form`.
 
     Args:
-        kv_cache: they are pages of.
+        kv_cache: the cache.
         k: `[num_blocks, block_size, Hkv, D]`.
         v: `[num_blocks, block_size, Hkv, Dv]`.
-        forget: called when `kv_cache` is no more.
+        forget: called when `kv_cache` is deleted.
     """
 
     __slots__ = ("_cache", "form", "k", "v")
@@ -42,14 +41,14 @@ class Pages:
     def __init__(
         self, kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forget: Callable[[object], None]
     ) -> None:
-        # Detached, so that they do not hold the very tensor whose end is waited for.
+        # A view would keep `kv_cache` alive, and `forget` would never be called.
         self.k, self.v = k.detach(), v.detach()
         self._cache = weakref.ref(kv_cache, forget)
         self.form = _form(kv_cache)
-        """Of the cache: its memory, shape, strides and type."""
+        """The cache's address, shape, strides and dtype."""
 
     def are_of(self, kv_cache: torch.Tensor) -> bool:
-        """Whether it is that cache, still with the same memory, shape and type."""
+        """Whether `kv_cache` is that cache, with the same memory, shape and dtype."""
         return self._cache() is kv_cache and self.form == _form(kv_cache)
 
 
@@ -58,14 +57,12 @@ def _form(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 class BuiltinImpl(AttentionImpl[_M]):
-    """Checks the tensors of a call against the layer; subclasses attend."""
+    """Writes and finds the pages of a layer; subclasses attend."""
 
     _last_pages: Pages | None = None
 
-    _backend: ClassVar[type[AttentionBackend]]
-    """Whose caches these are."""
     _bind_write: ClassVar[Callable[..., Callable[..., None]]] = staticmethod(bound_kv_write)
-    """Makes what writes pages, as `attnplug.ops.kv_write.bound_kv_write`."""
+    """Makes the function that writes pages, as `attnplug.ops.kv_write.bound_kv_write`."""
     _write_form: object = None
     _bound_write: Callable[..., None]
 
@@ -77,18 +74,13 @@ class BuiltinImpl(AttentionImpl[_M]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write new keys and values; fp8 storage divides by the scales and clamps.
-
-        Raises:
-            BatchError: key or value of another shape or dtype, or fewer rows than slots.
-            LayoutError: a cache of another shape or dtype.
-        """
+        """As AttentionImpl.update_kv_cache."""
         pages = self._pages_of(kv_cache)
         scales = self._scales(layer, pages.k.dtype)
         rows, keys, values = slot_mapping.shape[0], key.shape, value.shape
         form: tuple[object, ...] = (pages.form, scales, slot_mapping.stride())
         form += (keys[1:], key.stride(), key.dtype, values[1:], value.stride(), value.dtype)
-        # Tensors like those of the call before were checked then.
+        # Tensors of the last call's form need no second check.
         if form != self._write_form or keys[0] < rows or values[0] < rows:
             check_keys(key, value, rows, self.spec)
             check_kv_write(key, value, pages.k, pages.v, slot_mapping)
@@ -106,39 +98,24 @@ class BuiltinImpl(AttentionImpl[_M]):
         return pages.k, pages.v
 
     def _pages_of(self, kv_cache: torch.Tensor) -> Pages:
-        """The same, as one object, and the same object as long as the cache is the same."""
+        """The same as one object, which stays until another cache comes."""
         pages = self._last_pages
         if pages is None or not pages.are_of(kv_cache):
-            pages = Pages(kv_cache, *pages_of(self._backend, kv_cache, self.spec), self._forget_pages)
+            pages = Pages(kv_cache, *pages_of(self.backend, kv_cache, self.spec), self._forget_pages)
             self._last_pages = pages
         return pages
 
     def _forget_pages(self, _: object) -> None:
         self._last_pages = None
 
-    def _check(
-        self,
-        query: torch.Tensor,
-        tokens: int,
-        output: torch.Tensor,
-        output_lse: torch.Tensor | None,
-        **output_scales: torch.Tensor | None,
-    ) -> None:
-        """BatchError unless queries, outputs and LSE fit the layer and hold `tokens` rows, unscaled."""
-        check_queries(query, output, output_lse, tokens, self.spec, **output_scales)
-
-    def _check_pages(self, kv_cache: torch.Tensor | None) -> None:
-        """LayoutError where there are pages and the layer has K and V given, or the other way round."""
-        check_cache_given(kv_cache, self.spec)
-
     @property
     def _attends_own_keys(self) -> bool:
-        """Whether the keys given with a call are those that the pages then hold."""
+        """Whether the keys of a call are written to the pages that the layer reads."""
         cross = self.spec.attn_type is AttentionType.ENCODER_DECODER
         return not cross and self.kv_sharing_target_layer_name is None
 
     def _scales(self, layer: AttentionLayer | None, stored: torch.dtype) -> tuple[float, float]:
-        """Of keys and values: the engine's layer knows them, or the layer's tensors do; only 8 bits have any."""
+        """Scales of keys and values, from the engine's layer or the layer's tensors; 1 for 16 bits and more."""
         if stored.itemsize > 1:
             return _UNSCALED
         return self._own_scales if layer is None else kv_scales(layer, self.tensors)

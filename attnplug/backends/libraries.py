@@ -1,4 +1,4 @@
-"""Which version of which kernel library serves what on which GPUs: one table that backends, `doctor` and docs read.
+"""The kernel libraries' versions, GPUs and features in one table, which backends, `doctor` and docs read.
 
 Torch-free, and it imports no kernel library.
 """
@@ -18,18 +18,18 @@ __all__ = ["LIBRARY_RULES", "LibraryRule", "requirements_of", "rules_of", "serve
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryRule:
-    """One row: what some versions of a kernel library are good for on some GPUs.
+    """One row: the use of some versions of a kernel library on some GPUs.
 
     Args:
         backend: the attnplug backend that calls it.
-        library: the name people use, as "FlashAttention 2".
-        distribution: the name it is installed by.
-        versions: the versions meant, as a PEP 440 specifier; prereleases only where it names one.
+        library: the common name, such as "FlashAttention 2".
+        distribution: the name to install.
+        versions: a PEP 440 specifier; it covers prereleases only if it names one.
         module: the module whose functions are called.
-        capabilities: the compute capabilities meant, as a specifier: ">=9.0,<10".
+        capabilities: the compute capabilities as a specifier, such as ">=9.0,<10".
         serves: whether the backend uses these versions there; False marks a refusal.
-        what: what they do there, or why they are refused.
-        compiles: what is compiled at first use, where anything is.
+        what: the features there, or the cause of the refusal.
+        compiles: the parts compiled at first use; None without.
         remedy: what a user can do about a refusal.
     """
 
@@ -163,7 +163,7 @@ LIBRARY_RULES: tuple[LibraryRule, ...] = (
         remedy="pip install 'flashinfer-python>=0.5'",
     ),
 )
-"""Grouped by backend, what serves before what is refused."""
+"""Grouped by backend; rows that serve come before refusals."""
 
 
 def rules_of(backend: str) -> tuple[LibraryRule, ...]:
@@ -172,7 +172,7 @@ def rules_of(backend: str) -> tuple[LibraryRule, ...]:
 
 
 def requirements_of(backend: str) -> tuple[str, ...]:
-    """What a backend requires, as PEP 508 strings: the distributions and versions that serve it."""
+    """The requirements of a backend as PEP 508 strings: the distributions and versions that serve it."""
     served = (rule for rule in rules_of(backend) if rule.serves)
     return _unique(rule.distribution + rule.versions for rule in served)
 

@@ -1,8 +1,7 @@
-"""Imports a kernel library, once it is clear that what would be imported is the distribution required.
+"""Imports a kernel library after a check that its file belongs to the required distribution.
 
-Distributions may share a package folder, as `flash-attn` and `flash-attn-4` share `flash_attn`, so that
-`import flash_attn` proves neither: the file that would be imported is looked up in the distributions'
-records of what they installed.
+Distributions may share a package folder: `flash-attn` and `flash-attn-4` share `flash_attn`, so `import flash_attn`
+proves neither. The check looks the file up in the distributions' records of installed files.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def import_library(backend: str) -> ModuleType:
         raise BackendUnavailableError(problem)
     parent = rule.module.partition(".")[0]
     with warnings.catch_warnings():
-        # A test run that makes errors of warnings means its own: one of a library's does not make it unusable.
+        # Under `-W error` a library's own warning must not make it unusable.
         warnings.simplefilter("default")
         warnings.simplefilter("ignore", DeprecationWarning)
         for name in (parent, rule.module):
@@ -52,7 +51,7 @@ def import_library(backend: str) -> ModuleType:
 
 
 def problem_of(rule: LibraryRule) -> str | None:
-    """Why what would be imported is not the distribution that `rule` names, and the remedy; None where it is.
+    """Why the import would not give the distribution that `rule` names, and the remedy; None if it would.
 
     Nothing is imported.
     """
@@ -79,7 +78,7 @@ def problem_of(rule: LibraryRule) -> str | None:
         return f"{file} belongs to {owner}, not to {name}; {_reinstall(rule)}"
     if others:
         return f"{file} is not the one of {name}: {others[0]} has written over it; {_reinstall(rule)}"
-    return None  # changed by hand, which is its owner's business
+    return None  # the user changed the file by hand
 
 
 def _file_of(module: str) -> Path | None:
@@ -101,13 +100,13 @@ def _file_of(module: str) -> Path | None:
 
 def _spec_of(name: str, path: list[str] | None) -> importlib.machinery.ModuleSpec | None:
     if name.count(".") and path is None:
-        return None  # its parent is a module, no package
+        return None  # its parent is a module, not a package
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         try:
             found = None if find is None else find(name, path)
         except KeyError:
-            # A folder without __init__.py asks for its parent in sys.modules, where it is not yet.
+            # A finder of folders without __init__.py needs the parent in sys.modules, which is not imported.
             found = importlib.machinery.ModuleSpec(name, None, is_package=True)
             part = name.rpartition(".")[2]
             folders = [Path(each) / part for each in path or ()]

@@ -1,4 +1,4 @@
-"""The little that a metadata builder must know of the engine."""
+"""The facts about an engine that a metadata builder needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["BuilderConfig"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BuilderConfig:
-    """What a builder is told once, when it is made.
+    """The engine's settings, given to a builder's constructor.
 
     Args:
         layers: the layers of the model by name; each has its `impl`.
@@ -24,8 +24,8 @@ class BuilderConfig:
         decode_context_parallel_size: ranks that share one request's KV.
         max_num_seqs: most requests in a step.
         max_num_batched_tokens: most tokens in a step.
-        max_model_len: longest sequence; None where there is no limit.
-        cudagraph_batch_sizes: batch sizes to be captured; empty without CUDA graphs.
+        max_model_len: longest sequence; None without limit.
+        cudagraph_batch_sizes: batch sizes that will be captured; empty without CUDA graphs.
 
     Raises:
         SpecError: a count below its limit.

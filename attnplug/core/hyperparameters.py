@@ -1,4 +1,4 @@
-"""What a kernel library's plan fixes for every layer that uses it: window, cap, scale, sinks."""
+"""Hyperparameters that a kernel library's plan fixes for all its layers: window, cap, scale, sinks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PerLayerParameters:
-    """What one layer asks of a plan. Equal and hashed without the last two.
+    """The parameters of one layer; the last two do not count for equality and hash.
 
     Args:
         window_left: keys seen before the query's own position; -1 without limit.
         logits_soft_cap: c, where logits become c * tanh(logits / c); None without.
         sm_scale: softmax scale.
         has_sinks: whether sinks enter the softmax denominator.
-        has_same_window_lefts: whether all layers looked at together have this window.
-        has_same_all_params: whether they are alike in everything.
+        has_same_window_lefts: whether all layers of the group have this window.
+        has_same_all_params: whether they have all parameters in common.
     """
 
     window_left: int
@@ -44,19 +44,18 @@ def get_per_layer_parameters(
     """The parameters of each named layer, in the order of `layer_names`.
 
     Args:
-        layers: layers by name. An `impl` made by attnplug has a `spec`; any other is read by the
-            attributes that authors know: `sliding_window` (left, right), `logits_soft_cap`, `scale`
-            and `sinks`, of which only `scale` is required.
+        layers: layers by name. An `impl` made by attnplug has a `spec`. Any other has the attributes of vLLM's:
+            `scale`, and optionally `sliding_window` (left, right), `logits_soft_cap` and `sinks`.
         layer_names: the layers that share a plan.
-        impl_cls: the class that their impls must be of.
+        impl_cls: the class that their impls must have.
 
     Raises:
-        BatchError: a layer that is not in `layers`, or whose impl is of another class.
+        BatchError: a layer that is not in `layers`, or whose impl has another class.
     """
     found = {}
     for name in layer_names:
         if name not in layers:
-            raise BatchError("layer_names", name, f"is none of the {len(layers)} layers given")
+            raise BatchError("layer_names", name, f"is not among the {len(layers)} layers given")
         impl = layers[name].impl
         if not isinstance(impl, impl_cls):
             limit = f"must be a {impl_cls.__name__}, as the plan's is"
@@ -84,9 +83,9 @@ def infer_global_hyperparameters(per_layer_params: Mapping[str, PerLayerParamete
 def group_by_hyperparameters(
     per_layer_params: Mapping[str, PerLayerParameters],
 ) -> dict[PerLayerParameters, list[str]]:
-    """The layers that can share one plan, by what they share, in the order of first appearance.
+    """The layers that can share one plan, by their parameters, in the order of first appearance.
 
-    The keys say of themselves that their layers are alike; they look up equal to any layer's own.
+    The keys have both `has_same_...` flags True; they equal the parameters of each of their layers.
     """
     groups: dict[PerLayerParameters, list[str]] = {}
     for name, params in per_layer_params.items():

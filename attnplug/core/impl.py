@@ -1,15 +1,17 @@
-"""What runs a layer: writes its KV cache and attends."""
+"""The contract of an impl, which runs one layer: it writes the KV cache and attends."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 
-from attnplug.core.errors import BatchError, SpecError
+from attnplug.core.backend import AttentionBackend
+from attnplug.core.errors import BatchError, PluginError, SpecError
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.spec import AttentionType, LayerSpec
 
@@ -35,9 +37,9 @@ class LayerTensors:
     v_scale: torch.Tensor | float = 1.0
 
     def check(self, spec: LayerSpec) -> None:
-        """SpecError unless exactly the tensors that `spec` asks for are here, in their shapes.
+        """SpecError unless these are exactly the tensors that `spec` requires, in their shapes.
 
-        The value of a scale that is a tensor is not read: it may be on a device.
+        It does not read a scale in a tensor, which may be on a device.
         """
         for field, tensor, asked in (
             ("sinks", self.sinks, spec.has_sinks),
@@ -58,7 +60,7 @@ class LayerTensors:
         for field, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
             if isinstance(scale, torch.Tensor):
                 if scale.numel() != 1:
-                    raise SpecError(field, tuple(scale.shape), "must hold one element: scales are per tensor")
+                    raise SpecError(field, tuple(scale.shape), "must have one element: scales are per tensor")
             elif not isinstance(scale, (int, float)) or not (math.isfinite(scale) and scale > 0):
                 raise SpecError(field, scale, "must be a finite number above 0")
             elif scale != 1 and not spec.has_quantized_kv_cache:
@@ -68,7 +70,7 @@ class LayerTensors:
 
 @runtime_checkable
 class AttentionLayer(Protocol):
-    """What an engine's layer object offers its impl: scales as device tensors and host floats."""
+    """An engine's layer, with scales for its impl as device tensors and host floats."""
 
     impl: Any
     _q_scale: torch.Tensor
@@ -81,11 +83,11 @@ class AttentionLayer(Protocol):
 
 
 class AttentionImpl(ABC, Generic[_M]):
-    """Runs one layer on one backend. Made by `from_spec`, which is all the framework calls.
+    """Runs one layer on one backend; the framework makes it by `from_spec`.
 
-    The constructor is the one that authors know from vLLM, for ports; what it cannot say (chunks,
-    sinks, two-sided windows, value head sizes) is in `self.spec` and `self.tensors`, which
-    `from_spec` sets before it calls the constructor.
+    The constructor has vLLM's arguments, so that vLLM's impls can be ported. Before it runs, `from_spec` sets
+    `self.backend`, `self.spec` and `self.tensors`, which have the rest: chunks, sinks, two-sided windows, value head
+    sizes.
     """
 
     can_return_lse_for_decode: ClassVar[bool] = False
@@ -96,20 +98,38 @@ class AttentionImpl(ABC, Generic[_M]):
     """Whether queries may come quantised, with the layer's q scale."""
 
     need_to_return_lse_for_decode: bool = False
-    """Whether this process must: it can, and shares requests' KV with other ranks."""
+    """Whether this process must write it: it can, and shares requests' KV with other ranks."""
     dcp_world_size: int
     dcp_rank: int
 
+    backend: type[AttentionBackend] = AttentionBackend  # type: ignore[type-abstract]
+    """The backend given to `from_spec`; the constructor alone leaves the contract's defaults."""
     spec: LayerSpec
     tensors: LayerTensors
     layer_name: str
     options: Any
     kv_sharing_target_layer_name: str | None
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """PluginError for a `from_spec` of its own that does not take the keyword `backend`."""
+        super().__init_subclass__(**keywords)
+        if "from_spec" in cls.__dict__:
+            parameters = inspect.signature(cls.from_spec).parameters
+            if "backend" not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+                raise PluginError(
+                    f"{cls.__qualname__}.from_spec does not take the keyword backend, which every caller gives; "
+                    "add it, or **rest, and pass it on to super().from_spec"
+                )
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Read rank and world size for context parallelism, so that no subclass can forget to."""
+        """Read rank and world size for context parallelism: a subclass may not call the base constructor."""
         self = super().__new__(cls)
-        self.dcp_rank, self.dcp_world_size = _rank_and_world_size()
+        self.dcp_rank, self.dcp_world_size = 0, 1
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.dcp_rank, self.dcp_world_size = (
+                torch.distributed.get_rank(),
+                torch.distributed.get_world_size(),
+            )
         self.need_to_return_lse_for_decode = self.dcp_world_size > 1 and cls.can_return_lse_for_decode
         return self
 
@@ -127,7 +147,7 @@ class AttentionImpl(ABC, Generic[_M]):
         kv_sharing_target_layer_name: str | None = None,
     ) -> None:
         if hasattr(self, "spec"):
-            return  # from_spec has bound what these arguments can only say in part
+            return  # from_spec has set the whole spec
         spec = LayerSpec(
             num_heads=num_heads,
             num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
@@ -149,6 +169,7 @@ class AttentionImpl(ABC, Generic[_M]):
         cls,
         spec: LayerSpec,
         *,
+        backend: type[AttentionBackend],
         layer_name: str,
         tensors: LayerTensors | None = None,
         kv_sharing_target_layer_name: str | None = None,
@@ -158,8 +179,9 @@ class AttentionImpl(ABC, Generic[_M]):
 
         Args:
             spec: what the layer needs; the backend has accepted it.
+            backend: the class whose `get_impl_cls` gave this impl, so that an impl need not import it.
             layer_name: its name, as in the plan.
-            tensors: sinks, slopes and scales; each that the spec asks for must be here.
+            tensors: sinks, slopes and scales; all that the spec requires.
             kv_sharing_target_layer_name: the layer whose KV cache this one reads, writing none.
             options: the backend's Options.
 
@@ -169,6 +191,7 @@ class AttentionImpl(ABC, Generic[_M]):
         tensors = tensors or LayerTensors()
         tensors.check(spec)
         self = cls.__new__(cls)
+        self.backend = backend
         self._bind(spec, layer_name, tensors, kv_sharing_target_layer_name, options)
         cls.__init__(
             self,
@@ -200,10 +223,10 @@ class AttentionImpl(ABC, Generic[_M]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Called once when the model's weights are loaded, for impls that repack any."""
+        """Called once after the model's weights are loaded, for impls that repack weights."""
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Whether `output_scale` can be applied inside, for outputs quantised as `quant_key` says."""
+        """Whether `attend` can apply `output_scale`, for outputs quantised by `quant_key`."""
         return False
 
     @abstractmethod
@@ -215,7 +238,14 @@ class AttentionImpl(ABC, Generic[_M]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write `key [T, Hkv, D]` and `value [T, Hkv, Dv]` where `slot_mapping` (int64) says; -1 is not written."""
+        """Write `key [T, Hkv, D]` and `value [T, Hkv, Dv]` to the slots (int64 `[T]`); -1 is not written.
+
+        fp8 storage divides by the layer's scales and clamps.
+
+        Raises:
+            BatchError: key or value of another shape or dtype, or fewer rows than slots.
+            LayoutError: a cache of another shape or dtype.
+        """
 
     @abstractmethod
     def attend(
@@ -233,23 +263,28 @@ class AttentionImpl(ABC, Generic[_M]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend `query [T, H, D]` and write `output [T, H, Dv]`; reads the KV cache, writes none.
+        """Attend `query [T, H, D]` and write `output [T, H, Dv]`; it only reads the KV cache.
 
         Args:
-            layer: the engine's layer, where it has scales of its own.
+            layer: the engine's layer, if it has scales of its own.
             query: rows past the batch's tokens are not read.
-            key: the new tokens' keys; with direct KV all keys; None where the pages hold them.
+            key: the new tokens' keys, or all keys with direct KV; None if they are in the pages.
             value: as `key`.
             kv_cache: the layer's cache in logical order; None with direct KV.
-            attn_metadata: what this backend's builder made of the step.
+            attn_metadata: the step's metadata from this backend's builder.
             output: rows past the batch's tokens are not written.
-            output_lse: float32 `[T, H]`, written where given; legal where the spec needs LSE.
-            use_sinks: whether sinks enter the denominator; exactly one of several partial results has them.
-            output_scale: for outputs quantised inside; see `fused_output_quant_supported`.
+            output_lse: float32 `[T, H]`, written; allowed only if the spec needs LSE.
+            use_sinks: whether sinks enter the denominator; of several partial results exactly one has them.
+            output_scale: for quantised outputs; see `fused_output_quant_supported`.
             output_block_scale: the same, per block.
 
         Returns:
             `output`.
+
+        Raises:
+            BatchError: tensors that do not fit the spec or the batch, an undeclared LSE, an output scale that is
+                not supported, or a non-causal batch for a causal layer.
+            LayoutError: a cache of another shape or dtype, or a cache beside direct K and V.
         """
 
     def forward(
@@ -267,12 +302,12 @@ class AttentionImpl(ABC, Generic[_M]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`update_kv_cache`, then `attend`. A layer that shares another's KV writes none.
+        """`update_kv_cache`, then `attend`; a layer that shares another's KV does not write.
 
-        With MLA, where `value` is None, the value written is the latent's own part of `key`.
+        With MLA and no `value`, the value written is the latent part of `key`.
 
         Raises:
-            BatchError: a key to be written without its value.
+            BatchError: a key without its value.
         """
         if output is None:
             output = query.new_empty(query.shape[0], self.spec.num_heads, self.spec.head_size_v)
@@ -318,16 +353,6 @@ class MLAAttentionImpl(AttentionImpl[_M], Generic[_M]):
 
     @abstractmethod
     def forward_mqa(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: _M,
-        layer: AttentionLayer | None,
+        self, q: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: _M, layer: AttentionLayer | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Decode on the latents: `[T, H, kv_lora_rank]`, and the LSE `[T, H]` where it is asked."""
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
+        """Decode on the latents: `[T, H, kv_lora_rank]`, and the LSE `[T, H]` if required."""

@@ -1,4 +1,4 @@
-"""What the KV cache of one layer holds, and how many bytes its pages take."""
+"""The KV cache of one layer: its kind, its sizes, and the bytes of its pages."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec:
-    """One layer's KV cache; the subclass says which tokens must stay in it.
+    """One layer's KV cache; the subclass tells which tokens must stay in it.
 
     Args:
         block_size: tokens per page.
         num_kv_heads: key and value heads on this rank.
         head_size: elements per key head.
-        head_size_v: elements per value head; 0 stands for `head_size`.
-        dtype: storage dtype, as "bfloat16" or "fp8_e4m3"; a torch.dtype becomes its name.
+        head_size_v: elements per value head; 0 means `head_size`.
+        dtype: storage dtype, such as "bfloat16" or "fp8_e4m3"; a torch.dtype becomes its name.
         scale_bytes: bytes of quantisation scales stored inside each page; 0 for per-tensor scales.
     """
 
@@ -92,7 +92,7 @@ class MLAAttentionSpec(KVCacheSpec):
 
     @property
     def elements_per_token(self) -> int:
-        """Elements stored for one token: the latent, of which the value is a part."""
+        """Elements stored for one token: the latent, which includes the value."""
         return self.num_kv_heads * self.head_size
 
 
@@ -127,10 +127,10 @@ class KVCacheConfig:
 
 
 def kv_cache_spec_for(spec: LayerSpec, block_size: int) -> KVCacheSpec | None:
-    """The cache that a layer keeps, in pages of `block_size` tokens; None with direct K and V.
+    """The cache of a layer, in pages of `block_size` tokens; None with direct K and V.
 
     Raises:
-        SpecError: the spec has fixed another block size.
+        SpecError: the spec has another block size.
     """
     if spec.direct_kv:
         return None

@@ -1,4 +1,4 @@
-"""One step's batch, and what a backend makes of it before the layers run."""
+"""One step's batch, and the contract of the builders that turn it into a backend's metadata."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CommonAttentionMetadata:
     `query_start_loc` (int32 `[R + 1]`) and `seq_lens` (int32 `[R]`) are on the device, as are
     `block_table_tensor` (int32 `[R, max_blocks]`) and `slot_mapping` (int64 `[T]`);
     `query_start_loc_cpu` is the same on the host. Row j of a request with q new tokens and s tokens
-    in all stands at position s - q + j.
+    in all has position s - q + j.
     """
 
     query_start_loc: torch.Tensor
@@ -54,7 +54,7 @@ class CommonAttentionMetadata:
     block_table_tensor: torch.Tensor
     slot_mapping: torch.Tensor
     causal: bool = True
-    """May only narrow what the layers' specs declare."""
+    """May only narrow the layers' specs."""
 
     logits_indices_padded: torch.Tensor | None = None
     num_logits_indices: int | None = None
@@ -69,7 +69,7 @@ class CommonAttentionMetadata:
     dcp_local_seq_lens_cpu: torch.Tensor | None = None
 
     seq_lens_host: npt.NDArray[np.int32] | None = None
-    """Lengths known to the host, given by whoever builds the batch; never copied from the device."""
+    """Lengths on the host, given by the engine; never copied from the device."""
     seq_lens_host_exact: bool = True
     """Whether `seq_lens_host` is exact, not an upper bound."""
 
@@ -115,22 +115,8 @@ class CommonAttentionMetadata:
             if not 0 <= value <= limit:
                 raise BatchError(name, value, f"must lie in 0 .. {limit}, the size of the batch")
         reqs, starts, tokens = num_actual_reqs, num_actual_reqs + 1, num_actual_tokens
-        ends = {
-            "query_start_loc": starts,
-            "query_start_loc_cpu": starts,
-            "key_start_loc": starts,
-            "key_start_loc_cpu": starts,
-            "slot_mapping": tokens,
-            "seq_lens": reqs,
-            "block_table_tensor": reqs,
-            "encoder_seq_lens": reqs,
-            "encoder_seq_lens_cpu": reqs,
-            "dcp_local_seq_lens": reqs,
-            "dcp_local_seq_lens_cpu": reqs,
-            "seq_lens_host": reqs,
-            "_seq_lens_cpu": reqs,
-            "_num_computed_tokens_cpu": reqs,
-        }
+        ends = dict.fromkeys(_PER_REQUEST, reqs) | dict.fromkeys(_START_LOCATIONS, starts)
+        ends["slot_mapping"] = tokens
         cut: dict[str, Any] = {"num_reqs": reqs, "num_actual_tokens": tokens}
         for name, end in ends.items():
             value = getattr(self, name)
@@ -138,14 +124,21 @@ class CommonAttentionMetadata:
         return dataclasses.replace(self, **cut)
 
 
+_START_LOCATIONS = ("query_start_loc", "query_start_loc_cpu", "key_start_loc", "key_start_loc_cpu")
+_PER_REQUEST = (
+    *("seq_lens", "block_table_tensor", "encoder_seq_lens", "encoder_seq_lens_cpu", "seq_lens_host"),
+    *("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "_seq_lens_cpu", "_num_computed_tokens_cpu"),
+)
+
+
 class AttentionMetadata:
-    """What a backend's builder hands to its impl; `slot_mapping` is where new K and V go."""
+    """A step's metadata from a backend's builder for its impl; `slot_mapping` has the slots of new K and V."""
 
     slot_mapping: torch.Tensor
 
 
 class AttentionCGSupport(enum.IntEnum):
-    """How much of a builder's work may stand inside a CUDA graph; higher includes lower."""
+    """The batches that a backend can run in a CUDA graph; higher includes lower."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -166,16 +159,16 @@ class AttentionMetadataBuilder(ABC, Generic[_M]):
     Args:
         kv_cache_spec: the cache of the layers served.
         layer_names: their names.
-        config: what the engine has fixed.
-        device: where the metadata lives.
+        config: the engine's settings.
+        device: of the metadata.
     """
 
     reorder_batch_threshold: int | None = None
     """Query length up to which a request is a decode and goes to the front; None: no reordering."""
     supports_update_block_table: ClassVar[bool] = False
-    """Whether `update_block_table` stands in for a second build."""
+    """Whether `update_block_table` can replace a second build."""
     needs_host_seq_lens: ClassVar[Literal["none", "upper_bound", "exact"]] = "none"
-    """What `build` asks of `CommonAttentionMetadata.seq_lens_host`."""
+    """The form of `CommonAttentionMetadata.seq_lens_host` that `build` needs."""
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
     def __init__(
@@ -192,7 +185,7 @@ class AttentionMetadataBuilder(ABC, Generic[_M]):
 
     @classmethod
     def get_cudagraph_support(cls, config: BuilderConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
-        """How much may be captured under this configuration."""
+        """The batches that may be captured under this configuration."""
         return cls.cudagraph_support
 
     def _init_reorder_batch_threshold(
@@ -217,15 +210,12 @@ class AttentionMetadataBuilder(ABC, Generic[_M]):
 
     @abstractmethod
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> _M:
         """The metadata of one step; `fast_build` prefers cheap building over fast running."""
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> _M:
-        """The metadata of a step that is captured in a CUDA graph."""
+        """The metadata of a step to capture in a CUDA graph."""
         return self.build(0, common_attn_metadata)
 
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> _M:

@@ -1,4 +1,4 @@
-"""What backends and the runtime share: tensor operations, the checks of a call, which keys a query sees."""
+"""Tensor operations and checks that backends and the runtime share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host buffers and their device twins, and a guarded ring of them."""
+"""Host buffers with a device copy, and a guarded ring of them."""
 
 from __future__ import annotations
 
@@ -16,31 +16,27 @@ _NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class CpuGpuBuffer:
-    """A host buffer (pinned for a GPU), its numpy view and its device twin.
+    """A host buffer (pinned for a GPU), its numpy view and its device copy.
 
-    On the CPU the twin is the host buffer itself and nothing is ever copied.
+    On the CPU the copy is the host buffer itself.
 
     Args:
         size: the shape.
         dtype: element type.
-        device: where the twin lives.
-        fill: what the buffer starts with.
+        device: of the copy.
+        fill: the initial value.
 
     Raises:
-        BatchError: no dimension, or an element type that numpy does not have.
+        BatchError: no dimension, or an element type that numpy lacks.
     """
 
     def __init__(
-        self,
-        *size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        fill: int | float = 0,
+        self, *size: int, dtype: torch.dtype, device: torch.device | str, fill: int | float = 0
     ) -> None:
         if not size:
             raise BatchError("size", size, "must have at least one dimension")
         if dtype in _NOT_IN_NUMPY:
-            raise BatchError("dtype", dtype, "has no numpy view", "view the device's tensor as it instead")
+            raise BatchError("dtype", dtype, "has no numpy view", "view the device's tensor as that dtype")
         where = torch.device(device)
         pinned = where.type == "cuda"
         self.cpu = torch.full(size, fill, dtype=dtype, pin_memory=pinned)
@@ -48,10 +44,10 @@ class CpuGpuBuffer:
         self.gpu = self.cpu if where.type == "cpu" else self.cpu.to(where)
 
     def copy_to_gpu(self, n: int | None = None) -> torch.Tensor:
-        """Send the first `n` rows without waiting; gives the device's view of them.
+        """Copy the first `n` rows without waiting; returns the device's view of them.
 
         Raises:
-            BatchError: more rows than there are.
+            BatchError: more rows than the buffer has.
         """
         rows = self.cpu.shape[0] if n is None else n
         if not 0 <= rows <= self.cpu.shape[0]:
@@ -62,13 +58,13 @@ class CpuGpuBuffer:
 
 
 class StagingRing:
-    """At least two sets of host buffers, so that a step never overwrites what an earlier one still copies.
+    """At least two sets of host buffers, so that a step does not overwrite a copy in progress.
 
-    `acquire` waits for the event of the set it hands out: the only wait there is. `release` records it.
+    `release` records an event, and `acquire` waits for the event of the set that it returns: the only wait.
 
     Args:
-        slots: the sets, each anything that the caller fills and copies.
-        device: the device copied to, on its current stream; on the CPU nothing waits.
+        slots: the sets, of any type that the caller fills and copies.
+        device: the target of the copies, on its current stream; on the CPU nothing waits.
 
     Raises:
         BatchError: fewer than two sets.
@@ -84,14 +80,14 @@ class StagingRing:
         self._stream: tuple[int, int, torch.cuda.Stream] | None = None
 
     def acquire(self) -> Any:
-        """The set to fill now, once the copies last made from it are done."""
+        """The next set, after its last copies are done."""
         event = self._events[self._next]
         if event is not None:
             event.synchronize()
         return self._slots[self._next]
 
     def release(self) -> None:
-        """Mark the copies from the set in hand as issued, and move on to the next."""
+        """Mark the copies from the current set as issued, and go on to the next set."""
         if self._device.type == "cuda":
             event = self._events[self._next] or torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._current_stream())
@@ -99,7 +95,7 @@ class StagingRing:
         self._next = (self._next + 1) % len(self._slots)
 
     def _current_stream(self) -> torch.cuda.Stream:
-        """Of the device that is copied to, whichever is current; kept, as making it takes longer than an event."""
+        """The current stream of the device; kept, because making the object takes longer than an event."""
         index = self._device.index
         if index is None:
             index = torch.cuda.current_device()

@@ -1,4 +1,4 @@
-"""What a call of an impl must bring: each refusal names the argument, what was found, the limit and a remedy."""
+"""Checks of an impl's call: each refusal names the argument, its value, the limit and a remedy."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check_queries(
 ) -> None:
     """BatchError unless queries, outputs and LSE fit the layer and hold `rows` rows.
 
-    An LSE that the layer does not declare is refused, and so are the output scales given.
+    It refuses an LSE that the layer does not declare, and every output scale.
     """
     dtype = compute_dtype(spec)
     check_rows("query", query, rows, (spec.num_heads, spec.head_size), dtype)
@@ -72,14 +72,14 @@ def check_queries(
 
 
 def refuse_output_scales(**scales: torch.Tensor | None) -> None:
-    """BatchError where an output scale is given: outputs are written in the layer's dtype only."""
+    """BatchError if an output scale is given: outputs have the layer's dtype only."""
     for name, scale in scales.items():
         if scale is not None:
             raise BatchError(name, tuple(scale.shape), "must be None", "quantise the output after attention")
 
 
 def check_cache_given(kv_cache: torch.Tensor | None, spec: LayerSpec) -> None:
-    """LayoutError where there are pages and the layer has K and V given, or the other way round."""
+    """LayoutError if a layer with direct K and V gets a cache, or another layer gets none."""
     if kv_cache is not None:
         if spec.direct_kv:
             raise LayoutError("kv_cache", tuple(kv_cache.shape), "must be None with direct_kv=True")
@@ -110,7 +110,7 @@ def check_cache(kv_cache: torch.Tensor, spec: LayerSpec) -> None:
 def pages_of(
     backend: type[AttentionBackend], kv_cache: torch.Tensor, spec: LayerSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V as `backend` splits the layer's cache, checked, in the element type that is stored.
+    """K and V as `backend` splits the layer's cache, checked, in their stored dtype.
 
     Raises:
         LayoutError: a cache of another shape or element type.
@@ -120,9 +120,9 @@ def pages_of(
 
 
 def kv_scales(layer: AttentionLayer | None, tensors: LayerTensors) -> tuple[float, float]:
-    """The scales of stored keys and values: the engine's layer knows them, or the layer's tensors do.
+    """The scales of stored keys and values, from the engine's layer or else from the layer's tensors.
 
-    Scales in tensors on a device are read back, for which the host waits: ask once.
+    A scale in a device tensor makes the host wait, so a layer should call this once.
     """
     if layer is not None and hasattr(layer, "_k_scale_float") and hasattr(layer, "_v_scale_float"):
         return float(layer._k_scale_float), float(layer._v_scale_float)

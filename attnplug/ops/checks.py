@@ -1,4 +1,4 @@
-"""What the operations require of their arguments, the same for every implementation."""
+"""Checks of the operations' arguments, for their torch and Triton versions."""
 
 from __future__ import annotations
 
@@ -64,6 +64,6 @@ def check_partials(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]
 
 
 def check_target(name: str, tensor: torch.Tensor | None, shape: torch.Size) -> None:
-    """BatchError unless a tensor to write to is absent or has the shape of the result."""
+    """BatchError unless an output tensor is None or has the shape of the result."""
     if tensor is not None and tensor.shape != shape:
         raise BatchError(name, tuple(tensor.shape), f"must have the shape {tuple(shape)}")

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from attnplug.ops.accelerated import triton_ops
 from attnplug.ops.checks import check_kv_write
+from attnplug.ops.triton import triton_ops
 
 __all__ = ["bound_kv_write", "write_kv_cache"]
 
@@ -24,9 +24,8 @@ def write_kv_cache(
 ) -> None:
     """Write each token's K and V where its slot says; slot -1 is not written.
 
-    Storage in 8-bit floats holds value / scale, clamped to the type's finite maximum. On a GPU it is one
-    Triton kernel, and nothing waits; without triton, negative slots are looked for on the host, which
-    waits.
+    8-bit floats store value / scale, clamped to the type's finite maximum. On a GPU one Triton kernel writes
+    without waiting; without triton the host waits to look for negative slots.
 
     Args:
         key: `[T, Hkv, D]`; rows past the slots are not read.
@@ -39,8 +38,7 @@ def write_kv_cache(
 
     Raises:
         BatchError: fewer rows than slots, or rows of another shape than the pages'.
-        LayoutError: pages of integers (they would need more than a scale), or K and V pages that do not
-            belong together.
+        LayoutError: pages of integers (they would need more than a scale), or K and V pages that do not fit.
     """
     check_kv_write(key, value, k_cache, v_cache, slot_mapping)
     write = bound_kv_write(key, value, k_cache, v_cache, slot_mapping, (k_scale, v_scale))
@@ -55,7 +53,7 @@ def bound_kv_write(
     slot_mapping: torch.Tensor,
     scales: tuple[float, float],
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """`write_kv_cache` without its checks, for tensors of the same strides and types as those given here."""
+    """`write_kv_cache` without its checks, for tensors with the strides and dtypes of these."""
     kernels = triton_ops("kv_write") if key.is_cuda else None
     if kernels is None:
         return functools.partial(_write_both, scales)

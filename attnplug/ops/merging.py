@@ -1,4 +1,4 @@
-"""Putting partial attention results together by their log-sum-exps."""
+"""Merging partial attention results by their log-sum-exps."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from attnplug.ops.accelerated import triton_ops
 from attnplug.ops.checks import check_partials, check_target
+from attnplug.ops.triton import triton_ops
 
 __all__ = ["merge", "merge_attn_states"]
 
@@ -20,8 +20,8 @@ def merge_attn_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge partial results over disjoint keys, into the tensors given; see `merge`.
 
-    On a GPU it is one Triton kernel where triton is installed. A sink belongs to exactly one partial:
-    its LSE counts it, and merging neither adds nor removes one.
+    With triton a GPU runs one kernel. A sink belongs to exactly one partial, whose LSE counts it; merging neither
+    adds nor removes one.
 
     Args:
         outputs: `[T, H, Dv]` each.
@@ -53,8 +53,8 @@ def merge_attn_states(
 def merge(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Any number of partial results over disjoint keys as one: output `[T, H, Dv]` and LSE `[T, H]`.
 
-    In plain torch on every device, computed in float32 from the largest LSE of each row; rows that no
-    partial saw give output 0 and LSE -inf. The output has the dtype of the first partial.
+    It is plain torch on every device, in float32 relative to the largest LSE of each row. Rows that no partial saw
+    get output 0 and LSE -inf. The output has the dtype of the first partial.
 
     Args:
         outputs: `[T, H, Dv]` each.
@@ -72,7 +72,7 @@ def _merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     stacked = torch.stack([lse.float() for lse in lses])
     top = stacked.amax(0)
-    # Rows that nothing saw: any finite pivot keeps -inf - pivot from becoming NaN.
+    # In rows without any key a finite pivot keeps -inf - pivot from becoming NaN.
     pivot = torch.where(top == -torch.inf, 0.0, top)
     weights = torch.exp(stacked - pivot)
     total = weights.sum(0)

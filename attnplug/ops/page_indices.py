@@ -1,10 +1,10 @@
-"""The pages of all requests in a row, as kernels with compressed page tables read them."""
+"""The concatenated pages of all requests, for kernels with compressed page tables."""
 
 from __future__ import annotations
 
 import torch
 
-from attnplug.ops.accelerated import triton_ops
+from attnplug.ops.triton import triton_ops
 
 __all__ = ["gather_page_indices"]
 
@@ -17,18 +17,18 @@ def gather_page_indices(
     out: torch.Tensor,
     count: int,
 ) -> torch.Tensor:
-    """Write each request's pages behind those of the requests before it; nothing waits for a device.
+    """Write each request's pages after those of the requests before it, without waiting for a device.
 
-    On a GPU it is one Triton kernel; without triton, a few torch operations.
+    On a GPU one Triton kernel runs; without triton, a few torch operations.
 
     Args:
         block_table: int32 `[R, max_blocks]`; entries past a request's pages are not written.
         seq_lens: int32 or int64 `[R]`, tokens of each request.
         page_size: tokens of a page.
-        rows: int32 `[n]`, the requests whose pages are written, in this order; None: all.
-        out: int32, at least `count` long; the rest of it stays.
-        count: their pages, as the host knows them; no more are written, and where there are fewer, what is
-            behind them is left undefined.
+        rows: int32 `[n]`, the requests to write, in this order; None for all.
+        out: int32, at least `count` long; the rest stays.
+        count: their number of pages on the host; no more are written, and if the device has fewer, the places
+            after them are undefined.
 
     Returns:
         `out`.

@@ -1,4 +1,4 @@
-"""Which keys a query sees: causality, windows and chunks all leave one run of positions."""
+"""The keys that a query sees: causality, windows and chunks together give one range of positions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Reach:
     """A query at position p sees `p - left .. p + right`, within its chunk.
 
     Args:
-        left: keys before the query's own position; -1 is no limit.
-        right: keys after it; -1 is no limit.
-        chunk: positions of a chunk; 0 is no limit.
+        left: keys before the query's own position; -1 without limit.
+        right: keys after it; -1 without limit.
+        chunk: positions of a chunk; 0 without chunks.
     """
 
     left: int
@@ -31,7 +31,7 @@ class Reach:
 
     @classmethod
     def of(cls, spec: LayerSpec, causal: bool) -> Reach:
-        """The reach of a layer in a batch that says `causal`.
+        """The reach of a layer in a batch.
 
         Raises:
             BatchError: a batch that is not causal, for a layer that is.
@@ -43,10 +43,9 @@ class Reach:
         return cls(left, 0 if causal else right, spec.chunk_size or 0)
 
     def bounds(self, positions: _Ints, first: _Ints, end: _Ints) -> tuple[_Ints, _Ints]:
-        """`[low, high)`, the positions of the keys seen from `positions`, of keys `[first, end)`.
+        """`[low, high)`, the keys among `[first, end)` that queries at `positions` see; arguments broadcast.
 
-        Broadcasts. `low == high` where nothing is seen; neither decreases from one query of a request to
-        the next.
+        `low == high` for queries that see nothing. Neither decreases over the queries of a request.
         """
         low, high = np.broadcast_to(first, positions.shape), np.broadcast_to(end, positions.shape)
         if self.left >= 0:

@@ -1,4 +1,4 @@
-"""The element types of a layer: computed, and stored in its pages."""
+"""The dtypes of a layer: of its computation, and of its pages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compute_dtype(spec: LayerSpec) -> torch.dtype:
 
 
 def storage_dtype(spec: LayerSpec) -> torch.dtype:
-    """The element type of the layer's cache; LayoutError for one that is no float of torch's."""
+    """The dtype of the layer's cache; LayoutError unless it is a float type of torch."""
     dtype = STORAGE_DTYPES.get(spec.resolved_kv_cache_dtype)
     if dtype is None or not dtype.is_floating_point:
         floats = ", ".join(name for name, each in STORAGE_DTYPES.items() if each.is_floating_point)
@@ -44,11 +44,7 @@ def storage_dtype(spec: LayerSpec) -> torch.dtype:
 
 
 def typed_view(kv_cache: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
-    """The cache as its element type; a raw fp8 pool may come as uint8.
-
-    Raises:
-        LayoutError: a cache of another element type.
-    """
+    """The cache in its dtype; a raw fp8 pool may be uint8; LayoutError for a cache of another dtype."""
     dtype = storage_dtype(spec)
     if kv_cache.dtype == dtype:
         return kv_cache

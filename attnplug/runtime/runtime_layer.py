@@ -60,16 +60,14 @@ class RuntimeLayer:
         except SpecError as error:
             field = f"{error.field} of layer {name}"
             raise SpecError(field, error.value, error.limit, error.remedy) from None
-        self.impl: AttentionImpl[Any] = (
-            decision.get_backend_cls()
-            .get_impl_cls()
-            .from_spec(
-                self.spec,
-                layer_name=name,
-                tensors=_moved(tensors, device),
-                kv_sharing_target_layer_name=target,
-                options=decision.get_options(),
-            )
+        backend = decision.get_backend_cls()
+        self.impl: AttentionImpl[Any] = backend.get_impl_cls().from_spec(
+            self.spec,
+            backend=backend,
+            layer_name=name,
+            tensors=_moved(tensors, device),
+            kv_sharing_target_layer_name=target,
+            options=decision.get_options(),
         )
         self.impl.process_weights_after_loading(self._dtype)
 

@@ -28,7 +28,9 @@ def run_batch(
     block_size = 1 if batch.kv_cache is None else backend.split_kv(batch.kv_cache, spec)[0].shape[1]
     cache_spec: Any = kv_cache_spec_for(spec, block_size)
     options = None if backend.Options is None else backend.Options()
-    impl = backend.get_impl_cls().from_spec(spec, layer_name="layer", tensors=batch.tensors, options=options)
+    impl = backend.get_impl_cls().from_spec(
+        spec, backend=backend, layer_name="layer", tensors=batch.tensors, options=options
+    )
     # Builders that plan read the features to plan for from the impl of their layers.
     planned: Any = types.SimpleNamespace(impl=impl)
     builder = backend.get_builder_cls()(

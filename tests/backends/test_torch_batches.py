@@ -101,7 +101,7 @@ def test_negative_slots_are_not_written() -> None:
     assert batch.kv_cache is not None
     batch.common.slot_mapping[2:4] = -1
     before = batch.kv_cache.clone()
-    impl = TorchBackend.get_impl_cls().from_spec(SPEC, layer_name="layer")
+    impl = TorchBackend.get_impl_cls().from_spec(SPEC, backend=TorchBackend, layer_name="layer")
     impl.update_kv_cache(None, batch.key, batch.value, batch.kv_cache, batch.common.slot_mapping)
     changed = (batch.kv_cache.nan_to_num(7.0) != before.nan_to_num(7.0)).any(-1).any(-1)
     assert int(changed.sum()) == 2 * 4
@@ -133,7 +133,7 @@ def test_a_layer_that_shares_kv_writes_none_and_reads_only_pages() -> None:
     batch = paged_batch(SPEC, [1, 20, 40], [33, 20, 40])
     run_batch(TorchBackend, batch)
     impl = TorchBackend.get_impl_cls().from_spec(
-        SPEC, layer_name="later", kv_sharing_target_layer_name="layer"
+        SPEC, backend=TorchBackend, layer_name="later", kv_sharing_target_layer_name="layer"
     )
     cache_spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=16, dtype="float32")
     builder = TorchBackend.get_builder_cls()(cache_spec, ["later"], BuilderConfig(), torch.device("cpu"))
@@ -152,7 +152,7 @@ def test_layers_of_one_step_share_the_metadata_but_not_their_windows_or_layouts(
         for layout in ("NHD", "HND"):
             batch = paged_batch(SPEC.replace(**changes), *lens, layout=layout)
             assert torch.equal(batch.common.slot_mapping, full.common.slot_mapping)
-            impl = TorchBackend.get_impl_cls().from_spec(batch.spec, layer_name=layout)
+            impl = TorchBackend.get_impl_cls().from_spec(batch.spec, backend=TorchBackend, layer_name=layout)
             found = impl.forward(None, batch.query, batch.key, batch.value, batch.kv_cache, metadata)
             assert_close(found, batch.oracle().output, 1e-5)
 
@@ -191,7 +191,9 @@ def test_long_decodes_share_their_plan_among_the_layers_of_a_step() -> None:
     metadata = builder.build(0, batch.common)
     expected = batch.oracle().output
     for _ in range(2):
-        impl = TorchBackend.get_impl_cls().from_spec(batch.spec, layer_name="a", tensors=batch.tensors)
+        impl = TorchBackend.get_impl_cls().from_spec(
+            batch.spec, backend=TorchBackend, layer_name="a", tensors=batch.tensors
+        )
         output = torch.full_like(batch.query, torch.nan)
         impl.forward(None, batch.query, batch.key, batch.value, batch.kv_cache, metadata, output)
         assert_close(output, expected, tolerance(batch.spec).output)

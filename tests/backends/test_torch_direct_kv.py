@@ -87,7 +87,7 @@ def test_later_steps_of_cross_attention_come_without_keys() -> None:
     expected, _ = run_batch(TorchBackend, batch)
     cache_spec = CrossAttentionSpec(block_size=16, num_kv_heads=2, head_size=16, dtype="float32")
     builder = TorchBackend.get_builder_cls()(cache_spec, ["x"], BuilderConfig(), torch.device("cpu"))
-    impl = TorchBackend.get_impl_cls().from_spec(spec, layer_name="x")
+    impl = TorchBackend.get_impl_cls().from_spec(spec, backend=TorchBackend, layer_name="x")
     metadata = builder.build(0, batch.common)
     found = impl.forward(None, batch.query, None, None, batch.kv_cache, metadata)
     assert torch.equal(found, expected)

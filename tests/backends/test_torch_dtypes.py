@@ -52,7 +52,7 @@ def test_fp8_is_exact_but_for_its_rounding() -> None:
 def test_fp8_writes_clamp_to_the_finite_maximum(stored: str, limit: float) -> None:
     spec = LayerSpec(**SIZES, dtype="float32", kv_cache_dtype=stored)
     impl = TorchBackend.get_impl_cls().from_spec(
-        spec, layer_name="layer", tensors=LayerTensors(k_scale=0.5, v_scale=2.0)
+        spec, backend=TorchBackend, layer_name="layer", tensors=LayerTensors(k_scale=0.5, v_scale=2.0)
     )
     cache = torch.zeros(2, 2, 16, 2, 32, dtype=torch.uint8)
     huge = torch.full((1, 2, 32), 1e6)

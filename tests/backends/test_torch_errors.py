@@ -19,7 +19,9 @@ SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32")
 def attend(batch: Batch, **changes: Any) -> torch.Tensor:
     cache_spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=16, dtype="float32")
     builder = TorchBackend.get_builder_cls()(cache_spec, ["x"], BuilderConfig(), torch.device("cpu"))
-    impl = TorchBackend.get_impl_cls().from_spec(batch.spec, layer_name="x", tensors=batch.tensors)
+    impl = TorchBackend.get_impl_cls().from_spec(
+        batch.spec, backend=TorchBackend, layer_name="x", tensors=batch.tensors
+    )
     rows = batch.query.shape[0]
     arguments: dict[str, Any] = {
         "query": batch.query,
@@ -149,7 +151,9 @@ def test_a_length_that_the_block_table_cannot_hold_is_refused(batch: Batch) -> N
 
 def test_sinks_that_the_spec_asks_for_must_be_given() -> None:
     with pytest.raises(SpecError, match="sinks"):
-        TorchBackend.get_impl_cls().from_spec(SPEC.replace(has_sinks=True), layer_name="x")
+        TorchBackend.get_impl_cls().from_spec(
+            SPEC.replace(has_sinks=True), backend=TorchBackend, layer_name="x"
+        )
 
 
 def test_a_storage_that_torch_does_not_know_is_refused(batch: Batch) -> None:

@@ -93,7 +93,7 @@ def test_batches_that_mean_nothing_are_refused(builder, batch: Batch, field: str
 
 def test_another_groups_table_needs_no_rebuild(builder, batch: Batch) -> None:
     assert batch.kv_cache is not None
-    impl = TorchBackend.get_impl_cls().from_spec(SPEC, layer_name="x")
+    impl = TorchBackend.get_impl_cls().from_spec(SPEC, backend=TorchBackend, layer_name="x")
     first = builder.build(0, batch.common)
     impl.forward(None, batch.query, batch.key, batch.value, batch.kv_cache, first)
 
@@ -135,7 +135,7 @@ def test_one_metadata_serves_layers_that_attend_long_decodes_in_different_ways()
     )
     metadata = builder.build(0, batch.common)
     for spec in (plain, plain.replace(logits_soft_cap=3.0), plain):
-        impl = TorchBackend.get_impl_cls().from_spec(spec, layer_name="x")
+        impl = TorchBackend.get_impl_cls().from_spec(spec, backend=TorchBackend, layer_name="x")
         output = torch.full_like(batch.query, torch.nan)
         impl.forward(None, batch.query, batch.key, batch.value, batch.kv_cache, metadata, output)
         assert_close(output, batch.oracle(spec).output, 1e-5)

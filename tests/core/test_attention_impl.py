@@ -11,14 +11,22 @@ import torch
 from sample_batches import RecordingImpl, batch, builder
 from spec_strategies import MLA_SIZES, SIZES
 
-from attnplug.core import AttentionImpl, AttentionType, LayerSpec, LayerTensors, MLAAttentionImpl
-from attnplug.errors import BatchError, SpecError
+from attnplug.backends.torch_native import TorchBackend
+from attnplug.core import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionType,
+    LayerSpec,
+    LayerTensors,
+    MLAAttentionImpl,
+)
+from attnplug.errors import BatchError, PluginError, SpecError
 
 HEADS, KV_HEADS, SIZE = SIZES["num_heads"], SIZES["num_kv_heads"], SIZES["head_size"]
 
 
 def impl_for(spec: LayerSpec, **arguments: Any) -> RecordingImpl:
-    return RecordingImpl.from_spec(spec, layer_name="layers.0", **arguments)
+    return RecordingImpl.from_spec(spec, backend=AttentionBackend, layer_name="layers.0", **arguments)
 
 
 class TestTheConstructorAuthorsKnow:
@@ -96,6 +104,39 @@ class TestFromSpec:
     def test_any_spec_can_be_bound_even_where_the_constructor_cannot_say_it(self, spec: LayerSpec) -> None:
         assert impl_for(spec).spec == spec
 
+    def test_an_impl_keeps_the_backend_that_it_is_made_for(self) -> None:
+        seen = []
+
+        class Port(RecordingImpl):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                seen.append(self.backend)
+
+        impl = Port.from_spec(LayerSpec(**SIZES), backend=TorchBackend, layer_name="layers.0")
+        assert [impl.backend, *seen] == [TorchBackend, TorchBackend]
+        assert RecordingImpl(8, 64, 0.125).backend is AttentionBackend
+
+    def test_an_impl_is_not_made_without_a_backend(self) -> None:
+        with pytest.raises(TypeError, match="backend"):
+            RecordingImpl.from_spec(LayerSpec(**SIZES), layer_name="layers.0")  # type: ignore[call-arg]
+
+    def test_a_port_whose_from_spec_passes_the_rest_on_is_given_the_backend(self) -> None:
+        class Port(RecordingImpl):
+            @classmethod
+            def from_spec(cls, spec: LayerSpec, **rest: Any) -> Port:
+                return super().from_spec(spec.replace(scale=0.5), **rest)
+
+        impl = Port.from_spec(LayerSpec(**SIZES), backend=TorchBackend, layer_name="layers.0")
+        assert (impl.backend, impl.spec.scale) == (TorchBackend, 0.5)
+
+    def test_a_port_whose_from_spec_takes_no_backend_is_refused_where_it_is_defined(self) -> None:
+        with pytest.raises(PluginError, match=r"Port\.from_spec does not take the keyword backend.*\*\*rest"):
+
+            class Port(RecordingImpl):
+                @classmethod
+                def from_spec(cls, spec: LayerSpec, *, layer_name: str) -> Port:  # type: ignore[override]
+                    return super().from_spec(spec, backend=TorchBackend, layer_name=layer_name)
+
     def test_a_port_gets_the_arguments_it_knows_and_the_spec_beside_them(self) -> None:
         class Port(RecordingImpl):
             def __init__(
@@ -126,7 +167,7 @@ class TestFromSpec:
             kv_cache_dtype="fp8",
         )
         tensors = LayerTensors(sinks=sinks, alibi_slopes=torch.full((HEADS,), 0.5))
-        port = Port.from_spec(spec, layer_name="layers.0", tensors=tensors)
+        port = Port.from_spec(spec, backend=AttentionBackend, layer_name="layers.0", tensors=tensors)
         assert port.seen == (HEADS, SIZE, 64**-0.5, KV_HEADS, [0.5] * HEADS, 128)
         assert port.also == ("fp8", 30.0, "decoder", None)
         assert port.beside == ("float16", sinks, "layers.0")
@@ -226,7 +267,7 @@ class TestRanks:
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: ranks - 1)
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
-        impl = Port.from_spec(LayerSpec(**SIZES), layer_name="layers.0")
+        impl = Port.from_spec(LayerSpec(**SIZES), backend=AttentionBackend, layer_name="layers.0")
         assert (impl.dcp_rank, impl.dcp_world_size) == (ranks - 1, ranks)
         assert impl.need_to_return_lse_for_decode is must
 

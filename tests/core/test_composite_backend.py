@@ -284,8 +284,12 @@ def test_without_options_of_a_member_there_are_none():
 
 def test_members_get_their_own_options():
     made = composite_backend(member("A"), member("B", Options=Splits))
-    impls = made.get_impl_cls().from_spec(SPEC, layer_name="l", options=made.Options(decode_splits=2)).members
+    impls = (
+        made.get_impl_cls()
+        .from_spec(SPEC, backend=made, layer_name="l", options=made.Options(decode_splits=2))
+        .members
+    )
     assert impls[Phase.PREFILL].options is None
     assert impls[Phase.DECODE].options == Splits(2)
-    impls = made.get_impl_cls().from_spec(SPEC, layer_name="l").members
+    impls = made.get_impl_cls().from_spec(SPEC, backend=made, layer_name="l").members
     assert impls[Phase.DECODE].options == Splits()

@@ -241,7 +241,7 @@ def test_a_mixed_step_is_not_captured():
 
 def test_each_builder_sees_layers_with_its_own_impl():
     composite = composite_backend(ONE, TWO)
-    impl = composite.get_impl_cls().from_spec(SPEC, layer_name="layers.0")
+    impl = composite.get_impl_cls().from_spec(SPEC, backend=composite, layer_name="layers.0")
     layers = {"layers.0": SimpleNamespace(impl=impl, _k_scale=3), "other": SimpleNamespace(impl="else's")}
     one = builder(layers=layers.items())
     for phase, each in ((Phase.PREFILL, one.prefill), (Phase.DECODE, one.decode)):
@@ -286,7 +286,7 @@ def test_members_with_scratch_share_it_with_all_others():
 
 def run(calls, lengths, *, spec=SPEC, prefill=ONE, decode=TWO, key=True, **options):
     composite = composite_backend(prefill, decode)
-    impl = composite.get_impl_cls().from_spec(spec, layer_name="l")
+    impl = composite.get_impl_cls().from_spec(spec, backend=composite, layer_name="l")
     common = batch(*lengths)
     metadata = builder(prefill, decode).build(0, common)
     tokens = common.num_actual_tokens + 2
@@ -338,7 +338,8 @@ def test_output_scales_are_refused(calls, field):
 
 @pytest.mark.parametrize("field", ["query", "output"])
 def test_fewer_rows_than_decodes_are_refused_like_fewer_than_tokens(field):
-    impl = composite_backend(ONE, TWO).get_impl_cls().from_spec(SPEC, layer_name="l")
+    composite = composite_backend(ONE, TWO)
+    impl = composite.get_impl_cls().from_spec(SPEC, backend=composite, layer_name="l")
     metadata = builder().build(0, batch([1, 1, 3], [9, 3, 8]))
     given = {"query": rows(5), "output": rows(5)} | {field: rows(1)}
     with pytest.raises(BatchError, match=rf"{field}\.shape\[0\]=1.*5 tokens"):
@@ -353,7 +354,8 @@ def test_what_an_impl_can_is_what_its_members_can():
 
 
 def test_both_members_hear_that_weights_are_loaded():
-    impl = composite_backend(ONE, TWO).get_impl_cls().from_spec(SPEC, layer_name="l")
+    composite = composite_backend(ONE, TWO)
+    impl = composite.get_impl_cls().from_spec(SPEC, backend=composite, layer_name="l")
     heard = []
     for each in impl.members.values():
         each.process_weights_after_loading = heard.append

@@ -85,11 +85,13 @@ def test_a_spec_says_what_its_impl_asks() -> None:
     full = LayerSpec(num_heads=2, num_kv_heads=1, head_size=64, logits_soft_cap=30.0)
     sliding = full.replace(sliding_window=128, logits_soft_cap=None, has_sinks=True)
     layers = {
-        "a": SimpleNamespace(impl=impl_cls.from_spec(full, layer_name="a")),
+        "a": SimpleNamespace(impl=impl_cls.from_spec(full, backend=TorchBackend, layer_name="a")),
         "b": SimpleNamespace(
-            impl=impl_cls.from_spec(sliding, layer_name="b", tensors=LayerTensors(sinks=torch.zeros(2)))
+            impl=impl_cls.from_spec(
+                sliding, backend=TorchBackend, layer_name="b", tensors=LayerTensors(sinks=torch.zeros(2))
+            )
         ),
-        "c": SimpleNamespace(impl=impl_cls.from_spec(full, layer_name="c")),
+        "c": SimpleNamespace(impl=impl_cls.from_spec(full, backend=TorchBackend, layer_name="c")),
     }
     assert get_per_layer_parameters(layers, ["b", "a"], impl_cls) == {
         "b": PerLayerParameters(127, None, 0.125, has_sinks=True),
@@ -120,5 +122,5 @@ def test_a_layer_of_another_class_is_refused() -> None:
 
 
 def test_a_layer_that_is_not_there_is_refused() -> None:
-    with pytest.raises(BatchError, match="layer_names='b' is none of the 1 layers given"):
+    with pytest.raises(BatchError, match="layer_names='b' is not among the 1 layers given"):
         get_per_layer_parameters({"a": SimpleNamespace(impl=PortedImpl(0.5))}, ["b"], PortedImpl)

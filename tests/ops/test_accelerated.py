@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from attnplug.ops import accelerated, merge, merge_attn_states, write_kv_cache
+from attnplug.ops import merge, merge_attn_states, write_kv_cache
+from attnplug.ops.triton import triton_ops
 
 
 @pytest.fixture
@@ -16,10 +17,10 @@ def hide_triton(monkeypatch):
 
     def hide() -> None:
         monkeypatch.setitem(sys.modules, "triton", None)
-        accelerated.triton_ops.cache_clear()
+        triton_ops.cache_clear()
 
     yield hide
-    accelerated.triton_ops.cache_clear()
+    triton_ops.cache_clear()
 
 
 def test_without_triton_pages_are_written_in_plain_torch(device, on_gpu, launches_of, hide_triton):

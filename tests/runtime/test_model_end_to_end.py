@@ -74,6 +74,7 @@ class Server:
         self.impls = {
             name: TorchBackend.get_impl_cls().from_spec(
                 spec,
+                backend=TorchBackend,
                 layer_name=name,
                 tensors=self.tensors[name],
                 kv_sharing_target_layer_name=sharing.get(name),

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnplug.backends.torch_native.builder import TorchMetadata
 from attnplug.backends.torch_native.impl import TorchImpl
+from attnplug.backends.torch_native.metadata import TorchMetadata
 
 __all__ = ["PlainImpl"]
 

@@ -9,8 +9,8 @@ import numpy as np
 from catching import wrong
 from wrong_builders import Altered
 
-from attnplug.backends.torch_native.builder import TorchMetadata
 from attnplug.backends.torch_native.impl import TorchImpl
+from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core import CommonAttentionMetadata
 
 __all__ = ["WRONG_BATCHES"]

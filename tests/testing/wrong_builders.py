@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from catching import wrong
 
-from attnplug.backends.torch_native.builder import TorchMetadata, TorchMetadataBuilder
+from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
+from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core import AttentionCGSupport, CommonAttentionMetadata
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import SlidingWindowSpec

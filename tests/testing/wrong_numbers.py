@@ -32,8 +32,9 @@ from wrong_steps import (
     WritesPlusInfinity,
 )
 
-from attnplug.backends.torch_native.builder import TorchMetadata, TorchMetadataBuilder
+from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
+from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core import LayerSpec, LayerTensors
 
 __all__ = ["WRONG_NUMBERS", "WrongNumbers"]

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from catching import wrong
 
-from attnplug.backends.torch_native.builder import TorchMetadata
 from attnplug.backends.torch_native.impl import TorchImpl
+from attnplug.backends.torch_native.metadata import TorchMetadata
 
 __all__ = ["WRONG_STRUCTURE", "Around", "Call"]
 

@@ -1,4 +1,4 @@
-"""A step's batch as FlashAttention's calls read it; chunks become virtual requests."""
+"""Builds a step's metadata for FLASH_ATTN; chunks become virtual requests."""
 
 from __future__ import annotations
 
@@ -9,46 +9,14 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from attnplug.backends.flash_attn.call import Requests
+from attnplug.backends.flash_attn.metadata import FlashAttnMetadata, Requests
 from attnplug.core.batch.host import IntArray, query_spans
 from attnplug.core.batch.local_attention import make_local_attention_virtual_batches
 from attnplug.core.config import BuilderConfig
 from attnplug.core.kv_cache_spec import ChunkedLocalAttentionSpec, CrossAttentionSpec, KVCacheSpec
-from attnplug.core.metadata import (
-    AttentionCGSupport,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
-)
+from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
-__all__ = ["FlashAttnMetadata", "FlashAttnMetadataBuilder"]
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class FlashAttnMetadata(AttentionMetadata):
-    """One step: the requests together, and the same with decodes apart.
-
-    Args:
-        slot_mapping: int64, where the new K and V go.
-        num_actual_tokens: query rows of the batch.
-        key_tokens: rows of key and value that come with the call, where the host knows them.
-        together: all requests that have queries in one call; None where none has.
-        apart: the decodes in front, and any others, a call each.
-        starts_anew: whether no request has computed tokens, as far as the host knows.
-        causal: what the batch says; it may only narrow the layer's spec.
-        chunk: what the requests are cut by; 0 where they are not.
-        pages_of_pieces: with chunks, maps another table of the same batch to the pieces.
-    """
-
-    slot_mapping: torch.Tensor
-    num_actual_tokens: int
-    key_tokens: int | None
-    together: Requests | None
-    apart: tuple[Requests, ...]
-    starts_anew: bool
-    causal: bool
-    chunk: int = 0
-    pages_of_pieces: Callable[[torch.Tensor], torch.Tensor] | None = None
+__all__ = ["FlashAttnMetadataBuilder"]
 
 
 class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
@@ -68,32 +36,29 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._chunk = kv_cache_spec.chunk if isinstance(kv_cache_spec, ChunkedLocalAttentionSpec) else 0
         if self._chunk:
-            # Where a request is cut depends on its length. Of this builder only, not of its class.
+            # Lengths decide where requests are cut. Set on this builder, because only chunks need it.
             self.needs_host_seq_lens = "exact"  # type: ignore[misc]
 
     @classmethod
     def get_cudagraph_support(cls, config: BuilderConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
-        """Uniform batches; none with chunks, whose virtual requests are other ones in each step."""
+        """Uniform batches; none with chunks, whose virtual requests differ from step to step."""
         if isinstance(kv_cache_spec, ChunkedLocalAttentionSpec):
             return AttentionCGSupport.NEVER
         return cls.cudagraph_support
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlashAttnMetadata:
         """The metadata of one step.
 
         Raises:
-            BatchError: start locations that decrease or pass `num_actual_tokens`; with chunks, lengths
-                that the host does not know exactly.
+            BatchError: start locations that decrease or pass `num_actual_tokens`, or, with chunks, lengths that
+                the host does not know exactly.
         """
         return self._build(common_attn_metadata, captured=False)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashAttnMetadata:
-        """As `build`, of calls that plan inside the graph."""
+        """As `build`, for calls that plan inside the graph."""
         return self._build(common_attn_metadata, captured=True)
 
     def update_block_table(
@@ -102,32 +67,36 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         """`metadata` with another KV group's table and slots."""
         if not isinstance(self.kv_cache_spec, CrossAttentionSpec):
             slot_mapping = slot_mapping[: metadata.num_actual_tokens]
-        together = metadata.together
-        if together is None:
+        everything = metadata.all_requests
+        if everything is None:
             return dataclasses.replace(metadata, slot_mapping=slot_mapping)
-        table = blk_table if metadata.pages_of_pieces is None else metadata.pages_of_pieces(blk_table)
-        # What was planned for these lengths holds for any pages of the same size.
-        moved = dataclasses.replace(together, block_table=table[: together.seq_lens.shape[0]])
-        apart, row = [], 0
-        for each in metadata.apart:
+        table = blk_table if metadata.virtual_table is None else metadata.virtual_table(blk_table)
+        # The schedules depend on lengths and page size, so they stay.
+        moved = dataclasses.replace(everything, block_table=table[: everything.seq_lens.shape[0]])
+        calls, row = [], 0
+        for each in metadata.calls:
             end = row + each.seq_lens.shape[0]
-            apart.append(moved if each is together else dataclasses.replace(each, block_table=table[row:end]))
+            calls.append(
+                moved if each is everything else dataclasses.replace(each, block_table=table[row:end])
+            )
             row = end
-        return dataclasses.replace(metadata, slot_mapping=slot_mapping, together=moved, apart=tuple(apart))
+        return dataclasses.replace(
+            metadata, slot_mapping=slot_mapping, all_requests=moved, calls=tuple(calls)
+        )
 
     def _build(self, common: CommonAttentionMetadata, *, captured: bool) -> FlashAttnMetadata:
         _, lens = query_spans(common)
         tokens = common.num_actual_tokens
         known = _known(common, captured)
-        together: Requests | None = None
-        apart: tuple[Requests, ...] = ()
+        everything: Requests | None = None
+        calls: tuple[Requests, ...] = ()
         pages: Callable[[torch.Tensor], torch.Tensor] | None = None
         if common.num_reqs and lens.any():
             cut = common
             if self._chunk:
                 block_size = self.kv_cache_spec.block_size
                 cut, pages = make_local_attention_virtual_batches(self._chunk, common, block_size)
-            together, apart = self._requests(cut, captured)
+            everything, calls = self._requests(cut, captured)
         keys = common.key_start_loc_cpu
         return FlashAttnMetadata(
             slot_mapping=common.slot_mapping
@@ -135,18 +104,18 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             else common.slot_mapping[:tokens],
             num_actual_tokens=tokens,
             key_tokens=tokens if common.key_start_loc is None else None if keys is None else int(keys[-1]),
-            together=together,
-            apart=apart,
-            starts_anew=known is not None and bool((known == lens).all()),
+            all_requests=everything,
+            calls=calls,
+            all_new=known is not None and bool((known == lens).all()),
             causal=common.causal,
             chunk=self._chunk,
-            pages_of_pieces=pages,
+            virtual_table=pages,
         )
 
     def _requests(
         self, common: CommonAttentionMetadata, captured: bool
     ) -> tuple[Requests, tuple[Requests, ...]]:
-        """All requests, and the same as decodes and others where there are both."""
+        """All requests, and the same split into decodes and others if there are both."""
         starts, lens = query_spans(common)
         known = _known(common, captured)
         keys = common.query_start_loc if common.key_start_loc is None else common.key_start_loc
@@ -155,12 +124,12 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             own, begin = lens[first:end], int(starts[first])
             longest = max(int(own.max(initial=0)), 1)
             if known is None:
-                # In a graph any request may become padding, of length 1.
-                keyless, unseen = True, longest - 1 if captured else 0
+                # In a graph any request may become a padding request of length 1.
+                may_lack_keys, queries_before_keys = True, longest - 1 if captured else 0
             else:
                 held = known[first:end]
-                keyless = bool((held[own > 0] == 0).any())
-                unseen = max(int((own - np.maximum(held, 1)).max(initial=0)), 0)
+                may_lack_keys = bool((held[own > 0] == 0).any())
+                queries_before_keys = max(int((own - np.maximum(held, 1)).max(initial=0)), 0)
             return Requests(
                 query_start_loc=common.query_start_loc[first : end + 1],
                 seq_lens=common.seq_lens[first:end],
@@ -172,21 +141,21 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
                 max_seq_len=common.max_seq_len,
                 single=end_token - begin == end - first and bool((own == 1).all()),
                 captured=captured,
-                keyless=keyless,
-                unseen=unseen,
+                may_lack_keys=may_lack_keys,
+                queries_before_keys=queries_before_keys,
             )
 
         reqs, tokens = common.num_reqs, common.num_actual_tokens
-        together = some(0, reqs, tokens)
+        everything = some(0, reqs, tokens)
         long = lens > (self.reorder_batch_threshold or 1)
         decodes = int(long.argmax()) if long.any() else reqs
         if decodes in (0, reqs) or not lens[:decodes].any():
-            return together, (together,)
-        return together, (some(0, decodes, int(starts[decodes])), some(decodes, reqs, tokens))
+            return everything, (everything,)
+        return everything, (some(0, decodes, int(starts[decodes])), some(decodes, reqs, tokens))
 
 
 def _known(common: CommonAttentionMetadata, captured: bool) -> IntArray | None:
-    """Sequence lengths `[R]` that hold for the step; a graph is replayed with others than it is captured with."""
+    """Exact sequence lengths `[R]` on the host; None in a capture, because replays have other lengths."""
     if common.seq_lens_host is None or not common.seq_lens_host_exact or captured:
         return None
     return common.seq_lens_host[: common.num_reqs]

@@ -1,11 +1,12 @@
-"""FLASH_ATTN_2: `varlen_fwd` of flash-attn 2, which the library's own functions call, but with our output.
+"""FLASH_ATTN_2: calls `varlen_fwd` of flash-attn 2, and `fwd_kvcache` for decodes over pages.
 
-The public functions return a new output, to be copied. Positions follow `_flash_attn_varlen_forward` in
-`flash_attn/flash_attn_interface.py`. Decodes over pages go to `fwd_kvcache`.
+The library's public functions call these too, but return a new output that would have to be copied. The order of the
+arguments follows `_flash_attn_varlen_forward` in `flash_attn/flash_attn_interface.py`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -15,9 +16,8 @@ import torch
 
 from attnplug.backends.flash_attn.call import Call, Kernels
 from attnplug.backends.flash_attn.fa2_decode import FWD_KVCACHE, FlashAttn2Decodes
-from attnplug.backends.flash_attn.generations import FlashAttn2Backend
 from attnplug.backends.flash_attn.impl import FlashAttnImpl
-from attnplug.backends.flash_attn.keyless import WithKeys
+from attnplug.backends.flash_attn.metadata import Requests
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError, BatchError
 
@@ -30,9 +30,57 @@ VARLEN_FWD = (
 )
 """The arguments of `varlen_fwd`, which are positional."""
 
-
 _ROWS = 64
-"""Queries in a block of the kernels that read pages, whatever the head size."""
+"""Queries in a block of the kernels that read pages, for every head size."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FilledRequests:
+    """Requests that all have a key: one without any is given the first row of the null block.
+
+    `varlen_fwd` over pages writes +inf to the LSE of queries that see nothing, at the place it would have if all
+    requests had as many queries: over the LSE of others, or outside its memory (2.7 to 2.8.3,
+    `compute_attn_1rowblock_splitkv`).
+
+    Args:
+        seq_lens: int32 `[R]`.
+        block_table: int32 `[R, max_blocks]`. An idle request's row may hold anything.
+        unseeing: bool `[rows]`, the queries that see nothing; None if the host knows that there are none.
+    """
+
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    unseeing: torch.Tensor | None
+
+    @classmethod
+    def of(cls, requests: Requests) -> FilledRequests:
+        """`requests`, filled; the host does not wait, and the layers of a step share the result."""
+        if not requests.may_lack_keys:
+            return cls(requests.seq_lens, requests.block_table, None)
+        if requests.captured:
+            # A graph's replay must make it again, so the graph may not use what an earlier call made.
+            return cls._made(requests)
+        found = requests.kept.get("filled")
+        if found is None:
+            found = requests.kept["filled"] = cls._made(requests)
+        return cast(FilledRequests, found)
+
+    @classmethod
+    def _made(cls, requests: Requests) -> FilledRequests:
+        lens, ends = requests.seq_lens, requests.query_start_loc[1:]
+        none = lens == 0
+        rows = torch.arange(requests.first_token, requests.end_token, dtype=ends.dtype, device=ends.device)
+        # Rows past the last request are padding, whose outputs nobody reads.
+        owners = torch.bucketize(rows, ends, right=True).clamp_(max=lens.shape[0] - 1)
+        return cls(lens.clamp(min=1), requests.block_table.masked_fill(none[:, None], 0), none[owners])
+
+    def blank(self, output: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """Set outputs `[rows, H, Dv]` to 0 and LSEs `[H, rows]` to -inf for queries that see nothing."""
+        if self.unseeing is None:
+            return
+        output.masked_fill_(self.unseeing[:, None, None], 0.0)
+        if lse is not None:
+            lse.masked_fill_(self.unseeing, -torch.inf)
 
 
 class FlashAttn2Kernels:
@@ -43,8 +91,8 @@ class FlashAttn2Kernels:
         fwd_kvcache: of the same.
     """
 
-    decodes_apart: ClassVar[bool] = True
-    """Only where all queries are single does it pack the heads of a KV head and split the keys."""
+    separate_decodes: ClassVar[bool] = True
+    """It packs the heads of a KV head and splits the keys only if every request has one query."""
 
     def __init__(self, varlen_fwd: Callable[..., Any], fwd_kvcache: Callable[..., Any]) -> None:
         self._varlen_fwd = varlen_fwd
@@ -54,29 +102,29 @@ class FlashAttn2Kernels:
         """As `Kernels`.
 
         Raises:
-            BatchError: a request with so many more queries than keys that whole blocks of them see nothing.
+            BatchError: a request whose queries outnumber its keys so far that a whole block of them sees nothing.
         """
         requests = call.requests
         own = slice(requests.first_token, requests.end_token)
         if requests.single:
             return self._decodes(call) if call.paged else self._single(call, own)
-        seen = None
+        filled = None
         if call.paged:
             _check_blocks(call)
-            seen = WithKeys.of(requests)
-        # With 1 it may take row i for request i, whatever the start locations say.
-        _, lse = self._varlen(call, call.query, call.output, max(requests.max_query_len, 2), seen)
+            filled = FilledRequests.of(requests)
+        # With a longest query of 1 it may take row i for request i and ignore the start locations.
+        _, lse = self._varlen(call, call.query, call.output, max(requests.max_query_len, 2), filled)
         lse = lse[:, own]
-        if seen is not None:
-            seen.blank(call.output[own], lse)
+        if filled is not None:
+            filled.blank(call.output[own], lse)
         return lse if call.wants_lse else None
 
     def _single(self, call: Call, own: slice) -> torch.Tensor | None:
         """One query of each request, over keys that come with the call."""
         spec, query, out = call.spec, call.query[own], call.output[own]
         _, left, right = _window(call)
-        # Here it packs the query heads of a KV head, and returns another output. It takes memory for up to 128
-        # parts of the keys by their number; the caller holds the keys themselves, and these are no pages.
+        # In these cases it packs the query heads of a KV head and returns an output of its own. It allocates for up
+        # to 128 parts of the keys, which is bounded here: the keys come with the call.
         packs = spec.num_heads > spec.num_kv_heads and call.alibi_slopes is None and left < 0 and right < 0
         found, lse = self._varlen(call, query, None if packs else out, 1, None)
         if packs:
@@ -89,9 +137,9 @@ class FlashAttn2Kernels:
         query: torch.Tensor,
         out: torch.Tensor | None,
         longest: int,
-        seen: WithKeys | None,
+        filled: FilledRequests | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and LSE of `varlen_fwd`, over pages where `seen` is given."""
+        """Output and LSE of `varlen_fwd`; over pages if `filled` is given."""
         requests, spec = call.requests, call.spec
         causal, left, right = _window(call)
         found, lse, *_ = self._varlen_fwd(
@@ -100,10 +148,10 @@ class FlashAttn2Kernels:
             call.value,
             out,
             requests.query_start_loc,
-            requests.key_start_loc if seen is None else requests.query_start_loc,
-            None if seen is None else seen.seq_lens,
+            requests.key_start_loc if filled is None else requests.query_start_loc,
+            None if filled is None else filled.seq_lens,
             None,
-            None if seen is None else seen.block_table,
+            None if filled is None else filled.block_table,
             call.alibi_slopes,
             longest,
             _longest_keys(call),
@@ -123,8 +171,6 @@ class FlashAttn2Kernels:
 class FlashAttn2Impl(FlashAttnImpl):
     """Attention in FlashAttention 2."""
 
-    _backend = FlashAttn2Backend
-
     @classmethod
     def kernels(cls) -> Kernels:
         """FlashAttn2Kernels."""
@@ -136,25 +182,29 @@ def _longest_keys(call: Call) -> int:
 
 
 def _window(call: Call) -> tuple[bool, int, int]:
-    """Causal, left and right as `varlen_fwd` is told them; it makes right 0 of causal by itself."""
+    """Causal, left and right as arguments of `varlen_fwd`, which derives a right of 0 from causal itself."""
     left, right = call.window
     if call.alibi_slopes is None or right != 0:
         return call.causal, left, -1 if call.causal else right
-    # Causal, it adds slope * key position to each logit, which shifts the LSE by slope * query position and
-    # costs precision far out. With a window, if one as wide as all keys, it subtracts the distance.
+    # With causal=True it adds slope * key position to each logit, which shifts the LSE by slope * query position
+    # and costs precision at high positions. With a window, even one as wide as all keys, it subtracts the distance.
     widest = _longest_keys(call) - 1
     return False, min(left, widest) if left >= 0 else widest, 0
 
 
 def _check_blocks(call: Call) -> None:
-    """BatchError where a block of queries lies before the first key: see `keyless`; each request has a key now."""
-    right, unseen = call.window[1], call.requests.unseen
-    if right < 0 or unseen - right < _ROWS:
+    """BatchError if a whole block of queries lies before the first key: see `FilledRequests` for the defect."""
+    right, queries_before_keys = call.window[1], call.requests.queries_before_keys
+    if right < 0 or queries_before_keys - right < _ROWS:
         return
     limit = f"must be at most {_ROWS - 1 + right} here: FLASH_ATTN_2 needs a key in reach of every {_ROWS} queries"
     if call.requests.captured:
-        raise BatchError("max_query_len - 1", unseen, f"{limit}, and requests of a graph may become padding")
-    raise BatchError("query_len - seq_len", unseen, limit, "let seq_lens count the new tokens too")
+        raise BatchError(
+            "max_query_len - 1", queries_before_keys, f"{limit}, and requests of a graph may become padding"
+        )
+    raise BatchError(
+        "query_len - seq_len", queries_before_keys, limit, "let seq_lens count the new tokens too"
+    )
 
 
 @functools.cache
@@ -165,7 +215,7 @@ def _kernels() -> FlashAttn2Kernels:
         found = getattr(library, name, None)
         if found is None:
             raise BackendUnavailableError(f"flash_attn_2_cuda has no {name}; {_REMEDY}")
-        # pybind11 writes the arguments of a function into its documentation.
+        # An extension has no signature, but pybind11 writes the arguments into the docstring.
         numbers = re.findall(r"\barg(\d+):", found.__doc__ or "")
         if numbers and int(numbers[-1]) + 1 != len(arguments):
             what = f"takes {int(numbers[-1]) + 1} arguments, not {len(arguments)}"

@@ -1,8 +1,7 @@
-"""Decodes over pages with `fwd_kvcache` of flash-attn 2, which splits the keys as it is told.
+"""Decodes over pages with `fwd_kvcache` of flash-attn 2, which takes the number of splits as an argument.
 
-`varlen_fwd` splits them too, but into a number that it takes from the context, as it does the memory for partial
-results; and where that number is 1, the LSE that it returns is that of other heads and requests (2.7 to 2.8.3: it
-is written as `[Hkv, R, group]` and read as `[Hkv, group, R]`).
+`varlen_fwd` derives that number, and its memory for partial results, from the context. If it is 1, the returned LSE
+belongs to other heads and requests (2.7 to 2.8.3: written as `[Hkv, R, group]`, read as `[Hkv, group, R]`).
 """
 
 from __future__ import annotations
@@ -14,33 +13,21 @@ from typing import Any, cast
 import torch
 
 from attnplug.backends.flash_attn.call import Call
-from attnplug.backends.multiprocessors import num_multiprocessors
 
 __all__ = ["FWD_KVCACHE", "FlashAttn2Decodes", "num_splits"]
 
 FWD_KVCACHE = (
-    *(
-        "q",
-        "kcache",
-        "vcache",
-        "k",
-        "v",
-        "seqlens_k",
-        "rotary_cos",
-        "rotary_sin",
-        "cache_batch_idx",
-        "leftpad_k",
-    ),
-    *("block_table", "alibi_slopes", "out", "softmax_scale", "is_causal", "window_size_left"),
+    *("q", "kcache", "vcache", "k", "v", "seqlens_k", "rotary_cos", "rotary_sin", "cache_batch_idx"),
+    *("leftpad_k", "block_table", "alibi_slopes", "out", "softmax_scale", "is_causal", "window_size_left"),
     *("window_size_right", "softcap", "is_rotary_interleaved", "num_splits"),
 )
 """The arguments of `fwd_kvcache`, which are positional."""
 
 _ROWS = 64
-"""Rows of queries that one block of threads takes."""
+"""Rows of queries per thread block."""
 _MOST_SPLITS = 128
 _BLOCKS_AT_ONCE = 2
-"""Blocks of threads that a multiprocessor runs at the same time."""
+"""Thread blocks that a multiprocessor runs at the same time."""
 
 
 class FlashAttn2Decodes:
@@ -60,15 +47,15 @@ class FlashAttn2Decodes:
         out, left = call.output[own].unsqueeze(1), call.window[0]
         heads, rows = spec.num_heads, 1
         if heads > spec.num_kv_heads and left < 0 and call.alibi_slopes is None:
-            # Then it packs the query heads of a KV head, and takes the output as `[R, group, Hkv, D]`.
+            # In this case it packs the query heads of a KV head, and writes the output as `[R, group, Hkv, D]`.
             heads, rows = spec.num_kv_heads, heads // spec.num_kv_heads
             out = call.output[own].view(-1, heads, rows, spec.head_size).transpose(1, 2)
         page, table = call.key.shape[1], requests.block_table
         units = requests.seq_lens.shape[0] * heads * -(-rows // _ROWS)
-        slots = num_multiprocessors(call.query.device, on_cpu=4) * _BLOCKS_AT_ONCE
-        # Of the table's width, not of the context, on which no memory may depend.
+        slots = _multiprocessors(call.query.device) * _BLOCKS_AT_ONCE
+        # From the table's width: the memory for splits may not depend on the context.
         splits = num_splits(units, slots, -(-call.table_keys // _block_keys(spec.head_size)))
-        # It takes the width of the table for the longest context, and splits that.
+        # It takes the table's width for the longest context, so the table is cut to that.
         longest = max(-(-requests.max_seq_len // page), 1)
         _, lse = self._fwd_kvcache(
             call.query[own].unsqueeze(1),
@@ -85,7 +72,7 @@ class FlashAttn2Decodes:
             call.alibi_slopes,
             out,
             spec.scale,
-            False,  # the one query stands at the end: nothing comes after it
+            False,  # the one query is the last token: no key comes after it
             left,
             -1,
             spec.logits_soft_cap or 0.0,
@@ -97,15 +84,15 @@ class FlashAttn2Decodes:
 
 @functools.lru_cache(maxsize=4096)
 def num_splits(units: int, slots: int, key_blocks: int) -> int:
-    """Into how many parts to split the keys of each request.
+    """The number of parts to split the keys of each request into.
 
-    The fewest with which the GPU is nearly as full as with any number: 85 % of that, as the library has it. Of
-    numbers that leave a part as many blocks of keys only the least is considered.
+    It is the smallest number that fills the GPU to 85 % of the best one, the rule of the library. Among numbers that
+    give parts of equally many key blocks, only the smallest is considered.
 
     Args:
-        units: blocks of threads without splitting.
-        slots: blocks of threads that the GPU runs at once.
-        key_blocks: blocks of keys that the longest request may have; a part has one at least.
+        units: thread blocks without splitting.
+        slots: thread blocks that the GPU runs at once.
+        key_blocks: blocks of keys that the longest request may have; a part has at least one.
     """
     if units >= 0.8 * slots:
         return 1
@@ -119,6 +106,12 @@ def num_splits(units: int, slots: int, key_blocks: int) -> int:
     full = [units * count / (-(-units * count // slots) * slots) for count in counts]
     enough = 0.85 * max(full)
     return next(count for count, share in zip(counts, full, strict=True) if share >= enough)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    # On a CPU, where tests run the library's arithmetic, few enough that keys are split.
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 
 def _block_keys(head_size: int) -> int:

@@ -1,7 +1,7 @@
-"""FLASH_ATTN_3: the operator `flash_attn_3::fwd`, which the library's own functions call, but with our output.
+"""FLASH_ATTN_3: calls the operator `flash_attn_3::fwd`, as the library's public functions do, but with our output.
 
-Written from `hopper/flash_attn_interface.py` and `hopper/flash_api.cpp`; there is no release to install, so it
-has not been run on a GPU.
+It follows `hopper/flash_attn_interface.py` and `hopper/flash_api.cpp`. No release can be installed, so it has never
+run on a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, ClassVar, cast
 import torch
 
 from attnplug.backends.flash_attn.call import Call, Kernels
-from attnplug.backends.flash_attn.generations import FlashAttn3Backend
 from attnplug.backends.flash_attn.impl import FlashAttnImpl
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError
@@ -36,19 +35,19 @@ SCHEDULE = (
 """The arguments of `get_scheduler_metadata` that are given, by name."""
 
 NEEDED = ("PAGEDKV", "VARLEN", "LOCAL", "SOFTCAP", "SPLIT", "PACKGQA", "FP16")
-"""What a build of the library can leave out (`FLASHATTENTION_DISABLE_...`) and the backend declares."""
+"""Features that the backend declares, and a build can leave out (`FLASHATTENTION_DISABLE_...`)."""
 
 
 class FlashAttn3Kernels:
-    """Calls `fwd`, with what `get_scheduler_metadata` plans once per step.
+    """Calls `fwd` with a schedule that `get_scheduler_metadata` makes once per step.
 
     Args:
         fwd: the operator.
         schedule: the operator `get_scheduler_metadata`.
     """
 
-    decodes_apart: ClassVar[bool] = False
-    """Its scheduler splits the keys of each request as that request needs."""
+    separate_decodes: ClassVar[bool] = False
+    """Its scheduler splits the keys of each request by its length."""
 
     def __init__(self, fwd: Callable[..., Any], schedule: Callable[..., Any]) -> None:
         self._fwd = fwd
@@ -84,7 +83,7 @@ class FlashAttn3Kernels:
         return cast(torch.Tensor, lse) if call.wants_lse else None
 
     def _planned(self, call: Call) -> torch.Tensor | None:
-        """The step's schedule for layers like this one; None in a graph, where `fwd` plans by itself."""
+        """The step's schedule for layers like this one; None in a graph, where `fwd` makes it."""
         requests, spec = call.requests, call.spec
         if requests.captured:
             return None
@@ -116,8 +115,6 @@ class FlashAttn3Kernels:
 class FlashAttn3Impl(FlashAttnImpl):
     """Attention in FlashAttention 3."""
 
-    _backend = FlashAttn3Backend
-
     @classmethod
     def kernels(cls) -> Kernels:
         """FlashAttn3Kernels."""
@@ -145,11 +142,11 @@ def _kernels() -> FlashAttn3Kernels:
 
 
 def _check_build() -> None:
-    """BackendUnavailableError where the library was built without something that the backend declares."""
+    """BackendUnavailableError if the library was built without a declared feature."""
     try:
         flags = importlib.import_module("flash_attn_config").CONFIG["build_flags"]
     except (ImportError, AttributeError, KeyError):
-        return  # earlier builds do not say
+        return  # earlier builds have no such record
     sizes = [f"HDIM{size}" for size in (64, 96, 128, 192, 256)]
     lacking = [name for name in (*NEEDED, *sizes) if flags.get(f"FLASHATTENTION_DISABLE_{name}")]
     if lacking:

@@ -1,4 +1,4 @@
-"""FLASH_ATTN_4: `_flash_attn_fwd` of flash-attn-4, which the library's own functions call, but with our output."""
+"""FLASH_ATTN_4: calls `_flash_attn_fwd` of flash-attn-4, as its public functions do, but with our output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 
 from attnplug.backends.flash_attn.call import Call, Kernels
-from attnplug.backends.flash_attn.generations import FlashAttn4Backend
 from attnplug.backends.flash_attn.impl import FlashAttnImpl
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError
@@ -26,9 +25,8 @@ FORWARD = (
 )
 """The arguments of `_flash_attn_fwd` that are given, by name."""
 
-
 _ONE_AT_A_TIME = threading.Lock()
-"""Held in every call: any may compile, and the compiler of the process, CuTe DSL, serves one thread."""
+"""Taken by every call: any call may compile, and CuTe DSL compiles for one thread at a time."""
 
 
 class FlashAttn4Kernels:
@@ -38,7 +36,7 @@ class FlashAttn4Kernels:
         forward: of `flash_attn.cute.interface`.
     """
 
-    decodes_apart: ClassVar[bool] = False
+    separate_decodes: ClassVar[bool] = False
     """Its kernels do not split the keys on Hopper, so a call for decodes alone gains nothing."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -52,7 +50,7 @@ class FlashAttn4Kernels:
         if call.wants_lse:
             lse = query.new_empty((spec.num_heads, query.shape[0]), dtype=torch.float32)
         if call.paged:
-            # The table's bound: some versions assert that the two agree on Blackwell.
+            # The table's bound, because some versions assert on Blackwell that the two agree.
             where: dict[str, Any] = {
                 "seqused_k": requests.seq_lens,
                 "page_table": requests.block_table,
@@ -60,7 +58,7 @@ class FlashAttn4Kernels:
             }
         else:
             where = {"cu_seqlens_k": requests.key_start_loc, "max_seqlen_k": max(requests.max_seq_len, 1)}
-        # Unlike the other generations it asks for the current device, and launches there.
+        # Unlike the other generations it launches on the current device.
         with _ONE_AT_A_TIME, on_device_of(query):
             self._forward(
                 q=query,
@@ -84,8 +82,6 @@ class FlashAttn4Kernels:
 
 class FlashAttn4Impl(FlashAttnImpl):
     """Attention in FlashAttention 4."""
-
-    _backend = FlashAttn4Backend
 
     @classmethod
     def kernels(cls) -> Kernels:

@@ -1,4 +1,4 @@
-"""Runs a layer on a generation of FlashAttention: writes its pages, and gives its kernels what they take."""
+"""Runs a layer on a generation of FlashAttention: writes its pages, and prepares the kernels' arguments."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from abc import abstractmethod
 
 import torch
 
-from attnplug.backends.flash_attn.builder import FlashAttnMetadata
 from attnplug.backends.flash_attn.call import Call, Kernels
+from attnplug.backends.flash_attn.metadata import FlashAttnMetadata
 from attnplug.backends.impl import BuiltinImpl
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
-from attnplug.ops.calls import check_keys
+from attnplug.ops.calls import check_cache_given, check_keys, check_queries
 from attnplug.ops.reach import Reach
 
 __all__ = ["FlashAttnImpl"]
 
 _BYTES = 16
-"""Bytes at a time that the kernels load and store."""
+"""The kernels load and store 16 bytes at a time."""
 
 
 class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
-    """Attention in FlashAttention's kernels; subclasses say which."""
+    """Attention in FlashAttention's kernels; subclasses name the generation."""
 
     can_return_lse_for_decode = True
 
     @classmethod
     @abstractmethod
     def kernels(cls) -> Kernels:
-        """The generation's kernels, imported when first asked for.
+        """The generation's kernels, imported at the first call.
 
         Raises:
-            BackendUnavailableError: the library is missing, another one, or does not import.
+            BackendUnavailableError: the library is missing, is another distribution, or does not import.
         """
 
     @torch.no_grad()
@@ -50,32 +50,26 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend and write `output`, as AttentionImpl.attend says.
-
-        Raises:
-            BatchError: tensors that do not fit the spec or the batch, an LSE the spec did not
-                declare, a batch that is not causal for a causal layer, an output scale.
-            LayoutError: a cache of another shape or dtype, or one where K and V are given.
-        """
+        """As AttentionImpl.attend; output scales are not supported."""
         meta, spec = attn_metadata, self.spec
         tokens = meta.num_actual_tokens
         scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
-        self._check(query, tokens, output, output_lse, **scales)
+        check_queries(query, output, output_lse, tokens, self.spec, **scales)
         if output.stride(2) != 1:
-            limit = "must be 1: a head's elements lie together"
+            limit = "must be 1: a head's elements are contiguous"
             raise BatchError("output.stride(2)", output.stride(2), limit)
         reach = Reach.of(spec, meta.causal)
         if reach.chunk != meta.chunk:
             remedy = "build it with the layer's own kv_cache_spec"
             raise BatchError("attn_metadata.chunk", meta.chunk, f"is not the layer's {reach.chunk}", remedy)
         k, v, paged = self._keys(key, value, kv_cache, meta)
-        if meta.together is None:
+        if meta.all_requests is None:
             return output
         kernels, tensors = self.kernels(), self.tensors
         query, rows = _aligned(query[:tokens]), output[:tokens]
-        # What cannot be written in place is written beside it: an output at an odd address.
+        # An output at an address that the kernels cannot store to is written by way of another tensor.
         written = rows if _is_aligned(rows) else torch.empty_like(query[..., : spec.head_size_v])
-        for requests in meta.apart if kernels.decodes_apart else (meta.together,):
+        for requests in meta.calls if kernels.separate_decodes else (meta.all_requests,):
             call = Call(
                 spec=spec,
                 requests=requests,
@@ -95,7 +89,9 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
             if written is not rows:
                 rows[own].copy_(written[own])
             if output_lse is not None and lse is not None:
-                _write_lse(lse.t(), output_lse[own])
+                # For a query that sees nothing the library's LSE may be infinite of either sign.
+                found = lse.t()
+                output_lse[own].copy_(found.masked_fill(found.isposinf(), -torch.inf))
         return output
 
     def _keys(
@@ -106,16 +102,16 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
         meta: FlashAttnMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """Pages of K and V, or packed K and V; and whether they are pages."""
-        self._check_pages(kv_cache)
+        check_cache_given(kv_cache, self.spec)
         if kv_cache is not None:
-            own = self._attends_own_keys and meta.starts_anew and not meta.chunk
+            own = self._attends_own_keys and meta.all_new and not meta.chunk
             if key is None or value is None or not own:
                 return (*self._pages(kv_cache), True)
             rows = meta.num_actual_tokens
         else:
             rows = meta.key_tokens or 0
         key, value = check_keys(key, value, rows, self.spec)
-        # Tiles are loaded whole: what follows the last key is kept out of them, for it may be NaN.
+        # The kernels load whole tiles. Rows after the last key may be NaN, so they are cut off.
         end = rows if kv_cache is not None else meta.key_tokens
         return _aligned(key[:end]), _aligned(value[:end]), False
 
@@ -130,8 +126,3 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if _is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _write_lse(found: torch.Tensor, output_lse: torch.Tensor) -> None:
-    """Write the library's LSE `[T, H]`; that of a query which sees nothing is infinite of either sign there."""
-    output_lse.copy_(found.masked_fill(found.isposinf(), -torch.inf))

@@ -1,9 +1,9 @@
-"""How many keys FlashAttention's kernels load at once, where that decides which pages they read safely.
+"""Key tiles of FlashAttention 4's kernels, which decide the page sizes that they read safely.
 
-A page that is one whole tile of keys is loaded by the tensor memory accelerator, rows past the sequence's
-end included; their weight is 0, but 0 times NaN is NaN, and pages are reused. The sizes are those of
-`_tile_size_fwd_sm90` and `_get_fwd_config` in `flash_attn/cute/interface.py` (flash-attn-4 4.0.0b26 to
-b36), and how other pages are read is in `flash_attn/cute/paged_kv.py`.
+The tensor memory accelerator loads a page that is one whole tile, with its rows past the sequence's end. Their weight
+is 0, but 0 times NaN is NaN, and reused pages may have NaN there. The sizes come from `_tile_size_fwd_sm90` and
+`_get_fwd_config` in `flash_attn/cute/interface.py` (flash-attn-4 4.0.0b26 to b36). `flash_attn/cute/paged_kv.py`
+reads all other pages.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ __all__ = ["key_tiles", "why_not_over_pages"]
 
 _TILE_BLACKWELL = 128
 _PAGE_READERS = 128
-"""Threads that read pages which are no whole tile."""
+"""Threads that read pages of other sizes than a tile."""
 
 
 def key_tiles(spec: LayerSpec, device: Device | None) -> tuple[int, ...]:
     """The key tiles of FlashAttention 4 that a layer may run with, ascending.
 
-    A layer that is not causal may be run causally, so there can be two. Without a capability they are
-    those of all GPUs.
+    A batch may run a layer causally that is not, so there can be two. Without a capability they are those of all GPUs.
     """
     major = None if device is None or device.capability is None else device.capability[0]
     tiles: set[int] = set()
@@ -43,10 +42,10 @@ def key_tiles(spec: LayerSpec, device: Device | None) -> tuple[int, ...]:
 
 
 def why_not_over_pages(spec: LayerSpec, device: Device | None) -> str | None:
-    """Why FlashAttention 4 does not read a layer's keys from pages; None: it does, or there are none.
+    """Why FlashAttention 4 cannot read a layer's keys from pages; None if it can, or there are no pages.
 
-    Heads are read in steps of 16, without a test for their end; tiles in rounds of as many rows as its threads
-    reach at once, and a last round that is not whole overwrites the tile after it.
+    It reads heads in steps of 16 without a test for their end. It reads tiles in rounds of as many rows as its
+    threads reach at once; a partial last round overwrites the tile after it.
     """
     if spec.direct_kv or spec.attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
         return None

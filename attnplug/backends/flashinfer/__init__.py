@@ -1,4 +1,4 @@
-"""FLASHINFER: FlashInfer's paged attention, planned once per step and per group of layers that are alike."""
+"""FLASHINFER: FlashInfer's paged attention, planned once per step for each group of layers with equal parameters."""
 
 from __future__ import annotations
 

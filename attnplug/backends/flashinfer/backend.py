@@ -1,4 +1,4 @@
-"""What FLASHINFER can do: paged attention of decoders and cross layers, on NVIDIA GPUs."""
+"""The declaration of FLASHINFER: paged attention of decoders and cross layers, on NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from attnplug.backends.flashinfer.limits import LEAST_SCALE
 from attnplug.backends.flashinfer.options import Options
 from attnplug.backends.libraries import requirements_of, serves_capability
 from attnplug.core.backend import AttentionBackend
@@ -22,15 +23,13 @@ __all__ = ["FlashInferBackend"]
 
 _NAME = "FLASHINFER"
 _FP8_CAPABILITY = (8, 9)
-LEAST_SCALE = 2.0**-11
-"""Before 0.7 a masked logit is -50000, and scaled after that: at this scale it still weighs nothing."""
 
 
 class FlashInferBackend(AttentionBackend):
     """FlashInfer 0.5 and later: its decode, prefill and sink wrappers over paged KV caches.
 
-    Not served: ALiBi (FlashInfer has built-in slopes only, and scales them with a cap), windows of layers
-    that are not causal, keys and values given with the call, values of another head size.
+    It does not serve windows of layers that are not causal, keys and values given with the call, or values of
+    another head size. Nor ALiBi: FlashInfer has built-in slopes only, and a soft cap scales them.
     """
 
     requires: ClassVar[Sequence[str | tuple[str, ...]]] = requirements_of(_NAME)
@@ -59,25 +58,24 @@ class FlashInferBackend(AttentionBackend):
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
         """240 for decode, 220 for prefill, 230 for both.
 
-        Measured on an H200 (page 16, bf16): decode of 64 x 8k at 85 to 104 % of a device copy, of 8 x 32k at
-        99 %, where FlashAttention 4 reaches 53 to 100 % and 56 %; causal prefill of 16k at 600 TFLOP/s, where
-        FlashAttention 4 reaches 645. So it decodes before FLASH_ATTN_4 and prefills after it; TRITON decodes as
-        fast there and needs no plan on the host, so that comes first on compute capability 9.x. Other devices
-        are not measured: decodes split their keys over the GPU in the same way there, and prefill runs on
-        the fa2 template, so the order is kept.
+        Measured on an H200 (page 16, bf16). Decodes of 64 x 8k reach 85 to 104 % of a device copy, and of 8 x 32k
+        99 %; FlashAttention 4 reaches 53 to 100 % and 56 %. A causal prefill of 16k runs at 600 TFLOP/s, and with
+        FlashAttention 4 at 645. So FLASHINFER decodes before FLASH_ATTN_4 and prefills after it. TRITON decodes as
+        fast without a plan on the host, and comes first on compute capability 9.x. Other devices are not measured;
+        they keep this order, because decodes split their keys in the same way there.
         """
         return {Phase.DECODE: 240, Phase.PREFILL: 220}.get(phase, 230) if phase is not None else 230
 
     @classmethod
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
-        """64, 128 and 256: what both templates are instantiated and tested for."""
+        """64, 128 and 256: FlashInfer instantiates and tests both templates for these."""
         return (64, 128, 256)
 
     @classmethod
     def get_supported_kernel_block_sizes(
         cls, spec: LayerSpec | None = None, device: Device | None = None
     ) -> Sequence[int | MultipleOf]:
-        """Any; of a chunked layer those that divide its chunk, which begins at a page."""
+        """Any; for a chunked layer, divisors of its chunk, because a chunk begins at a page."""
         chunk = None if spec is None else spec.chunk_size
         if chunk is None:
             return (MultipleOf(1),)
@@ -85,22 +83,22 @@ class FlashInferBackend(AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: tuple[int, int]) -> bool:
-        """As the table of kernel libraries says."""
+        """As `attnplug.backends.libraries` says."""
         return serves_capability(_NAME, capability)
 
     @classmethod
     def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
-        """What FlashInfer's kernels do not do together."""
+        """Refuse combinations that FlashInfer's kernels do not have."""
         fp8 = spec.has_quantized_kv_cache
         if spec.is_windowed and not spec.causal:
             return (
                 f"window={spec.window} of a layer that is not causal: "
-                "FlashInfer bounds the keys before a query only, and that in causal layers"
+                "FlashInfer has windows for causal layers only, over the keys before a query"
             )
         if spec.scale < LEAST_SCALE and spec.logits_soft_cap is None:
             return (
                 f"scale={spec.scale:g} is below {LEAST_SCALE:g}: "
-                "FlashInfer masks with a finite logit before it scales, and masked keys would be seen"
+                "FlashInfer masks with a finite logit before it scales, so masked keys would get weight"
             )
         if spec.has_sinks and spec.logits_soft_cap is not None:
             return "has_sinks with logits_soft_cap: FlashInfer's sink kernel has no soft cap"
@@ -126,14 +124,14 @@ class FlashInferBackend(AttentionBackend):
 
     @classmethod
     def watch_compiling(cls) -> AbstractContextManager[list[str]]:
-        """Inside, the list given grows by the name of each FlashInfer module that is compiled or loaded."""
+        """Inside, the list grows by the name of each FlashInfer module that is compiled or loaded."""
         from attnplug.backends.flashinfer.compiling import watch_compiling
 
         return watch_compiling()
 
     @classmethod
     def get_impl_cls(cls) -> type[FlashInferImpl]:
-        """FlashInferImpl; BackendUnavailableError, with a remedy, where FlashInfer cannot be used here."""
+        """FlashInferImpl; BackendUnavailableError, with a remedy, if FlashInfer cannot be used here."""
         from attnplug.backends.flashinfer.impl import FlashInferImpl
         from attnplug.backends.flashinfer.library import library
 
@@ -142,7 +140,7 @@ class FlashInferBackend(AttentionBackend):
 
     @classmethod
     def get_builder_cls(cls) -> type[FlashInferMetadataBuilder]:
-        """FlashInferMetadataBuilder; BackendUnavailableError, with a remedy, where FlashInfer cannot be used here."""
+        """FlashInferMetadataBuilder; BackendUnavailableError as for the impl."""
         from attnplug.backends.flashinfer.builder import FlashInferMetadataBuilder
         from attnplug.backends.flashinfer.library import library
 

@@ -1,127 +1,41 @@
-"""A step's metadata for FLASHINFER: page-table arrays once per KV group, and a plan per group of like layers."""
+"""Builds a step's metadata for FLASHINFER: page-table arrays per KV group, and a plan per `PlanGroup`."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.backends.flashinfer.groups import PlanGroup, groups_of
+from attnplug.backends.flashinfer.groups import groups_of
+from attnplug.backends.flashinfer.impl import FlashInferImpl
 from attnplug.backends.flashinfer.library import library
-from attnplug.backends.flashinfer.page_indices import PageIndices
-from attnplug.backends.flashinfer.planner import PlanCost, Planner
-from attnplug.backends.flashinfer.planners import Planners
-from attnplug.backends.flashinfer.step import HostStep, Ints, Part, StepPages, trimmed
+from attnplug.backends.flashinfer.metadata import FlashInferMetadata
+from attnplug.backends.flashinfer.planned_wrapper import PlanCost
+from attnplug.backends.flashinfer.step import HostStep, Ints, PageIndices, StepPages, trimmed
+from attnplug.backends.flashinfer.wrappers import Wrappers
 from attnplug.core.batch import make_local_attention_virtual_batches
 from attnplug.core.batch.host import exact_seq_lens, known_seq_lens, query_spans, to_device
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
-from attnplug.core.impl import AttentionImpl
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
-from attnplug.core.metadata import (
-    AttentionCGSupport,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
-)
+from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.core.spec import Phase
 
-__all__ = ["FlashInferMetadata", "FlashInferMetadataBuilder", "Work"]
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Work:
-    """What a group's layers run in a step.
-
-    Args:
-        pages: the step as they see it.
-        indices: where its pages' indices are.
-        parts: its parts, and what runs each.
-        only: what runs all tokens of the batch, where one does.
-        generation: of the planners.
-    """
-
-    pages: StepPages
-    indices: PageIndices
-    parts: Sequence[tuple[Part, Planner]]
-    only: Planner | None
-    generation: int
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class FlashInferMetadata(AttentionMetadata):
-    """One step for FLASHINFER.
-
-    Plans live in their wrappers: where another step was planned meanwhile, `planned` plans this one again.
-
-    Args:
-        slot_mapping: int64, where the new K and V go.
-        num_actual_tokens: query rows of the batch.
-        causal: what the batch says; it may only narrow the layers' specs.
-        pages: the step over the block table, by chunk size; under None as it is.
-        indices: where the pages' indices are, by chunk size.
-        planners: of the builder.
-        captured: the batch size whose graph planner serves the decodes; 0: none.
-    """
-
-    slot_mapping: torch.Tensor
-    num_actual_tokens: int
-    causal: bool
-    pages: dict[int | None, StepPages]
-    indices: Mapping[int | None, PageIndices]
-    planners: Planners
-    captured: int
-
-    _work: dict[PlanGroup, Work] = dataclasses.field(init=False, repr=False, default_factory=dict)
-
-    def planned(self, group: PlanGroup) -> Work:
-        """The step as a group's layers see it, and what runs its parts, planned.
-
-        Raises:
-            BatchError: a group that the builder was not told of.
-            PluginError: FlashInfer has to compile, and cannot.
-        """
-        work = self._work.get(group)
-        if work is None or work.generation != self.planners.generation:
-            work = self._work[group] = self._work_of(group)
-        buffer = work.indices.hold(work.pages)
-        for part, planner in work.parts:
-            planner.ensure(part, buffer, self.causal)
-        return work
-
-    def _work_of(self, group: PlanGroup) -> Work:
-        pages = self.pages.get(group.chunk_size)
-        if pages is None:
-            raise BatchError(
-                "layer", str(group), "was not planned for", "name the layer in BuilderConfig.layers"
-            )
-        indices, host = self.indices[group.chunk_size], pages.host
-        parts = []
-        if host.decode is not None:
-            if self.captured:
-                decode = self.planners.captured(group, self.captured, indices.hold(pages))
-            else:
-                decode = self.planners.of(group, "decode")
-            parts.append((host.decode, decode))
-        if host.prefill is not None:
-            parts.append((host.prefill, self.planners.of(group, "prefill")))
-        alone = len(parts) == 1 and host.seen is None and host.num_tokens == self.num_actual_tokens
-        only = parts[0][1] if alone else None
-        return Work(pages, indices, parts, only, self.planners.generation)
+__all__ = ["FlashInferMetadataBuilder"]
 
 
 class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
-    """Plans each group of like layers once per step, from exact host lengths; the host never waits.
+    """Plans each `PlanGroup` once per step from exact host lengths; the host never waits.
 
-    Decodes are requests of one query. Layers are read from `config.layers`; their impls are made before.
+    Decodes are requests of one query. `config.layers` has the layers, with their impls.
 
     Raises:
-        BatchError: a layer that `config.layers` does not have, or that is another backend's.
+        BatchError: a layer that `config.layers` lacks, or that runs on another backend.
         PolicyError: an option that cannot be honoured here, such as too small a workspace.
         BackendUnavailableError: FlashInfer cannot be used here.
     """
@@ -139,13 +53,10 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, config, device)
         self._init_reorder_batch_threshold(1)
-        from attnplug.backends.flashinfer.impl import FlashInferImpl
-
-        impl_cls: type[AttentionImpl[FlashInferMetadata]] = FlashInferImpl
-        self._groups = groups_of(config.layers, layer_names, impl_cls)
+        self._groups = groups_of(config.layers, layer_names, FlashInferImpl)
         self._page_size = kv_cache_spec.block_size
         sizes = config.cudagraph_batch_sizes
-        self._planners = Planners(
+        self._wrappers = Wrappers(
             library(), self._groups, self._page_size, device, config.max_num_seqs, sizes
         )
         self._chunks = dict.fromkeys(group.chunk_size for group in self._groups)
@@ -153,47 +64,40 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         self._captured_indices: dict[int | None, PageIndices] = {}
         self._captured: set[int] = set()
 
-    # The workspace that all builders of a device share
-
     @property
     def workspace_bytes(self) -> int:
-        """What the float workspace must have."""
-        return self._planners.workspace_bytes
+        """Bytes that the float workspace must have; all builders of a device share one."""
+        return self._wrappers.workspace_bytes
 
     def get_workspace_buffer(self) -> torch.Tensor:
-        """The float workspace, made when first asked for."""
-        return self._planners.workspace
+        """The float workspace, allocated at the first call."""
+        return self._wrappers.workspace
 
     def set_workspace_buffer(self, buffer: torch.Tensor) -> None:
-        """Use another builder's; BatchError where it is too small."""
-        self._planners.workspace = buffer
+        """Use another builder's workspace; BatchError if it is too small."""
+        self._wrappers.workspace = buffer
 
     @property
     def plan_costs(self) -> dict[str, PlanCost]:
         """Plans, skips and host seconds of planning, by phase and group of layers."""
-        return self._planners.costs
+        return self._wrappers.costs
 
     def warm_up(self, phase: Phase | None = None) -> None:
-        """Load, and where needed compile, what the layers run in a phase; None: in both.
-
-        What is not warmed up is when it is first planned.
+        """Load the modules of a phase (None: of both), and compile them if needed; else the first plan does.
 
         Raises:
             PluginError: a module that is not built, and cannot be compiled here.
         """
-        self._planners.warm_up(phase)
+        self._wrappers.warm_up(phase)
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlashInferMetadata:
         """The metadata of one step, every group planned.
 
         Raises:
-            BatchError: lengths that the host does not know exactly, that are ragged or too short, a table
-                without room, a batch that is not causal for causal layers, keys that do not come from pages.
+            BatchError: lengths that the host does not know exactly, or that are ragged or too short.
+            BatchError: a table without room, a non-causal batch for causal layers, or keys outside of pages.
             PluginError: FlashInfer has to compile, and cannot.
         """
         common = common_attn_metadata
@@ -204,9 +108,9 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> FlashInferMetadata:
-        """The metadata of a uniform batch of decodes, over buffers that stay.
+        """The metadata of a uniform batch of decodes, over buffers whose addresses stay.
 
-        Host lengths may be bounds. Steps built later with as many requests, all decodes, use the same buffers.
+        Host lengths may be bounds. Later steps of as many requests, all decodes, use the same buffers.
 
         Raises:
             BatchError: requests of more than one query, and as `build`.
@@ -228,7 +132,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def update_block_table(
         self, metadata: FlashInferMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> FlashInferMetadata:
-        """`metadata` with another KV group's table and slots: its plans serve again, with other pages.
+        """`metadata` with another KV group's table and slots; the plans stay.
 
         Raises:
             BatchError: a table without room.
@@ -241,7 +145,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             slot_mapping = _first(slot_mapping, metadata.num_actual_tokens)
         reqs = metadata.captured
         if reqs and reqs not in self._captured:
-            # The step that is captured is built for one KV group, and updated for those like it.
+            # A captured step is built for one KV group and updated for the others.
             for chunk, theirs in metadata.indices.items():
                 self._fix_indices(chunk, theirs.buffer.shape[0])
             self._captured.add(reqs)
@@ -250,8 +154,8 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             slot_mapping=slot_mapping,
             pages=pages,
             indices=self._captured_indices if reqs else self._indices,
-            # A captured graph reads the plans of its own builder.
-            planners=self._planners if reqs else metadata.planners,
+            # A captured graph reads the buffers of its own builder's plans.
+            wrappers=self._wrappers if reqs else metadata.wrappers,
             captured=reqs,
         )
         for step in pages.values():
@@ -264,7 +168,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         return updated
 
     def _fix_indices(self, chunk: int | None, room: int) -> None:
-        """Make the buffer that captured steps read, unless there is one."""
+        """Allocate the buffer that captured steps read, unless there is one."""
         if chunk not in self._captured_indices:
             self._captured_indices[chunk] = PageIndices(self.device, self._page_size, room, fixed=True)
 
@@ -290,13 +194,13 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             causal=common.causal,
             pages=pages,
             indices=self._captured_indices if size else self._indices,
-            planners=self._planners,
+            wrappers=self._wrappers,
             captured=size,
         )
 
     def _pages(self, common: CommonAttentionMetadata, chunk: int | None) -> StepPages:
         starts, query_lens = query_spans(common)
-        # They may be fewer than queries: of a cross layer's keys, and of a padding request.
+        # Cross layers and padding requests may have fewer keys than queries.
         lengths = known_seq_lens(common)
         if lengths is None:
             remedy = "give the batch exact seq_lens_host"
@@ -318,7 +222,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def _without_blind(
         self, common: CommonAttentionMetadata, starts: Ints, query_lens: Ints, lengths: Ints
     ) -> tuple[CommonAttentionMetadata, torch.Tensor, npt.NDArray[np.int64] | None]:
-        """The batch without queries that see nothing, which rows of its table it has, and which queries."""
+        """The batch without queries that see nothing, and the table rows and queries that it keeps."""
         rows, seen, packed, _, kept = trimmed(starts, query_lens, lengths, True)
         sent = self._to_device(rows)
         cut = dataclasses.replace(
@@ -356,7 +260,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
 
 
 def _first(slots: torch.Tensor, tokens: int) -> torch.Tensor:
-    # Slicing costs as much as launching a kernel does.
+    # A slice costs the host as much as a kernel launch, so a slice of everything is left out.
     return slots if slots.shape[0] == tokens else slots[:tokens]
 
 

@@ -1,28 +1,30 @@
-"""What FlashInfer compiles at first use is said before it happens, and refused before a step where it cannot."""
+"""Announces FlashInfer's compilations before they start, and builds modules ahead of their use."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 
 from attnplug.backends.flashinfer.library import Library, Module
 from attnplug.core.errors import PluginError
 
-__all__ = ["announced", "watch_compiling"]
+__all__ = ["announced", "build_modules", "watch_compiling"]
 
 _WATCHES: ContextVar[tuple[list[str], ...]] = ContextVar("watches", default=())
 _LOG = logging.getLogger("attnplug.backends.flashinfer")
 _ONE_AT_A_TIME = threading.Lock()
-"""Threads that want the same module would write its sources under each other: only building is locked there."""
+"""FlashInfer locks the build of a module, but not the writing of its sources: two threads would mix them up."""
 
 
 @contextlib.contextmanager
 def watch_compiling() -> Iterator[list[str]]:
-    """Inside, the list given grows by the name of each module that is compiled, or loaded for another builder."""
+    """Inside, the list grows by the name of each module that is compiled, or loaded for another builder."""
     found: list[str] = []
     token = _WATCHES.set((*_WATCHES.get(), found))
     try:
@@ -33,14 +35,14 @@ def watch_compiling() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def announced(library: Library, built: Module, why: str) -> Iterator[None]:
-    """Inside, a module is loaded, or compiled where it is not built: that is logged at INFO, with how long it took.
+    """Inside, FlashInfer loads a module, or compiles it; a compilation is logged at INFO with its seconds.
 
     Threads take turns.
 
     Args:
         library: which library.
         built: the module.
-        why: for which layers and what work, as "decode of layers 0, 2".
+        why: the work and the layers, such as "decode of layers 0, 2".
 
     Raises:
         PluginError: it is not built, and cannot be compiled here; the text has the remedy.
@@ -68,3 +70,66 @@ def announced(library: Library, built: Module, why: str) -> Iterator[None]:
 def _tell(name: str) -> None:
     for found in _WATCHES.get():
         found.append(name)
+
+
+_SOURCES_EACH = 4
+"""Sources compiled at once per module: a few of its ten take far longer than the others."""
+
+
+def build_modules(
+    library: Library,
+    modules: Iterable[Module],
+    *,
+    jobs: int | None = None,
+    done: Callable[[Module, float], None] | None = None,
+) -> list[Module]:
+    """Build modules ahead of use, the slowest first; FlashInfer alone builds one at a time, at its first use.
+
+    Args:
+        library: FlashInfer.
+        modules: the modules that will be needed; those already built are skipped.
+        jobs: processors to keep busy; None for all.
+        done: called with each module and its build time in seconds.
+
+    Returns:
+        The modules that were built.
+
+    Raises:
+        PluginError: nothing can be compiled here; the text has the remedy.
+        RuntimeError: a compiler failed, as FlashInfer says.
+    """
+    lacking = [
+        each
+        for each in dict.fromkeys(modules)
+        if not (library.is_prebuilt(name := library.module_name(each)) or library.is_compiled(name))
+    ]
+    if not lacking:
+        return []
+    problem = library.why_not_compiling()
+    if problem is not None:
+        raise PluginError(f"FLASHINFER has to compile {len(lacking)} modules, and cannot: {problem}")
+    lacking.sort(key=lambda each: (each.template != "fa3", -each.head_size))
+    busy = jobs or os.cpu_count() or 1
+    sources = [(each, library.source(each)) for each in lacking]
+    # Before 0.6 all builds share one ninja log, which two builds at once would corrupt.
+    workers = max(1, busy // _SOURCES_EACH) if all(hasattr(spec, "build_dir") for _, spec in sources) else 1
+
+    def build(module: Module, spec: object) -> None:
+        began = time.perf_counter()
+        spec.build(False, True)  # type: ignore[attr-defined]  # quietly, and locked against other processes
+        if done is not None:
+            done(module, time.perf_counter() - began)
+
+    before = os.environ.get("MAX_JOBS")
+    # 1.5 jobs per processor: a module often waits for its slowest source.
+    os.environ["MAX_JOBS"] = str(max(1, -(-busy * 3 // (2 * workers))))
+    try:
+        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+            for work in [pool.submit(build, module, spec) for module, spec in sources]:
+                work.result()
+    finally:
+        if before is None:
+            del os.environ["MAX_JOBS"]
+        else:
+            os.environ["MAX_JOBS"] = before
+    return lacking

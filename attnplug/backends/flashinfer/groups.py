@@ -1,4 +1,4 @@
-"""Layers that can share a plan: alike in hyperparameters, sizes, dtypes and options."""
+"""Groups of layers that share a plan: equal hyperparameters, sizes, dtypes and options."""
 
 from __future__ import annotations
 
@@ -13,29 +13,25 @@ from attnplug.backends.flashinfer.library import Module
 from attnplug.backends.flashinfer.options import Options
 from attnplug.core.device import Device
 from attnplug.core.errors import PolicyError
-from attnplug.core.hyperparameters import (
-    PerLayerParameters,
-    get_per_layer_parameters,
-    group_by_hyperparameters,
-)
+from attnplug.core.hyperparameters import PerLayerParameters, get_per_layer_parameters
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.storage import STORAGE_DTYPES
 
 __all__ = ["PlanGroup", "groups_of", "key_of"]
 
 _GROUPED_HEADS = (1, 2, 3, 4, 8)
-"""What FlashInfer's decode kernel without tensor cores is instantiated for, in every version; 0.7 has more."""
+"""FlashInfer's decode kernel without tensor cores has these groups in every version; 0.7 has more."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanGroup:
-    """Everything that a FlashInfer plan fixes but the step and the page size.
+    """Everything that a FlashInfer plan fixes, except the step and the page size.
 
     Args:
         parameters: window, cap, scale and sinks.
         num_heads: query heads.
         num_kv_heads: key and value heads.
-        head_size: of all of them.
+        head_size: of queries, keys and values.
         dtype: of queries and outputs.
         kv_dtype: of the pages.
         chunk_size: of chunked local attention, which is planned over pieces of requests.
@@ -55,7 +51,7 @@ class PlanGroup:
     _hash: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Looked up for each layer of each step.
+        # Computed once: each layer of each step looks its group up.
         fields = (getattr(self, field.name) for field in dataclasses.fields(self) if field.init)
         object.__setattr__(self, "_hash", hash(tuple(fields)))
 
@@ -72,10 +68,10 @@ class PlanGroup:
         return ", ".join([*parts, f"scale {asked.sm_scale:.4g}"])
 
     def module(self, phase: str, device: Device) -> Module:
-        """What serves a phase, "decode" or "prefill", of these layers.
+        """The module that runs a phase, "decode" or "prefill", of these layers.
 
         Raises:
-            PolicyError: fa3, or decoding without tensor cores, was asked for where it cannot be.
+            PolicyError: an option asks for fa3, or for decodes without tensor cores, and it cannot be used.
         """
         template = self._prefill_template(device) if phase == "prefill" else self._decode_template()
         return Module(
@@ -106,7 +102,7 @@ class PlanGroup:
         asked = self.options.prefill_backend
         capability = device.capability
         why = None
-        # Without a capability, as on a CPU, nothing speaks against it but nothing for it either.
+        # Without a capability, such as on a CPU, fa3 is not refused, but "auto" does not choose it.
         if capability is not None and capability[0] != 9:
             why = f"needs compute capability 9.x, and the device has {capability[0]}.{capability[1]}"
         elif self.kv_dtype.itemsize == 1:
@@ -120,7 +116,7 @@ class PlanGroup:
 
 @functools.lru_cache(maxsize=1024)
 def key_of(spec: LayerSpec, parameters: PerLayerParameters, options: Options) -> PlanGroup:
-    """The group that a layer belongs to: the same object for equal layers, which are looked up by it."""
+    """A layer's group; equal layers get the same object, which makes look-ups fast."""
     return PlanGroup(
         dataclasses.replace(parameters, has_same_window_lefts=None, has_same_all_params=None),
         spec.num_heads,
@@ -140,11 +136,9 @@ def groups_of(
     """The groups of the named layers, in the order of first appearance.
 
     Raises:
-        BatchError: a layer that `layers` does not have, or that another class runs.
+        BatchError: a layer that `layers` lacks, or whose impl is of another class.
     """
-    alike = group_by_hyperparameters(get_per_layer_parameters(layers, layer_names, impl_cls))
     groups: dict[PlanGroup, list[str]] = {}
-    for names in alike.values():
-        for name in names:
-            groups.setdefault(layers[name].impl.plan_group, []).append(name)
+    for name in get_per_layer_parameters(layers, layer_names, impl_cls):
+        groups.setdefault(layers[name].impl.plan_group, []).append(name)
     return groups

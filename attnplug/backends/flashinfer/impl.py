@@ -1,4 +1,4 @@
-"""Runs a layer on FLASHINFER: writes its pages, then its decodes and whatever is longer, as they were planned."""
+"""Runs a layer on FLASHINFER: writes its pages, then runs the wrappers that were planned for the step."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ import math
 
 import torch
 
-from attnplug.backends.flashinfer.backend import LEAST_SCALE, FlashInferBackend
-from attnplug.backends.flashinfer.builder import FlashInferMetadata, Work
 from attnplug.backends.flashinfer.groups import PlanGroup, key_of
 from attnplug.backends.flashinfer.library import library
+from attnplug.backends.flashinfer.limits import LEAST_SCALE
+from attnplug.backends.flashinfer.metadata import FlashInferMetadata, Work
 from attnplug.backends.flashinfer.options import Options
-from attnplug.backends.flashinfer.planner import Planner
+from attnplug.backends.flashinfer.planned_wrapper import PlannedWrapper
 from attnplug.backends.flashinfer.step import Part
 from attnplug.backends.impl import BuiltinImpl
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.hyperparameters import PerLayerParameters
 from attnplug.core.impl import AttentionLayer
 from attnplug.ops import Reach
+from attnplug.ops.calls import check_cache_given, check_queries
 
 __all__ = ["FlashInferImpl"]
 
 _LN_2 = math.log(2.0)
 _NO_SINK = -1e30
-"""A sink that weighs nothing. FlashInfer has a kernel with sinks and one without; infinity would give NaN."""
+"""A sink without weight, for calls with `use_sinks=False`; minus infinity would give NaN in FlashInfer's kernel."""
 
 
 class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
     """Attention by FlashInfer's wrappers."""
 
     can_return_lse_for_decode = True
-    _backend = FlashInferBackend
 
     @functools.cached_property
     def plan_group(self) -> PlanGroup:
-        """What the layer's plan fixes."""
+        """The group whose plan serves the layer."""
         spec = self.spec
         options = Options() if self.options is None else self.options
         parameters = PerLayerParameters(spec.window[0], spec.logits_soft_cap, spec.scale, spec.has_sinks)
@@ -56,13 +56,12 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend and write `output`, as AttentionImpl.attend says.
+        """As AttentionImpl.attend; output scales are not supported.
 
         Raises:
-            BatchError: tensors that do not fit the spec or the batch, an LSE the spec did not
-                declare, a batch that is not causal for a causal layer, an output scale, a layer that the
-                builder was not told of, a scale of keys too small for this FlashInfer.
-            LayoutError: a cache of another shape, dtype or page size, or none.
+            BatchError: also for a layer that the builder does not know, and for a scale of keys that is too small
+                for this FlashInfer.
+            LayoutError: also without a cache.
         """
         meta = attn_metadata
         tokens = meta.num_actual_tokens
@@ -70,7 +69,7 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         plain = plain and self._is_plain(query, output, tokens)
         if not plain:
             scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
-            self._check(query, tokens, output, output_lse, **scales)
+            check_queries(query, output, output_lse, tokens, self.spec, **scales)
         if not meta.causal:
             Reach.of(self.spec, False)
         pages = self._paged(kv_cache)
@@ -90,7 +89,7 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         return output
 
     def _is_plain(self, query: torch.Tensor, output: torch.Tensor, tokens: int) -> bool:
-        """Whether FlashInfer can take both as they are; every operation on them would cost as much as its call."""
+        """Whether FlashInfer can use both directly: each tensor operation costs the host as much as its call."""
         shape, dtype = (tokens, *self._row), self._dtype
         return (
             query.shape == shape
@@ -99,7 +98,7 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
             and output.dtype is dtype
             and query.stride()[2] == 1
             and output.is_contiguous()
-            # Autograd is not to record what is written here.
+            # Autograd must not record the write.
             and not (query.requires_grad or output.requires_grad)
         )
 
@@ -111,11 +110,11 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         if kv_cache is None:
             raise LayoutError("kv_cache", None, "is required: FLASHINFER finds keys in pages")
         if self.spec.direct_kv:
-            self._check_pages(kv_cache)
+            check_cache_given(kv_cache, self.spec)
         return self._pages(kv_cache)
 
     def _check_k_scale(self, k_scale: float) -> None:
-        """BatchError where the scale of the layer's logits, of which it is a part, is too small for a mask."""
+        """BatchError if `k_scale` makes the scale of the logits too small for FlashInfer's mask."""
         spec = self.spec
         if (
             spec.logits_soft_cap is None
@@ -131,7 +130,7 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
     @functools.cached_property
     def _no_sinks(self) -> torch.Tensor:
         device = None if self.tensors.sinks is None else self.tensors.sinks.device
-        # The kernel reads float32 whatever torch's default dtype is.
+        # The kernel reads float32, so torch's default dtype must not decide.
         return torch.full((self.spec.num_heads,), _NO_SINK, dtype=torch.float32, device=device)
 
 
@@ -147,21 +146,21 @@ def _attend(
     sinks: torch.Tensor | None,
     blind_lse: torch.Tensor | None,
 ) -> None:
-    """All parts of a step; `blind_lse [H]` is the LSE of queries that see nothing, None: -inf."""
+    """Run all parts of a step; `blind_lse [H]` is the LSE of queries that see nothing, None for -inf."""
     seen, found, lse = work.pages.seen, output, output_lse
     if seen is not None:
         query = query[seen]
         found = torch.empty_like(query)
         lse = None if lse is None else lse.new_empty(query.shape[:2])
-    for part, planner in work.parts:
-        _run(part, planner, query, pages, found, lse, scales, sinks)
+    for part, wrapper in work.parts:
+        _run(part, wrapper, query, pages, found, lse, scales, sinks)
     if seen is not None:
         _scatter(seen, found, output[:tokens], lse, output_lse, blind_lse)
 
 
 def _run(
     part: Part,
-    planner: Planner,
+    wrapper: PlannedWrapper,
     query: torch.Tensor,
     pages: tuple[torch.Tensor, torch.Tensor],
     output: torch.Tensor,
@@ -169,7 +168,7 @@ def _run(
     scales: tuple[float, float] | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """One part of a step; FlashInfer writes dense rows, and LSE in base 2."""
+    """Run one part of a step; FlashInfer writes dense rows, and LSE in base 2."""
     rows = slice(part.first_token, part.first_token + part.num_tokens)
     asked, into = query[rows], output[rows]
     asked = asked if asked.stride(2) == 1 else asked.contiguous()
@@ -178,7 +177,7 @@ def _run(
     binary = natural
     if natural is not None and not natural.is_contiguous():
         binary = torch.empty_like(natural, memory_format=torch.contiguous_format)
-    planner.run(asked, pages, dense, binary, scales, sinks)
+    wrapper.run(asked, pages, dense, binary, scales, sinks)
     if dense is not into:
         into.copy_(dense)
     if natural is not None and binary is not None:
@@ -193,7 +192,7 @@ def _scatter(
     lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Rows that see something where they belong; the others are 0, their LSE -inf or the sink's logit."""
+    """Scatter the rows that see something; the others are 0, their LSE -inf or the sink's logit."""
     output.zero_()
     output[seen] = found
     if lse is None or found_lse is None:

@@ -1,4 +1,4 @@
-"""FlashInfer 0.5 to 0.7 behind one face: the only module that knows how its versions differ."""
+"""One interface to FlashInfer 0.5 to 0.7: the only module that knows how its versions differ."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ _ASKED: dict[str, dict[str, set[str]]] = {
         "__init__": {"backend", "q_data_type", "kv_data_type", "head_dim_qk", "head_dim_vo", "window_left"}
     },
 }
+# Private attributes of the wrappers that `planned_wrapper` reads and writes: all versions 0.5 to 0.7 have them.
 _PRIVATE = (
     "_float_workspace_buffer",
     "_int_workspace_buffer",
@@ -62,15 +63,15 @@ _PRIVATE = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Module:
-    """What FlashInfer compiles as one piece, or loads where it is compiled.
+    """A unit that FlashInfer compiles, or loads if it is compiled.
 
     Args:
         template: "fa2", "fa3", or "cuda-cores" for decodes without tensor cores.
         q_dtype: of queries and outputs.
         kv_dtype: of the pages.
         head_size: of queries, keys and values.
-        windowed: whether keys are bounded by a window.
-        capped: whether logits are.
+        windowed: whether the layers have a window.
+        capped: whether they have a soft cap.
         sinks: whether it is the kernel with sinks.
     """
 
@@ -95,7 +96,7 @@ class Library:
 
     Args:
         module: `flashinfer`.
-        version: its.
+        version: its version.
     """
 
     module: ModuleType
@@ -103,21 +104,21 @@ class Library:
 
     @property
     def names_longest_query(self) -> bool:
-        """Whether the prefill wrapper's `plan` may be told the longest query, which then it need not look for.
+        """Whether the prefill wrapper's `plan` accepts the longest query, and so need not look for it.
 
-        Before 0.6.13 (0.6.6 is known to) it then raises UnboundLocalError.
+        Before 0.6.13 the argument raises UnboundLocalError (seen in 0.6.6).
         """
         return self.version >= _NAMES_LONGEST
 
     @property
     def masks_infinitely(self) -> bool:
-        """Whether a masked logit is minus infinity: it is in 0.7.2, and -50000 up to 0.6.13 at least."""
+        """Whether a masked logit is minus infinity, as in 0.7.2; up to 0.6.13 at least it is -50000."""
         return self.version >= _MASKS_INFINITELY
 
     def decode_wrapper(
         self, workspace: torch.Tensor, tensor_cores: bool, fixed: Mapping[str, torch.Tensor]
     ) -> Any:
-        """A wrapper for decodes of one query; `fixed` has a CUDA graph's buffers by the names of this class."""
+        """A wrapper for decodes of one query; `fixed` has the buffers of a CUDA graph, by name."""
         return self._checked(
             getattr(self.module, _DECODE)(
                 workspace,
@@ -127,17 +128,17 @@ class Library:
                 paged_kv_indptr_buffer=fixed.get("kv_indptr"),
                 paged_kv_indices_buffer=fixed.get("indices"),
                 paged_kv_last_page_len_buffer=fixed.get("last_page_len"),
-                # "auto" may settle for another library, and for another at each plan.
+                # "auto" may choose another library, at each plan.
                 backend="fa2" if tensor_cores else "auto",
             )
         )
 
     def prefill_wrapper(self, workspace: torch.Tensor, template: str) -> Any:
-        """A wrapper for any number of queries a request, on "fa2" or "fa3"."""
+        """A wrapper for requests of any number of queries, on "fa2" or "fa3"."""
         return self._checked(getattr(self.module, _PREFILL)(workspace, "NHD", backend=template))
 
     def sink_wrapper(self, workspace: torch.Tensor, built: Module, fixed: Mapping[str, torch.Tensor]) -> Any:
-        """A wrapper for any number of queries a request that knows sinks."""
+        """A wrapper for requests of any number of queries, with sinks."""
         return self._checked(
             _named_sinks(self.module)(
                 float_workspace_buffer=workspace,
@@ -155,31 +156,29 @@ class Library:
         missing = [name for name in _PRIVATE if not hasattr(wrapper, name)]
         if missing:
             raise BackendUnavailableError(
-                f"flashinfer {self.version} has no {', '.join(missing)} in its wrappers, on which guarded "
-                f"planning rests; pip install 'flashinfer-python>=0.5,<0.8'"
+                f"flashinfer {self.version} has no {', '.join(missing)} in its wrappers, which attnplug "
+                f"reads and writes; pip install 'flashinfer-python>=0.5,<0.8'"
             )
         return wrapper
-
-    # What compiles
 
     def module_name(self, built: Module) -> str:
         """The name under which FlashInfer keeps a compiled module."""
         if built.sinks:
-            kind = self._safe(built.q_dtype)
+            kind = self._import("jit.utils").filename_safe_dtype_map[built.q_dtype]
             wrapper = f"batch_prefill_attention_sink_{kind}_swa_{built.windowed}_{built.template}"
             return _own_name(wrapper, built.kv_dtype, built.head_size, built.head_size)
         attention, arguments = self._import("jit.attention"), _arguments(built)
         if built.template == "cuda-cores":
             return str(attention.get_batch_decode_uri(*arguments))
         name = str(attention.get_batch_prefill_uri(built.template, *arguments, False))
-        # Since 0.7 there is one of the fa2 template for K and V of equal strides, as in a cache.
+        # Since 0.7 the fa2 template has a module of its own for K and V of equal strides, which caches have.
         of_strides = getattr(self._import("jit.attention.modules"), "_get_batch_prefill_module_uri", None)
         if built.template == "fa2" and of_strides is not None:
             return str(of_strides(name, "fa2", "equal", "full"))
         return name
 
     def source(self, built: Module) -> Any:
-        """FlashInfer's JitSpec of a module, its sources written: what `build_modules` builds."""
+        """FlashInfer's JitSpec of a module, with its sources written; `build_modules` builds it."""
         generate = self._import("jit.attention.modules")
         if built.sinks:
             args, keywords = _sink_arguments(self.module, built)
@@ -192,22 +191,22 @@ class Library:
         return make(built.template, *arguments, False)
 
     def is_prebuilt(self, name: str) -> bool:
-        """Whether a module is in a package of prebuilt ones, from which it is loaded and no more."""
+        """Whether a package of prebuilt modules has a module."""
         env = self._import("jit.env")
         if hasattr(env, "get_aot_path"):
             return Path(env.get_aot_path(name)).exists()
         return (Path(env.FLASHINFER_AOT_DIR) / name / f"{name}.so").exists()
 
     def is_compiled(self, name: str) -> bool:
-        """Whether a module was compiled before; ninja looks whether it still holds, each time it is loaded."""
+        """Whether a module was compiled before; at each load ninja checks that it is up to date."""
         return (Path(self._import("jit.env").FLASHINFER_JIT_DIR) / name / f"{name}.so").exists()
 
     def why_not_compiling(self) -> str | None:
-        """Why nothing can be compiled here, with what to do; None where it can."""
+        """Why nothing can be compiled here, with a remedy; None if it can."""
         return self.why_not_loading() or self._why_no_nvcc()
 
     def why_not_loading(self) -> str | None:
-        """Why not even what was compiled before can be loaded, with what to do; None where it can."""
+        """Why not even compiled modules can be loaded, with a remedy; None if they can."""
         if os.environ.get(_DISABLED):
             return f"{_DISABLED} is set; unset it, or pip install {_PREBUILT}"
         if shutil.which("ninja") is None:
@@ -229,28 +228,29 @@ class Library:
             )
         return None
 
-    def _safe(self, dtype: torch.dtype) -> str:
-        return str(self._import("jit.utils").filename_safe_dtype_map[dtype])
-
     def _import(self, name: str) -> Any:
         return importlib.import_module(f"{self.module.__name__}.{name}")
 
 
 @functools.cache
 def library() -> Library:
-    """The library, imported and found usable.
+    """The library, imported and checked.
 
     Raises:
-        BackendUnavailableError: it is missing, too old, unlike what is called here, built for another CUDA, or it raises
-            when imported; or it has to compile, cannot, and nothing is prebuilt. The text has the remedy.
+        BackendUnavailableError: it is missing, too old, built for another CUDA, or lacks a name that is called
+            here; its import raises; or it must compile, cannot, and nothing is prebuilt. The text has the remedy.
     """
     module = import_library("FLASHINFER")
     found = Library(module, _version(module))
-    _check_version(found.version)
+    if found.version < _OLDEST:
+        raise BackendUnavailableError(
+            f"flashinfer {found.version} is imported, older than {_OLDEST}; "
+            "pip install 'flashinfer-python>=0.5'"
+        )
     _check_interface(found)
     _check_cuda()
     why = found.why_not_compiling()
-    if why is not None and not _has_prebuilt():
+    if why is not None and _installed(_PREBUILT) is None:
         raise BackendUnavailableError(
             f"flashinfer compiles its kernels when they are first used, and cannot: {why}"
         )
@@ -263,19 +263,12 @@ def _version(module: ModuleType) -> Version:
         return Version(text)
     except InvalidVersion:
         raise BackendUnavailableError(
-            f"flashinfer has the version {text!r}, which is none; pip install 'flashinfer-python>=0.5'"
+            f"flashinfer's version {text!r} is not a valid version; pip install 'flashinfer-python>=0.5'"
         ) from None
 
 
-def _check_version(version: Version) -> None:
-    if version < _OLDEST:
-        raise BackendUnavailableError(
-            f"flashinfer {version} is imported, older than {_OLDEST}; pip install 'flashinfer-python>=0.5'"
-        )
-
-
 def _check_interface(found: Library) -> None:
-    """Every name and argument that is used here must be there: a later version may have moved them."""
+    """Check every name and argument that is used here: a later version may have moved them."""
     for name, methods in _ASKED.items():
         wrapper: Any = getattr(found.module, name, None)
         lacking = {name} if wrapper is None else set[str]()
@@ -290,13 +283,13 @@ def _check_interface(found: Library) -> None:
 
 def _parameters(wrapper: Any, method: str) -> set[str]:
     known = set(inspect.signature(getattr(wrapper, method)).parameters)
-    # Since 0.7 the decode wrapper's plan hands its keywords on.
+    # Since 0.7 the decode wrapper's plan passes its keywords to _plan_impl.
     inner = getattr(wrapper, "_plan_impl", None) if "kwargs" in known else None
     return known | (set(inspect.signature(inner).parameters) if inner is not None else set())
 
 
 def _check_cuda() -> None:
-    """Prebuilt kernels must be of the CUDA that torch brings."""
+    """Refuse prebuilt kernels of another CUDA version than torch's."""
     version, ours = _installed(_PREBUILT), torch.version.cuda
     local = Version(version).local if version else None
     if local is None or ours is None or not local.startswith("cu"):
@@ -308,10 +301,6 @@ def _check_cuda() -> None:
         )
 
 
-def _has_prebuilt() -> bool:
-    return _installed(_PREBUILT) is not None
-
-
 def _installed(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
@@ -320,7 +309,7 @@ def _installed(distribution: str) -> str | None:
 
 
 def _arguments(built: Module) -> tuple[Any, ...]:
-    """What FlashInfer's plain modules are told apart by: dtypes, head sizes, no position encoding, window, cap."""
+    """The arguments that name a plain module: dtypes, head sizes, no position encoding, window, cap."""
     dtypes = (built.q_dtype, built.kv_dtype, built.q_dtype, torch.int32)
     return (*dtypes, built.head_size, built.head_size, 0, built.windowed, built.capped)
 
@@ -332,12 +321,12 @@ def _sink_keywords(built: Module) -> dict[str, Any]:
         "kv_data_type": built.kv_dtype,
         "head_dim_qk": built.head_size,
         "head_dim_vo": built.head_size,
-        "window_left": 0 if built.windowed else -1,  # only whether there is one is compiled in
+        "window_left": 0 if built.windowed else -1,  # only its presence is compiled in
     }
 
 
 def _sink_arguments(module: ModuleType, built: Module) -> tuple[list[Any], dict[str, Any]]:
-    """What the sink wrapper would have its module generated from, under our name; nothing is compiled."""
+    """The arguments from which the sink wrapper generates its module, under our name; nothing is compiled."""
     found: list[tuple[list[Any], dict[str, Any]]] = []
     prefill: Any = getattr(module, _PREFILL)
     sinks: Any = getattr(module, _SINKS)
@@ -361,10 +350,10 @@ def _own_name(wrapper: str, kv_dtype: torch.dtype, qk: int, vo: int) -> str:
 
 @functools.cache
 def _named_sinks(module: ModuleType) -> Any:
-    """The sink wrapper, whose modules are told apart by KV dtype and head sizes too.
+    """The sink wrapper, with modules whose names have the KV dtype and the head sizes too.
 
-    FlashInfer names them by query dtype, window and template alone: a second head size would be compiled into
-    the first one's place, and the first one's kernels, which are loaded already, be run for it.
+    FlashInfer names them by query dtype, window and template alone. A second head size would get the same name,
+    and run the kernels of the first, which are already loaded.
     """
     prefill: Any = getattr(module, _PREFILL)
     sinks: Any = getattr(module, _SINKS)

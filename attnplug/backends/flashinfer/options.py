@@ -1,4 +1,4 @@
-"""What users may set for FLASHINFER."""
+"""The options of FLASHINFER."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Options:
     Args:
         prefill_backend: the template of everything that is not a decode: "fa2", "fa3" (GPUs of compute
             capability 9 and no fp8 KV), or "auto": fa3 where it can be.
-        tensor_cores: whether decodes run on tensor cores, which grouped queries need to be fast.
-        workspace_bytes: size of the scratch buffer that all layers of a device share; None: what the
-            layers need, and at least 128 MiB.
+        tensor_cores: whether decodes run on tensor cores, which are faster for grouped queries.
+        workspace_bytes: size of the scratch buffer that all layers of a device share; None for the size
+            that the layers need, at least 128 MiB.
 
     Raises:
         PolicyError: another value.

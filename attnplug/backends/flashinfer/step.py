@@ -1,4 +1,4 @@
-"""A step on the host: which requests are decodes, and the page-table arrays that plans are made from."""
+"""A step on the host: its decodes and other requests, and the page-table arrays for FlashInfer's plans."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug.core.batch.host import to_device
 from attnplug.core.errors import BatchError
+from attnplug.ops.page_indices import gather_page_indices
 
-__all__ = ["HostStep", "Ints", "Part", "StepPages", "trimmed"]
+__all__ = ["HostStep", "Ints", "PageIndices", "Part", "StepPages", "trimmed"]
 
 Ints = npt.NDArray[np.int32]
 
 
-# Made in each step, and so not frozen, which takes five times as long.
+# Not frozen: that takes five times as long, and each step makes some.
 @dataclasses.dataclass(slots=True, eq=False)
 class Part:
     """The decodes of a step, or its other requests: n of them, each with queries and keys.
 
-    Arrays are its own: whoever gave the batch may write the next one into theirs, and this one may be planned again.
+    It owns its arrays: an engine may reuse those of the batch while this part is planned again.
 
     Args:
         first_token: where their queries start.
-        num_tokens: their queries.
-        max_query_len: of the longest.
-        max_seq_len: of the one with most keys.
+        num_tokens: the number of their queries.
+        max_query_len: queries of the longest.
+        max_seq_len: keys of the longest.
         first_page: where their pages start in the step's indices.
         qo_indptr: int32 `[n + 1]`, where each request's queries start, from 0.
         kv_indptr: int32 `[n + 1]`, where its pages start, from 0.
         last_page_len: int32 `[n]`, keys in its last page, 1 to the page size.
         seq_lens: int32 `[n]`, its keys.
-        plan_key: equal where queries and numbers of pages are.
+        plan_key: equal for parts with the same queries and numbers of pages.
     """
 
     first_token: int
@@ -49,11 +51,11 @@ class Part:
 
     @property
     def num_pages(self) -> int:
-        """Pages of all of them."""
+        """Pages of all its requests."""
         return int(self.kv_indptr[-1])
 
     def same_pages(self, other: Part) -> bool:
-        """Whether queries and numbers of pages are equal, which is all that the fa2 planner looks at."""
+        """Whether queries and numbers of pages are equal; the fa2 planner reads nothing else."""
         return self.max_query_len == other.max_query_len and self.plan_key == other.plan_key
 
     def same_lengths(self, other: Part) -> bool:
@@ -70,10 +72,10 @@ class HostStep:
         prefill: all others; None without.
         kv_indptr: int32 `[n + 1]`, where each request's pages start in the step's indices.
         rows: the block-table row of each request, int32 `[n]`; None where every row is a request.
-        seen: the queries that see anything, int64; None where all do. What is planned is packed without the
-            others, which FlashInfer has no defined answer for.
-        num_tokens: of the queries that see anything.
-        most_pages: of the longest request.
+        seen: int64, the queries that see any key; None if all do. Plans leave the others out, because
+            FlashInfer's result for them is undefined.
+        num_tokens: the number of queries that see any key.
+        most_pages: pages of the longest request.
     """
 
     decode: Part | None
@@ -91,16 +93,15 @@ class HostStep:
         Args:
             starts: int32 `[R + 1]`, query start locations.
             query_lens: int32 `[R]`.
-            seq_lens: int32 `[R]`, of all tokens or, where not causal, of keys.
+            seq_lens: int32 `[R]`, tokens or, if not causal, keys.
             page_size: tokens of a page.
-            causal: whether queries stand at the end of their request.
+            causal: whether the queries are the last tokens of their request.
         """
         rows = seen = None
         if query_lens.size:
-            # Plain decodes, which come most often, are told by two reductions: as many queries as requests, and
-            # each has one.
+            # Two reductions recognise plain decodes, the most frequent step: as many queries as requests, one each.
             longer = causal and starts[-1] != len(query_lens)
-            least = np.minimum.reduce  # the methods of arrays look at more first
+            least = np.minimum.reduce  # faster than the method of the array
             if least(query_lens) < 1 or ((seq_lens < query_lens).any() if longer else least(seq_lens) < 1):
                 rows, seen, starts, query_lens, seq_lens = trimmed(starts, query_lens, seq_lens, causal)
         count = len(seq_lens)
@@ -118,15 +119,7 @@ class HostStep:
         elif count:
             own = starts.copy(), kv_indptr, last, seq_lens.copy()
             decode = Part(0, count, 1, longest, 0, *own, kv_indptr.tobytes())
-        return cls(
-            decode,
-            prefill,
-            kv_indptr,
-            rows,
-            seen,
-            tokens,
-            -(-longest // page_size),
-        )
+        return cls(decode, prefill, kv_indptr, rows, seen, tokens, -(-longest // page_size))
 
     @property
     def num_pages(self) -> int:
@@ -160,7 +153,7 @@ def _part(
 def trimmed(
     starts: Ints, query_lens: Ints, seq_lens: Ints, causal: bool
 ) -> tuple[Ints, npt.NDArray[np.int64] | None, Ints, Ints, Ints]:
-    """Rows, seen queries, and the arrays without queries that see nothing and without requests of no queries."""
+    """Rows, seen queries, and the arrays without queries that see nothing or requests without queries."""
     blind = np.maximum(query_lens - seq_lens, 0) if causal else np.where(seq_lens > 0, 0, query_lens)
     kept_lens = query_lens - blind
     rows = np.flatnonzero(kept_lens).astype(np.int32)
@@ -180,9 +173,9 @@ class StepPages:
 
     Args:
         host: the step's arrays.
-        seq_lens: int32 `[rows]` of the device, as `host` knows them.
-        block_table: int32 `[rows, max_blocks]` of the device.
-        table_of: this step's table from that of another KV group; None where they are the same.
+        seq_lens: int32 `[rows]` on the device.
+        block_table: int32 `[rows, max_blocks]` on the device.
+        table_of: makes this step's table from another KV group's; None if they are the same.
         seen: `host.seen` on the device.
     """
 
@@ -193,9 +186,57 @@ class StepPages:
     seen: torch.Tensor | None
 
     def check(self) -> None:
-        """BatchError where requests have more pages than the table has columns."""
+        """BatchError if a request has more pages than the table has columns."""
         most, width = self.host.most_pages, self.block_table.shape[1]
         if most > width:
             raise BatchError(
                 "block_table", tuple(self.block_table.shape), f"has no room for a request of {most} pages"
             )
+
+
+class PageIndices:
+    """A buffer of page indices, int32, for one step at a time.
+
+    Args:
+        device: where the buffer is.
+        page_size: tokens of a page.
+        room: its size at first; it grows when needed, unless `fixed`.
+        fixed: whether captured graphs read it, so that its address must stay.
+    """
+
+    def __init__(self, device: torch.device, page_size: int, room: int, fixed: bool = False) -> None:
+        self._device = device
+        self._page_size = page_size
+        self._fixed = fixed
+        self.buffer = self._made(max(room, 1))
+        """int32 `[room]`."""
+        self._held: StepPages | None = None
+
+    def hold(self, pages: StepPages) -> torch.Tensor:
+        """The buffer with the indices of `pages`; they are gathered unless they are there.
+
+        Raises:
+            BatchError: more pages than a fixed buffer has room for.
+        """
+        if self._held is not pages:
+            self._gather(pages)
+            self._held = pages
+        return self.buffer
+
+    def _gather(self, pages: StepPages) -> None:
+        host = pages.host
+        count = host.num_pages
+        if count > self.buffer.shape[0]:
+            if self._fixed:
+                limit = f"are more than the {self.buffer.shape[0]} that graphs were captured for"
+                raise BatchError("pages", count, limit, "capture with a longer max_model_len")
+            # A power of two, so that growing contexts do not allocate in every step.
+            room = 1 << (count - 1).bit_length()
+            self.buffer = self._made(room)
+        rows = None if host.rows is None else to_device(host.rows, self._device)
+        gather_page_indices(pages.block_table, pages.seq_lens, self._page_size, rows, self.buffer, count)
+
+    def _made(self, room: int) -> torch.Tensor:
+        # A tensor made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            return torch.zeros(room, dtype=torch.int32, device=self._device)

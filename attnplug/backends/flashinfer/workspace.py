@@ -1,4 +1,4 @@
-"""How much scratch memory FlashInfer's split attention needs at most."""
+"""Upper bounds of the scratch memory that FlashInfer's split attention needs."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ __all__ = ["captured_bytes", "schedule_bytes", "workspace_bytes"]
 
 _LEAST = 128 << 20
 _SLACK = 1 << 20
-"""For what the buffers are aligned to."""
+"""Room for the alignment of FlashInfer's buffers."""
 _TILES_LISTED = 4096
-"""Of each head by the fa3 planner: with more, one list serves all heads."""
+"""The fa3 planner lists at most so many tiles per head; with more, all heads share one list."""
 _BLOCKS_EACH = 2
-"""Thread blocks that a multiprocessor runs at once, as FlashInfer's scheduler counts them."""
+"""Thread blocks per multiprocessor, as FlashInfer's scheduler counts them."""
 
 
 def workspace_bytes(
     groups: Iterable[PlanGroup], multiprocessors: int, captured_sizes: Sequence[int] = ()
 ) -> int:
-    """The size of the float workspace for these layers: what was asked, or what they need and 128 MiB at least.
+    """Bytes of the float workspace for these layers: the option's, or their need and at least 128 MiB.
 
-    A split request leaves float32 outputs and LSEs of its parts: at most as many tiles as run at once, of up
-    to 128 rows (64 for head sizes from 256); a captured step may be split in more.
+    A split request leaves float32 outputs and LSEs of its parts. There are at most as many tiles as run at once,
+    of up to 128 rows (64 for head sizes from 256); a captured step may have more.
 
     Args:
         groups: the layers.
-        multiprocessors: of the GPU.
+        multiprocessors: the number that the GPU has.
         captured_sizes: batch sizes of CUDA graphs.
 
     Raises:
-        PolicyError: less was asked than is needed.
+        PolicyError: the option is less than the layers need.
     """
     needed, asked = 0, []
     for group in groups:
@@ -52,9 +52,9 @@ def workspace_bytes(
 
 
 def captured_bytes(group: PlanGroup, multiprocessors: int, batch_size: int) -> int:
-    """What captured decodes of a batch size need: a graph is planned for parts of every request, split or not.
+    """Bytes for captured decodes of a batch size: a graph has room for parts of every request, split or not.
 
-    As FlashInfer 0.5 and 0.6 count them; 0.7 needs no more.
+    FlashInfer 0.5 and 0.6 count so; 0.7 needs no more.
     """
     grouped = group.num_heads // group.num_kv_heads
     rows = 128 if grouped > 64 and group.head_size < 256 else 64 if grouped > 16 else 16
@@ -63,7 +63,7 @@ def captured_bytes(group: PlanGroup, multiprocessors: int, batch_size: int) -> i
 
 
 def schedule_bytes(group: PlanGroup, template: str) -> int:
-    """The most that a plan's work list takes; FlashInfer's own 8 MiB would be too few for fa3 above 73 heads.
+    """The largest work list of a plan, in bytes; FlashInfer's own 8 MiB is too small for fa3 above 73 heads.
 
     The fa3 planner lists up to 4096 tiles for each query head, of seven int32 each; the others list far fewer.
     """

@@ -1,4 +1,4 @@
-"""What TORCH can do: everything but MLA, sparse attention and multimodal spans."""
+"""The declaration of TORCH: everything except MLA, sparse attention and multimodal spans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["TorchBackend"]
 class TorchBackend(AttentionBackend):
     """Attention in plain PyTorch: any device, any head size, any block size.
 
-    Last in the automatic order: it reads host lengths and gathers pages, so it is not `step_safe`.
+    It is last in the automatic order. It reads host lengths and gathers pages, so it is not `step_safe`.
     """
 
     device_types: ClassVar[Sequence[str]] = ("cpu", "cuda", "rocm", "xpu", "mps")
@@ -57,12 +57,12 @@ class TorchBackend(AttentionBackend):
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
-        """0: any other backend that serves the layer comes first."""
+        """0: every other backend that serves the layer comes first."""
         return 0
 
     @classmethod
     def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
-        """Direct K and V are never stored, so they have no storage dtype of their own."""
+        """Refuse a storage dtype for direct K and V, which are never stored."""
         if spec.direct_kv and spec.resolved_kv_cache_dtype != spec.dtype:
             return f"direct_kv stores nothing, so kv_cache_dtype={spec.kv_cache_dtype!r} cannot be honoured"
         return None

@@ -1,66 +1,33 @@
-"""A step's batch as TORCH reads it: lengths on the host, pages and slots on the device."""
+"""Builds a step's metadata for TORCH: lengths on the host, pages and slots on the device."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import CrossAttentionSpec
-from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
 
-__all__ = ["TorchMetadata", "TorchMetadataBuilder"]
+__all__ = ["TorchMetadataBuilder"]
 
 _Ints = npt.NDArray[np.int64]
 
 
-@dataclasses.dataclass(eq=False)
-class TorchMetadata(AttentionMetadata):
-    """One step for TORCH: R requests in any order, of any query lengths.
-
-    Args:
-        slot_mapping: int64, where the new K and V go.
-        block_table: int32 `[R, max_blocks]` on the device.
-        num_actual_tokens: query rows of the batch.
-        query_starts: host int64 `[R + 1]`.
-        seq_lens: host int64 `[R]`.
-        key_starts: host int64 `[R + 1]` where direct K and V are packed otherwise than the queries.
-        causal: what the batch says; it may only narrow the layer's spec.
-        plans: gather plans of short queries, shared by the layers of the step.
-    """
-
-    slot_mapping: torch.Tensor
-    block_table: torch.Tensor
-    num_actual_tokens: int
-    query_starts: _Ints
-    seq_lens: _Ints
-    key_starts: _Ints | None
-    causal: bool
-    plans: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def query_lens(self) -> _Ints:
-        """New tokens of each request, int64 `[R]`."""
-        return np.diff(self.query_starts)
-
-
 class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
-    """Builds TorchMetadata; batches need no order, so there is no reorder threshold."""
+    """Builds TorchMetadata; it takes batches in any order, without a reorder threshold."""
 
     supports_update_block_table: ClassVar[bool] = True
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> TorchMetadata:
-        """The metadata of one step; lengths the host does not know exactly are copied from the device.
+        """The metadata of one step; lengths unknown to the host are copied from the device.
 
         Raises:
             BatchError: start locations that decrease or pass `num_actual_tokens`, negative lengths.
@@ -71,13 +38,14 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         if query_starts[-1] > common.num_actual_tokens:
             limit = f"must end at or before num_actual_tokens={common.num_actual_tokens}"
             raise BatchError("query_start_loc_cpu", int(query_starts[-1]), limit)
+        keys = common.key_start_loc if common.key_start_loc_cpu is None else common.key_start_loc_cpu
         return TorchMetadata(
             slot_mapping=self._slots(common.slot_mapping, common.num_actual_tokens),
             block_table=common.block_table_tensor[:reqs],
             num_actual_tokens=common.num_actual_tokens,
             query_starts=query_starts,
             seq_lens=_seq_lens(common),
-            key_starts=_key_starts(common),
+            key_starts=None if keys is None else _starts("key_start_loc_cpu", keys, reqs),
             causal=common.causal,
         )
 
@@ -106,11 +74,6 @@ def _starts(name: str, locations: torch.Tensor, reqs: int) -> _Ints:
     if starts[0] < 0 or (np.diff(starts) < 0).any():
         raise BatchError(name, starts.tolist(), "must not decrease")
     return starts
-
-
-def _key_starts(common: CommonAttentionMetadata) -> _Ints | None:
-    locations = common.key_start_loc if common.key_start_loc_cpu is None else common.key_start_loc_cpu
-    return None if locations is None else _starts("key_start_loc_cpu", locations, common.num_reqs)
 
 
 def _seq_lens(common: CommonAttentionMetadata) -> _Ints:

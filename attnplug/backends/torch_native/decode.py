@@ -6,11 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.backends.torch_native.builder import TorchMetadata
 from attnplug.backends.torch_native.gather_plan import Tile, plan_tiles
-from attnplug.backends.torch_native.kv_cache import HeadRows
+from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.backends.torch_native.softmax import Scoring
-from attnplug.backends.torch_native.source import KeySource
+from attnplug.backends.torch_native.source import HeadRows, KeySource
 from attnplug.ops.reach import Reach
 
 __all__ = ["SHORT_QUERY", "attend_short"]
@@ -20,6 +19,7 @@ SHORT_QUERY = 16
 
 _TILE_BYTES_CPU = 1 << 23
 _TILE_BYTES_DEVICE = 1 << 26
+"""Float32 bytes of a tile's keys; on a CPU few enough to stay in its cache."""
 
 
 def attend_short(
@@ -37,16 +37,16 @@ def attend_short(
     Args:
         query: `[T, H, D]`.
         requests: host int64, indices of requests with at least one query.
-        source: where their keys are.
-        metadata: the step; keeps the plan for the step's other layers.
-        reach: which keys a query sees.
-        scoring: how scores become weights.
+        source: their keys.
+        metadata: the step, which keeps the plan for its other layers.
+        reach: the keys that a query sees.
+        scoring: turns scores into weights.
         output: `[T, H, Dv]`, written in the rows of `requests`.
-        output_lse: float32 `[T, H]`, likewise, where given.
+        output_lse: float32 `[T, H]`, written in the same rows; None without.
     """
     gatherer = _Gatherer(source, query.device)
     steps, tokens = (gatherer.k.steps, gatherer.v.steps), gatherer.tile_tokens
-    # Of the step's layers some leave a few of the requests to `attend_pages`, and others do not.
+    # The requests are part of the key, because for some layers `attend_pages` attends a few of them.
     key = (requests.tobytes(), type(source), source.k.shape[1], steps, reach, tokens)
     tiles = metadata.plans.get(key)
     if tiles is None:

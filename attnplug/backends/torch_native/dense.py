@@ -17,7 +17,9 @@ _Ints = npt.NDArray[np.int64]
 
 _SCORES_CPU = 1 << 21
 _SCORES_DEVICE = 1 << 26
+"""Float32 scores of a tile of rows."""
 _FUSED_HEAD_SIZE = 256
+"""The largest heads of torch's fused kernels for GPUs."""
 
 
 def attend_request(
@@ -36,11 +38,11 @@ def attend_request(
         query: `[n, H, D]`.
         key: `[Hkv, m, D]` in the dtype to compute in.
         value: `[Hkv, m, Dv]`.
-        bounds: `[low, high)`, int64 `[n]` each: the keys each row sees; neither ever decreases.
+        bounds: `[low, high)`, int64 `[n]` each, the keys that each row sees; neither decreases.
         offset: the first query's place on the keys' axis.
-        scoring: how scores become weights.
+        scoring: turns scores into weights.
         output: `[n, H, Dv]`, written.
-        output_lse: float32 `[n, H]`, written where given.
+        output_lse: float32 `[n, H]`, written; None without.
     """
     low, high = bounds
     fused = scoring.is_plain and output_lse is None and key.shape[-1] == value.shape[-1]
@@ -68,7 +70,7 @@ def _fused(
 ) -> torch.Tensor:
     rows, heads, size = query.shape
     groups = heads // key.shape[0]
-    # KV heads take the place of the batch, so that grouped queries share keys without copying them.
+    # KV heads are the batch dimension, so that grouped queries share keys without a copy.
     grouped = query.to(key.dtype).view(rows, -1, groups, size).permute(1, 2, 0, 3)
     keys = key[:, None].expand(-1, groups, -1, -1)
     values = value[:, None].expand(-1, groups, -1, -1)
@@ -137,12 +139,8 @@ def _is_square_causal(low: _Ints, high: _Ints) -> bool:
     return bool(low[-1] == low[0]) and np.array_equal(high - low[0], np.arange(1, low.size + 1))
 
 
-def _is_simple(low: _Ints, high: _Ints) -> bool:
-    return bool(low[-1] == low[0]) and (bool(high[-1] == high[0]) or _is_square_causal(low, high))
-
-
 def _fused_tiles(low: _Ints, high: _Ints, key: torch.Tensor) -> Iterator[tuple[int, int]]:
-    # No fused kernel of a GPU takes such heads, and without one whole score matrices are made.
+    # No fused GPU kernel takes larger heads; without one torch makes the whole score matrix, so rows are tiled.
     whole = key.device.type == "cpu" or key.shape[-1] <= _FUSED_HEAD_SIZE
     rows = low.size
     edges = np.flatnonzero(np.diff(low)) + 1
@@ -150,8 +148,11 @@ def _fused_tiles(low: _Ints, high: _Ints, key: torch.Tensor) -> Iterator[tuple[i
         edges = edges[:0]
     for start, stop in zip([0, *edges.tolist()], [*edges.tolist(), rows], strict=True):
         step = stop - start
-        if not (whole and _is_simple(low[start:stop], high[start:stop])):
-            span = int((high[start:stop] - low[start:stop]).max())
+        lows, highs = low[start:stop], high[start:stop]
+        # `low` may change at `edges` only, unless those were dropped.
+        simple = lows[-1] == lows[0] and (highs[-1] == highs[0] or _is_square_causal(lows, highs))
+        if not (whole and simple):
+            span = int((highs - lows).max())
             step = min(max(span // 2, 64), 512)
         for first in range(start, stop, step):
             yield first, min(first + step, stop)

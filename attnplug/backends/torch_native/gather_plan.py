@@ -1,4 +1,4 @@
-"""Which short requests are attended together, and which rows of the cache each tile gathers."""
+"""Plans the tiles of short requests: the requests of each, and the rows of the cache to gather."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.backends.torch_native.builder import TorchMetadata
+from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.backends.torch_native.source import KeySource
 from attnplug.ops.reach import Reach
 
@@ -21,7 +21,7 @@ Steps = tuple[int, int, int]
 """HeadRows.steps."""
 
 _SLACK = 16
-"""Keys that a tile may be padded by, beyond an eighth, before a request starts another tile."""
+"""Keys of padding, beyond an eighth, from which a request starts another tile."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +30,7 @@ class Tile:
 
     Args:
         queries: int64 `[B * q]`, rows of the packed queries.
-        keys: int64 `[B, L]`, HeadRows rows of the keys' first heads; L is 0 where nothing is seen.
+        keys: int64 `[B, L]`, HeadRows rows of the keys' first heads; L is 0 if no key is seen.
         values: the same for the values.
         hidden: bool `[B, q, L]`, True where a key is not seen; None hides nothing.
         query_places: int64 `[B, q]`, places of the queries on the keys' axis.
@@ -56,9 +56,8 @@ def plan_tiles(
 ) -> list[Tile]:
     """Tiles that cover `requests` (indices of requests with queries), of about `tile_tokens` keys.
 
-    Requests of one query length are attended together, longest first, so that padding stays small.
-    A request longer than `tile_tokens` has a tile of its own, gathered in pieces. `steps` are those
-    of the keys and of the values.
+    A tile has requests of one query length, longest first, which keeps padding small. A request longer than
+    `tile_tokens` has a tile of its own, gathered in pieces. `steps` are those of the keys and of the values.
     """
     tiles: list[Tile] = []
     lens = metadata.query_lens[requests]
@@ -100,7 +99,7 @@ class _Group:
     def tiles(
         self, source: KeySource, steps: tuple[Steps, Steps], tile_tokens: int, device: torch.device
     ) -> Iterator[Tile]:
-        """The tiles of one bucket; what they index is computed for the whole bucket at once."""
+        """The tiles of one bucket, whose indices are computed at once."""
         length = int(self.spans[0])
         low, high = self.low - self.first[:, None], self.high - self.first[:, None]
         rows = (self.starts[:, None] + np.arange(low.shape[1])).astype(np.int64)
@@ -133,7 +132,7 @@ class _Group:
 
 
 def _buckets(spans: _Ints) -> Iterator[tuple[int, int]]:
-    """Runs of descending `spans` whose padding is small; spans of 0 stand alone."""
+    """Runs of descending `spans` with little padding; spans of 0 are a run of their own."""
     start = 0
     while start < spans.size:
         longest = int(spans[start])

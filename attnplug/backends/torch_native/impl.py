@@ -1,4 +1,4 @@
-"""Runs a layer on TORCH: writes its pages, and attends short queries together, long ones in turn."""
+"""Runs a layer on TORCH: writes its pages, attends short queries in batches and long ones one by one."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import numpy as np
 import torch
 
 from attnplug.backends.impl import BuiltinImpl
-from attnplug.backends.torch_native.backend import TorchBackend
-from attnplug.backends.torch_native.builder import TorchMetadata
 from attnplug.backends.torch_native.decode import SHORT_QUERY, attend_short
 from attnplug.backends.torch_native.dense import attend_request
+from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.backends.torch_native.page_decode import attend_pages, plan_page_decodes
 from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import KeySource, PackedKeys, PagedKeys
 from attnplug.core.impl import AttentionLayer
-from attnplug.ops.calls import check_keys
+from attnplug.ops.calls import check_cache_given, check_keys, check_queries
 from attnplug.ops.reach import Reach
 from attnplug.ops.storage import storage_dtype
 
@@ -25,7 +24,6 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
     """Attention in plain PyTorch."""
 
     can_return_lse_for_decode = True
-    _backend = TorchBackend
 
     @torch.no_grad()
     def attend(
@@ -43,15 +41,9 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend and write `output`, as AttentionImpl.attend says.
-
-        Raises:
-            BatchError: tensors that do not fit the spec or the batch, an LSE the spec did not
-                declare, a batch that is not causal for a causal layer, an output scale.
-            LayoutError: a cache of another shape or dtype, or one where K and V are given.
-        """
+        """As AttentionImpl.attend; output scales are not supported."""
         scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
-        self._check(query, attn_metadata.num_actual_tokens, output, output_lse, **scales)
+        check_queries(query, output, output_lse, attn_metadata.num_actual_tokens, self.spec, **scales)
         reach = Reach.of(self.spec, attn_metadata.causal)
         source = self._source(key, value, kv_cache, attn_metadata)
         given = self._given(key, value, attn_metadata) if isinstance(source, PagedKeys) else None
@@ -103,7 +95,7 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         )
 
     def _computed(self, stored: torch.dtype) -> torch.dtype:
-        """What to multiply in: fp8 widens exactly to the layer's dtype, another float to float32."""
+        """The dtype to multiply in: fp8 widens exactly to the layer's dtype, other floats to float32."""
         return self._dtype if stored == self._dtype or stored.itemsize == 1 else torch.float32
 
     def _source(
@@ -114,7 +106,7 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         metadata: TorchMetadata,
     ) -> KeySource:
         spec = self.spec
-        self._check_pages(kv_cache)
+        check_cache_given(kv_cache, self.spec)
         if kv_cache is not None:
             k, v = self._pages(kv_cache)
             return PagedKeys(k, v, metadata.block_table, metadata.seq_lens)
@@ -125,7 +117,7 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
     def _given(
         self, key: torch.Tensor | None, value: torch.Tensor | None, metadata: TorchMetadata
     ) -> PackedKeys | None:
-        """The new tokens' keys, where requests without computed tokens may attend them."""
+        """The new tokens' keys, if requests without computed tokens may attend them."""
         spec = self.spec
         own = self._attends_own_keys
         if key is None or value is None or not own or storage_dtype(spec) != self._dtype:

@@ -1,4 +1,4 @@
-"""One new token over a few hundred keys on a CPU: whole pages are gathered into a buffer its cache holds."""
+"""One new token over a few hundred keys on a CPU: gathers whole pages into a buffer that fits the CPU's cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnplug.backends.torch_native.builder import TorchMetadata
+from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import KeySource, PagedKeys
 from attnplug.ops.reach import Reach
@@ -19,14 +19,14 @@ from attnplug.ops.reach import Reach
 __all__ = ["PageDecodes", "attend_pages", "plan_page_decodes"]
 
 _MIN_BYTES = 1 << 17
-"""K and V of a request below which its share of a tile costs less than calls of its own."""
+"""Bytes of a request's K and V below which a share of a tile costs less than calls of its own."""
 _MAX_BYTES = 1 << 22
-"""What the buffer may hold: more would leave the cache between the gather and its use."""
+"""Largest buffer: more bytes would leave the cache between the gather and their use."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _PageRows:
-    """A cache as rows of one page each: that of block b is `b * step` for keys, `b * step + value` for values."""
+    """A cache as rows of one page each: block b is row `b * step` for keys, `b * step + value` for values."""
 
     block_size: int
     heads: int
@@ -37,7 +37,7 @@ class _PageRows:
 
     @classmethod
     def of(cls, source: PagedKeys) -> _PageRows | None:
-        """None where K and V are not alike, or a page is not one run of memory with heads innermost."""
+        """None if K and V differ in shape or strides, or a page is not contiguous with heads innermost."""
         k, v = source.k, source.v
         if k.shape != v.shape or k.stride() != v.stride() or not k[0].is_contiguous():
             return None
@@ -61,8 +61,8 @@ class PageDecodes:
     Args:
         chosen: bool `[R]`.
         queries: int64, their rows of the packed queries.
-        pages: how the cache is read.
-        parts: of each: rows of its pages, where in the buffer they go, and its keys and values there.
+        pages: the view of the cache.
+        parts: per request: rows of its pages, their place in the buffer, and its keys and values there.
     """
 
     chosen: npt.NDArray[np.bool_]
@@ -74,7 +74,7 @@ class PageDecodes:
 def plan_page_decodes(
     query: torch.Tensor, source: KeySource, metadata: TorchMetadata, reach: Reach, scoring: Scoring
 ) -> PageDecodes | None:
-    """The requests to give to `attend_pages`; None where it cannot attend this layer, or none of them gains.
+    """The requests for `attend_pages`; None if it cannot attend this layer, or no request would gain.
 
     It attends a plain softmax of scaled scores over a cache of the queries' own dtype.
     """
@@ -95,7 +95,7 @@ def attend_pages(
 ) -> None:
     """Attend the queries `[T, H, D]` of the plan's requests, and write their rows of `output [T, H, D]`."""
     rows = plan.pages.view(source.k)
-    # All heads of a group see the same keys: as queries of one head they read them once.
+    # Heads of a group become queries of one head, which reads their keys once.
     queries = query[plan.queries].view(len(plan.parts), 1, plan.pages.heads, -1, plan.pages.head_size)
     attended = []
     for one, (index, place, keys, values) in zip(queries.unbind(), plan.parts, strict=True):

@@ -12,14 +12,14 @@ __all__ = ["Scoring"]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Scoring:
-    """How one layer turns scores into weights.
+    """The scale, cap, slopes and sinks of one layer's softmax.
 
     Args:
         scale: softmax scale times the scale of stored keys.
         value_scale: scale of stored values.
         soft_cap: c of `c * tanh(logits / c)`.
         slopes: ALiBi, float32 `[Hkv, G]`.
-        sinks: float32 `[Hkv, G]`; None where they are not used.
+        sinks: float32 `[Hkv, G]`; None if not used.
     """
 
     scale: float
@@ -30,7 +30,7 @@ class Scoring:
 
     @property
     def is_plain(self) -> bool:
-        """Whether scale, mask and softmax are all there is, as in scaled_dot_product_attention."""
+        """Whether scaled_dot_product_attention can compute it: scale, mask and softmax only."""
         return self.soft_cap is None and self.slopes is None and self.sinks is None
 
     def shape(self, scores: torch.Tensor, distance: torch.Tensor | None, hidden: torch.Tensor | None) -> None:
@@ -51,7 +51,7 @@ class Scoring:
     def normalise(
         self, scores: torch.Tensor, wants_lse: bool, may_be_empty: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weights `[B, Hkv, G, q, L]`, and the log-sum-exp `[B, Hkv, G, q]` where it is wanted.
+        """Weights `[B, Hkv, G, q, L]`, and the log-sum-exp `[B, Hkv, G, q]` if wanted.
 
         Overwrites `scores`. A row that sees nothing has weights 0, and an LSE of -inf or its sink.
         """

@@ -1,4 +1,4 @@
-"""What TRITON can do: everything that TORCH does but odd page sizes and storage types, on GPUs."""
+"""The declaration of TRITON: all of TORCH on GPUs, except odd page sizes and storage types."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["TritonBackend"]
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 _MAX_GROUP = 128
-"""Query heads of one KV head: they stand in one tile of the kernels."""
+"""Query heads of one KV head: one tile of the kernels has them all."""
 
 
 class TritonBackend(AttentionBackend):
     """Paged attention in Triton: decode, prefill and mixed batches, without any vendor library.
 
-    Runs on a CPU too where TRITON_INTERPRET=1 is set before triton is imported: slow, for tests.
+    For tests it runs on a CPU too, slowly, if TRITON_INTERPRET=1 is set before triton is imported.
     """
 
     requires: ClassVar[Sequence[str | tuple[str, ...]]] = ("triton>=3.4",)
@@ -62,9 +62,9 @@ class TritonBackend(AttentionBackend):
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
         """As measured on compute capability 9.x: prefill 210, decode 245, both 228; else 100, and on a CPU 0.
 
-        There its decodes take 0.97 of FlashInfer's time, its prefills 1.14 of FlashInfer's and 0.69 of
-        FlashAttention 2's (geometric means of `benchmarks/results/attention-*h200.json`). Elsewhere it comes
-        after the vendors' kernels and before TORCH, and interpreted on a CPU not before that.
+        Decodes take 0.97 of FlashInfer's time there. Prefills take 1.14 of FlashInfer's time and 0.69 of
+        FlashAttention 2's (geometric means of `benchmarks/results/attention-*h200.json`). On other GPUs it comes
+        after the vendors' kernels and before TORCH; interpreted on a CPU it comes after TORCH.
         """
         if device.type == "cpu":
             return 0
@@ -81,17 +81,17 @@ class TritonBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(
         cls, spec: LayerSpec | None = None, device: Device | None = None
     ) -> Sequence[int | MultipleOf]:
-        """Any: a tile of keys looks up the page of each key."""
+        """Any: each key of a tile has its own page look-up."""
         return (MultipleOf(1),)
 
     @classmethod
     def supports_compute_capability(cls, capability: tuple[int, int]) -> bool:
-        """8.0 and above, which Triton's matrix products need for bfloat16."""
+        """8.0 and above: Triton's bfloat16 matrix products need it."""
         return capability >= (8, 0)
 
     @classmethod
     def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
-        """What the kernels' tiles cannot hold, and storage that nothing would use."""
+        """Refuse groups larger than a tile, storage that nothing uses, and fp8 that the GPU lacks."""
         if spec.direct_kv and spec.resolved_kv_cache_dtype != spec.dtype:
             return f"direct_kv stores nothing, so kv_cache_dtype={spec.kv_cache_dtype!r} cannot be honoured"
         if spec.num_heads // spec.num_kv_heads > _MAX_GROUP:
@@ -105,7 +105,7 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def compile_key(cls, spec: LayerSpec) -> Hashable | None:
-        """Sizes, dtypes and features are compiled in; windows, caps and lengths are not."""
+        """The compiled-in values: sizes, dtypes and features; windows, caps and lengths are not."""
         if _INTERPRETED:
             return None
         return (
@@ -120,7 +120,7 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def watch_compiling(cls) -> AbstractContextManager[list[str]]:
-        """Names attnplug's kernels, with the sizes that they are compiled for."""
+        """Inside, the list grows by attnplug's kernels and the sizes that they are compiled for."""
         from attnplug.ops.triton.compiling import watch_compiling
 
         return watch_compiling()

@@ -1,4 +1,4 @@
-"""The kernels of one layer with what stays the same from step to step bound: made once, and launched often."""
+"""The kernels of one layer, with all arguments bound that stay the same from step to step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from attnplug.backends.triton.launch import (
     PrefillLaunch,
     decode_launch,
     gpu_of,
+    limit_switches,
     merging,
     partial_sums,
     prefill_launch,
     tile_side,
 )
-from attnplug.backends.triton.reach import switches
 from attnplug.backends.triton.workspace import SplitPlan
 from attnplug.core.impl import LayerTensors
 from attnplug.core.spec import LayerSpec
@@ -36,24 +36,24 @@ _PREFILL: Any = prefill_kernel
 
 
 class Prefill(NamedTuple):
-    """What the longer requests of a step are launched with."""
+    """The prefill kernel for the longer requests of a step."""
 
     kernel: BoundKernel
     tokens: int
-    """Queries of a tile."""
+    """Queries per tile."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Decode:
-    """What the decodes of a step are launched with, while there are as many and as long.
+    """The decode kernels for one number and length of decodes.
 
     Args:
-        kernel: given queries, K, V, outputs, LSE, items, lengths, pages, sinks, slopes and partial results.
-        merge: given partial results, outputs, LSE, items and spans; None where `kernel` merges.
+        kernel: takes queries, K, V, outputs, LSE, items, lengths, pages, sinks, slopes and partial results.
+        merge: takes partial results, outputs, LSE, items and spans; None if `kernel` merges.
         grid: of `kernel`.
         merge_grid: of `merge`.
-        plan: how their keys are split.
-        sizes: what `Workspace.partials` is asked for.
+        plan: the split of the keys.
+        sizes: the arguments of `Workspace.partials`.
     """
 
     kernel: BoundKernel
@@ -65,14 +65,14 @@ class Decode:
 
 
 class BoundLayer:
-    """A layer in calls whose tensors have the same strides.
+    """A layer, for calls whose tensors have the same strides.
 
     Args:
         spec: the layer.
-        tensors: its sinks and slopes; without sinks where those are not used.
-        reach: which keys a query sees.
-        query: `[T, H, D]`, of elements that lie together.
-        output: `[T, H, Dv]`, likewise.
+        tensors: its sinks and slopes; without sinks if the calls do not use them.
+        reach: the keys that a query sees.
+        query: `[T, H, D]`, with a last stride of 1.
+        output: `[T, H, Dv]`, with a last stride of 1.
         output_lse: `[T, H]`, or None.
         scales: of stored keys and values.
     """
@@ -116,7 +116,7 @@ class BoundLayer:
             "HAS_ALIBI": tensors.alibi_slopes is not None,
             "HAS_LSE": output_lse is not None,
             "COMPUTE": _computed(spec, query.device),
-            **switches(reach),
+            **limit_switches(reach),
         }
         self._decode_key: object = None
         self._prefill_key: object = None
@@ -124,7 +124,7 @@ class BoundLayer:
         self._prefill: Prefill
 
     def decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:
-        """For `reqs` decodes of at most `longest` queries."""
+        """The kernels for `reqs` decodes of at most `longest` queries."""
         key = pages.form, stride_table, reqs, longest
         if key != self._decode_key:
             self._decode = self._bind_decode(pages, stride_table, reqs, longest)
@@ -132,7 +132,7 @@ class BoundLayer:
         return self._decode
 
     def prefill(self, k: torch.Tensor, v: torch.Tensor, stride_table: int, longest: int) -> Prefill:
-        """For requests of at most `longest` queries over pages; over keys and values given where they have three dimensions."""
+        """The kernel for requests of at most `longest` queries; 3-dimensional `k` and `v` are given keys, not pages."""
         paged = k.dim() == 4
         launch = prefill_launch(self._widest, self._itemsize, longest * self._group, self._gpu)
         key = k.stride(), v.stride(), k.shape[1] if paged else 1, stride_table, launch
@@ -207,7 +207,7 @@ class BoundLayer:
 
 
 def _strides(k: tuple[int, ...], v: tuple[int, ...]) -> dict[str, int]:
-    """Those of pages `[blocks, block_size, Hkv, D]`, or of keys and values `[T, Hkv, D]`, which are one page."""
+    """Strides of pages `[blocks, block_size, Hkv, D]`, or of keys and values `[T, Hkv, D]` as one page."""
     (kb, kt, kh, _), (vb, vt, vh, _) = (each if len(each) == 4 else (0, *each) for each in (k, v))
     return {
         "stride_kb": kb,
@@ -221,7 +221,7 @@ def _strides(k: tuple[int, ...], v: tuple[int, ...]) -> dict[str, int]:
 
 
 def _paired(v: torch.Tensor) -> dict[str, Any]:
-    """Whether decodes read values of 8 bits two by two, and the strides of pairs: where all places are even."""
+    """Whether decodes read 8-bit values in pairs, which needs even addresses and strides; the strides of pairs."""
     if v.dtype.itemsize > 1 or v.data_ptr() % 2 or any(stride % 2 for stride in v.stride()[:3]):
         return {"PAIRS": False, "PTX": False}
     nvidia = v.is_cuda and torch.version.hip is None
@@ -237,10 +237,10 @@ def _paired(v: torch.Tensor) -> dict[str, Any]:
 
 
 def _computed(spec: LayerSpec, device: torch.device) -> Any:
-    """What queries, keys and values are multiplied in, where it is not their own type."""
+    """The type that the kernels multiply in; None for the type of the queries."""
     if spec.dtype != "bfloat16":
         return None
     if device.type == "cpu":
-        return tl.float32  # the interpreter multiplies bfloat16 as if it were integers
-    # float16 holds every 8-bit float, and GPUs convert to nothing else as fast.
+        return tl.float32  # the interpreter multiplies bfloat16 as integers
+    # float16 represents every 8-bit float, and GPUs convert to it fastest.
     return tl.float16 if spec.has_quantized_kv_cache else None

@@ -1,4 +1,4 @@
-"""A step's batch as TRITON reads it: tensors of the batch, where its decodes end, and how they are split."""
+"""Builds a step's metadata for TRITON: the batch's tensors, and where its decodes end."""
 
 from __future__ import annotations
 
@@ -10,69 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.workspace import Workspace
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
-from attnplug.core.metadata import (
-    AttentionCGSupport,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
-)
+from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
-__all__ = ["TritonMetadata", "TritonMetadataBuilder"]
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class TritonMetadata(AttentionMetadata):
-    """One step for TRITON: `num_decodes` requests of few queries in front, then any others.
-
-    Args:
-        slot_mapping: int64, where the new K and V go.
-        block_table: int32 `[R, max_blocks]`.
-        query_start_loc: int32 `[R + 1]` on the device.
-        seq_lens: int32 `[R]` on the device.
-        key_start_loc: int32 `[R + 1]` on the device, with direct KV.
-        num_reqs: R.
-        num_actual_tokens: query rows of the batch.
-        num_decodes: requests that the decode kernel attends.
-        num_decode_tokens: their queries.
-        max_decode_len: queries of the longest of them.
-        max_query_len: queries of the longest of the others.
-        starts_anew: whether none of the others has computed tokens, as far as the host knows.
-        causal: what the batch says; it may only narrow the layer's spec.
-        workspace: buffers and split plans, shared by the builder's steps.
-        step: its number in the workspace.
-        others: starts, lengths, pages and starts of keys of the requests after the decodes.
-    """
-
-    slot_mapping: torch.Tensor
-    block_table: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    key_start_loc: torch.Tensor
-    num_reqs: int
-    num_actual_tokens: int
-    num_decodes: int
-    num_decode_tokens: int
-    max_decode_len: int
-    max_query_len: int
-    starts_anew: bool
-    causal: bool
-    workspace: Workspace
-    step: int = 0
-    others: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        first = self.num_decodes if self.num_decodes < self.num_reqs else 0
-        starts, lens, pages, keys = self.query_start_loc, self.seq_lens, self.block_table, self.key_start_loc
-        # Cut once for all layers.
-        self.others = (
-            (starts[first:], lens[first:], pages[first:], keys[first:])
-            if first
-            else (starts, lens, pages, keys)
-        )
+__all__ = ["TritonMetadataBuilder"]
 
 
 class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
@@ -93,12 +38,9 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         self._workspace = Workspace(config.max_num_seqs, device)
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> TritonMetadata:
-        """The metadata of one step; host lengths are not asked for.
+        """The metadata of one step; it needs no host lengths.
 
         Raises:
             BatchError: start locations that decrease or pass `num_actual_tokens`.
@@ -113,6 +55,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         decodes, max_decode_len, max_query_len = _decodes(lens, self.reorder_batch_threshold or 1)
         if common.key_start_loc is not None:
             decodes, max_decode_len, max_query_len = 0, 0, max(max_decode_len, max_query_len)
+        known = common.seq_lens_host if common.seq_lens_host_exact and decodes < reqs else None
+        all_new = known is not None and bool((known[decodes:reqs] == lens[decodes:]).all())
         metadata = TritonMetadata(
             slot_mapping=common.slot_mapping
             if isinstance(self.kv_cache_spec, CrossAttentionSpec)
@@ -127,7 +71,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             num_decode_tokens=int(starts[decodes]),
             max_decode_len=max_decode_len,
             max_query_len=max_query_len,
-            starts_anew=decodes < reqs and _starts_anew(common, lens, decodes),
+            all_new=all_new,
             causal=common.causal,
             workspace=self._workspace,
         )
@@ -144,14 +88,9 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
 
 def _decodes(lens: npt.NDArray[np.int32], threshold: int) -> tuple[int, int, int]:
-    """How many requests in front have at most `threshold` queries; the most of theirs, and of the others'."""
+    """The number of requests in front with at most `threshold` queries, and the longest query of both parts."""
     longest = int(lens.max(initial=0))
     if longest <= threshold:
         return lens.size, longest, 0
     decodes = int((lens > threshold).argmax())
     return decodes, int(lens[:decodes].max(initial=0)), int(lens[decodes:].max())
-
-
-def _starts_anew(common: CommonAttentionMetadata, lens: npt.NDArray[np.int32], decodes: int) -> bool:
-    known = common.seq_lens_host if common.seq_lens_host_exact else None
-    return known is not None and bool((known[decodes : common.num_reqs] == lens[decodes:]).all())

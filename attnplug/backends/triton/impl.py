@@ -1,4 +1,4 @@
-"""Runs a layer on TRITON: writes its pages, then decodes and whatever is longer, a kernel each."""
+"""Runs a layer on TRITON: writes its pages, then runs a kernel for decodes and one for longer requests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any, TypeAlias
 import torch
 
 from attnplug.backends.impl import BuiltinImpl, Pages
-from attnplug.backends.triton.backend import TritonBackend
 from attnplug.backends.triton.bindings import BoundLayer
-from attnplug.backends.triton.builder import TritonMetadata
+from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
-from attnplug.ops.calls import check_keys, refuse_output_scales
+from attnplug.ops.calls import check_cache_given, check_keys, check_queries, refuse_output_scales
 from attnplug.ops.reach import Reach
 from attnplug.ops.triton.kv_write import BoundWrite
 from attnplug.ops.triton.launch import on_device_of
@@ -21,21 +20,19 @@ from attnplug.ops.triton.launch import on_device_of
 __all__ = ["TritonImpl"]
 
 _Call: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Queries, outputs, LSE, sinks and slopes; a pointer that is not used stands for one that is."""
+"""Queries, outputs, LSE, sinks and slopes; the queries fill in for a tensor that the kernels do not use."""
 
 _MOST_FORMS = 8
-"""Kinds of calls that a layer remembers: with sinks and without, with an LSE, with other strides."""
+"""Kinds of calls that a layer keeps bound: with and without sinks, with an LSE, with other strides."""
 
 
 class TritonImpl(BuiltinImpl[TritonMetadata]):
     """Attention in two Triton kernels.
 
-    Shapes, strides and types of a call's tensors are looked up first: what was checked and bound for them once
-    is not again.
+    Tensors are checked and bound once for each combination of shapes, strides and types.
     """
 
     can_return_lse_for_decode = True
-    _backend = TritonBackend
     _bind_write = BoundWrite
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -57,18 +54,12 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend and write `output`, as AttentionImpl.attend says.
-
-        Raises:
-            BatchError: tensors that do not fit the spec or the batch, an LSE the spec did not
-                declare, a batch that is not causal for a causal layer, an output scale.
-            LayoutError: a cache of another shape or dtype, or one where K and V are given.
-        """
+        """As AttentionImpl.attend; output scales are not supported."""
         meta, tensors = attn_metadata, self.tensors
         if output_scale is not None or output_block_scale is not None:
             refuse_output_scales(output_scale=output_scale, output_block_scale=output_block_scale)
         if query.stride()[2:] != (1,):
-            self._check(query, meta.num_actual_tokens, output, output_lse)
+            check_queries(query, output, output_lse, meta.num_actual_tokens, self.spec)
             query = query.contiguous()
         scales = self._scales(layer, query.dtype if kv_cache is None else kv_cache.dtype)
         bound = self._bound_for(query, output, output_lse, use_sinks, meta, scales)
@@ -77,7 +68,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         slopes = query if tensors.alibi_slopes is None else tensors.alibi_slopes
         call = query, output, lse, sinks, slopes
         if kv_cache is None or self.spec.direct_kv:
-            self._check_pages(kv_cache)
+            check_cache_given(kv_cache, self.spec)
         with on_device_of(query):
             if kv_cache is None:
                 self._attend_given(bound, meta, call, key, value)
@@ -101,8 +92,8 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         key: torch.Tensor | None,
         value: torch.Tensor | None,
     ) -> None:
-        """Attend the keys and values of the call, which are all that there are."""
-        # How many they must be is known on the device alone, unless they stand as the queries.
+        """Attend the keys and values of the call, without any pages."""
+        # Only the device knows their number, unless they start where the queries do.
         rows = meta.num_actual_tokens if meta.key_start_loc is meta.query_start_loc else 0
         key, value = check_keys(key, value, rows, self.spec)
         k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (key, value))
@@ -114,8 +105,8 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
     def _given(
         self, key: torch.Tensor | None, value: torch.Tensor | None, meta: TritonMetadata
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The new tokens' keys and values, where they are all that the longer requests attend."""
-        if key is None or value is None or not meta.starts_anew:
+        """The new tokens' keys and values, if the longer requests attend no others; faster than their pages."""
+        if key is None or value is None or not meta.all_new:
             return None
         if self.spec.has_quantized_kv_cache or not self._attends_own_keys:
             return None
@@ -131,7 +122,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         meta: TritonMetadata,
         scales: tuple[float, float],
     ) -> BoundLayer:
-        """What was bound for calls like this; else checks the tensors, and binds."""
+        """The layer bound for calls like this; the first such call is checked."""
         tokens, asked, written = meta.num_actual_tokens, query.shape, output.shape
         form: tuple[object, ...] = (meta.causal, use_sinks, scales, query.device)
         form += (asked[1:], query.stride(), query.dtype, written[1:], output.stride(), output.dtype)
@@ -142,9 +133,9 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         bound = self._bound.get(form)
         if bound is not None and asked[0] >= tokens <= written[0] and least >= tokens:
             return bound
-        self._check(query, tokens, output, output_lse)
+        check_queries(query, output, output_lse, tokens, self.spec)
         if output.stride(2) != 1:
-            limit = "must be 1: a head's elements lie together"
+            limit = "must be 1: a head's elements are contiguous"
             raise BatchError("output.stride(2)", output.stride(2), limit)
         reach = Reach.of(self.spec, meta.causal)
         tensors = self.tensors if use_sinks else dataclasses.replace(self.tensors, sinks=None)
@@ -175,7 +166,7 @@ def _prefill(
     part: tuple[int, int],
     longest: int,
 ) -> None:
-    """Attend `part`, given as its first token and number of requests; `longest` is its longest query."""
+    """Attend `part`, a first token and a number of requests; `longest` is its longest query."""
     query, output, lse, sinks, slopes = call
     first_token, reqs = part
     prefill = bound.prefill(*keys, meta.block_table.stride(0), longest)

@@ -1,19 +1,16 @@
-"""What a builder's steps share on the device: split plans and partial results, allocated once."""
+"""Device buffers that a builder's steps share: split plans and partial results, allocated once."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from attnplug.backends.triton.kernels.splits import FIELDS, plan_splits_kernel
-from attnplug.backends.triton.launch import tile_side
-from attnplug.backends.triton.reach import switches
+from attnplug.backends.triton.launch import limit_switches, tile_side
+from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.ops.reach import Reach
 from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
-
-if TYPE_CHECKING:
-    from attnplug.backends.triton.builder import TritonMetadata
 
 __all__ = ["SplitPlan", "Workspace"]
 
@@ -21,7 +18,7 @@ _PLAN_SPLITS: Any = plan_splits_kernel
 
 
 class SplitPlan(NamedTuple):
-    """How decodes of a reach are split: about `target` items of at least `min_keys` keys, whole tiles."""
+    """A split of decodes into about `target` items of at least `min_keys` keys, in whole tiles."""
 
     left: int
     right: int
@@ -32,7 +29,7 @@ class SplitPlan(NamedTuple):
 
 
 class _Splits:
-    """One plan's buffers, and the kernel that fills them."""
+    """The buffers of one plan, and the kernel that fills them."""
 
     __slots__ = ("items", "plan", "spans", "step")
 
@@ -40,14 +37,14 @@ class _Splits:
         self.items = torch.zeros(reqs + plan.target, int(FIELDS), dtype=torch.int32, device=device)
         self.spans = torch.zeros(reqs, 2, dtype=torch.int32, device=device)
         self.step = -1
-        # One width for all batches: one kernel serves them.
+        # One width for all batches, so that the kernel compiles once.
         reach = Reach(plan.left, plan.right, plan.chunk)
         sizes = {"REQS": tile_side(reqs + 1), "TILE": plan.tile}
-        self.plan = BoundKernel(_PLAN_SPLITS, 5, {**plan._asdict(), **switches(reach), **sizes})
+        self.plan = BoundKernel(_PLAN_SPLITS, 5, {**plan._asdict(), **limit_switches(reach), **sizes})
 
 
 class Workspace:
-    """Buffers of one builder, sized for `max_num_seqs` requests; larger batches make them grow."""
+    """The buffers of one builder, for `max_num_seqs` requests; they grow with larger batches."""
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._reqs = max_num_seqs
@@ -60,12 +57,12 @@ class Workspace:
         self._arrived = torch.empty(0, dtype=torch.int32, device=device)
         self._buffers: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._outgrown: list[torch.Tensor] = []
-        """Kept: a graph captured before the batches grew still writes there."""
+        """Kept alive: graphs captured before the batches grew still write there."""
 
     def begin_step(self, metadata: TritonMetadata) -> None:
-        """Number the step, and make the plans that layers asked for in steps of as many decodes, as long.
+        """Number the step, and make the plans that layers used in steps of equally many and long decodes.
 
-        A captured graph has always as many: what it reads is planned here, outside of it.
+        A captured graph always has such a step, so its plans are made here, outside of the graph.
         """
         self._steps += 1
         metadata.step = self._steps
@@ -73,13 +70,13 @@ class Workspace:
             self._make(splits, metadata)
 
     def items(self, plan: SplitPlan, metadata: TritonMetadata) -> tuple[torch.Tensor, torch.Tensor]:
-        """The items of the step's decodes, int32 `[most, FIELDS]`, idle ones marked, and those of each request.
+        """The items of the step's decodes, int32 `[most, FIELDS]` with idle ones marked, and the spans.
 
-        The latter are int32 `[reqs, 2]`, the first and how many. Both are the same memory
-        in all steps of as many decodes.
+        Spans are int32 `[reqs, 2]`: each request's first item and their number. Steps of as many decodes get
+        the same memory.
         """
         decodes = metadata.num_decodes
-        # More requests than there ever should be have buffers of their own: graphs may read the others.
+        # Batches past max_num_seqs have buffers of their own, because graphs may read the others.
         reqs = self._reqs if decodes <= self._reqs else power_of_two(decodes)
         splits = self._splits.get((plan, reqs))
         if splits is None:
@@ -102,7 +99,7 @@ class Workspace:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Flat buffers for partial outputs and LSEs (float32), and counters that are 0 between launches.
 
-        They hold those of as many requests as there ever are, in `target` items more.
+        They have room for max_num_seqs requests and `target` more items.
         """
         sizes = target, reqs, kv_heads, rows, row_blocks, head_size_v
         buffers = self._buffers.get(sizes)
@@ -114,7 +111,7 @@ class Workspace:
         return buffers
 
     def _grow(self, *least: int) -> None:
-        """Make each of the buffers for partial results at least so large."""
+        """Grow the buffers for partial results to these sizes."""
         held = self._partials, self._partial_lses, self._arrived
         made = [
             old if old.numel() >= size else torch.zeros(size, dtype=old.dtype, device=self._device)

@@ -1,4 +1,4 @@
-"""A step cut in two: decodes in front for one builder, the rest for the other."""
+"""Builds a composite's step: decodes in front with one builder, the rest with the other."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from attnplug.core.composite.cut import Cut, cut_step
+from attnplug.core.composite.metadata import CompositeMetadata
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
@@ -24,38 +25,15 @@ from attnplug.core.spec import Phase
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
 
-__all__ = ["CompositeMetadata", "CompositeMetadataBuilder", "composite_builder"]
+__all__ = ["CompositeMetadataBuilder", "composite_builder"]
 
 _Needs = Literal["none", "upper_bound", "exact"]
-_FORMS: tuple[_Needs, ...] = ("none", "upper_bound", "exact")
-"""Of host lengths, what says more comes later."""
-
-
-@dataclasses.dataclass(eq=False)
-class CompositeMetadata(AttentionMetadata):
-    """One step for two backends: `num_decodes` requests in front, then the others.
-
-    Args:
-        slot_mapping: int64, where the new K and V of the whole step go.
-        num_reqs: requests of the step.
-        num_actual_tokens: query rows of the step.
-        num_decodes: requests of the first half.
-        num_decode_tokens: their query rows.
-        decode: what the decoding builder made of the first half; None where that is empty.
-        prefill: what the other made of the rest; None where that is empty.
-    """
-
-    slot_mapping: torch.Tensor
-    num_reqs: int
-    num_actual_tokens: int
-    num_decodes: int
-    num_decode_tokens: int
-    decode: AttentionMetadata | None
-    prefill: AttentionMetadata | None
+_BY_PRECISION: tuple[_Needs, ...] = ("none", "upper_bound", "exact")
+"""Forms of host lengths, the most precise last."""
 
 
 class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
-    """Builds each half with its own builder; a half without requests is not built."""
+    """Builds each part with its own builder; a part without requests is not built."""
 
     prefill_backend: ClassVar[type[AttentionBackend]]
     decode_backend: ClassVar[type[AttentionBackend]]
@@ -75,16 +53,13 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
                 dataclasses.replace(config, layers=_MemberLayers(config.layers, phase)),
                 device,
             )
-            for phase, backend in (
-                (Phase.DECODE, self.decode_backend),
-                (Phase.PREFILL, self.prefill_backend),
-            )
+            for phase, backend in ((Phase.DECODE, self.decode_backend), (Phase.PREFILL, self.prefill_backend))
         )
         self._is_cross = isinstance(kv_cache_spec, CrossAttentionSpec)
         self.reorder_batch_threshold = self._threshold()
 
     def _threshold(self) -> int:
-        """The decoding builder's; where it takes any order, or captures speculative decodes, as much as one of these."""
+        """The decoding builder's threshold; long enough for speculative decodes if it can run or capture them."""
         own = self.decode.reorder_batch_threshold
         level = self.decode.get_cudagraph_support(self.config, self.kv_cache_spec)
         takes_any = Phase.PREFILL in map(str, self.decode_backend.supported_phases)
@@ -95,34 +70,31 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, config: BuilderConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
-        """The decoding builder's, for batches of one length: where a mixed step is cut is not in the graph."""
+        """The decoding builder's, at most uniform batches: a graph cannot replay the cut of a mixed step."""
         builder = cls.decode_backend.get_builder_cls()
         return _capped(builder.get_cudagraph_support(config, kv_cache_spec))
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CompositeMetadata:
         """The metadata of one step.
 
         Raises:
-            BatchError: start locations that decrease or pass `num_actual_tokens`; what a member refuses.
+            BatchError: start locations that decrease or pass `num_actual_tokens`, or a member's refusal.
         """
         common, cut = common_attn_metadata, self._cut(common_attn_metadata)
-        return self._made(
-            common,
-            cut,
-            None if cut.decode is None else self.decode.build(common_prefix_len, cut.decode, fast_build),
-            None if cut.prefill is None else self.prefill.build(common_prefix_len, cut.prefill, fast_build),
-        )
+        decode = prefill = None
+        if cut.decode is not None:
+            decode = self.decode.build(common_prefix_len, cut.decode, fast_build)
+        if cut.prefill is not None:
+            prefill = self.prefill.build(common_prefix_len, cut.prefill, fast_build)
+        return self._made(common, cut, decode, prefill)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> CompositeMetadata:
-        """The metadata of a step that is captured: one half has all of it.
+        """The metadata of a step to capture, which must be all decodes or all prefills.
 
         Raises:
-            BatchError: requests of both halves, or longer ones where the prefilling builder captures none.
+            BatchError: requests of both kinds, or prefills that the prefilling builder cannot capture.
         """
         common, cut = common_attn_metadata, self._cut(common_attn_metadata)
         if cut.prefill is None:
@@ -139,7 +111,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> CompositeMetadata:
-        """The metadata of a draft step, each half as its builder makes one."""
+        """The metadata of a draft step, each part from its builder."""
         common, cut = common_attn_metadata, self._cut(common_attn_metadata)
         return self._made(
             common,
@@ -151,7 +123,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
     def update_block_table(
         self, metadata: CompositeMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> CompositeMetadata:
-        """`metadata` with another KV group's table and slots, each half with its rows of them."""
+        """`metadata` with another KV group's table and slots, each part with its rows."""
         if not self.supports_update_block_table:
             return super().update_block_table(metadata, blk_table, slot_mapping)
         reqs, tokens = metadata.num_decodes, metadata.num_decode_tokens
@@ -185,7 +157,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
 
 
 class _MemberLayers(Mapping[str, Any]):
-    """The engine's layers as one member's builder is to see them: with that member's impls."""
+    """The engine's layers, with one member's impls, for that member's builder."""
 
     def __init__(self, layers: Mapping[str, Any], phase: Phase) -> None:
         self._layers, self._phase = layers, phase
@@ -201,12 +173,12 @@ class _MemberLayers(Mapping[str, Any]):
 
 
 class _MemberLayer:
-    """A layer whose impl is one member's; all else is the layer's own."""
+    """A layer with one member's impl; all other attributes are the layer's own."""
 
     def __init__(self, layer: Any, phase: Phase) -> None:
         self._layer = layer
         impl = layer.impl
-        # Layers of other backends are in the mapping too.
+        # The mapping has layers of other backends too.
         members = getattr(impl, "members", None)
         self.impl = impl if members is None else members[phase]
 
@@ -220,7 +192,7 @@ def composite_builder(
 ) -> type[CompositeMetadataBuilder]:
     """The builder class of two backends; the same each time."""
     builders = decode.get_builder_cls(), prefill.get_builder_cls()
-    needs = max((builder.needs_host_seq_lens for builder in builders), key=_FORMS.index)
+    needs = max((builder.needs_host_seq_lens for builder in builders), key=_BY_PRECISION.index)
     namespace: dict[str, Any] = {
         "__module__": __name__,
         "prefill_backend": prefill,
@@ -244,12 +216,12 @@ def _users(builder: CompositeMetadataBuilder) -> list[Any]:
 
 
 def _workspace_bytes(self: CompositeMetadataBuilder) -> int:
-    """What the scratch buffer must have: as much as the member that needs most."""
+    """Bytes of the scratch buffer: the largest need of the members."""
     return max(int(user.workspace_bytes) for user in _users(self))
 
 
 def _get_workspace(self: CompositeMetadataBuilder) -> torch.Tensor:
-    """The scratch buffer of the member that needs most, which another then uses too."""
+    """The largest member's scratch buffer, which the other then uses too."""
     largest = max(_users(self), key=lambda user: int(user.workspace_bytes))
     buffer: torch.Tensor = largest.get_workspace_buffer()
     for other in _users(self):
@@ -259,6 +231,6 @@ def _get_workspace(self: CompositeMetadataBuilder) -> torch.Tensor:
 
 
 def _set_workspace(self: CompositeMetadataBuilder, buffer: torch.Tensor) -> None:
-    """Have all members that need scratch use `buffer`."""
+    """Give `buffer` to all members that need scratch."""
     for user in _users(self):
         user.set_workspace_buffer(buffer)

@@ -1,4 +1,4 @@
-"""A step cut between two requests: the decodes in front, and the rest."""
+"""Cuts a step between two requests: the decodes in front, and the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Cut", "cut_step"]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """How many requests and tokens are decodes, and the step of each half; None for an empty one."""
+    """The number of decodes and their tokens, and the step of each part; None for an empty part."""
 
     num_reqs: int
     num_tokens: int
@@ -24,16 +24,16 @@ class Cut:
 
 
 def cut_step(common: CommonAttentionMetadata, threshold: int, is_cross: bool) -> Cut:
-    """The step up to its first query longer than `threshold`, and from there on.
+    """Cut the step before its first query longer than `threshold`; nothing is read back.
 
-    Views of the step's tensors, but for the rest's start locations, which begin at 0 again: one
-    subtraction on the device. (`split_attn_metadata` gives the same at four times the host's time: it
-    also cuts inside requests.) Nothing is read back. Which logits are wanted is not carried over.
+    The parts are views of the step's tensors. Only the start locations of the rest are new, because they begin at 0:
+    one subtraction on the device. The parts do not have the indices of wanted logits. `split_attn_metadata` takes four
+    times the host's time, because it also cuts inside requests.
 
     Args:
-        common: the step, decodes first; without K and V that come with the call.
+        common: the step, decodes first, without direct K and V.
         threshold: the longest query of a decode.
-        is_cross: the slots are those of encoder tokens, which no query owns: each half has them all.
+        is_cross: whether slots are of encoder tokens, which no query owns; then each part has them all.
 
     Raises:
         BatchError: start locations that decrease or pass `num_actual_tokens`.
@@ -63,7 +63,7 @@ def cut_step(common: CommonAttentionMetadata, threshold: int, is_cross: bool) ->
         seq_lens_host_exact=common.seq_lens_host_exact,
         **second,
     )
-    if not tokens:  # requests without new tokens are no work
+    if not tokens:  # no request of the first part has new tokens
         return Cut(reqs, 0, None, prefill)
     decode = CommonAttentionMetadata(
         start_locs[: reqs + 1],
@@ -89,7 +89,7 @@ _PER_REQUEST = (
 
 
 def _optional(common: CommonAttentionMetadata, reqs: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of each half that the step has and that hold one value for each request."""
+    """The optional per-request fields of the step, for each part."""
     first: dict[str, Any] = {}
     second: dict[str, Any] = {}
     for name in _PER_REQUEST:
@@ -99,7 +99,7 @@ def _optional(common: CommonAttentionMetadata, reqs: int) -> tuple[dict[str, Any
     return first, second
 
 
-def _longest(half: dict[str, Any], common: CommonAttentionMetadata) -> int:
-    """Of a half's sequences, as the host knows them; else the step's bound."""
-    lengths = half.get("seq_lens_host")
+def _longest(part: dict[str, Any], common: CommonAttentionMetadata) -> int:
+    """The longest sequence of a part, or the step's bound if the host does not know it."""
+    lengths = part.get("seq_lens_host")
     return common.max_seq_len if lengths is None else min(int(lengths.max()), common.max_seq_len)

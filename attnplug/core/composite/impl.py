@@ -1,4 +1,4 @@
-"""Runs a layer on two backends: one write, then each half of the step into its rows of the output."""
+"""Runs a layer on two backends: one write, then each part of the step into its rows of the output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from attnplug.core.composite.builder import CompositeMetadata
+from attnplug.core.composite.metadata import CompositeMetadata
 from attnplug.core.composite.options import member_options
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionImpl, AttentionLayer, LayerTensors
@@ -23,8 +23,8 @@ __all__ = ["CompositeImpl", "composite_impl"]
 class CompositeImpl(AttentionImpl[CompositeMetadata]):
     """Attends decodes with one impl and the rest with another.
 
-    The decoding member writes the KV cache in every step, so that a step of decodes alone, which is what
-    is captured in graphs and runs most often, is that member's from end to end.
+    The decoding member writes the KV cache in every step. So a step of decodes alone, the most frequent one and the
+    one that graphs capture, runs on that member only.
     """
 
     prefill_backend: ClassVar[type[AttentionBackend]]
@@ -44,20 +44,21 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
         super()._bind(spec, layer_name, tensors, kv_sharing_target_layer_name, options)
         backends = {Phase.PREFILL: self.prefill_backend, Phase.DECODE: self.decode_backend}
         self.members = {
-            phase: backend.get_impl_cls().from_spec(
+            phase: member.get_impl_cls().from_spec(
                 spec,
+                backend=member,
                 layer_name=layer_name,
                 tensors=tensors,
                 kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-                options=member_options(options, phase, backend),
+                options=member_options(options, phase, member),
             )
-            for phase, backend in backends.items()
+            for phase, member in backends.items()
         }
         self._prefill, self._decode = self.members[Phase.PREFILL], self.members[Phase.DECODE]
         self._is_cross = spec.attn_type is AttentionType.ENCODER_DECODER
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Tell both members."""
+        """Call it on both members."""
         for member in self.members.values():
             member.process_weights_after_loading(act_dtype)
 
@@ -87,10 +88,10 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend each half, as AttentionImpl.attend says.
+        """As AttentionImpl.attend, for each part.
 
         Raises:
-            BatchError: an output scale, or fewer rows than the step has tokens; what a member refuses.
+            BatchError: an output scale, fewer rows than the step has tokens, or a member's refusal.
         """
         for field, scale in (("output_scale", output_scale), ("output_block_scale", output_block_scale)):
             if scale is not None:
@@ -98,9 +99,9 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
         meta = attn_metadata
         decode, prefill = meta.decode, meta.prefill
         if prefill is None or decode is None:
-            impl, half = (self._decode, decode) if prefill is None else (self._prefill, prefill)
+            impl, part = (self._decode, decode) if prefill is None else (self._prefill, prefill)
             impl.attend(
-                layer, query, key, value, kv_cache, half, output, output_lse=output_lse, use_sinks=use_sinks
+                layer, query, key, value, kv_cache, part, output, output_lse=output_lse, use_sinks=use_sinks
             )
             return output
         cut = meta.num_decode_tokens
@@ -111,7 +112,7 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
         # One call for two views: this runs for every layer.
         queries = query.split_with_sizes((cut, query.shape[0] - cut))
         outputs = output.split_with_sizes((cut, output.shape[0] - cut))
-        # Decodes find their keys in the pages, where they were written; a prefill may be faster on those given.
+        # Decodes read their keys from the pages, which have them; prefills may be faster on the given ones.
         self._decode.attend(
             layer,
             queries[0],

@@ -1,4 +1,4 @@
-"""The options of two members side by side, each under its phase."""
+"""The options of a composite: those of both members, each prefixed by its phase."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["composite_options", "member_options"]
 def composite_options(
     name: str, prefill: type[AttentionBackend], decode: type[AttentionBackend]
 ) -> type[Any] | None:
-    """A frozen dataclass with `prefill_...` and `decode_...` for the members' options; None without any."""
+    """A frozen dataclass of the members' options as `prefill_...` and `decode_...`; None without any."""
     fields: list[tuple[str, Any, Any]] = []
     for phase, member in ((Phase.PREFILL, prefill), (Phase.DECODE, decode)):
         if member.Options is None:
@@ -36,12 +36,12 @@ def composite_options(
 
     title = "".join(part for part in name.title() if part.isalnum()) + "Options"
     made = dataclasses.make_dataclass(title, fields, frozen=True, namespace={"__post_init__": check})
-    made.__doc__ = f"What may be set of the halves of {name}."
+    made.__doc__ = f"The options of both members of {name}."
     return made
 
 
 def member_options(options: Any, phase: Phase, member: type[AttentionBackend]) -> Any:
-    """The member's own Options out of the composite's; its defaults where none were given, None where it has none."""
+    """A member's Options from the composite's `options` (None: its defaults); None if it has no Options."""
     declared = member.Options
     if declared is None:
         return None

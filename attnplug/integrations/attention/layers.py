@@ -125,7 +125,11 @@ class _Binding:
         tensors = LayerTensors(sinks=None if sinks is None else sinks.detach().reshape(-1).float())
         backend = decision.get_backend_cls()
         self.impl: AttentionImpl[Any] = backend.get_impl_cls().from_spec(
-            decision.spec, layer_name=name, tensors=tensors, options=decision.get_options()
+            decision.spec,
+            backend=backend,
+            layer_name=name,
+            tensors=tensors,
+            options=decision.get_options(),
         )
         self.impl.process_weights_after_loading(getattr(torch, decision.spec.dtype))
         one = torch.ones((), device=device)

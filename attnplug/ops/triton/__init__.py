@@ -1,8 +1,10 @@
-"""The same operations as Triton kernels: one launch each, and the host never waits."""
+"""The operations of `attnplug.ops` as Triton kernels: one launch each, and the host never waits."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from attnplug.core._lazy import lazy_exports
 
@@ -14,3 +16,13 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__, {"kv_write": "write_kv_cache", "merging": "merge_attn_states", "slots": "compute_slot_mapping"}
 )
+
+
+@functools.cache
+def triton_ops(module: str) -> Any:
+    """`attnplug.ops.triton.<module>`, or None if triton is not installed."""
+    try:
+        importlib.import_module("triton")
+    except ImportError:
+        return None
+    return importlib.import_module(f"{__name__}.{module}")

@@ -1,4 +1,4 @@
-"""Which of attnplug's Triton kernels are compiled, and for what."""
+"""Watches the compilation of attnplug's Triton kernels."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["watch_compiling"]
 
 @contextlib.contextmanager
 def watch_compiling() -> Iterator[list[str]]:
-    """Inside, the list given grows by every kernel that is compiled, or loaded from Triton's cache on disk.
+    """Inside, the list grows by every kernel that is compiled, or loaded from Triton's cache on disk.
 
-    An entry is the kernel's name and its constants that are not off: "decode_kernel(GROUP=4, BLOCK_M=16)".
+    An entry has the kernel's name and its constants except None and False: "decode_kernel(GROUP=4, BLOCK_M=16)".
     """
     found: list[str] = []
     before = knobs.runtime.jit_post_compile_hook

@@ -1,4 +1,4 @@
-"""Writing new keys and values into their pages by one kernel."""
+"""Writing new keys and values into their pages by one kernel launch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["BoundWrite", "write_kv_cache"]
 _KERNEL: Any = kv_write_kernel
 
 _TILE = 1024
-"""Elements of K, and of V, that a program moves: with one warp, four 16-byte loads a thread each."""
+"""Elements of K, and of V, per program: with one warp, four 16-byte loads per thread."""
 _NUM_WARPS = 1
 
 _NATIVE = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
@@ -42,21 +42,8 @@ def write_kv_cache(
 ) -> None:
     """Write each token's K and V where its slot says; slot -1 is not written.
 
-    What `attnplug.ops.write_kv_cache` does, in one launch: nothing waits and nothing is allocated. Every
-    argument may have any strides. Slots past the last page are not looked for.
-
-    Args:
-        key: `[T, Hkv, D]`; rows past the slots are not read.
-        value: `[T, Hkv, Dv]`.
-        k_cache: pages `[num_blocks, block_size, Hkv, D]`, as `split_kv` gives them.
-        v_cache: pages `[num_blocks, block_size, Hkv, Dv]`.
-        slot_mapping: int64 `[T]`, block * block_size + offset.
-        k_scale: stored key x k_scale = key, in 8-bit storage.
-        v_scale: the same for values.
-
-    Raises:
-        BatchError: fewer rows than slots, or rows of another shape than the pages'.
-        LayoutError: pages of integers, or K and V pages that do not belong together.
+    It has the arguments and errors of `attnplug.ops.write_kv_cache`, and is one launch: nothing waits and nothing is
+    allocated. Arguments may have any strides. Slots past the last page are not checked.
     """
     check_kv_write(key, value, k_cache, v_cache, slot_mapping)
     BoundWrite(key, value, k_cache, v_cache, slot_mapping, (k_scale, v_scale))(
@@ -65,7 +52,7 @@ def write_kv_cache(
 
 
 class BoundWrite:
-    """`write_kv_cache` for tensors of the same strides and types as those given here, without its checks.
+    """`write_kv_cache` without its checks, for tensors with the strides and dtypes of these.
 
     Args:
         key: `[T, Hkv, D]`.
@@ -118,7 +105,7 @@ class BoundWrite:
         v_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write each token where its slot says."""
+        """Write each token to its slot."""
         num_rows = slot_mapping.shape[0] * self._heads
         if not num_rows:
             return
@@ -131,7 +118,7 @@ class BoundWrite:
 
 @functools.cache
 def _tile(head_size: int, head_size_v: int) -> tuple[int, int, int]:
-    """Rows of a program, and both head sizes as powers of two."""
+    """Rows per program, and both head sizes as powers of two."""
     block_d, block_dv = power_of_two(head_size), power_of_two(head_size_v)
     return max(_TILE // max(block_d, block_dv), 1), block_d, block_dv
 

@@ -1,4 +1,4 @@
-"""What every launch needs: the device that is current, sizes that are powers of two, arguments bound before."""
+"""Helpers of launches: kernels with bound arguments, the current device, powers of two."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ __all__ = ["BoundKernel", "on_device_of", "power_of_two"]
 class BoundKernel:
     """A kernel whose later arguments stay the same from launch to launch.
 
-    Triton looks at every argument of every launch to find what it compiled for the like of them. Here only the
-    device and how the given tensors are aligned can differ: by those what it found is remembered, and launched at
-    once the next time.
+    Triton inspects every argument of every launch to find the compiled kernel, about 20 us of the host per call. Here
+    only the device and the alignment of the given tensors can differ, so they are the key of the compiled kernels.
 
     Args:
-        kernel: as `triton.jit` made it.
-        given: how many of its first parameters each launch gives: tensors, always of the same types, then
-            integers of 32 bits on which the kernel is not specialised.
-        values: those of all others, by name; names of no parameter are passed over.
-        options: the compiler's, such as num_warps.
+        kernel: made by `triton.jit`.
+        given: the number of first parameters that each launch gives: tensors, always of the same dtypes, then
+            32-bit integers on which the kernel is not specialised.
+        values: the other arguments by name; other names are ignored.
+        options: of the compiler, such as num_warps.
     """
 
     __slots__ = ("_bound", "_compiled", "_kernel", "_options")
@@ -39,7 +38,7 @@ class BoundKernel:
         self._compiled: dict[tuple[int, ...], Any] = {}
 
     def __call__(self, grid: tuple[int, ...], *given: Any) -> None:
-        """Launch on the current device, which is that of the given tensors."""
+        """Launch on the current device, which must be that of the given tensors."""
         if not given[0].is_cuda:
             self._kernel[grid](*given, *self._bound, **self._options)
             return
@@ -51,7 +50,8 @@ class BoundKernel:
         elif _listened_to():
             compiled[(*grid, 1, 1)[:3]](*given, *self._bound)
         else:
-            # As Triton launches, without what it would tell a profiler: half of a launch's time.
+            # Triton's private launcher (requires triton>=3.4): its public one makes metadata for profilers first,
+            # half of a launch's time.
             active: Any = driver.active
             stream = active.get_current_stream(device)
             size, known = (*grid, 1, 1)[:3], (compiled.function, compiled.packed_metadata)
@@ -59,7 +59,7 @@ class BoundKernel:
 
 
 def _listened_to() -> bool:
-    """Whether somebody, such as Triton's profiler, is to be told of launches."""
+    """Whether a hook, such as that of Triton's profiler, listens to launches."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
@@ -70,7 +70,7 @@ def _parameters(function: Any) -> tuple[str, ...]:
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Triton launches on the current device: here it is that of `tensor`; nothing for a host tensor."""
+    """Makes the device of `tensor` current, because Triton launches there; does nothing for a host tensor."""
     index = tensor.get_device()
     if index < 0 or index == torch.cuda.current_device():
         return _HERE

@@ -1,4 +1,4 @@
-"""Putting partial attention results together by one kernel."""
+"""Merging partial attention results by one kernel."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["merge_attn_states"]
 _KERNEL: Any = merge_kernel
 
 _MAX_PARTIALS = 16
-"""Of one launch: its loops over partials are unrolled."""
+"""Partials per launch, whose loops over them are unrolled."""
 _TILE = 1024
-"""Elements of the result that a program computes: with four warps, 8 a thread, 16 bytes of a half."""
+"""Elements of the result per program: with four warps, 8 per thread, or 16 bytes of a 16-bit type."""
 _NUM_WARPS = 4
 
 
@@ -30,20 +30,8 @@ def merge_attn_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge partial results over disjoint keys, into the tensors given.
 
-    What `attnplug.ops.merge_attn_states` does, in one launch for up to 16 partials and one for every 15
-    after them. Every tensor may have any strides. Outputs of rows with LSE -inf are not read.
-
-    Args:
-        outputs: `[T, H, Dv]` each.
-        lses: float32 `[T, H]` each, natural log.
-        output: `[T, H, Dv]`, written where given; may be one of `outputs`.
-        output_lse: float32 `[T, H]`, written where given; may be one of `lses`.
-
-    Returns:
-        The merged output and LSE.
-
-    Raises:
-        BatchError: shapes that do not fit each other.
+    It has the arguments, result and errors of `attnplug.ops.merge_attn_states`. It launches once for up to 16 partials,
+    and once for every 15 more. Tensors may have any strides. Outputs of rows with LSE -inf are not read.
     """
     shape = check_partials(outputs, lses)
     check_target("output", output, shape)
@@ -54,7 +42,7 @@ def merge_attn_states(
         output_lse = torch.empty(shape[:-1], dtype=torch.float32, device=outputs[0].device)
     outs, logs = tuple(outputs), tuple(lses)
     while len(outs) > _MAX_PARTIALS:
-        # In float32: what is merged in between is not rounded to the result's dtype.
+        # Intermediate results are float32, to round to the result's dtype only once.
         between = torch.empty(shape, dtype=torch.float32, device=output.device)
         between_lse = torch.empty(shape[:-1], dtype=torch.float32, device=output.device)
         _launch(outs[:_MAX_PARTIALS], logs[:_MAX_PARTIALS], between, between_lse)

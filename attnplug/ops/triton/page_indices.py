@@ -1,4 +1,4 @@
-"""Pages of all requests in a row, by one kernel."""
+"""The concatenated pages of all requests, by one kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["gather_page_indices"]
 
 _KERNEL: Any = page_indices_kernel
 _BLOCK = 512
-"""Pages that a program copies, and requests before it that it counts, at a time."""
+"""Pages that a program copies at a time, and earlier requests that it counts at a time."""
 
 
 def gather_page_indices(
@@ -44,7 +44,7 @@ def _bound(
     page_size: int,
     has_rows: bool,
 ) -> BoundKernel:
-    """The kernel for tables of these strides and these types: engines keep one, and gather in each step."""
+    """The kernel for tables of these strides and dtypes; cached, because engines keep theirs."""
     values = {
         "stride_row": stride_row,
         "stride_page": stride_page,

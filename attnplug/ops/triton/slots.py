@@ -1,4 +1,4 @@
-"""Where new tokens' K and V go, by one kernel, where the block tables are on the device."""
+"""The slots of new tokens' K and V by one kernel, from block tables on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["compute_slot_mapping"]
 _KERNEL: Any = slot_mapping_kernel
 
 _BLOCK = 256
-"""Tokens of a program."""
+"""Tokens per program."""
 
 
 def compute_slot_mapping(
@@ -31,16 +31,15 @@ def compute_slot_mapping(
 ) -> torch.Tensor:
     """The slot of every new token, request after request: `table[p // block] * block + p % block`.
 
-    What `attnplug.core.batch.compute_slot_mapping` gives, from tensors that a device holds anyway, in one
-    launch: nothing waits, nothing is allocated, and lengths are not checked.
+    It gives the result of `attnplug.core.batch.compute_slot_mapping` from device tensors in one launch: nothing waits,
+    nothing is allocated, and lengths are not checked.
 
     Args:
         block_table: `[R, max_blocks]`, of any integer type, as all inputs.
         query_start_loc: `[R + 1]`; tokens past its last value get -1.
-        positions: `[T]`, of each token in its request; only those of the requests' tokens are read.
+        positions: `[T]`, of each token in its request; padding tokens' are not read.
         block_size: tokens per KV page.
-        out: int64 `[N]`, N >= T, all written: -1 past the tokens, and where a position lies outside its
-            table.
+        out: int64 `[N]`, N >= T, all written: -1 past the tokens, and for positions outside of the table.
         start_idx: `[R]`: positions before it get -1; see `compute_slot_mapping_start_idx`.
 
     Returns:

@@ -109,7 +109,11 @@ def _serve(target: Target, spec: LayerSpec, keys: set[Hashable]) -> None:
         with error_context("from_spec"):
             tensors = layer_tensors(spec, device=target.torch_device)
             target.backend.get_impl_cls().from_spec(
-                spec, layer_name="layer", tensors=tensors, options=default_options(target)
+                spec,
+                backend=target.backend,
+                layer_name="layer",
+                tensors=tensors,
+                options=default_options(target),
             )
         return
     keys.add(key)

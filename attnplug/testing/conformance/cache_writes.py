@@ -81,6 +81,7 @@ def _check_sharing(target: Target) -> None:
     with error_context("from_spec with kv_sharing_target_layer_name"):
         harness.layers[0].impl = target.backend.get_impl_cls().from_spec(
             batch.spec,
+            backend=target.backend,
             layer_name="later",
             tensors=batch.tensors,
             kv_sharing_target_layer_name="layer",

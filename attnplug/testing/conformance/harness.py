@@ -41,7 +41,11 @@ class HarnessLayer:
         self._k_scale = torch.tensor(self._k_scale_float, device=batch.query.device)
         self._v_scale = torch.tensor(self._v_scale_float, device=batch.query.device)
         self.impl: AttentionImpl[Any] = target.backend.get_impl_cls().from_spec(
-            batch.spec, layer_name=name, tensors=batch.tensors, options=default_options(target)
+            batch.spec,
+            backend=target.backend,
+            layer_name=name,
+            tensors=batch.tensors,
+            options=default_options(target),
         )
         self.impl.process_weights_after_loading(getattr(torch, batch.spec.dtype))
 

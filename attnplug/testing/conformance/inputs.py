@@ -128,7 +128,11 @@ def _check_required(target: Target, name: str, flag: str) -> None:
     spec = target.spec(**{flag: True})
     try:
         target.backend.get_impl_cls().from_spec(
-            spec, layer_name="layer", tensors=LayerTensors(), options=default_options(target)
+            spec,
+            backend=target.backend,
+            layer_name="layer",
+            tensors=LayerTensors(),
+            options=default_options(target),
         )
     except SpecError:
         return

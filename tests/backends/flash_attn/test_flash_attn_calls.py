@@ -169,7 +169,9 @@ def test_flash_attn_3_plans_once_per_step_for_layers_alike():
     metadata = builder_for(spec, 32).build(0, batch.common)
     flash_attn_fakes.SCHEDULES.clear()
     for layer in (spec, spec, spec.replace(window=(5, 0))):
-        impl = flash_attn_cpu_impls.Impl3.from_spec(layer, layer_name="layer", tensors=batch.tensors)
+        impl = flash_attn_cpu_impls.Impl3.from_spec(
+            layer, backend=FlashAttn3OnCpu, layer_name="layer", tensors=batch.tensors
+        )
         impl.attend(None, batch.query, None, None, batch.kv_cache, metadata, torch.empty_like(batch.query))
     assert [made["window_size_left"] for made in flash_attn_fakes.SCHEDULES] == [-1, 5]
     assert flash_attn_fakes.SCHEDULES[0]["max_seqlen_k"] == batch.common.block_table_tensor.shape[1] * 32
@@ -180,7 +182,9 @@ def test_in_a_graph_flash_attn_3_plans_inside_the_call():
     batch = paged_batch(spec, [1, 1], [4, 40], block_size=32, backend=FlashAttn3OnCpu)
     metadata = builder_for(spec, 32).build_for_cudagraph_capture(batch.common)
     flash_attn_fakes.SCHEDULES.clear()
-    impl = flash_attn_cpu_impls.Impl3.from_spec(spec, layer_name="layer", tensors=batch.tensors)
+    impl = flash_attn_cpu_impls.Impl3.from_spec(
+        spec, backend=FlashAttn3OnCpu, layer_name="layer", tensors=batch.tensors
+    )
     impl.attend(None, batch.query, None, None, batch.kv_cache, metadata, torch.empty_like(batch.query))
     assert flash_attn_fakes.SCHEDULES == []
 
@@ -194,8 +198,8 @@ def test_another_groups_table_stands_in_for_a_second_build():
         moved = builder.update_block_table(builder.build(0, common), table, common.slot_mapping)
         common.block_table_tensor = table
         built = builder.build(0, common)
-        assert torch.equal(moved.together.block_table, built.together.block_table)
-        for one, other in zip(moved.apart, built.apart, strict=True):
+        assert torch.equal(moved.all_requests.block_table, built.all_requests.block_table)
+        for one, other in zip(moved.calls, built.calls, strict=True):
             assert torch.equal(one.block_table, other.block_table)
 
 
@@ -216,7 +220,9 @@ def test_metadata_that_was_cut_for_another_layer_is_refused():
     spec = LayerSpec(**SIZES)
     batch = paged_batch(spec, *MIXED, block_size=256, backend=FlashAttn2OnCpu)
     metadata = builder_for(spec.replace(chunk_size=512)).build(0, batch.common)
-    impl = flash_attn_cpu_impls.Impl2.from_spec(spec, layer_name="layer", tensors=batch.tensors)
+    impl = flash_attn_cpu_impls.Impl2.from_spec(
+        spec, backend=FlashAttn2OnCpu, layer_name="layer", tensors=batch.tensors
+    )
     with pytest.raises(BatchError, match=r"attn_metadata\.chunk=512 is not the layer's 0"):
         impl.attend(None, batch.query, None, None, batch.kv_cache, metadata, torch.empty_like(batch.query))
 
@@ -229,7 +235,7 @@ def test_queries_and_outputs_at_odd_addresses_are_served(backend):
     batch.query = wide[1:].view_as(batch.query).copy_(batch.query)
     expected, _ = run_batch(backend, batch)
     odd = torch.full_like(wide, torch.nan)[1:].view_as(batch.query)
-    impl = backend.get_impl_cls().from_spec(spec, layer_name="layer", tensors=batch.tensors)
+    impl = backend.get_impl_cls().from_spec(spec, backend=backend, layer_name="layer", tensors=batch.tensors)
     metadata = builder_for(spec, BLOCKS[backend]).build(0, batch.common)
     impl.attend(None, batch.query, batch.key, batch.value, batch.kv_cache, metadata, odd)
     assert torch.equal(odd, expected)
@@ -238,7 +244,9 @@ def test_queries_and_outputs_at_odd_addresses_are_served(backend):
 def test_an_output_whose_heads_are_spread_is_refused():
     spec = LayerSpec(**SIZES)
     batch = paged_batch(spec, *MIXED, block_size=256, backend=FlashAttn2OnCpu)
-    impl = flash_attn_cpu_impls.Impl2.from_spec(spec, layer_name="layer", tensors=batch.tensors)
+    impl = flash_attn_cpu_impls.Impl2.from_spec(
+        spec, backend=FlashAttn2OnCpu, layer_name="layer", tensors=batch.tensors
+    )
     spread = torch.empty(*batch.query.shape[:2], 32, dtype=torch.float16)[..., ::2]
     with pytest.raises(BatchError, match=r"output\.stride\(2\)=2 must be 1"):
         impl.attend(

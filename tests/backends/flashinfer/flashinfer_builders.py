@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from flashinfer_on_cpu import FlashInferOnCpu
 
-from attnplug.backends.flashinfer.builder import FlashInferMetadata, FlashInferMetadataBuilder
+from attnplug.backends.flashinfer.builder import FlashInferMetadataBuilder
 from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.backends.flashinfer.impl import FlashInferImpl
+from attnplug.backends.flashinfer.metadata import FlashInferMetadata
 from attnplug.backends.flashinfer.options import Options
 from attnplug.core import BuilderConfig, LayerSpec
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
@@ -34,7 +35,11 @@ def builder_of(
     made = {}
     for name, spec in specs.items():
         impl = FlashInferImpl.from_spec(
-            spec, layer_name=name, tensors=layer_tensors(spec), options=options or backend.Options()
+            spec,
+            backend=backend,
+            layer_name=name,
+            tensors=layer_tensors(spec),
+            options=options or backend.Options(),
         )
         made[name] = types.SimpleNamespace(impl=impl)
     cache: Any = kv_cache_spec_for(next(iter(specs.values())), PAGE)
@@ -46,7 +51,7 @@ def common_of(new: list[int], tokens: list[int], seed: int = 0) -> CommonAttenti
 
 
 def wrappers(metadata: FlashInferMetadata, group: PlanGroup) -> list[Any]:
-    return [planner._wrapper for _, planner in metadata.planned(group).parts]
+    return [each._wrapper for _, each in metadata.planned(group).parts]
 
 
 def costs(builder: FlashInferMetadataBuilder) -> list[tuple[int, int]]:

@@ -51,21 +51,23 @@ def test_fa3(check):
 @pytest.mark.parametrize("size", [3, 5])
 def test_as_many_decodes_are_planned_by_the_planner_alone(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's own `plan()` is called for the first step, and the others are as right without."""
-    from attnplug.backends.flashinfer.planner import Planner
+    from attnplug.backends.flashinfer.planned_wrapper import PlannedWrapper
 
     whole: list[int] = []
-    plan_whole = Planner._plan_whole
+    plan_whole = PlannedWrapper._plan_whole
 
-    def counted(self: Planner, part: Part, *given: Any) -> None:
+    def counted(self: PlannedWrapper, part: Part, *given: Any) -> None:
         whole.append(len(part.seq_lens))
         plan_whole(self, part, *given)
 
-    monkeypatch.setattr(Planner, "_plan_whole", counted)
+    monkeypatch.setattr(PlannedWrapper, "_plan_whole", counted)
     spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16")
     shapes = [[17 * step + 40 * row + 1 for row in range(size)] for step in range(4)]
     batches = [paged_batch(spec, [1] * size, lengths, block_size=16, device="cuda") for lengths in shapes]
     layers = {
-        "0": types.SimpleNamespace(impl=FlashInferBackend.get_impl_cls().from_spec(spec, layer_name="0"))
+        "0": types.SimpleNamespace(
+            impl=FlashInferBackend.get_impl_cls().from_spec(spec, backend=FlashInferBackend, layer_name="0")
+        )
     }
     builder = FlashInferBackend.get_builder_cls()(
         kv_cache_spec_for(spec, 16), ["0"], BuilderConfig(layers=layers), torch.device("cuda")

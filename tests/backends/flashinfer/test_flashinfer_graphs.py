@@ -63,7 +63,7 @@ def test_a_twin_of_a_captured_step_is_planned_in_its_own_graph() -> None:
         one.build(0, batch.common), batch.common.block_table_tensor, batch.common.slot_mapping
     )
     assert updated.captured == 2
-    assert updated.planners is other._planners
+    assert updated.wrappers is other._wrappers
     run(other, batch, updated)
 
 

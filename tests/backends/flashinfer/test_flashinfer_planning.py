@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flashinfer_builders import CPU, PAGE, builder_of, common_of, costs, layer, run, wrappers
+from flashinfer_builders import PAGE, builder_of, common_of, costs, layer, run, wrappers
 from flashinfer_on_cpu import FlashInferFa3OnCpu, FlashInferOnCpu
 from flashinfer_signatures import VERSIONS
 
@@ -17,7 +17,6 @@ from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.backends.flashinfer.impl import FlashInferImpl
 from attnplug.backends.flashinfer.options import Options
 from attnplug.backends.flashinfer.workspace import workspace_bytes
-from attnplug.backends.multiprocessors import num_multiprocessors
 from attnplug.core import Device, LayerSpec
 from attnplug.errors import BatchError, PolicyError
 from attnplug.runtime.attention_groups import share_workspace
@@ -233,7 +232,9 @@ def test_decodes_without_tensor_cores_are_refused_where_no_kernel_is(
 def test_prefill_runs_on_fa3_where_it_can_and_where_it_is_asked(
     asked: Any, device: str, fields: dict[str, Any], template: str | None
 ) -> None:
-    impl = FlashInferImpl.from_spec(layer(**fields), layer_name="0", options=Options(prefill_backend=asked))
+    impl = FlashInferImpl.from_spec(
+        layer(**fields), backend=FlashInferOnCpu, layer_name="0", options=Options(prefill_backend=asked)
+    )
     if template is not None:
         assert impl.plan_group.module("prefill", Device.parse(device)).template == template
         return
@@ -243,7 +244,7 @@ def test_prefill_runs_on_fa3_where_it_can_and_where_it_is_asked(
 
 def test_one_workspace_serves_all_builders_and_is_the_largest_that_any_needs() -> None:
     small, large = builder_of({"0": layer()}), builder_of({"0": layer(num_heads=64, num_kv_heads=1)})
-    large._planners.workspace_bytes = 200 << 20
+    large._wrappers.workspace_bytes = 200 << 20
     share_workspace([small, large])
     assert small.get_workspace_buffer() is large.get_workspace_buffer()
     assert small.get_workspace_buffer().numel() == 200 << 20
@@ -286,9 +287,11 @@ def test_work_lists_of_fa3_have_room_for_all_heads() -> None:
 def test_the_workspace_holds_every_part_of_split_requests() -> None:
     def group(heads: int, kv_heads: int, size: int, **options: Any) -> PlanGroup:
         spec = layer(num_heads=heads, num_kv_heads=kv_heads, head_size=size)
-        return FlashInferImpl.from_spec(spec, layer_name="0", options=Options(**options)).plan_group
+        return FlashInferImpl.from_spec(
+            spec, backend=FlashInferOnCpu, layer_name="0", options=Options(**options)
+        ).plan_group
 
-    assert num_multiprocessors(CPU) == 1
+    assert builder_of({"0": layer()})._wrappers._multiprocessors == 1
     assert workspace_bytes([group(32, 8, 128)], 132) == 128 << 20
     # 8 heads, 264 tiles of 128 rows, 129 numbers of 4 bytes each.
     assert workspace_bytes([group(8, 1, 128)], 132) == 8 * 264 * 128 * 129 * 4 + (1 << 20)
@@ -311,10 +314,10 @@ def test_a_layer_that_the_builder_was_not_told_of_is_refused() -> None:
     builder = builder_of({"0": layer()})
     metadata = builder.build(0, common_of([1], [5]))
     for stranger, fields in (
-        (layer(scale=1.0), "none of those"),
+        (layer(scale=1.0), "not among the builder"),
         (layer(chunk_size=8), "was not planned for"),
     ):
-        impl = FlashInferImpl.from_spec(stranger, layer_name="x")
+        impl = FlashInferImpl.from_spec(stranger, backend=FlashInferOnCpu, layer_name="x")
         with pytest.raises(BatchError, match=fields):
             metadata.planned(impl.plan_group)
 

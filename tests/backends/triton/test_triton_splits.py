@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from attnplug.backends.triton.builder import TritonMetadata
 from attnplug.backends.triton.launch import (
     Gpu,
     decode_launch,
@@ -22,6 +21,7 @@ from attnplug.backends.triton.launch import (
     prefill_launch,
     tile_side,
 )
+from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.workspace import SplitPlan, Workspace
 from attnplug.ops.reach import Reach
 
@@ -43,7 +43,7 @@ def metadata_of(workspace: Workspace, starts: torch.Tensor, lens: torch.Tensor) 
         num_decode_tokens=int(starts[-1]),
         max_decode_len=longest,
         max_query_len=0,
-        starts_anew=False,
+        all_new=False,
         causal=True,
         workspace=workspace,
         **sizes,

@@ -27,7 +27,7 @@ class Layer:
     """One layer and its builder, over steps of any batches."""
 
     def __init__(self, spec: LayerSpec, device: str = DEVICE, **limits: int) -> None:
-        self.impl = TritonBackend.get_impl_cls().from_spec(spec, layer_name="layer")
+        self.impl = TritonBackend.get_impl_cls().from_spec(spec, backend=TritonBackend, layer_name="layer")
         cache = kv_cache_spec_for(spec, spec.block_size or 16)
         config = BuilderConfig(**limits)
         self.builder = TritonBackend.get_builder_cls()(cache, ["layer"], config, torch.device(device))

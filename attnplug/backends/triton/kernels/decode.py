@@ -1,4 +1,4 @@
-"""Decode: few queries over many keys, split over the GPU and merged by whoever finishes last."""
+"""Decode: few queries over many keys, split over the GPU; the last program to finish merges the parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnplug.backends.triton.kernels.splits import FIELDS
 __all__ = ["decode_kernel", "merge_kernel"]
 
 
-# What differs from step to step, or between a step and a graph's buffers, must not compile anew.
+# Values that differ between steps, or between a step and a graph's buffers, must not compile another kernel.
 @triton.jit(
     do_not_specialize=["left", "right", "chunk", "max_rows", "stride_table", "stride_lse"],
     do_not_specialize_on_alignment=["lse", "seq_lens", "block_table"],
@@ -139,7 +139,7 @@ def decode_kernel(
         tl.store(partial_lses + here, out_lse, mask=inside)
         if MERGE == "later":
             return
-        # All threads' partials must be written before the count says so.
+        # All threads must write their partials before the count grows.
         tl.debug_barrier()
         counter = arrived + (request * kv_heads + kv_head) * tl.num_programs(1) + row_block
         if tl.atomic_add(counter, 1, sem="acq_rel") < count - 1:

@@ -1,4 +1,4 @@
-"""Prefill and extend: tiles of queries, each over all the keys it sees."""
+"""Prefill and extend: tiles of queries, each over all the keys that it sees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend, load_queri
 __all__ = ["prefill_kernel"]
 
 
-# What differs from step to step must not compile anew.
+# Values that differ between steps must not compile another kernel.
 @triton.jit(
     do_not_specialize=["first_token", "num_reqs", "left", "right", "chunk", "stride_table", "stride_lse"],
     do_not_specialize_on_alignment=["lse", "query_start_loc", "seq_lens", "block_table", "key_start_loc"],

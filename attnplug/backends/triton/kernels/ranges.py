@@ -1,4 +1,4 @@
-"""Which keys a tile of queries sees."""
+"""The keys that a tile of queries sees."""
 
 from __future__ import annotations
 

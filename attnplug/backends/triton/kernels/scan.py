@@ -1,4 +1,4 @@
-"""What both kernels share: queries loaded, and the walk over the keys that they see."""
+"""The parts of both kernels: loading queries, and the scan over the keys that they see."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def attend(
     acc = tl.zeros([q.shape[0], BLOCK_DV // 2 if PAIRS else BLOCK_DV], tl.float32)
     odd = acc if PAIRS else 0.0
     for stretch in tl.static_range(3):
-        # Masked keys before, seen ones, masked ones after; without a left edge nothing stands before.
+        # Three ranges: masked keys at the left edge, keys that all see, masked keys at the right edge.
         if stretch == 0:
             begin, end = start, tl.minimum(full_lo, hi)
         elif stretch == 1:
@@ -195,7 +195,7 @@ def _scan_keys(
     sums = tl.zeros([q.shape[0], SUMS], tl.float32)
     lanes = tl.arange(0, BLOCK_N)
     if PAGED:
-        # A tile's pages are looked up while the tile before is attended: keys never wait for the table.
+        # Look up the next tile's pages during this tile, so that loads of keys do not wait for the table.
         next_blocks = _pages(table_row, begin, end, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
         keys = start + lanes
@@ -214,7 +214,7 @@ def _scan_keys(
         v = _rows(v_head, v_rows, dims_v, there, SIZE_V, WIDTH, MASKED)
 
         logits = tl.dot(q, tl.trans(k).to(q.dtype), input_precision="ieee")
-        # The softmax is in base 2, and what no cap, slope or mask changes is scaled within its one FMA.
+        # The softmax is in base 2; logits without cap, slope or mask are scaled within its one FMA.
         FUSED: tl.constexpr = not (HAS_CAP or HAS_ALIBI or MASKED)
         if HAS_CAP:
             logits = cap * LOG2E * _tanh(logits * (scale / cap))

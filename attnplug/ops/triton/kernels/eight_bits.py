@@ -21,7 +21,7 @@ def encode_8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.conste
     sign = (bits >> 24) & 0x80
     odd = (magnitude >> SHIFT) & 1
     normal = (magnitude - ((127 - BIAS) << 23) + ((1 << (SHIFT - 1)) - 1) + odd) >> SHIFT
-    # Added to a float whose last bit weighs as much as the 8-bit type's last, small numbers round there.
+    # Adding a float whose last bit equals the 8-bit type's last one rounds small numbers there.
     LAST: tl.constexpr = (127 - BIAS + SHIFT + 1) << 23
     last = tl.full(x.shape, LAST, tl.int32).to(tl.float32, bitcast=True)
     small = (magnitude.to(tl.float32, bitcast=True) + last).to(tl.int32, bitcast=True) - LAST

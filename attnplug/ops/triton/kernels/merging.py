@@ -38,7 +38,7 @@ def merge_kernel(
     for i in tl.static_range(COUNT):
         here = lses[i] + tokens * strides[5 * i + 3] + heads * strides[5 * i + 4]
         top = tl.maximum(top, tl.load(here, mask=inside, other=float("-inf")).to(tl.float32))
-    # Rows that nothing saw: any finite pivot keeps -inf - pivot from becoming NaN.
+    # In rows without any key a finite pivot keeps -inf - pivot from becoming NaN.
     pivot = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros([ROWS], tl.float32)
     for i in tl.static_range(COUNT):
@@ -50,12 +50,12 @@ def merge_kernel(
         here = lses[i] + tokens * strides[5 * i + 3] + heads * strides[5 * i + 4]
         weight = tl.exp(tl.load(here, mask=inside, other=float("-inf")).to(tl.float32) - pivot) / divisor
         place = (tokens * strides[5 * i] + heads * strides[5 * i + 1])[:, None] + dims * strides[5 * i + 2]
-        # Of rows with weight 0 nothing is read: NaN may stand there.
+        # Rows with weight 0 are not read, because they may be NaN.
         part = tl.load(outputs[i] + place, mask=(weight > 0.0)[:, None] & (dims < D), other=0.0)
         merged += part.to(tl.float32) * weight[:, None]
     merged_lse = tl.where(total == 0.0, float("-inf"), pivot + tl.log(divisor))
 
-    # The result may be written over a partial: each warp must have read its LSEs and outputs before.
+    # The result may overwrite a partial: all warps must have read its LSEs and outputs first.
     tl.debug_barrier()
     place = (tokens * target_strides[0] + heads * target_strides[1])[:, None] + dims * target_strides[2]
     tl.store(output + place, merged.to(output.dtype.element_ty), mask=inside[:, None] & (dims < D))

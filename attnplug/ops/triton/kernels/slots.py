@@ -33,7 +33,7 @@ def slot_mapping_kernel(
     """`slots[t]` of BLOCK tokens; `steps` halvings find one of `num_reqs` requests."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     known = tokens < num_positions
-    # How many requests end at or before the token: their number is the index of its own.
+    # The number of requests that end at or before the token is the index of its request.
     low = tl.zeros([BLOCK], tl.int32)
     high = low + num_reqs
     for _ in range(steps):

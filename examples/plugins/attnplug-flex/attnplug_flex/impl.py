@@ -11,7 +11,7 @@ from attnplug.ops import Reach, write_kv_cache
 from attnplug.ops.calls import check_cache_given, check_keys, check_queries, kv_scales, pages_of
 from attnplug.ops.storage import compute_dtype
 
-from attnplug_flex.backend import FlexBackend, FlexOptions
+from attnplug_flex.backend import FlexOptions
 from attnplug_flex.kernel import attend_piece, score_mod
 from attnplug_flex.metadata import FlexMetadata
 from attnplug_flex.plan import Plan
@@ -44,7 +44,7 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write new keys and values; fp8 storage divides by the scales and clamps."""
-        pages = pages_of(FlexBackend, kv_cache, self.spec)
+        pages = pages_of(self.backend, kv_cache, self.spec)
         write_kv_cache(key, value, *pages, slot_mapping, *kv_scales(layer, self.tensors))
 
     @torch.no_grad()
@@ -125,7 +125,7 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
             plan = metadata.plan(reach, direct=True, whole=self._compile)
             return plan, key[plan.keys], value[plan.keys]
 
-        k_pages, v_pages = pages_of(FlexBackend, kv_cache, spec)
+        k_pages, v_pages = pages_of(self.backend, kv_cache, spec)
         block_size, columns = k_pages.shape[1], metadata.block_table.shape[1]
         if metadata.seq_lens.max(initial=0) > columns * block_size:
             limit = f"is past the {columns * block_size} tokens of {columns} pages per request"

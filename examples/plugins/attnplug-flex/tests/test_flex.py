@@ -33,7 +33,11 @@ def prepared(batch: Batch, **options: Any) -> tuple[Any, Any, list[Any]]:
     """The builder, the impl, and the arguments of its `forward` up to the metadata."""
     builder = FlexBackend.get_builder_cls()(None, ["layer"], BuilderConfig(), batch.query.device)  # type: ignore[arg-type]
     impl = FlexBackend.get_impl_cls().from_spec(
-        batch.spec, layer_name="layer", tensors=batch.tensors, options=FlexOptions(**options)
+        batch.spec,
+        backend=FlexBackend,
+        layer_name="layer",
+        tensors=batch.tensors,
+        options=FlexOptions(**options),
     )
     return builder, impl, [None, batch.query, batch.key, batch.value, batch.kv_cache]
 

@@ -45,7 +45,9 @@ def metadata_of(batch, spec=SPEC, captured=False):
 
 def attend(batch, metadata):
     spec = batch.spec
-    impl = flash_attn_cpu_impls.Impl2.from_spec(spec, layer_name="layer", tensors=batch.tensors)
+    impl = flash_attn_cpu_impls.Impl2.from_spec(
+        spec, backend=FlashAttn2OnCpu, layer_name="layer", tensors=batch.tensors
+    )
     output = torch.full_like(batch.query, torch.nan)
     lse = torch.full(output.shape[:2], torch.nan)
     impl.forward(None, batch.query, batch.key, batch.value, batch.kv_cache, metadata, output, output_lse=lse)

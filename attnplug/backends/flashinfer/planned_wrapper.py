@@ -1,4 +1,4 @@
-"""One FlashInfer wrapper that is planned when what its plan depends on has changed, and only then."""
+"""A FlashInfer wrapper with its plan, which is made again only if the inputs of the plan have changed."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import torch
 
 from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.backends.flashinfer.library import Module
-from attnplug.backends.flashinfer.replanning import Replanner, replanner_of
+from attnplug.backends.flashinfer.native_plan import NativePlan, native_plan_of
 from attnplug.backends.flashinfer.step import Part
 from attnplug.ops.buffers import StagingRing
 
-__all__ = ["PlanCost", "PlanSpace", "Planner", "one_request"]
+__all__ = ["PlanCost", "PlanSpace", "PlannedWrapper", "one_request"]
 
 _FIELDS = ("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")
 _LONGEST = "longest"
 _KEPT_VIEWS = 64
-"""Batch sizes of which a staging buffer remembers the slices."""
+"""Batch sizes whose slices a staging buffer keeps."""
 
 
 @dataclasses.dataclass(slots=True)
 class PlanCost:
-    """What the plans of one group and phase have cost the host.
+    """Host time that the plans of one group and phase took.
 
     Args:
-        plans: steps that were planned, by `plan()` or by the planner in it.
-        skipped: steps that needed none.
-        seconds: of planning, without the proof, made once, that the planner alone does the same.
+        plans: steps that were planned, by `plan()` or by a `NativePlan`.
+        skipped: steps that needed no plan.
+        seconds: of planning, without the one comparison of `native_plan_of`.
     """
 
     plans: int = 0
@@ -40,9 +40,9 @@ class PlanCost:
 
 
 class _Slot:
-    """What a plan's copies to the device read: it must stay until they are done.
+    """Host buffers that a plan copies to the device; they may not change until the copies are done.
 
-    `schedule` (pinned uint8) is where FlashInfer writes its work list: that of a wrapper, once there is one.
+    FlashInfer writes its work list to `schedule` (pinned uint8), taken from the first wrapper.
     """
 
     schedule: torch.Tensor
@@ -53,7 +53,7 @@ class _Slot:
         self._make(count)
 
     def filled(self, part: Part) -> dict[str, torch.Tensor]:
-        """The arrays of `part`, int32 in pinned memory, by name; and "longest", the longest of its lengths."""
+        """The arrays of `part` by name, int32 in pinned memory; "longest" is its longest length."""
         count = len(part.seq_lens)
         if self._tensor.shape[1] <= count:
             self._make(2 * count)
@@ -65,7 +65,7 @@ class _Slot:
         longest[0] = part.max_seq_len
         views = self._views.get(count)
         if views is None:
-            # Slicing tensors takes longer than filling them, and batch sizes come again.
+            # Slicing tensors takes longer than filling them, and batch sizes repeat.
             if len(self._views) >= _KEPT_VIEWS:
                 self._views.clear()
             ends = (count + 1, count + 1, count, count)
@@ -81,23 +81,23 @@ class _Slot:
 
 
 class PlanSpace:
-    """Where plans of one group and phase live: one work list on the device, two guarded ones on the host.
+    """Memory for the plans of one group and phase: a work list on the device, and two guarded ones on the host.
 
-    Wrappers of different batch sizes, as CUDA graphs have them, share it: one of them is planned at a time.
+    Wrappers for the batch sizes of CUDA graphs share it; one of them is planned at a time.
 
     Args:
         device: where the plans are used.
-        max_num_seqs: requests for which host buffers are made; more make them grow.
-        schedule_bytes: the least that a work list gets; where a wrapper's own is longer, that is taken.
+        max_num_seqs: requests that the host buffers have room for at first.
+        schedule_bytes: least size of a work list; a wrapper's own may be longer.
     """
 
     def __init__(self, device: torch.device, max_num_seqs: int, schedule_bytes: int = 0) -> None:
         self.device = device
         self.cost = PlanCost()
-        self.owner: Planner | None = None
-        """Whose plan it holds."""
+        self.owner: PlannedWrapper | None = None
+        """The wrapper whose plan it has."""
         self.part: Part | None = None
-        """What that was made for."""
+        """The part that was planned."""
         self.schedule: torch.Tensor | None = None
         self._schedule_bytes = schedule_bytes
         self._pinned = device.type == "cuda"
@@ -105,15 +105,13 @@ class PlanSpace:
         self._ring = StagingRing(self._slots, device)
 
     def adopt(self, wrapper: Any) -> None:
-        """Have a new wrapper plan here."""
+        """Replace a new wrapper's buffer for plans by the one here: a private attribute in 0.5 to 0.7."""
         if self.schedule is None:
             there, here = wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer
             size = max(there.numel(), self._schedule_bytes)
             if size > there.numel():
-                there, here = (
-                    there.new_empty(size),
-                    torch.empty(size, dtype=here.dtype, pin_memory=self._pinned),
-                )
+                there = there.new_empty(size)
+                here = torch.empty(size, dtype=here.dtype, pin_memory=self._pinned)
             self.schedule, self._slots[0].schedule = there, here
             self._slots[1].schedule = torch.empty_like(here, pin_memory=self._pinned)
         wrapper._int_workspace_buffer = self.schedule
@@ -124,21 +122,21 @@ class PlanSpace:
         return slot, slot.filled(part)
 
     def release(self) -> None:
-        """The copies from the slot in hand are issued."""
+        """Mark the copies from the current slot as issued."""
         self._ring.release()
 
 
-class Planner:
+class PlannedWrapper:
     """A wrapper and what it was planned for.
 
     Args:
-        wrapper: FlashInfer's.
+        wrapper: of FlashInfer.
         built: the module that it runs.
-        group: the layers that it serves.
+        group: its layers.
         phase: "decode" or "prefill".
         page_size: tokens of a page.
-        space: where its plans live.
-        names_longest_query: whether a prefill wrapper may be told the longest query.
+        space: memory for its plans.
+        names_longest_query: `Library.names_longest_query`.
     """
 
     def __init__(
@@ -154,15 +152,15 @@ class Planner:
         self._wrapper = wrapper
         self._group = group
         self._is_prefill_wrapper = phase == "prefill" or built.sinks
-        self._replans = phase == "decode" and built.template == "fa2"
-        """Whether a step of as many decodes as the one before may be planned by the planner alone."""
-        self._replanner: Replanner | None = None
+        self._may_plan_natively = phase == "decode" and built.template == "fa2"
+        """Whether a `NativePlan` may plan a step of as many decodes as the one before."""
+        self._native_plan: NativePlan | None = None
         self._planned_for = 0
-        """The decodes that `plan()` was last called for."""
+        """The number of decodes in the last plan."""
         self._sizes = group.num_heads, group.num_kv_heads, group.head_size, page_size
         self._space = space
         self._names_longest_query = names_longest_query
-        # The fa3 planner balances by keys, the other two by pages.
+        # FlashInfer's fa3 planner balances by keys, the other two by pages.
         self._counts_pages = built.template != "fa3"
         asked = group.parameters
         self._fixed: dict[str, Any] = {
@@ -179,12 +177,12 @@ class Planner:
         space.adopt(wrapper)
 
     def ensure(self, part: Part, indices: torch.Tensor, causal: bool) -> None:
-        """Plan for `part` of a step, unless that is what the wrapper is planned for.
+        """Plan for `part` of a step, unless the wrapper has that plan.
 
         Args:
             part: the requests.
             indices: int32, pages of the whole step.
-            causal: whether the batch is.
+            causal: whether the batch is causal.
         """
         space, mine = self._space, self._space.owner is self and self._causal == causal
         if mine and space.part is part:
@@ -194,13 +192,12 @@ class Planner:
         same = held is not None and held.same_pages(part)
         if held is not None and same and held.same_lengths(part):
             space.part = part
-            space.cost.skipped += 1
         elif same and self._counts_pages and self._writable():
             self._send_lengths(part)
-            space.cost.skipped += 1
         else:
             self._plan(part, indices, causal)
             return
+        space.cost.skipped += 1
         self._point(part, indices)
 
     def run(
@@ -215,12 +212,12 @@ class Planner:
         """Attend: `query [n, H, D]` into `output`, both dense, and LSE in base 2 `[n, H]` where given.
 
         Args:
-            query: rows of the part planned for.
+            query: rows of the planned part.
             pages: K and V `[num_blocks, page_size, Hkv, D]`, of any strides.
             output: written.
             lse: float32, written.
-            scales: of fp8 keys and values; None where the pages hold them as they are.
-            sinks: float32 `[H]`, where the layers have any.
+            scales: of fp8 keys and values; None without fp8.
+            sinks: float32 `[H]`; None without.
         """
         if lse is None and scales is None and sinks is None:
             self._wrapper.run(query, pages, out=output, lse=None, return_lse=False)
@@ -235,14 +232,14 @@ class Planner:
 
     def _plan(self, part: Part, indices: torch.Tensor, causal: bool) -> None:
         space, count = self._space, len(part.seq_lens)
-        # Not its own any more, should planning raise.
+        # Forget the old plan first: planning may raise halfway.
         space.owner = space.part = self._pointed = None
         slot, arrays = space.acquire(part)
         self._wrapper._pin_memory_int_workspace_buffer = slot.schedule
-        # Before 0.7 the library looks for the longest element by element, 2 us each, and the planners that count
-        # pages read no more of the lengths than that: one is enough.
+        # Before 0.7 `plan()` reads the lengths one by one, 2 us each, for their maximum alone. Planners that count
+        # pages use nothing else of them, so these get the maximum only.
         lengths = arrays[_LONGEST if self._counts_pages else "seq_lens"]
-        known = self._replanner if causal == self._causal else None
+        known = self._native_plan if causal == self._causal else None
         again = known if count == self._planned_for and self._writable() else None
         began = time.perf_counter()
         self._planned_for = 0
@@ -254,15 +251,17 @@ class Planner:
         space.cost.plans += 1
         if again is not None:
             self._point(part, indices)
-        elif self._replans:
-            # Requests of a page each are planned alike, whatever a planner is told.
+        elif self._may_plan_natively:
+            # With one page per request every call of the planner gives the same plan, which proves nothing.
             if known is None and part.num_pages > count:
                 told = self._is_prefill_wrapper and causal, self._fixed["window_left"]
-                known = replanner_of(self._wrapper, self._sizes, *told, count, slot.schedule, arrays, lengths)
-                self._replans = known is not None
+                known = native_plan_of(
+                    self._wrapper, self._sizes, *told, count, slot.schedule, arrays, lengths
+                )
+                self._may_plan_natively = known is not None
                 if known is None:
                     self._plan_whole(part, indices, causal, arrays, lengths)
-            self._replanner = known
+            self._native_plan = known
         space.release()
         self._causal, self._planned_for = causal, count
         space.owner, space.part = self, part
@@ -275,22 +274,17 @@ class Planner:
         arrays: Mapping[str, torch.Tensor],
         lengths: torch.Tensor,
     ) -> None:
-        table = arrays["kv_indptr"], self._of(part, indices), arrays["last_page_len"]
+        own = indices[part.first_page : part.first_page + part.num_pages]
+        table: tuple[torch.Tensor, ...] = arrays["kv_indptr"], own, arrays["last_page_len"]
+        keywords = {"seq_lens": lengths, **self._fixed}
         if self._is_prefill_wrapper:
-            self._wrapper.plan(
-                arrays["qo_indptr"],
-                *table,
-                *self._sizes,
-                causal=causal,
-                max_token_per_sequence=part.max_query_len if self._names_longest_query else None,
-                seq_lens=lengths,
-                **self._fixed,
-            )
-        else:
-            self._wrapper.plan(*table, *self._sizes, seq_lens=lengths, **self._fixed)
+            table = arrays["qo_indptr"], *table
+            longest = part.max_query_len if self._names_longest_query else None
+            keywords |= {"causal": causal, "max_token_per_sequence": longest}
+        self._wrapper.plan(*table, *self._sizes, **keywords)
 
     def _writable(self) -> bool:
-        """Whether the wrapper's arrays may be written here: those that `plan()` made in inference mode only there."""
+        """Whether the wrapper's arrays may be written here: arrays made in inference mode only there."""
         return (
             torch.is_inference_mode_enabled() or not self._wrapper._paged_kv_last_page_len_buf.is_inference()
         )
@@ -303,19 +297,16 @@ class Planner:
         space.part = part
 
     def _point(self, part: Part, indices: torch.Tensor) -> None:
-        """The pages may be in another buffer than when it was planned: another KV group's, or a larger one."""
+        """Let the wrapper read `indices`: since the plan the pages may have moved to another buffer."""
         pointed = self._pointed
         if pointed is not None and pointed[0] is part and pointed[1] is indices:
             return
-        # The wrapper finds the ends of requests elsewhere: what stands behind its pages does not matter.
+        # A private attribute (0.5 to 0.7), because only `plan()` sets it. Indices past the part's pages are not read.
         self._wrapper._paged_kv_indices_buf = indices[part.first_page :] if part.first_page else indices
         self._pointed = part, indices
 
-    def _of(self, part: Part, indices: torch.Tensor) -> torch.Tensor:
-        return indices[part.first_page : part.first_page + part.num_pages]
-
 
 def one_request() -> Part:
-    """A request of one token, with which a wrapper is planned before there is any step."""
+    """A request of one token, for the first plan of a wrapper, before any step."""
     one = np.array([0, 1], dtype=np.int32)
     return Part(0, 1, 1, 1, 0, one, one, one[1:], one[1:], one.tobytes())

@@ -12,8 +12,8 @@ from flashinfer_builders import PAGE, builder_of, common_of, costs, layer, run, 
 from flashinfer_signatures import VERSIONS
 
 from attnplug.backends.flashinfer.builder import FlashInferMetadataBuilder
+from attnplug.backends.flashinfer.native_plan import _WRITTEN, native_plan_of
 from attnplug.backends.flashinfer.options import Options
-from attnplug.backends.flashinfer.replanning import _WRITTEN, replanner_of
 from attnplug.core import LayerSpec
 from attnplug.testing import paged_batch
 
@@ -101,7 +101,7 @@ def test_a_planner_that_is_not_known_is_left_alone(
 
 @pytest.mark.parametrize("name", ["_cached_module", "_paged_kv_indptr_buf"])
 def test_a_name_that_moved_leaves_planning_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = replanner_of(
+    found = native_plan_of(
         types.SimpleNamespace(
             **{each: torch.zeros(3) for each in (*_WRITTEN, "_cached_module") if each != name}
         ),
@@ -148,7 +148,7 @@ def test_a_batch_of_another_mask_is_planned_whole() -> None:
 def test_a_planner_that_failed_is_followed_by_a_whole_plan() -> None:
     builder = builder_of({"0": layer()})
     wrapper = decodes(builder, layer(), *STEPS)
-    plans, planner = wrapper.plans, next(iter(builder._planners._planners.values()))._replanner
+    plans, planner = wrapper.plans, next(iter(builder._wrappers._wrappers.values()))._native_plan
     assert planner is not None
     good = planner._planner
 

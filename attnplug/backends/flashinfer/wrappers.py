@@ -1,4 +1,4 @@
-"""The planners of one builder: one for each group of layers, phase and captured batch size, made when first used."""
+"""The wrappers of one builder: one per group of layers, phase and captured batch size, made at first use."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ import torch
 from attnplug.backends.flashinfer.compiling import announced
 from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.backends.flashinfer.library import Library, Module
-from attnplug.backends.flashinfer.planner import PlanCost, Planner, PlanSpace, one_request
+from attnplug.backends.flashinfer.planned_wrapper import PlanCost, PlannedWrapper, PlanSpace, one_request
 from attnplug.backends.flashinfer.workspace import captured_bytes, schedule_bytes, workspace_bytes
-from attnplug.backends.multiprocessors import num_multiprocessors
 from attnplug.core.device import Device
 from attnplug.core.errors import BatchError
 from attnplug.core.spec import Phase
 
-__all__ = ["Planners"]
+__all__ = ["Wrappers"]
 
 
-class Planners:
-    """Wrappers and their plans.
+class Wrappers:
+    """Makes planned wrappers and their workspace.
 
     Args:
         library: FlashInfer.
-        groups: the names of the layers of each group.
+        groups: layer names by group.
         page_size: tokens of a page.
-        device: where they run.
-        max_num_seqs: requests for which host buffers are made.
-        captured_sizes: batch sizes that are to be captured.
+        device: where the wrappers run.
+        max_num_seqs: requests that the host buffers have room for at first.
+        captured_sizes: batch sizes that will be captured.
     """
 
     def __init__(
@@ -43,27 +42,29 @@ class Planners:
         captured_sizes: Sequence[int] = (),
     ) -> None:
         self.groups = groups
-        self._multiprocessors = num_multiprocessors(device)
+        self._multiprocessors = 1  # elsewhere tests plan what a GPU would
+        if device.type == "cuda":
+            self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self.workspace_bytes = workspace_bytes(groups, self._multiprocessors, captured_sizes)
-        """What the float workspace must have."""
+        """Bytes that the float workspace must have."""
         self._library = library
         self._page_size = page_size
         self._device = device
         self._max_num_seqs = max_num_seqs
         kind = _device(device)
-        # Settled now: an option that cannot be honoured is refused before the first step.
+        # Chosen here, so that an option that cannot be honoured is refused before the first step.
         self._modules: dict[tuple[PlanGroup, str], Module] = {
             (group, phase): group.module(phase, kind) for group in groups for phase in ("decode", "prefill")
         }
         self._workspace: torch.Tensor | None = None
         self._spaces: dict[tuple[PlanGroup, str, bool], PlanSpace] = {}
-        self._planners: dict[tuple[PlanGroup, str, int], Planner] = {}
+        self._wrappers: dict[tuple[PlanGroup, str, int], PlannedWrapper] = {}
         self.generation = 0
-        """Counts how often all planners were given up for new ones."""
+        """Grows when the wrappers are dropped for a new workspace."""
 
     @property
     def workspace(self) -> torch.Tensor:
-        """The float workspace, uint8: made when first asked for, unless another builder's was set."""
+        """The float workspace, uint8, allocated at first use unless another builder's was set."""
         if self._workspace is None:
             self._workspace = torch.zeros(self.workspace_bytes, dtype=torch.uint8, device=self._device)
         return self._workspace
@@ -75,40 +76,40 @@ class Planners:
             limit = f"bytes are less than the {self.workspace_bytes} that these layers need"
             raise BatchError("workspace", size, limit, "share the largest of the builders' workspaces")
         if self._workspace is not None and self._workspace is not buffer:
-            # Wrappers keep the buffer that they were made with.
-            self._planners.clear()
+            # A wrapper cannot change the buffer that it was made with.
+            self._wrappers.clear()
             self._spaces.clear()
             self.generation += 1
         self._workspace = buffer
 
     @property
     def costs(self) -> dict[str, PlanCost]:
-        """What plans have cost so far, by "phase: group"."""
+        """The cost of planning so far, by "phase: group"."""
         found: dict[str, PlanCost] = {}
         for (group, phase, captured), space in self._spaces.items():
             found[f"{phase}{' in graphs' if captured else ''}: {group}"] = space.cost
         return found
 
-    def of(self, group: PlanGroup, phase: str) -> Planner:
-        """The planner of a group's layers in "decode" or "prefill".
+    def of(self, group: PlanGroup, phase: str) -> PlannedWrapper:
+        """The wrapper of a group's layers for "decode" or "prefill".
 
         Raises:
-            BatchError: a group that the builder was not told of.
-            PluginError: a module that is not built, and cannot be compiled here.
+            BatchError: a group that the builder does not have.
+            PluginError: a module is not built, and cannot be compiled here.
         """
-        planner = self._planners.get((group, phase, 0))
-        return self._make(group, phase, 0, {}) if planner is None else planner
+        wrapper = self._wrappers.get((group, phase, 0))
+        return self._make(group, phase, 0, {}) if wrapper is None else wrapper
 
-    def captured(self, group: PlanGroup, batch_size: int, indices: torch.Tensor) -> Planner:
-        """The decode planner of a batch size that is captured, over buffers that stay; `indices` is theirs.
+    def captured(self, group: PlanGroup, batch_size: int, indices: torch.Tensor) -> PlannedWrapper:
+        """The decode wrapper of a captured batch size; `indices` is the buffer that its graph reads.
 
         Raises:
-            BatchError: a batch size that the workspace was not made for, or as `of`.
+            BatchError: a batch size too large for the workspace, or as `of`.
             PluginError: as `of`.
         """
-        planner = self._planners.get((group, "decode", batch_size))
-        if planner is None:
-            # Its module is loaded, or compiled and announced, with the plain wrapper.
+        wrapper = self._wrappers.get((group, "decode", batch_size))
+        if wrapper is None:
+            # The plain wrapper announces and loads the module; graph wrappers do not.
             self.of(group, "decode")
             self._check_captured(group, batch_size)
             arange = torch.arange(batch_size + 1, dtype=torch.int32, device=self._device)
@@ -118,8 +119,8 @@ class Planners:
                 "last_page_len": torch.zeros_like(arange[1:]),
                 "indices": indices,
             }
-            planner = self._make(group, "decode", batch_size, fixed)
-        return planner
+            wrapper = self._make(group, "decode", batch_size, fixed)
+        return wrapper
 
     def _check_captured(self, group: PlanGroup, batch_size: int) -> None:
         needed, given = captured_bytes(group, self._multiprocessors, batch_size), self.workspace.nbytes
@@ -129,23 +130,19 @@ class Planners:
             raise BatchError("batch size", batch_size, limit, remedy)
 
     def warm_up(self, phase: Phase | None) -> None:
-        """Make the planners of a phase, or of both, so that their modules are loaded, and compiled where needed."""
+        """Make the wrappers of a phase, or of both, which loads their modules and compiles them if needed."""
         for group in self.groups:
             for each in ("decode", "prefill") if phase is None else (str(phase),):
-                if (group, each, 0) not in self._planners:
+                if (group, each, 0) not in self._wrappers:
                     self._make(group, each, 0, {})
 
     def _make(
-        self,
-        group: PlanGroup,
-        phase: str,
-        batch_size: int,
-        fixed: dict[str, torch.Tensor],
-    ) -> Planner:
+        self, group: PlanGroup, phase: str, batch_size: int, fixed: dict[str, torch.Tensor]
+    ) -> PlannedWrapper:
         built = self._modules.get((group, phase))
         if built is None:
             known = "; ".join(map(str, self.groups))
-            limit = f"is none of those that the builder plans for: {known}"
+            limit = f"is not among the builder's groups: {known}"
             raise BatchError("layer", str(group), limit, "name the layer in BuilderConfig.layers")
         captured = batch_size > 0
         space = self._spaces.get((group, phase, captured))
@@ -155,18 +152,20 @@ class Planners:
         names = self.groups[group]
         why = f"{phase} of {_listed(names)}"
         with contextlib.nullcontext() if captured else announced(self._library, built, why):
-            wrapper = self._wrapper(built, group, phase, fixed)
+            raw = self._library_wrapper(built, group, phase, fixed)
             longest = self._library.names_longest_query
-            planner = Planner(wrapper, built, group, phase, self._page_size, space, longest)
+            wrapper = PlannedWrapper(raw, built, group, phase, self._page_size, space, longest)
             if not captured:
-                # Plain wrappers load their module when they are planned.
+                # A plain wrapper loads its module in its first plan.
                 one = torch.zeros(1, dtype=torch.int32, device=self._device)
-                planner.ensure(one_request(), one, group.causal)
+                wrapper.ensure(one_request(), one, group.causal)
                 space.cost.plans, space.cost.seconds = 0, 0.0
-        self._planners[group, phase, batch_size] = planner
-        return planner
+        self._wrappers[group, phase, batch_size] = wrapper
+        return wrapper
 
-    def _wrapper(self, built: Module, group: PlanGroup, phase: str, fixed: Mapping[str, torch.Tensor]) -> Any:
+    def _library_wrapper(
+        self, built: Module, group: PlanGroup, phase: str, fixed: Mapping[str, torch.Tensor]
+    ) -> Any:
         if built.sinks:
             return self._library.sink_wrapper(self.workspace, built, fixed)
         if phase == "prefill":

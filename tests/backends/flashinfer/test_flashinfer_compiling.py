@@ -14,7 +14,7 @@ from fake_flashinfer import make_flashinfer
 from flashinfer_signatures import VERSIONS
 from packaging.version import Version
 
-from attnplug.backends.flashinfer.building import build_modules
+from attnplug.backends.flashinfer.compiling import build_modules
 from attnplug.backends.flashinfer.library import Library, Module
 from attnplug.errors import PluginError
 

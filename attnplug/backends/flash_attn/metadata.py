@@ -1,0 +1,83 @@
+"""One step's metadata for FLASH_ATTN: the requests that each call of a kernel serves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from attnplug.core.metadata import AttentionMetadata
+
+__all__ = ["FlashAttnMetadata", "Requests"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Requests:
+    """Consecutive requests of a step that one call serves.
+
+    Args:
+        query_start_loc: int32 `[R + 1]`, rows of the whole batch.
+        seq_lens: int32 `[R]`.
+        block_table: int32 `[R, max_blocks]`.
+        key_start_loc: int32 `[R + 1]`, for K and V that come with the call.
+        first_token: the first of their queries.
+        end_token: past the last of their queries; the last call's is the end of the batch.
+        max_query_len: queries of the longest, which is at least 1.
+        max_seq_len: keys of the longest, or an upper bound.
+        single: whether each has exactly one query, and there are no more rows than requests.
+        captured: whether the call will be part of a CUDA graph.
+        may_lack_keys: whether a request with queries may have no key, as far as the host knows.
+        queries_before_keys: upper bound of a request's queries before its first key, as far as the host knows.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    key_start_loc: torch.Tensor
+    first_token: int
+    end_token: int
+    max_query_len: int
+    max_seq_len: int
+    single: bool
+    captured: bool
+    may_lack_keys: bool
+    queries_before_keys: int
+    schedules: dict[object, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """FlashAttention 3's schedules, by the values that they depend on; made once per step."""
+    kept: dict[str, object] = dataclasses.field(default_factory=dict, init=False)
+    """Other results that layers of this step share. They depend on the table, so a new table begins empty."""
+
+    def schedule(self, key: object, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The step's schedule under `key`, made by the first layer that needs it."""
+        found = self.schedules.get(key)
+        if found is None:
+            found = self.schedules[key] = make()
+        return found
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class FlashAttnMetadata(AttentionMetadata):
+    """One step: all requests, and the same split into calls.
+
+    Args:
+        slot_mapping: int64, where the new K and V go.
+        num_actual_tokens: query rows of the batch.
+        key_tokens: rows of key and value that come with the call, if the host knows them.
+        all_requests: all requests as one call; None if none has queries.
+        calls: one call for the decodes in front, and one for the others.
+        all_new: whether no request has computed tokens, as far as the host knows.
+        causal: of the batch; it may only narrow the layer's spec.
+        chunk: positions of a chunk; 0 without chunks.
+        virtual_table: with chunks, maps another table of the batch to the virtual requests.
+    """
+
+    slot_mapping: torch.Tensor
+    num_actual_tokens: int
+    key_tokens: int | None
+    all_requests: Requests | None
+    calls: tuple[Requests, ...]
+    all_new: bool
+    causal: bool
+    chunk: int = 0
+    virtual_table: Callable[[torch.Tensor], torch.Tensor] | None = None

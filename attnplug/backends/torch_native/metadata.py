@@ -1,0 +1,47 @@
+"""One step's metadata for TORCH."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attnplug.core.metadata import AttentionMetadata
+
+__all__ = ["TorchMetadata"]
+
+_Ints = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(eq=False)
+class TorchMetadata(AttentionMetadata):
+    """One step for TORCH: R requests in any order, of any query lengths.
+
+    Args:
+        slot_mapping: int64, where the new K and V go.
+        block_table: int32 `[R, max_blocks]` on the device.
+        num_actual_tokens: query rows of the batch.
+        query_starts: host int64 `[R + 1]`.
+        seq_lens: host int64 `[R]`.
+        key_starts: host int64 `[R + 1]`, if direct K and V are not packed like the queries.
+        causal: of the batch; it may only narrow the layer's spec.
+        plans: gather plans for short queries, which the layers of the step share.
+    """
+
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    num_actual_tokens: int
+    query_starts: _Ints
+    seq_lens: _Ints
+    key_starts: _Ints | None
+    causal: bool
+    plans: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def query_lens(self) -> _Ints:
+        """New tokens of each request, int64 `[R]`."""
+        return np.diff(self.query_starts)

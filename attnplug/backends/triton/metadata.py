@@ -1,0 +1,66 @@
+"""One step's metadata for TRITON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnplug.core.metadata import AttentionMetadata
+
+if TYPE_CHECKING:
+    from attnplug.backends.triton.workspace import Workspace
+
+__all__ = ["TritonMetadata"]
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class TritonMetadata(AttentionMetadata):
+    """One step for TRITON: `num_decodes` requests of few queries in front, then any others.
+
+    Args:
+        slot_mapping: int64, where the new K and V go.
+        block_table: int32 `[R, max_blocks]`.
+        query_start_loc: int32 `[R + 1]` on the device.
+        seq_lens: int32 `[R]` on the device.
+        key_start_loc: int32 `[R + 1]` on the device, with direct KV.
+        num_reqs: the number of requests R.
+        num_actual_tokens: query rows of the batch.
+        num_decodes: requests that the decode kernel attends.
+        num_decode_tokens: their queries.
+        max_decode_len: queries of the longest decode.
+        max_query_len: queries of the longest other request.
+        all_new: whether no other request has computed tokens, as far as the host knows.
+        causal: of the batch; it may only narrow the layer's spec.
+        workspace: buffers and split plans, shared by the builder's steps.
+        step: the step's number in the workspace.
+        others: query starts, lengths, pages and key starts of the requests after the decodes.
+    """
+
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    key_start_loc: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    max_decode_len: int
+    max_query_len: int
+    all_new: bool
+    causal: bool
+    workspace: Workspace
+    step: int = 0
+    others: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        first = self.num_decodes if self.num_decodes < self.num_reqs else 0
+        starts, lens, pages, keys = self.query_start_loc, self.seq_lens, self.block_table, self.key_start_loc
+        # Sliced once for all layers.
+        self.others = (
+            (starts[first:], lens[first:], pages[first:], keys[first:])
+            if first
+            else (starts, lens, pages, keys)
+        )
