@@ -1,4 +1,4 @@
-"""`attnplug matrix`: what backends claim, cell by cell, and what running the cells here shows."""
+"""`attnplug matrix`: shows the cells that backends claim, and runs them here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def matrix(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="A backend, a family or A+B; may be repeated \\[default: all that attnplug list has]",
+            help="A backend, a family or A+B; may be repeated \\[default: all of attnplug list]",
             rich_help_panel=_WHICH,
         ),
     ] = None,
@@ -46,7 +46,7 @@ def matrix(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Only cells of this feature, as plain or sinks; may be repeated.",
+            help="Only cells of this feature, such as plain or sinks; may be repeated.",
             rich_help_panel=_WHICH,
         ),
     ] = None,
@@ -54,24 +54,24 @@ def matrix(
         list[str] | None,
         typer.Option(
             metavar="PATTERN",
-            help="Only cells whose id matches, as 'sinks/decode/d128/*'; may be repeated.",
+            help="Only cells whose id matches, such as 'sinks/decode/d128/*'; may be repeated.",
             rich_help_panel=_WHICH,
         ),
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Run the cells that are claimed, here.", rich_help_panel=_RUN),
+        typer.Option("--verify", help="Run the claimed cells on this machine.", rich_help_panel=_RUN),
     ] = False,
     unclaimed: Annotated[
         bool,
-        typer.Option("--unclaimed", help="Run those that are refused too.", rich_help_panel=_RUN),
+        typer.Option("--unclaimed", help="Run the refused cells too.", rich_help_panel=_RUN),
     ] = False,
     compile_limit: Annotated[
         int | None,
         typer.Option(
             min=1,
             metavar="N",
-            help="Of a backend that compiles, run the cells of N compilations only, those of most cells.",
+            help="Run only the cells of N compilations, those with most cells, if a backend compiles.",
             rich_help_panel=_RUN,
         ),
     ] = None,
@@ -79,11 +79,11 @@ def matrix(
         bool,
         typer.Option(
             "--resume",
-            help="Go on with an interrupted run: what is verified is not run again.",
+            help="Continue an interrupted run: verified cells are not run again.",
             rich_help_panel=_RUN,
         ),
     ] = False,
-    timeout: Annotated[float, timeout_option(_RUN, "How long a cell may take, compiling included.")] = 120.0,
+    timeout: Annotated[float, timeout_option(_RUN, "Time limit of a cell, with compilation.")] = 120.0,
     jobs: Annotated[int | None, jobs_option(_RUN)] = None,
     memory: Annotated[str | None, memory_option(_RUN)] = None,
     json_file: Annotated[
@@ -101,20 +101,20 @@ def matrix(
         str | None,
         typer.Option(
             metavar="SHA",
-            help="What the results belong to \\[default: that of attnplug's checkout]",
+            help="Commit of the results \\[default: that of attnplug's checkout]",
             rich_help_panel=_OUT,
         ),
     ] = None,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", "-v", help="Show each cell as it is run.", rich_help_panel=_OUT),
+        typer.Option("--verbose", "-v", help="Show each cell that is run.", rich_help_panel=_OUT),
     ] = False,
 ) -> None:
-    """Show what backends claim to serve, for any device; with --verify, run it here and see.
+    """Show the cells that backends claim to serve, for any device; with --verify, run them here.
 
-    Cells are values of feature, phase, head size, dtype, KV dtype, block size and layout, chosen so that each pair of values is in one. Each cell runs in a worker process: one that hangs, crashes or runs out of memory ends alone. What is refuted is refused by attnplug select from then on.
+    A cell has a value of feature, phase, head size, dtype, KV dtype, block size and layout; each pair of values is in a cell. Each cell runs in a worker process: one that hangs, crashes or runs out of memory ends alone. After a refutation, attnplug select refuses the cell.
 
-    Exit codes: 0 done, 4 a claim is refuted, 1 nothing of a backend could be run, 2 bad usage, 130 interrupted (results so far are written).
+    Exit codes: 0 done, 4 a claim is refuted, 1 a backend could not be run, 2 bad usage, 130 interrupted (the results so far are written).
     """
     if context.invoked_subcommand is not None:
         return

@@ -1,4 +1,4 @@
-"""What `attnplug matrix --verify` shows: how the run goes, each refutation as it comes, and the sum of it."""
+"""The output of `attnplug matrix --verify`: progress, each refutation, and a summary."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ __all__ = ["MatrixReport"]
 
 _CAUSE_LINES = 3
 _SECONDS = 30.0
-"""How often results are saved, and where there is no bar a line says how far the run is."""
+"""Seconds between two saves, and without a bar between two lines of progress."""
 
 
 class MatrixReport:
-    """Watches the runs of one backend after another and prints them: with a bar on a terminal, else in lines.
+    """Prints the runs of one backend after another: with a bar on a terminal, else in lines.
 
     Args:
         verbose: print every cell.
-        save: called now and then while cells end.
+        save: writes the results so far; called every 30 seconds.
     """
 
     def __init__(self, verbose: bool, save: Callable[[], None]) -> None:
         self._verbose = verbose
         self._save = save
         self._out = console()
-        # While pytest runs, sys.stdout is where pytest's own words go.
+        # Fixed here: rich looks sys.stdout up at each print, and pytest replaces it while it runs.
         self._out.file = sys.stdout
         self._live = self._out.is_terminal
         self._statuses: dict[str, Status] = {}
@@ -52,13 +52,13 @@ class MatrixReport:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Say on a terminal what takes a moment."""
+        """Show on a terminal what the command is waiting for."""
         with self._out.status(Text(what)) if self._live else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
     def running(self, what: str, verification: Verification, limits: Limits) -> Iterator[None]:
-        """Say what is run and with what, then show how far it is while it runs."""
+        """Print the number of cells and workers, then show progress during the run."""
         self._begin(verification)
         kept = len(self._statuses)
         parts = [_count(self._total, "cell"), _count(limits.jobs, "worker")]
@@ -92,7 +92,7 @@ class MatrixReport:
             seconds = f" ({result.seconds:.1f} s)" if result.seconds >= 1 else ""
             style = "red" if status is Status.REFUTED else None
             self._print(f"{status:9} {result.id}{seconds}", style)
-            # The evidence stands in the tables that follow.
+            # The tables that follow have the whole evidence.
             for line in result.cause.splitlines()[:_CAUSE_LINES] if self._verbose else ():
                 self._print(f"          {line}")
         self._tell_how_far()
@@ -129,7 +129,7 @@ class MatrixReport:
         self._start = self._told = time.monotonic()
 
     def _tell_how_far(self) -> None:
-        """Move the bar, with the cell under way that takes longest; where there is none, say a line now and then."""
+        """Move the bar, which names the oldest cell under way; without a bar, print a line every 30 seconds."""
         done = len(self._statuses)
         if self._bar is not None:
             current = next(iter(self._under_way), "")
@@ -143,7 +143,7 @@ class MatrixReport:
         return ", ".join(f"{counts[each]} {each}" for each in Status if counts.get(each))
 
     def _print(self, text: str, style: str | None = None) -> None:
-        # A narrow terminal wraps, a file does not.
+        # soft_wrap: a terminal wraps long lines itself, and a file keeps them whole.
         self._out.print(Text(text, style or ""), soft_wrap=True)
 
 
