@@ -9,7 +9,6 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.matrix.design import design
-from attnplug.matrix.keys import compile_keys
 from attnplug.matrix.layers import spec_of
 from attnplug.matrix.model import Cell
 from attnplug.ops.storage import STORAGE_DTYPES
@@ -17,6 +16,7 @@ from attnplug.testing.conformance.cases import Case
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.correctness import check_case
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.design.compiling import compile_key
 from attnplug.testing.oracle import COMPUTED
 
 __all__ = ["cases_of", "cell_checks"]
@@ -30,7 +30,7 @@ _BLOCK_SIZE, _LAYOUT = 16, "NHD"
 def cell_checks(target: Target) -> Iterator[Check]:
     """One check for each cell of the design, under its id; cells with one compile key are in one group."""
     cells = design(target.backend, target.device)
-    keys = compile_keys(target.backend, cells)
+    keys = {cell: compile_key(target.backend, spec_of(cell)) for cell in cells}
     groups = {key: f"compiled-{number}" for number, key in enumerate(dict.fromkeys(keys.values()))}
     for cell in cells:
         key = keys[cell]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attnplug.matrix.axes import Axes, axes_of
 from attnplug.matrix.layers import spec_of
 from attnplug.matrix.model import Cell
-from attnplug.matrix.search import Search
+from attnplug.matrix.search import CellSearch
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -44,7 +44,8 @@ def answers(backend: type[AttentionBackend], device: Device) -> dict[Cell, tuple
     """The cells of `design`, each with the reasons against it; no reason where it is served."""
 
     def found(most_own: int | None) -> dict[Cell, tuple[Reason, ...]]:
-        return Search(backend, device, axes_of(backend, most_own)).pairs()
+        search = CellSearch(backend, device, axes_of(backend, most_own))
+        return {Cell(**row): tuple(search.reasons(row)) for _, row in search.pairs()}
 
     axes = axes_of(backend)
     most = max(map(len, axes.values()))
