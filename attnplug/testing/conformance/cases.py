@@ -1,4 +1,4 @@
-"""The designed space: which layers and batches are tried, from what a backend declares."""
+"""The cases of the kit: layers and batches for the features and sizes that a backend declares."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "encoder": {"attn_type": "encoder_only", "direct_kv": True},
     "cross": {"attn_type": "encoder_decoder"},
 }
-"""Who attends whom, and where K and V are; a narrowed layer is not causal, but its batch is."""
+"""The roles of queries and keys, and the place of K and V. A narrowed layer is not causal, but its batch is."""
 
 _HEADS = ((4, 2), (2, 2), (4, 1), (8, 1), (5, 1), (16, 1), (6, 2), (8, 8), (32, 8))
 _TOGETHER: tuple[dict[str, Any], ...] = (
@@ -44,7 +44,7 @@ _TOGETHER: tuple[dict[str, Any], ...] = (
     {"logits_soft_cap": 3.0, "window": (6, 0)},
     {"kind": "non_causal", "window": (40, 40)},
 )
-"""What a convention ties together, and so must be tried with nothing else in the way."""
+"""Values whose order or scale a convention fixes, tried with plain values of all other axes."""
 _OWN_AXES = {"head_size_v", "kv_cache_dtype", "causal", "direct_kv", "attn_type"}
 """Fields that ask for a feature and have no axis of their name: `values`, the storage types and KINDS try them."""
 _MAX_COMPILE_KEYS = {Level.SMOKE: 6, Level.FULL: 24}
@@ -70,7 +70,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """All that is not plain, in a fixed order: "decode-h4x2-d64-float32-b16-NHD-window7.0"."""
+        """The sizes and all values that are not plain: "decode-h4x2-d64-float32-b16-NHD-window7.0"."""
         spec = self.spec
         parts = [self.shape, f"h{spec.num_heads}x{spec.num_kv_heads}", f"d{spec.head_size}"]
         parts += [f"v{spec.head_size_v}"] if spec.head_size_v != spec.head_size else []
@@ -87,7 +87,7 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """Of KINDS."""
+        """The name in KINDS."""
         if self.narrowed:
             return "narrowed"
         found = (name for name, fields in reversed(KINDS.items()) if _has(self.spec, fields))
@@ -107,7 +107,7 @@ class Case:
 
 
 def _held(spec: LayerSpec, new: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """How many keys a cache of the engine's own still holds: what a causal window has passed is dropped."""
+    """The number of keys in an engine's own cache, which drops the keys that a causal window has passed."""
     if not spec.causal or spec.window[0] < 0:
         return list(tokens)
     return [min(every, count + spec.window[0]) for count, every in zip(new, tokens, strict=True)]
@@ -247,7 +247,7 @@ def _has(spec: LayerSpec, fields: dict[str, Any]) -> bool:
 
 
 def _spread(values: list[Any], count: int) -> list[Any]:
-    """The first, the extremes, one that is no power of 2 and some more, at most `count`."""
+    """At most `count` values: the first, the extremes, one that is not a power of 2, then others."""
     ordered = sorted(values)
     middle = [value for value in values if value & (value - 1)]
     return list(dict.fromkeys([values[0], ordered[0], ordered[-1], *middle[:1], *values]))[:count]

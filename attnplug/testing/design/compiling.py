@@ -24,7 +24,7 @@ def compile_key(backend: type[AttentionBackend], spec: LayerSpec) -> Hashable | 
         hash(key)
         return key
 
-    key, _ = guarded_call(hashed)
+    key: Hashable | None = guarded_call(hashed)[0]
     return key
 
 

@@ -11,7 +11,7 @@ from attnplug.testing.design.search import Pair, Row, Search
 
 __all__ = ["packed_rows", "served_pairs"]
 
-_ATTEMPTS = 4
+_ATTEMPTS = 6
 """Rows made for each one kept, which is the one that covers most pairs."""
 
 _Value: TypeAlias = tuple[str, Any]

@@ -83,8 +83,8 @@ class Search(abc.ABC):
                 row = self.complete(fixed)
                 left, right = changes[one, first], changes[other, second]
                 if row is not None and left is not None and right is not None and self.reasons(row):
-                    starts = ({}, left, right, {**left, **right})
-                    row = self._served(fixed, [{**start, **fixed} for start in starts]) or row
+                    starts = [fixed, {**left, **fixed}, {**right, **fixed}, {**left, **right, **fixed}]
+                    row = self._served(fixed, starts) or row
                 if row is not None:
                     yield ((one, first), (other, second)), row
 
@@ -139,7 +139,7 @@ class Search(abc.ABC):
         self, start: Mapping[str, Any], fixed: Mapping[str, Any], *, twice: bool = False
     ) -> Iterator[Row]:
         """The rows that differ from a start in one value that is not fixed, then, with `twice`, in two."""
-        free = [(axis,) for axis in self.order if axis not in fixed]
+        free: list[tuple[str, ...]] = [(axis,) for axis in self.order if axis not in fixed]
         if twice:
             free += itertools.combinations((axis for axis in self.joined if axis not in fixed), 2)
         for axes in free:
