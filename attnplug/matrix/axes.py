@@ -74,7 +74,7 @@ def goes_with(feature: str, axis: str, value: Any, latents: Collection[int] = ()
         feature: of FEATURES.
         axis: a field of Cell other than the feature.
         value: of that axis; None for the block size and layout of a layer without pages.
-        latents: head sizes besides LATENT that go with MLA, from `own_latents`.
+        latents: other head sizes than LATENT that go with MLA, from `own_latents`.
     """
     unpaged = feature in _UNPAGED
     if axis in ("block_size", "layout"):

@@ -36,7 +36,7 @@ class CellSearch(Search):
     """Asks one backend on one device about cells.
 
     Args:
-        backend: the class. Nothing that it requires is looked up on this machine.
+        backend: the class. The libraries that it requires count as installed.
         device: that its layers are validated for.
         axes: the values to pair, from `axes_of`.
     """

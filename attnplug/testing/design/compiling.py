@@ -29,10 +29,7 @@ def compile_key(backend: type[AttentionBackend], spec: LayerSpec) -> Hashable | 
 
 
 def most_adding(sets: Mapping[_Key, Set[Any]], had: Iterable[Any] = ()) -> list[_Key]:
-    """The keys in an order in which each adds most elements to those of the keys before it and to `had`.
-
-    Of equals the first comes first.
-    """
+    """The keys in greedy order: each adds most elements to `had` and the sets before; the first of equals wins."""
     seen, rest, order = set(had), dict(sets), list[_Key]()
     while rest:
         best = max(rest, key=lambda key: len(rest[key] - seen))

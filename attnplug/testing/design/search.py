@@ -28,9 +28,9 @@ class Search(abc.ABC):
     """
 
     order: Sequence[str]
-    """The axes in the order in which the search changes them."""
+    """The axes in the order of the search's changes."""
     joined: Sequence[str] = ()
-    """Axes of which the search changes two at once if no single change helps."""
+    """Axes that the search also changes two at a time if no single change helps."""
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
