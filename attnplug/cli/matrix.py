@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,10 @@ from attnplug.matrix.model import Matrix
 __all__ = ["matrix_app"]
 
 _FAILED = 1
-_WHICH, _RUN, _OUT = "Which cells", "Running them", "Output"
+_RUN = "Running them"
+_which = functools.partial(typer.Option, rich_help_panel="Which cells")
+_run = functools.partial(typer.Option, rich_help_panel=_RUN)
+_out = functools.partial(typer.Option, rich_help_panel="Output")
 
 matrix_app = typer.Typer(add_completion=False, subcommand_metavar="[COMMAND]")
 
@@ -28,87 +32,53 @@ def matrix(
     context: typer.Context,
     backend: Annotated[
         list[str] | None,
-        typer.Option(
+        _which(
             metavar="NAME",
             help="A backend, a family or A+B; may be repeated \\[default: all of attnplug list]",
-            rich_help_panel=_WHICH,
         ),
     ] = None,
     device: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="DEVICE",
-            help="cpu, sm90, rocm:9.4, ...; may be repeated \\[default: the current one]",
-            rich_help_panel=_WHICH,
+        _which(
+            metavar="DEVICE", help="cpu, sm90, rocm:9.4, ...; may be repeated \\[default: the current one]"
         ),
     ] = None,
     feature: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Only cells of this feature, such as plain or sinks; may be repeated.",
-            rich_help_panel=_WHICH,
-        ),
+        _which(metavar="NAME", help="Only cells of this feature, such as plain or sinks; may be repeated."),
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(
+        _which(
             metavar="PATTERN",
             help="Only cells whose id matches, such as 'sinks/decode/d128/*'; may be repeated.",
-            rich_help_panel=_WHICH,
         ),
     ] = None,
-    verify: Annotated[
-        bool,
-        typer.Option("--verify", help="Run the claimed cells on this machine.", rich_help_panel=_RUN),
-    ] = False,
-    unclaimed: Annotated[
-        bool,
-        typer.Option("--unclaimed", help="Run the refused cells too.", rich_help_panel=_RUN),
-    ] = False,
+    verify: Annotated[bool, _run("--verify", help="Run the claimed cells on this machine.")] = False,
+    unclaimed: Annotated[bool, _run("--unclaimed", help="Run the refused cells too.")] = False,
     compile_limit: Annotated[
         int | None,
-        typer.Option(
+        _run(
             min=1,
             metavar="N",
             help="Run only the cells of N compilations, those with most cells, if a backend compiles.",
-            rich_help_panel=_RUN,
         ),
     ] = None,
     resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Continue an interrupted run: verified cells are not run again.",
-            rich_help_panel=_RUN,
-        ),
+        bool, _run("--resume", help="Continue an interrupted run: verified cells are not run again.")
     ] = False,
     timeout: Annotated[float, timeout_option(_RUN, "Time limit of a cell, with compilation.")] = 120.0,
     jobs: Annotated[int | None, jobs_option(_RUN)] = None,
     memory: Annotated[str | None, memory_option(_RUN)] = None,
     json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write JSON, to merge and diff.", rich_help_panel=_OUT),
+        Path | None, _out("--json", metavar="FILE", help="Write JSON, to merge and diff.")
     ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a page that needs no network.", rich_help_panel=_OUT),
-    ] = None,
-    markdown: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write Markdown.", rich_help_panel=_OUT)
-    ] = None,
+    html: Annotated[Path | None, _out(metavar="FILE", help="Write a page that needs no network.")] = None,
+    markdown: Annotated[Path | None, _out(metavar="FILE", help="Write Markdown.")] = None,
     commit: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SHA",
-            help="Commit of the results \\[default: that of attnplug's checkout]",
-            rich_help_panel=_OUT,
-        ),
+        str | None, _out(metavar="SHA", help="Commit of the results \\[default: that of attnplug's checkout]")
     ] = None,
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", help="Show each cell that is run.", rich_help_panel=_OUT),
-    ] = False,
+    verbose: Annotated[bool, _out("--verbose", "-v", help="Show each cell that is run.")] = False,
 ) -> None:
     """Show the cells that backends claim to serve, for any device; with --verify, run them here.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attnplug.cli.output import console
-from attnplug.core.errors import MatrixFileError, PolicyError
+from attnplug.core.errors import PolicyError
 
 if TYPE_CHECKING:
     from attnplug.matrix.model import Matrix
@@ -64,14 +64,16 @@ class Outputs:
     def write(self, matrix: Matrix) -> None:
         """Write all files; MatrixFileError names one that cannot be written."""
         self.write_json(matrix)
+        from attnplug.matrix.results import write_file
+
         if self.html is not None:
             from attnplug.matrix.html import render_html
 
-            _write(self.html, render_html(matrix))
+            write_file(self.html, render_html(matrix))
         if self.markdown is not None:
             from attnplug.matrix.markdown import render_markdown
 
-            _write(self.markdown, render_markdown(matrix))
+            write_file(self.markdown, render_markdown(matrix))
 
 
 def show(matrix: Matrix) -> None:
@@ -162,12 +164,3 @@ def _names(files: Sequence[Path]) -> list[str]:
 
 def _say(text: str) -> None:
     typer.echo(f"attnplug: {text}", err=True)
-
-
-def _write(path: Path, text: str) -> None:
-    from attnplug.registry.files import write_atomically
-
-    try:
-        write_atomically(path, text)
-    except OSError as problem:
-        raise MatrixFileError(path, f"cannot be written: {problem.strerror or problem}") from None

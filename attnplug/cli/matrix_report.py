@@ -64,7 +64,7 @@ class MatrixReport:
         parts = [_count(self._total, "cell"), _count(limits.jobs, "worker")]
         parts += [_count(verification.compile_keys, "compile key")] if verification.compile_keys else []
         parts += [f"{kept} kept from the run before"] if kept else []
-        self._print(f"{what}: {', '.join(parts)}")
+        self.say(f"{what}: {', '.join(parts)}")
         if not self._live:
             yield
             return
@@ -91,10 +91,10 @@ class MatrixReport:
         if self._verbose or status is Status.REFUTED:
             seconds = f" ({result.seconds:.1f} s)" if result.seconds >= 1 else ""
             style = "red" if status is Status.REFUTED else None
-            self._print(f"{status:9} {result.id}{seconds}", style)
+            self.say(f"{status:9} {result.id}{seconds}", style)
             # The tables that follow have the whole evidence.
             for line in result.cause.splitlines()[:_CAUSE_LINES] if self._verbose else ():
-                self._print(f"          {line}")
+                self.say(f"          {line}")
         self._tell_how_far()
         if time.monotonic() - self._saved > _SECONDS:
             self._save()
@@ -107,17 +107,18 @@ class MatrixReport:
             finding.why[0] for finding in run.findings if finding.status is Status.NOT_RUN and finding.why
         )
         words = ", ".join(f"{counts[each]} {each}" for each in Status if counts[each])
-        self._print(f"{what}: {words or 'no cells'} in {time.monotonic() - self._start:.0f} s")
+        self.say(f"{what}: {words or 'no cells'} in {time.monotonic() - self._start:.0f} s")
         for text, number in why.most_common(_CAUSE_LINES):
-            self._print(f"  {number} not run: {text.splitlines()[0]}")
+            self.say(f"  {number} not run: {text.splitlines()[0]}")
         if len(why) > _CAUSE_LINES:
-            self._print(f"  ... and {_count(len(why) - _CAUSE_LINES, 'other reason')}")
+            self.say(f"  ... and {_count(len(why) - _CAUSE_LINES, 'other reason')}")
         if problem:
-            self._print(f"the run stopped:\n{problem}")
+            self.say(f"the run stopped:\n{problem}")
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, style: str | None = None) -> None:
         """Print a line."""
-        self._print(text)
+        # soft_wrap: a terminal wraps long lines itself, and a file keeps them whole.
+        self._out.print(Text(text, style or ""), soft_wrap=True)
 
     def _begin(self, verification: Verification) -> None:
         self._status_of = verification.status_of
@@ -136,15 +137,11 @@ class MatrixReport:
             self._bar.update(self._task, completed=done, counts=self._counts(), current=current)
         elif not self._live and time.monotonic() - self._told > _SECONDS:
             self._told = time.monotonic()
-            self._print(f"  {done} of {self._total}: {self._counts()}")
+            self.say(f"  {done} of {self._total}: {self._counts()}")
 
     def _counts(self) -> str:
         counts: Mapping[Status, int] = Counter(self._statuses.values())
         return ", ".join(f"{counts[each]} {each}" for each in Status if counts.get(each))
-
-    def _print(self, text: str, style: str | None = None) -> None:
-        # soft_wrap: a terminal wraps long lines itself, and a file keeps them whole.
-        self._out.print(Text(text, style or ""), soft_wrap=True)
 
 
 def _count(number: int, what: str) -> str:

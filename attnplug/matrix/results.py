@@ -13,7 +13,7 @@ from attnplug.core.errors import MatrixFileError
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
 from attnplug.registry.files import write_atomically
 
-__all__ = ["SCHEMA", "VERSION", "read_matrix", "run_to_dict", "write_matrix"]
+__all__ = ["SCHEMA", "VERSION", "read_matrix", "run_to_dict", "write_file", "write_matrix"]
 
 SCHEMA = "attnplug.matrix"
 VERSION = 1
@@ -76,13 +76,18 @@ def run_to_dict(run: Run) -> dict[str, Any]:
 
 
 def write_matrix(matrix: Matrix, path: Path) -> None:
-    """Write the matrix to `path` atomically.
+    """Write the matrix to `path` as `write_file` does."""
+    write_file(path, _text(matrix))
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file atomically.
 
     Raises:
         MatrixFileError: the file cannot be written; an older one is unchanged.
     """
     try:
-        write_atomically(path, _text(matrix))
+        write_atomically(path, text)
     except OSError as problem:
         raise MatrixFileError(path, f"cannot be written: {problem.strerror or problem}") from None
 

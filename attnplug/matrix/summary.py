@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 
-from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
+from attnplug.matrix.model import Finding, Matrix, Run, Status
 from attnplug.matrix.words import AXIS_NAMES, MEANINGS, Value, in_order, list_in_words
 
 __all__ = [
@@ -43,6 +44,7 @@ STRONGEST_FIRST = (
 """The first that any of several cells has is the status of all: a right cell must not hide a wrong one, and a
 run counts more than a claim."""
 _AXES = tuple(AXIS_NAMES)
+_values = operator.attrgetter(*_AXES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,18 +130,6 @@ def summarise(run: Run) -> Summary:
             value: _answer(groups[index, value], limits.get((index, value), ())) for value in values_of_axis
         }
     return Summary(run, _answer(run.findings), answers)
-
-
-def _values(cell: Cell) -> tuple[Value, ...]:
-    return (
-        cell.feature,
-        cell.phase,
-        cell.head_size,
-        cell.dtype,
-        cell.kv_cache_dtype,
-        cell.block_size,
-        cell.layout,
-    )
 
 
 def _answer(findings: Sequence[Finding], limits: Iterable[Limit] = ()) -> Answer:
