@@ -1,7 +1,8 @@
-"""`attnplug matrix`: what backends claim, cell by cell, and what running the cells here shows."""
+"""`attnplug matrix`: shows the cells that backends claim, and runs them here."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,10 @@ from attnplug.matrix.model import Matrix
 __all__ = ["matrix_app"]
 
 _FAILED = 1
-_WHICH, _RUN, _OUT = "Which cells", "Running them", "Output"
+_RUN = "Running them"
+_which = functools.partial(typer.Option, rich_help_panel="Which cells")
+_run = functools.partial(typer.Option, rich_help_panel=_RUN)
+_out = functools.partial(typer.Option, rich_help_panel="Output")
 
 matrix_app = typer.Typer(add_completion=False, subcommand_metavar="[COMMAND]")
 
@@ -28,93 +32,59 @@ def matrix(
     context: typer.Context,
     backend: Annotated[
         list[str] | None,
-        typer.Option(
+        _which(
             metavar="NAME",
-            help="A backend, a family or A+B; may be repeated \\[default: all that attnplug list has]",
-            rich_help_panel=_WHICH,
+            help="A backend, a family or A+B; may be repeated \\[default: all of attnplug list]",
         ),
     ] = None,
     device: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="DEVICE",
-            help="cpu, sm90, rocm:9.4, ...; may be repeated \\[default: the current one]",
-            rich_help_panel=_WHICH,
+        _which(
+            metavar="DEVICE", help="cpu, sm90, rocm:9.4, ...; may be repeated \\[default: the current one]"
         ),
     ] = None,
     feature: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Only cells of this feature, as plain or sinks; may be repeated.",
-            rich_help_panel=_WHICH,
-        ),
+        _which(metavar="NAME", help="Only cells of this feature, such as plain or sinks; may be repeated."),
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(
+        _which(
             metavar="PATTERN",
-            help="Only cells whose id matches, as 'sinks/decode/d128/*'; may be repeated.",
-            rich_help_panel=_WHICH,
+            help="Only cells whose id matches, such as 'sinks/decode/d128/*'; may be repeated.",
         ),
     ] = None,
-    verify: Annotated[
-        bool,
-        typer.Option("--verify", help="Run the cells that are claimed, here.", rich_help_panel=_RUN),
-    ] = False,
-    unclaimed: Annotated[
-        bool,
-        typer.Option("--unclaimed", help="Run those that are refused too.", rich_help_panel=_RUN),
-    ] = False,
+    verify: Annotated[bool, _run("--verify", help="Run the claimed cells on this machine.")] = False,
+    unclaimed: Annotated[bool, _run("--unclaimed", help="Run the refused cells too.")] = False,
     compile_limit: Annotated[
         int | None,
-        typer.Option(
+        _run(
             min=1,
             metavar="N",
-            help="Of a backend that compiles, run the cells of N compilations only, those of most cells.",
-            rich_help_panel=_RUN,
+            help="Run only the cells of N compilations, those with most cells, if a backend compiles.",
         ),
     ] = None,
     resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Go on with an interrupted run: what is verified is not run again.",
-            rich_help_panel=_RUN,
-        ),
+        bool, _run("--resume", help="Continue an interrupted run: verified cells are not run again.")
     ] = False,
-    timeout: Annotated[float, timeout_option(_RUN, "How long a cell may take, compiling included.")] = 120.0,
+    timeout: Annotated[float, timeout_option(_RUN, "Time limit of a cell, with compilation.")] = 120.0,
     jobs: Annotated[int | None, jobs_option(_RUN)] = None,
     memory: Annotated[str | None, memory_option(_RUN)] = None,
     json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write JSON, to merge and diff.", rich_help_panel=_OUT),
+        Path | None, _out("--json", metavar="FILE", help="Write JSON, to merge and diff.")
     ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a page that needs no network.", rich_help_panel=_OUT),
-    ] = None,
-    markdown: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write Markdown.", rich_help_panel=_OUT)
-    ] = None,
+    html: Annotated[Path | None, _out(metavar="FILE", help="Write a page that needs no network.")] = None,
+    markdown: Annotated[Path | None, _out(metavar="FILE", help="Write Markdown.")] = None,
     commit: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SHA",
-            help="What the results belong to \\[default: that of attnplug's checkout]",
-            rich_help_panel=_OUT,
-        ),
+        str | None, _out(metavar="SHA", help="Commit of the results \\[default: that of attnplug's checkout]")
     ] = None,
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", help="Show each cell as it is run.", rich_help_panel=_OUT),
-    ] = False,
+    verbose: Annotated[bool, _out("--verbose", "-v", help="Show each cell that is run.")] = False,
 ) -> None:
-    """Show what backends claim to serve, for any device; with --verify, run it here and see.
+    """Show the cells that backends claim to serve, for any device; with --verify, run them here.
 
-    Cells are values of feature, phase, head size, dtype, KV dtype, block size and layout, chosen so that each pair of values is in one. Each cell runs in a worker process: one that hangs, crashes or runs out of memory ends alone. What is refuted is refused by attnplug select from then on.
+    A cell has a value of feature, phase, head size, dtype, KV dtype, block size and layout; each pair of values is in a cell. Each cell runs in a worker process: one that hangs, crashes or runs out of memory ends alone. After a refutation, attnplug select refuses the cell.
 
-    Exit codes: 0 done, 4 a claim is refuted, 1 nothing of a backend could be run, 2 bad usage, 130 interrupted (results so far are written).
+    Exit codes: 0 done, 4 a claim is refuted, 1 a backend could not be run, 2 bad usage, 130 interrupted (the results so far are written).
     """
     if context.invoked_subcommand is not None:
         return

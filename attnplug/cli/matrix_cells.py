@@ -1,4 +1,4 @@
-"""Which cells `attnplug matrix` is about: the backends, devices and ids that its options name."""
+"""The cells that the options of `attnplug matrix` choose, by backend, device, feature and id."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Pair:
 
 
 def pairs_of(backends: Sequence[str] | None, devices: Sequence[str] | None, *, verify: bool) -> list[Pair]:
-    """Each backend asked for on each device asked for; None asks for all backends, for the current device.
+    """Each backend with each device; None for all backends, and for the current device.
 
     Raises:
-        PolicyError: a name that no backend has, or a device that is not here, where cells are to be run.
-        PluginError: the plugin asked for did not load.
-        SpecError: text that names no device.
+        PolicyError: no backend has a name, or `verify` is set and this machine lacks a device.
+        PluginError: the plugin of a backend did not load.
+        SpecError: a text names no device.
     """
     from attnplug.registry.default import get_registry
     from attnplug.registry.devices import is_here, resolve_device
@@ -54,8 +54,8 @@ def pairs_of(backends: Sequence[str] | None, devices: Sequence[str] | None, *, v
     for text in asked:
         device = resolve_device(text)
         if verify and not is_here(device):
-            remedy = f"leave it out, or name {resolve_device(None)}; without --verify any device can be asked"
-            raise PolicyError("--device", text, "is not of this machine, so nothing can be run on it", remedy)
+            remedy = f"leave it out, or name {resolve_device(None)}; without --verify any device is accepted"
+            raise PolicyError("--device", text, "is not on this machine, so nothing can run on it", remedy)
         where.setdefault(str(device), (text, device))
     return [
         Pair(name, offer, text, device) for text, device in where.values() for name, offer in offers.values()
@@ -65,16 +65,16 @@ def pairs_of(backends: Sequence[str] | None, devices: Sequence[str] | None, *, v
 def declared_cells(
     pairs: Sequence[Pair], features: Sequence[str], only: Sequence[str], commit: str | None
 ) -> list[Run]:
-    """What each backend declares, of the cells that were asked for.
+    """The chosen cells of each backend, declared or refused.
 
     Args:
-        pairs: backends on devices.
-        features: only cells of these; all where there are none.
-        only: patterns of ids, one of which must match; none lets all pass.
-        commit: what the cells are of; default that of attnplug's checkout.
+        pairs: backends with devices.
+        features: chooses cells by feature; empty for all.
+        only: chooses cells by patterns of their ids; empty for all.
+        commit: of the results; None for that of attnplug's checkout.
 
     Raises:
-        PolicyError: a feature that is none, or a pattern that matches no cell.
+        PolicyError: a feature is unknown, or a pattern matches no cell.
     """
     from attnplug.matrix.axes import FEATURES
     from attnplug.matrix.declared import declare
@@ -87,16 +87,16 @@ def declared_cells(
     for pattern in only:
         if not fnmatch.filter(ids, pattern):
             near = difflib.get_close_matches(pattern, ids, 1, 0.0)
-            raise PolicyError("--only", pattern, "matches no cell", f"ids are as {near[0]}" if near else None)
+            raise PolicyError("--only", pattern, "matches no cell", f"an id is {near[0]}" if near else None)
 
-    def is_asked(cell: Cell) -> bool:
+    def is_chosen(cell: Cell) -> bool:
         matches = not only or any(fnmatch.fnmatchcase(cell.id, pattern) for pattern in only)
         return matches and (not features or cell.feature in features)
 
     return [
         dataclasses.replace(
             run,
-            findings=tuple(each for each in run.findings if is_asked(each.cell)),
+            findings=tuple(each for each in run.findings if is_chosen(each.cell)),
             commit=commit or run.commit,
         )
         for run in runs

@@ -1,4 +1,4 @@
-"""The files of `attnplug matrix`: what it writes, `merge` joins and `diff` compares."""
+"""The files of `attnplug matrix`: it writes them, `merge` joins and `diff` compares them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attnplug.cli.output import console
-from attnplug.core.errors import MatrixFileError, PolicyError
+from attnplug.core.errors import PolicyError
 
 if TYPE_CHECKING:
     from attnplug.matrix.model import Matrix
@@ -24,11 +24,11 @@ _SHOWN = 200
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outputs:
-    """Where a matrix is written, by form; None where it is not.
+    """The files to write; None leaves one out.
 
     Args:
-        json: data.
-        html: one page.
+        json: the data.
+        html: a page.
         markdown: tables.
     """
 
@@ -37,7 +37,7 @@ class Outputs:
     markdown: Path | None = None
 
     def check(self, json_option: str = "--json") -> None:
-        """Make the folders of the files; PolicyError where one cannot be written, before anything takes long."""
+        """Make the folders of the files; PolicyError names a file that cannot be written, before a long run."""
         options = {json_option: self.json, "--html": self.html, "--markdown": self.markdown}
         given = {name: path for name, path in options.items() if path is not None}
         for name, path in given.items():
@@ -64,14 +64,16 @@ class Outputs:
     def write(self, matrix: Matrix) -> None:
         """Write all files; MatrixFileError names one that cannot be written."""
         self.write_json(matrix)
+        from attnplug.matrix.results import write_file
+
         if self.html is not None:
             from attnplug.matrix.html import render_html
 
-            _write(self.html, render_html(matrix))
+            write_file(self.html, render_html(matrix))
         if self.markdown is not None:
             from attnplug.matrix.markdown import render_markdown
 
-            _write(self.markdown, render_markdown(matrix))
+            write_file(self.markdown, render_markdown(matrix))
 
 
 def show(matrix: Matrix) -> None:
@@ -82,7 +84,7 @@ def show(matrix: Matrix) -> None:
 
 
 def merge(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="What attnplug matrix --json wrote.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Written by attnplug matrix --json.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the joined JSON.")
     ] = None,
@@ -92,14 +94,16 @@ def merge(
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write Markdown.")] = None,
     by_file: Annotated[
         bool,
-        typer.Option("--by-file", help="Keep what each file holds apart, and name its devices after it too."),
+        typer.Option(
+            "--by-file", help="Keep the runs of each file apart, and add its name to their devices."
+        ),
     ] = False,
 ) -> None:
     """Join the results of several machines; without a file to write, show them.
 
-    Of one backend on one device, runs of the same versions are joined cell by cell: what was run beats what was not, the newer beats the older. Of other versions the newest run stands. What is left out, and cells on which runs disagree, are said. With --by-file nothing is left out: versions stand side by side.
+    Runs of one backend on one device with the same versions are joined cell by cell: a cell with evidence replaces one without, then the newer replaces the older. For other versions, only the newest run is kept. Messages name the runs left out and the cells on which runs disagree. With --by-file the runs of all versions are kept.
 
-    Exit codes: 0 joined, 4 joined, and a claim is refuted, 2 a file that cannot be read.
+    Exit codes: 0 joined, 4 joined and a claim is refuted, 2 a file cannot be read.
     """
     from attnplug.matrix.merging import merge as join
     from attnplug.matrix.merging import with_name
@@ -125,15 +129,15 @@ def merge(
 
 
 def diff(
-    old: Annotated[Path, typer.Argument(metavar="OLD", help="What attnplug matrix --json wrote before.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="What it wrote now.")],
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="Written by attnplug matrix --json before.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="Written by it now.")],
     show_all: Annotated[
-        bool, typer.Option("--all", help="Show every change, however many of one kind there are.")
+        bool, typer.Option("--all", help="Show every change, also of kinds with many.")
     ] = False,
 ) -> None:
-    """Say what changed from OLD to NEW, the gravest first.
+    """Show the changes from OLD to NEW, the gravest first.
 
-    Exit codes: 0 nothing was lost, 4 a claim is refuted, no longer made, or vanished with its cell, 2 a file that cannot be read.
+    Exit codes: 0 nothing was lost, 4 a claim is refuted, no longer made, or its cell vanished, 2 a file cannot be read.
     """
     from attnplug.matrix.changes import changes
     from attnplug.matrix.results import read_matrix
@@ -153,19 +157,10 @@ def diff(
 
 
 def _names(files: Sequence[Path]) -> list[str]:
-    """What each file is called, without its ending; its whole path where another is called the same."""
+    """The name of each file without its suffix, or its path if another file has the same name."""
     counts = Counter(path.stem for path in files)
     return [path.stem if counts[path.stem] == 1 else str(path.with_suffix("")) for path in files]
 
 
 def _say(text: str) -> None:
     typer.echo(f"attnplug: {text}", err=True)
-
-
-def _write(path: Path, text: str) -> None:
-    from attnplug.registry.files import write_atomically
-
-    try:
-        write_atomically(path, text)
-    except OSError as problem:
-        raise MatrixFileError(path, f"cannot be written: {problem.strerror or problem}") from None

@@ -1,4 +1,4 @@
-"""What `attnplug matrix --verify` shows: how the run goes, each refutation as it comes, and the sum of it."""
+"""The output of `attnplug matrix --verify`: progress, each refutation, and a summary."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ __all__ = ["MatrixReport"]
 
 _CAUSE_LINES = 3
 _SECONDS = 30.0
-"""How often results are saved, and where there is no bar a line says how far the run is."""
+"""Seconds between two saves, and without a bar between two lines of progress."""
 
 
 class MatrixReport:
-    """Watches the runs of one backend after another and prints them: with a bar on a terminal, else in lines.
+    """Prints the runs of one backend after another: with a bar on a terminal, else in lines.
 
     Args:
         verbose: print every cell.
-        save: called now and then while cells end.
+        save: writes the results so far; called every 30 seconds.
     """
 
     def __init__(self, verbose: bool, save: Callable[[], None]) -> None:
         self._verbose = verbose
         self._save = save
         self._out = console()
-        # While pytest runs, sys.stdout is where pytest's own words go.
+        # Fixed here: rich looks sys.stdout up at each print, and pytest replaces it while it runs.
         self._out.file = sys.stdout
         self._live = self._out.is_terminal
         self._statuses: dict[str, Status] = {}
@@ -52,19 +52,19 @@ class MatrixReport:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Say on a terminal what takes a moment."""
+        """Show on a terminal what the command is waiting for."""
         with self._out.status(Text(what)) if self._live else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
     def running(self, what: str, verification: Verification, limits: Limits) -> Iterator[None]:
-        """Say what is run and with what, then show how far it is while it runs."""
+        """Print the number of cells and workers, then show progress during the run."""
         self._begin(verification)
         kept = len(self._statuses)
         parts = [_count(self._total, "cell"), _count(limits.jobs, "worker")]
         parts += [_count(verification.compile_keys, "compile key")] if verification.compile_keys else []
         parts += [f"{kept} kept from the run before"] if kept else []
-        self._print(f"{what}: {', '.join(parts)}")
+        self.say(f"{what}: {', '.join(parts)}")
         if not self._live:
             yield
             return
@@ -91,10 +91,10 @@ class MatrixReport:
         if self._verbose or status is Status.REFUTED:
             seconds = f" ({result.seconds:.1f} s)" if result.seconds >= 1 else ""
             style = "red" if status is Status.REFUTED else None
-            self._print(f"{status:9} {result.id}{seconds}", style)
-            # The evidence stands in the tables that follow.
+            self.say(f"{status:9} {result.id}{seconds}", style)
+            # The tables that follow have the whole evidence.
             for line in result.cause.splitlines()[:_CAUSE_LINES] if self._verbose else ():
-                self._print(f"          {line}")
+                self.say(f"          {line}")
         self._tell_how_far()
         if time.monotonic() - self._saved > _SECONDS:
             self._save()
@@ -107,17 +107,18 @@ class MatrixReport:
             finding.why[0] for finding in run.findings if finding.status is Status.NOT_RUN and finding.why
         )
         words = ", ".join(f"{counts[each]} {each}" for each in Status if counts[each])
-        self._print(f"{what}: {words or 'no cells'} in {time.monotonic() - self._start:.0f} s")
+        self.say(f"{what}: {words or 'no cells'} in {time.monotonic() - self._start:.0f} s")
         for text, number in why.most_common(_CAUSE_LINES):
-            self._print(f"  {number} not run: {text.splitlines()[0]}")
+            self.say(f"  {number} not run: {text.splitlines()[0]}")
         if len(why) > _CAUSE_LINES:
-            self._print(f"  ... and {_count(len(why) - _CAUSE_LINES, 'other reason')}")
+            self.say(f"  ... and {_count(len(why) - _CAUSE_LINES, 'other reason')}")
         if problem:
-            self._print(f"the run stopped:\n{problem}")
+            self.say(f"the run stopped:\n{problem}")
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, style: str | None = None) -> None:
         """Print a line."""
-        self._print(text)
+        # soft_wrap: a terminal wraps long lines itself, and a file keeps them whole.
+        self._out.print(Text(text, style or ""), soft_wrap=True)
 
     def _begin(self, verification: Verification) -> None:
         self._status_of = verification.status_of
@@ -129,22 +130,18 @@ class MatrixReport:
         self._start = self._told = time.monotonic()
 
     def _tell_how_far(self) -> None:
-        """Move the bar, with the cell under way that takes longest; where there is none, say a line now and then."""
+        """Move the bar, which names the oldest cell under way; without a bar, print a line every 30 seconds."""
         done = len(self._statuses)
         if self._bar is not None:
             current = next(iter(self._under_way), "")
             self._bar.update(self._task, completed=done, counts=self._counts(), current=current)
         elif not self._live and time.monotonic() - self._told > _SECONDS:
             self._told = time.monotonic()
-            self._print(f"  {done} of {self._total}: {self._counts()}")
+            self.say(f"  {done} of {self._total}: {self._counts()}")
 
     def _counts(self) -> str:
         counts: Mapping[Status, int] = Counter(self._statuses.values())
         return ", ".join(f"{counts[each]} {each}" for each in Status if counts.get(each))
-
-    def _print(self, text: str, style: str | None = None) -> None:
-        # A narrow terminal wraps, a file does not.
-        self._out.print(Text(text, style or ""), soft_wrap=True)
 
 
 def _count(number: int, what: str) -> str:

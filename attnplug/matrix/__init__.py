@@ -1,4 +1,4 @@
-"""The compatibility matrix: what backends declare, cell by cell, and what running them here has shown."""
+"""The compatibility matrix: each cell is declared by a backend's class, and verified or refuted by a run."""
 
 from __future__ import annotations
 

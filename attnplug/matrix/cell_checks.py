@@ -1,4 +1,4 @@
-"""The cells of the matrix as checks of the conformance kit, which workers run: each against the float64 oracle."""
+"""The cells of the matrix as checks of the conformance kit: workers compare each with the float64 oracle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.matrix.design import design
-from attnplug.matrix.keys import compile_keys
 from attnplug.matrix.layers import spec_of
 from attnplug.matrix.model import Cell
 from attnplug.ops.storage import STORAGE_DTYPES
@@ -17,36 +16,37 @@ from attnplug.testing.conformance.cases import Case
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.correctness import check_case
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.design.compiling import compile_key
 from attnplug.testing.oracle import COMPUTED
 
 __all__ = ["cases_of", "cell_checks"]
 
 _SHAPES = {"prefill": ("prefill", "extend"), "decode": ("decode",), "mixed": ("mixed",)}
-"""The batches that stand for a phase; prefills without computed tokens and with them may go different ways."""
+"""The batches tried for a phase. Backends may compute prefills with and without a context differently."""
 _BLOCK_SIZE, _LAYOUT = 16, "NHD"
-"""Of layers without pages: lengths lie around the ends of such pages all the same."""
+"""Used for layers without pages too: the lengths of their requests are chosen around the ends of such pages."""
 
 
 def cell_checks(target: Target) -> Iterator[Check]:
-    """One check for each cell of the design, under its id; cells that one compilation serves are of one group."""
+    """One check for each cell of the design, under its id; cells with one compile key are in one group."""
     cells = design(target.backend, target.device)
-    keys = compile_keys(target.backend, cells)
+    keys = {cell: compile_key(target.backend, spec_of(cell)) for cell in cells}
     groups = {key: f"compiled-{number}" for number, key in enumerate(dict.fromkeys(keys.values()))}
     for cell in cells:
         key = keys[cell]
         yield Check(
             cell.id,
             functools.partial(_check, target, cell),
-            f"{cell.feature} in {cell.phase} is as the float64 oracle has it",
+            f"{cell.feature} in {cell.phase} equals the float64 oracle",
             None if key is None else groups[key],
         )
 
 
 def cases_of(cell: Cell, backend: type[AttentionBackend]) -> list[Case]:
-    """The kit's cases that a cell of `backend` stands for.
+    """The kit's cases for a cell of `backend`: one layer with each batch of the phase.
 
     Raises:
-        CheckSkipped: layers that need more inputs, or other storage, than the kit's batches have.
+        CheckSkipped: the layer needs inputs or storage that the kit's batches lack.
     """
     spec = spec_of(cell)
     if untried := spec.required_features() & ~COMPUTED:

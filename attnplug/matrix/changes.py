@@ -1,4 +1,4 @@
-"""What changed between two matrices, and whether a claim was lost."""
+"""The differences of two matrices, and whether a claim was lost."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ _CLAIMED = {Status.DECLARED, Status.VERIFIED, Status.REFUTED, Status.NOT_RUN}
 
 
 class Kind(enum.StrEnum):
-    """What happened to a cell, the gravest first."""
+    """The kind of a change; the gravest comes first."""
 
     REFUTED = "now refuted"
-    """Claimed, and not known to be wrong before."""
+    """Claimed, and not refuted before."""
     WITHDRAWN = "no longer claimed"
     """Claimed before, refused now."""
     VANISHED = "vanished"
-    """Claimed before, and there is no such cell any more."""
+    """Claimed before; the cell is gone."""
     UNKNOWN = "no longer run"
-    """Run before; claimed still."""
+    """Run before; still claimed."""
     VERIFIED = "now verified"
-    """Claimed, and known to be right for the first time."""
+    """Claimed, and verified for the first time."""
     CLAIMED = "newly claimed"
     """Refused before."""
     ADDED = "new"
-    """There was no such cell."""
+    """The cell is new."""
     DROPPED = "no longer asked"
-    """Not claimed before, and there is no such cell any more."""
+    """Not claimed before; the cell is gone."""
     REASONS = "other reasons"
-    """As before, for other reasons."""
+    """The same status, for other reasons."""
 
     @property
     def is_loss(self) -> bool:
-        """Whether something that could be relied on cannot be any more."""
+        """Whether users lose something that they could rely on."""
         return self in (Kind.REFUTED, Kind.WITHDRAWN, Kind.VANISHED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
-    """One cell that is not as it was.
+    """One cell that changed.
 
     Args:
-        backend: whose.
-        device: where.
-        cell: its id.
-        kind: what happened.
-        old: its status before; None where there was no such cell.
-        new: its status now; None where there is no such cell.
-        why: the reasons or the evidence of now.
+        backend: its name.
+        device: its name.
+        cell: the cell's id.
+        kind: of the change.
+        old: the status before; None for a new cell.
+        new: the status now; None for a cell that is gone.
+        why: the reasons or the evidence now.
     """
 
     backend: str
@@ -70,7 +70,7 @@ class Change:
 
 
 def changes(old: Matrix, new: Matrix) -> list[Change]:
-    """All cells that are not as they were, the gravest changes first, then in the order of the matrices."""
+    """All cells that changed: the gravest changes first, then in the order of the matrices."""
     before = {run.key: run for run in old.runs}
     after = {run.key: run for run in new.runs}
     found = [
@@ -109,7 +109,7 @@ def _kind(was: Finding | None, now: Finding | None) -> Kind | None:
         return _still_claimed(was.status, now.status)
     if was.status in _CLAIMED:
         return Kind.WITHDRAWN
-    return None  # refused as before, and tried in one of the two
+    return None  # refused in both, and run in only one
 
 
 def _still_claimed(was: Status, now: Status) -> Kind | None:

@@ -1,4 +1,4 @@
-"""The declared matrix: what a backend's class says of each cell, for any device, with nothing run or looked up."""
+"""The declared matrix: a backend's class answers each cell, for any device, without running anything."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = ["declare", "source_commit"]
 
 
 def declare(backend: Offer | type[AttentionBackend], device: DeviceLike) -> Run:
-    """What a backend declares for a device: each cell of its design, declared or refused with the reasons.
+    """The run of a backend and a device: each cell of the design is declared, or refused with reasons.
 
-    From its class alone: what it requires is taken to be installed, and the device need not be here.
+    Only the class is consulted: its requirements count as installed, and the device may be absent.
 
     Args:
-        backend: as a plugin offers it, which tells the distribution too, or only the class.
-        device: a Device or "sm90", "rocm:9.4", "cpu", ... as `attnplug.select` takes it.
+        backend: an offer of a plugin, which names the distribution too, or only the class.
+        device: a Device or "sm90", "rocm:9.4", "cpu", ... as for `attnplug.select`.
 
     Raises:
-        SpecError: text that names no device.
+        SpecError: the text names no device.
     """
     where = resolve_device(device)
     if isinstance(backend, Offer):
@@ -56,9 +56,9 @@ def declare(backend: Offer | type[AttentionBackend], device: DeviceLike) -> Run:
 
 @functools.cache
 def source_commit() -> str | None:
-    """The commit of attnplug's own source, where it is imported from a checkout; else None."""
+    """The commit of attnplug's own source if it is imported from a checkout; else None."""
     checkout = Path(attnplug.__file__).resolve().parents[1]
-    if not (checkout / ".git").exists():  # a repository further up is somebody else's
+    if not (checkout / ".git").exists():  # a repository further up is another project's
         return None
     import subprocess
 

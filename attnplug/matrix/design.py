@@ -1,50 +1,48 @@
-"""Which cells a backend is asked: for every two values the plainest cell that it serves, or one that it refuses."""
+"""The cells of a backend: for each two values the plainest that it serves, or one that it refuses."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from attnplug.matrix.axes import Axes, axes_of
-from attnplug.matrix.layers import spec_of
+from attnplug.matrix.axes import axes_of
 from attnplug.matrix.model import Cell
-from attnplug.matrix.search import Search
+from attnplug.matrix.search import CellSearch
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.device import Device
     from attnplug.core.reasons import Reason
 
-__all__ = ["MOST_CELLS", "answers", "design", "spec_of"]
+__all__ = ["MOST_CELLS", "answers", "design"]
 
 MOST_CELLS = 1500
-"""Of one backend. Where it lists more values than can be paired in so many, some of them stand for all."""
+"""Of one backend. For a backend that lists too many values for this, only some of them are tried."""
 _MOST_VALUES = 150
-"""Of one axis: each is in at least ten cells, with a feature each."""
+"""Of one axis: each needs at least ten cells, one for each feature."""
 
 
 def design(backend: type[AttentionBackend], device: Device) -> list[Cell]:
-    """The cells of a backend on a device, at most 1,500, in the order of the axes.
-
-    Every value of every axis and every two values of two axes that mean something together are in one.
-    For two values it is the cell that has them and else the backend's plainest values; where that is refused,
-    the first that is served of those with others moved in a fixed order; and where none is, the plainest,
-    which is then refused for the two values alone. So which cell stands for two values depends on what the
-    backend says of layers with them and of its plainest layer, and of nothing else that it declares.
-
-    Args:
-        backend: the class.
-        device: what its layers are validated for; it need not be here.
-    """
+    """The cells of `answers`."""
     return list(answers(backend, device))
 
 
 def answers(backend: type[AttentionBackend], device: Device) -> dict[Cell, tuple[Reason, ...]]:
-    """The cells of `design`, each with the reasons against it; no reason where it is served."""
+    """The cells of a backend on a device, at most 1,500, each with the reasons against it; none if it is served.
+
+    Every two values of two axes that go together are in a cell. Its other values are the backend's plainest.
+    If that cell is refused, other values are changed in a fixed order until one is served. If none is, the
+    plainest cell remains, refused for the two values alone. So a cell depends only on the backend's answers
+    for layers with its two values and for the plainest layer, and keeps its id when other features are added.
+
+    Args:
+        backend: the class.
+        device: that its layers are validated for; it may be absent.
+    """
 
     def found(most_own: int | None) -> dict[Cell, tuple[Reason, ...]]:
-        return Search(backend, device, axes_of(backend, most_own)).pairs()
+        search = CellSearch(backend, device, axes_of(backend, most_own))
+        return {Cell(**row): tuple(search.reasons(row)) for _, row in search.pairs()}
 
     axes = axes_of(backend)
     most = max(map(len, axes.values()))
@@ -52,17 +50,12 @@ def answers(backend: type[AttentionBackend], device: Device) -> dict[Cell, tuple
     if not 0 < len(cells) <= MOST_CELLS:
         fewer = range(min(most, _MOST_VALUES) + 1)
         cells = found(bisect.bisect(fewer, MOST_CELLS, key=lambda own: len(found(own))) - 1)
-    return _in_order(cells, axes)
-
-
-def _in_order(cells: Mapping[Cell, tuple[Reason, ...]], axes: Axes) -> dict[Cell, tuple[Reason, ...]]:
-    """Sizes ascending, other values as the axes have them."""
+    # Sizes ascending, other values in the order of the axes.
     places: dict[str, dict[Any, int]] = {
         axis: {value: value if isinstance(value, int) else place for place, value in enumerate(values)}
         for axis, values in axes.items()
     }
-
-    def key(cell: Cell) -> tuple[int, ...]:
-        return tuple(order.get(getattr(cell, axis), -1) for axis, order in places.items())
-
-    return {cell: cells[cell] for cell in sorted(cells, key=key)}
+    order = sorted(
+        cells, key=lambda cell: tuple(known.get(getattr(cell, axis), -1) for axis, known in places.items())
+    )
+    return {cell: cells[cell] for cell in order}

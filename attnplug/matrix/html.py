@@ -1,4 +1,4 @@
-"""The matrix as one HTML page that needs nothing else: data, styles and scripts stand in it."""
+"""The matrix as one self-contained HTML page, with its data, styles and scripts."""
 
 from __future__ import annotations
 
@@ -26,17 +26,10 @@ _SCRIPTS = (
 
 
 def render_html(matrix: Matrix, *, title: str = "Compatibility matrix") -> str:
-    """The matrix as a self-contained page that can be filtered, for any browser of the last years.
+    """The HTML document of a page that shows the matrix and filters it, for any recent browser.
 
-    The page fetches nothing: its content security policy allows the scripts and styles in it, by their hash,
-    and no connection. Names and reasons reach the document as text only.
-
-    Args:
-        matrix: what is shown.
-        title: of the page.
-
-    Returns:
-        The whole document.
+    The page fetches nothing: its content security policy allows only its own scripts and styles, by hash.
+    Names and reasons reach the document as text only.
     """
     style = _part("matrix.css")
     script = "\n".join(_part(name) for name in _SCRIPTS)
@@ -48,7 +41,7 @@ def render_html(matrix: Matrix, *, title: str = "Compatibility matrix") -> str:
         "data": _json(page_data(matrix)),
         "script": script,
     }
-    # In one pass: what is put in is not searched for further places.
+    # In one pass, so that inserted text is not searched for further "@@".
     pieces = _part("matrix.html").split("@@")
     return "".join(values[piece] if number % 2 else piece for number, piece in enumerate(pieces))
 
@@ -63,7 +56,7 @@ def _hash(text: str) -> str:
 
 
 def _json(data: object) -> str:
-    """JSON that ends no script element and opens no comment in one."""
+    """JSON that is safe in a script element: it can neither end the element nor open a comment."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
     for each in "<>&\u2028\u2029":
         text = text.replace(each, f"\\u{ord(each):04x}")

@@ -1,4 +1,4 @@
-"""The layer that a cell stands for."""
+"""The layer of a cell."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ __all__ = ["phase_of", "spec_of"]
 
 
 def phase_of(cell: Cell) -> Phase | None:
-    """The phase for which the layer is validated: None, both, for a mixed batch."""
+    """The phase that the layer is validated for: None, which is both, for a mixed batch."""
     return None if cell.phase == "mixed" else Phase(cell.phase)
 
 
 def spec_of(cell: Cell) -> LayerSpec:
-    """The layer that a cell stands for: 4 query heads over 2, or over 1 with MLA, and the one feature.
+    """The layer of a cell: 4 query heads over 2, or over 1 with MLA, and the one feature.
 
-    A chunk is a whole number of pages, at least 24 tokens: kernels that read chunks as requests of their own
-    begin each at a page. Values of another size have 64 elements for keys of 65 to 128, else 128.
-    Sparse attention of LATENT is that of MLA, as models have it.
+    Sparse attention over LATENT elements is also MLA, because models combine the two.
 
     Raises:
-        SpecError: a feature that is not known here, or values that no layer can have together.
+        SpecError: the feature is unknown, or the values exclude each other.
     """
     return _spec(cell.feature, cell.head_size, cell.dtype, cell.kv_cache_dtype, cell.block_size)
 

@@ -1,4 +1,4 @@
-"""The matrix as Markdown: for each device the backends by every value of every axis, and all evidence."""
+"""The matrix as Markdown: tables of backends and axis values for each device, and all evidence."""
 
 from __future__ import annotations
 
@@ -27,14 +27,9 @@ _SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<!\w)_|_(?!\w)|^[-+#]|(?<=^\d)[.)]")
 
 
 def render_markdown(matrix: Matrix, *, level: int = 2) -> str:
-    """The matrix as Markdown, for any renderer with tables.
+    """The matrix as Markdown, for any renderer with tables; empty for a matrix without runs.
 
-    Args:
-        matrix: what is shown.
-        level: of the headings of devices.
-
-    Returns:
-        Text that ends with a line break; empty where nothing was asked. Names and reasons are escaped.
+    `level` is that of the headings of devices. Names and reasons are escaped.
     """
     parts: list[str] = []
     shown: set[Status] = set()
@@ -57,13 +52,13 @@ def render_markdown(matrix: Matrix, *, level: int = 2) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """The text as Markdown that shows it as it stands, in one line and in a table too."""
+    """The text escaped for Markdown, as one line that may be in a table."""
     escaped = _SPECIAL.sub(lambda found: "\\" + found[0], one_line(text))
     return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def markdown_row(cells: Sequence[str]) -> str:
-    """A line of a table; the cells are Markdown already."""
+    """A line of a table. The cells must be Markdown already."""
     return f"| {' | '.join(cells)} |\n"
 
 

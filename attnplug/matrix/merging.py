@@ -1,4 +1,4 @@
-"""Matrices of several machines, or of several days, as one."""
+"""Joins the matrices of several machines, or of several days."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ _EVIDENCE = {Status.VERIFIED, Status.REFUTED, Status.UNCLAIMED}
 
 
 def merge(matrices: Sequence[Matrix], say: Callable[[str], None] | None = None) -> Matrix:
-    """One run for each backend and device, in the order in which they first come.
+    """One run for each backend and device, in order of first appearance.
 
-    Runs of the same versions on the same kind of device are joined cell by cell: what was run beats what was
-    not, then the newer beats the older. Of others the newest with evidence stands, and the rest is left out.
+    Runs of the same versions on the same kind of device are joined cell by cell. A cell with evidence
+    replaces one without, then the newer replaces the older. For other versions, only the newest run with
+    evidence is kept.
 
     Args:
-        matrices: what to join.
-        say: told, in a sentence each, of runs left out and of cells on which two runs disagree.
+        matrices: to join.
+        say: called with a sentence for each run left out and each cell on which two runs disagree.
     """
-    tell = say or _silent
+    tell = say or (lambda sentence: None)
     by_key: dict[tuple[str, str], list[Run]] = {}
     for run in (run for matrix in matrices for run in matrix.runs):
         by_key.setdefault(run.key, []).append(run)
@@ -31,17 +32,17 @@ def merge(matrices: Sequence[Matrix], say: Callable[[str], None] | None = None) 
 
 
 def with_name(matrix: Matrix, name: str) -> Matrix:
-    """The matrix with its devices named after where it comes from too, as "cpu (torch-2.9)".
+    """The matrix with `name` added to its devices, such as "cpu (torch-2.9)".
 
-    Runs of other versions on such a device stand beside each other when they are joined. `attnplug.select` takes
-    no such name: what is made of it is for people.
+    `merge` then keeps runs of several versions apart. The matrix is for people only: `attnplug.select` refuses
+    such device names.
     """
     return Matrix(tuple(dataclasses.replace(run, device=f"{run.device} ({name})") for run in matrix.runs))
 
 
 def _one(runs: Sequence[Run], tell: Callable[[str], None]) -> Run:
     """The runs of one backend on one device as one."""
-    # A later file wins where dates are equal.
+    # The sort is stable: with equal dates the later file wins.
     ordered = sorted(runs, key=lambda run: (_has_evidence(run), _date(run)))
     best = ordered[-1]
     same = [run for run in ordered if _subject(run) == _subject(best)]
@@ -58,7 +59,7 @@ def _one(runs: Sequence[Run], tell: Callable[[str], None]) -> Run:
             found[finding.cell.id] = (
                 (run, finding) if before is None else _better(before, (run, finding), tell)
             )
-    # The cells are those of the best run, then what only others have run.
+    # The cells of the best run come first, then those that only other runs have.
     order = dict.fromkeys(each.cell.id for run in (best, *reversed(same)) for each in run.findings)
     newest = max(same, key=_date)
     findings = tuple(found[cell][1] for cell in order)
@@ -68,7 +69,7 @@ def _one(runs: Sequence[Run], tell: Callable[[str], None]) -> Run:
 def _better(
     old: tuple[Run, Finding], new: tuple[Run, Finding], tell: Callable[[str], None]
 ) -> tuple[Run, Finding]:
-    """Of two findings on one cell the newer, unless only the older was run."""
+    """The newer of two findings on one cell, or the older if only that has evidence."""
     before, now = old[1].status, new[1].status
     if before in _EVIDENCE and now not in _EVIDENCE:
         return old
@@ -79,7 +80,7 @@ def _better(
 
 
 def _subject(run: Run) -> tuple[object, ...]:
-    """What must agree where cells are joined."""
+    """The fields that must be equal to join cells."""
     return run.distribution, run.version, run.device_name, tuple(sorted(run.versions.items()))
 
 
@@ -96,7 +97,7 @@ def _named(run: Run) -> str:
 
 
 def _difference(run: Run, best: Run) -> str:
-    """What keeps the two apart, as "; torch 2.12.0 is not 2.13.0"."""
+    """The first difference of two runs: "; torch 2.12.0 is not 2.13.0"."""
     if run.device_name != best.device_name:
         return f"; {run.device_name or 'an unnamed device'} is not {best.device_name or 'an unnamed device'}"
     mine = {"version": run.version or "none", **run.versions}
@@ -105,7 +106,3 @@ def _difference(run: Run, best: Run) -> str:
         if mine.get(name) != other.get(name):
             return f"; {name} {mine.get(name, 'missing')} is not {other.get(name, 'missing')}"
     return f"; {run.distribution} is not {best.distribution}"
-
-
-def _silent(text: str) -> None:
-    """Nobody asked."""

@@ -1,4 +1,4 @@
-"""The matrix as data: a cell asks one thing of one backend, a finding answers it for one device."""
+"""The matrix as data: a run has a finding for each cell of one backend on one device."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ __all__ = ["Cell", "Finding", "Matrix", "Run", "Status"]
 
 
 class Status(enum.StrEnum):
-    """What is known of a cell."""
+    """The status of a cell."""
 
     DECLARED = "declared"
-    """Claimed, and not run."""
+    """Claimed, not run."""
     REFUSED = "refused"
-    """Not claimed: the reasons say why."""
+    """Not claimed; the finding has the reasons."""
     VERIFIED = "verified"
     """Claimed, run, and right."""
     REFUTED = "refuted"
-    """Claimed, run, and wrong: the evidence says how."""
+    """Claimed, run, and wrong; the finding has the evidence."""
     UNCLAIMED = "unclaimed"
-    """Not claimed, run all the same, and right."""
+    """Not claimed, but run and right."""
     NOT_RUN = "not run"
-    """Claimed, and could not be run: why says it."""
+    """Claimed, but could not be run; the finding says why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """What is known of one cell.
+    """The status of one cell.
 
     Args:
-        cell: what was asked.
-        status: the answer.
-        why: the reasons of a refusal, of what is unclaimed too, the evidence of a refutation, or why it was not
-            run; empty otherwise.
+        cell: with a value of each axis.
+        status: of the cell.
+        why: the reasons of a refusal (also of an unclaimed cell), the evidence of a refutation, or the cause
+            of a cell not run; empty otherwise.
     """
 
     cell: Cell
@@ -49,15 +49,14 @@ class Run:
     """The cells of one backend on one device with one set of versions.
 
     Args:
-        backend: its name, of a composite "A+B".
-        distribution: what ships it.
+        backend: its name; "A+B" for a composite.
+        distribution: the package that ships it.
         version: of that distribution.
-        device: as `attnplug.select` takes it, "sm90" or "cpu".
-        device_name: what the device calls itself, as "NVIDIA H200"; None where nothing was run.
-        versions: of Python, torch and every distribution that the backend requires, as installed;
-            empty where nothing was run.
-        date: when, in UTC: "2026-11-21T18:00:00+00:00".
-        commit: of attnplug's source, where it is a checkout; else None.
+        device: such as "sm90" or "cpu", as for `attnplug.select`.
+        device_name: of the hardware, such as "NVIDIA H200"; None if no cell was run.
+        versions: of Python, torch and every distribution that the backend requires; empty if no cell was run.
+        date: in UTC: "2026-11-21T18:00:00+00:00".
+        commit: of attnplug's source if that is a checkout; else None.
         findings: one for each cell, in the order of the design.
     """
 
@@ -73,12 +72,12 @@ class Run:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What the run is about: the backend and the device."""
+        """The backend and the device."""
         return self.backend, self.device
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matrix:
-    """Runs, each of another backend or device."""
+    """Runs; no two have the same backend and device."""
 
     runs: tuple[Run, ...]

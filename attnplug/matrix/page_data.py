@@ -1,4 +1,4 @@
-"""The matrix as the page's scripts read it: every text once, and all else as its number."""
+"""The matrix in the form that the page's scripts read: each text once, everything else as numbers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _STATUSES = tuple(MEANINGS)
 
 
 def page_data(matrix: Matrix) -> dict[str, Any]:
-    """What the page shows, as plain JSON.
+    """The matrix as plain JSON values.
 
-    `cells` holds one number for each axis of each cell that any run has. `findings` of a run holds three numbers
-    each: a cell, its status, and which of `whys`, whose entries are numbers of `reasons`. `limits` of a run holds
-    five numbers each: an axis and its value, another and its value, and which of `whys`.
+    `cells` has one number for each axis of each cell of any run. Each entry of a run's `findings` is three
+    numbers: a cell, its status, and an index into `whys`, whose entries are indices into `reasons`. Each entry
+    of a run's `limits` is five numbers: an axis and its value, another and its value, and an index into `whys`.
     """
     values = {
         axis: in_order(axis, {getattr(finding.cell, axis) for run in matrix.runs for finding in run.findings})
@@ -55,7 +55,7 @@ def page_data(matrix: Matrix) -> dict[str, Any]:
 
 
 class _Numbers:
-    """Cells, reasons and lists of reasons by the number that each got when it was first met."""
+    """Numbers cells, reasons and lists of reasons in order of first use."""
 
     def __init__(self, values: Mapping[str, Sequence[Value]]) -> None:
         self.cells: dict[Cell, int] = {}
@@ -101,7 +101,7 @@ class _Numbers:
             for value, answer in answers.items():
                 for limit in answer.limits:
                     that = self._axes.index(limit.axis)
-                    # Each pair stands with both of its values; once is enough.
+                    # Both values list the pair; the page needs it once.
                     if this < that:
                         found += [this, self._values[this][value], that, self._values[that][limit.value]]
                         found.append(self.why(limit.why))

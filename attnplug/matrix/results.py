@@ -1,4 +1,4 @@
-"""The matrix in JSON files: a schema with a version, a cell a line, read strictly and written whole."""
+"""JSON files of the matrix: a schema with a version, one line for each cell, strict reading, atomic writing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnplug.core.errors import MatrixFileError
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
 from attnplug.registry.files import write_atomically
 
-__all__ = ["SCHEMA", "VERSION", "read_matrix", "run_to_dict", "write_matrix"]
+__all__ = ["SCHEMA", "VERSION", "read_matrix", "run_to_dict", "write_file", "write_matrix"]
 
 SCHEMA = "attnplug.matrix"
 VERSION = 1
@@ -70,19 +70,24 @@ _CELL: dict[str, _Rule] = {
 
 
 def run_to_dict(run: Run) -> dict[str, Any]:
-    """The JSON object of a run, as it stands in a file's `runs`."""
+    """The JSON object of a run, an entry of a file's `runs`."""
     about = {name: getattr(run, name) for name in _RUN if name != "cells"}
     return {**about, "versions": dict(run.versions), "cells": [_cell_to_dict(each) for each in run.findings]}
 
 
 def write_matrix(matrix: Matrix, path: Path) -> None:
-    """Write the matrix to `path` in one step.
+    """Write the matrix to `path` as `write_file` does."""
+    write_file(path, _text(matrix))
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file atomically.
 
     Raises:
-        MatrixFileError: the file cannot be written; an older one is as it was.
+        MatrixFileError: the file cannot be written; an older one is unchanged.
     """
     try:
-        write_atomically(path, _text(matrix))
+        write_atomically(path, text)
     except OSError as problem:
         raise MatrixFileError(path, f"cannot be written: {problem.strerror or problem}") from None
 
@@ -91,8 +96,8 @@ def read_matrix(path: Path) -> Matrix:
     """The matrix that `write_matrix` wrote to `path`.
 
     Raises:
-        MatrixFileError: there is no such file, it is half written, of an unknown schema or version, or says
-            what a matrix cannot; it names the place.
+        MatrixFileError: the file is missing, half written, of an unknown schema or version, or has an invalid
+            value; the error names its place.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -109,17 +114,12 @@ def read_matrix(path: Path) -> Matrix:
 
 
 class _Reader:
-    """Turns JSON values into the matrix, or says which of them cannot be.
-
-    Args:
-        path: for messages.
-    """
+    """Turns JSON values into the matrix; `path` is for errors."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def matrix(self, data: Any) -> Matrix:
-        """All of a file."""
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, dict) else data
             self._refuse(f"has the schema {found!r:.60}, not {SCHEMA!r}", _AGAIN)
@@ -178,7 +178,7 @@ class _Reader:
 def _holds(is_right: Callable[[Any], bool], value: Any) -> bool:
     try:
         return is_right(value)
-    except TypeError:  # a list or an object, which is in no set
+    except TypeError:  # a list or an object, which no set can contain
         return False
 
 
@@ -188,7 +188,7 @@ def _cell_to_dict(finding: Finding) -> dict[str, Any]:
 
 
 def _text(matrix: Matrix) -> str:
-    """JSON with a line for each cell: small, and its differences can be read."""
+    """JSON with a line for each cell, so that the file is small and `git diff` readable."""
     runs = [_run_text(run_to_dict(run)) for run in matrix.runs]
     head = f'{{\n"schema": {_line(SCHEMA)},\n"version": {VERSION},\n"runs": ['
     return head + ("\n" + ",\n".join(runs) + "\n" if runs else "") + "]\n}\n"

@@ -1,13 +1,14 @@
-"""What the cells of a run say together about one value of one axis."""
+"""Sums up the cells of a run for each value of each axis."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 
-from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
+from attnplug.matrix.model import Finding, Matrix, Run, Status
 from attnplug.matrix.words import AXIS_NAMES, MEANINGS, Value, in_order, list_in_words
 
 __all__ = [
@@ -28,9 +29,9 @@ __all__ = [
 ]
 
 BESIDE = ("feature", "phase")
-"""The axes whose values stand in rows with backends beside each other; of the others, values are listed."""
+"""The axes with a table row for each value; the values of the other axes are listed in one row."""
 CLAIMED = frozenset({Status.DECLARED, Status.VERIFIED, Status.REFUTED, Status.NOT_RUN})
-"""The statuses of a cell that its backend says it serves."""
+"""The statuses of a cell that its backend claims to serve."""
 
 STRONGEST_FIRST = (
     Status.REFUTED,
@@ -40,18 +41,19 @@ STRONGEST_FIRST = (
     Status.UNCLAIMED,
     Status.REFUSED,
 )
-"""Which status cells together have: nothing wrong is hidden behind something right, and what was run
-counts more than what was only said."""
+"""The first that any of several cells has is the status of all: a right cell must not hide a wrong one, and a
+run counts more than a claim."""
 _AXES = tuple(AXIS_NAMES)
+_values = operator.attrgetter(*_AXES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limit:
-    """A value of another axis that one is not served with, though each is served with others.
+    """A value of another axis: both values are served, but not together.
 
     Args:
         axis: the other axis.
-        value: its value.
+        value: of that axis.
         why: the reasons.
     """
 
@@ -62,13 +64,13 @@ class Limit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """What the cells with one value say together.
+    """The cells with one value, summed up.
 
     Args:
-        status: the strongest of theirs: refuted, then verified, declared, not run, unclaimed, refused.
-        counts: how many cells have each status.
-        why: the reasons that all refused cells give, where nothing is claimed; else the evidence against it.
-        limits: what it is not served with.
+        status: the first of STRONGEST_FIRST that any of the cells has.
+        counts: the number of cells with each status.
+        why: the reasons common to all cells if all are refused; else the evidence against the value.
+        limits: the values that it is not served with.
     """
 
     status: Status
@@ -78,12 +80,12 @@ class Answer:
 
     @property
     def claimed(self) -> int:
-        """The number of cells that are claimed."""
+        """The number of claimed cells."""
         return sum(self.counts.get(status, 0) for status in CLAIMED)
 
     @property
     def part(self) -> str:
-        """How many of the claimed cells have been verified or refuted, "3/40", where not all were; else empty."""
+        """The share of the claimed cells with this status, "3/40", if only some were run; else empty."""
         count = self.counts.get(self.status, 0)
         if self.status not in (Status.VERIFIED, Status.REFUTED) or count == self.claimed:
             return ""
@@ -92,11 +94,11 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summary:
-    """A run with the answer of each value of each axis.
+    """A run, summed up.
 
     Args:
-        run: what is summed up.
-        total: all its cells together.
+        run: the run.
+        total: the answer of all its cells.
         answers: by axis and value, in reading order.
     """
 
@@ -130,18 +132,6 @@ def summarise(run: Run) -> Summary:
     return Summary(run, _answer(run.findings), answers)
 
 
-def _values(cell: Cell) -> tuple[Value, ...]:
-    return (
-        cell.feature,
-        cell.phase,
-        cell.head_size,
-        cell.dtype,
-        cell.kv_cache_dtype,
-        cell.block_size,
-        cell.layout,
-    )
-
-
 def _answer(findings: Sequence[Finding], limits: Iterable[Limit] = ()) -> Answer:
     counts = collections.Counter(finding.status for finding in findings)
     status = next((status for status in STRONGEST_FIRST if counts[status]), Status.NOT_RUN)
@@ -156,14 +146,14 @@ def _answer(findings: Sequence[Finding], limits: Iterable[Limit] = ()) -> Answer
 
 
 def _common(whys: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """The reasons that all give; where there is none, those of the one with the fewest."""
+    """The reasons common to all; if there are none, the shortest list."""
     shortest = min(whys, key=len)
     others = [set(why) for why in set(whys)]
     return tuple(reason for reason in shortest if all(reason in why for why in others)) or shortest
 
 
 def _limits(rows: Sequence[tuple[tuple[Value, ...], Finding]]) -> dict[tuple[int, Value], list[Limit]]:
-    """The pairs of values in refused cells that no claimed cell holds, though it holds each of the two."""
+    """The pairs of values that are in refused cells and in no claimed cell, though claimed cells have each value."""
     served: set[tuple[int, Value]] = set()
     pairs: set[tuple[tuple[int, Value], ...]] = set()
     for values, finding in rows:
@@ -183,20 +173,20 @@ def _limits(rows: Sequence[tuple[tuple[Value, ...], Finding]]) -> dict[tuple[int
 
 
 def values_of(summaries: Iterable[Summary], axis: str) -> list[Value]:
-    """The values of an axis that any of the runs has cells of, in reading order."""
+    """The values of an axis that any run has, in reading order."""
     return in_order(axis, (value for summary in summaries for value in summary.answers[axis]))
 
 
 def counts_in_words(answer: Answer) -> str:
-    """How many cells have each status: "1,204 verified, 72 refused"."""
+    """The number of cells with each status: "1,204 verified, 72 refused"."""
     counts = [(answer.counts.get(status, 0), status) for status in MEANINGS]
     return ", ".join(f"{count:,} {status}" for count, status in counts if count) or "none"
 
 
 def values_by_status(axis: str, answers: Mapping[Value, Answer]) -> dict[Status, str]:
-    """The values of an axis that share a status, as a list, a star behind each that has limits.
+    """The values of an axis by status, as a list; a star marks each value with limits.
 
-    Cells without pages have no size or layout of pages: they are features, direct KV and encoders.
+    None, of cells without pages, is left out: the features direct KV and encoder say the same.
     """
     lists = {}
     for status in MEANINGS:
@@ -211,12 +201,12 @@ def values_by_status(axis: str, answers: Mapping[Value, Answer]) -> dict[Status,
 
 
 def serving(summaries: Iterable[Summary]) -> list[Summary]:
-    """Those of which any cell is not refused: the others have no values to be told apart."""
+    """The summaries with a cell that is not refused."""
     return [summary for summary in summaries if summary.total.status is not Status.REFUSED]
 
 
 def refusal_lines(summaries: Iterable[Summary]) -> list[str]:
-    """Each backend that serves nothing on its device, with the reasons of all its cells."""
+    """A line for each backend that serves nothing on its device, with the reasons."""
     return [
         f"{summary.run.backend}: {'; '.join(summary.total.why)}"
         for summary in summaries
@@ -225,7 +215,7 @@ def refusal_lines(summaries: Iterable[Summary]) -> list[str]:
 
 
 def evidence_lines(summaries: Iterable[Summary], status: Status) -> list[str]:
-    """What was recorded with the cells of a status, once for all cells of a backend that it was recorded with."""
+    """The evidence of the cells with a status: one line for all cells of a backend with the same evidence."""
     said: dict[tuple[str, str], list[str]] = {}
     for summary in summaries:
         for finding in summary.run.findings:

@@ -1,4 +1,4 @@
-"""The matrix in a terminal: what was asked where, backends by features, the values served, and all evidence."""
+"""The matrix in a terminal: the runs, tables of backends and features, the values served, and all evidence."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _STYLES = {
 
 
 def render_terminal(matrix: Matrix, console: Console) -> None:
-    """Print the matrix, device by device; backends that do not fit beside each other go on in a further table.
+    """Print the matrix, device by device, in as many tables as the width needs.
 
-    Colour only repeats what marks and words say, and the marks are ASCII where the console's encoding is.
-    Where it is no terminal, each piece of evidence is one line.
+    Colour only repeats marks and words. The marks are ASCII if the console's encoding has no others.
+    In a file, each piece of evidence is one line.
     """
     page = _Page(console)
     if not matrix.runs:
@@ -119,7 +119,7 @@ class _Page:
         self.line()
 
     def _fitting(self, summaries: Sequence[Summary]) -> Iterator[list[Summary]]:
-        """The backends in groups of as many as stand beside each other."""
+        """The backends in groups that fit into one table."""
         labels = [value_in_words(axis, value) for axis in BESIDE for value in values_of(summaries, axis)]
         beside: list[Summary] = []
         width = first = max(map(len, labels), default=0)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from attnplug.matrix.keys import compile_keys, most_used
-from attnplug.matrix.model import Finding, Run, Status
+from attnplug.matrix.layers import spec_of
+from attnplug.matrix.model import Cell, Finding, Run, Status
+from attnplug.testing.design.compiling import compile_key, most_adding
 from attnplug.testing.isolation.listing import Listing, ListingFailure, SuiteRequest, list_checks, versions
 from attnplug.testing.isolation.results import Observer, Outcome, Result, SavedResults
 from attnplug.testing.isolation.run import Limits, run_checks
@@ -170,18 +171,18 @@ class Verification:
 
     def _chosen(self, extent: Extent) -> list[str]:
         statuses = {Status.DECLARED, Status.REFUSED} if extent.unclaimed else {Status.DECLARED}
-        cells = [each.cell for each in self._declared.findings if each.status in statuses]
-        keys = compile_keys(self._offer.backend, cells)
         claimed = {each.cell for each in self._declared.findings if each.status is Status.DECLARED}
-        groups = most_used(keys, claimed)
-        compiled = [group for group in groups if keys[group[0]] is not None]
-        within = compiled[: extent.compile_limit]
+        groups: dict[Hashable | None, list[Cell]] = {}
+        for cell in (each.cell for each in self._declared.findings if each.status in statuses):
+            groups.setdefault(compile_key(self._offer.backend, spec_of(cell)), []).append(cell)
+        uncompiled = groups.pop(None, [])
+        keys = most_adding({key: claimed.intersection(group) for key, group in groups.items()})
+        within = keys[: extent.compile_limit]
         self.compile_keys = len(within)
-        beyond = compiled[len(within) :]
+        beyond = keys[len(within) :]
         why = f"compiles for one of {len(beyond)} keys beyond the limit of {extent.compile_limit}"
-        self._leave_out((cell.id for group in beyond for cell in group), why)
-        alone = [group for group in groups if keys[group[0]] is None]
-        return [cell.id for group in (*within, *alone) for cell in group]
+        self._leave_out((cell.id for key in beyond for cell in groups[key]), why)
+        return [cell.id for group in (*(groups[key] for key in within), uncompiled) for cell in group]
 
     def _leave_out(self, ids: Iterable[str], why: str) -> None:
         self._why_not.update(dict.fromkeys(ids, why))

@@ -1,4 +1,4 @@
-"""How the matrix is worded for people: marks and meanings of statuses, names of axes and features."""
+"""The matrix in words for people: marks and meanings of statuses, names of axes and features."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AXIS_NAMES = {
     "block_size": "block size",
     "layout": "layout",
 }
-"""Each axis of a cell by its field's name, in the order of the fields."""
+"""The name of each axis by its field of Cell, in the order of the fields."""
 
 MARKS = {
     Status.VERIFIED: "✓",
@@ -43,10 +43,10 @@ MARKS = {
     Status.NOT_RUN: "?",
     Status.REFUSED: "–",  # noqa: RUF001  (a dash as wide as the other marks)
 }
-"""A mark for each status, told apart by its shape."""
+"""A mark for each status; their shapes differ."""
 
 PLAIN_MARKS = {**MARKS, Status.VERIFIED: "v", Status.DECLARED: "o", Status.REFUTED: "x", Status.REFUSED: "-"}
-"""The marks where the output knows only ASCII."""
+"""The marks for output in ASCII."""
 
 MEANINGS = {
     Status.VERIFIED: "claimed, run on the device, and right",
@@ -56,7 +56,7 @@ MEANINGS = {
     Status.NOT_RUN: "claimed, and could not be run",
     Status.REFUSED: "not claimed: the reasons say why",
 }
-"""What each status says, in the words of the legends; the order is that of legends too."""
+"""The meaning of each status, in the order of the legends."""
 
 _FEWEST_STEPS = 5
 _ORDERS: dict[str, tuple[str, ...]] = {
@@ -69,7 +69,7 @@ _ORDERS: dict[str, tuple[str, ...]] = {
 
 
 def value_in_words(axis: str, value: Value) -> str:
-    """A value as people read it: "sliding window", "128"; "no pages" for None."""
+    """The text of a value: "sliding window", "128"; "no pages" for None."""
     if value is None:
         return "no pages"
     if axis == "feature":
@@ -79,7 +79,7 @@ def value_in_words(axis: str, value: Value) -> str:
 
 
 def in_order(axis: str, values: Iterable[Value]) -> list[Value]:
-    """The distinct values in reading order: numbers by size, known names as usual, then others; None last."""
+    """The distinct values in reading order: numbers by size, known names, other names, then None."""
     known = _ORDERS.get(axis, ())
 
     def key(value: Value) -> tuple[bool, int, str]:
@@ -92,9 +92,9 @@ def in_order(axis: str, values: Iterable[Value]) -> list[Value]:
 
 
 def list_in_words(axis: str, marked: Sequence[tuple[Value, str]]) -> str:
-    """Values, each with what is written behind it: "16 to 256 in steps of 8, 320*".
+    """The values with their marks: "16 to 256 in steps of 8, 320*".
 
-    Where six numbers or more follow each other in equal steps, with the same behind them, the ends stand for all.
+    Six or more numbers in equal steps with equal marks are shown as a range.
     """
     words = [f"{one_line(value_in_words(axis, value))}{mark}" for value, mark in marked]
     listed = []
@@ -111,7 +111,7 @@ def list_in_words(axis: str, marked: Sequence[tuple[Value, str]]) -> str:
 
 
 def _equal_steps(marked: Sequence[tuple[Value, str]], start: int) -> tuple[int, int]:
-    """The step between the number at `start` and its next, and where the numbers in such steps end."""
+    """The step from the number at `start` to the next, and the index of the last number in such steps."""
     step = 0
     for at, ((value, mark), (following, its)) in enumerate(itertools.pairwise(marked[start:]), start):
         if not isinstance(value, int) or not isinstance(following, int) or mark != its:
@@ -123,13 +123,13 @@ def _equal_steps(marked: Sequence[tuple[Value, str]], start: int) -> tuple[int, 
 
 
 def device_in_words(runs: Iterable[Run]) -> str:
-    """The device of some runs with what it calls itself: "sm90 (NVIDIA H200)"."""
+    """The device of some runs with the name of the hardware: "sm90 (NVIDIA H200)"."""
     runs = list(runs)
     names = dict.fromkeys(run.device_name for run in runs if run.device_name)
     return f"{runs[0].device} ({', '.join(names)})" if names else runs[0].device
 
 
 def one_line(text: str) -> str:
-    """The text in one line, with what moves a cursor or a terminal's colours shown as escapes."""
+    """The text in one line; characters that control a terminal become escapes."""
     joined = " ".join(text.split())
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in joined)

@@ -164,7 +164,7 @@ def test_all_three_files_are_written(command):
         (("--backend", "TORHC"), "--backend='TORHC' is no backend"),
         (("--device", "sm9000000"), "is no device"),
         (("--feature", "sink"), "--feature='sink' must be one of plain, sliding_window"),
-        (("--only", "sink/*"), "--only='sink/*' matches no cell; ids are as "),
+        (("--only", "sink/*"), "--only='sink/*' matches no cell; an id is "),
         (("--unclaimed",), "--unclaimed=True says how cells are run; add --verify"),
         (("--resume",), "--resume=True says how cells are run; add --verify"),
         (("--jobs", "2"), "--jobs=2 says how cells are run; add --verify"),
@@ -176,7 +176,7 @@ def test_all_three_files_are_written(command):
         (("--json", "m", "--markdown", "./m"), "--markdown='m' is the file of --json too; name two files"),
         (
             ("--verify", "--device", "rocm:9.4"),
-            "--device='rocm:9.4' is not of this machine, so nothing can be run",
+            "--device='rocm:9.4' is not on this machine, so nothing can run",
         ),
         (("--verify", "--memory", "lots"), "lots"),
     ],
@@ -475,7 +475,7 @@ def test_a_file_that_cannot_be_written_is_named(command, monkeypatch):
     def full(path, text):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("attnplug.registry.files.write_atomically", full)
+    monkeypatch.setattr("attnplug.matrix.results.write_atomically", full)
     outcome = command("--backend", "TORCH", "--device", "cpu", "--html", "m.html")
     assert (outcome.code, outcome.err) == (2, "attnplug: m.html cannot be written: No space left on device\n")
 

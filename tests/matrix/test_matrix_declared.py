@@ -145,7 +145,7 @@ def test_torch_is_not_imported() -> None:
         "from attnplug.matrix.declared import declare\n"
         "from attnplug.registry.default import get_registry\n"
         "for offer in get_registry().plugins.offers: declare(offer, 'sm90'), declare(offer, 'cpu')\n"
-        "print({'torch', 'triton', 'numpy', 'attnplug.testing'} & set(sys.modules))"
+        "print({'torch', 'triton', 'numpy', 'attnplug.testing.conformance', 'attnplug.testing.batches'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from attnplug.backends.torch_native.backend import TorchBackend
 from attnplug.core import dtypes
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.spec import Phase
-from attnplug.matrix import axes
-from attnplug.matrix.axes import FEATURES
+from attnplug.matrix.axes import FEATURES, axes_of
 from attnplug.matrix.layers import phase_of, spec_of
 from attnplug.matrix.model import Cell
 
@@ -33,7 +33,7 @@ def natural(feature: str) -> Cell:
 
 
 def test_every_dtype_that_a_layer_can_have_is_asked() -> None:
-    assert set(axes.DTYPES) == set(dtypes.DTYPES)
+    assert set(axes_of(TorchBackend)["dtype"]) == set(dtypes.DTYPES)
 
 
 def test_there_is_a_value_for_every_feature() -> None:

@@ -15,12 +15,13 @@ from attnplug.core.spec import Phase
 from attnplug.matrix import verify
 from attnplug.matrix.cell_checks import cases_of, cell_checks
 from attnplug.matrix.design import design
-from attnplug.matrix.keys import compile_keys, most_used
+from attnplug.matrix.layers import spec_of
 from attnplug.matrix.model import Status
 from attnplug.matrix.verify import Extent, Verification
 from attnplug.registry.records import Offer
 from attnplug.testing.conformance.check import CheckSkipped, ConformanceError
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.design.compiling import compile_key
 from attnplug.testing.isolation.listing import Listing, ListingFailure, SuiteRequest
 from attnplug.testing.isolation.results import Outcome, Result
 from attnplug.testing.isolation.run import Limits
@@ -191,13 +192,16 @@ def test_layers_that_the_kit_has_no_batches_of_are_skipped(values, why):
 # Which cells are run.
 
 
-def test_the_keys_of_most_claimed_cells_come_first_and_none_last():
-    cells = [cell(head_size=size, dtype=dtype) for size in (16, 64, 128) for dtype in ("bfloat16", "float16")]
-    keys = compile_keys(Compiling, cells)
-    assert list(keys.values()) == [None, None, 64, 64, 128, 128]
-    ordered = most_used(keys, {cells[5], cells[0]})
-    assert [[each.head_size for each in group] for group in ordered] == [[128, 128], [64, 64], [16, 16]]
-    assert most_used({}, ()) == []
+def test_the_keys_of_most_claimed_cells_come_first_and_none_last(play):
+    sizes = (16, 64, 128)
+    cells = [{"head_size": size, "dtype": dtype} for size in sizes for dtype in ("bfloat16", "float16")]
+    assert [compile_key(Compiling, spec_of(cell(**each))) for each in cells] == [None, None, 64, 64, 128, 128]
+    claimed = (cells[5], cells[0])
+    declared = run(
+        *(finding(Status.DECLARED if each in claimed else Status.REFUSED, **each) for each in cells)
+    )
+    ids = play(declared, backend=Compiling, unclaimed=True).ids
+    assert ids == [cell(**cells[index]).id for index in (4, 5, 2, 3, 0, 1)]
 
 
 def test_what_is_claimed_is_run_and_what_is_refused_when_asked(play):

@@ -1,4 +1,4 @@
-"""The designed space: which layers and batches are tried, from what a backend declares."""
+"""The cases of the kit: layers and batches for the features and sizes that a backend declares."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from attnplug.core.features import Feature
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Level
-from attnplug.testing.conformance.covering import Row, covering_rows
 from attnplug.testing.conformance.phases import of_phase
 from attnplug.testing.conformance.shapes import lengths, shapes_of
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.design.compiling import compile_key, most_adding
+from attnplug.testing.design.packing import packed_rows, served_pairs
+from attnplug.testing.design.search import Row, Search
 from attnplug.testing.oracle import COMPUTED
 
 __all__ = ["KINDS", "Case", "axes", "designed_cases", "untried"]
@@ -29,10 +31,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "encoder": {"attn_type": "encoder_only", "direct_kv": True},
     "cross": {"attn_type": "encoder_decoder"},
 }
-"""Who attends whom, and where K and V are; a narrowed layer is not causal, but its batch is."""
+"""The roles of queries and keys, and the place of K and V. A narrowed layer is not causal, but its batch is."""
 
 _HEADS = ((4, 2), (2, 2), (4, 1), (8, 1), (5, 1), (16, 1), (6, 2), (8, 8), (32, 8))
-_TOGETHER: tuple[Row, ...] = (
+_TOGETHER: tuple[dict[str, Any], ...] = (
     {"shape": "idle", "needs_lse": True},
     {"shape": "alike", "needs_lse": True},
     {"has_sinks": True, "needs_lse": True},
@@ -42,11 +44,9 @@ _TOGETHER: tuple[Row, ...] = (
     {"logits_soft_cap": 3.0, "window": (6, 0)},
     {"kind": "non_causal", "window": (40, 40)},
 )
-"""What a convention ties together, and so must be tried with nothing else in the way."""
-_NO_FIELDS = {"kind", "shape", "heads", "layout", "block_size", "values"}
-"""Axes that name no field of a LayerSpec, or one that depends on others."""
-_OTHER_AXES = {"kv_cache_dtype", "head_size_v", "causal", "direct_kv", "attn_type"}
-"""Fields that ask for a feature on an axis of another name: storage dtypes, sizes of values, and kinds."""
+"""Values whose order or scale a convention fixes, tried with plain values of all other axes."""
+_OWN_AXES = {"head_size_v", "kv_cache_dtype", "causal", "direct_kv", "attn_type"}
+"""Fields that ask for a feature and have no axis of their name: `values`, the storage types and KINDS try them."""
 _MAX_COMPILE_KEYS = {Level.SMOKE: 6, Level.FULL: 24}
 
 
@@ -70,7 +70,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """All that is not plain, in a fixed order: "decode-h4x2-d64-float32-b16-NHD-window7.0"."""
+        """The sizes and all values that are not plain: "decode-h4x2-d64-float32-b16-NHD-window7.0"."""
         spec = self.spec
         parts = [self.shape, f"h{spec.num_heads}x{spec.num_kv_heads}", f"d{spec.head_size}"]
         parts += [f"v{spec.head_size_v}"] if spec.head_size_v != spec.head_size else []
@@ -87,7 +87,7 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """Of KINDS."""
+        """The name in KINDS."""
         if self.narrowed:
             return "narrowed"
         found = (name for name, fields in reversed(KINDS.items()) if _has(self.spec, fields))
@@ -107,44 +107,86 @@ class Case:
 
 
 def _held(spec: LayerSpec, new: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """How many keys a cache of the engine's own still holds: what a causal window has passed is dropped."""
+    """The number of keys in an engine's own cache, which drops the keys that a causal window has passed."""
     if not spec.causal or spec.window[0] < 0:
         return list(tokens)
     return [min(every, count + spec.window[0]) for count, every in zip(new, tokens, strict=True)]
 
 
+class _CaseSearch(Search):
+    """Asks one target about cases."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        choices = axes(target)
+        self.order = tuple(choices)
+        super().__init__(choices)
+
+    def complete(self, fixed: Mapping[str, Any]) -> Row | None:
+        """The base with the fixed values; a kind whose K and V come with the call has no page sizes and layouts."""
+        row: Row = {**self.base, **fixed}
+        if not KINDS[row["kind"]].get("direct_kv"):
+            return row
+        pages = dict.fromkeys(("block_size", "layout"))
+        return None if any(fixed.get(axis) for axis in pages) else {**row, **pages}
+
+    def ask(self, row: Row) -> Sequence[Any]:
+        """The backend's reasons against the layer, or the error if no layer has the values."""
+        try:
+            return self._target.reasons(self._layer(row))
+        except SpecError as problem:
+            return (problem,)
+
+    def case(self, row: Row) -> Case:
+        """The case of a served row."""
+        target = self._target
+        block_size = row["block_size"] or target.block_sizes[0]
+        layout = row["layout"] or target.backend.supported_kv_cache_layouts()[0]
+        return Case(self._layer(row), row["shape"], block_size, layout, row["kind"] == "narrowed")
+
+    def _layer(self, row: Row) -> LayerSpec:
+        """The layer of a row; SpecError if its values exclude each other."""
+        names = self.axes.keys() - {"kind", "shape", "heads", "layout", "values"}
+        fields = {name: row[name] for name in names if row[name] is not None} | KINDS[row["kind"]]
+        size, heads = row["head_size"], row["heads"]
+        if row["values"] is not None:
+            smaller = row["values"] == "smaller"
+            sizes = [each for each in self._target.head_sizes if each != size and (each < size) == smaller]
+            if not sizes:
+                raise SpecError("values", row["values"], f"needs a head size other than {size}")
+            fields["head_size_v"] = sizes[0]
+        spec = LayerSpec(num_heads=heads[0], num_kv_heads=heads[1], **fields)
+        if row["window"] is not None and not spec.is_windowed:
+            raise SpecError("window", row["window"], "limits nothing in a causal layer")
+        if row["kind"] == "encoder" and self._target.phase is Phase.DECODE:
+            raise SpecError("kind", "encoder", "has no tokens to decode")
+        return spec
+
+
 def axes(target: Target) -> dict[str, list[Any]]:
-    """The values of each axis that `target` could be asked for, the plainest first."""
+    """The values of each axis to try with `target`, the plainest first."""
     few = target.level is Level.SMOKE
-    sizes, blocks = target.head_sizes, target.block_sizes
+    tried = target.backend.features & COMPUTED
     values: dict[str, list[Any]] = {
-        "kind": [kind for kind, fields in KINDS.items() if _is_declared(target, fields)],
+        "kind": [kind for kind, fields in KINDS.items() if _asked(fields) in tried],
         "shape": list(shapes_of(target.phase)),
-        "head_size": _spread(sizes, 4 if few else 12),
+        "head_size": _spread(target.head_sizes, 4 if few else 12),
         "heads": list(_HEADS[:5] if few else _HEADS),
         "dtype": target.dtypes,
         "kv_cache_dtype": target.kv_cache_dtypes,
-        "block_size": _spread(blocks, 3 if few else 12),
+        "block_size": _spread(target.block_sizes, 3 if few else 12),
         "layout": list(target.backend.supported_kv_cache_layouts()),
-        # No default of a head size in use, so that it shows where a backend takes that instead.
+        # The default of no head size above, so that a case fails if the backend takes a default instead.
         "scale": [None, 0.15],
-        "values": [None, *(["smaller", "larger"] if Feature.HEAD_SIZE_V in _tried(target) else [])],
+        "values": [None, *(["smaller", "larger"] if Feature.HEAD_SIZE_V in tried else [])],
     }
     for flag in COMPUTED:
-        row = flag.ask
-        if row.field not in _OTHER_AXES:
-            sampled = (
-                (row.values[: max(len(row.values) // 2, 1)] if few else row.values)
-                if flag in _tried(target)
-                else ()
-            )
-            values[row.field] = [False if row.values[0] is True else None, *sampled]
+        field, samples = flag.ask.field, flag.ask.values
+        if field not in _OWN_AXES:
+            most = max(len(samples) // 2, 1) if few else len(samples)
+            plain = False if samples[0] is True else None
+            values[field] = [plain, *(samples[:most] if flag in tried else ())]
     return values
-
-
-def _tried(target: Target) -> Feature:
-    """The features that the backend declares and whose numbers the oracle knows."""
-    return target.backend.features & COMPUTED
 
 
 def untried(target: Target) -> Feature:
@@ -152,80 +194,52 @@ def untried(target: Target) -> Feature:
     return target.backend.features & ~COMPUTED
 
 
-def _is_declared(target: Target, fields: Mapping[str, Any]) -> bool:
-    """Whether the backend declares the features that `fields` ask; it refuses any others."""
-    spec = LayerSpec(num_heads=1, num_kv_heads=1, head_size=2, **fields)
-    return spec.required_features() in _tried(target)
-
-
 def designed_cases(target: Target) -> list[Case]:
-    """The cases that the backend accepts, always the same: of the axes' values every pair that it serves.
+    """The cases to run, equal in every process: each pair of values that the backend serves is in one.
 
-    Each feature stands alone in some; at the full level several designs differ in what else goes with a
-    pair. Of a backend with `compile_key` the cases are kept whose keys cover most pairs: 24 keys, of smoke 6.
+    Each value is also tried with the plainest values of the other axes. The full level has three designs,
+    which differ in the values that go with a pair. If the backend has compile keys, only the cases of those
+    keys are kept that cover most pairs: 6 keys, at the full level 24.
     """
-    choices = axes(target)
-    plain = {name: values[0] for name, values in choices.items()}
-    shapes = [shape for shape in ("mixed", "decode", "speculative") if shape in choices["shape"]]
-    # A mix in no order leaves a composite's decoding half nothing to do.
-    few = 2 if issubclass(target.backend, CompositeBackend) else 1
-    rows: list[Row] = [
-        {**plain, "shape": shape, name: value}
-        for shape in (shapes[:few] if target.level is Level.SMOKE else shapes)
-        for name, values in choices.items()
-        if name != "shape"
+    search = _CaseSearch(target)
+    few = target.level is Level.SMOKE
+    shapes = [shape for shape in ("mixed", "decode", "speculative") if shape in search.axes["shape"]]
+    # A mixed batch in no order leaves no work for the decoding half of a composite.
+    plain_shapes = shapes[: 2 if issubclass(target.backend, CompositeBackend) else 1] if few else shapes
+    alone: list[dict[str, Any]] = [
+        {"shape": shape, axis: value}
+        for shape in plain_shapes
+        for axis, values in search.axes.items()
+        if axis != "shape"
         for value in values
     ]
-    rows += [{**plain, "shape": shapes[0], **fields} for fields in _TOGETHER]
-    for seed in range(1 if target.level is Level.SMOKE else 3):
-        rows += covering_rows(choices, lambda row: _accepted(target, row) is not None, seed=seed)
+    alone += [{"shape": shapes[0], **fields} for fields in _TOGETHER]
+    rows = [row for fixed in alone if (row := search.complete(fixed)) and not search.reasons(row)]
+    served = served_pairs(search)
+    for seed in range(1 if few else 3):
+        rows += packed_rows(search, served, seed=seed)
     cases: dict[str, tuple[Case, Row]] = {}
     for row in rows:
-        case = _accepted(target, row)
-        if case is not None:
-            cases.setdefault(case.id, (case, row))
+        case = search.case(row)
+        cases.setdefault(case.id, (case, row))
     return _within_keys(target, list(cases.values()))
 
 
 def _within_keys(target: Target, designed: Sequence[tuple[Case, Row]]) -> list[Case]:
-    """The cases of as many compile keys as the level allows: the plainest, and those that add most pairs."""
-    keys = [target.backend.compile_key(case.spec) for case, _ in designed]
+    """The cases of as many compile keys as the level allows: the plainest key, and those that add most pairs."""
+    keys = [compile_key(target.backend, case.spec) for case, _ in designed]
     pairs: dict[Hashable, set[Any]] = {key: set() for key in keys if key is not None}
     for key, (_, row) in zip(keys, designed, strict=True):
         if key is not None:
             pairs[key].update(itertools.combinations(row.items(), 2))
-    chosen: set[Hashable] = {None}
-    covered: set[Any] = set()
-    while pairs and len(chosen) <= _MAX_COMPILE_KEYS[target.level]:
-        # The first of equals, and the plainest of all, come first in the design.
-        best = max(pairs, key=lambda key: len(pairs[key] - covered)) if covered else next(iter(pairs))
-        covered |= pairs.pop(best)
-        chosen.add(best)
+    plainest = next(iter(pairs), None)
+    covered = pairs.pop(plainest, set())
+    chosen = {None, plainest, *most_adding(pairs, covered)[: _MAX_COMPILE_KEYS[target.level] - 1]}
     return [case for key, (case, _) in zip(keys, designed, strict=True) if key in chosen]
 
 
-def _accepted(target: Target, row: Row) -> Case | None:
-    """The case that a row describes, where it means something and the backend serves it."""
-    fields = {name: row[name] for name in row.keys() - _NO_FIELDS if row[name] is not None}
-    heads, kv_heads = row["heads"]
-    size = row["head_size"]
-    if row["values"] is not None:
-        sizes = [
-            each
-            for each in target.head_sizes
-            if (each < size) == (row["values"] == "smaller") != (each == size)
-        ]
-        if not sizes:
-            return None
-        fields["head_size_v"] = sizes[0]
-    try:
-        spec = LayerSpec(num_heads=heads, num_kv_heads=kv_heads, **fields, **KINDS[row["kind"]])
-        spec = spec if spec.direct_kv else spec.replace(block_size=row["block_size"])
-    except SpecError:
-        return None
-    if target.reasons(spec) or (row["kind"] == "encoder" and target.phase is Phase.DECODE):
-        return None  # an encoder's tokens are never decoded
-    return Case(spec, row["shape"], row["block_size"], row["layout"], row["kind"] == "narrowed")
+def _asked(fields: Mapping[str, Any]) -> Feature:
+    return LayerSpec(num_heads=1, num_kv_heads=1, head_size=2, **fields).required_features()
 
 
 def _has(spec: LayerSpec, fields: dict[str, Any]) -> bool:
@@ -233,7 +247,7 @@ def _has(spec: LayerSpec, fields: dict[str, Any]) -> bool:
 
 
 def _spread(values: list[Any], count: int) -> list[Any]:
-    """The first, the extremes, one that is no power of 2 and some more, at most `count`."""
+    """At most `count` values: the first, the extremes, one that is not a power of 2, then others."""
     ordered = sorted(values)
     middle = [value for value in values if value & (value - 1)]
     return list(dict.fromkeys([values[0], ordered[0], ordered[-1], *middle[:1], *values]))[:count]

@@ -1,4 +1,4 @@
-"""Lengths of the requests of a batch, near the places where kernels go wrong."""
+"""Lengths of the requests of a batch, near the limits at which kernels fail."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from attnplug.core.spec import AttentionType, LayerSpec, Phase
 __all__ = ["SHAPES", "lengths", "shapes_of"]
 
 SHAPES = ("decode", "prefill", "extend", "mixed", "speculative", "one", "alike", "idle")
-"""Kinds of batches: `one` is a single decode, `alike` has requests of one length, whose pages could be
-mistaken for each other, `idle` has requests without new tokens, and a query with nothing to see. Besides
-these `ordered` is as `mixed`, with the decodes first, so that both halves of a composite have work."""
+"""Kinds of batches. `one` is a single decode. `alike` has requests of equal lengths, so that a kernel that
+swaps their pages fails. `idle` has requests without new tokens, and a query that sees no key. `lengths` knows
+`ordered` too: `mixed` with the decodes first, so that both halves of a composite have work."""
 
+_LONGEST = 300
+_TILE = 128
 _OF_PHASE: dict[Phase | None, tuple[str, ...]] = {
     None: SHAPES,
     Phase.DECODE: ("decode", "one", "alike", "idle"),
@@ -19,19 +21,15 @@ _OF_PHASE: dict[Phase | None, tuple[str, ...]] = {
 
 
 def shapes_of(phase: Phase | None) -> tuple[str, ...]:
-    """The kinds of batches that differ where a backend serves one phase; all for None."""
+    """The kinds of batches for a backend of one phase; all for None."""
     return _OF_PHASE[phase]
 
 
-_LONGEST = 300
-_TILE = 128
-
-
 def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], list[int]]:
-    """New tokens and all tokens of each request of a batch of kind `shape`.
+    """The new tokens and all tokens of each request of a batch of kind `shape`.
 
-    They lie around the ends of pages, of windows and chunks, and of a tile of 128 keys. Of a cross
-    layer the second are the encoder's; encoders compute all their tokens at once.
+    The lengths are near multiples of the block size, of windows, chunks and tiles of 128 keys. For a cross
+    layer the second list counts the encoder's tokens. Encoders compute all their tokens at once.
     """
     marks = [block_size, 2 * block_size, _TILE, spec.chunk_size or 0]
     marks += [side + 1 for side in spec.window if side >= 0]

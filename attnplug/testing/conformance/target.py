@@ -17,17 +17,9 @@ from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.testing.batches import Batch, direct_batch, paged_batch
 from attnplug.testing.conformance.check import CheckSkipped, Level
 from attnplug.testing.conformance.phases import in_phase, of_phase, only_phase
+from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try
 
-__all__ = ["Target", "canonical"]
-
-_HEAD_SIZES = (64, 128, 16, 32, 80, 96, 112, 192, 256)
-_BLOCK_SIZES = (16, 32, 64, 128, 256, 8, 1)
-
-
-def canonical(allowed: Sequence[int | MultipleOf], samples: Sequence[int]) -> list[int]:
-    """What to try of a set of sizes: those listed, and of `samples` those that a MultipleOf holds."""
-    listed = [size for size in allowed if isinstance(size, int)]
-    return list(dict.fromkeys([*(size for size in samples if MultipleOf.allows(allowed, size)), *listed]))
+__all__ = ["Target"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,14 +62,15 @@ class Target:
     @property
     def head_sizes(self) -> list[int]:
         """Head sizes to try, the plainest first."""
-        return canonical(self.backend.get_supported_head_sizes() or (MultipleOf(1),), _HEAD_SIZES)
+        sizes = sizes_to_try(self.backend.get_supported_head_sizes() or (MultipleOf(1),), HEAD_SIZES)
+        return sorted(sizes, key=lambda size: size != 64)
 
     @property
     def block_sizes(self) -> list[int]:
         """Block sizes to try, the preferred one first."""
         allowed = self.backend.get_supported_kernel_block_sizes()
         return list(
-            dict.fromkeys([self.backend.get_preferred_block_size(), *canonical(allowed, _BLOCK_SIZES)])
+            dict.fromkeys([self.backend.get_preferred_block_size(), *sizes_to_try(allowed, BLOCK_SIZES)])
         )
 
     @property
