@@ -18,8 +18,6 @@ from attnplug.runtime.model_plan import ModelPlan
 from attnplug.runtime.plan_choice import check_served
 from attnplug.runtime.planning import agree_on_pages, choose_backends
 
-__all__ = ["HasLayers", "plan"]
-
 _log = logging.getLogger("attnplug")
 
 

@@ -17,8 +17,6 @@ from attnplug.ops.checks import check_kv_write
 from attnplug.ops.kv_write import bound_kv_write
 from attnplug.ops.storage import compute_dtype
 
-__all__ = ["BuiltinImpl", "Pages"]
-
 _M = TypeVar("_M", bound=AttentionMetadata)
 _UNSCALED = (1.0, 1.0)
 

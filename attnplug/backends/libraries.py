@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
-__all__ = ["LIBRARY_RULES", "LibraryRule", "requirements_of", "rules_of", "serves_capability"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryRule:

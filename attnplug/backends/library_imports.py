@@ -23,8 +23,6 @@ from urllib.request import url2pathname
 from attnplug.backends.libraries import LIBRARY_RULES, LibraryRule, rules_of
 from attnplug.core.errors import BackendUnavailableError
 
-__all__ = ["import_library", "problem_of"]
-
 
 def import_library(backend: str) -> ModuleType:
     """The module whose functions a backend calls.

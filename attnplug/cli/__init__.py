@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-from attnplug.cli.app import main
-
-__all__ = ["main"]
+from attnplug.cli.app import main as main

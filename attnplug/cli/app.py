@@ -26,8 +26,6 @@ from attnplug.core.errors import (
     SpecError,
 )
 
-__all__ = ["app", "main"]
-
 NO_BACKEND = 3
 BAD_USAGE = 2
 FAILED = 1

@@ -11,22 +11,6 @@ from attnplug.core.errors import PolicyError
 from attnplug.core.spec import Phase
 from attnplug.registry.installed import AssumeInstalled
 
-__all__ = [
-    "AllowRefuted",
-    "AsJson",
-    "AssumedVersions",
-    "BackendRules",
-    "BlockSize",
-    "DeviceText",
-    "KVCacheDtype",
-    "PhaseChoice",
-    "allowed",
-    "assumed",
-    "jobs_option",
-    "memory_option",
-    "timeout_option",
-]
-
 DeviceText: TypeAlias = Annotated[
     str, typer.Option("--device", metavar="DEVICE", help="Target device: current, cpu, sm90, rocm:9.4, ...")
 ]

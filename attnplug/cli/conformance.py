@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from attnplug.testing.isolation.results import Result
     from attnplug.testing.isolation.run import Limits
 
-__all__ = ["conformance", "require_the_extra"]
-
 _MODULES = {"pytest": "pytest", "xdist": "pytest-xdist", "pytest_timeout": "pytest-timeout"}
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _LISTING_SECONDS = 300.0

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from attnplug.testing.isolation.listing import Listing
     from attnplug.testing.isolation.run import Limits
 
-__all__ = ["Report"]
-
 _CAUSE_LINES = 3
 _MARKS = {Outcome.PASSED: "green", Outcome.FAILED: "red", Outcome.SKIPPED: "yellow", Outcome.KNOWN: "yellow"}
 

@@ -25,8 +25,6 @@ from attnplug.cli.output import console, print_json, table
 from attnplug.core.device import Device
 from attnplug.core.errors import UnknownBackendError
 
-__all__ = ["doctor"]
-
 _CELLS_SHOWN = 3
 
 

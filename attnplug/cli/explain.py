@@ -25,8 +25,6 @@ from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.spec import AttentionType, LayerSpec
 
-__all__ = ["explain"]
-
 _LAYER = "The layer"
 
 

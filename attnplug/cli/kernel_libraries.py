@@ -13,8 +13,6 @@ from attnplug.backends.library_imports import problem_of
 if TYPE_CHECKING:
     from attnplug.core.device import Device
 
-__all__ = ["LibraryState", "library_states", "used_by_phase"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LibraryState:

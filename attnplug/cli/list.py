@@ -9,8 +9,6 @@ import typer
 from attnplug.cli.arguments import AsJson
 from attnplug.cli.output import console, print_json, table
 
-__all__ = ["list_backends"]
-
 
 def list_backends(
     as_json: AsJson = False,

@@ -16,8 +16,6 @@ from attnplug.cli.output import error
 from attnplug.core.errors import PolicyError
 from attnplug.matrix.model import Matrix
 
-__all__ = ["matrix_app"]
-
 _FAILED = 1
 _RUN = "Running them"
 _which = functools.partial(typer.Option, rich_help_panel="Which cells")

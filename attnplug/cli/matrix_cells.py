@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.registry.records import Offer
 
-__all__ = ["Pair", "declared_cells", "pairs_of"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pair:

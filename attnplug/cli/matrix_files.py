@@ -16,8 +16,6 @@ from attnplug.core.errors import PolicyError
 if TYPE_CHECKING:
     from attnplug.matrix.model import Matrix
 
-__all__ = ["Outputs", "diff", "merge", "show"]
-
 _LOST = _REFUTED = 4
 _SHOWN = 200
 

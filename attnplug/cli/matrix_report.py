@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from attnplug.matrix.verify import Verification
     from attnplug.testing.isolation.run import Limits
 
-__all__ = ["MatrixReport"]
-
 _CAUSE_LINES = 3
 _SECONDS = 30.0
 """Seconds between two saves, and without a bar between two lines of progress."""

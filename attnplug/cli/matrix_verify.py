@@ -20,8 +20,6 @@ from attnplug.matrix.verify import Extent, Verification
 if TYPE_CHECKING:
     from attnplug.cli.matrix_cells import Pair
 
-__all__ = ["RunOptions", "interrupt_on_sigterm", "run_cells"]
-
 _FAILED, _REFUTED, _INTERRUPTED = 1, 4, 130
 _SAME_SIGNAL_SECONDS = 1.0
 """Several signals within this time count as one."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from attnplug.registry.decision import Decision
     from attnplug.runtime.budget import MemoryBudget
 
-__all__ = ["budget_for", "print_budget"]
-
 _KINDS = {
     "FullAttentionSpec": "full",
     "SlidingWindowSpec": "sliding",

@@ -22,8 +22,6 @@ from attnplug.cli.arguments import AsJson
 from attnplug.cli.output import print_json
 from attnplug.core.errors import PolicyError
 
-__all__ = ["new_backend"]
-
 _LONGEST_NAME = 24
 """A longer name would make lines of the package longer than its own lint allows."""
 _SUFFIX = ".tmpl"

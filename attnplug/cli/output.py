@@ -13,8 +13,6 @@ from rich.table import Table
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["console", "error", "print_json", "progress_bar", "table"]
-
 
 def console() -> Console:
     """Standard output; rich prints no colour outside a terminal or with NO_COLOR set."""

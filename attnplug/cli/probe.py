@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
-
 
 def main(report: str, plugin: str | None = None, backend: str | None = None) -> None:
     """Run the steps; raises the plugin's own errors."""

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from attnplug.registry.registry import SelectKwargs
     from attnplug.runtime.plan_phases import ByPhase
 
-__all__ = ["select"]
-
 
 def select(
     config: Annotated[

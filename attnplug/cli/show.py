@@ -13,8 +13,6 @@ from attnplug.cli.output import console, print_json, table
 if TYPE_CHECKING:
     from attnplug.registry.records import Offer
 
-__all__ = ["show"]
-
 
 def show(
     backend: Annotated[str, typer.Argument(metavar="BACKEND", help="A backend or family name.")],

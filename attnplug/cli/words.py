@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from attnplug.core.features import Feature
 from attnplug.core.spec import AttentionType, LayerSpec
 
-__all__ = ["features_in_words", "indices", "layers_in_words"]
-
 
 def features_in_words(spec: LayerSpec) -> str:
     """What a layer asks for beyond sizes, as "sliding 1024, sinks"; "full" where there is nothing."""

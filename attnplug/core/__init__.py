@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from attnplug.core.metadata import AttentionMetadata as AttentionMetadata
     from attnplug.core.metadata import AttentionMetadataBuilder as AttentionMetadataBuilder
     from attnplug.core.metadata import CommonAttentionMetadata as CommonAttentionMetadata
+    from attnplug.core.mla import MLADims as MLADims
     from attnplug.core.mla import get_mla_dims as get_mla_dims
     from attnplug.core.reasons import Reason as Reason
     from attnplug.core.spec import AttentionType as AttentionType
     from attnplug.core.spec import LayerSpec as LayerSpec
-    from attnplug.core.spec import MLADims as MLADims
     from attnplug.core.spec import Phase as Phase
 
 __getattr__, __dir__, __all__ = lazy_exports(
@@ -63,8 +63,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "AttentionCGSupport AttentionMetadata AttentionMetadataBuilder CommonAttentionMetadata "
             "PAD_SLOT_ID"
         ),
-        "mla": "get_mla_dims",
+        "mla": "MLADims get_mla_dims",
         "reasons": "Reason",
-        "spec": "AttentionType LayerSpec MLADims Phase",
+        "spec": "AttentionType LayerSpec Phase",
     },
 )

@@ -23,12 +23,6 @@ if TYPE_CHECKING:
     from attnplug.core.metadata import AttentionMetadataBuilder
     from attnplug.core.reasons import Reason
 
-__all__ = [
-    "AttentionBackend",
-    "subclass_attention_backend",
-    "subclass_attention_backend_with_overrides",
-]
-
 
 class AttentionBackend(ABC):
     """Declares one backend. Never instantiated; its module imports no torch and no kernel library.

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from attnplug.core.errors import SpecError
 
-__all__ = ["MultipleOf"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MultipleOf:

@@ -10,8 +10,6 @@ from typing import TypeVar
 
 from attnplug.core.errors import SpecError
 
-__all__ = ["check_flag", "check_member", "check_positive", "check_size", "check_window"]
-
 _E = TypeVar("_E", bound=enum.StrEnum)
 
 

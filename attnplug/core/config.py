@@ -11,8 +11,6 @@ from attnplug.core.checks import check_size
 if TYPE_CHECKING:
     from attnplug.core.impl import AttentionLayer
 
-__all__ = ["BuilderConfig"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BuilderConfig:

@@ -10,8 +10,6 @@ from typing import Any
 
 from attnplug.core.errors import SpecError
 
-__all__ = ["Device"]
-
 _FORMS = "such as 'cpu', 'sm90', 'cuda:9.0', 'rocm:9.4' or 'current'"
 
 

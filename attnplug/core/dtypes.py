@@ -6,16 +6,6 @@ import difflib
 
 from attnplug.core.errors import SpecError
 
-__all__ = [
-    "DTYPES",
-    "bare_dtype_name",
-    "dtype_name",
-    "element_size",
-    "is_quantized_kv_cache",
-    "kv_cache_dtype_name",
-    "stored_dtype_name",
-]
-
 DTYPES: tuple[str, ...] = ("float16", "bfloat16", "float32")
 """Dtypes of queries, keys, values and outputs."""
 

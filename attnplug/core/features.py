@@ -16,8 +16,6 @@ from attnplug.core.mla import MLADims
 if TYPE_CHECKING:
     from attnplug.core.spec import LayerSpec
 
-__all__ = ["Ask", "Feature"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ask:

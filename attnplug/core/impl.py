@@ -15,8 +15,6 @@ from attnplug.core.errors import BatchError, PluginError, SpecError
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.spec import AttentionType, LayerSpec
 
-__all__ = ["AttentionImpl", "AttentionLayer", "LayerTensors", "MLAAttentionImpl"]
-
 _M = TypeVar("_M", bound=AttentionMetadata)
 
 

@@ -10,19 +10,6 @@ from attnplug.core.dtypes import element_size, kv_cache_dtype_name
 from attnplug.core.errors import SpecError
 from attnplug.core.spec import AttentionType, LayerSpec
 
-__all__ = [
-    "ChunkedLocalAttentionSpec",
-    "CrossAttentionSpec",
-    "FullAttentionSpec",
-    "KVCacheConfig",
-    "KVCacheGroupSpec",
-    "KVCacheSpec",
-    "KVCacheTensor",
-    "MLAAttentionSpec",
-    "SlidingWindowSpec",
-    "kv_cache_spec_for",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec:

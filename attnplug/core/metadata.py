@@ -20,14 +20,6 @@ if TYPE_CHECKING:
     from attnplug.core.config import BuilderConfig
     from attnplug.core.kv_cache_spec import KVCacheSpec
 
-__all__ = [
-    "PAD_SLOT_ID",
-    "AttentionCGSupport",
-    "AttentionMetadata",
-    "AttentionMetadataBuilder",
-    "CommonAttentionMetadata",
-]
-
 PAD_SLOT_ID = -1
 """The slot of a token whose K and V are not written."""
 

@@ -9,8 +9,6 @@ from typing import Any
 from attnplug.core.checks import check_size
 from attnplug.core.errors import ModelConfigError
 
-__all__ = ["MLADims", "get_mla_dims"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MLADims:

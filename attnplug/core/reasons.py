@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-__all__ = ["REASON_CODES", "Reason"]
-
 REASON_CODES: tuple[str, ...] = (
     "head_size",
     "dtype",

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Never
 
 from attnplug.core.checks import check_flag, check_member, check_positive, check_size, check_window
-from attnplug.core.device import Device
 from attnplug.core.dtypes import (
     dtype_name,
     is_quantized_kv_cache,
@@ -19,8 +18,6 @@ from attnplug.core.dtypes import (
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.mla import MLADims
-
-__all__ = ["KINDS", "AttentionType", "Device", "LayerSpec", "MLADims", "Phase"]
 
 KINDS: tuple[str, ...] = ("full", "sliding", "chunked", "cross", "encoder", "mla")
 """The kinds of layer that a backend rule can name; see LayerSpec.kinds."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec, Phase
 
-__all__ = ["validate"]
-
 
 def validate(
     backend: type[AttentionBackend], spec: LayerSpec, device: Device, phase: Phase | None

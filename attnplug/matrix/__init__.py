@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
-
-__all__ = ["Cell", "Finding", "Matrix", "Run", "Status"]
+from attnplug.matrix.model import Cell as Cell
+from attnplug.matrix.model import Finding as Finding
+from attnplug.matrix.model import Matrix as Matrix
+from attnplug.matrix.model import Run as Run
+from attnplug.matrix.model import Status as Status

@@ -13,8 +13,6 @@ from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
 
-__all__ = ["FEATURES", "LATENT", "PLAIN", "ROPE", "axes_of", "goes_with", "own_latents"]
-
 PLAIN = "plain"
 """The feature of a layer that asks for none."""
 FEATURES: tuple[str, ...] = (PLAIN, *(~Feature(0)).names())

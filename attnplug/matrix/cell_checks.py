@@ -19,8 +19,6 @@ from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.compiling import compile_key
 from attnplug.testing.oracle import COMPUTED
 
-__all__ = ["cases_of", "cell_checks"]
-
 _SHAPES = {"prefill": ("prefill", "extend"), "decode": ("decode",), "mixed": ("mixed",)}
 """The batches tried for a phase. Backends may compute prefills with and without a context differently."""
 _BLOCK_SIZE, _LAYOUT = 16, "NHD"

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 
 from attnplug.matrix.model import Finding, Matrix, Run, Status
 
-__all__ = ["Change", "Kind", "changes"]
-
 _CLAIMED = {Status.DECLARED, Status.VERIFIED, Status.REFUTED, Status.NOT_RUN}
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.registry.devices import DeviceLike
 
-__all__ = ["declare", "source_commit"]
-
 
 def declare(backend: Offer | type[AttentionBackend], device: DeviceLike) -> Run:
     """The run of a backend and a device: each cell of the design is declared, or refused with reasons.

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.core.reasons import Reason
 
-__all__ = ["MOST_CELLS", "answers", "design"]
-
 MOST_CELLS = 1500
 """Of one backend. For a backend that lists too many values for this, only some of them are tried."""
 _MOST_VALUES = 150

@@ -11,8 +11,6 @@ from importlib import resources
 from attnplug.matrix.model import Matrix
 from attnplug.matrix.page_data import page_data
 
-__all__ = ["render_html"]
-
 _SCRIPTS = (
     "data.js",
     "state.js",

@@ -11,8 +11,6 @@ from attnplug.core.spec import LayerSpec, Phase
 from attnplug.matrix.axes import FEATURES, LATENT, PLAIN, ROPE
 from attnplug.matrix.model import Cell
 
-__all__ = ["phase_of", "spec_of"]
-
 
 def phase_of(cell: Cell) -> Phase | None:
     """The phase that the layer is validated for: None, which is both, for a mixed batch."""

@@ -21,8 +21,6 @@ from attnplug.matrix.summary import (
 )
 from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, device_in_words, one_line, value_in_words
 
-__all__ = ["markdown_row", "markdown_text", "render_markdown"]
-
 _SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<!\w)_|_(?!\w)|^[-+#]|(?<=^\d)[.)]")
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 
 from attnplug.matrix.model import Finding, Matrix, Run, Status
 
-__all__ = ["merge", "with_name"]
-
 _EVIDENCE = {Status.VERIFIED, Status.REFUTED, Status.UNCLAIMED}
 
 

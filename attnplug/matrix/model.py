@@ -6,9 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
-from attnplug.registry.cell import Cell
-
-__all__ = ["Cell", "Finding", "Matrix", "Run", "Status"]
+from attnplug.registry.cell import Cell as Cell
 
 
 class Status(enum.StrEnum):

@@ -9,8 +9,6 @@ from attnplug.matrix.model import Cell, Matrix, Run
 from attnplug.matrix.summary import CLAIMED, STRONGEST_FIRST, summarise
 from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, Value, in_order, value_in_words
 
-__all__ = ["page_data"]
-
 _STATUSES = tuple(MEANINGS)
 
 

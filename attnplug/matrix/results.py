@@ -13,8 +13,6 @@ from attnplug.core.errors import MatrixFileError
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
 from attnplug.registry.files import write_atomically
 
-__all__ = ["SCHEMA", "VERSION", "read_matrix", "run_to_dict", "write_file", "write_matrix"]
-
 SCHEMA = "attnplug.matrix"
 VERSION = 1
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.device import Device
 
-__all__ = ["CellSearch"]
-
 _AXIS_OF_CODE = {
     **{flag.code: "feature" for flag in Feature},
     **{axis: axis for axis in ("head_size", "dtype", "kv_cache_dtype", "phase")},

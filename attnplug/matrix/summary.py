@@ -11,23 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from attnplug.matrix.model import Finding, Matrix, Run, Status
 from attnplug.matrix.words import AXIS_NAMES, MEANINGS, Value, in_order, list_in_words
 
-__all__ = [
-    "BESIDE",
-    "CLAIMED",
-    "STRONGEST_FIRST",
-    "Answer",
-    "Limit",
-    "Summary",
-    "by_device",
-    "counts_in_words",
-    "evidence_lines",
-    "refusal_lines",
-    "serving",
-    "summarise",
-    "values_by_status",
-    "values_of",
-]
-
 BESIDE = ("feature", "phase")
 """The axes with a table row for each value; the values of the other axes are listed in one row."""
 CLAIMED = frozenset({Status.DECLARED, Status.VERIFIED, Status.REFUTED, Status.NOT_RUN})

@@ -33,8 +33,6 @@ from attnplug.matrix.words import (
     value_in_words,
 )
 
-__all__ = ["render_terminal"]
-
 _STYLES = {
     Status.VERIFIED: "green",
     Status.DECLARED: "cyan",

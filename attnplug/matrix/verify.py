@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.registry.records import Offer
 
-__all__ = ["INTERRUPTED", "Extent", "Verification"]
-
 INTERRUPTED = "interrupted"
 """The reason of cells that had not run when the user stopped the run."""
 

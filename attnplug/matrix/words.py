@@ -8,19 +8,6 @@ from collections.abc import Iterable, Sequence
 from attnplug.core.features import Feature
 from attnplug.matrix.model import Run, Status
 
-__all__ = [
-    "AXIS_NAMES",
-    "MARKS",
-    "MEANINGS",
-    "PLAIN_MARKS",
-    "Value",
-    "device_in_words",
-    "in_order",
-    "list_in_words",
-    "one_line",
-    "value_in_words",
-]
-
 Value = str | int | None
 """A value of an axis; None where the layer has no pages."""
 

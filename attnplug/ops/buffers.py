@@ -10,8 +10,6 @@ import torch
 
 from attnplug.core.errors import BatchError
 
-__all__ = ["CpuGpuBuffer", "StagingRing"]
-
 _NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 

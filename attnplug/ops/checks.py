@@ -8,8 +8,6 @@ import torch
 
 from attnplug.core.errors import BatchError, LayoutError
 
-__all__ = ["check_kv_write", "check_partials", "check_target"]
-
 
 def check_kv_write(
     key: torch.Tensor,

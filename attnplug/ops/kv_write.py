@@ -10,8 +10,6 @@ import torch
 from attnplug.ops.checks import check_kv_write
 from attnplug.ops.triton import triton_ops
 
-__all__ = ["bound_kv_write", "write_kv_cache"]
-
 
 def write_kv_cache(
     key: torch.Tensor,

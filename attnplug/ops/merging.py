@@ -9,8 +9,6 @@ import torch
 from attnplug.ops.checks import check_partials, check_target
 from attnplug.ops.triton import triton_ops
 
-__all__ = ["merge", "merge_attn_states"]
-
 
 def merge_attn_states(
     outputs: Sequence[torch.Tensor],

@@ -6,8 +6,6 @@ import torch
 
 from attnplug.ops.triton import triton_ops
 
-__all__ = ["gather_page_indices"]
-
 
 def gather_page_indices(
     block_table: torch.Tensor,

@@ -10,8 +10,6 @@ import numpy.typing as npt
 from attnplug.core.errors import BatchError
 from attnplug.core.spec import LayerSpec
 
-__all__ = ["Reach"]
-
 _Ints = npt.NDArray[np.int64]
 
 

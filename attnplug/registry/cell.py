@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["Cell"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cell:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from attnplug.core.backend import AttentionBackend
 
-__all__ = ["Candidate", "Decision", "Gate", "Placement"]
-
 _SCHEMA = 1
 _AS_IS = ("layer_name", "backend", "level", "chosen_by", "rule", "block_size", "kv_cache_layout", "assumed")
 """Fields of a Decision that JSON can have as they are."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from attnplug.registry.decision import Decision
     from attnplug.registry.records import PluginRecord
 
-__all__ = ["explain", "get_registry", "list_backends", "register", "select", "select_layers"]
-
 _lock = threading.RLock()
 _registry: Registry | None = None
 _building = False

@@ -11,8 +11,6 @@ from attnplug.core.errors import SpecError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceLike", "is_here", "resolve_device"]
-
 DeviceLike: TypeAlias = "Device | str | torch.device | None"
 """A Device, text that Device.parse reads, a torch.device, or None for the current device."""
 

@@ -22,8 +22,6 @@ from attnplug.registry.hookspecs import API_VERSION, ENTRY_POINT_GROUP, PROJECT,
 from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.registry.records import Offer, PluginRecord, PluginStatus
 
-__all__ = ["RESERVED_NAMES", "Host", "Installed", "Loaded", "installed_plugins"]
-
 RESERVED_NAMES = frozenset(
     {"TORCH", "TRITON", "FLASH_ATTN", "FLASH_ATTN_2", "FLASH_ATTN_3", "FLASH_ATTN_4", "FLASHINFER"}
 )

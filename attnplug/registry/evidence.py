@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from attnplug.registry.installed import Assumed
     from attnplug.registry.records import Offer
 
-__all__ = ["Evidence", "RefutedCell", "Subject", "reason_of"]
-
 _PHASES = {None: ("prefill", "decode", "mixed"), Phase.PREFILL: ("prefill",), Phase.DECODE: ("decode",)}
 """The batches that a layer meets in a phase; None means both phases."""
 _PLAIN = "plain"

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from attnplug.registry.installed import Assumed
     from attnplug.registry.plugins import PluginSet
 
-__all__ = ["AllowRefuted", "EvidenceGate", "allowed_names"]
-
 AllowRefuted: TypeAlias = str | Collection[str] | None
 """Names of backends with commas between, or one by one; "all"; None leaves it to ATTNPLUG_ALLOW_REFUTED."""
 

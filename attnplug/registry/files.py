@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["write_atomically"]
-
 
 def write_atomically(path: Path, text: str) -> None:
     """Write UTF-8 text to a file beside `path`, then rename it; OSError leaves `path` as it was."""

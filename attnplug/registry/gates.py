@@ -18,16 +18,6 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec
 
-__all__ = [
-    "configuration_reasons",
-    "conflicting",
-    "examine",
-    "fault",
-    "import_parts",
-    "not_loaded",
-    "preferred_pages",
-]
-
 _CODES = {
     PluginStatus.BLOCKED: "blocked",
     PluginStatus.INCOMPATIBLE: "api_version",

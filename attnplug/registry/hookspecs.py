@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec, Phase
 
-__all__ = ["API_VERSION", "ENTRY_POINT_GROUP", "PROJECT", "BackendHooks", "hookimpl", "hookspec"]
-
 PROJECT = "attnplug"
 """The pluggy project name."""
 ENTRY_POINT_GROUP = "attnplug.backends"

@@ -14,15 +14,6 @@ from attnplug.registry.records import canonical_name
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-__all__ = [
-    "AssumeInstalled",
-    "Assumed",
-    "forget_versions",
-    "freeze_assumed",
-    "installed_version",
-    "missing_requirements",
-]
-
 AssumeInstalled: TypeAlias = Mapping[str, str] | Literal["all"] | None
 """Versions to assume for a what-if query: all that count, "all" for any, or None for the installed ones."""
 Assumed: TypeAlias = tuple[tuple[str, str], ...] | Literal["all"] | None

@@ -14,8 +14,6 @@ from attnplug.core.kv_cache_spec import kv_cache_spec_for
 if TYPE_CHECKING:
     from attnplug.registry.decision import Decision
 
-__all__ = ["negotiated"]
-
 _K = TypeVar("_K")
 
 

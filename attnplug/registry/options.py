@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from attnplug.registry.plugins import PluginSet
     from attnplug.registry.records import Offer
 
-__all__ = ["build_options", "by_backend", "check_options", "freeze", "options_of"]
-
 
 def by_backend(options: Any, asked: str | None, plugins: PluginSet) -> dict[str, Any]:
     """Options by the name of their backend or family.

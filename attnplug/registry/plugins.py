@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from attnplug.registry.decision import Candidate
     from attnplug.registry.policy import Rule
 
-__all__ = ["PluginSet"]
-
 
 class PluginSet:
     """The plugins of a registry: their records, their offers, and the names of backends.

@@ -15,18 +15,6 @@ from attnplug.core.errors import PolicyError
 from attnplug.core.spec import KINDS, LayerSpec, Phase
 from attnplug.registry.switches import BACKEND
 
-__all__ = [
-    "ARGUMENT",
-    "ENVIRONMENT",
-    "USE",
-    "Rule",
-    "parse_rules",
-    "rule_for",
-    "rule_sets",
-    "use",
-    "use_blocks",
-]
-
 ARGUMENT = "backend"
 """The source of a rule: the argument, or --backend."""
 USE = "attnplug.use"

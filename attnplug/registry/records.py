@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
 
-__all__ = ["COMPOSITE_SEPARATOR", "Offer", "PluginRecord", "PluginStatus", "canonical_name", "joined"]
-
 COMPOSITE_SEPARATOR = "+"
 """Between the names of a composite's halves; no backend, plugin or distribution has it in its name."""
 

@@ -20,8 +20,6 @@ from attnplug.registry.switches import EVIDENCE
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-__all__ = ["SCHEMA", "VERSION", "Recorded", "evidence_path", "forget", "read_evidence", "record"]
-
 SCHEMA = "attnplug.refuted"
 VERSION = 1
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from attnplug.registry.evidence import Evidence
     from attnplug.registry.records import PluginRecord
 
-__all__ = ["Registry", "Rules", "SelectKwargs"]
-
 Rules: TypeAlias = str | Mapping[str, str] | None
 """One backend name for everything, rules as text, or a mapping of rules; see `parse_rules`."""
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["as_text"]
-
 
 def as_text(renderable: RenderableType, width: int = 100) -> str:
     """The text that rich prints, without colour, markup or trailing spaces."""

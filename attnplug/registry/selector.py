@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from attnplug.registry.policy import Rule
     from attnplug.registry.records import Offer
 
-__all__ = ["AUTOMATIC", "Policy", "decide", "refusal"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:

@@ -12,8 +12,6 @@ from attnplug.core.errors import PolicyError
 if TYPE_CHECKING:
     from attnplug.registry.records import PluginRecord
 
-__all__ = ["ALLOW", "ALLOW_REFUTED", "BACKEND", "BLOCK", "EVIDENCE", "RANK", "STRICT", "Switches"]
-
 BACKEND = "ATTNPLUG_BACKEND"
 ALLOW = "ATTNPLUG_PLUGINS"
 BLOCK = "ATTNPLUG_BLOCK_PLUGINS"

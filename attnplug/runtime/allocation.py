@@ -16,8 +16,6 @@ from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.storage import STORAGE_DTYPES
 
-__all__ = ["allocate_kv_cache", "bind_kv_cache", "init_kv_cache", "reshape_kv_cache", "view_kv_cache"]
-
 
 def allocate_kv_cache(config: KVCacheConfig, device: torch.device | str) -> dict[str, torch.Tensor]:
     """Zero-filled raw bytes (uint8, 1-D) for each layer; layers that share a tensor get the same object.

@@ -20,15 +20,6 @@ from attnplug.registry.decision import Decision
 from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.step_batch import StepBatch
 
-__all__ = [
-    "AttentionGroup",
-    "WorkspaceUser",
-    "build_attn_metadata",
-    "cross_metadata",
-    "init_attn_backend",
-    "share_workspace",
-]
-
 
 @runtime_checkable
 class WorkspaceUser(Protocol):

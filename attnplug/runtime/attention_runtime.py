@@ -28,8 +28,6 @@ from attnplug.runtime.runtime_layer import RuntimeLayer, tensors_of_layers
 from attnplug.runtime.step_batch import StepBatch, StepBatchBuilder
 from attnplug.runtime.warm_up import WarmUpReport, warm_up
 
-__all__ = ["AttentionRuntime", "RuntimeLayer", "longest_sequence"]
-
 _DEBUG = "ATTNPLUG_DEBUG"
 
 

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 
 from attnplug.core.errors import BatchError
 
-__all__ = ["BlockPool"]
-
 
 class BlockPool:
     """Counts the users of each block. Block 0 is the null block and is never allocated.

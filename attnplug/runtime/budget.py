@@ -18,8 +18,6 @@ from attnplug.core.kv_cache_spec import (
 )
 from attnplug.runtime.grouping import num_padding_layers
 
-__all__ = ["MemoryBudget", "blocks_needed", "bytes_per_block", "fit_kv_cache", "parse_memory"]
-
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _ANY_LENGTH = 1 << 62
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

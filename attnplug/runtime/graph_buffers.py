@@ -10,8 +10,6 @@ from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID
 from attnplug.runtime.step_batch import StepBatch
 
-__all__ = ["GraphInputBuffers"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class GraphInputBuffers:

@@ -13,11 +13,9 @@ from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadata, CommonAttentionMetadata
 from attnplug.runtime.attention_groups import build_attn_metadata
 from attnplug.runtime.attention_runtime import AttentionRuntime, longest_sequence
-from attnplug.runtime.graph_buffers import GraphInputBuffers
+from attnplug.runtime.graph_buffers import GraphInputBuffers as GraphInputBuffers
 from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.step_batch import StepBatch
-
-__all__ = ["GraphInputBuffers", "GraphState"]
 
 _Lengths = npt.NDArray[np.int32]
 

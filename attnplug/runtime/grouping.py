@@ -16,15 +16,6 @@ from attnplug.core.kv_cache_spec import (
 )
 from attnplug.core.spec import LayerSpec
 
-__all__ = [
-    "cross_groups",
-    "get_kv_cache_spec",
-    "group_kv_caches",
-    "num_padding_layers",
-    "unify_page_sizes",
-    "with_num_blocks",
-]
-
 
 def get_kv_cache_spec(specs: Mapping[str, LayerSpec], block_size: int) -> dict[str, KVCacheSpec]:
     """The cache of each layer, in pages of `block_size` tokens; layers with direct K and V have none.

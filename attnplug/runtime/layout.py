@@ -8,8 +8,6 @@ from typing import Literal, TypeAlias, TypeGuard
 
 from attnplug.core.errors import LayoutError
 
-__all__ = ["KVCacheLayoutType", "get_kv_cache_layout", "is_valid_kv_cache_layout", "set_kv_cache_layout"]
-
 KVCacheLayoutType: TypeAlias = Literal["NHD", "HND"]
 """The order inside a page: token, head, element; or head, token, element."""
 

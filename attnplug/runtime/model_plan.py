@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from attnplug.registry.registry import Registry
 
-__all__ = ["ModelPlan"]
-
 _SCHEMA = 1
 
 

@@ -13,9 +13,6 @@ import torch
 from attnplug.core.errors import BatchError
 from attnplug.runtime.staging import PackedBuffer
 
-__all__ = ["Placeholder", "PlaceholderMap", "PlaceholderRanges", "Span"]
-__all__ += ["check_placeholders", "map_placeholders", "spans_of"]
-
 PlaceholderRanges: TypeAlias = Mapping[str, Sequence[tuple[int, int]]]
 """By modality, `(offset, length)` of each item's placeholder tokens in the request."""
 

@@ -14,8 +14,6 @@ from attnplug.registry.negotiation import negotiated
 from attnplug.registry.policy import Rule, rule_for, rule_sets
 from attnplug.registry.registry import Registry, SelectKwargs
 
-__all__ = ["check_served", "unambiguous", "uniform_choice"]
-
 Decisions = Mapping[str, Decision]
 
 

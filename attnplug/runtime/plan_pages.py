@@ -12,8 +12,6 @@ from attnplug.registry.decision import Decision
 from attnplug.runtime.grouping import unify_page_sizes
 from attnplug.runtime.layout import get_kv_cache_layout
 
-__all__ = ["planned_caches", "with_equal_pages", "with_layout"]
-
 
 def planned_caches(decisions: Mapping[str, Decision]) -> dict[str, KVCacheSpec]:
     """The cache of each layer that has one, with the block size decided for it."""

@@ -14,8 +14,6 @@ from attnplug.registry.policy import Rule, rule_for, rule_sets
 from attnplug.registry.registry import Registry, Rules, SelectKwargs
 from attnplug.runtime.plan_choice import unambiguous
 
-__all__ = ["ByPhase", "LayerChoices", "has_phase_rules", "phase_choices", "phase_notes", "without_composites"]
-
 Decisions: TypeAlias = Mapping[str, Decision]
 ByPhase: TypeAlias = Mapping[str, Mapping[Phase, Decision]]
 

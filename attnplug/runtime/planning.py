@@ -20,8 +20,6 @@ from attnplug.runtime.plan_phases import (
     without_composites,
 )
 
-__all__ = ["agree_on_pages", "choose_backends"]
-
 
 def choose_backends(
     registry: Registry,

@@ -12,8 +12,6 @@ import torch
 from attnplug.core.errors import BatchError
 from attnplug.runtime.placeholders import Placeholder, PlaceholderRanges, check_placeholders
 
-__all__ = ["RequestTable"]
-
 _Ints = npt.NDArray[np.int64]
 _INT32_MAX = 2**31 - 1
 

@@ -14,8 +14,6 @@ from attnplug.core.spec import LayerSpec
 from attnplug.registry.decision import Decision
 from attnplug.runtime.model_plan import ModelPlan
 
-__all__ = ["RuntimeLayer", "tensors_of_layers"]
-
 
 class RuntimeLayer:
     """One layer as its impl sees it: implements the AttentionLayer protocol, and has the cache.

@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.ops.buffers import CpuGpuBuffer, StagingRing
-
-__all__ = ["CpuGpuBuffer", "PackedBuffer", "StagingRing", "StepStaging"]
+from attnplug.ops.buffers import CpuGpuBuffer as CpuGpuBuffer
+from attnplug.ops.buffers import StagingRing as StagingRing
 
 
 class PackedBuffer:

@@ -12,11 +12,10 @@ import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attnplug.ops.buffers import StagingRing
 from attnplug.runtime.placeholders import PlaceholderMap, Span, map_placeholders, spans_of
 from attnplug.runtime.requests import RequestTable
-from attnplug.runtime.staging import StagingRing, StepStaging
-
-__all__ = ["StepBatch", "StepBatchBuilder"]
+from attnplug.runtime.staging import StepStaging
 
 _Ints = npt.NDArray[np.int64]
 _Counts = Mapping[str, int] | Sequence[int] | npt.NDArray[Any] | int

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from attnplug.runtime.attention_runtime import AttentionRuntime
     from attnplug.runtime.runtime_layer import RuntimeLayer
 
-__all__ = ["WarmUpReport", "WarmUpStep", "warm_up"]
-
 _log = logging.getLogger("attnplug")
 
 _LONGEST = 1024

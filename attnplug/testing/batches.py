@@ -15,8 +15,6 @@ from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.testing.oracle import OracleResult, attention_oracle, stored_values
 
-__all__ = ["Batch", "direct_batch", "layer_tensors", "paged_batch"]
-
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Batch:

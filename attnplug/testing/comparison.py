@@ -9,8 +9,6 @@ import torch
 
 from attnplug.core.spec import LayerSpec
 
-__all__ = ["Tolerance", "assert_close", "assert_lse_close", "tolerance"]
-
 _OUTPUT = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 _FP8 = 5e-2
 _LSE = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 2.0**-9}

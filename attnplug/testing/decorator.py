@@ -18,8 +18,6 @@ from attnplug.testing.conformance.suites import refusals
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["as_parameters", "parametrize_with_checks"]
-
 
 def parametrize_with_checks(
     backend: type[AttentionBackend],

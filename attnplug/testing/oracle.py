@@ -13,8 +13,6 @@ from attnplug.core.features import Feature
 from attnplug.core.impl import LayerTensors
 from attnplug.core.spec import LayerSpec
 
-__all__ = ["COMPUTED", "OracleResult", "attention_oracle", "request_oracle", "stored_values", "visible_keys"]
-
 COMPUTED = (
     Feature.SLIDING_WINDOW
     | Feature.CHUNKED_LOCAL

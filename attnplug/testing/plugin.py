@@ -16,8 +16,6 @@ from attnplug.core.errors import AttnplugError
 if TYPE_CHECKING:
     from attnplug.testing.conformance.suites import Suite
 
-__all__ = ["SUITE"]
-
 SUITE: pytest.StashKey[Suite] = pytest.StashKey()
 """The key of the checks for attnplug.testing.suite."""
 

@@ -12,8 +12,6 @@ from attnplug.core.config import BuilderConfig
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.testing.batches import Batch
 
-__all__ = ["run_batch"]
-
 
 def run_batch(
     backend: type[AttentionBackend], batch: Batch, *, use_sinks: bool = True, layer: Any = None

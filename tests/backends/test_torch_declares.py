@@ -16,7 +16,7 @@ SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_size": 80}
 
 def test_asking_torch_what_it_can_do_does_not_import_torch() -> None:
     code = (
-        "import sys; from attnplug.backends import torch_native; from attnplug.core.spec import LayerSpec, Device;"
+        "import sys; from attnplug.backends import torch_native; from attnplug.core import LayerSpec, Device;"
         "s = LayerSpec(num_heads=4, num_kv_heads=2, head_size=80);"
         "assert not torch_native.TorchBackend.validate_configuration(s, Device('cuda', (9, 0)));"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"

@@ -12,7 +12,7 @@ import pytest
 from attnplug.core._lazy import lazy_exports
 
 PACKAGES = [
-    *("attnplug", "attnplug.core", "attnplug.core.batch", "attnplug.ops", "attnplug.ops.triton"),
+    *("attnplug", "attnplug.core", "attnplug.core.batch", "attnplug.ops"),
     *("attnplug.registry", "attnplug.runtime", "attnplug.testing", "attnplug.testing.conformance"),
 ]
 

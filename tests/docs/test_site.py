@@ -49,6 +49,18 @@ def test_every_public_name_is_in_the_reference(module: str) -> None:
     assert [name for name in sorted(names) if not any(value_of(name) is each for each in shown)] == []
 
 
+def test_only_public_modules_list_their_names() -> None:
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
+        for path in (ROOT / "attnplug").rglob("*.py")
+    }
+    listing = {
+        name for name, source in modules.items() if re.search(r"^(__all__|.*, __all__) [+]?= ", source, re.M)
+    }
+    # attnplug.errors passes on the list of attnplug.core.errors.
+    assert listing - {"attnplug.core.errors"} == {*PUBLIC} - {"attnplug.errors"}
+
+
 def test_what_users_are_shown_imports_from_public_modules_only() -> None:
     """Pages, examples and the files of a new backend: the package itself may import from its internal modules."""
     shown = [ROOT / "README.md", *(DOCS / page for page in PAGES)]

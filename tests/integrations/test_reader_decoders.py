@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from attnplug.core.spec import LayerSpec, MLADims
+from attnplug.core import LayerSpec, MLADims
 from attnplug.integrations.transformers import read_config
 
 PLAIN = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16)

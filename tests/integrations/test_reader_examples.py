@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from attnplug.core.spec import LayerSpec, MLADims
+from attnplug.core import LayerSpec, MLADims
 
 BF16 = {"dtype": "bfloat16"}
 DSV3 = MLADims(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)

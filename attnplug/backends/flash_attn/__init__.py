@@ -9,8 +9,6 @@ import pluggy
 from attnplug.backends.flash_attn.backend import FlashAttn2Backend, FlashAttn3Backend, FlashAttn4Backend
 from attnplug.core.backend import AttentionBackend
 
-__all__ = ["ATTNPLUG_API", "FlashAttn2Backend", "FlashAttn3Backend", "FlashAttn4Backend", "attnplug_backends"]
-
 ATTNPLUG_API = (1, 1)
 """Lowest and highest version of the plugin API that this plugin speaks."""
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec
 
-__all__ = ["FlashAttn2Backend", "FlashAttn3Backend", "FlashAttn4Backend", "FlashAttnBackend"]
-
 _COMMON_FEATURES = (
     Feature.SLIDING_WINDOW
     | Feature.CHUNKED_LOCAL

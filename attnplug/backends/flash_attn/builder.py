@@ -16,8 +16,6 @@ from attnplug.core.config import BuilderConfig
 from attnplug.core.kv_cache_spec import ChunkedLocalAttentionSpec, CrossAttentionSpec, KVCacheSpec
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
-__all__ = ["FlashAttnMetadataBuilder"]
-
 
 class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
     """Builds FlashAttnMetadata without reading anything back from the device."""

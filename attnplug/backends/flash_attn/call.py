@@ -10,8 +10,6 @@ import torch
 from attnplug.backends.flash_attn.metadata import Requests
 from attnplug.core.spec import LayerSpec
 
-__all__ = ["Call", "Kernels"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Call:

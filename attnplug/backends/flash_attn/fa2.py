@@ -21,8 +21,6 @@ from attnplug.backends.flash_attn.metadata import Requests
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError, BatchError
 
-__all__ = ["VARLEN_FWD", "FlashAttn2Impl", "FlashAttn2Kernels"]
-
 VARLEN_FWD = (
     *("q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table"),
     *("alibi_slopes", "max_seqlen_q", "max_seqlen_k", "p_dropout", "softmax_scale", "zero_tensors"),

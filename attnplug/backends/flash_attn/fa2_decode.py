@@ -14,8 +14,6 @@ import torch
 
 from attnplug.backends.flash_attn.call import Call
 
-__all__ = ["FWD_KVCACHE", "FlashAttn2Decodes", "num_splits"]
-
 FWD_KVCACHE = (
     *("q", "kcache", "vcache", "k", "v", "seqlens_k", "rotary_cos", "rotary_sin", "cache_batch_idx"),
     *("leftpad_k", "block_table", "alibi_slopes", "out", "softmax_scale", "is_causal", "window_size_left"),

@@ -18,8 +18,6 @@ from attnplug.backends.flash_attn.impl import FlashAttnImpl
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError
 
-__all__ = ["FWD", "NEEDED", "SCHEDULE", "FlashAttn3Impl", "FlashAttn3Kernels"]
-
 FWD = (
     *("q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k"),
     *("page_table", "softmax_scale", "is_causal", "window_size_left", "window_size_right", "softcap"),

@@ -16,8 +16,6 @@ from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError
 from attnplug.ops.triton.launch import on_device_of
 
-__all__ = ["FORWARD", "FlashAttn4Impl", "FlashAttn4Kernels"]
-
 FORWARD = (
     *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k"),
     *("page_table", "softmax_scale", "causal", "softcap", "window_size_left", "window_size_right"),

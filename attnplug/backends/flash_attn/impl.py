@@ -14,8 +14,6 @@ from attnplug.core.impl import AttentionLayer
 from attnplug.ops.calls import check_cache_given, check_keys, check_queries
 from attnplug.ops.reach import Reach
 
-__all__ = ["FlashAttnImpl"]
-
 _BYTES = 16
 """The kernels load and store 16 bytes at a time."""
 

@@ -9,8 +9,6 @@ import torch
 
 from attnplug.core.metadata import AttentionMetadata
 
-__all__ = ["FlashAttnMetadata", "Requests"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Requests:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec
 
-__all__ = ["key_tiles", "why_not_over_pages"]
-
 _TILE_BLACKWELL = 128
 _PAGE_READERS = 128
 """Threads that read pages of other sizes than a tile."""

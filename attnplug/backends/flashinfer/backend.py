@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from attnplug.backends.flashinfer.impl import FlashInferImpl
     from attnplug.core.device import Device
 
-__all__ = ["FlashInferBackend"]
-
 _NAME = "FLASHINFER"
 _FP8_CAPABILITY = (8, 9)
 

@@ -26,8 +26,6 @@ from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.core.spec import Phase
 
-__all__ = ["FlashInferMetadataBuilder"]
-
 
 class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     """Plans each `PlanGroup` once per step from exact host lengths; the host never waits.

@@ -14,8 +14,6 @@ from contextvars import ContextVar
 from attnplug.backends.flashinfer.library import Library, Module
 from attnplug.core.errors import PluginError
 
-__all__ = ["announced", "build_modules", "watch_compiling"]
-
 _WATCHES: ContextVar[tuple[list[str], ...]] = ContextVar("watches", default=())
 _LOG = logging.getLogger("attnplug.backends.flashinfer")
 _ONE_AT_A_TIME = threading.Lock()

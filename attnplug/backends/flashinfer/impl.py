@@ -21,8 +21,6 @@ from attnplug.core.impl import AttentionLayer
 from attnplug.ops import Reach
 from attnplug.ops.calls import check_cache_given, check_queries
 
-__all__ = ["FlashInferImpl"]
-
 _LN_2 = math.log(2.0)
 _NO_SINK = -1e30
 """A sink without weight, for calls with `use_sinks=False`; minus infinity would give NaN in FlashInfer's kernel."""

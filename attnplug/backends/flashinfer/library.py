@@ -21,8 +21,6 @@ from packaging.version import InvalidVersion, Version
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError
 
-__all__ = ["Library", "Module", "library"]
-
 _OLDEST = Version("0.5")
 _NAMES_LONGEST = Version("0.6.13")
 _MASKS_INFINITELY = Version("0.7.2")

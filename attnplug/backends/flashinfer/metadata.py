@@ -14,8 +14,6 @@ from attnplug.backends.flashinfer.wrappers import Wrappers
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionMetadata
 
-__all__ = ["FlashInferMetadata", "Work"]
-
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Work:

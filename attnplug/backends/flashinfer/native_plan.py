@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["NativePlan", "native_plan_of"]
-
 _TAILS: tuple[tuple[int | bool, ...], ...] = ((-1, False, 0, 0), (-1, False, 0))
 """The planner's arguments after the window, by version, the latest first. They are: no fixed split size, splitting
 allowed, no programs beside them, and since 0.7 no promise that all queries are equally long."""

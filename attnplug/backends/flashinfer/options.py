@@ -7,8 +7,6 @@ from typing import Literal
 
 from attnplug.core.errors import PolicyError
 
-__all__ = ["Options"]
-
 _PREFILL = ("auto", "fa2", "fa3")
 
 

@@ -16,8 +16,6 @@ from attnplug.backends.flashinfer.native_plan import NativePlan, native_plan_of
 from attnplug.backends.flashinfer.step import Part
 from attnplug.ops.buffers import StagingRing
 
-__all__ = ["PlanCost", "PlanSpace", "PlannedWrapper", "one_request"]
-
 _FIELDS = ("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")
 _LONGEST = "longest"
 _KEPT_VIEWS = 64

@@ -13,8 +13,6 @@ from attnplug.core.batch.host import to_device
 from attnplug.core.errors import BatchError
 from attnplug.ops.page_indices import gather_page_indices
 
-__all__ = ["HostStep", "Ints", "PageIndices", "Part", "StepPages", "trimmed"]
-
 Ints = npt.NDArray[np.int32]
 
 

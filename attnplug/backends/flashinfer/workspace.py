@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.core.errors import PolicyError
 
-__all__ = ["captured_bytes", "schedule_bytes", "workspace_bytes"]
-
 _LEAST = 128 << 20
 _SLACK = 1 << 20
 """Room for the alignment of FlashInfer's buffers."""

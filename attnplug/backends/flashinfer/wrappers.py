@@ -17,8 +17,6 @@ from attnplug.core.device import Device
 from attnplug.core.errors import BatchError
 from attnplug.core.spec import Phase
 
-__all__ = ["Wrappers"]
-
 
 class Wrappers:
     """Makes planned wrappers and their workspace.

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 import pluggy
 
-from attnplug.backends.torch_native.backend import TorchBackend
+from attnplug.backends.torch_native.backend import TorchBackend as TorchBackend
 from attnplug.core.backend import AttentionBackend
-
-__all__ = ["ATTNPLUG_API", "TorchBackend", "attnplug_backends"]
 
 ATTNPLUG_API = (1, 1)
 """Lowest and highest version of the plugin API that this plugin speaks."""

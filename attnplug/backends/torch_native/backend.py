@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec, Phase
 
-__all__ = ["TorchBackend"]
-
 
 class TorchBackend(AttentionBackend):
     """Attention in plain PyTorch: any device, any head size, any block size.

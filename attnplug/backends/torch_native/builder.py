@@ -14,8 +14,6 @@ from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import CrossAttentionSpec
 from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
 
-__all__ = ["TorchMetadataBuilder"]
-
 _Ints = npt.NDArray[np.int64]
 
 

@@ -12,8 +12,6 @@ from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import HeadRows, KeySource
 from attnplug.ops.reach import Reach
 
-__all__ = ["SHORT_QUERY", "attend_short"]
-
 SHORT_QUERY = 16
 """The longest query attended together with others."""
 

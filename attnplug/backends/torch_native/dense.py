@@ -11,8 +11,6 @@ from torch.nn import functional
 
 from attnplug.backends.torch_native.softmax import Scoring
 
-__all__ = ["attend_request"]
-
 _Ints = npt.NDArray[np.int64]
 
 _SCORES_CPU = 1 << 21

@@ -13,8 +13,6 @@ from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.backends.torch_native.source import KeySource
 from attnplug.ops.reach import Reach
 
-__all__ = ["Steps", "Tile", "plan_tiles"]
-
 _Ints = npt.NDArray[np.int64]
 
 Steps = tuple[int, int, int]

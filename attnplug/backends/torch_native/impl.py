@@ -17,8 +17,6 @@ from attnplug.ops.calls import check_cache_given, check_keys, check_queries
 from attnplug.ops.reach import Reach
 from attnplug.ops.storage import storage_dtype
 
-__all__ = ["TorchImpl"]
-
 
 class TorchImpl(BuiltinImpl[TorchMetadata]):
     """Attention in plain PyTorch."""

@@ -12,8 +12,6 @@ import torch
 
 from attnplug.core.metadata import AttentionMetadata
 
-__all__ = ["TorchMetadata"]
-
 _Ints = npt.NDArray[np.int64]
 
 

@@ -16,8 +16,6 @@ from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import KeySource, PagedKeys
 from attnplug.ops.reach import Reach
 
-__all__ = ["PageDecodes", "attend_pages", "plan_page_decodes"]
-
 _MIN_BYTES = 1 << 17
 """Bytes of a request's K and V below which a share of a tile costs less than calls of its own."""
 _MAX_BYTES = 1 << 22

@@ -7,8 +7,6 @@ import math
 
 import torch
 
-__all__ = ["Scoring"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Scoring:

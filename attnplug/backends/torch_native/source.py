@@ -12,8 +12,6 @@ import torch
 
 from attnplug.core.errors import BatchError
 
-__all__ = ["HeadRows", "KeySource", "PackedKeys", "PagedKeys"]
-
 _Ints = npt.NDArray[np.int64]
 
 

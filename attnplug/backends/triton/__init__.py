@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 import pluggy
 
-from attnplug.backends.triton.backend import TritonBackend
+from attnplug.backends.triton.backend import TritonBackend as TritonBackend
 from attnplug.core.backend import AttentionBackend
-
-__all__ = ["ATTNPLUG_API", "TritonBackend", "attnplug_backends"]
 
 ATTNPLUG_API = (1, 1)
 """Lowest and highest version of the plugin API that this plugin speaks."""

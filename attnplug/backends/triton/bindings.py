@@ -28,8 +28,6 @@ from attnplug.ops.reach import Reach
 from attnplug.ops.storage import compute_dtype
 from attnplug.ops.triton.launch import BoundKernel
 
-__all__ = ["BoundLayer", "Decode", "Prefill"]
-
 _DECODE: Any = decode_kernel
 _MERGE: Any = merge_kernel
 _PREFILL: Any = prefill_kernel

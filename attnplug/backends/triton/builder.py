@@ -17,8 +17,6 @@ from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
-__all__ = ["TritonMetadataBuilder"]
-
 
 class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     """Builds TritonMetadata without reading anything back from the device."""

@@ -17,8 +17,6 @@ from attnplug.ops.reach import Reach
 from attnplug.ops.triton.kv_write import BoundWrite
 from attnplug.ops.triton.launch import on_device_of
 
-__all__ = ["TritonImpl"]
-
 _Call: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, outputs, LSE, sinks and slopes; the queries fill in for a tensor that the kernels do not use."""
 

@@ -12,19 +12,6 @@ from triton.runtime import driver
 from attnplug.ops.reach import Reach
 from attnplug.ops.triton.launch import power_of_two
 
-__all__ = [
-    "DecodeLaunch",
-    "Gpu",
-    "PrefillLaunch",
-    "decode_launch",
-    "gpu_of",
-    "limit_switches",
-    "merging",
-    "partial_sums",
-    "prefill_launch",
-    "tile_side",
-]
-
 
 def merging(rows: int, programs: int, gpu: Gpu) -> str:
     """How decode_kernel merges partial results of `rows` rows per request and KV head.

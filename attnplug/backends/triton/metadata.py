@@ -12,8 +12,6 @@ from attnplug.core.metadata import AttentionMetadata
 if TYPE_CHECKING:
     from attnplug.backends.triton.workspace import Workspace
 
-__all__ = ["TritonMetadata"]
-
 
 @dataclasses.dataclass(eq=False, slots=True)
 class TritonMetadata(AttentionMetadata):

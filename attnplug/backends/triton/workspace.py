@@ -12,8 +12,6 @@ from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.ops.reach import Reach
 from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
-__all__ = ["SplitPlan", "Workspace"]
-
 _PLAN_SPLITS: Any = plan_splits_kernel
 
 

@@ -7,8 +7,6 @@ import torch
 from attnplug.core.batch.host import check_count
 from attnplug.core.errors import BatchError
 
-__all__ = ["get_dcp_local_seq_lens"]
-
 
 def get_dcp_local_seq_lens(
     seq_lens: torch.Tensor,

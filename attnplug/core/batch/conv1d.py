@@ -11,8 +11,6 @@ from attnplug.core.batch.host import host_view, to_device
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID
 
-__all__ = ["compute_causal_conv1d_metadata"]
-
 _BLOCK_M = 8
 """Tokens per program."""
 _LEAST_PROGRAMS = 1024

@@ -12,16 +12,6 @@ import torch
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import CommonAttentionMetadata
 
-__all__ = [
-    "IntArray",
-    "check_count",
-    "exact_seq_lens",
-    "host_view",
-    "known_seq_lens",
-    "query_spans",
-    "to_device",
-]
-
 IntArray = npt.NDArray[Any]
 """A one-dimensional array of some integer type."""
 

@@ -14,13 +14,6 @@ from attnplug.core.batch.host import IntArray, host_view, query_spans, to_device
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 
-__all__ = [
-    "KVSharingFastPrefillMetadata",
-    "create_fast_prefill_custom_backend",
-    "make_kv_sharing_fast_prefill_common_attn_metadata",
-    "subclass_attention_metadata",
-]
-
 _M = TypeVar("_M", bound=AttentionMetadata)
 
 

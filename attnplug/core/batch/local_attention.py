@@ -12,8 +12,6 @@ from attnplug.core.batch.host import IntArray, check_count, exact_seq_lens, quer
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import CommonAttentionMetadata
 
-__all__ = ["make_local_attention_virtual_batches"]
-
 
 def make_local_attention_virtual_batches(
     attn_chunk_size: int, common_attn_metadata: CommonAttentionMetadata, block_size: int

@@ -9,14 +9,6 @@ import torch
 from attnplug.core.errors import BatchError
 from attnplug.core.spec import AttentionType
 
-__all__ = [
-    "PrefillDecodeMetadata",
-    "get_num_prefill_decode_query_kv_tokens",
-    "get_seq_len_block_table_args",
-    "is_all_cross_attn_metadata_set",
-    "is_all_encoder_attn_metadata_set",
-]
-
 
 class PrefillDecodeMetadata(Protocol):
     """A step's metadata that tells prefills from decodes; encoder fields are None without an encoder."""

@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from attnplug.core.errors import BatchError
 
-__all__ = ["InputBatch", "SchedulerOutput", "reorder_batch_to_split_decodes_and_prefills"]
-
 _DECODE, _EXTEND, _PREFILL = range(3)
 
 

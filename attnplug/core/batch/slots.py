@@ -13,8 +13,6 @@ from attnplug.core.batch.host import IntArray, check_count
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID
 
-__all__ = ["compute_slot_mapping", "compute_slot_mapping_start_idx", "is_block_tables_empty"]
-
 Slots = npt.NDArray[np.int64]
 
 

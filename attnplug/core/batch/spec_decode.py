@@ -7,8 +7,6 @@ import torch
 from attnplug.core.batch.host import check_count
 from attnplug.core.errors import BatchError
 
-__all__ = ["reshape_attn_output_for_spec_decode", "reshape_query_for_spec_decode"]
-
 
 def reshape_query_for_spec_decode(query: torch.Tensor, batch_size: int) -> torch.Tensor:
     """`query [T, H, D]` as `[batch_size, T / batch_size, H, D]`, a view.

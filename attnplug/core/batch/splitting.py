@@ -11,8 +11,6 @@ from attnplug.core.batch.host import IntArray, check_count, exact_seq_lens, host
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import CommonAttentionMetadata
 
-__all__ = ["split_decodes_and_prefills", "split_decodes_prefills_and_extends", "split_prefill_chunks"]
-
 
 def split_decodes_and_prefills(
     common_attn_metadata: CommonAttentionMetadata,

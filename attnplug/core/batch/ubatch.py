@@ -12,8 +12,6 @@ from attnplug.core.batch.host import IntArray, known_seq_lens, query_spans
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import CommonAttentionMetadata
 
-__all__ = ["UBatchSlice", "slice_query_start_locs", "split_attn_metadata"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UBatchSlice:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from attnplug.core.composite.agreement import disagreements
-from attnplug.core.composite.backend import CompositeBackend, composite_backend
-
-__all__ = ["CompositeBackend", "composite_backend", "disagreements"]
+from attnplug.core.composite.agreement import disagreements as disagreements
+from attnplug.core.composite.backend import CompositeBackend as CompositeBackend
+from attnplug.core.composite.backend import composite_backend as composite_backend

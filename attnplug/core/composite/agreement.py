@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec
 
-__all__ = ["common_block_sizes", "common_layouts", "disagreements"]
-
 _BLOCKS = 4
 """Any number serves: shapes are compared, nothing is allocated."""
 

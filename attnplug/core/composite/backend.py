@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from attnplug.core.composite.impl import CompositeImpl
     from attnplug.core.device import Device
 
-__all__ = ["CompositeBackend", "composite_backend"]
-
 
 class CompositeBackend(AttentionBackend):
     """Prefills on one backend and decodes on another, on one KV cache; made by `composite_backend`."""

@@ -25,8 +25,6 @@ from attnplug.core.spec import Phase
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
 
-__all__ = ["CompositeMetadataBuilder", "composite_builder"]
-
 _Needs = Literal["none", "upper_bound", "exact"]
 _BY_PRECISION: tuple[_Needs, ...] = ("none", "upper_bound", "exact")
 """Forms of host lengths, the most precise last."""

@@ -10,8 +10,6 @@ import torch
 from attnplug.core.batch.splitting import split_decodes_and_prefills
 from attnplug.core.metadata import CommonAttentionMetadata
 
-__all__ = ["Cut", "cut_step"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Cut:

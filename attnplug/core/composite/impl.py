@@ -17,8 +17,6 @@ from attnplug.core.spec import AttentionType, LayerSpec, Phase
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
 
-__all__ = ["CompositeImpl", "composite_impl"]
-
 
 class CompositeImpl(AttentionImpl[CompositeMetadata]):
     """Attends decodes with one impl and the rest with another.

@@ -8,8 +8,6 @@ import torch
 
 from attnplug.core.metadata import AttentionMetadata
 
-__all__ = ["CompositeMetadata"]
-
 
 @dataclasses.dataclass(eq=False)
 class CompositeMetadata(AttentionMetadata):

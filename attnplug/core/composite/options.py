@@ -11,8 +11,6 @@ from attnplug.core.spec import Phase
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
 
-__all__ = ["composite_options", "member_options"]
-
 
 def composite_options(
     name: str, prefill: type[AttentionBackend], decode: type[AttentionBackend]

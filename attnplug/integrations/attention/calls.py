@@ -14,8 +14,6 @@ from attnplug.integrations.attention.keywords import Keywords
 from attnplug.integrations.attention.step_mask import PatternMask, StepMask
 from attnplug.integrations.reader.mask_pattern import MaskPattern
 
-__all__ = ["AttentionCall"]
-
 _FULL = MaskPattern((-1, -1))
 _EAGER = "use attn_implementation='eager'"
 _SPREAD = f"give each sequence a row of its own, padded, or {_EAGER}"

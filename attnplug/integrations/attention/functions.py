@@ -11,10 +11,9 @@ from attnplug.core.spec import AttentionType
 from attnplug.integrations.attention.calls import AttentionCall
 from attnplug.integrations.attention.keywords import read_keywords
 from attnplug.integrations.attention.layers import add_state, layer_state, name_in_model
-from attnplug.integrations.attention.mask_functions import UnknownMaskError, read_mask_function
+from attnplug.integrations.attention.mask_functions import read_mask_function
 from attnplug.integrations.attention.step_mask import PatternMask, StepMask
-
-__all__ = ["attention", "attention_mask"]
+from attnplug.integrations.reader.mask_pattern import UnknownMaskError
 
 
 def attention_mask(

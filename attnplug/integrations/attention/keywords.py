@@ -10,8 +10,6 @@ import torch
 
 from attnplug.core.errors import BatchError
 
-__all__ = ["Keywords", "read_keywords"]
-
 _INERT = frozenset(
     {"cache_position", "deterministic", "layer_idx", "logits_to_keep", "mm_token_type_ids"}
     | {"num_items_in_batch", "output_hidden_states", "output_router_logits", "past_key_values"}

@@ -20,8 +20,6 @@ from attnplug.integrations.attention.step_mask import StepMask
 from attnplug.registry.decision import Decision
 from attnplug.registry.default import select
 
-__all__ = ["LayerState", "add_state", "layer_state", "name_in_model"]
-
 _log = logging.getLogger("attnplug")
 _ATTRIBUTE = "_attnplug"
 

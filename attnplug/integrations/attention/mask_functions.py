@@ -12,8 +12,6 @@ import torch
 
 from attnplug.integrations.reader.mask_pattern import MaskFunction, MaskPattern, UnknownMaskError, read_mask
 
-__all__ = ["MaskReading", "UnknownMaskError", "read_mask_function"]
-
 _LIBRARY = "transformers.masking_utils"
 
 

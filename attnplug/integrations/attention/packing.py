@@ -13,8 +13,6 @@ from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attnplug.integrations.reader.mask_pattern import MaskPattern
 
-__all__ = ["Packing", "Rows", "pack_all", "pack_real"]
-
 _Bools: TypeAlias = npt.NDArray[np.bool_]
 _Ints: TypeAlias = npt.NDArray[np.int32]
 

@@ -16,8 +16,6 @@ from attnplug.integrations.attention.layers import layer_state
 from attnplug.integrations.reader.mixers import looks_like_attention
 from attnplug.registry.decision import Decision
 
-__all__ = ["NAME", "attention_decisions", "register", "set_attention"]
-
 NAME = "attnplug"
 """The value of `attn_implementation`."""
 

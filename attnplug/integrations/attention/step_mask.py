@@ -13,8 +13,6 @@ from attnplug.core.errors import BatchError
 from attnplug.integrations.attention.packing import Packing, pack_all, pack_real
 from attnplug.integrations.reader.mask_pattern import MaskPattern
 
-__all__ = ["PatternMask", "StepMask"]
-
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
 class StepMask:

@@ -14,8 +14,6 @@ from transformers.models.auto import modeling_auto
 from attnplug.core.errors import ModelConfigError
 from attnplug.integrations.reader.quiet import one_line
 
-__all__ = ["build_model"]
-
 _TOWERS = ("vision_config", "audio_config", "speech_config")
 
 

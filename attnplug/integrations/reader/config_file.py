@@ -14,8 +14,6 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from attnplug.core.errors import ModelConfigError
 from attnplug.integrations.reader.quiet import one_line, quiet_transformers
 
-__all__ = ["load_config"]
-
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
 

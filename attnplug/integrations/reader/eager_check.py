@@ -8,8 +8,6 @@ import torch
 
 from attnplug.integrations.reader.trace import AttentionCall
 
-__all__ = ["CheckFailedError", "check_eager"]
-
 _TOKENS = 6
 
 

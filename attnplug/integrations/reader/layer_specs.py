@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from attnplug.core.errors import ModelConfigError, SpecError
-from attnplug.core.spec import AttentionType, LayerSpec, MLADims
+from attnplug.core.mla import MLADims
+from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.integrations.reader.eager_check import CheckFailedError, check_eager
 from attnplug.integrations.reader.mask_pattern import MaskPattern
 from attnplug.integrations.reader.trace import AttentionCall
-
-__all__ = ["SpecMaker", "make_spec"]
 
 _UNDERSTOOD = frozenset({"sliding_window", "softcap", "s_aux", "is_causal", "indices"})
 _BOOKKEEPING = frozenset(

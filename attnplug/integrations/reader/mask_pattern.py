@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["MaskPattern", "UnknownMaskError", "read_mask"]
-
 MaskFunction = Callable[[Any, Any, Any, Any], torch.Tensor]
 
 _FAR = 1 << 24

@@ -6,8 +6,6 @@ import re
 
 import torch
 
-__all__ = ["contains_attention", "looks_like_attention", "mixer_kind", "works_on_single_tokens"]
-
 _KINDS = (
     (re.compile(r"[Mm]amba|SSM"), "mamba"),
     (

@@ -22,8 +22,6 @@ from attnplug.integrations.reader.quiet import one_line, quiet_transformers
 from attnplug.integrations.reader.trace import PROBE, AttentionCall, Trace, probe_registered, record_run
 from attnplug.integrations.transformers import ModelSpec
 
-__all__ = ["read_model"]
-
 _DECODER_LENGTH = 61
 """Tokens of a decoder, or of a model without one. A prime is unlikely to equal another dimension."""
 _ENCODER_LENGTH = 43

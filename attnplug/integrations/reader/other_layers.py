@@ -11,8 +11,6 @@ from attnplug.core.errors import ModelConfigError
 from attnplug.integrations.reader.mixers import contains_attention, looks_like_attention, mixer_kind
 from attnplug.integrations.reader.trace import Trace
 
-__all__ = ["find_other_layers"]
-
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 _TOWERS = (
     ("vision", "vision encoder"),

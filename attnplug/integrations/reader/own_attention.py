@@ -11,8 +11,6 @@ from typing import Any
 
 from attnplug.core.errors import ModelConfigError
 
-__all__ = ["OwnAttention", "read_own_attention"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OwnAttention:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 import transformers
 
-__all__ = ["one_line", "quiet_transformers"]
-
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:

@@ -17,8 +17,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from attnplug.integrations.reader.mask_pattern import MaskPattern, UnknownMaskError, read_mask
 from attnplug.integrations.reader.mixers import looks_like_attention
 
-__all__ = ["PROBE", "AttentionCall", "Trace", "probe_registered", "record_run"]
-
 PROBE = "attnplug_reader"
 """The name of the recording attention and mask functions in transformers' interfaces."""
 

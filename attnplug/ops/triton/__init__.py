@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from attnplug.ops.triton.merging import merge_attn_states as merge_attn_states
     from attnplug.ops.triton.slots import compute_slot_mapping as compute_slot_mapping
 
-__getattr__, __dir__, __all__ = lazy_exports(
+__getattr__, __dir__, _ = lazy_exports(
     __name__, {"kv_write": "write_kv_cache", "merging": "merge_attn_states", "slots": "compute_slot_mapping"}
 )
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from triton import knobs
 
-__all__ = ["watch_compiling"]
-
 
 @contextlib.contextmanager
 def watch_compiling() -> Iterator[list[str]]:

@@ -13,8 +13,6 @@ from attnplug.ops.checks import check_kv_write
 from attnplug.ops.triton.kernels.kv_write import kv_write_kernel
 from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
-__all__ = ["BoundWrite", "write_kv_cache"]
-
 _KERNEL: Any = kv_write_kernel
 
 _TILE = 1024

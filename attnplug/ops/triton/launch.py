@@ -12,8 +12,6 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
-__all__ = ["BoundKernel", "on_device_of", "power_of_two"]
-
 
 class BoundKernel:
     """A kernel whose later arguments stay the same from launch to launch.

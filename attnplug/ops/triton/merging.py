@@ -11,8 +11,6 @@ from attnplug.ops.checks import check_partials, check_target
 from attnplug.ops.triton.kernels.merging import merge_kernel
 from attnplug.ops.triton.launch import on_device_of, power_of_two
 
-__all__ = ["merge_attn_states"]
-
 _KERNEL: Any = merge_kernel
 
 _MAX_PARTIALS = 16

@@ -10,8 +10,6 @@ import torch
 from attnplug.ops.triton.kernels.page_indices import page_indices_kernel
 from attnplug.ops.triton.launch import BoundKernel, on_device_of
 
-__all__ = ["gather_page_indices"]
-
 _KERNEL: Any = page_indices_kernel
 _BLOCK = 512
 """Pages that a program copies at a time, and earlier requests that it counts at a time."""

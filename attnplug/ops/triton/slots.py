@@ -12,8 +12,6 @@ from attnplug.core.metadata import PAD_SLOT_ID
 from attnplug.ops.triton.kernels.slots import slot_mapping_kernel
 from attnplug.ops.triton.launch import on_device_of
 
-__all__ = ["compute_slot_mapping"]
-
 _KERNEL: Any = slot_mapping_kernel
 
 _BLOCK = 256

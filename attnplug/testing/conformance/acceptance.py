@@ -22,8 +22,6 @@ from attnplug.testing.conformance.refusals import reasons_for
 from attnplug.testing.conformance.spec_grid import PHASES, devices, grid
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["checks"]
-
 _MAX_COMPILE_KEYS = {Level.SMOKE: 3, Level.FULL: 12}
 
 

@@ -30,8 +30,6 @@ from attnplug.testing.conformance.steps import (
 )
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["checks"]
-
 _FORMS = ("none", "upper_bound", "exact")
 """Values of needs_host_seq_lens, the least demanding first."""
 

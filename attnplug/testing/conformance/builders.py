@@ -24,8 +24,6 @@ from attnplug.testing.conformance.steps import (
 )
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["checks", "stale_mistakes"]
-
 
 def checks(target: Target) -> Iterator[Check]:
     """The checks of builders, for each kind of layer that the backend declares."""

@@ -24,8 +24,6 @@ from attnplug.testing.conformance.harness import Harness, raw_bytes
 from attnplug.testing.conformance.steps import PAGED_SCENARIOS, decodes, mixed
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["checks"]
-
 _LAYERS = 3
 
 

@@ -16,8 +16,6 @@ from attnplug.testing.conformance.harness import Harness, raw_bytes
 from attnplug.testing.conformance.steps import PAGED_SCENARIOS, scenario_factory
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["checks"]
-
 _HUGE = (2**31 - 1, -(2**31), -1, 2**30)
 _LARGEST = {torch.float16: 6e4, torch.float8_e4m3fn: 448.0}
 

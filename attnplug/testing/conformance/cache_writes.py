@@ -20,8 +20,6 @@ from attnplug.testing.conformance.steps import PAGED_SCENARIOS, scenario_factory
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import stored_values
 
-__all__ = ["checks"]
-
 
 def checks(target: Target) -> Iterator[Check]:
     """The checks of writes, in each scenario over pages, and of each declared storage type."""

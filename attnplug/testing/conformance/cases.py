@@ -21,8 +21,6 @@ from attnplug.testing.design.packing import packed_rows, served_pairs
 from attnplug.testing.design.search import Row, Search
 from attnplug.testing.oracle import COMPUTED
 
-__all__ = ["KINDS", "Case", "axes", "designed_cases", "untried"]
-
 KINDS: dict[str, dict[str, Any]] = {
     "decoder": {},
     "non_causal": {"causal": False},

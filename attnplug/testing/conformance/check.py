@@ -14,8 +14,6 @@ from attnplug.core.errors import AttnplugError
 if TYPE_CHECKING:
     from attnplug.testing.conformance.target import Target
 
-__all__ = ["Check", "CheckSkipped", "CheckTable", "ConformanceError", "Level", "checks_from", "error_context"]
-
 
 class Level(enum.StrEnum):
     """The number of layers and batches to try."""

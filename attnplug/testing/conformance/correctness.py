@@ -12,8 +12,6 @@ from attnplug.testing.conformance.mistake_recognition import recognise
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.running import run_batch
 
-__all__ = ["checks"]
-
 
 def checks(target: Target) -> Iterator[Check]:
     """One check for each designed case, and one that fails for each declared feature without a numeric case."""

@@ -21,8 +21,6 @@ from attnplug.testing.conformance.check import Check, CheckTable, ConformanceErr
 from attnplug.testing.conformance.spec_grid import PHASES, grid, plainest
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["checks"]
-
 _NAME = r"[A-Za-z][A-Za-z0-9_.-]*"
 _SIZES = (1, 7, 16, 64, 80, 96, 128, 192, 256, 576, 1009)
 

@@ -15,15 +15,6 @@ from attnplug.testing.conformance.check import ConformanceError
 from attnplug.testing.conformance.harness import Answer, Harness
 from attnplug.testing.conformance.target import Target
 
-__all__ = [
-    "StepMistake",
-    "difference",
-    "expect_correct",
-    "expect_correct_step",
-    "expect_own_slots",
-    "wrong_answer",
-]
-
 StepMistake: TypeAlias = Callable[[CommonAttentionMetadata], CommonAttentionMetadata]
 """Gives the step as a backend with a known mistake reads it."""
 

@@ -17,8 +17,6 @@ from attnplug.testing.conformance.harness import Harness
 from attnplug.testing.conformance.steps import decodes, layer_of_kind, mixed, step_factory, with_lengths
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["GPU_TYPES", "checks"]
-
 GPU_TYPES = ("cuda", "rocm")
 """Device types that torch drives as CUDA."""
 

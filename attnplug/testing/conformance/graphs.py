@@ -16,8 +16,6 @@ from attnplug.testing.conformance.runtimes import model_of, wrong_layers
 from attnplug.testing.conformance.serving import Call, ServedModel
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["checks", "record"]
-
 _SIZES = (2, 4)
 _KEPT = "a graph that keeps what was captured"
 

@@ -10,8 +10,6 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import ConformanceError
 
-__all__ = ["GuardedCache", "fill_blocks", "fill_unused", "pages_of", "slots_of"]
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 

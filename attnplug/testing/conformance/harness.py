@@ -15,8 +15,6 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import error_context
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["Answer", "Harness", "HarnessLayer", "blank_answer", "default_options", "raw_bytes"]
-
 
 class Answer(NamedTuple):
     """A backend's answer for T tokens: output `[T, H, Dv]`, and LSE `[T, H]` if the layer needs it."""

@@ -19,8 +19,6 @@ from attnplug.testing.conformance.harness import Harness, blank_answer, default_
 from attnplug.testing.conformance.steps import scenario_factory, scenarios
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["checks"]
-
 _LEARNED = {Feature.SINKS: ("sinks", "has_sinks"), Feature.ALIBI: ("alibi_slopes", "has_alibi")}
 
 

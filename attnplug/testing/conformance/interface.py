@@ -13,8 +13,6 @@ from attnplug.testing.conformance.lightness_child import declarations
 from attnplug.testing.conformance.spec_grid import grid
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["checks"]
-
 _HOST_LENGTHS = ("none", "upper_bound", "exact")
 
 

@@ -13,8 +13,6 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.mistake_oracle import AttentionRules
 from attnplug.testing.oracle import OracleResult
 
-__all__ = ["KNOWN_MISTAKES", "LSE_MISTAKES", "KnownMistake", "LseMistake"]
-
 _Changes: TypeAlias = Callable[[AttentionRules], dict[str, Any]]
 _Factors: TypeAlias = Callable[[AttentionRules], tuple[float, float]]
 

@@ -19,8 +19,6 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["checks"]
-
 _HEAVY = (
     *(
         "torch",

@@ -19,8 +19,6 @@ from attnplug.core.device import Device
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.registry.plugin_calls import describe, guarded_call
 
-__all__ = ["declarations", "main"]
-
 _ATTRIBUTES = (
     *("family", "requires", "device_types", "supported_dtypes", "supported_kv_cache_dtypes"),
     *("supported_phases", "features", "step_safe"),

@@ -15,8 +15,6 @@ from attnplug.testing.conformance.refusals import expect_refused, reasons_for
 from attnplug.testing.conformance.spec_grid import devices
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["checks"]
-
 _KV_DTYPES = ("unheard_of_3bit", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "int8", "nvfp4")
 _HEAD_SIZES = (1, 7, 24, 72, 80, 320, 1009, 65536)
 _BLOCK_SIZES = (1, 3, 7, 24, 100, 1009, 2**20)

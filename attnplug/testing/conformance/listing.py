@@ -34,8 +34,6 @@ from attnplug.testing.conformance import (
 from attnplug.testing.conformance.check import Check, ConformanceError, Level
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["GROUPS", "conformance_checks", "listed"]
-
 GROUPS: tuple[Callable[[Target], Iterator[Check]], ...] = (
     *(
         declaration.checks,

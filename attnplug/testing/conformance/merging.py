@@ -21,8 +21,6 @@ from attnplug.testing.conformance.harness import Answer, Harness
 from attnplug.testing.conformance.steps import with_lengths, with_pages
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["checks"]
-
 Span: TypeAlias = tuple[int, int]
 
 

@@ -10,8 +10,6 @@ import torch
 
 from attnplug.testing.batches import Batch
 
-__all__ = ["AttentionRules", "Request", "attend", "requests_of", "rules_of"]
-
 
 def _minus_distance(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return -(key - query).abs()

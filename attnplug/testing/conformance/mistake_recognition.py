@@ -17,8 +17,6 @@ from attnplug.testing.conformance.known_mistakes import KNOWN_MISTAKES, LSE_MIST
 from attnplug.testing.conformance.mistake_oracle import attend, requests_of, rules_of
 from attnplug.testing.oracle import OracleResult
 
-__all__ = ["NAN_FOR_EMPTY_ROWS", "mistaken_answers", "recognise"]
-
 NAN_FOR_EMPTY_ROWS = "NaN where nothing is seen"
 """The mistake of a softmax over no keys, which divides zero by zero."""
 

@@ -24,8 +24,6 @@ from attnplug.testing.conformance.harness import Answer, Harness, blank_answer, 
 from attnplug.testing.conformance.steps import scenario_factory, scenarios
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["checks"]
-
 _REFUSALS = (AttnplugError, TypeError, ValueError, NotImplementedError)
 _EMPTY_ROW_LAYERS: tuple[tuple[str, Feature, dict[str, bool]], ...] = (
     ("", Feature(0), {}),

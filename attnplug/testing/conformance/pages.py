@@ -26,8 +26,6 @@ from attnplug.testing.conformance.check import (
 from attnplug.testing.conformance.spec_grid import asking
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["checks"]
-
 _LAYOUTS = ("NHD", "HND")
 _BLOCKS = 3
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.spec import Phase
 
-__all__ = ["in_phase", "of_phase", "only_phase"]
-
 _LONGER = 3
 """New tokens of a decode that becomes a prefill."""
 

@@ -13,8 +13,6 @@ from attnplug.testing.conformance.check import Check, ConformanceError, error_co
 from attnplug.testing.conformance.spec_grid import asking
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["checks", "expect_refused", "reasons_for"]
-
 _KNOWN_CODES = frozenset(REASON_CODES) - {"feature"} | {f"feature.{name}" for name in (~Feature(0)).names()}
 
 

@@ -30,8 +30,6 @@ from attnplug.testing.conformance.steps import (
 )
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["checks"]
-
 
 def checks(target: Target) -> Iterator[Check]:
     """The checks of requests in each scenario, and of pieces for each kind of layer."""

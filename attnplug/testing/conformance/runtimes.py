@@ -21,8 +21,6 @@ from attnplug.testing.conformance.check import (
 from attnplug.testing.conformance.serving import Call, ServedModel
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["checks", "model_of", "wrong_layers"]
-
 _BETWEEN = "state shared between two runtimes"
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from attnplug.core.errors import PolicyError
 
-__all__ = ["Shard", "checked_reasons", "known_reasons", "matching", "nearest", "read_known_failures"]
-
 _TABLE = "known_failures"
 
 

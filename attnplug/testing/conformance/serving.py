@@ -24,8 +24,6 @@ from attnplug.testing.batches import layer_tensors
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import attention_oracle, stored_values
 
-__all__ = ["Call", "ServedModel", "plan_on"]
-
 _MOST_REQUESTS, _MOST_PAGES = 4, 6
 _SLACK = 160
 """Tokens of a request beyond its whole pages, so that small pages allow long requests too."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 
-__all__ = ["SHAPES", "lengths", "shapes_of"]
-
 SHAPES = ("decode", "prefill", "extend", "mixed", "speculative", "one", "alike", "idle")
 """Kinds of batches. `one` is a single decode. `alike` has requests of equal lengths, so that a kernel that
 swaps their pages fails. `idle` has requests without new tokens, and a query that sees no key. `lengths` knows

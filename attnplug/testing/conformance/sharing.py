@@ -20,8 +20,6 @@ from attnplug.testing.conformance.harness import Answer, Harness
 from attnplug.testing.conformance.steps import layer_kinds, layer_of_kind, long_decodes, mixed, step_factory
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["checks"]
-
 
 def checks(target: Target) -> Iterator[Check]:
     """The checks of several builders and of several layers, for each kind of layer that the backend declares."""

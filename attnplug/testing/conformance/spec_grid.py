@@ -13,8 +13,6 @@ from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.testing.conformance.check import CheckSkipped, Level
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["PHASES", "asking", "devices", "grid", "plainest"]
-
 PHASES: tuple[Phase | None, ...] = (None, Phase.DECODE, Phase.PREFILL)
 
 _OTHERS: tuple[dict[str, Any], ...] = (

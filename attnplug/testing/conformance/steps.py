@@ -16,23 +16,6 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import CheckSkipped
 from attnplug.testing.conformance.target import Target
 
-__all__ = [
-    "LAYER_KINDS",
-    "PAGED_SCENARIOS",
-    "BatchFactory",
-    "decodes",
-    "layer_kinds",
-    "layer_of_kind",
-    "long_decodes",
-    "mixed",
-    "scenario_factory",
-    "scenarios",
-    "select_requests",
-    "step_factory",
-    "with_lengths",
-    "with_pages",
-]
-
 BatchFactory: TypeAlias = Callable[[], Batch]
 """Returns the same batch at each call, as it is before a backend runs it."""
 

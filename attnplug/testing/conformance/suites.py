@@ -26,8 +26,6 @@ from attnplug.testing.conformance.target import Target
 if TYPE_CHECKING:
     from attnplug.registry.records import Offer
 
-__all__ = ["Suite", "find_backend", "load_suite", "refusals"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Suite:

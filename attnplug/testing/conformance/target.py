@@ -19,8 +19,6 @@ from attnplug.testing.conformance.check import CheckSkipped, Level
 from attnplug.testing.conformance.phases import in_phase, of_phase, only_phase
 from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try
 
-__all__ = ["Target"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.spec import LayerSpec
 
-__all__ = ["compile_key", "most_adding"]
-
 _Key = TypeVar("_Key", bound=Hashable)
 
 

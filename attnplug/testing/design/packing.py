@@ -9,8 +9,6 @@ from typing import Any, TypeAlias
 
 from attnplug.testing.design.search import Pair, Row, Search
 
-__all__ = ["packed_rows", "served_pairs"]
-
 _ATTEMPTS = 6
 """Rows made for each one kept, which is the one that covers most pairs."""
 

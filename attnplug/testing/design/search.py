@@ -7,8 +7,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
-__all__ = ["Axes", "Pair", "Row", "Search"]
-
 Axes: TypeAlias = Mapping[str, Sequence[Any]]
 """The values of each axis, the plainest first."""
 Row: TypeAlias = dict[str, Any]

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from attnplug.core.blocks import MultipleOf
 
-__all__ = ["BLOCK_SIZES", "HEAD_SIZES", "sizes_to_try"]
-
 HEAD_SIZES: tuple[int, ...] = (128, 64, 16, 32, 80, 96, 112, 192, 256)
 """The head sizes of models, and the least and the largest of most kernels."""
 BLOCK_SIZES: tuple[int, ...] = (16, 32, 64, 128, 256, 8, 1)

@@ -14,8 +14,6 @@ from attnplug.testing.isolation.deaths import cause_of_death
 from attnplug.testing.isolation.results import Observer, Outcome, Result
 from attnplug.testing.isolation.worker import SETTINGS
 
-__all__ = ["Controller", "GroupScheduler"]
-
 _MODULE = "attnplug/testing/suite.py"
 _FAILED_STARTS = 3
 

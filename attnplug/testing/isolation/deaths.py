@@ -11,8 +11,6 @@ import sysconfig
 import time
 from pathlib import Path
 
-__all__ = ["GPU_LOST", "cause_of_death"]
-
 GPU_LOST = "the GPU's context was lost: "
 """The first words in the log of a worker that ends because it can no longer use its GPU."""
 

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attnplug.registry.records import Offer
 
-__all__ = ["Listing", "ListingFailure", "SuiteRequest", "fingerprint", "list_checks", "versions"]
-
 _CODE = {".py", ".so", ".pyd", ".dylib", ".cu", ".cpp", ".h", ".json", ".toml"}
 _LARGE = 2**20
 # The child gets the import path of this process, because -c would put the current folder first.

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from attnplug.testing.isolation.listing import Listing
 
-__all__ = ["Observer", "Outcome", "Result", "SavedResults"]
-
 
 class Outcome(enum.StrEnum):
     """The end of a check."""

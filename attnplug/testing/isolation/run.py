@@ -18,8 +18,6 @@ from attnplug.testing.isolation.controller import Controller
 from attnplug.testing.isolation.listing import Listing
 from attnplug.testing.isolation.results import Observer, Result
 
-__all__ = ["Limits", "run_checks"]
-
 _MOST_JOBS = 8
 _SHARE = 0.8
 _LAST_LINES = 20

@@ -18,8 +18,6 @@ from attnplug.testing.conformance.check import ConformanceError
 from attnplug.testing.isolation.deaths import GPU_LOST
 from attnplug.testing.plugin import SUITE
 
-__all__ = ["SETTINGS", "Worker"]
-
 SETTINGS = "attnplug"
 """The key of a worker's input for its settings, which `run.run_checks` lists."""
 

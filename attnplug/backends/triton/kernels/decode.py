@@ -14,8 +14,6 @@ from attnplug.backends.triton.kernels.scan import (
 )
 from attnplug.backends.triton.kernels.splits import FIELDS
 
-__all__ = ["decode_kernel", "merge_kernel"]
-
 
 # Values that differ between steps, or between a step and a graph's buffers, must not compile another kernel.
 @triton.jit(

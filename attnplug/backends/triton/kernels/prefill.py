@@ -8,8 +8,6 @@ import triton.language as tl
 from attnplug.backends.triton.kernels.ranges import key_range
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend, load_queries
 
-__all__ = ["prefill_kernel"]
-
 
 # Values that differ between steps must not compile another kernel.
 @triton.jit(

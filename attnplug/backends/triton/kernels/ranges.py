@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["common_range", "key_range"]
-
 
 @triton.jit
 def key_range(

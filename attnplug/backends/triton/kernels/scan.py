@@ -7,8 +7,6 @@ import triton.language as tl
 
 from attnplug.backends.triton.kernels.ranges import common_range
 
-__all__ = ["attend", "finish", "load_queries"]
-
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 _HALVES = """{{

@@ -7,8 +7,6 @@ import triton.language as tl
 
 from attnplug.backends.triton.kernels.ranges import key_range
 
-__all__ = ["FIELDS", "plan_splits_kernel"]
-
 FIELDS = tl.constexpr(8)
 """Fields of an item: request, its index and the number of the request's items, first token, tokens, lo, hi, 0."""
 

@@ -7,8 +7,6 @@ import triton.language as tl
 
 from attnplug.ops.triton.kernels.eight_bits import encode_8_bits
 
-__all__ = ["kv_write_kernel"]
-
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slot_mapping"])
 def kv_write_kernel(

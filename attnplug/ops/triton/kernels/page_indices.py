@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["page_indices_kernel"]
-
 
 @triton.jit(
     do_not_specialize=["count", "stride_row"],

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["slot_mapping_kernel"]
-
 
 @triton.jit(do_not_specialize=["num_reqs", "num_positions", "num_slots", "width", "steps"])
 def slot_mapping_kernel(
