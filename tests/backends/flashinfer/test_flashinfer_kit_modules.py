@@ -25,7 +25,7 @@ def test_the_smoke_level_of_the_kit_needs_few_modules() -> None:
     assert "fa3 for head size 64, float16 over float16, window, sinks" in modules
     assert "fa2 for head size 64, float16 over float8_e4m3fn" in modules
     # A minute or more each on one processor.
-    assert len(modules) <= 18
+    assert len(modules) < 20
     assert not any(line.startswith("fa3") for line in listed("--kit", "smoke", "--prefill", "fa2"))
 
 
