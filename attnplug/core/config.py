@@ -38,16 +38,10 @@ class BuilderConfig:
     cudagraph_batch_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        limits = {
-            "num_speculative_tokens": 0,
-            "decode_context_parallel_size": 1,
-            "max_num_seqs": 1,
-            "max_num_batched_tokens": 1,
-            "max_model_len": 1,
-        }
-        for name, limit in limits.items():
+        for name in (field.name for field in dataclasses.fields(self)[1:-1]):
             value = getattr(self, name)
             if value is not None or name != "max_model_len":
-                object.__setattr__(self, name, check_size(name, value, limit))
+                least = 0 if name == "num_speculative_tokens" else 1
+                object.__setattr__(self, name, check_size(name, value, least))
         sizes = tuple(check_size("cudagraph_batch_sizes", size) for size in self.cudagraph_batch_sizes)
         object.__setattr__(self, "cudagraph_batch_sizes", sizes)

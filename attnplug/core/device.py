@@ -48,7 +48,15 @@ class Device:
         Raises:
             SpecError: a GPU that this machine does not have.
         """
-        return _probe(_current_index() if index is None else _checked_index(index))
+        ask = _gpu_index()
+        if index is None:
+            return _probe(None if ask is None else ask())
+        import torch
+
+        count = 0 if ask is None else torch.cuda.device_count()
+        if not 0 <= index < count:
+            raise SpecError("device.index", index, f"must lie below {count}, the GPUs of this machine")
+        return _probe(index)
 
     @classmethod
     def parse(cls, text: str) -> Device:
@@ -98,20 +106,6 @@ class Device:
         if "type" not in data:
             raise SpecError("device.type", None, "is required")
         return cls(**data)
-
-
-def _current_index() -> int | None:
-    ask = _gpu_index()
-    return None if ask is None else ask()
-
-
-def _checked_index(index: int) -> int:
-    import torch
-
-    count = torch.cuda.device_count() if _gpu_index() else 0
-    if not 0 <= index < count:
-        raise SpecError("device.index", index, f"must lie below {count}, the GPUs of this machine")
-    return index
 
 
 @functools.cache

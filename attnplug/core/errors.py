@@ -111,9 +111,6 @@ class NoBackendError(AttnplugError):
         self.decision = decision
         super().__init__(message)
 
-    def __reduce__(self) -> tuple[type[NoBackendError], tuple[object, ...]]:
-        return type(self), (str(self), self.decision)
-
 
 class BackendUnavailableError(NoBackendError):
     """The backend asked for by name does not serve the layer; `reasons` says why."""
@@ -121,6 +118,3 @@ class BackendUnavailableError(NoBackendError):
     def __init__(self, message: str, decision: object = None, reasons: Sequence[Reason] = ()) -> None:
         self.reasons = tuple(reasons)
         super().__init__(message, decision)
-
-    def __reduce__(self) -> tuple[type[BackendUnavailableError], tuple[object, ...]]:
-        return type(self), (str(self), self.decision, self.reasons)

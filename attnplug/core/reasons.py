@@ -79,52 +79,27 @@ class Reason(str):
             text += f": {limit}"
         if remedy:
             text += f"; {remedy}"
-        return cls._restore(text, code, field, asked, limit, remedy)
-
-    @classmethod
-    def _restore(
-        cls,
-        text: str,
-        code: str,
-        field: str | None,
-        requested: str | None,
-        supported: str | None,
-        remedy: str | None,
-    ) -> Reason:
-        self = str.__new__(cls, text)
-        self.code = code
-        self.field = field
-        self.requested = requested
-        self.supported = supported
-        self.remedy = remedy
-        return self
+        data = {"text": text, "code": code, "field": field, "requested": asked, "supported": limit}
+        return cls.from_dict(data | {"remedy": remedy})
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        facts = (self.code, self.field, self.requested, self.supported, self.remedy)
-        return type(self)._restore, (str(self), *facts)
+        return type(self).from_dict, (self.to_dict(),)
 
     def to_dict(self) -> dict[str, str | None]:
         """A JSON object: `text`, `code`, `field`, `requested`, `supported`, `remedy`."""
-        return {
-            "text": str(self),
-            "code": self.code,
-            "field": self.field,
-            "requested": self.requested,
-            "supported": self.supported,
-            "remedy": self.remedy,
-        }
+        facts = ("code", "field", "requested", "supported", "remedy")
+        return {"text": str(self), **{name: getattr(self, name) for name in facts}}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, str | None]) -> Reason:
         """The reason that `to_dict` wrote."""
-        return cls._restore(
-            data["text"] or "",
-            data["code"] or "",
-            data.get("field"),
-            data.get("requested"),
-            data.get("supported"),
-            data.get("remedy"),
-        )
+        self = str.__new__(cls, data["text"] or "")
+        self.code = data["code"] or ""
+        self.field = data.get("field")
+        self.requested = data.get("requested")
+        self.supported = data.get("supported")
+        self.remedy = data.get("remedy")
+        return self
 
 
 def _words(value: object) -> str | None:

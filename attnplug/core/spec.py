@@ -146,15 +146,14 @@ class LayerSpec:
             raise SpecError(
                 "causal", causal, "must be False for cross attention: encoder keys have no order to it"
             )
-        heads, kv_heads, size = (
-            check_size("num_heads", num_heads),
-            check_size("num_kv_heads", num_kv_heads),
-            check_size("head_size", head_size),
-        )
+        heads, kv_heads = check_size("num_heads", num_heads), check_size("num_kv_heads", num_kv_heads)
+        size = check_size("head_size", head_size)
         if heads % kv_heads:
             raise SpecError("num_heads", heads, f"must be a multiple of num_kv_heads={kv_heads}")
+        size_v = scaled = size
         if mla is not None:
             _check_mla(mla, kind, kv_heads, size, head_size_v)
+            size_v, scaled = mla.kv_lora_rank, mla.qk_nope_head_dim + mla.qk_rope_head_dim
         chunk = None if chunk_size is None else check_size("chunk_size", chunk_size)
         reach = check_window(window, sliding_window, is_causal)
         if chunk is not None and not is_causal:
@@ -167,15 +166,13 @@ class LayerSpec:
             "num_heads": heads,
             "num_kv_heads": kv_heads,
             "head_size": size,
-            "head_size_v": _default_head_size_v(size, mla)
-            if head_size_v is None
-            else check_size("head_size_v", head_size_v),
+            "head_size_v": size_v if head_size_v is None else check_size("head_size_v", head_size_v),
             "dtype": dtype_name(dtype),
             "kv_cache_dtype": kv_cache_dtype_name(kv_cache_dtype),
             "block_size": None if block_size is None else check_size("block_size", block_size),
             "attn_type": kind,
             "causal": is_causal,
-            "scale": _default_scale(size, mla) if scale is None else check_positive("scale", scale),
+            "scale": float(scaled**-0.5) if scale is None else check_positive("scale", scale),
             "window": reach,
             "chunk_size": chunk,
             "logits_soft_cap": None
@@ -202,8 +199,8 @@ class LayerSpec:
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self) -> tuple[object, tuple[type[LayerSpec], dict[str, Any]]]:
-        return _rebuild, (type(self), self._given())
+    def __reduce__(self) -> tuple[object, tuple[()]]:
+        return functools.partial(type(self), **self._given()), ()
 
     def _given(self) -> dict[str, Any]:
         names = (f.name for f in dataclasses.fields(self) if f.init)
@@ -299,10 +296,6 @@ class LayerSpec:
         return cls(**{**data, "mla": mla})
 
 
-def _rebuild(cls: type[LayerSpec], given: dict[str, Any]) -> LayerSpec:
-    return cls(**given)
-
-
 # Each backend asks several times. Working it out costs as much as the rest of validating a layer.
 @functools.lru_cache(maxsize=4096)
 def _required_features(spec: LayerSpec) -> Feature:
@@ -321,12 +314,3 @@ def _check_mla(mla: object, kind: AttentionType, kv_heads: int, size: int, size_
         raise SpecError("head_size", size, f"must be kv_lora_rank + qk_rope_head_dim = {latent} with mla")
     if size_v not in (None, mla.kv_lora_rank):
         raise SpecError("head_size_v", size_v, f"must be kv_lora_rank = {mla.kv_lora_rank} with mla")
-
-
-def _default_head_size_v(head_size: int, mla: MLADims | None) -> int:
-    return head_size if mla is None else mla.kv_lora_rank
-
-
-def _default_scale(head_size: int, mla: MLADims | None) -> float:
-    size = head_size if mla is None else mla.qk_nope_head_dim + mla.qk_rope_head_dim
-    return float(size**-0.5)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from attnplug.core.errors import MatrixFileError
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
-from attnplug.registry.files import write_atomically
+from attnplug.registry.refuted import write_atomically
 
 SCHEMA = "attnplug.matrix"
 VERSION = 1

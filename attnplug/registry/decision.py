@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import io
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
@@ -12,10 +13,9 @@ from attnplug.core.device import Device
 from attnplug.core.errors import NoBackendError, PluginError
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.rendering import as_text
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Group, RenderableType
     from rich.table import Table
 
     from attnplug.core.backend import AttentionBackend
@@ -199,18 +199,13 @@ class Decision:
         for candidate in self.candidates:
             won = candidate is self.chosen
             verdict = "chosen" if won else "accepted" if candidate.accepted else "refused"
-            why = "\n".join(candidate.reasons)
-            if won:
-                why = f"{self.level}; {self._chosen_by_text()}"
+            asked = self.rule and f"asked for by {self.chosen_by} ({self.rule})"
+            chosen_by = asked or f"first by {', '.join(self.ranked_by) or self.chosen_by}"
+            why = f"{self.level}; {chosen_by}" if won else "\n".join(candidate.reasons)
             priority = "" if candidate.priority is None else str(candidate.priority)
             # Text, so that a bracket in a reason is not read as markup.
             table.add_row(Text(candidate.name), priority, verdict, Text(why))
         return table
-
-    def _chosen_by_text(self) -> str:
-        if self.rule is not None:
-            return f"asked for by {self.chosen_by} ({self.rule})"
-        return f"first by {', '.join(self.ranked_by) or self.chosen_by}"
 
     def __rich__(self) -> Group:
         from rich.console import Group
@@ -269,6 +264,16 @@ class Decision:
     def from_json(cls, text: str) -> Self:
         """The decision that `to_json` wrote."""
         return cls.from_dict(json.loads(text))
+
+
+def as_text(renderable: RenderableType, width: int = 100) -> str:
+    """The text that rich prints, without colour, markup or trailing spaces."""
+    from rich.console import Console
+
+    text = io.StringIO()
+    console = Console(file=text, width=width, color_system=None, markup=False, highlight=False)
+    console.print(renderable)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def _tuples(value: Any) -> Any:

@@ -8,10 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from attnplug.core.dtypes import stored_dtype_name
-from attnplug.core.features import Feature
 from attnplug.core.reasons import Reason
-from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.cell import Cell
+from attnplug.core.spec import Phase
 from attnplug.registry.installed import installed_version
 from attnplug.registry.records import COMPOSITE_SEPARATOR, canonical_name, joined
 
@@ -29,6 +27,37 @@ _PLAIN = "plain"
 
 Pages = tuple[int, str] | None
 """Tokens per page and its layout; None where K and V are arguments of the call."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell of the compatibility matrix: a value of every axis.
+
+    Args:
+        feature: lower-case name of a Feature that the layer asks for, or "plain" for none.
+        phase: what the batch holds: "prefill", "decode" or "mixed".
+        head_size: of queries and keys, in elements.
+        dtype: bare name of the queries' dtype, such as "bfloat16".
+        kv_cache_dtype: as `LayerSpec.kv_cache_dtype`, "auto" for that of the queries.
+        block_size: tokens per page; None where the layer has no pages.
+        layout: physical order of the cache, "NHD" or "HND"; None where the layer has no pages.
+    """
+
+    feature: str
+    phase: str
+    head_size: int
+    dtype: str
+    kv_cache_dtype: str
+    block_size: int | None
+    layout: str | None
+
+    @property
+    def id(self) -> str:
+        """All values in a fixed order: "sinks/decode/d128/bfloat16/auto/b16/NHD"."""
+        pages = ("direct",) if self.block_size is None else (f"b{self.block_size}", str(self.layout))
+        return "/".join(
+            [self.feature, self.phase, f"d{self.head_size}", self.dtype, self.kv_cache_dtype, *pages]
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,13 +134,8 @@ class RefutedCell:
             and (cell.head_size, cell.dtype) == (spec.head_size, spec.dtype)
             and stored_dtype_name(cell.kv_cache_dtype, cell.dtype) == spec.resolved_kv_cache_dtype
             and (cell.block_size, cell.layout) == (pages or (None, None))
-            and (cell.feature == _PLAIN or _asks_for(spec, cell.feature))
+            and (cell.feature == _PLAIN or cell.feature in spec.required_features().names())
         )
-
-
-def _asks_for(spec: LayerSpec, name: str) -> bool:
-    feature = Feature.__members__.get(name.upper())
-    return feature is not None and feature in spec.required_features()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

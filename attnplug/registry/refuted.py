@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.core.device import Device
 from attnplug.core.errors import MatrixFileError
-from attnplug.registry.cell import Cell
-from attnplug.registry.evidence import Evidence, RefutedCell, Subject
-from attnplug.registry.files import write_atomically
+from attnplug.registry.evidence import Cell, Evidence, RefutedCell, Subject
 from attnplug.registry.switches import EVIDENCE
 
 if TYPE_CHECKING:
@@ -142,6 +140,22 @@ def _write(path: Path, known: Cells) -> None:
         write_atomically(path, f'{{"schema": "{SCHEMA}", "version": {VERSION}, "runs": [{listed}]}}\n')
     except OSError as problem:
         raise _unwritable(path, problem) from None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write UTF-8 text to a file beside `path`, then rename it; OSError leaves `path` as it was.
+
+    A reader finds the old text or the new one, even if the writer is killed.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with unfinished.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _unwritable(path: Path, problem: OSError) -> MatrixFileError:

@@ -11,8 +11,7 @@ from attnplug.core.device import Device
 from attnplug.core.hyperparameters import PerLayerParameters, group_by_hyperparameters
 from attnplug.core.kv_cache_spec import KVCacheConfig
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.decision import Decision
-from attnplug.registry.rendering import as_text
+from attnplug.registry.decision import Decision, as_text
 from attnplug.runtime.budget import MemoryBudget, bytes_per_block, fit_kv_cache
 from attnplug.runtime.grouping import group_kv_caches
 from attnplug.runtime.plan_pages import planned_caches

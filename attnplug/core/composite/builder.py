@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from attnplug.core.composite.cut import Cut, cut_step
-from attnplug.core.composite.metadata import CompositeMetadata
+from attnplug.core.composite.impl import CompositeMetadata
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from attnplug.core.composite.metadata import CompositeMetadata
 from attnplug.core.composite.options import member_options
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionImpl, AttentionLayer, LayerTensors
+from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
+
+
+@dataclasses.dataclass(eq=False)
+class CompositeMetadata(AttentionMetadata):
+    """One step for two backends: `num_decodes` requests in front, then the others.
+
+    Args:
+        slot_mapping: int64, where the new K and V of the whole step go.
+        num_reqs: requests of the step.
+        num_actual_tokens: query rows of the step.
+        num_decodes: requests of the decoding part.
+        num_decode_tokens: their query rows.
+        decode: metadata of the decoding part; None if it is empty.
+        prefill: metadata of the rest; None if it is empty.
+    """
+
+    slot_mapping: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    decode: AttentionMetadata | None
+    prefill: AttentionMetadata | None
 
 
 class CompositeImpl(AttentionImpl[CompositeMetadata]):
