@@ -23,11 +23,11 @@ from typing import Any
 from attnplug.cli.words import features_in_words
 from attnplug.core import AttentionType, LayerSpec, Phase
 from attnplug.core.reasons import Reason
+from attnplug.planning import agree_on_pages, choose_backends
 from attnplug.registry import Decision
 from attnplug.registry.default import get_registry
 from attnplug.registry.devices import resolve_device
 from attnplug.registry.registry import SelectKwargs
-from attnplug.runtime.planning import agree_on_pages, choose_backends
 
 ROOT = Path(__file__).parents[1]
 MODELS = sorted((ROOT / "examples" / "models").glob("*.json"))

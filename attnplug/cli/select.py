@@ -115,9 +115,9 @@ def _phase_by_phase(
     specs: Mapping[str, LayerSpec], device: str, asked: SelectKwargs, per_phase: bool
 ) -> tuple[ByPhase, Mapping[str, Decision], tuple[str, ...]]:
     """Each phase's own decisions, the joined ones that `attnplug.plan` makes, and its notes."""
+    from attnplug.planning import agree_on_pages, choose_backends
     from attnplug.registry.default import get_registry
     from attnplug.registry.devices import resolve_device
-    from attnplug.runtime.planning import agree_on_pages, choose_backends
 
     registry = get_registry()
     choices = choose_backends(registry, specs, resolve_device(device), asked, per_phase=per_phase)

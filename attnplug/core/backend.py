@@ -273,13 +273,8 @@ def subclass_attention_backend_with_overrides(
 
     Plain functions in `overrides` become static methods.
     """
-    namespace = {
-        name: staticmethod(value) if _is_plain_function(value) else value for name, value in overrides.items()
-    }
-    name = name_prefix + attention_backend_cls.__name__
-    namespace.setdefault("__module__", attention_backend_cls.__module__)
-    return type(name, (attention_backend_cls,), namespace)
-
-
-def _is_plain_function(value: object) -> bool:
-    return callable(value) and not isinstance(value, (type, staticmethod, classmethod))
+    namespace = {"__module__": attention_backend_cls.__module__, **overrides}
+    for name, value in overrides.items():
+        if callable(value) and not isinstance(value, (type, staticmethod, classmethod)):
+            namespace[name] = staticmethod(value)
+    return type(name_prefix + attention_backend_cls.__name__, (attention_backend_cls,), namespace)

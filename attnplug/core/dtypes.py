@@ -54,6 +54,5 @@ def element_size(dtype: str) -> int:
     """Bytes per element of a dtype or KV cache dtype name; SpecError for an unknown name."""
     size = _SIZES.get("fp8" if dtype.startswith("fp8") else dtype)
     if size is None:
-        known = ", ".join(_SIZES)
-        raise SpecError("dtype", dtype, f"has no known element size; known are {known}")
+        raise SpecError("dtype", dtype, f"has no known element size; known are {', '.join(_SIZES)}")
     return size

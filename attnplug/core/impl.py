@@ -39,11 +39,8 @@ class LayerTensors:
 
         It does not read a scale in a tensor, which may be on a device.
         """
-        for field, tensor, asked in (
-            ("sinks", self.sinks, spec.has_sinks),
-            ("alibi_slopes", self.alibi_slopes, spec.has_alibi),
-        ):
-            flag = "has_sinks" if field == "sinks" else "has_alibi"
+        for field, flag in (("sinks", "has_sinks"), ("alibi_slopes", "has_alibi")):
+            tensor, asked = getattr(self, field), getattr(spec, flag)
             if asked and tensor is None:
                 raise SpecError(field, None, f"is required: the spec says {flag}=True")
             if tensor is None:
@@ -124,10 +121,8 @@ class AttentionImpl(ABC, Generic[_M]):
         self = super().__new__(cls)
         self.dcp_rank, self.dcp_world_size = 0, 1
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self.dcp_rank, self.dcp_world_size = (
-                torch.distributed.get_rank(),
-                torch.distributed.get_world_size(),
-            )
+            self.dcp_rank = torch.distributed.get_rank()
+            self.dcp_world_size = torch.distributed.get_world_size()
         self.need_to_return_lse_for_decode = self.dcp_world_size > 1 and cls.can_return_lse_for_decode
         return self
 

@@ -21,10 +21,10 @@ class MLADims:
     v_head_dim: int
 
     def __post_init__(self) -> None:
-        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            value = getattr(self, name)
-            if name != "q_lora_rank" or value is not None:
-                object.__setattr__(self, name, check_size(f"mla.{name}", value))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "q_lora_rank" or value is not None:
+                object.__setattr__(self, field.name, check_size(f"mla.{field.name}", value))
 
 
 def get_mla_dims(hf_config: Any) -> MLADims:

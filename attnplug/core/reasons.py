@@ -102,6 +102,11 @@ class Reason(str):
         return self
 
 
+def as_reason(item: str) -> Reason:
+    """A sentence as a Reason: backends ported from vLLM return plain text."""
+    return item if isinstance(item, Reason) else Reason(str(item), code="combination")
+
+
 def _words(value: object) -> str | None:
     if isinstance(value, Iterable) and not isinstance(value, str):
         items = list(value)

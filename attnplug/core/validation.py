@@ -26,9 +26,28 @@ def validate(
         *_kinds(backend, spec),
         *_device(backend, device),
         *_roles(backend, spec, phase),
-        *_combination(backend, spec, device),
-        *_features(backend, spec),
+        *_rest(backend, spec, device),
     ]
+
+
+def _outside(
+    field: str,
+    requested: object,
+    supported: object,
+    *,
+    what: str | None = None,
+    code: str | None = None,
+    remedy: str | None = None,
+) -> Reason:
+    """The reason for a value outside the supported ones; `what` and `code` default to the field."""
+    return Reason(
+        f"{what or field} not supported",
+        code=code or field,
+        field=field,
+        requested=requested,
+        supported=supported,
+        remedy=remedy,
+    )
 
 
 def _sizes_and_dtypes(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> Iterator[Reason]:
@@ -36,47 +55,29 @@ def _sizes_and_dtypes(backend: type[AttentionBackend], spec: LayerSpec, device: 
     for field in ("head_size", "head_size_v") if values_differ else ("head_size",):
         size = getattr(spec, field)
         if not backend.supports_head_size(size):
-            yield Reason(
-                f"{field} not supported",
-                code="head_size",
-                field=field,
-                requested=size,
-                supported=backend.get_supported_head_sizes(),
-            )
+            yield _outside(field, size, backend.get_supported_head_sizes(), code="head_size")
     dtypes = [bare_dtype_name(dtype, "supported_dtypes") for dtype in backend.supported_dtypes]
     if spec.dtype not in dtypes:
-        yield Reason(
-            "dtype not supported", code="dtype", field="dtype", requested=spec.dtype, supported=dtypes
-        )
+        yield _outside("dtype", spec.dtype, dtypes)
     if not _stores(backend, spec):
-        yield Reason(
-            "kv_cache_dtype not supported",
-            code="kv_cache_dtype",
-            field="kv_cache_dtype",
-            requested=spec.kv_cache_dtype,
-            supported=backend.supported_kv_cache_dtypes,
-        )
+        yield _outside("kv_cache_dtype", spec.kv_cache_dtype, backend.supported_kv_cache_dtypes)
     blocks = backend.get_supported_kernel_block_sizes(spec, device)
     if spec.block_size is not None and not spec.direct_kv and not MultipleOf.allows(blocks, spec.block_size):
-        yield Reason(
-            "block_size not supported",
-            code="block_size",
-            field="block_size",
-            requested=spec.block_size,
-            supported=blocks,
-            remedy="leave block_size unset and the backend chooses",
-        )
+        remedy = "leave block_size unset and the backend chooses"
+        yield _outside("block_size", spec.block_size, blocks, remedy=remedy)
 
 
 def _stores(backend: type[AttentionBackend], spec: LayerSpec) -> bool:
     stored = spec.resolved_kv_cache_dtype
     names = {spec.kv_cache_dtype, stored, "auto" if stored == spec.dtype else stored}
-    offered = {
-        kv_cache_dtype_name(each, "supported_kv_cache_dtypes") for each in backend.supported_kv_cache_dtypes
-    }
-    if "fp8" in offered:
-        offered.add("fp8_e4m3")
-    return bool(names & offered)
+    return not names.isdisjoint(stored_dtypes(backend))
+
+
+def stored_dtypes(backend: type[AttentionBackend]) -> list[str]:
+    """The names of the storage types that a backend declares; "fp8" means "fp8_e4m3" too."""
+    field = "supported_kv_cache_dtypes"
+    names = [kv_cache_dtype_name(each, field) for each in backend.supported_kv_cache_dtypes]
+    return list(dict.fromkeys([*names, "fp8_e4m3"] if "fp8" in names else names))
 
 
 def _kinds(backend: type[AttentionBackend], spec: LayerSpec) -> Iterator[Reason]:
@@ -93,21 +94,12 @@ def _kinds(backend: type[AttentionBackend], spec: LayerSpec) -> Iterator[Reason]
 
 def _device(backend: type[AttentionBackend], device: Device) -> Iterator[Reason]:
     if device.type not in backend.device_types:
-        yield Reason(
-            "device type not supported",
-            code="device_type",
-            field="device.type",
-            requested=device.type,
-            supported=backend.device_types,
-        )
+        types = backend.device_types
+        yield _outside("device.type", device.type, types, what="device type", code="device_type")
     elif device.capability is not None:
         if not backend.supports_compute_capability(device.capability):
-            yield Reason(
-                "compute capability not supported",
-                code="compute_capability",
-                field="device.capability",
-                requested="{}.{}".format(*device.capability),
-            )
+            found, what = "{}.{}".format(*device.capability), "compute capability"
+            yield _outside("device.capability", found, None, what=what, code="compute_capability")
     elif device.type in ("cuda", "rocm") and backend.depends_on_capability:
         yield Reason(
             "compute capability not known",
@@ -120,43 +112,25 @@ def _device(backend: type[AttentionBackend], device: Device) -> Iterator[Reason]
 def _roles(backend: type[AttentionBackend], spec: LayerSpec, phase: Phase | None) -> Iterator[Reason]:
     if not backend.supports_attn_type(spec.attn_type):
         supported = [kind for kind in AttentionType if backend.supports_attn_type(kind)]
-        yield Reason(
-            "attention type not supported",
-            code="attn_type",
-            field="attn_type",
-            requested=str(spec.attn_type),
-            supported=supported,
-        )
+        yield _outside("attn_type", str(spec.attn_type), supported, what="attention type")
     phases = [str(item) for item in backend.supported_phases]
-    missing = [each for each in _phases(phase) if each not in phases]
+    asked = ("decode", "prefill") if phase is None else (str(phase),)
+    missing = [each for each in asked if each not in phases]
     if missing:
-        yield Reason(
-            "phase not supported",
-            code="phase",
-            field="phase",
-            requested=missing,
-            supported=phases,
-            remedy="select per phase" if phase is None and phases else None,
-        )
+        remedy = "select per phase" if phase is None and phases else None
+        yield _outside("phase", missing, phases, remedy=remedy)
 
 
-def _phases(phase: Phase | None) -> tuple[str, ...]:
-    return ("decode", "prefill") if phase is None else (str(phase),)
-
-
-def _combination(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> Iterator[Reason]:
+def _rest(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> Iterator[Reason]:
+    """The combination, and the features that `features` alone declares; others have given their reason."""
     why = backend.supports_combination(spec, device)
     if why:
         yield Reason(f"combination not supported: {why}", code="combination")
-
-
-def _features(backend: type[AttentionBackend], spec: LayerSpec) -> Iterator[Reason]:
-    """The features that `features` alone declares; each of the others has given its reason before."""
     for flag in spec.required_features() & ~backend.features:
-        if flag.ask.declared_by is not None:
-            continue
-        if flag is Feature.FP8_KV and not _stores(backend, spec):
-            continue
-        if flag is Feature.NON_CAUSAL and not backend.supports_attn_type(spec.attn_type):
-            continue
-        yield Reason(flag.refusal, code=flag.code, field=flag.ask.field)
+        refused_before = (
+            flag.ask.declared_by is not None
+            or (flag is Feature.FP8_KV and not _stores(backend, spec))
+            or (flag is Feature.NON_CAUSAL and not backend.supports_attn_type(spec.attn_type))
+        )
+        if not refused_before:
+            yield Reason(flag.refusal, code=flag.code, field=flag.ask.field)

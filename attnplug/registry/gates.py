@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from attnplug.core.reasons import Reason
+from attnplug.core.reasons import Reason, as_reason
 from attnplug.registry.decision import Candidate, Gate, Placement
 from attnplug.registry.hookspecs import PROJECT
 from attnplug.registry.installed import Assumed, missing_requirements
@@ -98,8 +98,7 @@ def configuration_reasons(backend: type[AttentionBackend], placement: Placement)
     if isinstance(found, str) or not isinstance(found, Sequence):
         what = f"returned {found!r} from validate_configuration, which must be a list of reasons"
         return [fault(backend, what)]
-    # Backends ported from vLLM return plain sentences.
-    return [item if isinstance(item, Reason) else Reason(str(item), code="combination") for item in found]
+    return list(map(as_reason, found))
 
 
 def _priority(offer: Offer, placement: Placement) -> int | Reason:

@@ -103,8 +103,3 @@ def installed_version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def forget_versions() -> None:
-    """Clear the cached versions."""
-    installed_version.cache_clear()

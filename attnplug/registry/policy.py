@@ -13,12 +13,11 @@ from typing import Any
 
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import KINDS, LayerSpec, Phase
-from attnplug.registry.switches import BACKEND
+from attnplug.registry.switches import BACKEND as ENVIRONMENT
 
 ARGUMENT = "backend"
 """The source of a rule: the argument, or --backend."""
 USE = "attnplug.use"
-ENVIRONMENT = BACKEND
 
 _RANK = {"layer": 0, "kind": 1, "phase": 2, "default": 3}
 
@@ -112,11 +111,8 @@ def rule_for(
     rule_sets: Sequence[tuple[Rule, ...]], spec: LayerSpec, phase: Phase | None, layer_name: str | None
 ) -> Rule | None:
     """The first rule that matches, looking through the sets in order: argument, `use`, environment."""
-    for rules in rule_sets:
-        for rule in rules:
-            if rule.matches(spec, phase, layer_name):
-                return rule
-    return None
+    every = (rule for rules in rule_sets for rule in rules)
+    return next((rule for rule in every if rule.matches(spec, phase, layer_name)), None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,12 +121,8 @@ class _UseBlock:
     options: Any
 
 
-_USE_BLOCKS: ContextVar[tuple[_UseBlock, ...]] = ContextVar("attnplug_use", default=())
-
-
-def use_blocks() -> tuple[_UseBlock, ...]:
-    """The `use` blocks around this point, innermost first."""
-    return _USE_BLOCKS.get()
+USE_BLOCKS: ContextVar[tuple[_UseBlock, ...]] = ContextVar("attnplug_use", default=())
+"""The `use` blocks around this point, innermost first."""
 
 
 def rule_sets(backend: str | Mapping[str, str] | None = None) -> tuple[tuple[Rule, ...], ...]:
@@ -141,7 +133,7 @@ def rule_sets(backend: str | Mapping[str, str] | None = None) -> tuple[tuple[Rul
     """
     return (
         parse_rules(backend, ARGUMENT),
-        *(block.rules for block in use_blocks()),
+        *(block.rules for block in USE_BLOCKS.get()),
         parse_rules(os.environ.get(ENVIRONMENT), ENVIRONMENT),
     )
 
@@ -160,8 +152,8 @@ def use(backend: str | Mapping[str, str] | None = None, *, options: Any = None) 
     Raises:
         PolicyError: rules that cannot be parsed.
     """
-    token = _USE_BLOCKS.set((_UseBlock(parse_rules(backend, USE), options), *_USE_BLOCKS.get()))
+    token = USE_BLOCKS.set((_UseBlock(parse_rules(backend, USE), options), *USE_BLOCKS.get()))
     try:
         yield
     finally:
-        _USE_BLOCKS.reset(token)
+        USE_BLOCKS.reset(token)

@@ -20,8 +20,9 @@ from attnplug.registry.installed import AssumeInstalled, freeze_assumed
 from attnplug.registry.negotiation import negotiated
 from attnplug.registry.options import by_backend, check_options, freeze
 from attnplug.registry.plugins import PluginSet
-from attnplug.registry.policy import ENVIRONMENT, Rule, rule_for, rule_sets, use_blocks
+from attnplug.registry.policy import USE_BLOCKS, Rule, rule_for, rule_sets
 from attnplug.registry.selector import AUTOMATIC, Policy, decide, refusal
+from attnplug.registry.switches import BACKEND as ENVIRONMENT
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -213,16 +214,16 @@ class Registry:
         spec: LayerSpec,
         phase: Phase | None,
         layer_name: str | None,
-        backend: Rules,
-        options: Any,
-        assume_installed: AssumeInstalled,
-        allow_refuted: AllowRefuted,
+        backend: Rules = None,
+        options: Any = None,
+        assume_installed: AssumeInstalled = None,
+        allow_refuted: AllowRefuted = None,
     ) -> Policy:
         sets = rule_sets(backend)
         if layer_name is None:
             _check_can_match(sets[0], phase)
         merged: dict[str, Any] = {}
-        asked_here = ((sets[0], options), *((block.rules, block.options) for block in use_blocks()))
+        asked_here = ((sets[0], options), *((block.rules, block.options) for block in USE_BLOCKS.get()))
         for rules, given in reversed(asked_here):
             only = rules[0].backend if len(rules) == 1 else None
             merged.update(by_backend(given, only, self.plugins))
@@ -238,25 +239,15 @@ class Registry:
         phase: Phase | str | None,
         layer_name: str | None,
         usable: bool,
-        backend: Rules = None,
-        options: Any = None,
-        assume_installed: AssumeInstalled = None,
-        allow_refuted: AllowRefuted = None,
+        **kwargs: Unpack[SelectKwargs],
     ) -> tuple[Decision, Rule | None]:
         if not isinstance(spec, LayerSpec):
             raise SpecError("spec", spec, "must be a LayerSpec")
         where = resolve_device(device)
         when = phase if phase is None or isinstance(phase, Phase) else check_member(Phase, "phase", phase)
         policy = AUTOMATIC
-        if (
-            backend is not None
-            or options is not None
-            or assume_installed is not None
-            or allow_refuted is not None
-            or use_blocks()
-            or os.environ.get(ENVIRONMENT)
-        ):
-            policy = self._policy(spec, when, layer_name, backend, options, assume_installed, allow_refuted)
+        if kwargs or USE_BLOCKS.get() or os.environ.get(ENVIRONMENT):
+            policy = self._policy(spec, when, layer_name, **kwargs)
         # A plain tuple, since a Placement for each look-up would take 0.5 us more than the 1.3 us of today.
         key = (spec, where, when, policy, usable)
         decision = self._cache.get(key)
@@ -271,9 +262,8 @@ class Registry:
         with self._lock:
             if (known := self._cache.get(key)) is not None:
                 return known
-            decision = decide(
-                self.plugins, Placement(spec, device, phase), policy, self.evidence, usable=usable
-            )
+            placement = Placement(spec, device, phase)
+            decision = decide(self.plugins, placement, policy, self.evidence, usable=usable)
             if len(self._cache) >= _MOST_DECISIONS:
                 self._cache.clear()
             self._cache[key] = decision

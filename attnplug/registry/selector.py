@@ -84,9 +84,7 @@ def decide(
             break
         failed = dataclasses.replace(candidates[offer], refused_at=Gate.IMPORT, reasons=(reason,))
         candidates[offer] = failed
-    chosen_by = "rank" if ranked_by else "priority"
-    if policy.rule is not None:
-        chosen_by = policy.rule.source
+    automatic = None if winner is None else "rank" if ranked_by else "priority"
     of_winner: dict[str, Any] = {}
     if winner is not None:
         of_winner = {"options": _options(winner, policy), "backend_cls": winner.backend}
@@ -100,7 +98,7 @@ def decide(
         backend=None if winner is None else winner.name,
         candidates=_listed(plugins, candidates, order, winner),
         level=level,
-        chosen_by=None if winner is None and policy.rule is None else chosen_by,
+        chosen_by=automatic if policy.rule is None else policy.rule.source,
         rule=None if policy.rule is None else str(policy.rule),
         ranked_by=tuple(ranked_by),
         assumed=policy.assumed,

@@ -50,15 +50,10 @@ class Switches:
 
     def blocked_by(self, plugin: PluginRecord, is_builtin: bool = False) -> str | None:
         """The variable that blocks a plugin, or None; the allow list does not apply to built-in plugins."""
-        if any(plugin.answers_to(name) for name in self.block):
+        if any(map(plugin.answers_to, self.block)):
             return BLOCK
-        if (
-            self.allow is not None
-            and not is_builtin
-            and not any(plugin.answers_to(name) for name in self.allow)
-        ):
-            return ALLOW
-        return None
+        allowed = self.allow is None or is_builtin or any(map(plugin.answers_to, self.allow))
+        return None if allowed else ALLOW
 
     def check_known(self, plugins: Iterable[PluginRecord]) -> None:
         """PolicyError where ATTNPLUG_PLUGINS or ATTNPLUG_RANK names a plugin that is not installed."""

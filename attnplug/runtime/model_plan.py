@@ -118,9 +118,6 @@ class ModelPlan:
         from rich.console import Group
         from rich.text import Text
 
-        return Group(Text(self._title()), self.table(), *map(Text, self.notes))
-
-    def _title(self) -> str:
         parts = [f"{len(self.decisions)} layers on {self.device}"]
         if self.kv_sharing:
             parts.append(f"{len(self.kv_sharing)} read another's pages")
@@ -129,7 +126,7 @@ class ModelPlan:
             tokens = "any number of" if budget.max_tokens is None else f"{budget.max_tokens:,}"
             parts.append(f"{budget.num_blocks:,} blocks of {budget.bytes_per_block:,} bytes")
             parts.append(f"one sequence of {tokens} tokens fits")
-        return ", ".join(parts)
+        return Group(Text(", ".join(parts)), self.table(), *map(Text, self.notes))
 
     def __str__(self) -> str:
         return as_text(self)

@@ -15,12 +15,8 @@ from attnplug.runtime.layout import get_kv_cache_layout
 
 def planned_caches(decisions: Mapping[str, Decision]) -> dict[str, KVCacheSpec]:
     """The cache of each layer that has one, with the block size decided for it."""
-    caches = {}
-    for name, decision in decisions.items():
-        cache = kv_cache_spec_for(decision.spec, decision.block_size or 1)
-        if cache is not None:
-            caches[name] = cache
-    return caches
+    caches = ((name, kv_cache_spec_for(d.spec, d.block_size or 1)) for name, d in decisions.items())
+    return {name: cache for name, cache in caches if cache is not None}
 
 
 def with_equal_pages(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
@@ -55,11 +51,9 @@ def _unified(caches: Mapping[str, KVCacheSpec], decisions: Mapping[str, Decision
     except LayoutError as error:
         kinds: dict[int, str] = {}
         for name, cache in caches.items():
-            size = decisions[name].block_size
-            kinds.setdefault(
-                cache.page_size_bytes,
-                f"{cache.page_size_bytes} of layer {name} ({decisions[name].backend}, block_size={size})",
-            )
+            page, decision = cache.page_size_bytes, decisions[name]
+            whose = f"layer {name} ({decision.backend}, block_size={decision.block_size})"
+            kinds.setdefault(page, f"{page} of {whose}")
         limit = f"{error.limit}; found {', '.join(kinds.values())}"
         raise LayoutError(error.field, error.value, limit, error.remedy) from None
 

@@ -64,11 +64,12 @@ def phase_choices(
             decisions[name] = both
             continue
         layer = _Layer(registry, kwargs, name, both, by_phase[name], rules if ruled else None)
-        decision, obstacle = layer.decide()
-        decisions[name] = decision
+        decisions[name], obstacle = layer.decide()
         if obstacle is not None:
             obstacles[name] = obstacle
-        if not ruled and both and _is_composite(decision) and decision.backend != both.backend:
+        chosen = decisions[name].backend_cls
+        is_composite = chosen is not None and issubclass(chosen, CompositeBackend)
+        if not ruled and both and is_composite and chosen is not both.backend_cls:
             fallbacks[name] = both
     return LayerChoices(decisions, by_phase, fallbacks, obstacles)
 
@@ -177,10 +178,6 @@ class _Layer:
         ]
 
 
-def _is_composite(decision: Decision) -> bool:
-    return decision.backend_cls is not None and issubclass(decision.backend_cls, CompositeBackend)
-
-
 def without_composites(choices: LayerChoices, error: LayoutError) -> LayerChoices:
     """The choices with the fallbacks in place of composites whose pages do not fit those of other layers.
 
@@ -189,11 +186,9 @@ def without_composites(choices: LayerChoices, error: LayoutError) -> LayerChoice
     """
     if not choices.fallbacks:
         raise error
-    return LayerChoices(
-        decisions={**choices.decisions, **choices.fallbacks},
-        by_phase=choices.by_phase,
-        obstacles={**choices.obstacles, **dict.fromkeys(choices.fallbacks, str(error))},
-    )
+    obstacles = {**choices.obstacles, **dict.fromkeys(choices.fallbacks, str(error))}
+    decisions = {**choices.decisions, **choices.fallbacks}
+    return LayerChoices(decisions, choices.by_phase, obstacles=obstacles)
 
 
 def phase_notes(decisions: Decisions, choices: LayerChoices) -> tuple[str, ...]:

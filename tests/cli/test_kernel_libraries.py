@@ -12,7 +12,7 @@ import pytest
 from attnplug.backends.libraries import LIBRARY_RULES
 from attnplug.cli.kernel_libraries import library_states, used_by_phase
 from attnplug.core import Device
-from attnplug.registry.installed import forget_versions
+from attnplug.registry.installed import installed_version
 
 H200 = Device("cuda", (9, 0), "NVIDIA H200")
 
@@ -31,12 +31,12 @@ def install(tmp_path, monkeypatch):
             (tmp_path / file).write_text("")
         (info / "RECORD").write_text("".join(f"{file},,\n" for file in ("notice.txt", *files)))
         importlib.invalidate_caches()
-        forget_versions()
+        installed_version.cache_clear()
         return tmp_path
 
-    forget_versions()
+    installed_version.cache_clear()
     yield put
-    forget_versions()
+    installed_version.cache_clear()
 
 
 def states(device=H200, *backends):

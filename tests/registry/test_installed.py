@@ -8,7 +8,7 @@ import pytest
 from fake_plugins import CPU, SPEC, backend, registry
 
 from attnplug.errors import PolicyError
-from attnplug.registry.installed import forget_versions, freeze_assumed, missing_requirements
+from attnplug.registry.installed import freeze_assumed, installed_version, missing_requirements
 
 ASSUMED = (("flash-attn", "2.6.3"), ("flash-attn-4", "4.0.0b20"), ("flashinfer-python", "0.5.1"))
 
@@ -65,7 +65,7 @@ def test_everything_may_be_assumed() -> None:
 
 
 def test_without_assumptions_the_installed_versions_count() -> None:
-    forget_versions()
+    installed_version.cache_clear()
     assert missing_requirements(("packaging>=20", "pytest")) == []
     assert [reason.code for reason in missing_requirements(("packaging<1", "no-such-thing"))] == [
         "version",

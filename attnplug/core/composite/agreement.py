@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from attnplug.core.blocks import MultipleOf
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec
+
+    _Pair = tuple[type[AttentionBackend], type[AttentionBackend]]
 
 _BLOCKS = 4
 """Any number serves: shapes are compared, nothing is allocated."""
@@ -42,34 +44,26 @@ def disagreements(
 
     The storage dtype is not compared: a backend that does not store it refuses the layer.
     """
+    pair = (prefill, decode)
     if spec.direct_kv:
-        fact = f"K and V come with the call: there are no pages that {_both(prefill, decode)} could share"
+        fact = f"K and V come with the call: there are no pages that {_both(pair)} could share"
         return [Reason(fact, code="feature.direct_kv", field="direct_kv")]
-    return [*_pages(prefill, decode, spec, device), *_orders(prefill, decode, spec)]
+    return [*_pages(pair, spec, device), *_orders(pair, spec)]
 
 
-def _pages(
-    prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: LayerSpec, device: Device
-) -> Iterator[Reason]:
-    sizes = common_block_sizes(prefill, decode, spec, device)
+def _pages(pair: _Pair, spec: LayerSpec, device: Device) -> Iterator[Reason]:
+    sizes = common_block_sizes(*pair, spec, device)
     if not sizes and spec.block_size is None:  # each backend checks a given size itself
-        own = [each.get_supported_kernel_block_sizes(spec, device) for each in (prefill, decode)]
-        yield _differ("block sizes", prefill, decode, *map(_listed, own), code="block_size")
-    if _split(prefill) is not _split(decode):
-        fact = f"{_both(prefill, decode)} split K and V of a page differently"
+        own = [each.get_supported_kernel_block_sizes(spec, device) for each in pair]
+        yield _differ("block sizes", pair, map(_listed, own), code="block_size")
+    if _split(pair[0]) is not _split(pair[1]):
+        fact = f"{_both(pair)} split K and V of a page differently"
         yield Reason(fact, code="kv_cache_layout", field="split_kv")
     size = spec.block_size or MultipleOf.nearest(sizes or (1,), 16)
-    shapes = [
-        tuple(
-            each.get_kv_cache_shape(
-                _BLOCKS, size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype, spec.head_size_v
-            )
-        )
-        for each in (prefill, decode)
-    ]
+    sizes_of_cache = (_BLOCKS, size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype, spec.head_size_v)
+    shapes = [tuple(each.get_kv_cache_shape(*sizes_of_cache)) for each in pair]
     if shapes[0] != shapes[1]:
-        what = f"cache shapes of {_BLOCKS} blocks of {size}"
-        yield _differ(what, prefill, decode, *map(str, shapes), code="kv_cache_layout", field="shape")
+        yield _differ(f"cache shapes of {_BLOCKS} blocks of {size}", pair, map(str, shapes), field="shape")
 
 
 def _split(backend: type[AttentionBackend]) -> object:
@@ -77,44 +71,34 @@ def _split(backend: type[AttentionBackend]) -> object:
     return getattr(found, "__func__", found)
 
 
-def _orders(
-    prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: LayerSpec
-) -> Iterator[Reason]:
-    layouts = common_layouts(prefill, decode)
+def _orders(pair: _Pair, spec: LayerSpec) -> Iterator[Reason]:
+    layouts = common_layouts(*pair)
     if not layouts:
-        own = [each.supported_kv_cache_layouts() for each in (prefill, decode)]
-        yield _differ("KV layouts", prefill, decode, *map(_listed, own), code="kv_cache_layout")
+        own = [each.supported_kv_cache_layouts() for each in pair]
+        yield _differ("KV layouts", pair, map(_listed, own))
     for layout in layouts:
         orders = [
             [
                 tuple(each.get_kv_cache_stride_order(layers, layout=layout, spec=spec))
                 for layers in (False, True)
             ]
-            for each in (prefill, decode)
+            for each in pair
         ]
         if orders[0] != orders[1]:
-            ways = [" and ".join(map(str, order)) for order in orders]
-            what = f"stride orders of {layout}"
-            yield _differ(what, prefill, decode, *ways, code="kv_cache_layout", field="stride_order")
+            ways = (" and ".join(map(str, order)) for order in orders)
+            yield _differ(f"stride orders of {layout}", pair, ways, field="stride_order")
             return
 
 
 def _differ(
-    what: str,
-    prefill: type[AttentionBackend],
-    decode: type[AttentionBackend],
-    first: str,
-    second: str,
-    *,
-    code: str,
-    field: str | None = None,
+    what: str, pair: _Pair, found: Iterable[str], *, code: str = "kv_cache_layout", field: str | None = None
 ) -> Reason:
-    fact = f"{what} differ: {prefill.get_name()} has {first}, {decode.get_name()} has {second}"
-    return Reason(fact, code=code, field=field or code)
+    sides = (f"{backend.get_name()} has {own}" for backend, own in zip(pair, found, strict=True))
+    return Reason(f"{what} differ: {', '.join(sides)}", code=code, field=field or code)
 
 
-def _both(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> str:
-    return f"{prefill.get_name()} and {decode.get_name()}"
+def _both(pair: _Pair) -> str:
+    return " and ".join(each.get_name() for each in pair)
 
 
 def _listed(items: Sequence[object]) -> str:

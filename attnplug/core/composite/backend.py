@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.composite.agreement import common_block_sizes, common_layouts, disagreements
 from attnplug.core.composite.options import composite_options
-from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name
+from attnplug.core.dtypes import bare_dtype_name
 from attnplug.core.errors import LayoutError
 from attnplug.core.features import Feature
-from attnplug.core.reasons import Reason
+from attnplug.core.reasons import Reason, as_reason
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
-from attnplug.core.validation import validate
+from attnplug.core.validation import stored_dtypes, validate
 
 if TYPE_CHECKING:
     import torch
@@ -111,15 +111,12 @@ class CompositeBackend(AttentionBackend):
         causes: dict[tuple[str, str | None], dict[str, Reason]] = {}
         for own, member in cls.members().items():
             if phase is None or own == phase:
-                for reason in map(_as_reason, member.validate_configuration(spec, device, own)):
-                    causes.setdefault((reason.code, reason.field), {})[f"{own} on {member.get_name()}"] = (
-                        reason
-                    )
+                who = f"{own} on {member.get_name()}"
+                for reason in map(as_reason, member.validate_configuration(spec, device, own)):
+                    causes.setdefault((reason.code, reason.field), {})[who] = reason
         reasons = [_said_by(members) for members in causes.values()]
-        for reason in (
-            *disagreements(cls.prefill, cls.decode, spec, device),
-            *validate(cls, spec, device, phase),
-        ):
+        shared = disagreements(cls.prefill, cls.decode, spec, device)
+        for reason in (*shared, *validate(cls, spec, device, phase)):
             if (reason.code, reason.field) not in causes:
                 causes[reason.code, reason.field] = {}
                 reasons.append(reason)
@@ -196,7 +193,9 @@ def composite_backend(
 def _composed(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> type[CompositeBackend]:
     name = f"{prefill.get_name()}+{decode.get_name()}"
     pair = (prefill, decode)
-    phases = ((prefill, Phase.PREFILL), (decode, Phase.DECODE))
+    members = {Phase.PREFILL: prefill, Phase.DECODE: decode}
+    dtypes = ([bare_dtype_name(item, "supported_dtypes") for item in each.supported_dtypes] for each in pair)
+    served = prefill.features & decode.features
     namespace: dict[str, Any] = {
         "__doc__": f"Prefills on {prefill.get_name()} and decodes on {decode.get_name()}.",
         "__module__": __name__,
@@ -205,21 +204,12 @@ def _composed(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -
         "get_name": staticmethod(lambda: name),
         "requires": tuple(dict.fromkeys((*prefill.requires, *decode.requires))),
         "device_types": _in_both(*(each.device_types for each in pair)),
-        "supported_dtypes": _in_both(
-            *(
-                [bare_dtype_name(dtype, "supported_dtypes") for dtype in each.supported_dtypes]
-                for each in pair
-            )
-        ),
-        "supported_kv_cache_dtypes": _in_both(*map(_stored, pair)),
-        "supported_phases": tuple(
-            phase for member, phase in phases if phase in map(str, member.supported_phases)
-        ),
-        "features": Feature(
-            sum(flag.value for flag in prefill.features & decode.features if flag.ask.per_request)
-        ),
+        "supported_dtypes": _in_both(*dtypes),
+        "supported_kv_cache_dtypes": _in_both(*map(stored_dtypes, pair)),
+        "supported_phases": tuple(p for p, each in members.items() if p in map(str, each.supported_phases)),
+        "features": Feature(sum(flag.value for flag in served if flag.ask.per_request)),
         "step_safe": prefill.step_safe and decode.step_safe,
-        "Options": composite_options(name, prefill, decode),
+        "Options": composite_options(name, members),
     }
     if any(each.depends_on_capability for each in pair):
         namespace["supports_compute_capability"] = classmethod(
@@ -232,29 +222,10 @@ def _in_both(one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(each for each in one if each in other)
 
 
-def _stored(backend: type[AttentionBackend]) -> list[str]:
-    names = [
-        kv_cache_dtype_name(each, "supported_kv_cache_dtypes") for each in backend.supported_kv_cache_dtypes
-    ]
-    # "fp8" means "fp8_e4m3".
-    return list(dict.fromkeys([*names, *(["fp8_e4m3"] if "fp8" in names else [])]))
-
-
-def _as_reason(item: str) -> Reason:
-    # Backends ported from vLLM return plain strings.
-    return item if isinstance(item, Reason) else Reason(str(item), code="combination")
-
-
 def _said_by(members: Mapping[str, Reason]) -> Reason:
     """One reason for one cause that one or both members gave."""
     first = next(iter(members.values()))
+    text = "; ".join(f"{who}: {reason}" for who, reason in members.items())
     if len(set(members.values())) == 1:
         text = f"{' and '.join(members)}: {first}"
-    else:
-        text = "; ".join(_sentences(members))
     return Reason.from_dict({**first.to_dict(), "text": text})
-
-
-def _sentences(members: Mapping[str, Reason]) -> Iterator[str]:
-    for who, reason in members.items():
-        yield f"{who}: {reason}"

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-
-from attnplug.core.spec import Phase
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
+    from attnplug.core.spec import Phase
 
 
-def composite_options(
-    name: str, prefill: type[AttentionBackend], decode: type[AttentionBackend]
-) -> type[Any] | None:
+def composite_options(name: str, members: Mapping[Phase, type[AttentionBackend]]) -> type[Any] | None:
     """A frozen dataclass of the members' options as `prefill_...` and `decode_...`; None without any."""
     fields: list[tuple[str, Any, Any]] = []
-    for phase, member in ((Phase.PREFILL, prefill), (Phase.DECODE, decode)):
+    for phase, member in members.items():
         if member.Options is None:
             continue
         hints = typing.get_type_hints(member.Options)
@@ -29,7 +27,7 @@ def composite_options(
         return None
 
     def check(self: Any) -> None:
-        for phase, member in ((Phase.PREFILL, prefill), (Phase.DECODE, decode)):
+        for phase, member in members.items():
             member_options(self, phase, member)
 
     title = "".join(part for part in name.title() if part.isalnum()) + "Options"
