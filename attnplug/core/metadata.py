@@ -190,14 +190,11 @@ class AttentionMetadataBuilder(ABC, Generic[_M]):
 
         Under decode context parallelism it falls back to 1 unless varlen decodes are supported.
         """
-        if threshold is not None and supports_spec_as_decode:
-            threshold = max(threshold, 1 + self.config.num_speculative_tokens)
-        if (
-            threshold is not None
-            and self.config.decode_context_parallel_size > 1
-            and not supports_dcp_with_varlen
-        ):
-            threshold = 1
+        if threshold is not None:
+            if supports_spec_as_decode:
+                threshold = max(threshold, 1 + self.config.num_speculative_tokens)
+            if self.config.decode_context_parallel_size > 1 and not supports_dcp_with_varlen:
+                threshold = 1
         self.reorder_batch_threshold = threshold
 
     @abstractmethod

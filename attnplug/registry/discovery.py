@@ -209,13 +209,11 @@ def _check_api(plugin: object) -> None:
 
 def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
     if not isinstance(offered, Sequence) or isinstance(offered, (str, bytes)):
-        raise _Rejected(
-            f"returned {offered!r} from attnplug_backends; it must be a sequence of backend classes"
-        )
+        what = f"returned {offered!r} from attnplug_backends"
+        raise _Rejected(f"{what}; it must be a sequence of backend classes")
     seen: set[str] = set()
     for backend in offered:
-        name = _backend_name(backend)
-        family = backend.family
+        name, family = _backend_name(backend), backend.family
         if not (family is None or (isinstance(family, str) and family)):
             raise _Rejected(f"offers {name} of family {family!r}, which is no name")
         for each in (name, family or ""):
@@ -242,14 +240,12 @@ def _backend_name(backend: object) -> str:
         raise _Rejected(f"offers {backend.__name__}, which lacks {missing}")
     for field in ("device_types", "supported_dtypes", "supported_kv_cache_dtypes", "supported_phases"):
         if isinstance(getattr(backend, field), str):
-            raise _Rejected(
-                f"offers {backend.__name__}, whose {field} is text; it must be a sequence: a comma is missing"
-            )
+            what = f"offers {backend.__name__}, whose {field} is text"
+            raise _Rejected(f"{what}; it must be a sequence: a comma is missing")
     name, error = guarded_call(backend.get_name)
     if error is not None:
         raise _Rejected(f"raised {describe(error)} in {backend.__name__}.get_name")
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", name):
-        raise _Rejected(
-            f"names a backend {name!r}; a name has letters, digits and _ . - and begins with a letter"
-        )
+        rule = "a name has letters, digits and _ . - and begins with a letter"
+        raise _Rejected(f"names a backend {name!r}; {rule}")
     return name

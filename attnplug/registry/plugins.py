@@ -142,12 +142,10 @@ class PluginSet:
         return tuple(self._with_rank_note(loaded.record) for loaded in self._loaded.values())
 
     def _with_rank_note(self, record: PluginRecord) -> PluginRecord:
-        uninvited = (
-            record.status is PluginStatus.LOADED
-            and not self._may_rank(record)
-            and self._host.has_hook("attnplug_rank", self._loaded[record.name].plugin)
-        )
-        if not uninvited:
+        if record.status is not PluginStatus.LOADED or record.name in self._in_code:
+            return record
+        named = any(map(record.answers_to, self._switches.rank))
+        if named or not self._host.has_hook("attnplug_rank", self._loaded[record.name].plugin):
             return record
         note = f"{record.name} has a hook attnplug_rank that is not called: ATTNPLUG_RANK does not name it"
         return dataclasses.replace(record, reason=f"{record.reason}; {note}" if record.reason else note)
@@ -173,10 +171,6 @@ class PluginSet:
             if record.status is PluginStatus.LOADED
             and self._host.has_hook("attnplug_rank", plugin := self._loaded[record.name].plugin)
         ]
-
-    def _may_rank(self, record: PluginRecord) -> bool:
-        named = any(record.answers_to(name) for name in self._switches.rank)
-        return named or record.name in self._in_code
 
     def import_failure(self, backend: type[AttentionBackend]) -> Reason | None:
         """The last gate, remembered: why a backend's parts do not import here, or None."""

@@ -99,11 +99,10 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
             return self._made(common, cut, self.decode.build_for_cudagraph_capture(common), None)
         level = self.prefill.get_cudagraph_support(self.config, self.kv_cache_spec)
         if cut.decode is not None or level < AttentionCGSupport.UNIFORM_BATCH:
-            limit = (
-                f"is past the {self.reorder_batch_threshold} of a decode on {self.decode_backend.get_name()}"
-            )
+            limit = f"is past the {self.reorder_batch_threshold} of a decode"
             who = f"{self.prefill_backend.get_name()} captures {level.name}"
-            raise BatchError("max_query_len", common.max_query_len, f"{limit}, and {who}")
+            where = self.decode_backend.get_name()
+            raise BatchError("max_query_len", common.max_query_len, f"{limit} on {where}, and {who}")
         return self._made(common, cut, None, self.prefill.build_for_cudagraph_capture(common))
 
     def build_for_drafting(

@@ -88,13 +88,9 @@ _PER_REQUEST = (
 
 def _optional(common: CommonAttentionMetadata, reqs: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The optional per-request fields of the step, for each part."""
-    first: dict[str, Any] = {}
-    second: dict[str, Any] = {}
-    for name in _PER_REQUEST:
-        value = getattr(common, name)
-        if value is not None:
-            first[name], second[name] = value[:reqs], value[reqs : common.num_reqs]
-    return first, second
+    given = {name: value for name in _PER_REQUEST if (value := getattr(common, name)) is not None}
+    first = {name: value[:reqs] for name, value in given.items()}
+    return first, {name: value[reqs : common.num_reqs] for name, value in given.items()}
 
 
 def _longest(part: dict[str, Any], common: CommonAttentionMetadata) -> int:
