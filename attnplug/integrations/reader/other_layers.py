@@ -67,22 +67,17 @@ def _parents_ran(path: str, trace: Trace) -> bool:
 def _executed_kind(path: str, module: torch.nn.Module) -> str | None:
     kind = mixer_kind(module, path.rpartition(".")[2])
     if kind is not None:
-        return None if _holds_mixer(module) else kind
+        # Some blocks are named after the mixer that they contain.
+        inside = (
+            child for child in module.modules() if child is not module and mixer_kind(child) is not None
+        )
+        return None if any(any(True for _ in child.parameters()) for child in inside) else kind
     if looks_like_attention(module) and not any(mixer_kind(child) for child in module.modules()):
         raise ModelConfigError(
             f"{path}: {type(module).__name__} does not go through transformers' attention interface, "
             "so what it computes cannot be checked"
         )
     return None
-
-
-def _holds_mixer(module: torch.nn.Module) -> bool:
-    """Whether a mixer is inside: some blocks are named after the mixer that they contain."""
-    return any(
-        mixer_kind(child) is not None and any(True for _ in child.parameters())
-        for child in module.modules()
-        if child is not module
-    )
 
 
 def _convolves(module: torch.nn.Module) -> bool:
