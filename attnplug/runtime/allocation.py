@@ -148,7 +148,7 @@ def bind_kv_cache(
     if runner_kv_caches:
         raise LayoutError("runner_kv_caches", len(runner_kv_caches), "must be empty")
     _check_same("kv_caches", set(layers), Counter(list(kv_caches)))
-    for name in sorted(kv_caches, key=_layer_order):
+    for name in sorted(kv_caches, key=lambda name: ([int(n) for n in re.findall(r"\d+", name)], name)):
         layers[name].kv_cache = kv_caches[name]
         runner_kv_caches.append(kv_caches[name])
 
@@ -162,10 +162,6 @@ def init_kv_cache(
 ) -> dict[str, torch.Tensor]:
     """Allocate and reshape in one step: every layer's cache, zero-filled."""
     return reshape_kv_cache(config, allocate_kv_cache(config, device), specs, backends, layouts)
-
-
-def _layer_order(name: str) -> tuple[list[int], str]:
-    return [int(number) for number in re.findall(r"\d+", name)], name
 
 
 def _check_names(config: KVCacheConfig) -> set[str]:

@@ -174,13 +174,12 @@ class GraphState:
 
     def _levels(self) -> list[tuple[AttentionCGSupport, str]]:
         """Each builder's level, and its name for errors."""
-        return [
-            (
-                group.builder.get_cudagraph_support(self._runtime.config, group.kv_cache_spec),
-                f"{type(group.builder).__name__} of {group.backend.get_name()} (layer {group.layer_names[0]})",
-            )
-            for group in self._runtime.attention_groups
-        ]
+        found = []
+        for group in self._runtime.attention_groups:
+            level = group.builder.get_cudagraph_support(self._runtime.config, group.kv_cache_spec)
+            owner = f"{group.backend.get_name()} (layer {group.layer_names[0]})"
+            found.append((level, f"{type(group.builder).__name__} of {owner}"))
+        return found
 
     def _check_support(self, batch_size: int, query_len: int) -> None:
         single = query_len == 1

@@ -50,17 +50,14 @@ class SpecMaker:
         kind = self._kind(call, pattern)
         paged = kind in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
         has_sinks = self._check_for_sinks(call)
-        heads, kv_heads = call.query.shape[1], call.key.shape[1]
         mla = _latent_dims(call)
-        if mla is None:
-            sizes = {"head_size": call.query.shape[3], "head_size_v": call.value.shape[3]}
-        else:
-            kv_heads = 1
+        sizes = {"head_size": call.query.shape[3], "head_size_v": call.value.shape[3]}
+        if mla is not None:
             sizes = {"head_size": mla.kv_lora_rank + mla.qk_rope_head_dim}
         return make_spec(
             call.path,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
+            num_heads=call.query.shape[1],
+            num_kv_heads=call.key.shape[1] if mla is None else 1,
             ranks=self.ranks,
             dtype=_dtype(call),
             kv_cache_dtype=self.kv_cache_dtype if paged else "auto",

@@ -13,13 +13,8 @@ from attnplug.integrations.reader.trace import Trace
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 _TOWERS = (
-    ("vision", "vision encoder"),
-    ("visual", "vision encoder"),
-    ("image", "vision encoder"),
-    ("video", "vision encoder"),
-    ("audio", "audio encoder"),
-    ("speech", "audio encoder"),
-    ("acoustic", "audio encoder"),
+    (re.compile(r"vision|visual|image|video"), "vision encoder"),
+    (re.compile(r"audio|speech|acoustic"), "audio encoder"),
 )
 _BLOCK_CLASS = re.compile(r"(layer|block)$", re.IGNORECASE)
 _TOWER_CLASS = re.compile(r"(encoder|tower|tokenizer|model|backbone)$", re.IGNORECASE)
@@ -89,7 +84,7 @@ def _tower_kind(path: str, module: torch.nn.Module) -> str | None:
     """The kind of a part that a run on text does not reach; None without attention."""
     parts = path.split(".")
     cls = type(module).__name__
-    kind = next((kind for word, kind in _TOWERS if word in f"{parts[-1]} {cls}".lower()), None)
+    kind = next((kind for words, kind in _TOWERS if words.search(f"{parts[-1]} {cls}".lower())), None)
     if not contains_attention(module):
         return kind if _TOWER_CLASS.search(cls) else None
     if any(part.isdigit() for part in parts):
