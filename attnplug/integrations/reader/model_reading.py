@@ -184,8 +184,7 @@ def _read(trace: Trace, ranks: int, kv_cache_dtype: str) -> ModelSpec:
         fields = _own_attention(path, trace.model.get_submodule(path), config)
         dtype = str(trace.model.dtype).removeprefix("torch.")
         layers[path] = make_spec(path, ranks=ranks, dtype=dtype, kv_cache_dtype=kv_cache_dtype, **fields)
-    paths = frozenset(call.path for call in trace.calls) | frozenset(trace.own_attention)
-    others = find_other_layers(trace, paths)
+    others = find_other_layers(trace, frozenset({*(call.path for call in trace.calls), *trace.own_attention}))
     name = type(trace.model).__name__
     if not layers and not others:
         raise ModelConfigError(f"{name} has no attention layer, nor a layer of another known kind")
