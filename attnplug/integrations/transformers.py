@@ -20,15 +20,7 @@ from attnplug.core.spec import LayerSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from attnplug.integrations.attention.registration import (
-        attention_decisions as attention_decisions,
-    )
-    from attnplug.integrations.attention.registration import (
-        register as register,
-    )
-    from attnplug.integrations.attention.registration import (
-        set_attention as set_attention,
-    )
+    from attnplug.integrations.attention.registration import attention_decisions, register, set_attention
 
 __all__ = ["ModelSpec", "attention_decisions", "read_config", "register", "set_attention"]
 

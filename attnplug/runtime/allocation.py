@@ -65,8 +65,9 @@ def reshape_kv_cache(
     """
     names = _check_names(config)
     _check_same("raw", names, Counter(list(raw)))
-    chosen: Mapping[str, str | None]
-    chosen = dict.fromkeys(names, layouts) if layouts is None or isinstance(layouts, str) else layouts
+    chosen: Mapping[str, str | None] = (
+        layouts if isinstance(layouts, Mapping) else dict.fromkeys(names, layouts)
+    )
     for field, given in (("specs", specs), ("backends", backends), ("layouts", chosen)):
         if missing := sorted(names - set(given)):
             raise LayoutError(field, missing, "are missing: every layer of a group needs one")
@@ -111,22 +112,16 @@ def view_kv_cache(
     if num_layers is not None and num_layers < 1:
         raise LayoutError("num_layers", num_layers, "must be at least 1")
     if raw.dtype != torch.uint8 or raw.ndim != 1 or not raw.is_contiguous():
-        found = f"{raw.dtype} {tuple(raw.shape)}"
-        raise LayoutError("raw", found, "must be contiguous bytes: torch.uint8, 1-D")
+        limit = "must be contiguous bytes: torch.uint8, 1-D"
+        raise LayoutError("raw", f"{raw.dtype} {tuple(raw.shape)}", limit)
     if cache.dtype not in STORAGE_DTYPES:
         raise LayoutError("dtype", cache.dtype, f"must be one of {', '.join(STORAGE_DTYPES)}")
     page = cache.page_size_bytes * (num_layers or 1)
     num_blocks, rest = divmod(raw.numel(), page)
     if rest or num_blocks == 0:
         raise LayoutError("raw", raw.numel(), f"bytes are not a whole number of pages of {page} bytes")
-    shape = backend.get_kv_cache_shape(
-        num_blocks,
-        cache.block_size,
-        cache.num_kv_heads,
-        cache.head_size,
-        spec.kv_cache_dtype,
-        cache.head_size_v,
-    )
+    sizes = num_blocks, cache.block_size, cache.num_kv_heads, cache.head_size
+    shape = backend.get_kv_cache_shape(*sizes, spec.kv_cache_dtype, cache.head_size_v)
     if num_layers is not None:
         shape = (num_layers, *shape)
     order = backend.get_kv_cache_stride_order(num_layers is not None, layout=layout, spec=spec)
@@ -153,7 +148,7 @@ def bind_kv_cache(
     if runner_kv_caches:
         raise LayoutError("runner_kv_caches", len(runner_kv_caches), "must be empty")
     _check_same("kv_caches", set(layers), Counter(list(kv_caches)))
-    for name in sorted(kv_caches, key=_layer_order):
+    for name in sorted(kv_caches, key=lambda name: ([int(n) for n in re.findall(r"\d+", name)], name)):
         layers[name].kv_cache = kv_caches[name]
         runner_kv_caches.append(kv_caches[name])
 
@@ -167,10 +162,6 @@ def init_kv_cache(
 ) -> dict[str, torch.Tensor]:
     """Allocate and reshape in one step: every layer's cache, zero-filled."""
     return reshape_kv_cache(config, allocate_kv_cache(config, device), specs, backends, layouts)
-
-
-def _layer_order(name: str) -> tuple[list[int], str]:
-    return [int(number) for number in re.findall(r"\d+", name)], name
 
 
 def _check_names(config: KVCacheConfig) -> set[str]:

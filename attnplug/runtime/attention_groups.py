@@ -92,7 +92,11 @@ def init_attn_backend(
         for name in group.layer_names:
             decision = decisions[name]
             backend = decision.get_backend_cls()
-            _check_block_size(name, decision, backend, cache.block_size)
+            sizes = backend.get_supported_kernel_block_sizes(decision.spec, decision.device)
+            if not MultipleOf.allows(sizes, cache.block_size):
+                readable = ", ".join(map(str, sizes))
+                limit = f"of layer {name} cannot be read by {backend.get_name()}, which reads {readable}"
+                raise LayoutError("block_size", cache.block_size, limit)
             key = (backend, decision.phase, decision.spec.num_heads, decision.spec.causal)
             names_by_key.setdefault(key, []).append(name)
         for (backend, phase, *_), names in names_by_key.items():
@@ -155,8 +159,7 @@ def build_attn_metadata(
             else:
                 made = group.builder.build(0, commons[at])
             built[twin] = made
-        for name in group.layer_names:
-            metadata[name] = made
+        metadata.update(dict.fromkeys(group.layer_names, made))
     return metadata
 
 
@@ -226,13 +229,3 @@ def _check_layers(groups: Sequence[KVCacheGroupSpec], decisions: Mapping[str, De
     missing = [name for name, d in decisions.items() if name not in seen and not d.spec.direct_kv]
     if missing:
         raise LayoutError("groups", sorted(missing), "are in no KV group, and do not have direct K and V")
-
-
-def _check_block_size(
-    name: str, decision: Decision, backend: type[AttentionBackend], block_size: int
-) -> None:
-    sizes = backend.get_supported_kernel_block_sizes(decision.spec, decision.device)
-    if not MultipleOf.allows(sizes, block_size):
-        readable = ", ".join(map(str, sizes))
-        limit = f"of layer {name} cannot be read by {backend.get_name()}, which reads {readable}"
-        raise LayoutError("block_size", block_size, limit)

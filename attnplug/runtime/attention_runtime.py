@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any, Self, cast
+from typing import Any, Self, TypeAlias, cast
 
 import torch
 
@@ -29,15 +29,8 @@ from attnplug.runtime.step_batch import StepBatch, StepBatchBuilder
 from attnplug.runtime.warm_up import WarmUpReport, warm_up
 
 _DEBUG = "ATTNPLUG_DEBUG"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _LayerStep:
-    """One layer's part of the current step: metadata, number of queries, and of keys that a call must pass."""
-
-    metadata: AttentionMetadata
-    tokens: int
-    keys: int
+_LayerStep: TypeAlias = tuple[AttentionMetadata, int, int]
+"""One layer's part of the current step: metadata, number of queries, and of keys that a call must pass."""
 
 
 class AttentionRuntime:
@@ -173,13 +166,15 @@ class AttentionRuntime:
             for group in self.attention_groups:
                 written = batch.num_slots[group.kv_cache_group_id]
                 for name in group.layer_names:
-                    step[name] = _LayerStep(built[name], batch.common.num_actual_tokens, written)
+                    step[name] = built[name], batch.common.num_actual_tokens, written
         if direct is not None:
-            keys = _direct_keys(direct)
+            # The number of keys is 0, which checks nothing, if only the device has it.
+            keys = direct.num_actual_tokens if direct.key_start_loc is None else 0
+            if direct.key_start_loc_cpu is not None:
+                keys = int(direct.key_start_loc_cpu[direct.num_reqs])
             for group in self._direct_groups:
                 made = group.builder.build(0, direct)
-                for name in group.layer_names:
-                    step[name] = _LayerStep(made, direct.num_actual_tokens, keys)
+                step.update(dict.fromkeys(group.layer_names, (made, direct.num_actual_tokens, keys)))
         self._step = step
 
     def forward(
@@ -221,19 +216,20 @@ class AttentionRuntime:
             raise BatchError(
                 "layer_name", layer_name, "has no step", f"call begin_step with {argument} first"
             )
-        layer.check_call(query, key, value, output, output_lse, step.tokens, step.keys)
+        metadata, tokens, keys = step
+        layer.check_call(query, key, value, output, output_lse, tokens, keys)
         if output is None:
             output = layer.new_output(query)
         if self.debug:
-            layer.refuse_nan(step.tokens, step.keys, query=query, key=key, value=value)
-            output[: step.tokens] = torch.nan
+            layer.refuse_nan(tokens, keys, query=query, key=key, value=value)
+            output[:tokens] = torch.nan
             if output_lse is not None:
-                output_lse[: step.tokens] = torch.nan
+                output_lse[:tokens] = torch.nan
         found = layer.impl.forward(
-            layer, query, key, value, layer.kv_cache, step.metadata, output, output_lse=output_lse
+            layer, query, key, value, layer.kv_cache, metadata, output, output_lse=output_lse
         )
         if self.debug:
-            layer.check_result(found, output, output_lse, step.tokens)
+            layer.check_result(found, output, output_lse, tokens)
         return output
 
     def end_step(self) -> None:
@@ -299,13 +295,6 @@ class AttentionRuntime:
     def _check_open(self) -> None:
         if self._closed:
             raise BatchError("runtime", "closed", "cannot be used any more", "make another one")
-
-
-def _direct_keys(direct: CommonAttentionMetadata) -> int:
-    """The number of keys that a call must pass; 0 if only the device has the number."""
-    if direct.key_start_loc_cpu is not None:
-        return int(direct.key_start_loc_cpu[direct.num_reqs])
-    return direct.num_actual_tokens if direct.key_start_loc is None else 0
 
 
 def longest_sequence(config: BuilderConfig, max_model_len: int | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 from attnplug.core.errors import LayoutError, SpecError
@@ -84,25 +85,25 @@ def group_kv_caches(
     if not kinds:
         return KVCacheConfig(num_blocks, (), ())
     _check_pages(kinds)
-    groups = [(spec, part) for spec, names in kinds.items() for part in _split(names, _group_size(kinds))]
+    counts = [len(names) for names in kinds.values()]
+    # Kinds of nearly equal size are padded to one group each; otherwise the smallest kind sets the size.
+    size = max(counts) if max(counts) < 1.25 * min(counts) else min(counts)
+    parts = [(spec, names, -(-len(names) // size)) for spec, names in kinds.items()]
+    groups = [(spec, names[start::step]) for spec, names, step in parts for start in range(step)]
     readers: dict[str, list[str]] = {}
     for name, target in sharing.items():
         readers.setdefault(target, []).append(name)
-    positions = max(len(names) for _, names in groups)
     page = groups[0][0].page_size_bytes
-    owners = [[names[p] for _, names in groups if p < len(names)] for p in range(positions)]
-    tensors = tuple(
-        KVCacheTensor(page * num_blocks, tuple(n for owner in row for n in (owner, *readers.get(owner, ()))))
-        for row in owners
+    tensors = []
+    for row in itertools.zip_longest(*(names for _, names in groups)):
+        owners = [owner for owner in row if owner is not None]
+        shared = [name for owner in owners for name in (owner, *readers.get(owner, ()))]
+        tensors.append(KVCacheTensor(page * num_blocks, tuple(shared)))
+    specs_of_groups = tuple(
+        KVCacheGroupSpec((*names, *(r for owner in names for r in readers.get(owner, ()))), spec)
+        for spec, names in groups
     )
-    return KVCacheConfig(
-        num_blocks,
-        tensors,
-        tuple(
-            KVCacheGroupSpec((*names, *(r for owner in names for r in readers.get(owner, ()))), spec)
-            for spec, names in groups
-        ),
-    )
+    return KVCacheConfig(num_blocks, tuple(tensors), specs_of_groups)
 
 
 def with_num_blocks(config: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
@@ -154,14 +155,3 @@ def _check_pages(kinds: Mapping[KVCacheSpec, Sequence[str]]) -> None:
         raise LayoutError(
             "page_size_bytes", sorted(pages), f"must be one size for all layers: {found}", remedy
         )
-
-
-def _group_size(kinds: Mapping[KVCacheSpec, Sequence[str]]) -> int:
-    counts = [len(names) for names in kinds.values()]
-    # Kinds of nearly equal size are padded to one group each; otherwise the smallest kind sets the size.
-    return max(counts) if max(counts) < 1.25 * min(counts) else min(counts)
-
-
-def _split(names: Sequence[str], size: int) -> list[list[str]]:
-    parts = -(-len(names) // size)
-    return [list(names[start::parts]) for start in range(parts)]

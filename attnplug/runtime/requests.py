@@ -1,4 +1,4 @@
-"""The requests in flight, with lengths and block tables in arrays that make up steps."""
+"""The requests in flight, with lengths and block tables in arrays, and the buffers of their steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import numpy.typing as npt
 import torch
 
 from attnplug.core.errors import BatchError
+from attnplug.ops.buffers import StagingRing
 from attnplug.runtime.placeholders import Placeholder, PlaceholderRanges, check_placeholders
+from attnplug.runtime.staging import StepStaging
 
 _Ints = npt.NDArray[np.int64]
 _INT32_MAX = 2**31 - 1
@@ -26,13 +28,14 @@ class RequestTable:
 
     def __init__(
         self,
+        *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
         block_sizes: Sequence[int],
-        device: torch.device | str,
-        cross_groups: Sequence[int],
-        max_encoder_len: int,
+        device: torch.device | str = "cpu",
+        cross_groups: Sequence[int] = (),
+        max_encoder_len: int = 0,
     ) -> None:
         self.device = torch.device(device)
         self.max_num_seqs = max_num_seqs
@@ -51,6 +54,7 @@ class RequestTable:
         self._tables_cpu = torch.from_numpy(self._tables)
         self._num_blocks = np.zeros((groups, max_num_seqs), dtype=np.int64)
         self._has_null_pages = False
+        self._is_uniform = not self.cross_groups and len(set(self.block_sizes)) == 1
         self._capacity = np.zeros(max_num_seqs, dtype=np.int64)
         self._computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._scheduled = np.zeros(max_num_seqs, dtype=np.int64)
@@ -60,6 +64,10 @@ class RequestTable:
         self._placeholders: dict[str, tuple[Placeholder, ...]] = {}
         self.req_ids: list[str] = []
         self._index: dict[str, int] = {}
+        slots = max(max_num_batched_tokens, max_num_seqs * max_encoder_len)
+        sizes = max_num_seqs, max_num_batched_tokens, slots, self._tables.shape
+        self._ring = StagingRing([StepStaging(*sizes, self.device) for _ in range(2)], self.device)
+        self._rows = np.arange(max(max_num_seqs + 1, slots), dtype=np.int64)
 
     @property
     def num_reqs(self) -> int:

@@ -58,12 +58,14 @@ class RuntimeLayer:
         except SpecError as error:
             field = f"{error.field} of layer {name}"
             raise SpecError(field, error.value, error.limit, error.remedy) from None
+        both = {"sinks": tensors.sinks, "alibi_slopes": tensors.alibi_slopes}
+        moved: dict[str, Any] = {name: t.to(device) for name, t in both.items() if t is not None}
         backend = decision.get_backend_cls()
         self.impl: AttentionImpl[Any] = backend.get_impl_cls().from_spec(
             self.spec,
             backend=backend,
             layer_name=name,
-            tensors=_moved(tensors, device),
+            tensors=dataclasses.replace(tensors, **moved),
             kv_sharing_target_layer_name=target,
             options=decision.get_options(),
         )
@@ -152,14 +154,6 @@ class RuntimeLayer:
             )
         if dtype is not None and tensor.dtype != dtype:
             raise BatchError(f"{name}.dtype", tensor.dtype, self._of_layer(f"must be {dtype}"))
-
-
-def _moved(tensors: LayerTensors, device: torch.device) -> LayerTensors:
-    return dataclasses.replace(
-        tensors,
-        sinks=None if tensors.sinks is None else tensors.sinks.to(device),
-        alibi_slopes=None if tensors.alibi_slopes is None else tensors.alibi_slopes.to(device),
-    )
 
 
 def _nan_rows(tensor: torch.Tensor | None, rows: int) -> list[int]:

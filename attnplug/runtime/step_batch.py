@@ -12,7 +12,6 @@ import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
-from attnplug.ops.buffers import StagingRing
 from attnplug.runtime.placeholders import PlaceholderMap, Span, map_placeholders, spans_of
 from attnplug.runtime.requests import RequestTable
 from attnplug.runtime.staging import StepStaging
@@ -71,28 +70,7 @@ class StepBatchBuilder(RequestTable):
         BatchError: a size is below 1, no KV group is given, or a cross group is not one of them.
     """
 
-    def __init__(
-        self,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        block_sizes: Sequence[int],
-        device: torch.device | str = "cpu",
-        cross_groups: Sequence[int] = (),
-        max_encoder_len: int = 0,
-    ) -> None:
-        lengths = max_num_seqs, max_num_batched_tokens, max_model_len
-        super().__init__(*lengths, block_sizes, device, cross_groups, max_encoder_len)
-        slots = max(max_num_batched_tokens, max_num_seqs * max_encoder_len)
-        staging = [
-            StepStaging(max_num_seqs, max_num_batched_tokens, slots, self._tables.shape, self.device)
-            for _ in range(2)
-        ]
-        self._ring = StagingRing(staging, self.device)
-        self._rows = np.arange(max(max_num_seqs + 1, slots), dtype=np.int64)
-        self._is_uniform = not self.cross_groups and len(set(self.block_sizes)) == 1
-        self._stepped: tuple[str, ...] | None = None
+    _stepped: tuple[str, ...] | None = None
 
     def step(self, num_scheduled_tokens: _Counts = 1) -> StepBatch:
         """The batch that runs the scheduled tokens of every request.
@@ -121,7 +99,7 @@ class StepBatchBuilder(RequestTable):
         staging.seq_lens.np[:reqs] = lengths
         encoder_tokens = 0 if unwritten is None else int(unwritten.sum())
         counts = self._slot_counts(tokens, encoder_tokens)
-        slots = staging.slots.np(self._num_groups, max(counts))
+        slots = staging.slots.np(len(counts), max(counts))
         self._fill_slots(slots, starts[:reqs], scheduled, computed, tokens, max_query)
         if unwritten is not None:
             self._fill_encoder_slots(slots, unwritten, encoder_tokens)
@@ -149,10 +127,8 @@ class StepBatchBuilder(RequestTable):
         counts = scheduled
         if accepted is not None:
             if not isinstance(accepted, (Mapping, int)) and self._stepped != tuple(self.req_ids):
-                limit, remedy = (
-                    "has no order: requests changed since the step",
-                    "give the counts by request, as a mapping",
-                )
+                limit = "has no order: requests changed since the step"
+                remedy = "give the counts by request, as a mapping"
                 raise BatchError("accepted", accepted, limit, remedy)
             counts = self._counts("accepted", accepted)
             bad = (counts > scheduled) | (counts < 0)
@@ -188,18 +164,15 @@ class StepBatchBuilder(RequestTable):
         staging.encoder_seq_lens.np[:num_reqs] = self.max_encoder_len
         encoder_tokens = num_reqs * self.max_encoder_len
         counts = self._slot_counts(num_tokens, encoder_tokens)
-        staging.slots.np(self._num_groups, max(counts))[:] = PAD_SLOT_ID
+        staging.slots.np(len(counts), max(counts))[:] = PAD_SLOT_ID
         self._tables[:, :num_reqs] = 0
         names = tuple(f"profile-{index}" for index in range(num_reqs))
         longest = int(lengths[0])
         return self._batch(staging, names, counts, longest, longest, self._tables.shape[2], {})
 
-    @property
-    def _num_groups(self) -> int:
-        return len(self.block_sizes)
-
     def _slot_counts(self, tokens: int, encoder_tokens: int) -> tuple[int, ...]:
-        return tuple(encoder_tokens if g in self.cross_groups else tokens for g in range(self._num_groups))
+        groups = range(len(self.block_sizes))
+        return tuple(encoder_tokens if g in self.cross_groups else tokens for g in groups)
 
     def _counts(self, field: str, given: _Counts) -> _Ints:
         """One integer per request, in order of requests."""
@@ -322,7 +295,7 @@ class StepBatchBuilder(RequestTable):
         reqs, first = len(names), self._self_groups[0] if self._self_groups else 0
         tokens = int(staging.query_start_loc.np[reqs])
         tables = staging.send_tables(self._tables, self._tables_cpu, reqs, width)
-        slots = staging.slots.copy_to_gpu(self._num_groups, max(counts))
+        slots = staging.slots.copy_to_gpu(len(counts), max(counts))
         encoder: dict[str, Any] = {}
         if self.cross_groups:
             encoder["encoder_seq_lens"] = staging.encoder_seq_lens.copy_to_gpu(reqs)

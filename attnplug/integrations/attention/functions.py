@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from attnplug.core.spec import AttentionType
-from attnplug.integrations.attention.calls import AttentionCall
-from attnplug.integrations.attention.keywords import read_keywords
-from attnplug.integrations.attention.layers import add_state, layer_state, name_in_model
+from attnplug.integrations.attention.calls import AttentionCall, read_keywords
+from attnplug.integrations.attention.layers import add_state, layer_state
 from attnplug.integrations.attention.mask_functions import read_mask_function
 from attnplug.integrations.attention.step_mask import PatternMask, StepMask
 from attnplug.integrations.reader.mask_pattern import UnknownMaskError
@@ -37,18 +36,18 @@ def attention_mask(
     start = int(q_offset)
     queries, keys = range(start, start + q_length), range(kv_offset, kv_offset + kv_length)
     try:
-        reading = read_mask_function(mask_function, batch_size, queries, keys, where)
+        pattern, left_padding = read_mask_function(mask_function, batch_size, queries, keys, where)
     except UnknownMaskError as error:
         return PatternMask.of(str(error), shape, where)
     step = StepMask(
-        pattern=reading.pattern,
+        pattern=pattern,
         batch=batch_size,
         q_length=q_length,
         kv_length=kv_length,
         q_offset=start,
         kv_offset=kv_offset,
         padding=attention_mask,
-        left_padding=reading.left_padding,
+        left_padding=left_padding,
     )
     return PatternMask.of(step, shape, where)
 
@@ -84,7 +83,7 @@ def attention(
         NoBackendError: no backend serves the layer.
     """
     frame = sys._getframe(1)
-    layer = layer_state(module) or add_state(module, name_in_model(module, frame))
+    layer = layer_state(module) or add_state(module, frame)
     where = f"{layer.name} ({type(module).__name__})"
     if getattr(getattr(module, "config", None), "output_attentions", False):
         keywords["output_attentions"] = True

@@ -66,14 +66,14 @@ def layer_state(module: torch.nn.Module) -> LayerState | None:
     return found if isinstance(found, LayerState) else None
 
 
-def add_state(module: torch.nn.Module, name: str) -> LayerState:
-    """Give `module` a new state."""
-    state = LayerState(name)
+def add_state(module: torch.nn.Module, frame: FrameType | None) -> LayerState:
+    """Give `module` a new state, named after its path in the model that runs at `frame`."""
+    state = LayerState(_name_in_model(module, frame))
     object.__setattr__(module, _ATTRIBUTE, state)
     return state
 
 
-def name_in_model(module: torch.nn.Module, frame: FrameType | None) -> str:
+def _name_in_model(module: torch.nn.Module, frame: FrameType | None) -> str:
     """The path of `module` in the outermost running model, such as "model.layers.0.self_attn".
 
     The models are found from `frame`, the caller's, because transformers passes attention functions only the
@@ -96,18 +96,14 @@ def name_in_model(module: torch.nn.Module, frame: FrameType | None) -> str:
     return name if index is None else f"{name}.{index}"
 
 
-@dataclasses.dataclass(eq=False, slots=True)
 class _EngineLayer:
     """The engine's layer as impls see it. All scales are 1: queries, keys and values are not quantised."""
 
-    impl: Any
-    _q_scale: torch.Tensor
-    _k_scale: torch.Tensor
-    _v_scale: torch.Tensor
-    _prob_scale: torch.Tensor
-    _q_scale_float: float = 1.0
-    _k_scale_float: float = 1.0
-    _v_scale_float: float = 1.0
+    _q_scale_float = _k_scale_float = _v_scale_float = 1.0
+
+    def __init__(self, impl: Any, device: torch.device) -> None:
+        self.impl = impl
+        self._q_scale = self._k_scale = self._v_scale = self._prob_scale = torch.ones((), device=device)
 
 
 class _Binding:
@@ -130,8 +126,7 @@ class _Binding:
             options=decision.get_options(),
         )
         self.impl.process_weights_after_loading(getattr(torch, decision.spec.dtype))
-        one = torch.ones((), device=device)
-        self.layer = _EngineLayer(self.impl, one, one, one, one)
+        self.layer = _EngineLayer(self.impl, device)
 
     def metadata(self, step: StepMask, packing: Packing, is_shared: bool) -> Any:
         """The backend's metadata for the step.
@@ -153,24 +148,17 @@ class _Binding:
         common, builder = packing.common, self._builder
         reqs, tokens = common.num_reqs, common.num_actual_tokens
         self._unmasked = None
-        if (
-            builder is None
-            or reqs > builder.config.max_num_seqs
-            or tokens > builder.config.max_num_batched_tokens
-        ):
-            builder = self._builder = self._make_builder(reqs, tokens)
+        config = BuilderConfig(layers={self.name: self.layer}) if builder is None else builder.config
+        if builder is None or reqs > config.max_num_seqs or tokens > config.max_num_batched_tokens:
+            config = dataclasses.replace(
+                config,
+                max_num_seqs=max(config.max_num_seqs, _power_of_two(reqs)),
+                max_num_batched_tokens=max(config.max_num_batched_tokens, _power_of_two(tokens)),
+            )
+            no_cache: Any = None  # transformers keeps the cache, so the layer has no pages
+            cls = self.decision.get_backend_cls().get_builder_cls()
+            builder = self._builder = cls(no_cache, [self.name], config, self.device)
         return builder.build(0, common)
-
-    def _make_builder(self, reqs: int, tokens: int) -> AttentionMetadataBuilder[Any]:
-        default = BuilderConfig()
-        config = BuilderConfig(
-            layers={self.name: self.layer},
-            max_num_seqs=max(default.max_num_seqs, _power_of_two(reqs)),
-            max_num_batched_tokens=max(default.max_num_batched_tokens, _power_of_two(tokens)),
-        )
-        no_cache: Any = None  # transformers keeps the cache, so the layer has no pages
-        cls = self.decision.get_backend_cls().get_builder_cls()
-        return cls(no_cache, [self.name], config, self.device)
 
 
 def _power_of_two(count: int) -> int:

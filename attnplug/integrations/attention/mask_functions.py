@@ -15,21 +15,16 @@ from attnplug.integrations.reader.mask_pattern import MaskFunction, MaskPattern,
 _LIBRARY = "transformers.masking_utils"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class MaskReading:
-    """The pattern of one mask function; `left_padding`, int `[B]`, is each row's first token, where chunks begin."""
-
-    pattern: MaskPattern
-    left_padding: torch.Tensor | None
-
-
 def read_mask_function(
     function: MaskFunction, batch: int, queries: range, keys: range, device: torch.device
-) -> MaskReading:
+) -> tuple[MaskPattern, torch.Tensor | None]:
     """The pattern of `function` for rows `0 .. batch - 1` and these positions.
 
     transformers' own functions are read once for each window and chunk. Other functions are also evaluated at
     every given position.
+
+    Returns:
+        The pattern, and each row's first token, int `[B]`, if chunks begin there.
 
     Raises:
         UnknownMaskError: it is neither full, causal, a window nor chunks.
@@ -38,15 +33,16 @@ def read_mask_function(
     key, plain = walk.visit(function, "mask_function")
     try:
         pattern = _pattern(_Code(key, plain))
+        agrees = not walk.foreign or _agrees(function, pattern, batch, queries, keys, device)
     except UnknownMaskError:
         raise
     except Exception as error:
         raise UnknownMaskError(
             f"its function cannot be evaluated ({type(error).__name__}: {error})"
         ) from error
-    if walk.foreign:
-        _check_everywhere(function, pattern, batch, queries, keys, device)
-    return MaskReading(dataclasses.replace(pattern, blockwise=False), walk.left_padding)
+    if not agrees:
+        raise UnknownMaskError("its mask is neither full, causal, a window nor chunks")
+    return dataclasses.replace(pattern, blockwise=False), walk.left_padding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,22 +109,16 @@ class _Walk:
         return tensor.to("meta")
 
 
-def _check_everywhere(
+def _agrees(
     function: MaskFunction,
     pattern: MaskPattern,
     batch: int,
     queries: range,
     keys: range,
     device: torch.device,
-) -> None:
+) -> bool:
     query = torch.arange(queries.start, queries.stop, device=device)[None, None, :, None]
     key = torch.arange(keys.start, keys.stop, device=device)[None, None, None, :]
     rows = torch.arange(batch, device=device)[:, None, None, None]
-    try:
-        found = function(rows, torch.zeros_like(rows[:1]), query, key).to(torch.bool)
-    except Exception as error:
-        raise UnknownMaskError(
-            f"its function cannot be evaluated ({type(error).__name__}: {error})"
-        ) from error
-    if not bool((found == pattern.seen(query, key)).all()):
-        raise UnknownMaskError("its mask is neither full, causal, a window nor chunks")
+    found = function(rows, torch.zeros_like(rows[:1]), query, key).to(torch.bool)
+    return bool((found == pattern.seen(query, key)).all())

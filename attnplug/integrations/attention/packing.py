@@ -91,16 +91,15 @@ def pack_real(
     end = queries.stop
     if keys.start > queries.start or keys.stop < end:
         raise BatchError("key", f"positions {keys}", f"must cover the queries' positions {queries}")
+    if padding is not None:
+        _check_covers(padding, batch, end)
     if padding is None or bool(padding[:, :end].all()):
-        if padding is not None:
-            _check_covers(padding, batch, end)
         if left_padding is not None and left_padding.any():
             raise _chunks_elsewhere(left_padding)
         query_lens = np.full(batch, len(queries), dtype=np.int32)
         seq_lens = np.full(batch, end, dtype=np.int32)
         common = _common(query_lens, seq_lens, seq_lens - keys.start, pattern.causal, device)
         return Packing(Rows(len(queries)), Rows(end - keys.start), common)
-    _check_covers(padding, batch, end)
     real = padding[:, :end]
     if pattern.window[0] >= 0 or pattern.window[1] > 0 or pattern.chunk_size is not None:
         _check_unbroken(real)

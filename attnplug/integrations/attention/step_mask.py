@@ -40,24 +40,18 @@ class StepMask:
             BatchError: padding between tokens under a window or chunks, or a mask of another size.
         """
         key = (device, is_cross)
-        if key not in self.packings:
-            self.packings[key] = self._pack(device, is_cross)
-        return self.packings[key]
-
-    def _pack(self, device: torch.device, is_cross: bool) -> Packing:
+        if key in self.packings:
+            return self.packings[key]
         padding = None if self.padding is None else self.padding.cpu().numpy()
         if is_cross:
-            return pack_all(self.batch, self.q_length, self.kv_length, self.kv_offset, padding, device)
-        left = None if self.left_padding is None else self.left_padding.cpu().numpy()
-        return pack_real(
-            self.pattern,
-            self.batch,
-            range(self.q_offset, self.q_offset + self.q_length),
-            range(self.kv_offset, self.kv_offset + self.kv_length),
-            padding,
-            left,
-            device,
-        )
+            packing = pack_all(self.batch, self.q_length, self.kv_length, self.kv_offset, padding, device)
+        else:
+            queries = range(self.q_offset, self.q_offset + self.q_length)
+            keys = range(self.kv_offset, self.kv_offset + self.kv_length)
+            left = None if self.left_padding is None else self.left_padding.cpu().numpy()
+            packing = pack_real(self.pattern, self.batch, queries, keys, padding, left, device)
+        self.packings[key] = packing
+        return packing
 
 
 class PatternMask(torch.Tensor):

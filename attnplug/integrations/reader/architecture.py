@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from attnplug.core.errors import ModelConfigError
-from attnplug.integrations.reader.quiet import one_line
+from attnplug.integrations.reader.config_file import one_line
 
 _TOWERS = ("vision_config", "audio_config", "speech_config")
 
@@ -73,7 +73,13 @@ def build_model(config: PreTrainedConfig, attention: str | dict[str, str]) -> Pr
         names = attention.values() if isinstance(attention, dict) else (attention,)
         if type(error) is KeyError and error.args[0] in names:
             raise
-        raise ModelConfigError(_why_not_built(cls, error)) from error
+        why = (
+            f"transformers {transformers.__version__} cannot build {cls.__name__} from it: {one_line(error)}"
+        )
+        if isinstance(error, AttributeError) and isinstance(error.obj, PreTrainedConfig):
+            family = error.obj.model_type
+            why = f"the {family} configuration lacks the field {error.name}, which {cls.__name__} needs"
+        raise ModelConfigError(why) from error
     model.train(False)
     return model
 
@@ -89,9 +95,3 @@ def _dtype(config: PreTrainedConfig) -> torch.dtype:
             f"dtype={str(dtype).removeprefix('torch.')}: must be float16, bfloat16 or float32"
         )
     return dtype
-
-
-def _why_not_built(cls: type[PreTrainedModel], error: Exception) -> str:
-    if isinstance(error, AttributeError) and isinstance(error.obj, PreTrainedConfig):
-        return f"the {error.obj.model_type} configuration lacks the field {error.name}, which {cls.__name__} needs"
-    return f"transformers {transformers.__version__} cannot build {cls.__name__} from it: {one_line(error)}"

@@ -1,10 +1,17 @@
-"""Loads a PreTrainedConfig from a local path, with an error for each possible fault."""
+"""Loads a PreTrainedConfig from a local path, with an error for each possible fault.
+
+Also silences transformers' advice, and shortens its errors to one line.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
+import logging
 import os
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +19,6 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from attnplug.core.errors import ModelConfigError
-from attnplug.integrations.reader.quiet import one_line, quiet_transformers
 
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
@@ -103,3 +109,22 @@ def _check_sizes(path: Path, data: dict[str, Any], config: PreTrainedConfig) -> 
             raise ModelConfigError(
                 f"{path}: this {data['model_type']} configuration lacks the field {stored}"
             )
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No warnings and no log lines of transformers inside the block; restores the settings after it."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(level)
+
+
+def one_line(error: BaseException, limit: int = 240) -> str:
+    """The message of `error` as a single line of at most `limit` characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."

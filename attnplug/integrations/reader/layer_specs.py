@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -51,17 +50,14 @@ class SpecMaker:
         kind = self._kind(call, pattern)
         paged = kind in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
         has_sinks = self._check_for_sinks(call)
-        heads, kv_heads = call.query.shape[1], call.key.shape[1]
         mla = _latent_dims(call)
-        if mla is None:
-            sizes = {"head_size": call.query.shape[3], "head_size_v": call.value.shape[3]}
-        else:
-            kv_heads = 1
+        sizes = {"head_size": call.query.shape[3], "head_size_v": call.value.shape[3]}
+        if mla is not None:
             sizes = {"head_size": mla.kv_lora_rank + mla.qk_rope_head_dim}
         return make_spec(
             call.path,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
+            num_heads=call.query.shape[1],
+            num_kv_heads=call.key.shape[1] if mla is None else 1,
             ranks=self.ranks,
             dtype=_dtype(call),
             kv_cache_dtype=self.kv_cache_dtype if paged else "auto",
@@ -145,7 +141,7 @@ def _check_keywords(call: AttentionCall) -> None:
     for name, value in call.keywords.items():
         if name in _UNDERSTOOD or name in _BOOKKEEPING or name.startswith("output_"):
             continue
-        if isinstance(value, bool) and not value:
+        if value is False:
             continue
         reason = _EXPLAINED.get(name, f"passes {name} to attention, which the reader does not know")
         raise _refused(call, reason)
@@ -190,15 +186,11 @@ def _scale(call: AttentionCall) -> float:
 
 
 def _dtype(call: AttentionCall) -> str:
-    names: Mapping[torch.dtype, str] = {
-        torch.float16: "float16",
-        torch.bfloat16: "bfloat16",
-        torch.float32: "float32",
-    }
     dtypes = {call.query.dtype, call.key.dtype, call.value.dtype}
-    if len(dtypes) > 1 or not dtypes <= set(names) or not math.isfinite(_scale(call)):
+    served = {torch.float16, torch.bfloat16, torch.float32}
+    if len(dtypes) > 1 or not dtypes <= served or not math.isfinite(_scale(call)):
         raise _refused(call, f"mixes dtypes ({', '.join(sorted(map(str, dtypes)))})")
-    return names[dtypes.pop()]
+    return str(dtypes.pop()).removeprefix("torch.")
 
 
 def _latent_dims(call: AttentionCall) -> MLADims | None:

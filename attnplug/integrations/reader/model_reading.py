@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,18 +14,25 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnplug.core.errors import ModelConfigError
 from attnplug.core.spec import LayerSpec
 from attnplug.integrations.reader.architecture import build_model
+from attnplug.integrations.reader.config_file import one_line, quiet_transformers
 from attnplug.integrations.reader.layer_specs import SpecMaker, make_spec
 from attnplug.integrations.reader.mixers import works_on_single_tokens
 from attnplug.integrations.reader.other_layers import find_other_layers
-from attnplug.integrations.reader.own_attention import read_own_attention
-from attnplug.integrations.reader.quiet import one_line, quiet_transformers
-from attnplug.integrations.reader.trace import PROBE, AttentionCall, Trace, probe_registered, record_run
+from attnplug.integrations.reader.trace import PROBE, Trace, probe_registered, record_run
 from attnplug.integrations.transformers import ModelSpec
 
 _DECODER_LENGTH = 61
 """Tokens of a decoder, or of a model without one. A prime is unlikely to equal another dimension."""
 _ENCODER_LENGTH = 43
 """Tokens of an encoder whose output a decoder reads."""
+_OWN_ATTENTION = {
+    # Bloom adds slope * key_pos, which differs from -slope * (query_pos - key_pos) by a constant per row.
+    "BloomAttention": ("bloom", "num_heads", "num_heads", "inv_norm_factor"),
+    # Falcon's new architecture caches copies of each KV head; num_kv_heads counts each head once.
+    "FalconAttention": ("falcon", "num_heads", "num_kv_heads", "inv_norm_factor"),
+    "MptAttention": ("mpt", "n_heads", "n_heads", "softmax_scale"),
+}
+"""Classes without transformers' attention interface: family, attributes with heads, KV heads and scale."""
 
 
 def read_model(config: PreTrainedConfig, ranks: int, kv_cache_dtype: str) -> ModelSpec:
@@ -51,7 +58,9 @@ def _probed_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _run_without_data(model: PreTrainedModel) -> Trace:
-    lengths = _key_lengths(model)
+    config: Any = model.config
+    possible = {_DECODER_LENGTH, _ENCODER_LENGTH, getattr(config, "max_source_positions", None)}
+    lengths = frozenset(length for length in possible if isinstance(length, int))
     failures: list[Exception] = []
     for lenient in (False, True):
         for inputs in _input_variants(model):
@@ -66,13 +75,6 @@ def _run_without_data(model: PreTrainedModel) -> Trace:
         f"{type(model).__name__} cannot be run without data, so its attention cannot be checked: "
         f"{one_line(failure)}"
     ) from failure
-
-
-def _key_lengths(model: PreTrainedModel) -> frozenset[int]:
-    """The possible numbers of keys in attention over these inputs."""
-    config: Any = model.config
-    lengths = {_DECODER_LENGTH, _ENCODER_LENGTH, getattr(config, "max_source_positions", None)}
-    return frozenset(length for length in lengths if isinstance(length, int))
 
 
 def _input_variants(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
@@ -104,11 +106,8 @@ def _input_variants(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
 def _tokens(model: PreTrainedModel) -> dict[str, Any]:
     config: Any = model.config
     name = model.main_input_name
-    if (
-        name == "input_features"
-        and hasattr(config, "num_mel_bins")
-        and hasattr(config, "max_source_positions")
-    ):
+    sizes = ("num_mel_bins", "max_source_positions")
+    if name == "input_features" and all(hasattr(config, size) for size in sizes):
         frames = 2 * config.max_source_positions
         given = {name: torch.zeros(1, config.num_mel_bins, frames, dtype=model.dtype, device="meta")}
     elif config.is_encoder_decoder:
@@ -130,15 +129,13 @@ def _failing_parts_skipped(model: PreTrainedModel, active: bool) -> Iterator[Non
     input can replace an output of the same shape. With another shape, the part around it fails in turn.
     """
     parts = [module for module in model.modules() if works_on_single_tokens(module)] if active else []
-    changed = []
     try:
         for part in parts:
             part.forward = _input_on_failure(part.forward)
-            changed.append(part)
         yield
     finally:
-        for part in changed:
-            del part.forward
+        for part in parts:
+            vars(part).pop("forward", None)
 
 
 def _input_on_failure(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,6 +163,7 @@ def _read(trace: Trace, ranks: int, kv_cache_dtype: str) -> ModelSpec:
     layers: dict[str, LayerSpec] = {}
     sharing: dict[str, str] = {}
     owners: dict[int, str] = {}
+    runs: Counter[str] = Counter()
     visits: set[tuple[str, int]] = set()
     for call in trace.calls:
         if (call.path, call.visit) in visits:
@@ -175,19 +173,18 @@ def _read(trace: Trace, ranks: int, kv_cache_dtype: str) -> ModelSpec:
             )
         visits.add((call.path, call.visit))
         spec = maker.spec(call)
-        name = _name(call, layers)
+        runs[call.path] += 1
+        name = call.path if runs[call.path] == 1 else f"{call.path}#{runs[call.path]}"
         # Storages on the meta device have no data pointer; `_cdata` identifies them.
         owner = owners.setdefault(call.key.untyped_storage()._cdata, name)
         if owner != name and not spec.direct_kv:
             sharing[name] = owner
         layers[name] = spec
     for path in trace.own_attention:
-        found = read_own_attention(path, trace.model.get_submodule(path), config)
-        fields = dataclasses.asdict(found)
+        fields = _own_attention(path, trace.model.get_submodule(path), config)
         dtype = str(trace.model.dtype).removeprefix("torch.")
         layers[path] = make_spec(path, ranks=ranks, dtype=dtype, kv_cache_dtype=kv_cache_dtype, **fields)
-    paths = frozenset(call.path for call in trace.calls) | frozenset(trace.own_attention)
-    others = find_other_layers(trace, paths)
+    others = find_other_layers(trace, frozenset({*(call.path for call in trace.calls), *trace.own_attention}))
     name = type(trace.model).__name__
     if not layers and not others:
         raise ModelConfigError(f"{name} has no attention layer, nor a layer of another known kind")
@@ -196,9 +193,33 @@ def _read(trace: Trace, ranks: int, kv_cache_dtype: str) -> ModelSpec:
     )
 
 
-def _name(call: AttentionCall, taken: dict[str, LayerSpec]) -> str:
-    name, run_number = call.path, 1
-    while name in taken:
-        run_number += 1
-        name = f"{call.path}#{run_number}"
-    return name
+def _own_attention(path: str, module: Any, config: Any) -> dict[str, Any]:
+    """LayerSpec fields of causal self-attention whose calls cannot be recorded, with the heads of all ranks."""
+    cls = type(module)
+    family, *names = _OWN_ATTENTION.get(cls.__name__, ("",))
+    if cls.__module__ != f"transformers.models.{family}.modeling_{family}":
+        raise ModelConfigError(
+            f"{path}: {cls.__name__} computes attention of its own, which cannot be checked against a LayerSpec"
+        )
+    if family == "mpt":
+        _check_mpt(config.attn_config)
+    fields = dict(
+        zip(("num_heads", "num_kv_heads", "scale"), (getattr(module, n) for n in names), strict=True)
+    )
+    return {**fields, "head_size": module.head_dim, "has_alibi": family != "falcon" or bool(config.alibi)}
+
+
+def _check_mpt(attention: Any) -> None:
+    ignored = {
+        "attn_type": attention.attn_type != "multihead_attention",
+        "prefix_lm": attention.prefix_lm,
+        "qk_ln": attention.qk_ln,
+        "attn_uses_sequence_id": attention.attn_uses_sequence_id,
+        "alibi": not attention.alibi,
+    }
+    for name, asked in ignored.items():
+        if asked:
+            raise ModelConfigError(
+                f"attn_config.{name}={getattr(attention, name)!r}: transformers' MPT ignores it, "
+                "so the model's own attention cannot be read"
+            )

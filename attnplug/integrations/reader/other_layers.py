@@ -13,13 +13,8 @@ from attnplug.integrations.reader.trace import Trace
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 _TOWERS = (
-    ("vision", "vision encoder"),
-    ("visual", "vision encoder"),
-    ("image", "vision encoder"),
-    ("video", "vision encoder"),
-    ("audio", "audio encoder"),
-    ("speech", "audio encoder"),
-    ("acoustic", "audio encoder"),
+    (re.compile(r"vision|visual|image|video"), "vision encoder"),
+    (re.compile(r"audio|speech|acoustic"), "audio encoder"),
 )
 _BLOCK_CLASS = re.compile(r"(layer|block)$", re.IGNORECASE)
 _TOWER_CLASS = re.compile(r"(encoder|tower|tokenizer|model|backbone)$", re.IGNORECASE)
@@ -67,22 +62,17 @@ def _parents_ran(path: str, trace: Trace) -> bool:
 def _executed_kind(path: str, module: torch.nn.Module) -> str | None:
     kind = mixer_kind(module, path.rpartition(".")[2])
     if kind is not None:
-        return None if _holds_mixer(module) else kind
+        # Some blocks are named after the mixer that they contain.
+        inside = (
+            child for child in module.modules() if child is not module and mixer_kind(child) is not None
+        )
+        return None if any(any(True for _ in child.parameters()) for child in inside) else kind
     if looks_like_attention(module) and not any(mixer_kind(child) for child in module.modules()):
         raise ModelConfigError(
             f"{path}: {type(module).__name__} does not go through transformers' attention interface, "
             "so what it computes cannot be checked"
         )
     return None
-
-
-def _holds_mixer(module: torch.nn.Module) -> bool:
-    """Whether a mixer is inside: some blocks are named after the mixer that they contain."""
-    return any(
-        mixer_kind(child) is not None and any(True for _ in child.parameters())
-        for child in module.modules()
-        if child is not module
-    )
 
 
 def _convolves(module: torch.nn.Module) -> bool:
@@ -94,7 +84,7 @@ def _tower_kind(path: str, module: torch.nn.Module) -> str | None:
     """The kind of a part that a run on text does not reach; None without attention."""
     parts = path.split(".")
     cls = type(module).__name__
-    kind = next((kind for word, kind in _TOWERS if word in f"{parts[-1]} {cls}".lower()), None)
+    kind = next((kind for words, kind in _TOWERS if words.search(f"{parts[-1]} {cls}".lower())), None)
     if not contains_attention(module):
         return kind if _TOWER_CLASS.search(cls) else None
     if any(part.isdigit() for part in parts):

@@ -79,15 +79,10 @@ class Trace:
         """Note that the innermost forward ends."""
         self.stack.pop()
 
-    def path_of(self, module: torch.nn.Module) -> str:
-        """The path under which `module` is running, else its first path."""
+    def frame_of(self, module: torch.nn.Module) -> tuple[str, int, set[float]]:
+        """The path, visit and factors of the innermost running forward of `module`; else its first path."""
         paths = self._paths.get(id(module), [""])
-        running = [path for path, _, _ in reversed(self.stack) if path in paths]
-        return running[0] if running else paths[0]
-
-    def frame_of(self, path: str) -> tuple[int, set[float]]:
-        """The visit and the factors of the innermost running forward at `path`."""
-        return next(((visit, f) for p, visit, f in reversed(self.stack) if p == path), (0, set()))
+        return next((frame for frame in reversed(self.stack) if frame[0] in paths), (paths[0], 0, set()))
 
     def add_mask(self, tensor: torch.Tensor, function: Any) -> None:
         """Remember the pattern of the mask `function` for `tensor`."""
@@ -128,8 +123,7 @@ def _attention(
         keywords["positional arguments"] = rest
     caller = sys._getframe(1)
     names = [n for n in caller.f_code.co_names if n.endswith("eager_attention_forward")]
-    path = trace.path_of(module)
-    visit, factors = trace.frame_of(path)
+    path, visit, factors = trace.frame_of(module)
     trace.calls.append(
         AttentionCall(
             path=path,
