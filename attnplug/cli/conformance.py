@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,49 +23,31 @@ if TYPE_CHECKING:
 _MODULES = {"pytest": "pytest", "xdist": "pytest-xdist", "pytest_timeout": "pytest-timeout"}
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _LISTING_SECONDS = 300.0
-_CHOICE, _LIMITS = "Which checks", "Limits"
+_LIMITS = "Limits"
+_which = functools.partial(typer.Option, rich_help_panel="Which checks")
 
 
 def conformance(
     backend: Annotated[
         str, typer.Argument(metavar="NAME", help="A backend of attnplug list, or NAME@DISTRIBUTION.")
     ],
-    level: Annotated[
-        str,
-        typer.Option(metavar="smoke|full", help="Number of combinations to try.", rich_help_panel=_CHOICE),
-    ] = "smoke",
+    level: Annotated[str, _which(metavar="smoke|full", help="Number of combinations to try.")] = "smoke",
     device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DEVICE", help="cpu, cuda:1, ... \\[default: the current one]", rich_help_panel=_CHOICE
-        ),
+        str | None, _which(metavar="DEVICE", help="cpu, cuda:1, ... \\[default: the current one]")
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            help="Only checks whose id matches, such as 'correct/*'; may be repeated.",
-            rich_help_panel=_CHOICE,
-        ),
+        _which(metavar="PATTERN", help="Only checks whose id matches, such as 'correct/*'; may be repeated."),
     ] = None,
-    shard: Annotated[
-        str | None,
-        typer.Option(metavar="I/N", help="Only the I-th of N disjoint parts.", rich_help_panel=_CHOICE),
-    ] = None,
+    shard: Annotated[str | None, _which(metavar="I/N", help="Only the I-th of N disjoint parts.")] = None,
     resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Continue an interrupted run: passed checks are not run again.",
-            rich_help_panel=_CHOICE,
-        ),
+        bool, _which("--resume", help="Continue an interrupted run: passed checks are not run again.")
     ] = False,
     known_failures: Annotated[
         Path | None,
-        typer.Option(
+        _which(
             metavar="FILE",
             help="TOML: a table \\[known_failures] of id or pattern = reason. These must fail.",
-            rich_help_panel=_CHOICE,
         ),
     ] = None,
     timeout: Annotated[float, timeout_option(_LIMITS, "Time limit of a check.")] = 120.0,
@@ -138,7 +121,7 @@ def _run(
     if not ids and junit is None:
         return None
     try:
-        with report.running():
+        with report.bar():
             return run_checks(listing, ids, limits, report, earlier=earlier, junit=junit)
     except KeyboardInterrupt:
         report.interrupted()

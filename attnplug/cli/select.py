@@ -22,8 +22,7 @@ from attnplug.cli.arguments import (
     assumed,
 )
 from attnplug.cli.memory import budget_for, print_budget
-from attnplug.cli.output import console, print_json, table
-from attnplug.cli.words import features_in_words, layers_in_words
+from attnplug.cli.output import console, features_in_words, layers_in_words, print_json, table
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import LayerSpec
 

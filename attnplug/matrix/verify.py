@@ -8,7 +8,7 @@ import re
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from attnplug.matrix.layers import spec_of
+from attnplug.matrix.axes import spec_of
 from attnplug.matrix.model import Cell, Finding, Run, Status
 from attnplug.testing.design.compiling import compile_key, most_adding
 from attnplug.testing.isolation.listing import Listing, ListingFailure, SuiteRequest, list_checks, versions
