@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from attnplug.cli.arguments import jobs_option, memory_option, timeout_option
 from attnplug.cli.output import error
 from attnplug.core.errors import PolicyError
-
-if TYPE_CHECKING:
-    from attnplug.cli.conformance_report import Report
-    from attnplug.testing.isolation.listing import Listing
-    from attnplug.testing.isolation.results import Result
-    from attnplug.testing.isolation.run import Limits
 
 _MODULES = {"pytest": "pytest", "xdist": "pytest-xdist", "pytest_timeout": "pytest-timeout"}
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
@@ -73,7 +66,7 @@ def conformance(
     from attnplug.testing.conformance.selection import Shard, matching
     from attnplug.testing.isolation.listing import ListingFailure, SuiteRequest, list_checks
     from attnplug.testing.isolation.results import SavedResults
-    from attnplug.testing.isolation.run import Limits
+    from attnplug.testing.isolation.run import Limits, run_checks
 
     if level not in ("smoke", "full"):
         raise PolicyError("--level", level, "must be smoke or full")
@@ -103,29 +96,17 @@ def conformance(
     limits = Limits.here(listing.device_type, len(rest), timeout, jobs, memory_bytes)
     report.begin(listing, rest, earlier, limits, part)
     report.save_to(saved, rest)
-    problem = _run(listing, rest, limits, report, list(earlier.values()), junit)
-    report.end(rest, problem)
-    raise typer.Exit(_FAILED if report.failed or problem else 0)
-
-
-def _run(
-    listing: Listing,
-    ids: Sequence[str],
-    limits: Limits,
-    report: Report,
-    earlier: Sequence[Result],
-    junit: Path | None,
-) -> str | None:
-    from attnplug.testing.isolation.run import run_checks
-
-    if not ids and junit is None:
-        return None
+    problem = None
     try:
-        with report.bar():
-            return run_checks(listing, ids, limits, report, earlier=earlier, junit=junit)
+        if rest or junit is not None:
+            with report.bar():
+                before = list(earlier.values())
+                problem = run_checks(listing, rest, limits, report, earlier=before, junit=junit)
     except KeyboardInterrupt:
         report.interrupted()
         raise typer.Exit(_INTERRUPTED) from None
+    report.end(rest, problem)
+    raise typer.Exit(_FAILED if report.failed or problem else 0)
 
 
 def require_the_extra(what: str = "conformance") -> None:

@@ -14,16 +14,7 @@ from attnplug.matrix.model import Cell, Matrix, Run
 from attnplug.matrix.summary import CLAIMED, STRONGEST_FIRST, summarise
 from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, Value, in_order, value_in_words
 
-_SCRIPTS = (
-    "data.js",
-    "state.js",
-    "elements.js",
-    "filters.js",
-    "overview.js",
-    "cells.js",
-    "detail.js",
-    "main.js",
-)
+_SCRIPTS = ("data", "state", "elements", "filters", "overview", "cells", "detail", "main")
 _STATUSES = tuple(MEANINGS)
 
 
@@ -34,7 +25,7 @@ def render_html(matrix: Matrix, *, title: str = "Compatibility matrix") -> str:
     Names and reasons reach the document as text only.
     """
     style = _part("matrix.css")
-    script = "\n".join(_part(name) for name in _SCRIPTS)
+    script = "\n".join(_part(f"{name}.js") for name in _SCRIPTS)
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}"
     values = {
         "policy": html.escape(f"{policy}; base-uri 'none'; form-action 'none'"),
@@ -89,12 +80,7 @@ def page_data(matrix: Matrix) -> dict[str, Any]:
             for axis, name in AXIS_NAMES.items()
         ],
         "statuses": [
-            {
-                "word": str(status),
-                "mark": MARKS[status],
-                "meaning": meaning,
-                "claimed": status in CLAIMED,
-            }
+            {"word": str(status), "mark": MARKS[status], "meaning": meaning, "claimed": status in CLAIMED}
             for status, meaning in MEANINGS.items()
         ],
         "strongest": [_STATUSES.index(status) for status in STRONGEST_FIRST],

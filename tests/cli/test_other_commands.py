@@ -22,6 +22,12 @@ def test_help_fits_80_columns(run, command):
     assert max(map(len, outcome.out.splitlines())) <= 80
 
 
+def test_the_help_of_explain_names_defaults_that_depend_on_the_layer(run):
+    words = " ".join(run("explain", "--help").out.replace("│", " ").split())
+    assert "[default: as num-heads]" in words
+    assert "[default: causal for a decoder]" in words
+
+
 def test_the_version_is_printed(run):
     assert run("--version").out.startswith("attnplug 0.")
 
