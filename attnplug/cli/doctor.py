@@ -162,7 +162,7 @@ def _import_findings(wanted: Sequence[str], timeout: float) -> list[Finding]:
             loaded = sorted({name for probe in probes for name in probe.facts.get("backends", {})})
             limit = f"is not a loaded backend; loaded are {', '.join(loaded)}"
             raise UnknownBackendError("BACKEND", wanted[0], limit)
-        done = pool.map(lambda pair: _probe(*pair, timeout), pairs)
+        done = pool.map(lambda pair: _probe(pair[0], pair[1], timeout), pairs)
         for (plugin, name), probe in zip(pairs, done, strict=True):
             findings.append(_backend_finding(f"{name} ({plugin})", probe))
     return findings

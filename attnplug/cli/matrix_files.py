@@ -23,13 +23,7 @@ _SHOWN = 200
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outputs:
-    """The files to write; None leaves one out.
-
-    Args:
-        json: the data.
-        html: a page.
-        markdown: tables.
-    """
+    """The files to write; None leaves one out."""
 
     json: Path | None = None
     html: Path | None = None

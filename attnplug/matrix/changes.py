@@ -41,16 +41,10 @@ class Kind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
-    """One cell that changed.
+    """A cell, by its id, that changed.
 
-    Args:
-        backend: its name.
-        device: its name.
-        cell: the cell's id.
-        kind: of the change.
-        old: the status before; None for a new cell.
-        new: the status now; None for a cell that is gone.
-        why: the reasons or the evidence now.
+    The status before, `old`, is None for a new cell; that now, `new`, is None for a cell that is gone. `why` has
+    the reasons or the evidence now.
     """
 
     backend: str

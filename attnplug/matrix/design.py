@@ -74,13 +74,7 @@ def answers(backend: type[AttentionBackend], device: Device) -> dict[Cell, tuple
 
 
 class _CellSearch(Search):
-    """Asks one backend on one device about cells.
-
-    Args:
-        backend: the class. The libraries that it requires count as installed.
-        device: that its layers are validated for.
-        axes: the values to pair, from `axes_of`.
-    """
+    """Asks one backend on one device about cells; the libraries that the backend requires count as installed."""
 
     order = ("block_size", "head_size", "dtype", "kv_cache_dtype", "phase", "feature", "layout")
     joined = ("block_size", "head_size", "dtype", "kv_cache_dtype", "feature")
