@@ -20,7 +20,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnplug.cli.words import features_in_words
+from attnplug.cli.output import features_in_words
 from attnplug.core import AttentionType, LayerSpec, Phase
 from attnplug.core.reasons import Reason
 from attnplug.planning import agree_on_pages, choose_backends

@@ -1,4 +1,4 @@
-"""The command line: one file per command, and no logic beyond printing."""
+"""The command line: the commands and their output, without other logic."""
 
 from __future__ import annotations
 

@@ -11,12 +11,11 @@ import typer
 from attnplug.cli.conformance import conformance
 from attnplug.cli.doctor import doctor
 from attnplug.cli.explain import explain
-from attnplug.cli.list import list_backends
+from attnplug.cli.list import list_backends, show
 from attnplug.cli.matrix import matrix_app
 from attnplug.cli.new_backend import new_backend
 from attnplug.cli.output import error
 from attnplug.cli.select import select
-from attnplug.cli.show import show
 from attnplug.core.errors import (
     AttnplugError,
     LayoutError,

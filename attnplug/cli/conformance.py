@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,58 +13,34 @@ from attnplug.cli.arguments import jobs_option, memory_option, timeout_option
 from attnplug.cli.output import error
 from attnplug.core.errors import PolicyError
 
-if TYPE_CHECKING:
-    from attnplug.cli.conformance_report import Report
-    from attnplug.testing.isolation.listing import Listing
-    from attnplug.testing.isolation.results import Result
-    from attnplug.testing.isolation.run import Limits
-
 _MODULES = {"pytest": "pytest", "xdist": "pytest-xdist", "pytest_timeout": "pytest-timeout"}
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _LISTING_SECONDS = 300.0
-_CHOICE, _LIMITS = "Which checks", "Limits"
+_LIMITS = "Limits"
+_which = functools.partial(typer.Option, rich_help_panel="Which checks")
 
 
 def conformance(
     backend: Annotated[
         str, typer.Argument(metavar="NAME", help="A backend of attnplug list, or NAME@DISTRIBUTION.")
     ],
-    level: Annotated[
-        str,
-        typer.Option(metavar="smoke|full", help="Number of combinations to try.", rich_help_panel=_CHOICE),
-    ] = "smoke",
+    level: Annotated[str, _which(metavar="smoke|full", help="Number of combinations to try.")] = "smoke",
     device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DEVICE", help="cpu, cuda:1, ... \\[default: the current one]", rich_help_panel=_CHOICE
-        ),
+        str | None, _which(metavar="DEVICE", help="cpu, cuda:1, ... \\[default: the current one]")
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            help="Only checks whose id matches, such as 'correct/*'; may be repeated.",
-            rich_help_panel=_CHOICE,
-        ),
+        _which(metavar="PATTERN", help="Only checks whose id matches, such as 'correct/*'; may be repeated."),
     ] = None,
-    shard: Annotated[
-        str | None,
-        typer.Option(metavar="I/N", help="Only the I-th of N disjoint parts.", rich_help_panel=_CHOICE),
-    ] = None,
+    shard: Annotated[str | None, _which(metavar="I/N", help="Only the I-th of N disjoint parts.")] = None,
     resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Continue an interrupted run: passed checks are not run again.",
-            rich_help_panel=_CHOICE,
-        ),
+        bool, _which("--resume", help="Continue an interrupted run: passed checks are not run again.")
     ] = False,
     known_failures: Annotated[
         Path | None,
-        typer.Option(
+        _which(
             metavar="FILE",
             help="TOML: a table \\[known_failures] of id or pattern = reason. These must fail.",
-            rich_help_panel=_CHOICE,
         ),
     ] = None,
     timeout: Annotated[float, timeout_option(_LIMITS, "Time limit of a check.")] = 120.0,
@@ -90,7 +66,7 @@ def conformance(
     from attnplug.testing.conformance.selection import Shard, matching
     from attnplug.testing.isolation.listing import ListingFailure, SuiteRequest, list_checks
     from attnplug.testing.isolation.results import SavedResults
-    from attnplug.testing.isolation.run import Limits
+    from attnplug.testing.isolation.run import Limits, run_checks
 
     if level not in ("smoke", "full"):
         raise PolicyError("--level", level, "must be smoke or full")
@@ -120,29 +96,17 @@ def conformance(
     limits = Limits.here(listing.device_type, len(rest), timeout, jobs, memory_bytes)
     report.begin(listing, rest, earlier, limits, part)
     report.save_to(saved, rest)
-    problem = _run(listing, rest, limits, report, list(earlier.values()), junit)
-    report.end(rest, problem)
-    raise typer.Exit(_FAILED if report.failed or problem else 0)
-
-
-def _run(
-    listing: Listing,
-    ids: Sequence[str],
-    limits: Limits,
-    report: Report,
-    earlier: Sequence[Result],
-    junit: Path | None,
-) -> str | None:
-    from attnplug.testing.isolation.run import run_checks
-
-    if not ids and junit is None:
-        return None
+    problem = None
     try:
-        with report.running():
-            return run_checks(listing, ids, limits, report, earlier=earlier, junit=junit)
+        if rest or junit is not None:
+            with report.bar():
+                before = list(earlier.values())
+                problem = run_checks(listing, rest, limits, report, earlier=before, junit=junit)
     except KeyboardInterrupt:
         report.interrupted()
         raise typer.Exit(_INTERRUPTED) from None
+    report.end(rest, problem)
+    raise typer.Exit(_FAILED if report.failed or problem else 0)
 
 
 def require_the_extra(what: str = "conformance") -> None:

@@ -199,8 +199,7 @@ def _probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
     """Load a plugin in a child process, or import a backend of it; without a plugin, query the device."""
     with tempfile.TemporaryDirectory(prefix="attnplug-doctor-") as folder:
         report, log = Path(folder, "report"), Path(folder, "log")
-        command = [sys.executable, "-m", "attnplug.cli.probe", str(report)]
-        command += [each for each in (plugin, backend) if each is not None]
+        command = [sys.executable, "-m", "attnplug.cli.probe", str(report), *filter(None, (plugin, backend))]
         # A file, not a pipe: a grandchild that outlives its parent would keep a pipe open.
         with log.open("wb") as output:
             child = subprocess.Popen(  # noqa: S603  (our own interpreter on our own module)
@@ -215,10 +214,9 @@ def _probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
             except subprocess.TimeoutExpired:
                 code = None
                 _kill(child)
-        lines = report.read_text().splitlines() if report.exists() else []
         facts: dict[str, Any] = {}
-        for line in lines:
-            facts.update(json.loads(line))
+        for line in report.read_text().splitlines() if report.exists() else ():
+            facts |= json.loads(line)
         output_lines = log.read_text(errors="replace").strip().splitlines()
     if code == 0 and facts.get("step") in ("done", f"loaded {plugin}"):
         return Probe(facts, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -25,30 +26,20 @@ from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.spec import AttentionType, LayerSpec
 
-_LAYER = "The layer"
+_layer = functools.partial(typer.Option, rich_help_panel="The layer")
 
 
 def explain(
-    num_heads: Annotated[int, typer.Option(help="Query heads.", rich_help_panel=_LAYER)] = 32,
-    num_kv_heads: Annotated[
-        int | None, typer.Option(help="Key and value heads [default: as num-heads].", rich_help_panel=_LAYER)
-    ] = None,
-    head_size: Annotated[int, typer.Option(help="Elements per head.", rich_help_panel=_LAYER)] = 128,
-    dtype: Annotated[
-        str, typer.Option(help="float16, bfloat16 or float32.", rich_help_panel=_LAYER)
-    ] = "bfloat16",
+    num_heads: Annotated[int, _layer(help="Query heads.")] = 32,
+    num_kv_heads: Annotated[int | None, _layer(help="Key and value heads \\[default: as num-heads].")] = None,
+    head_size: Annotated[int, _layer(help="Elements per head.")] = 128,
+    dtype: Annotated[str, _layer(help="float16, bfloat16 or float32.")] = "bfloat16",
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = None,
-    attn_type: Annotated[
-        AttentionType, typer.Option(help="Who attends whom.", rich_help_panel=_LAYER)
-    ] = AttentionType.DECODER,
-    causal: Annotated[
-        bool | None, typer.Option(help="[default: causal for a decoder]", rich_help_panel=_LAYER)
-    ] = None,
-    scale: Annotated[float | None, typer.Option(help="Softmax scale.", rich_help_panel=_LAYER)] = None,
-    sliding_window: Annotated[
-        int | None, typer.Option(help="Keys seen, the query's own included.", rich_help_panel=_LAYER)
-    ] = None,
+    attn_type: Annotated[AttentionType, _layer(help="Who attends whom.")] = AttentionType.DECODER,
+    causal: Annotated[bool | None, _layer(help="\\[default: causal for a decoder]")] = None,
+    scale: Annotated[float | None, _layer(help="Softmax scale.")] = None,
+    sliding_window: Annotated[int | None, _layer(help="Keys seen, the query's own included.")] = None,
     device: DeviceText = "current",
     phase: PhaseChoice = None,
     backend: BackendRules = None,
@@ -99,7 +90,7 @@ def _option(flag: Feature) -> inspect.Parameter:
     """The option of a feature, as typer reads it from a signature."""
     row = flag.ask
     kind = str if row.parse else type(row.values[0])
-    option = typer.Option(row.option, metavar=row.metavar, help=row.help, rich_help_panel=_LAYER)
+    option = _layer(row.option, metavar=row.metavar, help=row.help)
     default, hint = (False, bool) if kind is bool else (None, kind | None)
     return inspect.Parameter(
         row.field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option]

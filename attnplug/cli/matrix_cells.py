@@ -63,13 +63,9 @@ def pairs_of(backends: Sequence[str] | None, devices: Sequence[str] | None, *, v
 def declared_cells(
     pairs: Sequence[Pair], features: Sequence[str], only: Sequence[str], commit: str | None
 ) -> list[Run]:
-    """The chosen cells of each backend, declared or refused.
+    """The cells of each backend with one of `features` and an id that matches a pattern of `only`; empty for all.
 
-    Args:
-        pairs: backends with devices.
-        features: chooses cells by feature; empty for all.
-        only: chooses cells by patterns of their ids; empty for all.
-        commit: of the results; None for that of attnplug's checkout.
+    They are declared or refused. `commit` is that of the results; None for that of attnplug's checkout.
 
     Raises:
         PolicyError: a feature is unknown, or a pattern matches no cell.

@@ -6,15 +6,16 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from attnplug.cli.output import console
 from attnplug.core.errors import PolicyError
-
-if TYPE_CHECKING:
-    from attnplug.matrix.model import Matrix
+from attnplug.matrix import merging
+from attnplug.matrix.changes import changes
+from attnplug.matrix.model import Matrix, Status
+from attnplug.matrix.results import read_matrix, write_file, write_matrix
 
 _LOST = _REFUTED = 4
 _SHOWN = 200
@@ -22,13 +23,7 @@ _SHOWN = 200
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outputs:
-    """The files to write; None leaves one out.
-
-    Args:
-        json: the data.
-        html: a page.
-        markdown: tables.
-    """
+    """The files to write; None leaves one out."""
 
     json: Path | None = None
     html: Path | None = None
@@ -37,8 +32,10 @@ class Outputs:
     def check(self, json_option: str = "--json") -> None:
         """Make the folders of the files; PolicyError names a file that cannot be written, before a long run."""
         options = {json_option: self.json, "--html": self.html, "--markdown": self.markdown}
-        given = {name: path for name, path in options.items() if path is not None}
-        for name, path in given.items():
+        names: dict[Path, str] = {}
+        for name, path in options.items():
+            if path is None:
+                continue
             if path.is_dir():
                 raise PolicyError(name, str(path), "is a folder", "name a file in it")
             try:
@@ -46,24 +43,18 @@ class Outputs:
             except OSError as problem:
                 why = f"is in a folder that cannot be made: {problem.strerror or problem}"
                 raise PolicyError(name, str(path), why) from None
-        names = list(given)
-        for index, (name, path) in enumerate(given.items()):
-            for other in names[:index]:
-                if given[other].resolve() == path.resolve():
-                    raise PolicyError(name, str(path), f"is the file of {other} too", "name two files")
+            other = names.setdefault(path.resolve(), name)
+            if other != name:
+                raise PolicyError(name, str(path), f"is the file of {other} too", "name two files")
 
     def write_json(self, matrix: Matrix) -> None:
         """Write the data."""
         if self.json is not None:
-            from attnplug.matrix.results import write_matrix
-
             write_matrix(matrix, self.json)
 
     def write(self, matrix: Matrix) -> None:
         """Write all files; MatrixFileError names one that cannot be written."""
         self.write_json(matrix)
-        from attnplug.matrix.results import write_file
-
         if self.html is not None:
             from attnplug.matrix.html import render_html
 
@@ -103,17 +94,12 @@ def merge(
 
     Exit codes: 0 joined, 4 joined and a claim is refuted, 2 a file cannot be read.
     """
-    from attnplug.matrix.merging import merge as join
-    from attnplug.matrix.merging import with_name
-    from attnplug.matrix.model import Status
-    from attnplug.matrix.results import read_matrix
-
     outputs = Outputs(output, html, markdown)
     outputs.check("--output")
     read = [read_matrix(path) for path in files]
     if by_file:
-        read = [with_name(each, name) for each, name in zip(read, _names(files), strict=True)]
-    found = join(read, _say)
+        read = [merging.with_name(each, name) for each, name in zip(read, _names(files), strict=True)]
+    found = merging.merge(read, _say)
     outputs.write(found)
     if outputs == Outputs():
         show(found)
@@ -137,18 +123,14 @@ def diff(
 
     Exit codes: 0 nothing was lost, 4 a claim is refuted, no longer made, or its cell vanished, 2 a file cannot be read.
     """
-    from attnplug.matrix.changes import changes
-    from attnplug.matrix.results import read_matrix
-
     found = changes(read_matrix(old), read_matrix(new))
     counts = Counter(change.kind for change in found)
-    shown: Counter[str] = Counter()
-    for change in found:
-        shown[change.kind] += 1
-        if show_all or shown[change.kind] <= _SHOWN:
+    for kind, number in counts.items():
+        most = number if show_all else _SHOWN
+        for change in [each for each in found if each.kind is kind][:most]:
             typer.echo(str(change))
-        elif shown[change.kind] == _SHOWN + 1:
-            typer.echo(f"... and {counts[change.kind] - _SHOWN} more {change.kind}; --all shows them")
+        if number > most:
+            typer.echo(f"... and {number - most} more {kind}; --all shows them")
     typer.echo(", ".join(f"{number} {kind}" for kind, number in counts.items()) or "nothing changed")
     if any(kind.is_loss for kind in counts):
         raise typer.Exit(_LOST)

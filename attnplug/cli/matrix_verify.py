@@ -6,16 +6,19 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from attnplug.cli.matrix_files import Outputs, show
-from attnplug.cli.matrix_report import MatrixReport
 from attnplug.cli.output import error
+from attnplug.cli.run_report import CAUSE_LINES, RunReport, counted, counts_in_words
 from attnplug.core.errors import MatrixFileError
 from attnplug.matrix.model import Matrix, Run, Status
 from attnplug.matrix.verify import Extent, Verification
+from attnplug.testing.isolation.results import Result
+from attnplug.testing.isolation.run import Limits
 
 if TYPE_CHECKING:
     from attnplug.cli.matrix_cells import Pair
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 _FAILED, _REFUTED, _INTERRUPTED = 1, 4, 130
 _SAME_SIGNAL_SECONDS = 1.0
 """Several signals within this time count as one."""
+_SECONDS = 30.0
+"""Seconds between two saves, and without a bar between two lines of progress."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,10 +74,73 @@ def run_cells(
     return _INTERRUPTED if interrupted else _REFUTED if refuted else 0, cannot
 
 
+class MatrixReport(RunReport):
+    """Prints the runs of one backend after another.
+
+    Args:
+        verbose: print every cell.
+        save: writes the results so far; called every 30 seconds.
+    """
+
+    def __init__(self, verbose: bool, save: Callable[[], None]) -> None:
+        super().__init__(verbose)
+        self._save = save
+        self._status_of: Callable[[Result], Status] = lambda result: Status.NOT_RUN
+        self._told = self._saved = self._start
+
+    @contextlib.contextmanager
+    def running(self, what: str, verification: Verification, limits: Limits) -> Iterator[None]:
+        """Print the number of cells and workers, then show progress during the run."""
+        self._status_of = verification.status_of
+        self._verdicts = {each: self._status_of(result) for each, result in verification.results.items()}
+        self._under_way = {}
+        self._total = len(verification.ids)
+        self._start = self._told = time.monotonic()
+        parts = [counted(self._total, "cell"), counted(limits.jobs, "worker")]
+        parts += [counted(verification.compile_keys, "compile key")] if verification.compile_keys else []
+        parts += [f"{len(self._verdicts)} kept from the run before"] if self._verdicts else []
+        self.say(f"{what}: {', '.join(parts)}")
+        with self.bar():
+            yield
+
+    def finished(self, result: Result) -> None:
+        """A cell ended."""
+        status = self._verdicts[result.id] = self._status_of(result)
+        self._under_way.pop(result.id, None)
+        if self._verbose or status is Status.REFUTED:
+            style = "red" if status is Status.REFUTED else None
+            self._say_verdict(status, 9, result.id, result.seconds, style)
+            # The tables that follow have the whole evidence.
+            for line in result.cause.splitlines()[:CAUSE_LINES] if self._verbose else ():
+                self.say(f"          {line}")
+        self._tell_how_far()
+        if time.monotonic() - self._saved > _SECONDS:
+            self._save()
+            self._saved = time.monotonic()
+
+    def end(self, what: str, run: Run, problem: str | None = None) -> None:
+        """Sum up one backend."""
+        words = counts_in_words(Counter(finding.status for finding in run.findings)) or "no cells"
+        self.say(f"{what}: {words} in {time.monotonic() - self._start:.0f} s")
+        not_run = [each for each in run.findings if each.status is Status.NOT_RUN and each.why]
+        why = Counter(finding.why[0] for finding in not_run)
+        for text, number in why.most_common(CAUSE_LINES):
+            self.say(f"  {number} not run: {text.splitlines()[0]}")
+        if len(why) > CAUSE_LINES:
+            self.say(f"  ... and {counted(len(why) - CAUSE_LINES, 'other reason')}")
+        if problem:
+            self.say(f"the run stopped:\n{problem}")
+
+    def _tell_how_far(self) -> None:
+        """Move the bar; without one, print a line every 30 seconds."""
+        super()._tell_how_far()
+        if not self._live and time.monotonic() - self._told > _SECONDS:
+            self._told = time.monotonic()
+            self.say(f"  {len(self._verdicts)} of {self._total}: {self._counts()}")
+
+
 def _run_one(pair: Pair, verification: Verification, options: RunOptions, report: MatrixReport) -> str | None:
     """Run the cells of one backend; gives the reason if some could not be run."""
-    from attnplug.testing.isolation.run import Limits
-
     if not verification.ids:
         report.end(str(pair), verification.outcome())
         return None

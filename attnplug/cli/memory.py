@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from attnplug.cli.output import console, table
-from attnplug.cli.words import layers_in_words
+from attnplug.cli.output import console, layers_in_words, table
 
 if TYPE_CHECKING:
     from attnplug.registry.decision import Decision

@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 import tempfile
+from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -141,20 +142,17 @@ def _rendered(names: PackageNames) -> dict[str, str]:
     """The text of each file of the package, by relative path."""
     known = dataclasses.asdict(names)
     known["attnplug_version"] = Version(version("attnplug")).public
-    found = _templates(files("attnplug") / "templates" / "backend", PurePosixPath())
     rendered = {}
-    for place, template in found.items():
+    for place, template in _templates(files("attnplug") / "templates" / "backend", PurePosixPath()):
         parts = [names.package if part == "package" else part for part in place.parts]
         file = PurePosixPath(*parts).as_posix().removesuffix(_SUFFIX)
         rendered[file] = Template(template.read_text(encoding="utf-8")).substitute(known)
     return rendered
 
 
-def _templates(folder: Traversable, place: PurePosixPath) -> dict[PurePosixPath, Traversable]:
-    found: dict[PurePosixPath, Traversable] = {}
+def _templates(folder: Traversable, place: PurePosixPath) -> Iterator[tuple[PurePosixPath, Traversable]]:
     for entry in folder.iterdir():
         if entry.is_dir():
-            found |= _templates(entry, place / entry.name)
+            yield from _templates(entry, place / entry.name)
         elif entry.name.endswith(_SUFFIX):
-            found[place / entry.name] = entry
-    return found
+            yield place / entry.name, entry

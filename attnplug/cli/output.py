@@ -1,17 +1,18 @@
-"""Output of the commands: tables, progress, JSON and errors, readable at 80 columns and without colour."""
+"""Output of the commands: tables, layers in few words, JSON and errors, readable at 80 columns without colour."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
+from attnplug.core.features import Feature
+from attnplug.core.spec import AttentionType, LayerSpec
 
 
 def console() -> Console:
@@ -40,25 +41,36 @@ def error(problem: object, code: int) -> int:
     return code
 
 
-def progress_bar(out: Console) -> Progress:
-    """A bar that disappears when done; its tasks have the fields `counts` and `current`."""
-    # Imported here because commands without workers need no bar.
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.table import Column
+def features_in_words(spec: LayerSpec) -> str:
+    """What a layer asks for beyond sizes, as "sliding 1024, sinks"; "full" where there is nothing."""
+    asked = spec.required_features()
+    if spec.attn_type is not AttentionType.DECODER:
+        # Encoders and cross attention are non-causal by nature, encoders keep no cache.
+        asked &= ~Feature.NON_CAUSAL & ~Feature.DIRECT_KV
+    words = [flag.shown(spec) for flag in asked]
+    masks = Feature.SLIDING_WINDOW | Feature.CHUNKED_LOCAL | Feature.CROSS | Feature.ENCODER
+    return ", ".join(words if asked & masks or spec.mla else ["full", *words])
 
-    return Progress(
-        BarColumn(24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[counts]}"),
-        TextColumn(
-            "{task.fields[current]}",
-            style="dim",
-            markup=False,
-            table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
-        ),
-        console=out,
-        transient=True,
-        expand=True,
-        redirect_stdout=False,
-    )
+
+def layers_in_words(names: Sequence[str], limit: int = 4) -> str:
+    """Layer names by their numbers, as "0-4, 6-10, 12-16, ..."; a lone name as it stands."""
+    numbers = indices(names)
+    if numbers is None:
+        return names[0] if len(names) == 1 else f"{names[0]}, ..."
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    parts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(parts[:limit]) + (", ..." if len(parts) > limit else "")
+
+
+def indices(names: Iterable[str]) -> list[int] | None:
+    """The one number in each name, where all have exactly one and none comes twice."""
+    found = [re.findall(r"(?<![^.])\d+(?![^.])", name) for name in names]
+    if any(len(numbers) != 1 for numbers in found):
+        return None
+    values = [int(numbers[0]) for numbers in found]
+    return sorted(values) if len(set(values)) == len(values) else None

@@ -22,8 +22,7 @@ from attnplug.cli.arguments import (
     assumed,
 )
 from attnplug.cli.memory import budget_for, print_budget
-from attnplug.cli.output import console, print_json, table
-from attnplug.cli.words import features_in_words, layers_in_words
+from attnplug.cli.output import console, features_in_words, layers_in_words, print_json, table
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import LayerSpec
 
@@ -144,19 +143,14 @@ def _print(
         first = members[0]
         if why or not first:
             alone = by_phase[str(first.layer_name)].values() if by_phase else ()
+            layers = layers_in_words([str(member.layer_name) for member in members])
             for decision in (first, *alone):
-                _print_why(decision, members)
+                phase = f", {decision.phase}" if decision.phase else ""
+                out.print(f"\nlayers {layers} ({features_in_words(decision.spec)}{phase}):")
+                out.print(decision.table())
     if not all(decisions):
         lacking = sum(not decision for decision in decisions)
         out.print(f"\nNo backend for {lacking} of {len(decisions)} layers.")
-
-
-def _print_why(decision: Decision, members: Sequence[Decision]) -> None:
-    out = console()
-    layers = layers_in_words([str(member.layer_name) for member in members])
-    phase = f", {decision.phase}" if decision.phase else ""
-    out.print(f"\nlayers {layers} ({features_in_words(decision.spec)}{phase}):")
-    out.print(decision.table())
 
 
 def _groups(decisions: Iterable[Decision]) -> list[list[Decision]]:
@@ -199,7 +193,6 @@ def _print_rest(model: ModelSpec) -> None:
     for kind, count in Counter(model.other_layers.values()).items():
         names = [name for name, its in model.other_layers.items() if its == kind]
         out.print(f"not attention: {count} x {kind} ({layers_in_words(names)})")
-    sharing: Mapping[str, str] = model.kv_sharing
-    if sharing:
-        targets = layers_in_words(sorted(set(sharing.values())))
-        out.print(f"KV shared: layers {layers_in_words(list(sharing))} read the cache of {targets}")
+    if model.kv_sharing:
+        targets = layers_in_words(sorted(set(model.kv_sharing.values())))
+        out.print(f"KV shared: layers {layers_in_words(list(model.kv_sharing))} read the cache of {targets}")

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.matrix.axes import spec_of
 from attnplug.matrix.design import design
-from attnplug.matrix.layers import spec_of
 from attnplug.matrix.model import Cell
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.testing.conformance.cases import Case

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from attnplug.matrix.model import Finding, Matrix, Run, Status
 
@@ -41,16 +41,10 @@ class Kind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
-    """One cell that changed.
+    """A cell, by its id, that changed.
 
-    Args:
-        backend: its name.
-        device: its name.
-        cell: the cell's id.
-        kind: of the change.
-        old: the status before; None for a new cell.
-        new: the status now; None for a cell that is gone.
-        why: the reasons or the evidence now.
+    The status before, `old`, is None for a new cell; that now, `new`, is None for a cell that is gone. `why` has
+    the reasons or the evidence now.
     """
 
     backend: str
@@ -81,17 +75,13 @@ def changes(old: Matrix, new: Matrix) -> list[Change]:
 
 
 def _of_run(key: tuple[str, str], old: Run | None, new: Run | None) -> Iterator[Change]:
-    before, after = _cells(old), _cells(new)
+    before, after = ({each.cell.id: each for each in (run.findings if run else ())} for run in (old, new))
     for cell in dict.fromkeys([*before, *after]):
         was, now = before.get(cell), after.get(cell)
         kind = _kind(was, now)
         if kind is not None:
             then, today = (None if each is None else each.status for each in (was, now))
             yield Change(*key, cell, kind, then, today, now.why if now else ())
-
-
-def _cells(run: Run | None) -> Mapping[str, Finding]:
-    return {} if run is None else {finding.cell.id: finding for finding in run.findings}
 
 
 def _kind(was: Finding | None, now: Finding | None) -> Kind | None:

@@ -31,11 +31,8 @@ def declare(backend: Offer | type[AttentionBackend], device: DeviceLike) -> Run:
         SpecError: the text names no device.
     """
     where = resolve_device(device)
-    if isinstance(backend, Offer):
-        offer: Offer | None = backend
-        backend_cls = backend.backend
-    else:
-        offer, backend_cls = None, backend
+    offer = backend if isinstance(backend, Offer) else None
+    backend_cls = backend.backend if isinstance(backend, Offer) else backend
     return Run(
         backend=offer.name if offer else backend_cls.get_name(),
         distribution=offer.distribution if offer else None,

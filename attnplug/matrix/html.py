@@ -6,21 +6,16 @@ import base64
 import hashlib
 import html
 import json
+from collections.abc import Mapping, Sequence
 from importlib import resources
+from typing import Any
 
-from attnplug.matrix.model import Matrix
-from attnplug.matrix.page_data import page_data
+from attnplug.matrix.model import Cell, Matrix, Run
+from attnplug.matrix.summary import CLAIMED, STRONGEST_FIRST, summarise
+from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, Value, in_order, value_in_words
 
-_SCRIPTS = (
-    "data.js",
-    "state.js",
-    "elements.js",
-    "filters.js",
-    "overview.js",
-    "cells.js",
-    "detail.js",
-    "main.js",
-)
+_SCRIPTS = ("data", "state", "elements", "filters", "overview", "cells", "detail", "main")
+_STATUSES = tuple(MEANINGS)
 
 
 def render_html(matrix: Matrix, *, title: str = "Compatibility matrix") -> str:
@@ -30,7 +25,7 @@ def render_html(matrix: Matrix, *, title: str = "Compatibility matrix") -> str:
     Names and reasons reach the document as text only.
     """
     style = _part("matrix.css")
-    script = "\n".join(_part(name) for name in _SCRIPTS)
+    script = "\n".join(_part(f"{name}.js") for name in _SCRIPTS)
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}"
     values = {
         "policy": html.escape(f"{policy}; base-uri 'none'; form-action 'none'"),
@@ -59,3 +54,92 @@ def _json(data: object) -> str:
     for each in "<>&\u2028\u2029":
         text = text.replace(each, f"\\u{ord(each):04x}")
     return text
+
+
+def page_data(matrix: Matrix) -> dict[str, Any]:
+    """The matrix as plain JSON values.
+
+    `cells` has one number for each axis of each cell of any run. Each entry of a run's `findings` is three
+    numbers: a cell, its status, and an index into `whys`, whose entries are indices into `reasons`. Each entry
+    of a run's `limits` is five numbers: an axis and its value, another and its value, and an index into `whys`.
+    """
+    values = {
+        axis: in_order(axis, {getattr(finding.cell, axis) for run in matrix.runs for finding in run.findings})
+        for axis in AXIS_NAMES
+    }
+    numbers = _Numbers(values)
+    runs = [numbers.run(run) for run in matrix.runs]
+    return {
+        "axes": [
+            {
+                "field": axis,
+                "name": name,
+                "values": values[axis],
+                "words": [value_in_words(axis, value) for value in values[axis]],
+            }
+            for axis, name in AXIS_NAMES.items()
+        ],
+        "statuses": [
+            {"word": str(status), "mark": MARKS[status], "meaning": meaning, "claimed": status in CLAIMED}
+            for status, meaning in MEANINGS.items()
+        ],
+        "strongest": [_STATUSES.index(status) for status in STRONGEST_FIRST],
+        "cells": [number for cell in numbers.cells for number in numbers.of_cell(cell)],
+        "reasons": list(numbers.reasons),
+        "whys": list(numbers.whys),
+        "runs": runs,
+    }
+
+
+class _Numbers:
+    """Numbers cells, reasons and lists of reasons in order of first use."""
+
+    def __init__(self, values: Mapping[str, Sequence[Value]]) -> None:
+        self.cells: dict[Cell, int] = {}
+        self.reasons: dict[str, int] = {}
+        self.whys: dict[tuple[int, ...], int] = {}
+        self._axes = tuple(values)
+        self._values = [{value: number for number, value in enumerate(each)} for each in values.values()]
+
+    def of_cell(self, cell: Cell) -> list[int]:
+        numbered = zip(self._axes, self._values, strict=True)
+        return [numbers[getattr(cell, axis)] for axis, numbers in numbered]
+
+    def why(self, why: tuple[str, ...]) -> int:
+        reasons = tuple(self.reasons.setdefault(reason, len(self.reasons)) for reason in why)
+        return self.whys.setdefault(reasons, len(self.whys))
+
+    def run(self, run: Run) -> dict[str, Any]:
+        findings = [
+            number
+            for finding in run.findings
+            for number in (
+                self.cells.setdefault(finding.cell, len(self.cells)),
+                _STATUSES.index(finding.status),
+                self.why(finding.why),
+            )
+        ]
+        return {
+            "backend": run.backend,
+            "source": f"{run.distribution or '-'} {run.version or ''}".strip(),
+            "device": run.device,
+            "deviceName": run.device_name,
+            "versions": dict(run.versions),
+            "date": run.date,
+            "commit": run.commit,
+            "findings": findings,
+            "limits": self._limits(run),
+        }
+
+    def _limits(self, run: Run) -> list[int]:
+        found = []
+        for axis, answers in summarise(run).answers.items():
+            this = self._axes.index(axis)
+            for value, answer in answers.items():
+                for limit in answer.limits:
+                    that = self._axes.index(limit.axis)
+                    # Both values list the pair; the page needs it once.
+                    if this < that:
+                        found += [this, self._values[this][value], that, self._values[that][limit.value]]
+                        found.append(self.why(limit.why))
+        return found

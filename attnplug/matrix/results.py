@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -62,7 +63,8 @@ _CELL: dict[str, _Rule] = {
     "kv_cache_dtype": _TEXT,
     "block_size": (lambda value: value is None or _is_count(value), "a whole number above 0, or null"),
     "layout": _TEXT_OR_NULL,
-    "status": (lambda value: value in {*Status}, f"one of {', '.join(Status)}"),
+    # A list, because a set raises TypeError when it is asked for a list or an object.
+    "status": (lambda value: value in [*Status], f"one of {', '.join(Status)}"),
     "why": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of text"),
 }
 
@@ -70,12 +72,18 @@ _CELL: dict[str, _Rule] = {
 def run_to_dict(run: Run) -> dict[str, Any]:
     """The JSON object of a run, an entry of a file's `runs`."""
     about = {name: getattr(run, name) for name in _RUN if name != "cells"}
-    return {**about, "versions": dict(run.versions), "cells": [_cell_to_dict(each) for each in run.findings]}
+    cells = [
+        {**dataclasses.asdict(each.cell), "status": str(each.status), "why": list(each.why)}
+        for each in run.findings
+    ]
+    return {**about, "versions": dict(run.versions), "cells": cells}
 
 
 def write_matrix(matrix: Matrix, path: Path) -> None:
-    """Write the matrix to `path` as `write_file` does."""
-    write_file(path, _text(matrix))
+    """Write the matrix as `write_file` does, a line for each cell: the file is small, and `git diff` readable."""
+    runs = [_run_text(run_to_dict(run)) for run in matrix.runs]
+    head = f'{{\n"schema": {_line(SCHEMA)},\n"version": {VERSION},\n"runs": ['
+    write_file(path, head + ("\n" + ",\n".join(runs) + "\n" if runs else "") + "]\n}\n")
 
 
 def write_file(path: Path, text: str) -> None:
@@ -126,26 +134,21 @@ class _Reader:
             self._refuse(f"is version {data.get('version')!r:.60} of {SCHEMA}; this reads {VERSION}", remedy)
         if not isinstance(data.get("runs"), list):
             self._refuse("has no list of runs", _AGAIN)
-        runs = [self._run(run, f"runs[{index}]") for index, run in enumerate(data["runs"])]
-        keys = [run.key for run in runs]
-        for index, key in enumerate(keys):
-            if key in keys[:index]:
+        runs = tuple(self._run(run, f"runs[{index}]") for index, run in enumerate(data["runs"]))
+        for (backend, device), count in Counter(run.key for run in runs).items():
+            if count > 1:
                 remedy = "put each into a file of its own, and join them with attnplug matrix merge"
-                self._refuse(f"has two runs of {key[0]} on {key[1]}", remedy)
-        return Matrix(tuple(runs))
+                self._refuse(f"has two runs of {backend} on {device}", remedy)
+        return Matrix(runs)
 
     def _run(self, data: Any, place: str) -> Run:
         self._check(data, _RUN, place)
-        findings = [
-            self._finding(each, f"{place}.cells[{index}]") for index, each in enumerate(data["cells"])
-        ]
-        seen: set[str] = set()
-        for finding in findings:
-            if finding.cell.id in seen:
-                self._refuse(f"has two cells {finding.cell.id} in {place}", _AGAIN)
-            seen.add(finding.cell.id)
-        about = {name: data[name] for name in _RUN if name != "cells"}
-        return Run(**about, findings=tuple(findings))
+        cells = enumerate(data["cells"])
+        findings = tuple(self._finding(each, f"{place}.cells[{index}]") for index, each in cells)
+        for cell, count in Counter(finding.cell.id for finding in findings).items():
+            if count > 1:
+                self._refuse(f"has two cells {cell} in {place}", _AGAIN)
+        return Run(**{name: data[name] for name in _RUN if name != "cells"}, findings=findings)
 
     def _finding(self, data: Any, place: str) -> Finding:
         self._check(data, _CELL, place)
@@ -158,38 +161,15 @@ class _Reader:
         if not isinstance(data, dict):
             self._refuse(f"has {data!r:.60} for {place}, not an object", _AGAIN)
         if data.keys() != rules.keys():
-            missing, more = [*(rules.keys() - data.keys())], [*(data.keys() - rules.keys())]
-            what = (
-                f"lacks {', '.join(sorted(missing))}"
-                if missing
-                else f"has the unknown {sorted(more)[0]!r:.60}"
-            )
+            missing, more = sorted(rules.keys() - data.keys()), sorted(data.keys() - rules.keys())
+            what = f"lacks {', '.join(missing)}" if missing else f"has the unknown {more[0]!r:.60}"
             self._refuse(f"{what} in {place}", _AGAIN)
         for name, (is_right, what) in rules.items():
-            if not _holds(is_right, data[name]):
+            if not is_right(data[name]):
                 self._refuse(f"has {data[name]!r:.60} for {place}.{name}, which must be {what}", _AGAIN)
 
     def _refuse(self, what: str, remedy: str) -> NoReturn:
         raise MatrixFileError(self._path, what, remedy)
-
-
-def _holds(is_right: Callable[[Any], bool], value: Any) -> bool:
-    try:
-        return is_right(value)
-    except TypeError:  # a list or an object, which no set can contain
-        return False
-
-
-def _cell_to_dict(finding: Finding) -> dict[str, Any]:
-    cell = {field.name: getattr(finding.cell, field.name) for field in dataclasses.fields(Cell)}
-    return {**cell, "status": str(finding.status), "why": list(finding.why)}
-
-
-def _text(matrix: Matrix) -> str:
-    """JSON with a line for each cell, so that the file is small and `git diff` readable."""
-    runs = [_run_text(run_to_dict(run)) for run in matrix.runs]
-    head = f'{{\n"schema": {_line(SCHEMA)},\n"version": {VERSION},\n"runs": ['
-    return head + ("\n" + ",\n".join(runs) + "\n" if runs else "") + "]\n}\n"
 
 
 def _run_text(run: dict[str, Any]) -> str:

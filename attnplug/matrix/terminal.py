@@ -62,12 +62,11 @@ class _Page:
         self._console = console
         self._shown: set[Status] = set()
         self._limited = False
+        self._marks = MARKS
         try:
             "".join(MARKS.values()).encode(console.encoding)
         except (LookupError, UnicodeEncodeError):
             self._marks = PLAIN_MARKS
-        else:
-            self._marks = MARKS
 
     def line(self, text: str | Text = "", *, style: str = "") -> None:
         shown = text if isinstance(text, Text) else Text(one_line(text), style=style)

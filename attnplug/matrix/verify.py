@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING
 
-from attnplug.matrix.layers import spec_of
+from attnplug.matrix.axes import spec_of
 from attnplug.matrix.model import Cell, Finding, Run, Status
 from attnplug.testing.design.compiling import compile_key, most_adding
 from attnplug.testing.isolation.listing import Listing, ListingFailure, SuiteRequest, list_checks, versions
@@ -33,15 +33,12 @@ _NO_VERDICT = re.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extent:
-    """The part of the cells to run.
-
-    Args:
-        unclaimed: whether refused cells are run too.
-        compile_limit: the number of compile keys to run, those with most cells; None for all.
-    """
+    """The part of the cells to run."""
 
     unclaimed: bool = False
+    """Whether refused cells are run too."""
     compile_limit: int | None = None
+    """The number of compile keys to run, those with most cells; None for all."""
 
 
 class Verification:
@@ -75,7 +72,8 @@ class Verification:
         self._listing: Listing | None = None
         self._saved: SavedResults | None = None
         self._observer: Observer | None = None
-        self._results: dict[str, Result] = {}
+        self.results: dict[str, Result] = {}
+        """The results so far by cell, with those of an earlier run."""
         self._why_not: dict[str, str] = {}
         self._findings = {each.cell.id: each for each in declared.findings}
         self.compile_keys = 0
@@ -98,18 +96,13 @@ class Verification:
         self._saved = SavedResults(listing)
         if resume:
             known = self._saved.reusable({})
-            self._results = {each: known[each] for each in self.ids if each in known}
+            self.results = {each: known[each] for each in self.ids if each in known}
         return None
-
-    @property
-    def results(self) -> Mapping[str, Result]:
-        """The results so far by cell, with those of an earlier run."""
-        return self._results
 
     @property
     def rest(self) -> list[str]:
         """The cells without a result."""
-        return [each for each in self.ids if each not in self._results]
+        return [each for each in self.ids if each not in self.results]
 
     def run(self, limits: Limits, observer: Observer) -> str | None:
         """Run the rest of the cells and tell `observer` of each.
@@ -137,9 +130,9 @@ class Verification:
 
     def finished(self, result: Result) -> None:
         """A cell ended; if it ends twice, the failure counts."""
-        if result.id in self._results and result.outcome is not Outcome.FAILED:
+        if result.id in self.results and result.outcome is not Outcome.FAILED:
             return
-        self._results[result.id] = result
+        self.results[result.id] = result
         if self._saved is not None:
             self._saved.add(result)
         if self._observer is not None:
@@ -160,7 +153,7 @@ class Verification:
         )
 
     def _finding(self, declared: Finding) -> Finding:
-        result = self._results.get(declared.cell.id)
+        result = self.results.get(declared.cell.id)
         if result is not None:
             return _updated(declared, result)
         if declared.status is not Status.DECLARED:

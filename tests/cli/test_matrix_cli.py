@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from attnplug.backends.torch_native.backend import TorchBackend
-from attnplug.cli import matrix_files, matrix_report
+from attnplug.cli import matrix_files, matrix_verify
 from attnplug.core.errors import MatrixFileError
 from attnplug.matrix import declared, verify
 from attnplug.matrix.model import Matrix
@@ -303,7 +303,7 @@ def test_a_terminal_sees_a_bar(command, workers, monkeypatch):
 def test_results_are_written_while_cells_run(command, workers, monkeypatch):
     seen = []
     cells = torch_cells()
-    monkeypatch.setattr(matrix_report, "_SECONDS", -1.0)
+    monkeypatch.setattr(matrix_verify, "_SECONDS", -1.0)
     finished = verify.Verification.finished
 
     def watch(self, result):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from attnplug import Decision, LayerSpec
-from attnplug.cli.words import features_in_words, indices, layers_in_words
+from attnplug.cli.output import features_in_words, indices, layers_in_words
 
 COMMANDS = ("list", "show", "select", "explain", "doctor")
 
@@ -20,6 +20,12 @@ def test_help_fits_80_columns(run, command):
     assert outcome.code == 0
     assert "Usage" in outcome.out
     assert max(map(len, outcome.out.splitlines())) <= 80
+
+
+def test_the_help_of_explain_names_defaults_that_depend_on_the_layer(run):
+    words = " ".join(run("explain", "--help").out.replace("│", " ").split())
+    assert "[default: as num-heads]" in words
+    assert "[default: causal for a decoder]" in words
 
 
 def test_the_version_is_printed(run):

@@ -14,9 +14,9 @@ from design_backends import backend_of
 import attnplug
 from attnplug.core.device import Device
 from attnplug.core.errors import SpecError
+from attnplug.matrix.axes import phase_of, spec_of
 from attnplug.matrix.declared import declare, source_commit
 from attnplug.matrix.design import design
-from attnplug.matrix.layers import phase_of, spec_of
 from attnplug.matrix.model import Cell, Finding, Run, Status
 from attnplug.registry.default import get_registry
 

@@ -16,9 +16,8 @@ from attnplug.core.blocks import MultipleOf
 from attnplug.core.composite import composite_backend
 from attnplug.core.device import Device
 from attnplug.core.features import Feature
-from attnplug.matrix.axes import LATENT, axes_of
+from attnplug.matrix.axes import LATENT, axes_of, phase_of, spec_of
 from attnplug.matrix.design import MOST_CELLS, answers, design
-from attnplug.matrix.layers import phase_of, spec_of
 from attnplug.matrix.model import Cell
 from attnplug.registry.default import get_registry
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.device import Device
-from attnplug.matrix.axes import axes_of, goes_with, own_latents
+from attnplug.matrix.axes import axes_of, goes_with, own_latents, phase_of, spec_of
 from attnplug.matrix.design import MOST_CELLS, answers
-from attnplug.matrix.layers import phase_of, spec_of
 from attnplug.matrix.model import Cell
 
 CPU = Device("cpu")

@@ -13,8 +13,7 @@ import pytest
 from synthetic_matrix import HOSTILE, finding, hostile_matrix, run, synthetic_matrix
 
 from attnplug.matrix import Matrix, Status
-from attnplug.matrix.html import render_html
-from attnplug.matrix.page_data import page_data
+from attnplug.matrix.html import page_data, render_html
 from attnplug.matrix.words import AXIS_NAMES
 
 MATRICES = pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from attnplug.core import dtypes
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.spec import Phase
-from attnplug.matrix.axes import FEATURES, axes_of
-from attnplug.matrix.layers import phase_of, spec_of
+from attnplug.matrix.axes import FEATURES, axes_of, phase_of, spec_of
 from attnplug.matrix.model import Cell
 
 IMPLIED = {

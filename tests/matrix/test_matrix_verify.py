@@ -13,9 +13,9 @@ from attnplug.core.device import Device
 from attnplug.core.features import Feature
 from attnplug.core.spec import Phase
 from attnplug.matrix import verify
+from attnplug.matrix.axes import spec_of
 from attnplug.matrix.cell_checks import cases_of, cell_checks
 from attnplug.matrix.design import design
-from attnplug.matrix.layers import spec_of
 from attnplug.matrix.model import Status
 from attnplug.matrix.verify import Extent, Verification
 from attnplug.registry.records import Offer

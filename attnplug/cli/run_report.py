@@ -1,0 +1,105 @@
+"""The progress of a run in workers, for `attnplug conformance` and `attnplug matrix --verify`."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
+from rich.text import Text
+
+from attnplug.cli.output import console
+
+CAUSE_LINES = 3
+"""The lines of a failure's cause that are shown."""
+
+
+class RunReport:
+    """Prints a run: with a progress bar on a terminal, in plain lines elsewhere.
+
+    Args:
+        verbose: print every check or cell.
+    """
+
+    def __init__(self, verbose: bool) -> None:
+        self._verbose = verbose
+        self._out = console()
+        # Fixed here: rich looks sys.stdout up at each print, and pytest replaces it while it runs.
+        self._out.file = sys.stdout
+        self._live = self._out.is_terminal
+        self._verdicts: dict[str, enum.StrEnum] = {}
+        self._total = 0
+        self._under_way: dict[str, None] = {}
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._start = time.monotonic()
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Show `what` on a terminal while the user waits."""
+        with self._out.status(Text(what)) if self._live else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def bar(self) -> Iterator[None]:
+        """Show a progress bar during the run, on a terminal; it disappears when done."""
+        if not self._live:
+            yield
+            return
+        current = TextColumn(
+            "{task.fields[current]}",
+            style="dim",
+            markup=False,
+            table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+        )
+        counts = TextColumn("{task.fields[counts]}")
+        columns = (BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), counts, current)
+        self._bar = Progress(*columns, console=self._out, transient=True, expand=True, redirect_stdout=False)
+        done, now = len(self._verdicts), self._counts()
+        self._task = self._bar.add_task("", total=self._total, completed=done, counts=now, current="starting")
+        try:
+            with self._bar:
+                yield
+        finally:
+            self._bar = None
+
+    def started(self, check_id: str) -> None:
+        """A worker begins a check or cell."""
+        self._under_way[check_id] = None
+        self._tell_how_far()
+
+    def say(self, text: str, style: str | None = None) -> None:
+        """Print a line."""
+        # soft_wrap leaves wrapping to the terminal, so that files keep whole lines.
+        self._out.print(Text(text, style or ""), soft_wrap=True)
+
+    def _say_verdict(
+        self, verdict: str, width: int, check_id: str, seconds: float, style: str | None
+    ) -> None:
+        took = f" ({seconds:.1f} s)" if seconds >= 1 else ""
+        self.say(f"{verdict:{width}} {check_id}{took}", style)
+
+    def _tell_how_far(self) -> None:
+        """Move the bar, which names the check or cell that has been under way for longest."""
+        if self._bar is not None:
+            oldest, done = next(iter(self._under_way), ""), len(self._verdicts)
+            self._bar.update(self._task, completed=done, counts=self._counts(), current=oldest)
+
+    def _counts(self) -> str:
+        return counts_in_words(Counter(self._verdicts.values()))
+
+
+def counts_in_words(counts: Mapping[enum.StrEnum, int]) -> str:
+    """The counts in the order of the enumeration: "3 passed, 1 failed"."""
+    kinds = type(next(iter(counts))) if counts else ()
+    return ", ".join(f"{counts[each]} {each}" for each in kinds if counts.get(each))
+
+
+def counted(number: int, what: str) -> str:
+    """A number and a noun: "1 check", "2 checks"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
