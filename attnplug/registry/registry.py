@@ -54,6 +54,9 @@ class SelectKwargs(TypedDict, total=False):
     "all". Comes before ATTNPLUG_ALLOW_REFUTED."""
 
 
+_UNSET = dict.fromkeys(SelectKwargs.__annotations__)
+
+
 class Registry:
     """Holds plugins and chooses among the backends they offer. Safe to use from several threads.
 
@@ -246,7 +249,9 @@ class Registry:
         where = resolve_device(device)
         when = phase if phase is None or isinstance(phase, Phase) else check_member(Phase, "phase", phase)
         policy = AUTOMATIC
-        if kwargs or USE_BLOCKS.get() or os.environ.get(ENVIRONMENT):
+        # Callers may pass every setting on, unset ones as None. An unknown one goes to _policy, which raises.
+        is_set = kwargs and not kwargs.items() <= _UNSET.items()
+        if is_set or USE_BLOCKS.get() or os.environ.get(ENVIRONMENT):
             policy = self._policy(spec, when, layer_name, **kwargs)
         # A plain tuple, since a Placement for each look-up would take 0.5 us more than the 1.3 us of today.
         key = (spec, where, when, policy, usable)
