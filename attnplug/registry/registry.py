@@ -249,9 +249,12 @@ class Registry:
         where = resolve_device(device)
         when = phase if phase is None or isinstance(phase, Phase) else check_member(Phase, "phase", phase)
         policy = AUTOMATIC
-        # Callers may pass every setting on, unset ones as None. An unknown one goes to _policy, which raises.
+        # Callers may pass every setting on, unset ones as None.
         is_set = kwargs and not kwargs.items() <= _UNSET.items()
         if is_set or USE_BLOCKS.get() or os.environ.get(ENVIRONMENT):
+            if unknown := kwargs.keys() - _UNSET:
+                known = ", ".join(_UNSET)
+                raise TypeError(f"unexpected keyword argument {min(unknown)!r}; settings are {known}")
             policy = self._policy(spec, when, layer_name, **kwargs)
         # A plain tuple, since a Placement for each look-up would take 0.5 us more than the 1.3 us of today.
         key = (spec, where, when, policy, usable)
