@@ -82,9 +82,9 @@ def stand_ins() -> Iterator[None]:
             (BuiltinImpl, "_bind_write", BoundWrite),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
-        for each in (fa2, fa4):
-            each._kernels.cache_clear()
-            stack.callback(each._kernels.cache_clear)
+        for each in (fa2.FlashAttn2Impl, fa4.FlashAttn4Impl):
+            each.kernels.cache_clear()
+            stack.callback(each.kernels.cache_clear)
         yield
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, cast
 import torch
 
 from attnplug.backends.flash_attn.call import Call, Kernels
-from attnplug.backends.flash_attn.fa2_decode import FWD_KVCACHE, FlashAttn2Decodes
+from attnplug.backends.flash_attn.fa2_decode import FWD_KVCACHE, attend_decodes
 from attnplug.backends.flash_attn.impl import FlashAttnImpl
 from attnplug.backends.flash_attn.metadata import Requests
 from attnplug.backends.library_imports import import_library
@@ -94,7 +94,7 @@ class FlashAttn2Kernels:
 
     def __init__(self, varlen_fwd: Callable[..., Any], fwd_kvcache: Callable[..., Any]) -> None:
         self._varlen_fwd = varlen_fwd
-        self._decodes = FlashAttn2Decodes(fwd_kvcache)
+        self._fwd_kvcache = fwd_kvcache
 
     def __call__(self, call: Call) -> torch.Tensor | None:
         """As `Kernels`.
@@ -105,7 +105,7 @@ class FlashAttn2Kernels:
         requests = call.requests
         own = slice(requests.first_token, requests.end_token)
         if requests.single:
-            return self._decodes(call) if call.paged else self._single(call, own)
+            return attend_decodes(self._fwd_kvcache, call) if call.paged else self._single(call, own)
         filled = None
         if call.paged:
             _check_blocks(call)
@@ -170,9 +170,22 @@ class FlashAttn2Impl(FlashAttnImpl):
     """Attention in FlashAttention 2."""
 
     @classmethod
+    @functools.cache
     def kernels(cls) -> Kernels:
         """FlashAttn2Kernels."""
-        return _kernels()
+        library = import_library("FLASH_ATTN_2")
+        functions = []
+        for name, arguments in (("varlen_fwd", VARLEN_FWD), ("fwd_kvcache", FWD_KVCACHE)):
+            found = getattr(library, name, None)
+            if found is None:
+                raise BackendUnavailableError(f"flash_attn_2_cuda has no {name}; {_REMEDY}")
+            # An extension has no signature, but pybind11 writes the arguments into the docstring.
+            numbers = re.findall(r"\barg(\d+):", found.__doc__ or "")
+            if numbers and int(numbers[-1]) + 1 != len(arguments):
+                what = f"takes {int(numbers[-1]) + 1} arguments, not {len(arguments)}"
+                raise BackendUnavailableError(f"{name} of flash_attn_2_cuda {what}; {_REMEDY}")
+            functions.append(found)
+        return FlashAttn2Kernels(*functions)
 
 
 def _longest_keys(call: Call) -> int:
@@ -203,23 +216,6 @@ def _check_blocks(call: Call) -> None:
     raise BatchError(
         "query_len - seq_len", queries_before_keys, limit, "let seq_lens count the new tokens too"
     )
-
-
-@functools.cache
-def _kernels() -> FlashAttn2Kernels:
-    library = import_library("FLASH_ATTN_2")
-    functions = []
-    for name, arguments in (("varlen_fwd", VARLEN_FWD), ("fwd_kvcache", FWD_KVCACHE)):
-        found = getattr(library, name, None)
-        if found is None:
-            raise BackendUnavailableError(f"flash_attn_2_cuda has no {name}; {_REMEDY}")
-        # An extension has no signature, but pybind11 writes the arguments into the docstring.
-        numbers = re.findall(r"\barg(\d+):", found.__doc__ or "")
-        if numbers and int(numbers[-1]) + 1 != len(arguments):
-            what = f"takes {int(numbers[-1]) + 1} arguments, not {len(arguments)}"
-            raise BackendUnavailableError(f"{name} of flash_attn_2_cuda {what}; {_REMEDY}")
-        functions.append(found)
-    return FlashAttn2Kernels(*functions)
 
 
 _REMEDY = "pip install 'flash-attn==2.8.3'"

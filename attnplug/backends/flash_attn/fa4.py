@@ -82,20 +82,16 @@ class FlashAttn4Impl(FlashAttnImpl):
     """Attention in FlashAttention 4."""
 
     @classmethod
+    @functools.cache
     def kernels(cls) -> Kernels:
         """FlashAttn4Kernels."""
-        return _kernels()
-
-
-@functools.cache
-def _kernels() -> FlashAttn4Kernels:
-    forward = getattr(import_library("FLASH_ATTN_4"), "_flash_attn_fwd", None)
-    if forward is None:
-        raise BackendUnavailableError(f"flash_attn.cute.interface has no _flash_attn_fwd; {_REMEDY}")
-    missing = ", ".join(sorted(set(FORWARD) - set(inspect.signature(forward).parameters)))
-    if missing:
-        raise BackendUnavailableError(f"_flash_attn_fwd does not take {missing}; {_REMEDY}")
-    return FlashAttn4Kernels(forward)
+        forward = getattr(import_library("FLASH_ATTN_4"), "_flash_attn_fwd", None)
+        if forward is None:
+            raise BackendUnavailableError(f"flash_attn.cute.interface has no _flash_attn_fwd; {_REMEDY}")
+        missing = ", ".join(sorted(set(FORWARD) - set(inspect.signature(forward).parameters)))
+        if missing:
+            raise BackendUnavailableError(f"_flash_attn_fwd does not take {missing}; {_REMEDY}")
+        return FlashAttn4Kernels(forward)
 
 
 _REMEDY = "pip install 'flash-attn-4==4.0.0b36'"

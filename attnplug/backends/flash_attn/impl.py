@@ -104,7 +104,8 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
         if kv_cache is not None:
             own = self._attends_own_keys and meta.all_new and not meta.chunk
             if key is None or value is None or not own:
-                return (*self._pages(kv_cache), True)
+                pages = self._pages_of(kv_cache)
+                return pages.k, pages.v, True
             rows = meta.num_actual_tokens
         else:
             rows = meta.key_tokens or 0

@@ -46,13 +46,6 @@ class Requests:
     kept: dict[str, object] = dataclasses.field(default_factory=dict, init=False)
     """Other results that layers of this step share. They depend on the table, so a new table begins empty."""
 
-    def schedule(self, key: object, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The step's schedule under `key`, made by the first layer that needs it."""
-        found = self.schedules.get(key)
-        if found is None:
-            found = self.schedules[key] = make()
-        return found
-
 
 @dataclasses.dataclass(eq=False, slots=True)
 class FlashAttnMetadata(AttentionMetadata):

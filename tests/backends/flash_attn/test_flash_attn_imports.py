@@ -59,8 +59,8 @@ def _forget() -> None:
     libraries = {"flash_attn", "flash_attn_2_cuda", "flash_attn_3", "flash_attn_interface"}
     for name in [name for name in sys.modules if name.partition(".")[0] in libraries]:
         del sys.modules[name]
-    for module in (fa2, fa3, fa4):
-        module._kernels.cache_clear()
+    for impl in (fa2.FlashAttn2Impl, fa3.FlashAttn3Impl, fa4.FlashAttn4Impl):
+        impl.kernels.cache_clear()
     importlib.invalidate_caches()
 
 
