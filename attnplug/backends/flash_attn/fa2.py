@@ -14,10 +14,9 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from attnplug.backends.flash_attn.call import Call, Kernels
 from attnplug.backends.flash_attn.fa2_decode import FWD_KVCACHE, attend_decodes
 from attnplug.backends.flash_attn.impl import FlashAttnImpl
-from attnplug.backends.flash_attn.metadata import Requests
+from attnplug.backends.flash_attn.metadata import Call, Kernels, Requests
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError, BatchError
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from attnplug.backends.flash_attn.call import Call
+from attnplug.backends.flash_attn.metadata import Call
 
 FWD_KVCACHE = (
     *("q", "kcache", "vcache", "k", "v", "seqlens_k", "rotary_cos", "rotary_sin", "cache_batch_idx"),

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from attnplug.backends.flash_attn.call import Call, Kernels
 from attnplug.backends.flash_attn.impl import FlashAttnImpl
+from attnplug.backends.flash_attn.metadata import Call, Kernels
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError
 

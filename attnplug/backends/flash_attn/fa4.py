@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnplug.backends.flash_attn.call import Call, Kernels
 from attnplug.backends.flash_attn.impl import FlashAttnImpl
+from attnplug.backends.flash_attn.metadata import Call, Kernels
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError
 from attnplug.ops.triton.launch import on_device_of

@@ -6,8 +6,7 @@ from abc import abstractmethod
 
 import torch
 
-from attnplug.backends.flash_attn.call import Call, Kernels
-from attnplug.backends.flash_attn.metadata import FlashAttnMetadata
+from attnplug.backends.flash_attn.metadata import Call, FlashAttnMetadata, Kernels
 from attnplug.backends.impl import BuiltinImpl
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
