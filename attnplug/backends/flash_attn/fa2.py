@@ -151,7 +151,7 @@ class FlashAttn2Kernels:
             None if filled is None else filled.block_table,
             call.alibi_slopes,
             longest,
-            _longest_keys(call),
+            max(requests.max_seq_len, 1),
             0.0,
             spec.scale,
             False,
@@ -187,10 +187,6 @@ class FlashAttn2Impl(FlashAttnImpl):
         return FlashAttn2Kernels(*functions)
 
 
-def _longest_keys(call: Call) -> int:
-    return max(call.requests.max_seq_len, 1)
-
-
 def _window(call: Call) -> tuple[bool, int, int]:
     """Causal, left and right as arguments of `varlen_fwd`, which derives a right of 0 from causal itself."""
     left, right = call.window
@@ -198,7 +194,7 @@ def _window(call: Call) -> tuple[bool, int, int]:
         return call.causal, left, -1 if call.causal else right
     # With causal=True it adds slope * key position to each logit, which shifts the LSE by slope * query position
     # and costs precision at high positions. With a window, even one as wide as all keys, it subtracts the distance.
-    widest = _longest_keys(call) - 1
+    widest = max(call.requests.max_seq_len, 1) - 1
     return False, min(left, widest) if left >= 0 else widest, 0
 
 

@@ -11,8 +11,6 @@ from attnplug.backends.flashinfer.groups import PlanGroup, key_of
 from attnplug.backends.flashinfer.library import library
 from attnplug.backends.flashinfer.metadata import FlashInferMetadata, Work
 from attnplug.backends.flashinfer.options import LEAST_SCALE, Options
-from attnplug.backends.flashinfer.planned_wrapper import PlannedWrapper
-from attnplug.backends.flashinfer.step import Part
 from attnplug.backends.impl import BuiltinImpl
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.hyperparameters import PerLayerParameters
@@ -143,7 +141,18 @@ def _attend(
         found = torch.empty_like(query)
         lse = None if lse is None else lse.new_empty(query.shape[:2])
     for part, wrapper in work.parts:
-        _run(part, wrapper, query, pages, found, lse, scales, sinks)
+        # FlashInfer writes dense rows, and LSE in base 2.
+        rows = slice(part.first_token, part.first_token + part.num_tokens)
+        asked, into = query[rows], found[rows]
+        asked = asked if asked.stride(2) == 1 else asked.contiguous()
+        dense = _dense(into)
+        natural = None if lse is None else lse[rows]
+        binary = None if natural is None else _dense(natural)
+        wrapper.run(asked, pages, dense, binary, scales, sinks)
+        if dense is not into:
+            into.copy_(dense)
+        if natural is not None and binary is not None:
+            torch.mul(binary, _LN_2, out=natural)
     if seen is None:
         return
     output[:tokens] = 0
@@ -153,27 +162,6 @@ def _attend(
         output_lse[seen] = lse
 
 
-def _run(
-    part: Part,
-    wrapper: PlannedWrapper,
-    query: torch.Tensor,
-    pages: tuple[torch.Tensor, torch.Tensor],
-    output: torch.Tensor,
-    lse: torch.Tensor | None,
-    scales: tuple[float, float] | None,
-    sinks: torch.Tensor | None,
-) -> None:
-    """Run one part of a step; FlashInfer writes dense rows, and LSE in base 2."""
-    rows = slice(part.first_token, part.first_token + part.num_tokens)
-    asked, into = query[rows], output[rows]
-    asked = asked if asked.stride(2) == 1 else asked.contiguous()
-    dense = into if into.is_contiguous() else torch.empty_like(into, memory_format=torch.contiguous_format)
-    natural = None if lse is None else lse[rows]
-    binary = natural
-    if natural is not None and not natural.is_contiguous():
-        binary = torch.empty_like(natural, memory_format=torch.contiguous_format)
-    wrapper.run(asked, pages, dense, binary, scales, sinks)
-    if dense is not into:
-        into.copy_(dense)
-    if natural is not None and binary is not None:
-        torch.mul(binary, _LN_2, out=natural) if binary is natural else natural.copy_(binary * _LN_2)
+def _dense(rows: torch.Tensor) -> torch.Tensor:
+    """`rows`, or a new tensor to write in their place if they are not contiguous."""
+    return rows if rows.is_contiguous() else torch.empty_like(rows, memory_format=torch.contiguous_format)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -83,10 +82,10 @@ class Wrappers:
     @property
     def costs(self) -> dict[str, PlanCost]:
         """The cost of planning so far, by "phase: group"."""
-        found: dict[str, PlanCost] = {}
-        for (group, phase, captured), space in self._spaces.items():
-            found[f"{phase}{' in graphs' if captured else ''}: {group}"] = space.cost
-        return found
+        return {
+            f"{phase}{' in graphs' if captured else ''}: {group}": space.cost
+            for (group, phase, captured), space in self._spaces.items()
+        }
 
     def of(self, group: PlanGroup, phase: str) -> PlannedWrapper:
         """The wrapper of a group's layers for "decode" or "prefill".
@@ -147,8 +146,14 @@ class Wrappers:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         why = f"{phase} of layers {', '.join(names[:3])}{more}"
         with contextlib.nullcontext() if captured else announced(self._library, built, why):
-            raw = self._library_wrapper(built, group, phase, fixed)
-            longest = self._library.names_longest_query
+            library = self._library
+            if built.sinks:
+                raw = library.sink_wrapper(self.workspace, built, fixed)
+            elif phase == "prefill":
+                raw = library.prefill_wrapper(self.workspace, built.template)
+            else:
+                raw = library.decode_wrapper(self.workspace, group.options.tensor_cores, fixed)
+            longest = library.names_longest_query
             wrapper = PlannedWrapper(raw, built, group, phase, self._page_size, space, longest)
             if not captured:
                 # A plain wrapper loads its module in its first plan.
@@ -157,12 +162,3 @@ class Wrappers:
                 space.cost.plans, space.cost.seconds = 0, 0.0
         self._wrappers[group, phase, batch_size] = wrapper
         return wrapper
-
-    def _library_wrapper(
-        self, built: Module, group: PlanGroup, phase: str, fixed: Mapping[str, torch.Tensor]
-    ) -> Any:
-        if built.sinks:
-            return self._library.sink_wrapper(self.workspace, built, fixed)
-        if phase == "prefill":
-            return self._library.prefill_wrapper(self.workspace, built.template)
-        return self._library.decode_wrapper(self.workspace, group.options.tensor_cores, fixed)
