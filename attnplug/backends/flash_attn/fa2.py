@@ -7,7 +7,6 @@ arguments follows `_flash_attn_varlen_forward` in `flash_attn/flash_attn_interfa
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
@@ -169,8 +168,7 @@ class FlashAttn2Impl(FlashAttnImpl):
     """Attention in FlashAttention 2."""
 
     @classmethod
-    @functools.cache
-    def kernels(cls) -> Kernels:
+    def import_kernels(cls) -> Kernels:
         """FlashAttn2Kernels."""
         library = import_library("FLASH_ATTN_2")
         functions = []

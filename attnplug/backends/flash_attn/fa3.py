@@ -6,7 +6,6 @@ run on a GPU.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
@@ -113,8 +112,7 @@ class FlashAttn3Impl(FlashAttnImpl):
     """Attention in FlashAttention 3."""
 
     @classmethod
-    @functools.cache
-    def kernels(cls) -> Kernels:
+    def import_kernels(cls) -> Kernels:
         """FlashAttn3Kernels."""
         import_library("FLASH_ATTN_3")
         _check_build()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
 from collections.abc import Callable
@@ -82,8 +81,7 @@ class FlashAttn4Impl(FlashAttnImpl):
     """Attention in FlashAttention 4."""
 
     @classmethod
-    @functools.cache
-    def kernels(cls) -> Kernels:
+    def import_kernels(cls) -> Kernels:
         """FlashAttn4Kernels."""
         forward = getattr(import_library("FLASH_ATTN_4"), "_flash_attn_fwd", None)
         if forward is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 
 import torch
@@ -23,13 +24,19 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
     can_return_lse_for_decode = True
 
     @classmethod
-    @abstractmethod
+    @functools.cache
     def kernels(cls) -> Kernels:
         """The generation's kernels, imported at the first call.
 
         Raises:
             BackendUnavailableError: the library is missing, is another distribution, or does not import.
         """
+        return cls.import_kernels()
+
+    @classmethod
+    @abstractmethod
+    def import_kernels(cls) -> Kernels:
+        """As `kernels`, at each call."""
 
     @torch.no_grad()
     def attend(
