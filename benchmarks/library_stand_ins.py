@@ -57,6 +57,7 @@ def stand_ins() -> Iterator[None]:
     import attnplug.backends.flashinfer.builder as flashinfer_builder
     import attnplug.backends.flashinfer.library as flashinfer_library
     from attnplug.backends.flash_attn import fa2, fa4
+    from attnplug.backends.flash_attn.impl import FlashAttnImpl
     from attnplug.backends.impl import BuiltinImpl
     from attnplug.ops.triton.kv_write import BoundWrite
 
@@ -82,9 +83,8 @@ def stand_ins() -> Iterator[None]:
             (BuiltinImpl, "_bind_write", BoundWrite),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
-        for each in (fa2, fa4):
-            each._kernels.cache_clear()
-            stack.callback(each._kernels.cache_clear)
+        FlashAttnImpl.kernels.cache_clear()
+        stack.callback(FlashAttnImpl.kernels.cache_clear)
         yield
 
 

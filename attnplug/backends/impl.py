@@ -1,4 +1,4 @@
-"""The base of the built-in impls: finds a cache's pages, and writes them."""
+"""The base of the built-in impls, which finds and writes pages, and the slots that their builders keep."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import ClassVar, TypeVar
 import torch
 
 from attnplug.core.impl import AttentionImpl, AttentionLayer
+from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.spec import AttentionType
 from attnplug.ops.calls import check_keys, kv_scales, pages_of
@@ -18,7 +19,14 @@ from attnplug.ops.kv_write import bound_kv_write
 from attnplug.ops.storage import compute_dtype
 
 _M = TypeVar("_M", bound=AttentionMetadata)
-_UNSCALED = (1.0, 1.0)
+
+
+def own_slots(kv_cache_spec: KVCacheSpec, slot_mapping: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The first `tokens` slots; for cross layers all, because theirs are the slots of the encoder's tokens."""
+    # A slice costs the host as much as a kernel launch, so a slice of everything is left out.
+    if slot_mapping.shape[0] == tokens or isinstance(kv_cache_spec, CrossAttentionSpec):
+        return slot_mapping
+    return slot_mapping[:tokens]
 
 
 class Pages:
@@ -90,13 +98,8 @@ class BuiltinImpl(AttentionImpl[_M]):
     def _dtype(self) -> torch.dtype:
         return compute_dtype(self.spec)
 
-    def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V `[num_blocks, block_size, Hkv, D]` of the cache; LayoutError unless it is the layer's."""
-        pages = self._pages_of(kv_cache)
-        return pages.k, pages.v
-
     def _pages_of(self, kv_cache: torch.Tensor) -> Pages:
-        """The same as one object, which stays until another cache comes."""
+        """K and V of the cache, the same object until another cache comes; LayoutError unless it is the layer's."""
         pages = self._last_pages
         if pages is None or not pages.are_of(kv_cache):
             pages = Pages(kv_cache, *pages_of(self.backend, kv_cache, self.spec), self._forget_pages)
@@ -115,7 +118,7 @@ class BuiltinImpl(AttentionImpl[_M]):
     def _scales(self, layer: AttentionLayer | None, stored: torch.dtype) -> tuple[float, float]:
         """Scales of keys and values, from the engine's layer or the layer's tensors; 1 for 16 bits and more."""
         if stored.itemsize > 1:
-            return _UNSCALED
+            return 1.0, 1.0
         return self._own_scales if layer is None else kv_scales(layer, self.tensors)
 
     @functools.cached_property

@@ -7,6 +7,7 @@ proves neither. The check looks the file up in the distributions' records of ins
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import importlib
 import importlib.machinery
@@ -56,7 +57,7 @@ def problem_of(rule: LibraryRule) -> str | None:
     try:
         required = importlib.metadata.distribution(rule.distribution)
     except importlib.metadata.PackageNotFoundError:
-        return f"{rule.distribution} is not installed; {_install(rule)}"
+        return f"{rule.distribution} is not installed; pip install '{rule.distribution}{rule.versions}'"
     name = f"{rule.distribution} {required.version}"
     file = _file_of(rule.module)
     if file is None:
@@ -124,13 +125,11 @@ def _claim(distribution: importlib.metadata.Distribution, file: Path) -> bool | 
     target = file.resolve()
     for recorded in distribution.files:
         if recorded.name == file.name and Path(str(distribution.locate_file(recorded))).resolve() == target:
-            return recorded.hash is None or recorded.hash.value == _digest(file, recorded.hash.mode)
+            if recorded.hash is None:
+                return True
+            digest = hashlib.new(recorded.hash.mode, file.read_bytes()).digest()
+            return recorded.hash.value == base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
     return None
-
-
-def _digest(file: Path, mode: str) -> str:
-    digest = hashlib.new(mode, file.read_bytes()).digest()
-    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 
 def _is_editable(distribution: importlib.metadata.Distribution, file: Path) -> bool:
@@ -151,10 +150,8 @@ def _relatives(rule: LibraryRule) -> list[importlib.metadata.Distribution]:
     for name in dict.fromkeys(each.distribution for each in LIBRARY_RULES):
         if name == rule.distribution:
             continue
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(importlib.metadata.distribution(name))
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -162,8 +159,9 @@ def _import_failed(rule: LibraryRule, name: str, error: Exception) -> str:
     version = importlib.metadata.version(rule.distribution)
     raised = f"raised {type(error).__name__}: {' '.join(str(error).split())}"
     torch = importlib.metadata.version("torch")
-    if name != rule.module:
-        others = [other for other in _relatives(rule) if _owns_package(other, name)]
+    file = None if name == rule.module else _file_of(name)
+    if file is not None and file.exists():
+        others = [other for other in _relatives(rule) if _claim(other, file) is not None]
         if others:
             other = f"{others[0].metadata['Name']} {others[0].version}"
             remedy = f"pip uninstall {others[0].metadata['Name']}, or install a build of it for torch {torch}"
@@ -171,15 +169,6 @@ def _import_failed(rule: LibraryRule, name: str, error: Exception) -> str:
     return (
         f"importing {name} of {rule.distribution} {version} {raised}; install a build of it for torch {torch}"
     )
-
-
-def _owns_package(distribution: importlib.metadata.Distribution, package: str) -> bool:
-    file = _file_of(package)
-    return file is not None and file.exists() and _claim(distribution, file) is not None
-
-
-def _install(rule: LibraryRule) -> str:
-    return f"pip install '{rule.distribution}{rule.versions}'"
 
 
 def _reinstall(rule: LibraryRule) -> str:

@@ -36,11 +36,9 @@ def check_keys(
     key: torch.Tensor | None, value: torch.Tensor | None, rows: int, spec: LayerSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Key and value, both given; BatchError unless they are `[at least rows, Hkv, D]` and as many values."""
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor is None:
-            raise BatchError(name, None, "is required: it is not in a KV cache")
     if key is None or value is None:
-        raise BatchError("key", None, "is required")
+        name = "key" if key is None else "value"
+        raise BatchError(name, None, "is required: it is not in a KV cache")
     dtype = compute_dtype(spec)
     check_rows("key", key, rows, (spec.num_kv_heads, spec.head_size), dtype)
     check_rows("value", value, rows, (spec.num_kv_heads, spec.head_size_v), dtype)

@@ -42,8 +42,13 @@ def check_kv_write(
             raise BatchError(name, tuple(rows), f"must have a row for each of {slots[0]} slots")
 
 
-def check_partials(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> torch.Size:
-    """The shape `[T, H, Dv]` of every partial output, the LSEs being `[T, H]`.
+def check_merge(
+    outputs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    output: torch.Tensor | None = None,
+    output_lse: torch.Tensor | None = None,
+) -> torch.Size:
+    """The shape `[T, H, Dv]` of the arguments of `merge_attn_states`, the LSEs being `[T, H]`.
 
     Raises:
         BatchError: no partial, or shapes that do not fit each other.
@@ -58,10 +63,7 @@ def check_partials(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]
             found = (tuple(out.shape), tuple(lse.shape))
             limit = f"must have the shapes {tuple(shape)} and {tuple(shape[:-1])}"
             raise BatchError(f"outputs[{index}], lses[{index}]", found, limit)
+    for name, tensor, rows in (("output", output, shape), ("output_lse", output_lse, shape[:-1])):
+        if tensor is not None and tensor.shape != rows:
+            raise BatchError(name, tuple(tensor.shape), f"must have the shape {tuple(rows)}")
     return shape
-
-
-def check_target(name: str, tensor: torch.Tensor | None, shape: torch.Size) -> None:
-    """BatchError unless an output tensor is None or has the shape of the result."""
-    if tensor is not None and tensor.shape != shape:
-        raise BatchError(name, tuple(tensor.shape), f"must have the shape {tuple(shape)}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attnplug.ops.checks import check_partials, check_target
+from attnplug.ops.checks import check_merge
 from attnplug.ops.triton import triton_ops
 
 
@@ -38,13 +38,11 @@ def merge_attn_states(
         on_gpu: tuple[torch.Tensor, torch.Tensor]
         on_gpu = kernels.merge_attn_states(outputs, lses, output, output_lse)
         return on_gpu
-    shape = check_partials(outputs, lses)
-    check_target("output", output, shape)
-    check_target("output_lse", output_lse, shape[:-1])
-    merged = _merge(outputs, lses)
+    check_merge(outputs, lses, output, output_lse)
+    merged, lse = merge(outputs, lses)
     return (
-        merged[0] if output is None else output.copy_(merged[0]),
-        merged[1] if output_lse is None else output_lse.copy_(merged[1]),
+        merged if output is None else output.copy_(merged),
+        lse if output_lse is None else output_lse.copy_(lse),
     )
 
 
@@ -61,13 +59,7 @@ def merge(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tupl
     Raises:
         BatchError: no partial, or shapes that do not fit each other.
     """
-    check_partials(outputs, lses)
-    return _merge(outputs, lses)
-
-
-def _merge(
-    outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    check_merge(outputs, lses)
     stacked = torch.stack([lse.float() for lse in lses])
     top = stacked.amax(0)
     # In rows without any key a finite pivot keeps -inf - pivot from becoming NaN.

@@ -56,6 +56,11 @@ class FlashAttnBackend(AttentionBackend):
         return serves_capability(cls.get_name(), capability)
 
     @classmethod
+    def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
+        """8 to 256 in steps of 8."""
+        return tuple(range(8, 257, 8))
+
+    @classmethod
     def get_supported_kernel_block_sizes(
         cls, spec: LayerSpec | None = None, device: Device | None = None
     ) -> Sequence[int | MultipleOf]:
@@ -63,9 +68,8 @@ class FlashAttnBackend(AttentionBackend):
         sizes = cls._page_sizes(spec, device)
         if spec is None or spec.chunk_size is None:
             return sizes
-        chunk = spec.chunk_size
         # A backend must name a size; if none divides the chunk, supports_combination refuses the layer.
-        return _dividing(chunk, sizes) or sizes
+        return _dividing(spec.chunk_size, sizes) or sizes
 
     @classmethod
     def _page_sizes(cls, spec: LayerSpec | None, device: Device | None) -> Sequence[int | MultipleOf]:
@@ -110,11 +114,6 @@ class FlashAttn2Backend(FlashAttnBackend):
         return {Phase.PREFILL: prefill, Phase.DECODE: 203, None: both}[phase]
 
     @classmethod
-    def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
-        """8 to 256 in steps of 8."""
-        return tuple(range(8, 257, 8))
-
-    @classmethod
     def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
         """Refuse windows in cross attention, where a request may have more queries than keys."""
         if spec.attn_type is AttentionType.ENCODER_DECODER and spec.window != (-1, -1):
@@ -153,11 +152,6 @@ class FlashAttn3Backend(FlashAttnBackend):
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
         """Prefill 215, decode 206, both 215: between the other two, and after FlashInfer."""
         return 206 if phase is Phase.DECODE else 215
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
-        """8 to 256 in steps of 8."""
-        return tuple(range(8, 257, 8))
 
     @classmethod
     def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from attnplug.backends.flash_attn.metadata import FlashAttnMetadata, Requests
+from attnplug.backends.impl import own_slots
 from attnplug.core.batch.host import IntArray, query_spans
 from attnplug.core.batch.local_attention import make_local_attention_virtual_batches
 from attnplug.core.config import BuilderConfig
-from attnplug.core.kv_cache_spec import ChunkedLocalAttentionSpec, CrossAttentionSpec, KVCacheSpec
+from attnplug.core.kv_cache_spec import ChunkedLocalAttentionSpec, KVCacheSpec
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
 
@@ -23,16 +23,11 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
     supports_update_block_table: ClassVar[bool] = True
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
-    def __init__(
-        self,
-        kv_cache_spec: KVCacheSpec,
-        layer_names: Sequence[str],
-        config: BuilderConfig,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, config, device)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        self._chunk = kv_cache_spec.chunk if isinstance(kv_cache_spec, ChunkedLocalAttentionSpec) else 0
+        spec = self.kv_cache_spec
+        self._chunk = spec.chunk if isinstance(spec, ChunkedLocalAttentionSpec) else 0
         if self._chunk:
             # Lengths decide where requests are cut. Set on this builder, because only chunks need it.
             self.needs_host_seq_lens = "exact"  # type: ignore[misc]
@@ -63,8 +58,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         self, metadata: FlashAttnMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> FlashAttnMetadata:
         """`metadata` with another KV group's table and slots."""
-        if not isinstance(self.kv_cache_spec, CrossAttentionSpec):
-            slot_mapping = slot_mapping[: metadata.num_actual_tokens]
+        slot_mapping = own_slots(self.kv_cache_spec, slot_mapping, metadata.num_actual_tokens)
         everything = metadata.all_requests
         if everything is None:
             return dataclasses.replace(metadata, slot_mapping=slot_mapping)
@@ -86,9 +80,8 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         _, lens = query_spans(common)
         tokens = common.num_actual_tokens
         known = _known(common, captured)
-        everything: Requests | None = None
         calls: tuple[Requests, ...] = ()
-        pages: Callable[[torch.Tensor], torch.Tensor] | None = None
+        everything = pages = None
         if common.num_reqs and lens.any():
             cut = common
             if self._chunk:
@@ -97,9 +90,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             everything, calls = self._requests(cut, captured)
         keys = common.key_start_loc_cpu
         return FlashAttnMetadata(
-            slot_mapping=common.slot_mapping
-            if isinstance(self.kv_cache_spec, CrossAttentionSpec)
-            else common.slot_mapping[:tokens],
+            slot_mapping=own_slots(self.kv_cache_spec, common.slot_mapping, tokens),
             num_actual_tokens=tokens,
             key_tokens=tokens if common.key_start_loc is None else None if keys is None else int(keys[-1]),
             all_requests=everything,

@@ -7,17 +7,15 @@ arguments follows `_flash_attn_varlen_forward` in `flash_attn/flash_attn_interfa
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import torch
 
-from attnplug.backends.flash_attn.call import Call, Kernels
-from attnplug.backends.flash_attn.fa2_decode import FWD_KVCACHE, FlashAttn2Decodes
+from attnplug.backends.flash_attn.fa2_decode import FWD_KVCACHE, attend_decodes
 from attnplug.backends.flash_attn.impl import FlashAttnImpl
-from attnplug.backends.flash_attn.metadata import Requests
+from attnplug.backends.flash_attn.metadata import Call, Kernels, Requests
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError, BatchError
 
@@ -94,7 +92,7 @@ class FlashAttn2Kernels:
 
     def __init__(self, varlen_fwd: Callable[..., Any], fwd_kvcache: Callable[..., Any]) -> None:
         self._varlen_fwd = varlen_fwd
-        self._decodes = FlashAttn2Decodes(fwd_kvcache)
+        self._fwd_kvcache = fwd_kvcache
 
     def __call__(self, call: Call) -> torch.Tensor | None:
         """As `Kernels`.
@@ -105,7 +103,7 @@ class FlashAttn2Kernels:
         requests = call.requests
         own = slice(requests.first_token, requests.end_token)
         if requests.single:
-            return self._decodes(call) if call.paged else self._single(call, own)
+            return attend_decodes(self._fwd_kvcache, call) if call.paged else self._single(call, own)
         filled = None
         if call.paged:
             _check_blocks(call)
@@ -152,7 +150,7 @@ class FlashAttn2Kernels:
             None if filled is None else filled.block_table,
             call.alibi_slopes,
             longest,
-            _longest_keys(call),
+            max(requests.max_seq_len, 1),
             0.0,
             spec.scale,
             False,
@@ -170,13 +168,21 @@ class FlashAttn2Impl(FlashAttnImpl):
     """Attention in FlashAttention 2."""
 
     @classmethod
-    def kernels(cls) -> Kernels:
+    def import_kernels(cls) -> Kernels:
         """FlashAttn2Kernels."""
-        return _kernels()
-
-
-def _longest_keys(call: Call) -> int:
-    return max(call.requests.max_seq_len, 1)
+        library = import_library("FLASH_ATTN_2")
+        functions = []
+        for name, arguments in (("varlen_fwd", VARLEN_FWD), ("fwd_kvcache", FWD_KVCACHE)):
+            found = getattr(library, name, None)
+            if found is None:
+                raise BackendUnavailableError(f"flash_attn_2_cuda has no {name}; {_REMEDY}")
+            # An extension has no signature, but pybind11 writes the arguments into the docstring.
+            numbers = re.findall(r"\barg(\d+):", found.__doc__ or "")
+            if numbers and int(numbers[-1]) + 1 != len(arguments):
+                what = f"takes {int(numbers[-1]) + 1} arguments, not {len(arguments)}"
+                raise BackendUnavailableError(f"{name} of flash_attn_2_cuda {what}; {_REMEDY}")
+            functions.append(found)
+        return FlashAttn2Kernels(*functions)
 
 
 def _window(call: Call) -> tuple[bool, int, int]:
@@ -186,7 +192,7 @@ def _window(call: Call) -> tuple[bool, int, int]:
         return call.causal, left, -1 if call.causal else right
     # With causal=True it adds slope * key position to each logit, which shifts the LSE by slope * query position
     # and costs precision at high positions. With a window, even one as wide as all keys, it subtracts the distance.
-    widest = _longest_keys(call) - 1
+    widest = max(call.requests.max_seq_len, 1) - 1
     return False, min(left, widest) if left >= 0 else widest, 0
 
 
@@ -203,23 +209,6 @@ def _check_blocks(call: Call) -> None:
     raise BatchError(
         "query_len - seq_len", queries_before_keys, limit, "let seq_lens count the new tokens too"
     )
-
-
-@functools.cache
-def _kernels() -> FlashAttn2Kernels:
-    library = import_library("FLASH_ATTN_2")
-    functions = []
-    for name, arguments in (("varlen_fwd", VARLEN_FWD), ("fwd_kvcache", FWD_KVCACHE)):
-        found = getattr(library, name, None)
-        if found is None:
-            raise BackendUnavailableError(f"flash_attn_2_cuda has no {name}; {_REMEDY}")
-        # An extension has no signature, but pybind11 writes the arguments into the docstring.
-        numbers = re.findall(r"\barg(\d+):", found.__doc__ or "")
-        if numbers and int(numbers[-1]) + 1 != len(arguments):
-            what = f"takes {int(numbers[-1]) + 1} arguments, not {len(arguments)}"
-            raise BackendUnavailableError(f"{name} of flash_attn_2_cuda {what}; {_REMEDY}")
-        functions.append(found)
-    return FlashAttn2Kernels(*functions)
 
 
 _REMEDY = "pip install 'flash-attn==2.8.3'"

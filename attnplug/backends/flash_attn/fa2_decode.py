@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from attnplug.backends.flash_attn.call import Call
+from attnplug.backends.flash_attn.metadata import Call
 
 FWD_KVCACHE = (
     *("q", "kcache", "vcache", "k", "v", "seqlens_k", "rotary_cos", "rotary_sin", "cache_batch_idx"),
@@ -28,56 +28,46 @@ _BLOCKS_AT_ONCE = 2
 """Thread blocks that a multiprocessor runs at the same time."""
 
 
-class FlashAttn2Decodes:
-    """Calls `fwd_kvcache`.
-
-    Args:
-        fwd_kvcache: of the extension `flash_attn_2_cuda`.
-    """
-
-    def __init__(self, fwd_kvcache: Callable[..., Any]) -> None:
-        self._fwd_kvcache = fwd_kvcache
-
-    def __call__(self, call: Call) -> torch.Tensor | None:
-        """As `Kernels`, of requests with one query each, over pages."""
-        requests, spec = call.requests, call.spec
-        own = slice(requests.first_token, requests.end_token)
-        out, left = call.output[own].unsqueeze(1), call.window[0]
-        heads, rows = spec.num_heads, 1
-        if heads > spec.num_kv_heads and left < 0 and call.alibi_slopes is None:
-            # In this case it packs the query heads of a KV head, and writes the output as `[R, group, Hkv, D]`.
-            heads, rows = spec.num_kv_heads, heads // spec.num_kv_heads
-            out = call.output[own].view(-1, heads, rows, spec.head_size).transpose(1, 2)
-        page, table = call.key.shape[1], requests.block_table
-        units = requests.seq_lens.shape[0] * heads * -(-rows // _ROWS)
-        slots = _multiprocessors(call.query.device) * _BLOCKS_AT_ONCE
-        # From the table's width: the memory for splits may not depend on the context.
-        splits = num_splits(units, slots, -(-call.table_keys // _block_keys(spec.head_size)))
-        # It takes the table's width for the longest context, so the table is cut to that.
-        longest = max(-(-requests.max_seq_len // page), 1)
-        _, lse = self._fwd_kvcache(
-            call.query[own].unsqueeze(1),
-            call.key,
-            call.value,
-            None,
-            None,
-            requests.seq_lens,
-            None,
-            None,
-            None,
-            None,
-            table[:, :longest],
-            call.alibi_slopes,
-            out,
-            spec.scale,
-            False,  # the one query is the last token: no key comes after it
-            left,
-            -1,
-            spec.logits_soft_cap or 0.0,
-            False,
-            splits,
-        )
-        return cast(torch.Tensor, lse)[:, :, 0].t() if call.wants_lse else None
+def attend_decodes(fwd_kvcache: Callable[..., Any], call: Call) -> torch.Tensor | None:
+    """As `Kernels`, by `fwd_kvcache`, of requests with one query each, over pages."""
+    requests, spec = call.requests, call.spec
+    own = slice(requests.first_token, requests.end_token)
+    out, left = call.output[own].unsqueeze(1), call.window[0]
+    heads, rows = spec.num_heads, 1
+    if heads > spec.num_kv_heads and left < 0 and call.alibi_slopes is None:
+        # In this case it packs the query heads of a KV head, and writes the output as `[R, group, Hkv, D]`.
+        heads, rows = spec.num_kv_heads, heads // spec.num_kv_heads
+        out = call.output[own].view(-1, heads, rows, spec.head_size).transpose(1, 2)
+    page, table = call.key.shape[1], requests.block_table
+    units = requests.seq_lens.shape[0] * heads * -(-rows // _ROWS)
+    slots = _multiprocessors(call.query.device) * _BLOCKS_AT_ONCE
+    # From the table's width: the memory for splits may not depend on the context.
+    splits = num_splits(units, slots, -(-call.table_keys // _block_keys(spec.head_size)))
+    # It takes the table's width for the longest context, so the table is cut to that.
+    longest = max(-(-requests.max_seq_len // page), 1)
+    _, lse = fwd_kvcache(
+        call.query[own].unsqueeze(1),
+        call.key,
+        call.value,
+        None,
+        None,
+        requests.seq_lens,
+        None,
+        None,
+        None,
+        None,
+        table[:, :longest],
+        call.alibi_slopes,
+        out,
+        spec.scale,
+        False,  # the one query is the last token: no key comes after it
+        left,
+        -1,
+        spec.logits_soft_cap or 0.0,
+        False,
+        splits,
+    )
+    return cast(torch.Tensor, lse)[:, :, 0].t() if call.wants_lse else None
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,15 +6,14 @@ run on a GPU.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import torch
 
-from attnplug.backends.flash_attn.call import Call, Kernels
 from attnplug.backends.flash_attn.impl import FlashAttnImpl
+from attnplug.backends.flash_attn.metadata import Call, Kernels
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError
 
@@ -102,41 +101,35 @@ class FlashAttn3Kernels:
             "has_softcap": spec.logits_soft_cap is not None,
             "num_splits": 0,
         }
-
-        def make() -> torch.Tensor:
+        key = tuple(plan.values())
+        if key not in requests.schedules:
             starts, lens = requests.query_start_loc, requests.seq_lens
-            return cast(torch.Tensor, self._schedule(seqused_k=lens, cu_seqlens_q=starts, **plan))
-
-        return requests.schedule(tuple(plan.values()), make)
+            requests.schedules[key] = self._schedule(seqused_k=lens, cu_seqlens_q=starts, **plan)
+        return requests.schedules[key]
 
 
 class FlashAttn3Impl(FlashAttnImpl):
     """Attention in FlashAttention 3."""
 
     @classmethod
-    def kernels(cls) -> Kernels:
+    def import_kernels(cls) -> Kernels:
         """FlashAttn3Kernels."""
-        return _kernels()
-
-
-@functools.cache
-def _kernels() -> FlashAttn3Kernels:
-    import_library("FLASH_ATTN_3")
-    _check_build()
-    operators = []
-    for name, given in (("fwd", FWD), ("get_scheduler_metadata", SCHEDULE)):
-        try:
-            operator = getattr(torch.ops.flash_attn_3, name).default
-        except AttributeError:
-            raise BackendUnavailableError(
-                f"flash_attn_3._C registers no operator {name}; {_REMEDY}"
-            ) from None
-        known = {argument.name for argument in operator._schema.arguments}
-        missing = ", ".join(sorted(set(given) - known))
-        if missing:
-            raise BackendUnavailableError(f"flash_attn_3::{name} does not take {missing}; {_REMEDY}")
-        operators.append(operator)
-    return FlashAttn3Kernels(*operators)
+        import_library("FLASH_ATTN_3")
+        _check_build()
+        operators = []
+        for name, given in (("fwd", FWD), ("get_scheduler_metadata", SCHEDULE)):
+            try:
+                operator = getattr(torch.ops.flash_attn_3, name).default
+            except AttributeError:
+                raise BackendUnavailableError(
+                    f"flash_attn_3._C registers no operator {name}; {_REMEDY}"
+                ) from None
+            known = {argument.name for argument in operator._schema.arguments}
+            missing = ", ".join(sorted(set(given) - known))
+            if missing:
+                raise BackendUnavailableError(f"flash_attn_3::{name} does not take {missing}; {_REMEDY}")
+            operators.append(operator)
+        return FlashAttn3Kernels(*operators)
 
 
 def _check_build() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
 from collections.abc import Callable
@@ -10,8 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnplug.backends.flash_attn.call import Call, Kernels
 from attnplug.backends.flash_attn.impl import FlashAttnImpl
+from attnplug.backends.flash_attn.metadata import Call, Kernels
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError
 from attnplug.ops.triton.launch import on_device_of
@@ -82,20 +81,15 @@ class FlashAttn4Impl(FlashAttnImpl):
     """Attention in FlashAttention 4."""
 
     @classmethod
-    def kernels(cls) -> Kernels:
+    def import_kernels(cls) -> Kernels:
         """FlashAttn4Kernels."""
-        return _kernels()
-
-
-@functools.cache
-def _kernels() -> FlashAttn4Kernels:
-    forward = getattr(import_library("FLASH_ATTN_4"), "_flash_attn_fwd", None)
-    if forward is None:
-        raise BackendUnavailableError(f"flash_attn.cute.interface has no _flash_attn_fwd; {_REMEDY}")
-    missing = ", ".join(sorted(set(FORWARD) - set(inspect.signature(forward).parameters)))
-    if missing:
-        raise BackendUnavailableError(f"_flash_attn_fwd does not take {missing}; {_REMEDY}")
-    return FlashAttn4Kernels(forward)
+        forward = getattr(import_library("FLASH_ATTN_4"), "_flash_attn_fwd", None)
+        if forward is None:
+            raise BackendUnavailableError(f"flash_attn.cute.interface has no _flash_attn_fwd; {_REMEDY}")
+        missing = ", ".join(sorted(set(FORWARD) - set(inspect.signature(forward).parameters)))
+        if missing:
+            raise BackendUnavailableError(f"_flash_attn_fwd does not take {missing}; {_REMEDY}")
+        return FlashAttn4Kernels(forward)
 
 
 _REMEDY = "pip install 'flash-attn-4==4.0.0b36'"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 
 import torch
 
-from attnplug.backends.flash_attn.call import Call, Kernels
-from attnplug.backends.flash_attn.metadata import FlashAttnMetadata
+from attnplug.backends.flash_attn.metadata import Call, FlashAttnMetadata, Kernels
 from attnplug.backends.impl import BuiltinImpl
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
@@ -24,13 +24,19 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
     can_return_lse_for_decode = True
 
     @classmethod
-    @abstractmethod
+    @functools.cache
     def kernels(cls) -> Kernels:
         """The generation's kernels, imported at the first call.
 
         Raises:
             BackendUnavailableError: the library is missing, is another distribution, or does not import.
         """
+        return cls.import_kernels()
+
+    @classmethod
+    @abstractmethod
+    def import_kernels(cls) -> Kernels:
+        """As `kernels`, at each call."""
 
     @torch.no_grad()
     def attend(
@@ -104,7 +110,8 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
         if kv_cache is not None:
             own = self._attends_own_keys and meta.all_new and not meta.chunk
             if key is None or value is None or not own:
-                return (*self._pages(kv_cache), True)
+                pages = self._pages_of(kv_cache)
+                return pages.k, pages.v, True
             rows = meta.num_actual_tokens
         else:
             rows = meta.key_tokens or 0

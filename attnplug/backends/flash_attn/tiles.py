@@ -54,12 +54,11 @@ def why_not_over_pages(spec: LayerSpec, device: Device | None) -> str | None:
     rows = _PAGE_READERS // row
     for tile in key_tiles(spec, device):
         if tile % rows:
-            return f"{asked}, {_masked(spec)}: its tile of {tile} keys is read in rounds of {rows}, which do not fit"
+            mask = ("causal" if spec.causal else "not causal") + (
+                " with a window" if spec.is_windowed else ""
+            )
+            return f"{asked}, {mask}: its tile of {tile} keys is read in rounds of {rows}, which do not fit"
     return None
-
-
-def _masked(spec: LayerSpec) -> str:
-    return ("causal" if spec.causal else "not causal") + (" with a window" if spec.is_windowed else "")
 
 
 def _tile_hopper(spec: LayerSpec, local: bool, *, causal: bool) -> int:

@@ -6,8 +6,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from attnplug.backends.flashinfer.limits import LEAST_SCALE
-from attnplug.backends.flashinfer.options import Options
+from attnplug.backends.flashinfer.options import LEAST_SCALE, Options
 from attnplug.backends.libraries import requirements_of, serves_capability
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf

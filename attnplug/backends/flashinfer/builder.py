@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -18,11 +16,10 @@ from attnplug.backends.flashinfer.metadata import FlashInferMetadata
 from attnplug.backends.flashinfer.planned_wrapper import PlanCost
 from attnplug.backends.flashinfer.step import HostStep, Ints, PageIndices, StepPages, trimmed
 from attnplug.backends.flashinfer.wrappers import Wrappers
+from attnplug.backends.impl import own_slots
 from attnplug.core.batch import make_local_attention_virtual_batches
 from attnplug.core.batch.host import exact_seq_lens, known_seq_lens, query_spans, to_device
-from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
-from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.core.spec import Phase
 
@@ -42,20 +39,15 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     needs_host_seq_lens: ClassVar[Literal["none", "upper_bound", "exact"]] = "exact"
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
-    def __init__(
-        self,
-        kv_cache_spec: KVCacheSpec,
-        layer_names: Sequence[str],
-        config: BuilderConfig,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, config, device)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.config
         self._init_reorder_batch_threshold(1)
-        self._groups = groups_of(config.layers, layer_names, FlashInferImpl)
-        self._page_size = kv_cache_spec.block_size
+        self._groups = groups_of(config.layers, self.layer_names, FlashInferImpl)
+        self._page_size = self.kv_cache_spec.block_size
         sizes = config.cudagraph_batch_sizes
         self._wrappers = Wrappers(
-            library(), self._groups, self._page_size, device, config.max_num_seqs, sizes
+            library(), self._groups, self._page_size, self.device, config.max_num_seqs, sizes
         )
         self._chunks = dict.fromkeys(group.chunk_size for group in self._groups)
         self._indices = {chunk: self._page_indices(chunk) for chunk in self._chunks}
@@ -98,10 +90,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             BatchError: a table without room, a non-causal batch for causal layers, or keys outside of pages.
             PluginError: FlashInfer has to compile, and cannot.
         """
-        common = common_attn_metadata
-        metadata = self._metadata(common, self._captured)
-        self._plan(metadata)
-        return metadata
+        return self._planned(self._metadata(common_attn_metadata, self._captured))
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -124,8 +113,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             self._fix_indices(chunk, room)
         metadata = self._metadata(common, {reqs})
         self._captured.add(reqs)
-        self._plan(metadata)
-        return metadata
+        return self._planned(metadata)
 
     def update_block_table(
         self, metadata: FlashInferMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
@@ -139,8 +127,6 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         for chunk, step in metadata.pages.items():
             table = blk_table if step.table_of is None else step.table_of(blk_table)
             pages[chunk] = StepPages(step.host, step.seq_lens, table, step.table_of, step.seen)
-        if not isinstance(self.kv_cache_spec, CrossAttentionSpec):
-            slot_mapping = _first(slot_mapping, metadata.num_actual_tokens)
         reqs = metadata.captured
         if reqs and reqs not in self._captured:
             # A captured step is built for one KV group and updated for the others.
@@ -149,7 +135,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             self._captured.add(reqs)
         updated = dataclasses.replace(
             metadata,
-            slot_mapping=slot_mapping,
+            slot_mapping=own_slots(self.kv_cache_spec, slot_mapping, metadata.num_actual_tokens),
             pages=pages,
             indices=self._captured_indices if reqs else self._indices,
             # A captured graph reads the buffers of its own builder's plans.
@@ -159,10 +145,9 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         for step in pages.values():
             step.check()
         if reqs:
-            self._plan(updated)
-        else:
-            for chunk, step in pages.items():
-                self._indices[chunk].hold(step)
+            return self._planned(updated)
+        for chunk, step in pages.items():
+            self._indices[chunk].hold(step)
         return updated
 
     def _fix_indices(self, chunk: int | None, room: int) -> None:
@@ -185,9 +170,8 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             host = step.host
             only_decodes &= host.prefill is None and host.rows is None and host.num_tokens == reqs
         size = reqs if reqs in captured and only_decodes else 0
-        is_cross = isinstance(self.kv_cache_spec, CrossAttentionSpec)
         return FlashInferMetadata(
-            slot_mapping=common.slot_mapping if is_cross else _first(common.slot_mapping, tokens),
+            slot_mapping=own_slots(self.kv_cache_spec, common.slot_mapping, tokens),
             num_actual_tokens=tokens,
             causal=common.causal,
             pages=pages,
@@ -214,7 +198,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         lengths = exact_seq_lens(pieces, query_lens)
         host = HostStep.of(starts, query_lens, lengths, self._page_size, True)
         host = host if seen is None else dataclasses.replace(host, seen=seen)
-        table_of = pieces_of if rows is None else functools.partial(_rows_then, pieces_of, rows)
+        table_of = pieces_of if rows is None else lambda table: pieces_of(table[rows])
         return StepPages(host, pieces.seq_lens, pieces.block_table_tensor, table_of, self._sent(seen))
 
     def _without_blind(
@@ -222,12 +206,12 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     ) -> tuple[CommonAttentionMetadata, torch.Tensor, npt.NDArray[np.int64] | None]:
         """The batch without queries that see nothing, and the table rows and queries that it keeps."""
         rows, seen, packed, _, kept = trimmed(starts, query_lens, lengths, True)
-        sent = self._to_device(rows)
+        sent = to_device(rows, self.device)
         cut = dataclasses.replace(
             common,
-            query_start_loc=self._to_device(packed),
+            query_start_loc=to_device(packed, self.device),
             query_start_loc_cpu=torch.from_numpy(packed),
-            seq_lens=self._to_device(kept),
+            seq_lens=to_device(kept, self.device),
             seq_lens_host=kept,
             num_reqs=len(rows),
             num_actual_tokens=int(packed[-1]),
@@ -238,31 +222,14 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         return cut, sent, seen
 
     def _sent(self, seen: npt.NDArray[np.int64] | None) -> torch.Tensor | None:
-        return None if seen is None else self._to_device(seen)
+        return None if seen is None else to_device(seen, self.device)
 
-    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return to_device(array, self.device)
-
-    def _plan(self, metadata: FlashInferMetadata) -> None:
+    def _planned(self, metadata: FlashInferMetadata) -> FlashInferMetadata:
         for group in self._groups:
             metadata.planned(group)
+        return metadata
 
     def _page_indices(self, chunk: int | None) -> PageIndices:
-        longest, reqs = self.config.max_model_len, self.config.max_num_seqs
-        pages = 0
-        if chunk is not None:
-            pages = chunk // self._page_size
-        elif longest is not None:
-            pages = -(-longest // self._page_size)
-        return PageIndices(self.device, self._page_size, reqs * pages)
-
-
-def _first(slots: torch.Tensor, tokens: int) -> torch.Tensor:
-    # A slice costs the host as much as a kernel launch, so a slice of everything is left out.
-    return slots if slots.shape[0] == tokens else slots[:tokens]
-
-
-def _rows_then(
-    pieces_of: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, block_table: torch.Tensor
-) -> torch.Tensor:
-    return pieces_of(block_table[rows])
+        longest = self.config.max_model_len or 0 if chunk is None else chunk
+        room = self.config.max_num_seqs * -(-longest // self._page_size)
+        return PageIndices(self.device, self._page_size, room)

@@ -56,18 +56,13 @@ def announced(library: Library, built: Module, why: str) -> Iterator[None]:
                 raise PluginError(f"FLASHINFER has to {work} {built} for {why}, and cannot: {problem}")
         if prebuilt or compiled:
             yield
-            _tell(name)
-            return
-        _LOG.info("FlashInfer %s compiles %s (%s), once, for %s", library.version, built, name, why)
-        began = time.perf_counter()
-        yield
-        _LOG.info("FlashInfer compiled %s in %.1f s", name, time.perf_counter() - began)
-        _tell(name)
-
-
-def _tell(name: str) -> None:
-    for found in _WATCHES.get():
-        found.append(name)
+        else:
+            _LOG.info("FlashInfer %s compiles %s (%s), once, for %s", library.version, built, name, why)
+            began = time.perf_counter()
+            yield
+            _LOG.info("FlashInfer compiled %s in %.1f s", name, time.perf_counter() - began)
+        for found in _WATCHES.get():
+            found.append(name)
 
 
 _SOURCES_EACH = 4

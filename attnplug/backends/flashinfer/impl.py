@@ -9,11 +9,8 @@ import torch
 
 from attnplug.backends.flashinfer.groups import PlanGroup, key_of
 from attnplug.backends.flashinfer.library import library
-from attnplug.backends.flashinfer.limits import LEAST_SCALE
 from attnplug.backends.flashinfer.metadata import FlashInferMetadata, Work
-from attnplug.backends.flashinfer.options import Options
-from attnplug.backends.flashinfer.planned_wrapper import PlannedWrapper
-from attnplug.backends.flashinfer.step import Part
+from attnplug.backends.flashinfer.options import LEAST_SCALE, Options
 from attnplug.backends.impl import BuiltinImpl
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.hyperparameters import PerLayerParameters
@@ -70,8 +67,12 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
             check_queries(query, output, output_lse, tokens, self.spec, **scales)
         if not meta.causal:
             Reach.of(self.spec, False)
-        pages = self._paged(kv_cache)
-        kv_scales = None
+        if kv_cache is None:
+            raise LayoutError("kv_cache", None, "is required: FLASHINFER finds keys in pages")
+        if self.spec.direct_kv:
+            check_cache_given(kv_cache, self.spec)
+        found = self._pages_of(kv_cache)
+        pages, kv_scales = (found.k, found.v), None
         if pages[0].dtype.itemsize == 1:
             kv_scales = self._scales(layer, pages[0].dtype)
             self._check_k_scale(kv_scales[0])
@@ -104,26 +105,15 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
     def _row(self) -> tuple[int, int]:
         return self.spec.num_heads, self.spec.head_size
 
-    def _paged(self, kv_cache: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if kv_cache is None:
-            raise LayoutError("kv_cache", None, "is required: FLASHINFER finds keys in pages")
-        if self.spec.direct_kv:
-            check_cache_given(kv_cache, self.spec)
-        return self._pages(kv_cache)
-
     def _check_k_scale(self, k_scale: float) -> None:
         """BatchError if `k_scale` makes the scale of the logits too small for FlashInfer's mask."""
         spec = self.spec
-        if (
-            spec.logits_soft_cap is None
-            and spec.scale * k_scale < LEAST_SCALE
-            and not library().masks_infinitely
-        ):
-            limit = (
-                f"makes the scale of logits {spec.scale * k_scale:g}; below {LEAST_SCALE:g} FlashInfer "
-                f"{library().version} sees masked keys"
-            )
-            raise BatchError("k_scale", k_scale, limit, "pip install 'flashinfer-python>=0.7.2'")
+        scale = spec.scale * k_scale
+        if spec.logits_soft_cap is not None or scale >= LEAST_SCALE or library().masks_infinitely:
+            return
+        version = library().version
+        limit = f"makes the scale of logits {scale:g}; below {LEAST_SCALE:g} FlashInfer {version} sees masked keys"
+        raise BatchError("k_scale", k_scale, limit, "pip install 'flashinfer-python>=0.7.2'")
 
     @functools.cached_property
     def _no_sinks(self) -> torch.Tensor:
@@ -151,50 +141,27 @@ def _attend(
         found = torch.empty_like(query)
         lse = None if lse is None else lse.new_empty(query.shape[:2])
     for part, wrapper in work.parts:
-        _run(part, wrapper, query, pages, found, lse, scales, sinks)
-    if seen is not None:
-        _scatter(seen, found, output[:tokens], lse, output_lse, blind_lse)
-
-
-def _run(
-    part: Part,
-    wrapper: PlannedWrapper,
-    query: torch.Tensor,
-    pages: tuple[torch.Tensor, torch.Tensor],
-    output: torch.Tensor,
-    lse: torch.Tensor | None,
-    scales: tuple[float, float] | None,
-    sinks: torch.Tensor | None,
-) -> None:
-    """Run one part of a step; FlashInfer writes dense rows, and LSE in base 2."""
-    rows = slice(part.first_token, part.first_token + part.num_tokens)
-    asked, into = query[rows], output[rows]
-    asked = asked if asked.stride(2) == 1 else asked.contiguous()
-    dense = into if into.is_contiguous() else torch.empty_like(into, memory_format=torch.contiguous_format)
-    natural = None if lse is None else lse[rows]
-    binary = natural
-    if natural is not None and not natural.is_contiguous():
-        binary = torch.empty_like(natural, memory_format=torch.contiguous_format)
-    wrapper.run(asked, pages, dense, binary, scales, sinks)
-    if dense is not into:
-        into.copy_(dense)
-    if natural is not None and binary is not None:
-        torch.mul(binary, _LN_2, out=natural) if binary is natural else natural.copy_(binary * _LN_2)
-
-
-def _scatter(
-    seen: torch.Tensor,
-    found: torch.Tensor,
-    output: torch.Tensor,
-    found_lse: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-) -> None:
-    """Scatter the rows that see something; the others are 0, their LSE -inf or the sink's logit."""
-    output.zero_()
-    output[seen] = found
-    if lse is None or found_lse is None:
+        # FlashInfer writes dense rows, and LSE in base 2.
+        rows = slice(part.first_token, part.first_token + part.num_tokens)
+        asked, into = query[rows], found[rows]
+        asked = asked if asked.stride(2) == 1 else asked.contiguous()
+        dense = _dense(into)
+        natural = None if lse is None else lse[rows]
+        binary = None if natural is None else _dense(natural)
+        wrapper.run(asked, pages, dense, binary, scales, sinks)
+        if dense is not into:
+            into.copy_(dense)
+        if natural is not None and binary is not None:
+            torch.mul(binary, _LN_2, out=natural)
+    if seen is None:
         return
-    lse = lse[: output.shape[0]]
-    lse[:] = -torch.inf if sinks is None else sinks
-    lse[seen] = found_lse
+    output[:tokens] = 0
+    output[seen] = found
+    if output_lse is not None and lse is not None:
+        output_lse[:tokens] = -torch.inf if blind_lse is None else blind_lse
+        output_lse[seen] = lse
+
+
+def _dense(rows: torch.Tensor) -> torch.Tensor:
+    """`rows`, or a new tensor to write in their place if they are not contiguous."""
+    return rows if rows.is_contiguous() else torch.empty_like(rows, memory_format=torch.contiguous_format)

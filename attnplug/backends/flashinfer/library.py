@@ -10,7 +10,7 @@ import inspect
 import os
 import shutil
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -201,7 +201,15 @@ class Library:
 
     def why_not_compiling(self) -> str | None:
         """Why nothing can be compiled here, with a remedy; None if it can."""
-        return self.why_not_loading() or self._why_no_nvcc()
+        problem = self.why_not_loading()
+        if problem is not None:
+            return problem
+        try:
+            if (Path(self._import("jit.cpp_ext").get_cuda_path()) / "bin" / "nvcc").exists():
+                return None
+        except RuntimeError:
+            pass
+        return f"nvcc is not found; install the CUDA toolkit and set CUDA_HOME, or pip install {_PREBUILT}"
 
     def why_not_loading(self) -> str | None:
         """Why not even compiled modules can be loaded, with a remedy; None if they can."""
@@ -212,18 +220,6 @@ class Library:
             found = (Path(scripts) / "ninja").exists()
             remedy = f"put {scripts} on PATH" if found else "pip install ninja"
             return f"ninja is not on PATH; {remedy}, or pip install {_PREBUILT}"
-        return None
-
-    def _why_no_nvcc(self) -> str | None:
-        try:
-            nvcc = Path(self._import("jit.cpp_ext").get_cuda_path()) / "bin" / "nvcc"
-            found = nvcc.exists()
-        except RuntimeError:
-            found = False
-        if not found:
-            return (
-                f"nvcc is not found; install the CUDA toolkit and set CUDA_HOME, or pip install {_PREBUILT}"
-            )
         return None
 
     def _import(self, name: str) -> Any:
@@ -326,18 +322,12 @@ def _sink_keywords(built: Module) -> dict[str, Any]:
 def _sink_arguments(module: ModuleType, built: Module) -> tuple[list[Any], dict[str, Any]]:
     """The arguments from which the sink wrapper generates its module, under our name; nothing is compiled."""
     found: list[tuple[list[Any], dict[str, Any]]] = []
-    prefill: Any = getattr(module, _PREFILL)
-    sinks: Any = getattr(module, _SINKS)
 
-    class Asks(prefill):  # type: ignore[misc]
-        def __init__(self, *args: Any, jit_args: list[Any], jit_kwargs: dict[str, Any], **_: Any) -> None:
-            uri, _, kv_dtype, _, _, qk, vo = jit_args[:7]
-            found.append(([_own_name(uri, kv_dtype, qk, vo), *jit_args[1:]], jit_kwargs))
+    def collect(*_: Any, jit_args: list[Any], jit_kwargs: dict[str, Any], **__: Any) -> None:
+        found.append((jit_args, jit_kwargs))
 
-    class SinksAsk(sinks, Asks):  # type: ignore[misc]
-        pass
-
-    SinksAsk(float_workspace_buffer=torch.empty(0, dtype=torch.uint8), **_sink_keywords(built))
+    ask = _sinks_naming(module, collect)
+    ask(float_workspace_buffer=torch.empty(0, dtype=torch.uint8), **_sink_keywords(built))
     return found[0]
 
 
@@ -353,13 +343,18 @@ def _named_sinks(module: ModuleType) -> Any:
     FlashInfer names them by query dtype, window and template alone. A second head size would get the same name,
     and run the kernels of the first, which are already loaded.
     """
+    return _sinks_naming(module, getattr(module, _PREFILL).__init__)
+
+
+def _sinks_naming(module: ModuleType, init: Callable[..., None]) -> Any:
+    """The sink wrapper, with `init` as the constructor that it passes `jit_args` to, under our name."""
     prefill: Any = getattr(module, _PREFILL)
     sinks: Any = getattr(module, _SINKS)
 
     class Named(prefill):  # type: ignore[misc]
         def __init__(self, *args: Any, jit_args: list[Any], **keywords: Any) -> None:
             uri, _, kv_dtype, _, _, qk, vo = jit_args[:7]
-            super().__init__(*args, jit_args=[_own_name(uri, kv_dtype, qk, vo), *jit_args[1:]], **keywords)
+            init(self, *args, jit_args=[_own_name(uri, kv_dtype, qk, vo), *jit_args[1:]], **keywords)
 
     class NamedSinks(sinks, Named):  # type: ignore[misc]
         pass

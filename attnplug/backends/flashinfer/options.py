@@ -1,4 +1,4 @@
-"""The options of FLASHINFER."""
+"""The options of FLASHINFER, and a limit that its declaration and its calls check; torch-free."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Literal
 
 from attnplug.core.errors import PolicyError
 
+LEAST_SCALE = 2.0**-11
+"""FlashInfer before 0.7.2 masks with a logit of -50000 and then scales it: at this scale it still weighs nothing."""
 _PREFILL = ("auto", "fa2", "fa3")
 
 

@@ -100,7 +100,8 @@ class PlanSpace:
         self._schedule_bytes = schedule_bytes
         self._pinned = device.type == "cuda"
         self._slots = [_Slot(max_num_seqs, self._pinned) for _ in range(2)]
-        self._ring = StagingRing(self._slots, device)
+        self.ring = StagingRing(self._slots, device)
+        """Gives a `_Slot` whose last copies are done; `release` marks the copies from it as issued."""
 
     def adopt(self, wrapper: Any) -> None:
         """Replace a new wrapper's buffer for plans by the one here: a private attribute in 0.5 to 0.7."""
@@ -113,15 +114,6 @@ class PlanSpace:
             self.schedule, self._slots[0].schedule = there, here
             self._slots[1].schedule = torch.empty_like(here, pin_memory=self._pinned)
         wrapper._int_workspace_buffer = self.schedule
-
-    def acquire(self, part: Part) -> tuple[_Slot, dict[str, torch.Tensor]]:
-        """A slot whose last copies are done, and the arrays of `part` in it."""
-        slot: _Slot = self._ring.acquire()
-        return slot, slot.filled(part)
-
-    def release(self) -> None:
-        """Mark the copies from the current slot as issued."""
-        self._ring.release()
 
 
 class PlannedWrapper:
@@ -188,10 +180,13 @@ class PlannedWrapper:
             return
         held = space.part if mine else None
         same = held is not None and held.same_pages(part)
-        if held is not None and same and held.same_lengths(part):
+        if held is not None and same and np.array_equal(held.last_page_len, part.last_page_len):
             space.part = part
         elif same and self._counts_pages and self._writable():
-            self._send_lengths(part)
+            lengths = space.ring.acquire().filled(part)["last_page_len"]
+            self._wrapper._paged_kv_last_page_len_buf.copy_(lengths, non_blocking=True)
+            space.ring.release()
+            space.part = part
         else:
             self._plan(part, indices, causal)
             return
@@ -232,7 +227,8 @@ class PlannedWrapper:
         space, count = self._space, len(part.seq_lens)
         # Forget the old plan first: planning may raise halfway.
         space.owner = space.part = self._pointed = None
-        slot, arrays = space.acquire(part)
+        slot: _Slot = space.ring.acquire()
+        arrays = slot.filled(part)
         self._wrapper._pin_memory_int_workspace_buffer = slot.schedule
         # Before 0.7 `plan()` reads the lengths one by one, 2 us each, for their maximum alone. Planners that count
         # pages use nothing else of them, so these get the maximum only.
@@ -260,7 +256,7 @@ class PlannedWrapper:
                 if known is None:
                     self._plan_whole(part, indices, causal, arrays, lengths)
             self._native_plan = known
-        space.release()
+        space.ring.release()
         self._causal, self._planned_for = causal, count
         space.owner, space.part = self, part
 
@@ -286,13 +282,6 @@ class PlannedWrapper:
         return (
             torch.is_inference_mode_enabled() or not self._wrapper._paged_kv_last_page_len_buf.is_inference()
         )
-
-    def _send_lengths(self, part: Part) -> None:
-        space = self._space
-        _, arrays = space.acquire(part)
-        self._wrapper._paged_kv_last_page_len_buf.copy_(arrays["last_page_len"], non_blocking=True)
-        space.release()
-        space.part = part
 
     def _point(self, part: Part, indices: torch.Tensor) -> None:
         """Let the wrapper read `indices`: since the plan the pages may have moved to another buffer."""

@@ -56,10 +56,6 @@ class Part:
         """Whether queries and numbers of pages are equal; the fa2 planner reads nothing else."""
         return self.max_query_len == other.max_query_len and self.plan_key == other.plan_key
 
-    def same_lengths(self, other: Part) -> bool:
-        """Whether the keys of parts with the same pages are equal."""
-        return np.array_equal(self.last_page_len, other.last_page_len)
-
 
 @dataclasses.dataclass(slots=True, eq=False)
 class HostStep:

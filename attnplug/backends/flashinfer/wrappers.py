@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -40,16 +39,16 @@ class Wrappers:
         captured_sizes: Sequence[int] = (),
     ) -> None:
         self.groups = groups
-        self._multiprocessors = 1  # elsewhere tests plan what a GPU would
+        self._multiprocessors, kind = 1, Device(device.type)  # elsewhere tests plan what a GPU would
         if device.type == "cuda":
             self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+            kind = Device("cuda", torch.cuda.get_device_capability(device))
         self.workspace_bytes = workspace_bytes(groups, self._multiprocessors, captured_sizes)
         """Bytes that the float workspace must have."""
         self._library = library
         self._page_size = page_size
         self._device = device
         self._max_num_seqs = max_num_seqs
-        kind = _device(device)
         # Chosen here, so that an option that cannot be honoured is refused before the first step.
         self._modules: dict[tuple[PlanGroup, str], Module] = {
             (group, phase): group.module(phase, kind) for group in groups for phase in ("decode", "prefill")
@@ -83,10 +82,10 @@ class Wrappers:
     @property
     def costs(self) -> dict[str, PlanCost]:
         """The cost of planning so far, by "phase: group"."""
-        found: dict[str, PlanCost] = {}
-        for (group, phase, captured), space in self._spaces.items():
-            found[f"{phase}{' in graphs' if captured else ''}: {group}"] = space.cost
-        return found
+        return {
+            f"{phase}{' in graphs' if captured else ''}: {group}": space.cost
+            for (group, phase, captured), space in self._spaces.items()
+        }
 
     def of(self, group: PlanGroup, phase: str) -> PlannedWrapper:
         """The wrapper of a group's layers for "decode" or "prefill".
@@ -109,7 +108,11 @@ class Wrappers:
         if wrapper is None:
             # The plain wrapper announces and loads the module; graph wrappers do not.
             self.of(group, "decode")
-            self._check_captured(group, batch_size)
+            needed, given = captured_bytes(group, self._multiprocessors, batch_size), self.workspace.nbytes
+            if needed > given:
+                limit = f"needs a workspace of {needed} bytes for layers {group}, and it has {given}"
+                remedy = "name the size in BuilderConfig.cudagraph_batch_sizes"
+                raise BatchError("batch size", batch_size, limit, remedy)
             arange = torch.arange(batch_size + 1, dtype=torch.int32, device=self._device)
             fixed = {
                 "qo_indptr": arange,
@@ -120,19 +123,11 @@ class Wrappers:
             wrapper = self._make(group, "decode", batch_size, fixed)
         return wrapper
 
-    def _check_captured(self, group: PlanGroup, batch_size: int) -> None:
-        needed, given = captured_bytes(group, self._multiprocessors, batch_size), self.workspace.nbytes
-        if needed > given:
-            limit = f"needs a workspace of {needed} bytes for layers {group}, and it has {given}"
-            remedy = "name the size in BuilderConfig.cudagraph_batch_sizes"
-            raise BatchError("batch size", batch_size, limit, remedy)
-
     def warm_up(self, phase: Phase | None) -> None:
         """Make the wrappers of a phase, or of both, which loads their modules and compiles them if needed."""
         for group in self.groups:
             for each in ("decode", "prefill") if phase is None else (str(phase),):
-                if (group, each, 0) not in self._wrappers:
-                    self._make(group, each, 0, {})
+                self.of(group, each)
 
     def _make(
         self, group: PlanGroup, phase: str, batch_size: int, fixed: dict[str, torch.Tensor]
@@ -148,10 +143,17 @@ class Wrappers:
             size = schedule_bytes(group, built.template)
             space = self._spaces[group, phase, captured] = PlanSpace(self._device, self._max_num_seqs, size)
         names = self.groups[group]
-        why = f"{phase} of {_listed(names)}"
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        why = f"{phase} of layers {', '.join(names[:3])}{more}"
         with contextlib.nullcontext() if captured else announced(self._library, built, why):
-            raw = self._library_wrapper(built, group, phase, fixed)
-            longest = self._library.names_longest_query
+            library = self._library
+            if built.sinks:
+                raw = library.sink_wrapper(self.workspace, built, fixed)
+            elif phase == "prefill":
+                raw = library.prefill_wrapper(self.workspace, built.template)
+            else:
+                raw = library.decode_wrapper(self.workspace, group.options.tensor_cores, fixed)
+            longest = library.names_longest_query
             wrapper = PlannedWrapper(raw, built, group, phase, self._page_size, space, longest)
             if not captured:
                 # A plain wrapper loads its module in its first plan.
@@ -160,23 +162,3 @@ class Wrappers:
                 space.cost.plans, space.cost.seconds = 0, 0.0
         self._wrappers[group, phase, batch_size] = wrapper
         return wrapper
-
-    def _library_wrapper(
-        self, built: Module, group: PlanGroup, phase: str, fixed: Mapping[str, torch.Tensor]
-    ) -> Any:
-        if built.sinks:
-            return self._library.sink_wrapper(self.workspace, built, fixed)
-        if phase == "prefill":
-            return self._library.prefill_wrapper(self.workspace, built.template)
-        return self._library.decode_wrapper(self.workspace, group.options.tensor_cores, fixed)
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3])
-    return f"layers {shown}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _device(device: torch.device) -> Device:
-    if device.type != "cuda":
-        return Device(device.type)
-    return Device("cuda", torch.cuda.get_device_capability(device))

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug.backends.impl import own_slots
 from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core.errors import BatchError
-from attnplug.core.kv_cache_spec import CrossAttentionSpec
 from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
 
 _Ints = npt.NDArray[np.int64]
@@ -38,7 +38,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             raise BatchError("query_start_loc_cpu", int(query_starts[-1]), limit)
         keys = common.key_start_loc if common.key_start_loc_cpu is None else common.key_start_loc_cpu
         return TorchMetadata(
-            slot_mapping=self._slots(common.slot_mapping, common.num_actual_tokens),
+            slot_mapping=own_slots(self.kv_cache_spec, common.slot_mapping, common.num_actual_tokens),
             block_table=common.block_table_tensor[:reqs],
             num_actual_tokens=common.num_actual_tokens,
             query_starts=query_starts,
@@ -54,15 +54,9 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         return dataclasses.replace(
             metadata,
             block_table=blk_table[: metadata.seq_lens.size],
-            slot_mapping=self._slots(slot_mapping, metadata.num_actual_tokens),
+            slot_mapping=own_slots(self.kv_cache_spec, slot_mapping, metadata.num_actual_tokens),
             plans={},
         )
-
-    def _slots(self, slot_mapping: torch.Tensor, num_actual_tokens: int) -> torch.Tensor:
-        # The slots of a cross layer are those of the encoder's tokens, not of the queries.
-        if isinstance(self.kv_cache_spec, CrossAttentionSpec):
-            return slot_mapping
-        return slot_mapping[:num_actual_tokens]
 
 
 def _starts(name: str, locations: torch.Tensor, reqs: int) -> _Ints:

@@ -119,7 +119,11 @@ def _attend_tile(
         keys = gatherer.gather(gatherer.k, key_index[:, :, piece])
         scores[:, :, piece] = torch.bmm(split, keys.transpose(1, 2))
     shaped = scores.view(batch, kv_heads, groups, queries, length)
-    scoring.shape(shaped, _distance(tile) if scoring.slopes is not None else None, tile.hidden)
+    distance = None
+    if scoring.slopes is not None:
+        axis = torch.arange(length, device=tile.keys.device)
+        distance = (axis - tile.query_places[:, :, None]).abs_().float()
+    scoring.shape(shaped, distance, tile.hidden)
     weights, lse = scoring.normalise(shaped, wants_lse, tile.has_empty_rows)
     weights = weights.view_as(scores)
     out = query.new_zeros(batch * kv_heads, groups * queries, size_v)
@@ -131,8 +135,3 @@ def _attend_tile(
     if lse is not None:
         lse = lse.permute(0, 3, 1, 2).reshape(batch * queries, heads)
     return out.reshape(batch * queries, heads, size_v), lse
-
-
-def _distance(tile: Tile) -> torch.Tensor:
-    axis = torch.arange(tile.keys.shape[1], device=tile.keys.device)
-    return (axis - tile.query_places[:, :, None]).abs_().float()

@@ -104,11 +104,11 @@ def _explicit(
     scores = torch.bmm(grouped.reshape(kv_heads, groups * rows, size), key.transpose(1, 2))
     scores = scores.view(1, kv_heads, groups, rows, keys)
     hidden = _hidden(reach, keys, key.device)
-    scoring.shape(
-        scores,
-        _distance(rows, keys, offset, key.device) if scoring.slopes is not None else None,
-        None if hidden is None else hidden[None],
-    )
+    distance = None
+    if scoring.slopes is not None:
+        queries = torch.arange(offset, offset + rows, device=key.device)
+        distance = (torch.arange(keys, device=key.device) - queries[:, None]).abs_().float()[None]
+    scoring.shape(scores, distance, None if hidden is None else hidden[None])
     empty = bool((reach[1] <= reach[0]).any())
     weights, lse = scoring.normalise(scores, output_lse is not None, empty)
     out = torch.bmm(weights.view(kv_heads, groups * rows, keys), value)
@@ -117,11 +117,6 @@ def _explicit(
     output.copy_(out.view(kv_heads, groups, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads, -1))
     if output_lse is not None and lse is not None:
         output_lse.copy_(lse[0].permute(2, 0, 1).reshape(rows, heads))
-
-
-def _distance(rows: int, keys: int, offset: int, device: torch.device) -> torch.Tensor:
-    queries = torch.arange(offset, offset + rows, device=device)
-    return (torch.arange(keys, device=device) - queries[:, None]).abs_().float()[None]
 
 
 def _hidden(reach: tuple[_Ints, _Ints], keys: int, device: torch.device) -> torch.Tensor | None:

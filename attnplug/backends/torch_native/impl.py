@@ -12,6 +12,7 @@ from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.backends.torch_native.page_decode import attend_pages, plan_page_decodes
 from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import KeySource, PackedKeys, PagedKeys
+from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
 from attnplug.ops.calls import check_cache_given, check_keys, check_queries
 from attnplug.ops.reach import Reach
@@ -45,8 +46,7 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         reach = Reach.of(self.spec, attn_metadata.causal)
         source = self._source(key, value, kv_cache, attn_metadata)
         given = self._given(key, value, attn_metadata) if isinstance(source, PagedKeys) else None
-        stored = source.k.dtype
-        scoring = self._scoring(layer, query.device, use_sinks, stored)
+        scoring = self._scoring(layer, query.device, use_sinks, source.k.dtype)
 
         lens = attn_metadata.query_lens
         is_short = (lens > 0) & (lens <= SHORT_QUERY)
@@ -80,7 +80,9 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         low, high = reach.bounds(np.arange(position, position + stop - start), first, end)
         lowest, highest = int(low[0]), max(int(high[-1]), int(low[0]))
         key, value = source.of_request(request, lowest, highest)
-        computed = self._computed(key.dtype)
+        # fp8 widens exactly to the layer's dtype, other floats to float32.
+        stored = key.dtype
+        computed = self._dtype if stored == self._dtype or stored.itemsize == 1 else torch.float32
         attend_request(
             query[start:stop],
             key.to(computed),
@@ -92,10 +94,6 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
             None if output_lse is None else output_lse[start:stop],
         )
 
-    def _computed(self, stored: torch.dtype) -> torch.dtype:
-        """The dtype to multiply in: fp8 widens exactly to the layer's dtype, other floats to float32."""
-        return self._dtype if stored == self._dtype or stored.itemsize == 1 else torch.float32
-
     def _source(
         self,
         key: torch.Tensor | None,
@@ -103,24 +101,28 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         kv_cache: torch.Tensor | None,
         metadata: TorchMetadata,
     ) -> KeySource:
-        spec = self.spec
         check_cache_given(kv_cache, self.spec)
         if kv_cache is not None:
-            k, v = self._pages(kv_cache)
-            return PagedKeys(k, v, metadata.block_table, metadata.seq_lens)
+            pages = self._pages_of(kv_cache)
+            return PagedKeys(pages.k, pages.v, metadata.block_table, metadata.seq_lens)
         starts = metadata.query_starts if metadata.key_starts is None else metadata.key_starts
-        key, value = check_keys(key, value, int(starts[-1]), spec)
-        return PackedKeys.checked(key, value, starts, metadata.seq_lens)
+        key, value = check_keys(key, value, int(starts[-1]), self.spec)
+        source = PackedKeys(key, value, starts, metadata.seq_lens)
+        if (source.first < 0).any():
+            worst = int(source.first.argmin())
+            limit = f"request {worst} has more keys than its {source.end[worst]} tokens"
+            raise BatchError("key_start_loc", starts.tolist(), limit)
+        return source
 
     def _given(
         self, key: torch.Tensor | None, value: torch.Tensor | None, metadata: TorchMetadata
     ) -> PackedKeys | None:
         """The new tokens' keys, if requests without computed tokens may attend them."""
-        spec = self.spec
-        own = self._attends_own_keys
-        if key is None or value is None or not own or storage_dtype(spec) != self._dtype:
+        if key is None or value is None or not self._attends_own_keys:
             return None
-        check_keys(key, value, int(metadata.query_starts[-1]), spec)
+        if storage_dtype(self.spec) != self._dtype:
+            return None
+        check_keys(key, value, int(metadata.query_starts[-1]), self.spec)
         return PackedKeys(key, value, metadata.query_starts, metadata.seq_lens)
 
     def _scoring(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -108,24 +107,15 @@ def _plan(source: PagedKeys, metadata: TorchMetadata, reach: Reach, pages: _Page
     chosen = (metadata.query_lens == 1) & (seen >= _MIN_BYTES) & (seen <= _MAX_BYTES)
     if not chosen.any():
         return None
-    parts = list(_parts(source, np.flatnonzero(chosen), low[chosen], high[chosen], pages))
-    return PageDecodes(chosen, torch.from_numpy(metadata.query_starts[:-1][chosen]), pages, parts)
-
-
-def _parts(
-    source: PagedKeys,
-    requests: npt.NDArray[np.int64],
-    low: npt.NDArray[np.int64],
-    high: npt.NDArray[np.int64],
-    pages: _PageRows,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    size = pages.block_size
+    low, high, size = low[chosen], high[chosen], pages.block_size
     first, last = low // size, -(-high // size)
     buffer = source.k.new_empty(2 * int((last - first).max()), source.k[0].numel())
-    tables = source.block_table[torch.from_numpy(requests)].long() * pages.step
+    tables = source.block_table[torch.from_numpy(np.flatnonzero(chosen))].long() * pages.step
     bounds = np.stack([first, last, low - first * size, high - first * size], 1).tolist()
+    parts = []
     for table, (start, stop, begin, end) in zip(tables, bounds, strict=True):
         keys = table[start:stop]
         place = buffer[: 2 * keys.numel()]
         halves = place.view(2, 1, -1, pages.heads, pages.head_size)[:, :, begin:end].transpose(2, 3)
-        yield torch.cat([keys, keys + pages.value]), place, halves[0], halves[1]
+        parts.append((torch.cat([keys, keys + pages.value]), place, halves[0], halves[1]))
+    return PageDecodes(chosen, torch.from_numpy(metadata.query_starts[:-1][chosen]), pages, parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -59,31 +59,6 @@ class HeadRows:
         return picked.view(self.dtype).view(*index.shape, size)
 
 
-class KeySource(Protocol):
-    """K and V of R requests; request i holds the positions `first[i] .. end[i] - 1`."""
-
-    first: _Ints
-    end: _Ints
-
-    @property
-    def k(self) -> torch.Tensor:
-        """Keys as `[blocks, block_size, Hkv, D]`."""
-        ...
-
-    @property
-    def v(self) -> torch.Tensor:
-        """Values as `[blocks, block_size, Hkv, Dv]`."""
-        ...
-
-    def locate(self, requests: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block and offset, int64 `[B, L]`, of `positions [B, L]` in `requests [B]`."""
-        ...
-
-    def of_request(self, request: int, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V `[Hkv, high - low, D]` of the positions `low .. high - 1` of one request."""
-        ...
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class PagedKeys:
     """Keys in pages.
@@ -112,13 +87,13 @@ class PagedKeys:
             raise BatchError("seq_lens", int(self.end.max()), limit, "widen block_table_tensor")
 
     def locate(self, requests: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block and offset of positions that the requests hold."""
+        """Block and offset, int64 `[B, L]`, of `positions [B, L]` in `requests [B]`."""
         block_size = self.k.shape[1]
         page = positions // block_size
         return self.block_table[requests[:, None], page].long(), positions - page * block_size
 
     def of_request(self, request: int, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V gathered from the pages of one request."""
+        """K and V `[Hkv, high - low, D]` of positions `low .. high - 1`, gathered from the pages of one request."""
         device = self.block_table.device
         positions = torch.arange(low, high, device=device)[None]
         block, offset = self.locate(torch.tensor([request], device=device), positions)
@@ -150,16 +125,6 @@ class PackedKeys:
     def __post_init__(self) -> None:
         self.first = self.end - np.diff(self.starts)
 
-    @classmethod
-    def checked(cls, key: torch.Tensor, value: torch.Tensor, starts: _Ints, end: _Ints) -> PackedKeys:
-        """The source; BatchError where a request has more keys than it is long."""
-        source = cls(key, value, starts, end)
-        if (source.first < 0).any():
-            worst = int(source.first.argmin())
-            limit = f"request {worst} has more keys than its {end[worst]} tokens"
-            raise BatchError("key_start_loc", starts.tolist(), limit)
-        return source
-
     @property
     def k(self) -> torch.Tensor:
         """Keys as one block."""
@@ -180,3 +145,7 @@ class PackedKeys:
         shift = int(self.starts[request] - self.first[request])
         rows = slice(low + shift, high + shift)
         return self.key[rows].transpose(0, 1), self.value[rows].transpose(0, 1)
+
+
+KeySource: TypeAlias = PagedKeys | PackedKeys
+"""K `[blocks, block_size, Hkv, D]` and V of R requests; request i has the positions `first[i] .. end[i] - 1`."""

@@ -119,7 +119,7 @@ class TritonBackend(AttentionBackend):
     @classmethod
     def watch_compiling(cls) -> AbstractContextManager[list[str]]:
         """Inside, the list grows by attnplug's kernels and the sizes that they are compiled for."""
-        from attnplug.ops.triton.compiling import watch_compiling
+        from attnplug.ops.triton.launch import watch_compiling
 
         return watch_compiling()
 

@@ -12,7 +12,6 @@ from attnplug.backends.impl import Pages
 from attnplug.backends.triton.kernels.decode import decode_kernel, merge_kernel
 from attnplug.backends.triton.kernels.prefill import prefill_kernel
 from attnplug.backends.triton.launch import (
-    PrefillLaunch,
     decode_launch,
     gpu_of,
     limit_switches,
@@ -133,9 +132,22 @@ class BoundLayer:
         """The kernel for requests of at most `longest` queries; 3-dimensional `k` and `v` are given keys, not pages."""
         paged = k.dim() == 4
         launch = prefill_launch(self._widest, self._itemsize, longest * self._group, self._gpu)
-        key = k.stride(), v.stride(), k.shape[1] if paged else 1, stride_table, launch
+        block_size = k.shape[1] if paged else 1
+        key = k.stride(), v.stride(), block_size, stride_table, launch
         if key != self._prefill_key:
-            self._prefill = self._bind_prefill(paged, *key)
+            block_m = max(launch.block_m, tile_side(self._group))
+            values = {
+                **self._values,
+                **_strides(k.stride(), v.stride()),
+                "stride_table": stride_table,
+                "PAGED": paged,
+                "BLOCK_SIZE": block_size,
+                "BLOCK_M": block_m,
+                "BLOCK_N": launch.block_n,
+                "SUMS": partial_sums(launch.block_n, block_m, launch.num_warps),
+            }
+            options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+            self._prefill = Prefill(BoundKernel(_PREFILL, 13, values, **options), block_m // self._group)
             self._prefill_key = key
         return self._prefill
 
@@ -179,29 +191,6 @@ class BoundLayer:
             ),
             sizes=(target, reqs, spec.num_kv_heads, rows, row_blocks, spec.head_size_v),
         )
-
-    def _bind_prefill(
-        self,
-        paged: bool,
-        k: tuple[int, ...],
-        v: tuple[int, ...],
-        block_size: int,
-        stride_table: int,
-        launch: PrefillLaunch,
-    ) -> Prefill:
-        block_m = max(launch.block_m, tile_side(self._group))
-        values = {
-            **self._values,
-            **_strides(k, v),
-            "stride_table": stride_table,
-            "PAGED": paged,
-            "BLOCK_SIZE": block_size,
-            "BLOCK_M": block_m,
-            "BLOCK_N": launch.block_n,
-            "SUMS": partial_sums(launch.block_n, block_m, launch.num_warps),
-        }
-        kernel = BoundKernel(_PREFILL, 13, values, num_warps=launch.num_warps, num_stages=launch.num_stages)
-        return Prefill(kernel, block_m // self._group)
 
 
 def _strides(k: tuple[int, ...], v: tuple[int, ...]) -> dict[str, int]:

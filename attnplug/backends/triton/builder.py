@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug.backends.impl import own_slots
 from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.workspace import Workspace
-from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
-from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
 
@@ -24,16 +22,10 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     supports_update_block_table: ClassVar[bool] = True
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
-    def __init__(
-        self,
-        kv_cache_spec: KVCacheSpec,
-        layer_names: Sequence[str],
-        config: BuilderConfig,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, config, device)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        self._workspace = Workspace(config.max_num_seqs, device)
+        self._workspace = Workspace(self.config.max_num_seqs, self.device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -54,11 +46,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         if common.key_start_loc is not None:
             decodes, max_decode_len, max_query_len = 0, 0, max(max_decode_len, max_query_len)
         known = common.seq_lens_host if common.seq_lens_host_exact and decodes < reqs else None
-        all_new = known is not None and bool((known[decodes:reqs] == lens[decodes:]).all())
         metadata = TritonMetadata(
-            slot_mapping=common.slot_mapping
-            if isinstance(self.kv_cache_spec, CrossAttentionSpec)
-            else common.slot_mapping[:tokens],
+            slot_mapping=own_slots(self.kv_cache_spec, common.slot_mapping, tokens),
             block_table=common.block_table_tensor,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
@@ -69,7 +58,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             num_decode_tokens=int(starts[decodes]),
             max_decode_len=max_decode_len,
             max_query_len=max_query_len,
-            all_new=all_new,
+            all_new=known is not None and bool((known[decodes:reqs] == lens[decodes:]).all()),
             causal=common.causal,
             workspace=self._workspace,
         )
@@ -80,8 +69,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         self, metadata: TritonMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> TritonMetadata:
         """`metadata` with another KV group's table and slots."""
-        if not isinstance(self.kv_cache_spec, CrossAttentionSpec):
-            slot_mapping = slot_mapping[: metadata.num_actual_tokens]
+        slot_mapping = own_slots(self.kv_cache_spec, slot_mapping, metadata.num_actual_tokens)
         return dataclasses.replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
 
 

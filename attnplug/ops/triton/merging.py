@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnplug.ops.checks import check_partials, check_target
+from attnplug.ops.checks import check_merge
 from attnplug.ops.triton.kernels.merging import merge_kernel
 from attnplug.ops.triton.launch import on_device_of, power_of_two
 
@@ -31,9 +31,7 @@ def merge_attn_states(
     It has the arguments, result and errors of `attnplug.ops.merge_attn_states`. It launches once for up to 16 partials,
     and once for every 15 more. Tensors may have any strides. Outputs of rows with LSE -inf are not read.
     """
-    shape = check_partials(outputs, lses)
-    check_target("output", output, shape)
-    check_target("output_lse", output_lse, shape[:-1])
+    shape = check_merge(outputs, lses, output, output_lse)
     if output is None:
         output = torch.empty(shape, dtype=outputs[0].dtype, device=outputs[0].device)
     if output_lse is None:

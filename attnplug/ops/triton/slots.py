@@ -47,8 +47,22 @@ def compute_slot_mapping(
         BatchError: shapes that do not fit each other, or an `out` that is not int64 or too short.
     """
     check_count("block_size", block_size, 1)
-    _check(block_table, query_start_loc, positions, start_idx, out)
-    num_slots, (num_reqs, width) = out.shape[0], block_table.shape
+    if block_table.dim() != 2:
+        raise BatchError("block_table", tuple(block_table.shape), "must be of shape (requests, max_blocks)")
+    num_reqs, width = block_table.shape
+    for field, tensor, rows in (
+        ("query_start_loc", query_start_loc, num_reqs + 1),
+        ("start_idx", start_idx, num_reqs),
+    ):
+        if tensor is not None and tensor.shape != (rows,):
+            limit = f"must be of shape ({rows},): block_table has {num_reqs} requests"
+            raise BatchError(field, tuple(tensor.shape), limit)
+    if positions.dim() != 1:
+        raise BatchError("positions", tuple(positions.shape), "must have one dimension")
+    if out.dtype != torch.int64 or out.dim() != 1 or out.shape[0] < positions.shape[0]:
+        limit = f"must be int64 with at least {positions.shape[0]} elements"
+        raise BatchError("out", f"{out.dtype} {tuple(out.shape)}", limit)
+    num_slots = out.shape[0]
     if not num_slots:
         return out
     if not num_reqs or not width:
@@ -76,27 +90,3 @@ def compute_slot_mapping(
             _BLOCK,
         )
     return out
-
-
-def _check(
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    positions: torch.Tensor,
-    start_idx: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    if block_table.dim() != 2:
-        raise BatchError("block_table", tuple(block_table.shape), "must be of shape (requests, max_blocks)")
-    num_reqs = block_table.shape[0]
-    for field, tensor, rows in (
-        ("query_start_loc", query_start_loc, num_reqs + 1),
-        ("start_idx", start_idx, num_reqs),
-    ):
-        if tensor is not None and tensor.shape != (rows,):
-            limit = f"must be of shape ({rows},): block_table has {num_reqs} requests"
-            raise BatchError(field, tuple(tensor.shape), limit)
-    if positions.dim() != 1:
-        raise BatchError("positions", tuple(positions.shape), "must have one dimension")
-    if out.dtype != torch.int64 or out.dim() != 1 or out.shape[0] < positions.shape[0]:
-        limit = f"must be int64 with at least {positions.shape[0]} elements"
-        raise BatchError("out", f"{out.dtype} {tuple(out.shape)}", limit)

@@ -15,10 +15,9 @@ from attnplug.backends.flash_attn import (
     FlashAttn2Backend,
     FlashAttn3Backend,
     FlashAttn4Backend,
-    fa2,
-    fa3,
     fa4,
 )
+from attnplug.backends.flash_attn.impl import FlashAttnImpl
 from attnplug.errors import BackendUnavailableError
 from attnplug.registry.gates import import_parts
 
@@ -59,8 +58,7 @@ def _forget() -> None:
     libraries = {"flash_attn", "flash_attn_2_cuda", "flash_attn_3", "flash_attn_interface"}
     for name in [name for name in sys.modules if name.partition(".")[0] in libraries]:
         del sys.modules[name]
-    for module in (fa2, fa3, fa4):
-        module._kernels.cache_clear()
+    FlashAttnImpl.kernels.cache_clear()
     importlib.invalidate_caches()
 
 
