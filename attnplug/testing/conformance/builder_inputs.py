@@ -18,7 +18,6 @@ from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMeta
 from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
 from attnplug.testing.conformance.expectations import StepMistake, expect_correct_step
 from attnplug.testing.conformance.harness import Harness
-from attnplug.testing.conformance.phases import of_phase
 from attnplug.testing.conformance.steps import (
     BatchFactory,
     decodes,
@@ -28,7 +27,7 @@ from attnplug.testing.conformance.steps import (
     step_factory,
     with_lengths,
 )
-from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.target import Target, of_phase
 
 _FORMS = ("none", "upper_bound", "exact")
 """Values of needs_host_seq_lens, the least demanding first."""

@@ -13,7 +13,6 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
 from attnplug.testing.conformance.expectations import StepMistake, expect_correct_step, expect_own_slots
 from attnplug.testing.conformance.harness import Harness
-from attnplug.testing.conformance.phases import in_phase
 from attnplug.testing.conformance.steps import (
     decodes,
     layer_kinds,
@@ -22,7 +21,7 @@ from attnplug.testing.conformance.steps import (
     step_factory,
     with_lengths,
 )
-from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.target import Target, in_phase
 
 
 def checks(target: Target) -> Iterator[Check]:

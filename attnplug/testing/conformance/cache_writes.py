@@ -15,7 +15,7 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
 from attnplug.testing.conformance.expectations import wrong_answer
 from attnplug.testing.conformance.guarded_cache import GuardedCache, pages_of, slots_of
-from attnplug.testing.conformance.harness import Harness, default_options
+from attnplug.testing.conformance.harness import Harness, make_impl
 from attnplug.testing.conformance.steps import PAGED_SCENARIOS, scenario_factory
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import stored_values
@@ -77,13 +77,8 @@ def _check_sharing(target: Target) -> None:
     guarded = GuardedCache.of(target.backend, dataclasses.replace(batch, **sevens))
     harness = Harness.of(target, guarded.batch)
     with error_context("from_spec with kv_sharing_target_layer_name"):
-        harness.layers[0].impl = target.backend.get_impl_cls().from_spec(
-            batch.spec,
-            backend=target.backend,
-            layer_name="later",
-            tensors=batch.tensors,
-            kv_sharing_target_layer_name="layer",
-            options=default_options(target),
+        harness.layers[0].impl = make_impl(
+            target.backend, batch.spec, batch.tensors, "later", kv_sharing_target_layer_name="layer"
         )
     harness.forward(guarded.batch)
     guarded.expect_only_written(slots_of(batch)[:0], "forward of a layer with kv_sharing_target_layer_name")

@@ -15,7 +15,7 @@ from attnplug.core.impl import LayerTensors
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckTable, ConformanceError, checks_from
 from attnplug.testing.conformance.expectations import expect_correct
-from attnplug.testing.conformance.harness import Harness, blank_answer, default_options, raw_bytes
+from attnplug.testing.conformance.harness import Harness, blank_answer, make_impl, raw_bytes
 from attnplug.testing.conformance.steps import scenario_factory, scenarios
 from attnplug.testing.conformance.target import Target
 
@@ -125,13 +125,7 @@ def _viewed(batch: Batch, view: Callable[[torch.Tensor], torch.Tensor]) -> Batch
 def _check_required(target: Target, name: str, flag: str) -> None:
     spec = target.spec(**{flag: True})
     try:
-        target.backend.get_impl_cls().from_spec(
-            spec,
-            backend=target.backend,
-            layer_name="layer",
-            tensors=LayerTensors(),
-            options=default_options(target),
-        )
+        make_impl(target.backend, spec, LayerTensors())
     except SpecError:
         return
     except Exception as error:

@@ -20,19 +20,8 @@ from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceE
 from attnplug.testing.conformance.target import Target
 
 _HEAVY = (
-    *(
-        "torch",
-        "triton",
-        "jax",
-        "jaxlib",
-        "tensorflow",
-        "transformers",
-        "vllm",
-        "xformers",
-        "cupy",
-        "tilelang",
-    ),
-    *("flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flashinfer", "sageattention", "cutlass"),
+    "torch triton jax jaxlib tensorflow transformers vllm xformers cupy tilelang cutlass "
+    "flash_attn flash_attn_interface flash_attn_2_cuda flashinfer sageattention"
 )
 _SECONDS = 120
 
@@ -49,7 +38,7 @@ def checks(target: Target) -> Iterator[Check]:
 def _check(target: Target, call_methods: bool) -> None:
     backend = target.backend
     module, name = _home(backend)
-    watched = [*_HEAVY, *_required_modules(backend.requires)]
+    watched = [*_HEAVY.split(), *_required_modules(backend.requires)]
     request = {"module": module, "name": name, "watched": watched, "call_methods": call_methods}
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     try:

@@ -16,7 +16,6 @@ from attnplug.testing.conformance.check import Check, CheckSkipped, CheckTable, 
 from attnplug.testing.conformance.expectations import difference, expect_correct
 from attnplug.testing.conformance.guarded_cache import GuardedCache, slots_of
 from attnplug.testing.conformance.harness import Answer, Harness, blank_answer
-from attnplug.testing.conformance.phases import in_phase, of_phase
 from attnplug.testing.conformance.steps import (
     PAGED_SCENARIOS,
     decodes,
@@ -28,7 +27,7 @@ from attnplug.testing.conformance.steps import (
     select_requests,
     step_factory,
 )
-from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.target import Target, in_phase, of_phase
 
 
 def checks(target: Target) -> Iterator[Check]:
