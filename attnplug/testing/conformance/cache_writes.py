@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,14 +26,14 @@ def checks(target: Target) -> Iterator[Check]:
         yield from checks_from(_CHECKS, "cache", target, scenario)
     if Feature.CROSS | Feature.NON_CAUSAL in target.backend.features:
         summary = "a cross layer writes the slots of the encoder's tokens and nothing else"
-        yield Check("cache/only-slots-written-cross", functools.partial(_check_cross, target), summary)
+        yield Check.of("cache/only-slots-written-cross", summary, _check_cross, target)
     yield from checks_from(_ONCE, "cache", target)
     for name in target.kv_cache_dtypes:
         summary = f"a cache of {name} stores keys and values rounded, or divided by their scales"
-        yield Check(f"cache/stored-{name}", functools.partial(_check_stored, target, name), summary)
+        yield Check.of(f"cache/stored-{name}", summary, _check_stored, target, name)
         if name.startswith("fp8"):
             summary = f"a value too large for {name} is stored as the largest finite value"
-            yield Check(f"cache/clamped-{name}", functools.partial(_check_clamped, target, name), summary)
+            yield Check.of(f"cache/clamped-{name}", summary, _check_clamped, target, name)
 
 
 def _check_only_slots(target: Target, scenario: str) -> None:

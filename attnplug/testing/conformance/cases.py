@@ -61,15 +61,7 @@ _MAX_COMPILE_KEYS = {Level.SMOKE: 6, Level.FULL: 24}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """One layer and one batch.
-
-    Args:
-        spec: the layer.
-        shape: of SHAPES.
-        block_size: tokens per page.
-        layout: physical order of the cache.
-        narrowed: whether the batch is causal though the layer is not.
-    """
+    """One layer and one batch of a kind of SHAPES; a `narrowed` batch is causal though the layer is not."""
 
     spec: LayerSpec
     shape: str
@@ -99,8 +91,11 @@ class Case:
         """The name in KINDS."""
         if self.narrowed:
             return "narrowed"
-        found = (name for name, fields in reversed(KINDS.items()) if _has(self.spec, fields))
-        return next(name for name in found if name != "narrowed")
+        return next(
+            name
+            for name, fields in reversed(KINDS.items())
+            if name != "narrowed" and all(getattr(self.spec, field) == each for field, each in fields.items())
+        )
 
     def batch(self, target: Target, *, seed: int = 0) -> Batch:
         """The batch, with its traps, on the target's device."""
@@ -111,15 +106,12 @@ class Case:
             options |= {"block_size": self.block_size, "layout": self.layout, "drop_window": True}
             options |= {"k_scale": 0.5, "v_scale": 2.0} if spec.has_quantized_kv_cache else {}
         elif new != tokens:
-            options["key_lens"] = _held(spec, new, tokens)
+            # An engine's own cache drops the keys that a causal window has passed.
+            reach = spec.window[0] if spec.causal and spec.window[0] >= 0 else max(tokens, default=0)
+            options["key_lens"] = [
+                min(count + reach, every) for count, every in zip(new, tokens, strict=True)
+            ]
         return target.batch(spec, new, tokens, **options)
-
-
-def _held(spec: LayerSpec, new: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """The number of keys in an engine's own cache, which drops the keys that a causal window has passed."""
-    if not spec.causal or spec.window[0] < 0:
-        return list(tokens)
-    return [min(every, count + spec.window[0]) for count, every in zip(new, tokens, strict=True)]
 
 
 def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], list[int]]:
@@ -212,9 +204,11 @@ class _CaseSearch(Search):
 def axes(target: Target) -> dict[str, list[Any]]:
     """The values of each axis to try with `target`, the plainest first."""
     few = target.level is Level.SMOKE
-    tried = target.backend.features & COMPUTED
+    tried, small = target.backend.features & COMPUTED, LayerSpec(num_heads=1, num_kv_heads=1, head_size=2)
     values: dict[str, list[Any]] = {
-        "kind": [kind for kind, fields in KINDS.items() if _asked(fields) in tried],
+        "kind": [
+            kind for kind, fields in KINDS.items() if small.replace(**fields).required_features() in tried
+        ],
         "shape": list(_OF_PHASE[target.phase]),
         "head_size": _spread(target.head_sizes, 4 if few else 12),
         "heads": list(_HEADS[:5] if few else _HEADS),
@@ -277,14 +271,6 @@ def _within_keys(target: Target, designed: Sequence[tuple[Case, Row]]) -> list[C
     covered = pairs.pop(plainest, set())
     chosen = {None, plainest, *most_adding(pairs, covered)[: _MAX_COMPILE_KEYS[target.level] - 1]}
     return [case for key, (case, _) in zip(keys, designed, strict=True) if key in chosen]
-
-
-def _asked(fields: Mapping[str, Any]) -> Feature:
-    return LayerSpec(num_heads=1, num_kv_heads=1, head_size=2, **fields).required_features()
-
-
-def _has(spec: LayerSpec, fields: dict[str, Any]) -> bool:
-    return all(getattr(spec, name) == value for name, value in fields.items())
 
 
 def _spread(values: list[Any], count: int) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 from attnplug.testing.conformance.cases import Case, designed_cases
@@ -19,10 +18,10 @@ def checks(target: Target) -> Iterator[Check]:
     for flag in target.backend.features & ~COMPUTED:
         name = flag.names()[0]
         summary = f"a layer that asks for {name} is as the float64 oracle has it"
-        yield Check(f"correct/untried-{name}", functools.partial(_check_untried, name), summary)
+        yield Check.of(f"correct/untried-{name}", summary, _check_untried, name)
     for case in designed_cases(target):
         summary = f"a {case.shape} batch is as the float64 oracle has it"
-        yield Check(f"correct/{case.id}", functools.partial(check_case, target, case), summary)
+        yield Check.of(f"correct/{case.id}", summary, check_case, target, case)
 
 
 def _check_untried(name: str) -> None:

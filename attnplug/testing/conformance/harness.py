@@ -27,13 +27,7 @@ class Answer(NamedTuple):
 
 
 class HarnessLayer:
-    """A layer as its impl sees it: the AttentionLayer protocol.
-
-    Args:
-        target: the backend.
-        name: the layer's name.
-        batch: gives the spec, the tensors and the device.
-    """
+    """A layer as its impl sees it, the AttentionLayer protocol, with the spec and tensors of a batch."""
 
     def __init__(self, target: Target, name: str, batch: Batch) -> None:
         self._q_scale_float = self._prob_scale_float = 1.0
@@ -47,12 +41,7 @@ class HarnessLayer:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Harness:
-    """A builder and the layers that it serves, which share pages of one kind or take K and V with the call.
-
-    Args:
-        layers: in order.
-        builder: has them in its `config.layers`.
-    """
+    """A builder and the layers that it serves, which share pages of one kind or take K and V with the call."""
 
     layers: tuple[HarnessLayer, ...]
     builder: AttentionMetadataBuilder[Any]
@@ -109,13 +98,7 @@ class Harness:
             self.impl.update_kv_cache(self.layers[0], batch.key, batch.value, batch.kv_cache, slots)
 
     def forward(self, batch: Batch, into: Answer | None = None, what: str = "forward") -> Answer:
-        """Call `build` and the first layer's `forward`; returns all rows of `into`, padding included.
-
-        Args:
-            batch: the step.
-            into: the output and LSE to write to; default all NaN.
-            what: begins the error if the backend raises.
-        """
+        """Call `build` and the first layer's `forward`; returns all rows of `into`, by default NaN before."""
         into = into or blank_answer(batch)
         with error_context(what):
             given = _arguments(batch, self.builder.build(0, batch.common), into.output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import json
 import operator
@@ -32,7 +31,7 @@ def checks(target: Target) -> Iterator[Check]:
         ("light-import", False, "importing the module loads no torch and no kernel library"),
         ("light-methods", True, "calling all declaring methods of the class loads none either"),
     ):
-        yield Check(f"declaration/{name}", functools.partial(_check, target, call_methods), summary)
+        yield Check.of(f"declaration/{name}", summary, _check, target, call_methods)
 
 
 def _check(target: Target, call_methods: bool) -> None:

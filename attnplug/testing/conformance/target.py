@@ -24,13 +24,7 @@ _LONGER = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """One backend on one device of this machine, at one level.
-
-    Args:
-        backend: the class.
-        device: layers are validated for it; tensors are made on the torch device of its type.
-        level: how many layers and batches are tried.
-    """
+    """One backend on one device of this machine; `level` decides how many layers and batches are tried."""
 
     backend: type[AttentionBackend]
     device: Device
@@ -120,14 +114,8 @@ class Target:
     ) -> Batch:
         """A batch for `spec` on this device, over the backend's pages or with K and V in the call.
 
-        For a backend of one phase, `of_phase` makes the step one of that phase.
-
-        Args:
-            spec: the layer.
-            query_lens: new tokens of each request.
-            seq_lens: all tokens of each request.
-            exact: whether the check needs exactly these lengths.
-            options: those of `paged_batch` and `direct_batch`.
+        For a backend of one phase, `of_phase` makes the step one of that phase, unless the check needs these
+        `exact` lengths. The `options` are those of `paged_batch` and `direct_batch`.
 
         Raises:
             CheckSkipped: the step cannot be one of the phase that the backend serves.
