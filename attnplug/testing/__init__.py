@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attnplug.testing.comparison import assert_close as assert_close
     from attnplug.testing.comparison import assert_lse_close as assert_lse_close
     from attnplug.testing.comparison import tolerance as tolerance
+    from attnplug.testing.conformance.harness import run_batch as run_batch
     from attnplug.testing.conformance.listing import conformance_checks as conformance_checks
     from attnplug.testing.decorator import parametrize_with_checks as parametrize_with_checks
     from attnplug.testing.oracle import OracleResult as OracleResult
@@ -22,16 +23,15 @@ if TYPE_CHECKING:
     from attnplug.testing.oracle import request_oracle as request_oracle
     from attnplug.testing.oracle import stored_values as stored_values
     from attnplug.testing.oracle import visible_keys as visible_keys
-    from attnplug.testing.running import run_batch as run_batch
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "batches": "Batch direct_batch layer_tensors paged_batch",
         "comparison": "Tolerance assert_close assert_lse_close tolerance",
+        "conformance.harness": "run_batch",
         "conformance.listing": "conformance_checks",
         "decorator": "parametrize_with_checks",
         "oracle": "OracleResult attention_oracle request_oracle stored_values visible_keys",
-        "running": "run_batch",
     },
 )

@@ -31,12 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="TOML: a table [known_failures] of id (or pattern) = reason. These must fail.",
     )
-    group.addoption(
-        "--level",
-        choices=("smoke", "full"),
-        default="smoke",
-        help="Number of combinations to try; default smoke.",
-    )
+    tried = "Number of combinations to try; default smoke."
+    group.addoption("--level", choices=("smoke", "full"), default="smoke", help=tried)
     group.addoption(
         "--attn-checks",
         metavar="MODULE:FUNCTION",
@@ -51,7 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
     name = config.getoption("--attn-backend")
     if name is None:
         if any(_is_the_suite(arg) for arg in config.args):
-            raise pytest.UsageError(f"--attn-backend NAME is missing; installed are {_installed()}")
+            from attnplug.registry.default import get_registry
+
+            installed = ", ".join(sorted(get_registry().plugins.names))
+            raise pytest.UsageError(f"--attn-backend NAME is missing; installed are {installed}")
         return
     try:
         config.stash[SUITE] = _load(config, name)
@@ -91,9 +90,3 @@ def _load(config: pytest.Config, name: str) -> Suite:
 def _is_the_suite(argument: str) -> bool:
     path = argument.partition("::")[0]
     return path == "attnplug.testing.suite" or Path(path).resolve() == Path(__file__).with_name("suite.py")
-
-
-def _installed() -> str:
-    from attnplug.registry.default import get_registry
-
-    return ", ".join(sorted(get_registry().plugins.names))

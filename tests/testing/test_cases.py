@@ -16,8 +16,7 @@ from catching import variant
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionBackend, Device, Feature, LayerSpec
 from attnplug.testing.conformance import Level
-from attnplug.testing.conformance.cases import KINDS, Case, axes, designed_cases
-from attnplug.testing.conformance.shapes import SHAPES, lengths
+from attnplug.testing.conformance.cases import KINDS, SHAPES, Case, axes, designed_cases, lengths
 from attnplug.testing.conformance.target import Target
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float32")

@@ -18,11 +18,9 @@ from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionBackend, Device, Phase, Reason
 from attnplug.registry.plugin_calls import guarded_call
 from attnplug.testing.conformance import Check, CheckSkipped, ConformanceError, correctness
-from attnplug.testing.conformance.cases import Case, designed_cases
+from attnplug.testing.conformance.cases import SHAPES, Case, designed_cases
 from attnplug.testing.conformance.listing import GROUPS, listed
-from attnplug.testing.conformance.phases import in_phase, of_phase, only_phase
-from attnplug.testing.conformance.shapes import SHAPES
-from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.target import Target, in_phase, of_phase
 
 ALONE = {phase: variant(f"ONLY_{phase.name}", supported_phases=(phase,)) for phase in Phase}
 PHASES = pytest.mark.parametrize("phase", Phase)
@@ -53,9 +51,9 @@ def test_longer_queries_come_first_and_shorter_ones_may_follow() -> None:
 
 
 def test_a_backend_of_both_phases_or_of_none_is_asked_about_both() -> None:
-    assert only_phase(TorchBackend) is None
-    assert only_phase(variant("NONE", supported_phases=())) is None
-    assert only_phase(variant("TEXT", supported_phases=("decode",))) is Phase.DECODE
+    assert Target(TorchBackend, Device("cpu")).phase is None
+    assert Target(variant("NONE", supported_phases=()), Device("cpu")).phase is None
+    assert Target(variant("TEXT", supported_phases=("decode",)), Device("cpu")).phase is Phase.DECODE
 
 
 @PHASES

@@ -17,7 +17,7 @@ from attnplug.testing.conformance.check import (
     checks_from,
     error_context,
 )
-from attnplug.testing.conformance.harness import Harness, default_options
+from attnplug.testing.conformance.harness import Harness, make_impl
 from attnplug.testing.conformance.refusals import reasons_for
 from attnplug.testing.conformance.spec_grid import PHASES, devices, grid
 from attnplug.testing.conformance.target import Target
@@ -105,14 +105,7 @@ def _serve(target: Target, spec: LayerSpec, keys: set[Hashable]) -> None:
     # Batches of the kit lack the inputs of MLA, sparse and mm_prefix layers, and other storage types.
     if spec.mla is not None or spec.sparse or spec.mm_prefix or not is_known or not few:
         with error_context("from_spec"):
-            tensors = layer_tensors(spec, device=target.torch_device)
-            target.backend.get_impl_cls().from_spec(
-                spec,
-                backend=target.backend,
-                layer_name="layer",
-                tensors=tensors,
-                options=default_options(target),
-            )
+            make_impl(target.backend, spec, layer_tensors(spec, device=target.torch_device))
         return
     keys.add(key)
     if spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):

@@ -18,7 +18,7 @@ from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMeta
 from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
 from attnplug.testing.conformance.expectations import StepMistake, expect_correct_step
 from attnplug.testing.conformance.harness import Harness
-from attnplug.testing.conformance.phases import of_phase
+from attnplug.testing.conformance.interface import HOST_LENGTHS
 from attnplug.testing.conformance.steps import (
     BatchFactory,
     decodes,
@@ -28,10 +28,7 @@ from attnplug.testing.conformance.steps import (
     step_factory,
     with_lengths,
 )
-from attnplug.testing.conformance.target import Target
-
-_FORMS = ("none", "upper_bound", "exact")
-"""Values of needs_host_seq_lens, the least demanding first."""
+from attnplug.testing.conformance.target import Target, of_phase
 
 
 def checks(target: Target) -> Iterator[Check]:
@@ -85,8 +82,8 @@ def _check_host_form(target: Target, make: BatchFactory, form: str, bounds: npt.
     batch = make()
     harness = Harness.of(target, batch)
     needs = harness.builder.needs_host_seq_lens
-    if needs not in _FORMS:
-        raise ConformanceError(f"needs_host_seq_lens={needs!r} must be one of {', '.join(_FORMS)}")
+    if needs not in HOST_LENGTHS:
+        raise ConformanceError(f"needs_host_seq_lens={needs!r} must be one of {', '.join(HOST_LENGTHS)}")
     common = dataclasses.replace(
         batch.common,
         seq_lens_host=None if form == "none" else bounds,
@@ -99,7 +96,7 @@ def _check_host_form(target: Target, make: BatchFactory, form: str, bounds: npt.
         try:
             found = harness.run(batch, harness.builder.build(0, common))
         except BatchError:
-            if _FORMS.index(needs) > _FORMS.index(form):
+            if HOST_LENGTHS.index(needs) > HOST_LENGTHS.index(form):
                 return
             raise
     mistakes: dict[str, StepMistake] = {

@@ -13,7 +13,6 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
 from attnplug.testing.conformance.expectations import StepMistake, expect_correct_step, expect_own_slots
 from attnplug.testing.conformance.harness import Harness
-from attnplug.testing.conformance.phases import in_phase
 from attnplug.testing.conformance.steps import (
     decodes,
     layer_kinds,
@@ -22,7 +21,7 @@ from attnplug.testing.conformance.steps import (
     step_factory,
     with_lengths,
 )
-from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.target import Target, in_phase
 
 
 def checks(target: Target) -> Iterator[Check]:
@@ -71,6 +70,7 @@ def _check_update(target: Target, kind: str) -> None:
 def _check_drafting(target: Target, kind: str) -> None:
     spec, size = layer_of_kind(target, kind)
     harness = Harness.of(target, step_factory(target, spec, mixed(size))(), num_speculative_tokens=3)
+    dropped = {"the last token dropped": lambda c: with_lengths(c, c.seq_lens.cpu() - 1)}
     for index in range(3):
         make = step_factory(target, spec, decodes(size, index) if index else mixed(size), index)
         batch, what = make(), f"build_for_drafting with draft_index={index}"
@@ -78,11 +78,7 @@ def _check_drafting(target: Target, kind: str) -> None:
             metadata = harness.builder.build_for_drafting(batch.common, index)
             expect_own_slots(metadata, batch.common, what)
             found = harness.run(batch, metadata)
-        expect_correct_step(target, make, found, what, {"the last token dropped": _without_last})
-
-
-def _without_last(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    return with_lengths(common, common.seq_lens.cpu() - 1)
+        expect_correct_step(target, make, found, what, dropped)
 
 
 def _check_steps(target: Target, kind: str, fast: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 
 import torch
@@ -19,7 +18,7 @@ from attnplug.testing.conformance.check import (
     checks_from,
 )
 from attnplug.testing.conformance.expectations import expect_correct
-from attnplug.testing.conformance.guarded_cache import pages_of, slots_of
+from attnplug.testing.conformance.guarded_cache import cache_of, pages_of, slots_of
 from attnplug.testing.conformance.harness import Harness, raw_bytes
 from attnplug.testing.conformance.steps import PAGED_SCENARIOS, decodes, mixed
 from attnplug.testing.conformance.target import Target
@@ -34,8 +33,8 @@ def checks(target: Target) -> Iterator[Check]:
             yield from checks_from(_CHECKS, "cache", target, layout, scenario)
     sizes = target.block_sizes
     for size in sizes[:3] if target.level is Level.SMOKE else sizes:
-        run_size = functools.partial(_check_block_size, target, size)
-        yield Check(f"cache/block-size-{size}", run_size, f"blocks of {size} tokens are written and read")
+        summary = f"blocks of {size} tokens are written and read"
+        yield Check.of(f"cache/block-size-{size}", summary, _check_block_size, target, size)
 
 
 def _batch(target: Target, scenario: str, layout: str) -> Batch:
@@ -84,8 +83,7 @@ def _check_strided(target: Target, layout: str, scenario: str) -> None:
 
 def _among_layers(target: Target, batch: Batch, layout: str) -> torch.Tensor:
     """A tensor `[3, *cache.shape]` in the backend's order with layers: the batch's cache between two of NaN."""
-    cache = batch.kv_cache
-    assert cache is not None  # noqa: S101 - called only for batches over pages
+    cache = cache_of(batch)
     order = target.backend.get_kv_cache_stride_order(True, layout=layout, spec=batch.spec)
     shape = (_LAYERS, *cache.shape)
     physical = torch.full([shape[dim] for dim in order], torch.nan, dtype=cache.dtype, device=cache.device)

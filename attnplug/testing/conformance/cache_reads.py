@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import torch
@@ -25,7 +24,7 @@ def checks(target: Target) -> Iterator[Check]:
     for scenario in PAGED_SCENARIOS:
         for name, (run, summary) in _CHECKS.items():
             if name != "null-block" or Feature.SLIDING_WINDOW in target.backend.features:
-                yield Check(f"cache/{name}-{scenario}", functools.partial(run, target, scenario), summary)
+                yield Check.of(f"cache/{name}-{scenario}", summary, run, target, scenario)
 
 
 def _check_write_then_attend(target: Target, scenario: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
 from attnplug.testing.conformance.expectations import wrong_answer
 from attnplug.testing.conformance.guarded_cache import GuardedCache, pages_of, slots_of
-from attnplug.testing.conformance.harness import Harness, default_options
+from attnplug.testing.conformance.harness import Harness, make_impl
 from attnplug.testing.conformance.steps import PAGED_SCENARIOS, scenario_factory
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import stored_values
@@ -27,14 +26,14 @@ def checks(target: Target) -> Iterator[Check]:
         yield from checks_from(_CHECKS, "cache", target, scenario)
     if Feature.CROSS | Feature.NON_CAUSAL in target.backend.features:
         summary = "a cross layer writes the slots of the encoder's tokens and nothing else"
-        yield Check("cache/only-slots-written-cross", functools.partial(_check_cross, target), summary)
+        yield Check.of("cache/only-slots-written-cross", summary, _check_cross, target)
     yield from checks_from(_ONCE, "cache", target)
     for name in target.kv_cache_dtypes:
         summary = f"a cache of {name} stores keys and values rounded, or divided by their scales"
-        yield Check(f"cache/stored-{name}", functools.partial(_check_stored, target, name), summary)
+        yield Check.of(f"cache/stored-{name}", summary, _check_stored, target, name)
         if name.startswith("fp8"):
             summary = f"a value too large for {name} is stored as the largest finite value"
-            yield Check(f"cache/clamped-{name}", functools.partial(_check_clamped, target, name), summary)
+            yield Check.of(f"cache/clamped-{name}", summary, _check_clamped, target, name)
 
 
 def _check_only_slots(target: Target, scenario: str) -> None:
@@ -77,13 +76,8 @@ def _check_sharing(target: Target) -> None:
     guarded = GuardedCache.of(target.backend, dataclasses.replace(batch, **sevens))
     harness = Harness.of(target, guarded.batch)
     with error_context("from_spec with kv_sharing_target_layer_name"):
-        harness.layers[0].impl = target.backend.get_impl_cls().from_spec(
-            batch.spec,
-            backend=target.backend,
-            layer_name="later",
-            tensors=batch.tensors,
-            kv_sharing_target_layer_name="layer",
-            options=default_options(target),
+        harness.layers[0].impl = make_impl(
+            target.backend, batch.spec, batch.tensors, "later", kv_sharing_target_layer_name="layer"
         )
     harness.forward(guarded.batch)
     guarded.expect_only_written(slots_of(batch)[:0], "forward of a layer with kv_sharing_target_layer_name")

@@ -10,12 +10,10 @@ from typing import Any
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
-from attnplug.core.spec import LayerSpec, Phase
+from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Level
-from attnplug.testing.conformance.phases import of_phase
-from attnplug.testing.conformance.shapes import lengths, shapes_of
-from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.target import Target, of_phase
 from attnplug.testing.design.compiling import compile_key, most_adding
 from attnplug.testing.design.packing import packed_rows, served_pairs
 from attnplug.testing.design.search import Row, Search
@@ -30,6 +28,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "cross": {"attn_type": "encoder_decoder"},
 }
 """The roles of queries and keys, and the place of K and V. A narrowed layer is not causal, but its batch is."""
+
+SHAPES = ("decode", "prefill", "extend", "mixed", "speculative", "one", "alike", "idle")
+"""Kinds of batches. `one` is a single decode. `alike` has requests of equal lengths, so that a kernel that
+swaps their pages fails. `idle` has requests without new tokens, and a query that sees no key. `lengths` knows
+`ordered` too: `mixed` with the decodes first, so that both halves of a composite have work."""
+
+_LONGEST = 300
+_TILE = 128
+_OF_PHASE: dict[Phase | None, tuple[str, ...]] = {
+    None: SHAPES,
+    Phase.DECODE: ("decode", "one", "alike", "idle"),
+    Phase.PREFILL: ("mixed", "prefill", "extend", "speculative", "alike", "idle"),
+}
 
 _HEADS = ((4, 2), (2, 2), (4, 1), (8, 1), (5, 1), (16, 1), (6, 2), (8, 8), (32, 8))
 _TOGETHER: tuple[dict[str, Any], ...] = (
@@ -50,15 +61,7 @@ _MAX_COMPILE_KEYS = {Level.SMOKE: 6, Level.FULL: 24}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """One layer and one batch.
-
-    Args:
-        spec: the layer.
-        shape: of SHAPES.
-        block_size: tokens per page.
-        layout: physical order of the cache.
-        narrowed: whether the batch is causal though the layer is not.
-    """
+    """One layer and one batch of a kind of SHAPES; a `narrowed` batch is causal though the layer is not."""
 
     spec: LayerSpec
     shape: str
@@ -88,8 +91,11 @@ class Case:
         """The name in KINDS."""
         if self.narrowed:
             return "narrowed"
-        found = (name for name, fields in reversed(KINDS.items()) if _has(self.spec, fields))
-        return next(name for name in found if name != "narrowed")
+        return next(
+            name
+            for name, fields in reversed(KINDS.items())
+            if name != "narrowed" and all(getattr(self.spec, field) == each for field, each in fields.items())
+        )
 
     def batch(self, target: Target, *, seed: int = 0) -> Batch:
         """The batch, with its traps, on the target's device."""
@@ -100,15 +106,49 @@ class Case:
             options |= {"block_size": self.block_size, "layout": self.layout, "drop_window": True}
             options |= {"k_scale": 0.5, "v_scale": 2.0} if spec.has_quantized_kv_cache else {}
         elif new != tokens:
-            options["key_lens"] = _held(spec, new, tokens)
+            # An engine's own cache drops the keys that a causal window has passed.
+            reach = spec.window[0] if spec.causal and spec.window[0] >= 0 else max(tokens, default=0)
+            options["key_lens"] = [
+                min(count + reach, every) for count, every in zip(new, tokens, strict=True)
+            ]
         return target.batch(spec, new, tokens, **options)
 
 
-def _held(spec: LayerSpec, new: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """The number of keys in an engine's own cache, which drops the keys that a causal window has passed."""
-    if not spec.causal or spec.window[0] < 0:
-        return list(tokens)
-    return [min(every, count + spec.window[0]) for count, every in zip(new, tokens, strict=True)]
+def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], list[int]]:
+    """The new tokens and all tokens of each request of a batch of kind `shape`.
+
+    The lengths are near multiples of the block size, of windows, chunks and tiles of 128 keys. For a cross
+    layer the second list counts the encoder's tokens. Encoders compute all their tokens at once.
+    """
+    marks = [block_size, 2 * block_size, _TILE, spec.chunk_size or 0]
+    marks += [side + 1 for side in spec.window if side >= 0]
+    edges = sorted({mark + step for mark in marks if 0 < mark < _LONGEST for step in (-1, 0, 1)} | {1, 40})
+    ends = [edge for edge in edges if edge > 0]
+    if spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
+        counts = {"one": ends[-1:], "decode": [1, *ends[-2:]], "alike": ends[-1:] * 3, "idle": [*ends[:3], 0]}
+        return counts.get(shape, ends[-5:]), counts.get(shape, ends[-5:])
+    if shape == "decode":
+        return [1] * len(ends), ends
+    if shape == "one":
+        return [1], ends[-1:]
+    if shape == "prefill":
+        return ends[-4:], ends[-4:]
+    if shape == "speculative":
+        return [4] * len(ends), [end + 3 for end in ends]
+    if shape == "alike":
+        return [3] * 4, ends[-1:] * 4
+    new = [max(end // 3, 1) for end in ends]
+    if shape == "extend":
+        return new[-5:], ends[-5:]
+    if shape == "idle":
+        return [0, 1, 0, 1, new[-1], 0], [ends[-1], ends[-2], 0, 0, ends[-1], 1]
+    # Decodes, extends and prefills in no order.
+    mixed = [new[-1], 1, ends[0], 1, new[-2], ends[-1]]
+    all_tokens = [ends[-1], ends[-2], ends[0], ends[-1], ends[-2], ends[-1]]
+    if shape == "ordered":
+        order = sorted(range(len(mixed)), key=lambda request: mixed[request] > 1)
+        return [mixed[request] for request in order], [all_tokens[request] for request in order]
+    return mixed, all_tokens
 
 
 class _CaseSearch(Search):
@@ -164,10 +204,12 @@ class _CaseSearch(Search):
 def axes(target: Target) -> dict[str, list[Any]]:
     """The values of each axis to try with `target`, the plainest first."""
     few = target.level is Level.SMOKE
-    tried = target.backend.features & COMPUTED
+    tried, small = target.backend.features & COMPUTED, LayerSpec(num_heads=1, num_kv_heads=1, head_size=2)
     values: dict[str, list[Any]] = {
-        "kind": [kind for kind, fields in KINDS.items() if _asked(fields) in tried],
-        "shape": list(shapes_of(target.phase)),
+        "kind": [
+            kind for kind, fields in KINDS.items() if small.replace(**fields).required_features() in tried
+        ],
+        "shape": list(_OF_PHASE[target.phase]),
         "head_size": _spread(target.head_sizes, 4 if few else 12),
         "heads": list(_HEADS[:5] if few else _HEADS),
         "dtype": target.dtypes,
@@ -185,11 +227,6 @@ def axes(target: Target) -> dict[str, list[Any]]:
             plain = False if samples[0] is True else None
             values[field] = [plain, *(samples[:most] if flag in tried else ())]
     return values
-
-
-def untried(target: Target) -> Feature:
-    """The declared features that the kit has no numeric case for."""
-    return target.backend.features & ~COMPUTED
 
 
 def designed_cases(target: Target) -> list[Case]:
@@ -234,14 +271,6 @@ def _within_keys(target: Target, designed: Sequence[tuple[Case, Row]]) -> list[C
     covered = pairs.pop(plainest, set())
     chosen = {None, plainest, *most_adding(pairs, covered)[: _MAX_COMPILE_KEYS[target.level] - 1]}
     return [case for key, (case, _) in zip(keys, designed, strict=True) if key in chosen]
-
-
-def _asked(fields: Mapping[str, Any]) -> Feature:
-    return LayerSpec(num_heads=1, num_kv_heads=1, head_size=2, **fields).required_features()
-
-
-def _has(spec: LayerSpec, fields: dict[str, Any]) -> bool:
-    return all(getattr(spec, name) == value for name, value in fields.items())
 
 
 def _spread(values: list[Any], count: int) -> list[Any]:

@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attnplug.core.errors import AttnplugError
 
@@ -58,6 +58,11 @@ class Check:
     summary: str
     group: str | None = None
 
+    @classmethod
+    def of(cls, check_id: str, summary: str, run: Callable[..., None], *given: Any, **options: Any) -> Check:
+        """The check that calls `run` with the arguments `given` and `options`."""
+        return cls(check_id, functools.partial(run, *given, **options), summary)
+
     def __call__(self) -> None:
         """Run the check."""
         self.run()
@@ -70,9 +75,7 @@ CheckTable: TypeAlias = Mapping[str, tuple[Callable[..., None], str]]
 def checks_from(table: CheckTable, prefix: str, target: Target, *variant: str) -> Iterator[Check]:
     """The checks of a table, with ids such as "builder/order-full" for the prefix "builder" and variant "full"."""
     for name, (run, summary) in table.items():
-        yield Check(
-            "-".join((f"{prefix}/{name}", *variant)), functools.partial(run, target, *variant), summary
-        )
+        yield Check.of("-".join((f"{prefix}/{name}", *variant)), summary, run, target, *variant)
 
 
 @contextlib.contextmanager

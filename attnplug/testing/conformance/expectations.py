@@ -46,17 +46,11 @@ def expect_correct(
     *,
     use_sinks: bool = True,
 ) -> None:
-    """Raise ConformanceError unless the batch's own rows of `found` are the oracle's answer.
+    """Raise ConformanceError, which begins with `what`, unless `found` is the oracle's answer but for padding.
 
-    Args:
-        batch: its tensors are those the backend was given.
-        found: the backend's answer; rows of padding are not compared.
-        what: begins the error.
-        mistake: called for a wrong answer; returns the name of the known mistake that explains it.
-        use_sinks: whether the answer includes the layer's sinks.
+    `mistake` is called for a wrong answer; it returns the name of the known mistake that explains it.
     """
-    problem = difference(batch, found, use_sinks=use_sinks)
-    if problem:
+    if problem := difference(batch, found, use_sinks=use_sinks):
         raise wrong_answer(f"{what}: {problem}", mistake())
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
+from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, ConformanceError, error_context
 from attnplug.testing.conformance.harness import Harness
@@ -36,20 +36,21 @@ def checks(target: Target) -> Iterator[Check]:
     if target.device.type not in GPU_TYPES or not target.backend.step_safe:
         return
     for shape in ("decode", "mixed"):
-        run = functools.partial(_check_no_wait, target, shape)
-        yield Check(
-            f"gpu/no-wait-{shape}", run, f"build and forward of a {shape} step do not wait for the GPU"
-        )
+        summary = f"build and forward of a {shape} step do not wait for the GPU"
+        yield Check.of(f"gpu/no-wait-{shape}", summary, _check_no_wait, target, shape)
     for shape, new in (("decode", 1), ("extend", 16)):
-        run = functools.partial(_check_no_growth, target, new)
-        yield Check(f"gpu/no-growth-{shape}", run, f"a {shape} step allocates no more for longer contexts")
+        summary = f"a {shape} step allocates no more for longer contexts"
+        yield Check.of(f"gpu/no-growth-{shape}", summary, _check_no_growth, target, new)
 
 
 def _check_no_wait(target: Target, shape: str) -> None:
     spec, size = layer_of_kind(target, "full")
     batch = step_factory(target, spec, decodes(size) if shape == "decode" else mixed(size))()
     harness = Harness.of(target, batch)
-    common = _least_host_lengths(harness, batch.common)
+    needs = harness.builder.needs_host_seq_lens
+    # No more host lengths than the builder declares to need.
+    host = None if needs == "none" else batch.common.seq_lens_host
+    common = dataclasses.replace(batch.common, seq_lens_host=host, seq_lens_host_exact=needs == "exact")
     with error_context("a step that warms up"):
         # Twice, since a first step may wait while it compiles or allocates.
         _step(harness, batch, common)
@@ -69,16 +70,6 @@ def _check_no_wait(target: Target, shape: str) -> None:
             raise ConformanceError(
                 f"{what}: it returned only when the GPU had done all work before it", _WAITS
             )
-
-
-def _least_host_lengths(harness: Harness, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """The step with no more host lengths than the builder declares to need."""
-    needs = harness.builder.needs_host_seq_lens
-    return dataclasses.replace(
-        common,
-        seq_lens_host=None if needs == "none" else common.seq_lens_host,
-        seq_lens_host_exact=needs == "exact",
-    )
 
 
 @contextlib.contextmanager
@@ -114,10 +105,13 @@ def _check_no_growth(target: Target, new: int) -> None:
     spec, size = layer_of_kind(target, "full")
     batch = target.batch(spec, [new] * _REQUESTS, [new] * _REQUESTS)
     harness = Harness.of(target, batch)
+    # All requests use one page, since only sizes matter here.
+    table = batch.common.block_table_tensor[:, :1].repeat(1, -(-(_LONG + size) // size) + 1)
     kept, peaks = [], []
     for context in (_SHORT, _LONG):
         with error_context(f"a step of {context} tokens of context"):
-            common = _of_context(batch, size, context + new)
+            common = with_lengths(batch.common, torch.full((_REQUESTS,), context + new))
+            common = dataclasses.replace(common, block_table_tensor=table)
             for _ in range(2):
                 _step(harness, batch, common)
             kept.append(torch.cuda.memory_allocated())
@@ -131,16 +125,8 @@ def _check_no_growth(target: Target, new: int) -> None:
             )
 
 
-def _of_context(batch: Batch, size: int, length: int) -> CommonAttentionMetadata:
-    """The step with requests of `length` tokens. All use one page, since only sizes matter here."""
-    table = batch.common.block_table_tensor[:, :1].repeat(1, -(-(_LONG + size) // size) + 1)
-    common = with_lengths(batch.common, torch.full((_REQUESTS,), length))
-    return dataclasses.replace(common, block_table_tensor=table)
-
-
 def _step(harness: Harness, batch: Batch, common: CommonAttentionMetadata) -> None:
-    metadata: AttentionMetadata = harness.builder.build(0, common)
-    harness.run(batch, metadata)
+    harness.run(batch, harness.builder.build(0, common))
 
 
 def _peak(work: Callable[[], None]) -> int:

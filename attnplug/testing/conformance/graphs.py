@@ -30,9 +30,9 @@ def checks(target: Target) -> Iterator[Check]:
     """One check for each level of CUDA-graph support, if the device is a GPU."""
     if target.device.type not in GPU_TYPES:
         return
-    for name, (_, _, summary) in _LEVELS.items():
-        run = functools.partial(_check_level, target, name)
-        yield Check(f"gpu/graph-{name}", run, f"{summary} are captured once and replayed with other lengths")
+    for name, (_, _, steps) in _LEVELS.items():
+        summary = f"{steps} are captured once and replayed with other lengths"
+        yield Check.of(f"gpu/graph-{name}", summary, _check_level, target, name)
 
 
 def _check_level(target: Target, name: str) -> None:

@@ -15,14 +15,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class GuardedCache:
-    """A batch with its cache inside a larger buffer, and a copy of the buffer before any write.
-
-    Args:
-        backend: the class that splits the cache into K and V.
-        batch: with the cache moved into `buffer`; same shape, strides and values.
-        buffer: 1-D, a page of NaN in front of the cache and one behind.
-        before: a copy of the buffer.
-    """
+    """A batch whose cache lies in a 1-D buffer between two pages of NaN, and the buffer as it was before."""
 
     backend: type[AttentionBackend]
     batch: Batch
@@ -32,8 +25,7 @@ class GuardedCache:
     @classmethod
     def of(cls, backend: type[AttentionBackend], batch: Batch) -> GuardedCache:
         """The batch's cache, copied between margins."""
-        cache = batch.kv_cache
-        assert cache is not None  # noqa: S101 - called only for batches over pages
+        cache = cache_of(batch)
         margin = cache.numel() // cache.shape[0]
         filled = torch.full((cache.numel() + 2 * margin,), torch.nan, device=cache.device)
         buffer = filled.to(cache.dtype)
@@ -43,7 +35,7 @@ class GuardedCache:
 
     def expect_only_written(self, slots: torch.Tensor, what: str) -> None:
         """Raise ConformanceError, which begins with `what`, if anything but `slots` of the buffer was written."""
-        cache = _cache(self.batch)
+        cache = cache_of(self.batch)
         margin = cache.storage_offset()
         for side, edge in (("in front of", slice(0, margin)), ("behind", slice(-margin, None))):
             if not torch.equal(_bits(self.buffer[edge]), _bits(self.before[edge])):
@@ -70,24 +62,25 @@ def slots_of(batch: Batch) -> torch.Tensor:
 
 def pages_of(backend: type[AttentionBackend], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V pages of the batch's cache."""
-    return backend.split_kv(_cache(batch), batch.spec)
+    return backend.split_kv(cache_of(batch), batch.spec)
 
 
 def fill_blocks(batch: Batch, blocks: int | slice, value: float) -> None:
     """Set whole blocks of the cache to `value`."""
-    cache = _cache(batch)
+    cache = cache_of(batch)
     filled = torch.full_like(cache[blocks], value, dtype=torch.float32).to(cache.dtype)
     _bits(cache)[blocks] = _bits(filled)
 
 
 def fill_unused(batch: Batch, value: float) -> None:
     """Set the unused rows of the cache, which are NaN, to `value`."""
-    cache = _cache(batch)
+    cache = cache_of(batch)
     unused = cache.float().isnan()
     cache.copy_(torch.where(unused, value, cache.float()).to(cache.dtype))
 
 
-def _cache(batch: Batch) -> torch.Tensor:
+def cache_of(batch: Batch) -> torch.Tensor:
+    """The batch's cache; never called for a batch without pages."""
     assert batch.kv_cache is not None  # noqa: S101 - called only for batches over pages
     return batch.kv_cache
 

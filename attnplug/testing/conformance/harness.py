@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any, NamedTuple
 
 import torch
 
+from attnplug.core.backend import AttentionBackend
 from attnplug.core.config import BuilderConfig
-from attnplug.core.impl import AttentionImpl
+from attnplug.core.impl import AttentionImpl, LayerTensors
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder
+from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import error_context
 from attnplug.testing.conformance.target import Target
@@ -24,13 +27,7 @@ class Answer(NamedTuple):
 
 
 class HarnessLayer:
-    """A layer as its impl sees it: the AttentionLayer protocol.
-
-    Args:
-        target: the backend.
-        name: the layer's name.
-        batch: gives the spec, the tensors and the device.
-    """
+    """A layer as its impl sees it, the AttentionLayer protocol, with the spec and tensors of a batch."""
 
     def __init__(self, target: Target, name: str, batch: Batch) -> None:
         self._q_scale_float = self._prob_scale_float = 1.0
@@ -38,24 +35,13 @@ class HarnessLayer:
         self._q_scale = self._prob_scale = torch.ones((), device=batch.query.device)
         self._k_scale = torch.tensor(self._k_scale_float, device=batch.query.device)
         self._v_scale = torch.tensor(self._v_scale_float, device=batch.query.device)
-        self.impl: AttentionImpl[Any] = target.backend.get_impl_cls().from_spec(
-            batch.spec,
-            backend=target.backend,
-            layer_name=name,
-            tensors=batch.tensors,
-            options=default_options(target),
-        )
+        self.impl = make_impl(target.backend, batch.spec, batch.tensors, name)
         self.impl.process_weights_after_loading(getattr(torch, batch.spec.dtype))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Harness:
-    """A builder and the layers that it serves, which share pages of one kind or take K and V with the call.
-
-    Args:
-        layers: in order.
-        builder: has them in its `config.layers`.
-    """
+    """A builder and the layers that it serves, which share pages of one kind or take K and V with the call."""
 
     layers: tuple[HarnessLayer, ...]
     builder: AttentionMetadataBuilder[Any]
@@ -67,18 +53,12 @@ class Harness:
         Raises:
             ConformanceError: the backend raises.
         """
-        first = batches[0]
-        size = first.spec.block_size or 1
-        if first.kv_cache is not None:
-            size = target.backend.split_kv(first.kv_cache, first.spec)[0].shape[1]
-        cache: Any = kv_cache_spec_for(first.spec, size)
         with error_context("from_spec, of a layer that validate_configuration accepts"):
             named = {
                 f"layers.{i}": HarnessLayer(target, f"layers.{i}", batch) for i, batch in enumerate(batches)
             }
         with error_context("making the builder"):
-            settings = BuilderConfig(layers=named, **config)
-            builder = target.backend.get_builder_cls()(cache, list(named), settings, first.query.device)
+            builder = _make_builder(target.backend, batches[0], named, **config)
         return cls(tuple(named.values()), builder)
 
     @property
@@ -118,13 +98,7 @@ class Harness:
             self.impl.update_kv_cache(self.layers[0], batch.key, batch.value, batch.kv_cache, slots)
 
     def forward(self, batch: Batch, into: Answer | None = None, what: str = "forward") -> Answer:
-        """Call `build` and the first layer's `forward`; returns all rows of `into`, padding included.
-
-        Args:
-            batch: the step.
-            into: the output and LSE to write to; default all NaN.
-            what: begins the error if the backend raises.
-        """
+        """Call `build` and the first layer's `forward`; returns all rows of `into`, by default NaN before."""
         into = into or blank_answer(batch)
         with error_context(what):
             given = _arguments(batch, self.builder.build(0, batch.common), into.output)
@@ -147,10 +121,47 @@ def _arguments(
     return batch.query, key, value, batch.kv_cache, metadata, output
 
 
-def default_options(target: Target) -> Any:
-    """The backend's Options with their defaults; None for a backend without options."""
-    options = target.backend.Options
-    return None if options is None else options()
+def make_impl(
+    backend: type[AttentionBackend],
+    spec: LayerSpec,
+    tensors: LayerTensors,
+    name: str = "layer",
+    **shared: str,
+) -> AttentionImpl[Any]:
+    """The impl of a layer with the backend's default options; `shared` has further arguments of `from_spec`."""
+    options = None if backend.Options is None else backend.Options()
+    return backend.get_impl_cls().from_spec(
+        spec, backend=backend, layer_name=name, tensors=tensors, options=options, **shared
+    )
+
+
+def run_batch(
+    backend: type[AttentionBackend], batch: Batch, *, use_sinks: bool = True, layer: Any = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Build the metadata, write the cache and attend.
+
+    Returns:
+        Output `[T + padding, H, Dv]` and, if the spec needs it, LSE `[T + padding, H]`. Rows that the backend
+        did not write are NaN.
+    """
+    impl = make_impl(backend, batch.spec, batch.tensors)
+    # Builders that plan read the features to plan for from the impl of their layers.
+    builder = _make_builder(backend, batch, {"layer": types.SimpleNamespace(impl=impl)})
+    into = blank_answer(batch)
+    given = _arguments(batch, builder.build(0, batch.common), into.output)
+    impl.forward(layer, *given, output_lse=into.lse, use_sinks=use_sinks)
+    return into
+
+
+def _make_builder(
+    backend: type[AttentionBackend], batch: Batch, layers: dict[str, Any], **config: Any
+) -> AttentionMetadataBuilder[Any]:
+    size = batch.spec.block_size or 1
+    if batch.kv_cache is not None:
+        size = backend.split_kv(batch.kv_cache, batch.spec)[0].shape[1]
+    cache: Any = kv_cache_spec_for(batch.spec, size)
+    settings = BuilderConfig(layers=layers, **config)
+    return backend.get_builder_cls()(cache, list(layers), settings, batch.query.device)
 
 
 def blank_answer(batch: Batch, fill: float = torch.nan) -> Answer:

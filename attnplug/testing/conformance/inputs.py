@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from attnplug.core.impl import LayerTensors
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckTable, ConformanceError, checks_from
 from attnplug.testing.conformance.expectations import expect_correct
-from attnplug.testing.conformance.harness import Harness, blank_answer, default_options, raw_bytes
+from attnplug.testing.conformance.harness import Harness, blank_answer, make_impl, raw_bytes
 from attnplug.testing.conformance.steps import scenario_factory, scenarios
 from attnplug.testing.conformance.target import Target
 
@@ -28,11 +27,12 @@ def checks(target: Target) -> Iterator[Check]:
         yield from checks_from(_CHECKS, "tensors", target, scenario)
     for feature, (name, flag) in _LEARNED.items():
         if feature in target.backend.features:
-            run_kept = functools.partial(_check_unmodified, target, "mixed", **{flag: True})
-            yield Check(f"tensors/{name}-kept", run_kept, f"{name} are not modified")
-            run_missing = functools.partial(_check_required, target, name, flag)
+            summary = f"{name} are not modified"
+            yield Check.of(
+                f"tensors/{name}-kept", summary, _check_unmodified, target, "mixed", **{flag: True}
+            )
             summary = f"from_spec raises for a layer with {flag} without {name}"
-            yield Check(f"tensors/{name}-required", run_missing, summary)
+            yield Check.of(f"tensors/{name}-required", summary, _check_required, target, name, flag)
 
 
 def _check_unmodified(target: Target, scenario: str, **fields: bool) -> None:
@@ -87,10 +87,13 @@ def _padded(batch: Batch, more: int) -> Batch:
 
 def _check_strided(target: Target, scenario: str) -> None:
     for name, view in (
-        ("of one packed projection", _of_projection),
-        ("with the heads outside", _heads_outside),
+        ("of one packed projection", _sliced),
+        ("with the heads outside", lambda tensor: tensor.transpose(0, 1).contiguous().transpose(0, 1)),
     ):
-        batch = view(scenario_factory(target, scenario)())
+        batch = scenario_factory(target, scenario)()
+        batch = dataclasses.replace(
+            batch, query=view(batch.query), key=view(batch.key), value=view(batch.value)
+        )
         try:
             found = Harness.of(target, batch).forward(batch)
         except ConformanceError as problem:
@@ -101,37 +104,18 @@ def _check_strided(target: Target, scenario: str) -> None:
         expect_correct(batch, found, f"with query, key and value as views {name} ({strides})")
 
 
-def _of_projection(batch: Batch) -> Batch:
-    """Query, key and value as slices of one tensor, like those of a fused projection, with NaN between."""
-
-    def sliced(tensor: torch.Tensor) -> torch.Tensor:
-        rows, heads, size = tensor.shape
-        packed = tensor.new_full((rows, 3 * heads, size), torch.nan)
-        packed[:, heads : 2 * heads] = tensor
-        return packed[:, heads : 2 * heads]
-
-    return _viewed(batch, sliced)
-
-
-def _heads_outside(batch: Batch) -> Batch:
-    """Query, key and value as transposed views of `[H, T, D]`."""
-    return _viewed(batch, lambda tensor: tensor.transpose(0, 1).contiguous().transpose(0, 1))
-
-
-def _viewed(batch: Batch, view: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    return dataclasses.replace(batch, query=view(batch.query), key=view(batch.key), value=view(batch.value))
+def _sliced(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as a slice of a larger one, as after a fused projection, with NaN beside it."""
+    rows, heads, size = tensor.shape
+    packed = tensor.new_full((rows, 3 * heads, size), torch.nan)
+    packed[:, heads : 2 * heads] = tensor
+    return packed[:, heads : 2 * heads]
 
 
 def _check_required(target: Target, name: str, flag: str) -> None:
     spec = target.spec(**{flag: True})
     try:
-        target.backend.get_impl_cls().from_spec(
-            spec,
-            backend=target.backend,
-            layer_name="layer",
-            tensors=LayerTensors(),
-            options=default_options(target),
-        )
+        make_impl(target.backend, spec, LayerTensors())
     except SpecError:
         return
     except Exception as error:

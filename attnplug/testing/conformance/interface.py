@@ -13,7 +13,8 @@ from attnplug.testing.conformance.lightness_child import declarations
 from attnplug.testing.conformance.spec_grid import grid
 from attnplug.testing.conformance.target import Target
 
-_HOST_LENGTHS = ("none", "upper_bound", "exact")
+HOST_LENGTHS = ("none", "upper_bound", "exact")
+"""Values of needs_host_seq_lens, the least demanding first."""
 
 
 def checks(target: Target) -> Iterator[Check]:
@@ -28,8 +29,8 @@ def _check_impl_class(target: Target) -> None:
 
 def _check_builder_class(target: Target) -> None:
     builder = _part_class("get_builder_cls", target.backend.get_builder_cls, AttentionMetadataBuilder)
-    if builder.needs_host_seq_lens not in _HOST_LENGTHS:
-        limit = f"must be one of {', '.join(_HOST_LENGTHS)}"
+    if builder.needs_host_seq_lens not in HOST_LENGTHS:
+        limit = f"must be one of {', '.join(HOST_LENGTHS)}"
         raise ConformanceError(
             f"{builder.__name__}.needs_host_seq_lens={builder.needs_host_seq_lens!r} {limit}"
         )

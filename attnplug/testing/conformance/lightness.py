@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import json
 import operator
@@ -20,19 +19,8 @@ from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceE
 from attnplug.testing.conformance.target import Target
 
 _HEAVY = (
-    *(
-        "torch",
-        "triton",
-        "jax",
-        "jaxlib",
-        "tensorflow",
-        "transformers",
-        "vllm",
-        "xformers",
-        "cupy",
-        "tilelang",
-    ),
-    *("flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flashinfer", "sageattention", "cutlass"),
+    "torch triton jax jaxlib tensorflow transformers vllm xformers cupy tilelang cutlass "
+    "flash_attn flash_attn_interface flash_attn_2_cuda flashinfer sageattention"
 )
 _SECONDS = 120
 
@@ -43,13 +31,13 @@ def checks(target: Target) -> Iterator[Check]:
         ("light-import", False, "importing the module loads no torch and no kernel library"),
         ("light-methods", True, "calling all declaring methods of the class loads none either"),
     ):
-        yield Check(f"declaration/{name}", functools.partial(_check, target, call_methods), summary)
+        yield Check.of(f"declaration/{name}", summary, _check, target, call_methods)
 
 
 def _check(target: Target, call_methods: bool) -> None:
     backend = target.backend
     module, name = _home(backend)
-    watched = [*_HEAVY, *_required_modules(backend.requires)]
+    watched = [*_HEAVY.split(), *_required_modules(backend.requires)]
     request = {"module": module, "name": name, "watched": watched, "call_methods": call_methods}
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     try:

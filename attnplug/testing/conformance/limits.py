@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,18 +24,19 @@ def checks(target: Target) -> Iterator[Check]:
     """One check for each limit that the backend has."""
     for field, values in _undeclared_values(target).items():
         if values:
-            run = functools.partial(_check_field, target, field, values)
             summary = f"a {field} that the backend does not declare is refused"
-            yield Check(f"refused/{field.replace('_', '-')}", run, summary)
+            yield Check.of(f"refused/{field.replace('_', '-')}", summary, _check_field, target, field, values)
     summary = "a device of an undeclared type is refused"
-    yield Check("refused/device-type", functools.partial(_check_device_type, target), summary)
-    if incapable := _incapable_devices(target):
-        run = functools.partial(_check_capability, target, incapable)
-        yield Check("refused/compute-capability", run, "a device of an undeclared capability is refused")
+    yield Check.of("refused/device-type", summary, _check_device_type, target)
+    capable = target.backend.supports_compute_capability
+    kinds = [kind for kind in ("cuda", "rocm") if kind in target.backend.device_types]
+    if incapable := [Device(kind, pair) for kind in kinds for pair in _CAPABILITIES if not capable(pair)]:
+        summary = "a device of an undeclared capability is refused"
+        yield Check.of("refused/compute-capability", summary, _check_capability, target, incapable)
     served = {str(phase) for phase in target.backend.supported_phases}
     if unserved := [phase for phase in Phase if phase not in served]:
-        run = functools.partial(_check_phase, target, unserved)
-        yield Check("refused/phase", run, "a phase that the backend does not declare is refused")
+        summary = "a phase that the backend does not declare is refused"
+        yield Check.of("refused/phase", summary, _check_phase, target, unserved)
 
 
 def _undeclared_values(target: Target) -> dict[str, list[Any]]:
@@ -64,16 +64,6 @@ def _check_device_type(target: Target) -> None:
     for device in devices(target):
         if device.type not in target.backend.device_types:
             expect_refused(target, spec, f"the device {device}", ("device_type",), device)
-
-
-def _incapable_devices(target: Target) -> list[Device]:
-    return [
-        Device(kind, pair)
-        for kind in ("cuda", "rocm")
-        if kind in target.backend.device_types
-        for pair in _CAPABILITIES
-        if not target.backend.supports_compute_capability(pair)
-    ]
 
 
 def _check_capability(target: Target, incapable: Sequence[Device]) -> None:

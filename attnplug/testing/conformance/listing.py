@@ -34,35 +34,12 @@ from attnplug.testing.conformance import (
 from attnplug.testing.conformance.check import Check, ConformanceError, Level
 from attnplug.testing.conformance.target import Target
 
-GROUPS: tuple[Callable[[Target], Iterator[Check]], ...] = (
-    *(
-        declaration.checks,
-        pages.checks,
-        interface.checks,
-        lightness.checks,
-        refusals.checks,
-        limits.checks,
-        acceptance.checks,
-        inputs.checks,
-    ),
-    *(
-        outputs.checks,
-        cache_writes.checks,
-        cache_reads.checks,
-        cache_layouts.checks,
-        requests.checks,
-        correctness.checks,
-    ),
-    *(
-        builders.checks,
-        builder_inputs.checks,
-        sharing.checks,
-        merging.checks,
-        runtimes.checks,
-        gpu.checks,
-        graphs.checks,
-    ),
+_IN_ORDER = (
+    *(declaration, pages, interface, lightness, refusals, limits, acceptance, inputs, outputs),
+    *(cache_writes, cache_reads, cache_layouts, requests, correctness),
+    *(builders, builder_inputs, sharing, merging, runtimes, gpu, graphs),
 )
+GROUPS: tuple[Callable[[Target], Iterator[Check]], ...] = tuple(module.checks for module in _IN_ORDER)
 """Functions that list the checks of a target, always the same in the same order."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
@@ -32,18 +31,16 @@ def checks(target: Target) -> Iterator[Check]:
     for has_sinks in (False, True) if Feature.SINKS in features else (False,):
         with_sinks, kind = (" with the sinks in the first", "-sinks") if has_sinks else ("", "")
         for count in (2, 3):
-            run = functools.partial(_check_parts, target, count, has_sinks)
-            yield Check(f"merge/{count}-parts{kind}", run, f"decodes merge from {count} parts{with_sinks}")
-        run = functools.partial(_check_parts, target, 2, has_sinks, short=True)
+            summary = f"decodes merge from {count} parts{with_sinks}"
+            yield Check.of(f"merge/{count}-parts{kind}", summary, _check_parts, target, count, has_sinks)
         summary = f"a part without keys for a query adds nothing to the merged result{with_sinks}"
-        yield Check(f"merge/empty-part{kind}", run, summary)
+        yield Check.of(f"merge/empty-part{kind}", summary, _check_parts, target, 2, has_sinks, short=True)
         if Feature.NON_CAUSAL in features:
-            run = functools.partial(_check_context, target, has_sinks)
             summary = f"the context, attended without a causal mask, and the new tokens merge{with_sinks}"
-            yield Check(f"merge/context-and-new{kind}", run, summary)
+            yield Check.of(f"merge/context-and-new{kind}", summary, _check_context, target, has_sinks)
     if Feature.SINKS in features:
-        run = functools.partial(_check_without_sinks, target)
-        yield Check("merge/use_sinks", run, "with use_sinks=False neither output nor LSE includes the sinks")
+        summary = "with use_sinks=False neither output nor LSE includes the sinks"
+        yield Check.of("merge/use_sinks", summary, _check_without_sinks, target)
 
 
 def _layer(target: Target, has_sinks: bool) -> tuple[LayerSpec, int]:
@@ -113,12 +110,10 @@ def _merge(target: Target, whole: Batch, parts: Sequence[Batch]) -> None:
             found.append(harness.run(part, metadata, use_sinks=index == 0, writes=False))
     lses = [answer.lse for answer in found if answer.lse is not None]
     merged = Answer(*merge_attn_states([answer.output for answer in found], lses))
-    problem = difference(whole, merged)
-    if problem:
+    if problem := difference(whole, merged):
         problem = f"{len(parts)} parts, merged: {problem}"
         for index, (part, answer) in enumerate(zip(parts, found, strict=True)):
-            wrong = difference(part, answer, use_sinks=index == 0)
-            if wrong:
+            if wrong := difference(part, answer, use_sinks=index == 0):
                 mistake = _part_mistake(part, answer, use_sinks=index == 0)
                 raise wrong_answer(f"{problem}; part {index + 1} alone: {wrong}", mistake)
         raise wrong_answer(f"{problem}; each part alone is within its tolerance", None)

@@ -11,14 +11,6 @@ import torch
 from attnplug.testing.batches import Batch
 
 
-def _minus_distance(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    return -(key - query).abs()
-
-
-def _own(request: int, requests: int) -> int:
-    return request
-
-
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AttentionRules:
     """The conventions by which a layer attends; `rules_of` gives the right ones, a mistake replaces some.
@@ -58,12 +50,12 @@ class AttentionRules:
     kv_heads: torch.Tensor
     k_scale: float
     v_scale: float
-    bias: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _minus_distance
+    bias: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda query, key: -(key - query).abs()
     sink_value: int | None = None
     order: tuple[str, ...] = ("scale", "cap", "bias", "mask")
     from_start: bool = False
     shift: int = 0
-    rows: Callable[[int, int], int] = _own
+    rows: Callable[[int, int], int] = lambda request, requests: request
     key_factors: tuple[float, float] = (1.0, 1.0)
     value_factors: tuple[float, float] = (1.0, 1.0)
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TypeAlias
 
 import torch
@@ -42,21 +42,19 @@ def recognise(batch: Batch, output: torch.Tensor, lse: torch.Tensor | None) -> s
     """
     truth, bound = batch.oracle(), tolerance(batch.spec)
     found = (output.detach().cpu().double(), None if lse is None else lse.detach().cpu().double())
-    wrong = _error((truth.output, truth.lse), found, bound) > 1
+    right = (truth.output, None if lse is None else truth.lse)
+    wrong = _error(right, found, bound) > 1
     if not bool(wrong.any()):
         return None
     empty = batch.oracle(use_sinks=False).lse.isneginf()
     if bool(found[0].isnan().any(-1)[wrong].all()) and bool(empty[wrong].all()):
         return NAN_FOR_EMPTY_ROWS
-    parts = [_Part.of(span, wrong, truth, found) for span in _spans(batch)]
+    spans = [(index, span) for index, span in enumerate(_spans(batch)) if bool(wrong[span].any())]
     # One request excludes most mistakes; short ones come first, since they are cheap.
-    suspects = sorted(
-        (index for index, part in enumerate(parts) if bool(part.wrong.any())),
-        key=lambda index: batch.seq_lens[index],
-    )
+    suspects = dict(sorted(spans, key=lambda item: batch.seq_lens[item[0]]))
     fits: dict[str, float] = {}
     for name, numbers in _mistakes(batch, truth, with_lse=lse is not None):
-        error = _worst(parts[index].compare(numbers(index), bound) for index in suspects)
+        error = _fit(numbers, suspects, wrong, right, found, bound)
         if error is not None:
             fits[name] = error
     nearest = min(fits.values(), default=0.0)
@@ -74,34 +72,28 @@ def mistaken_answers(
             yield name, torch.cat(outputs), torch.cat(lses) if with_lse else None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """The rows of one request: wrong ones `[n, H]`, the right answer and the one found."""
-
-    wrong: torch.Tensor
-    truth: _Numbers
-    found: _Numbers
-
-    @classmethod
-    def of(cls, span: slice, wrong: torch.Tensor, truth: OracleResult, found: _Numbers) -> _Part:
-        """The rows of `span`."""
-        expected = (truth.output[span], None if found[1] is None else truth.lse[span])
-        return cls(wrong[span], expected, (found[0][span], None if found[1] is None else found[1][span]))
-
-    def compare(self, mistake: _Numbers, bound: Tolerance) -> tuple[float, bool]:
-        """The largest error of `mistake` in the wrong rows, and whether one row clearly differs from the truth."""
-        error = _error(mistake, self.found, bound)[self.wrong].max()
-        return float(error), bool((_error(mistake, self.truth, bound)[self.wrong] > _CLEAR).any())
-
-
-def _worst(errors: Iterable[tuple[float, bool]]) -> float | None:
-    """The largest error of a mistake; None unless it explains every request and is clear in one."""
+def _fit(
+    numbers: Callable[[int], _Numbers],
+    suspects: Mapping[int, slice],
+    wrong: torch.Tensor,
+    right: _Numbers,
+    found: _Numbers,
+    bound: Tolerance,
+) -> float | None:
+    """The largest error of a mistake in wrong rows; None unless it explains every request and is clear in one."""
     worst, is_clear = 0.0, False
-    for error, clear in errors:
+    for index, span in suspects.items():
+        given = numbers(index)
+        error = float(_error(given, _rows(found, span), bound)[wrong[span]].max())
         if not error <= _SAME:
             return None
-        worst, is_clear = max(worst, error), is_clear or clear
+        worst = max(worst, error)
+        is_clear |= bool((_error(given, _rows(right, span), bound)[wrong[span]] > _CLEAR).any())
     return worst if is_clear else None
+
+
+def _rows(numbers: _Numbers, span: slice) -> _Numbers:
+    return numbers[0][span], None if numbers[1] is None else numbers[1][span]
 
 
 def _mistakes(batch: Batch, truth: OracleResult, *, with_lse: bool) -> Iterator[_Mistake]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -38,9 +37,8 @@ def checks(target: Target) -> Iterator[Check]:
     for scenario in scenarios(target):
         yield from checks_from(_CHECKS, "tensors", target, scenario)
         if Feature.LSE in features:
-            run_left = functools.partial(_check_lse_left_out, target, scenario)
             summary = "a layer with needs_lse may be run without output_lse"
-            yield Check(f"tensors/lse-left-out-{scenario}", run_left, summary)
+            yield Check.of(f"tensors/lse-left-out-{scenario}", summary, _check_lse_left_out, target, scenario)
     yield from checks_from(_ONCE, "tensors", target)
     for name, needed, make in (
         ("cross", Feature.CROSS | Feature.NON_CAUSAL, _without_encoder_tokens),
@@ -49,22 +47,17 @@ def checks(target: Target) -> Iterator[Check]:
         if needed in features:
             for kind, feature, fields in _EMPTY_ROW_LAYERS:
                 if feature in features:
-                    run_empty = functools.partial(_check_empty_rows, target, make, **fields)
+                    check_id = f"tensors/sees-nothing-{name}{kind}"
                     summary = "a query without visible keys gives 0, and LSE -inf or its sink's logit"
-                    yield Check(f"tensors/sees-nothing-{name}{kind}", run_empty, summary)
+                    yield Check.of(check_id, summary, _check_empty_rows, target, make, **fields)
 
 
 def _check_overwritten(target: Target, scenario: str) -> None:
     make = scenario_factory(target, scenario)
     other = make()
     stale = Harness.of(target, other).forward(other).output[: other.common.num_actual_tokens]
-    largest = torch.finfo(other.query.dtype).max
-    fills = {
-        "NaN": torch.nan,
-        "infinity": torch.inf,
-        "the largest finite value": largest,
-        "another answer": 0.0,
-    }
+    fills = {"NaN": torch.nan, "infinity": torch.inf, "another answer": 0.0}
+    fills["the largest finite value"] = torch.finfo(other.query.dtype).max
     for what, fill in fills.items():
         batch = make()
         into = blank_answer(batch, fill)

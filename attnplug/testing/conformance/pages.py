@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +32,7 @@ _BLOCKS = 3
 def checks(target: Target) -> Iterator[Check]:
     """The checks of layouts, and of each kind of page that the backend declares."""
     summary = "the layouts are known, and agree with the required one"
-    yield Check("declaration/kv-layouts", functools.partial(_check_layouts, target), summary)
+    yield Check.of("declaration/kv-layouts", summary, _check_layouts, target)
     yield from checks_from(_CHECKS, "declaration", target, "plain")
     if Feature.HEAD_SIZE_V in target.backend.features:
         yield from checks_from(_CHECKS, "declaration", target, "head_size_v")

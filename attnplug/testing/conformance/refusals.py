@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterator
 
 from attnplug.core.device import Device
@@ -23,15 +22,12 @@ def checks(target: Target) -> Iterator[Check]:
         name = feature.names()[0]
         if feature not in backend.features:
             summary = f"a layer that asks for {name}, which is not declared, is refused"
-            yield Check(
-                f"refused/feature-{name}", functools.partial(_check_feature, target, feature), summary
-            )
+            yield Check.of(f"refused/feature-{name}", summary, _check_feature, target, feature)
         elif feature.ask.declared_by is None:  # else a method of the class admits it
             summary = (
                 f"without {name} in its features the same class refuses it: nothing is served by default"
             )
-            run = functools.partial(_check_withdrawn, target, feature)
-            yield Check(f"refused/withdrawn-{name}", run, summary)
+            yield Check.of(f"refused/withdrawn-{name}", summary, _check_withdrawn, target, feature)
 
 
 def reasons_for(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 
 import torch
@@ -16,7 +15,6 @@ from attnplug.testing.conformance.check import Check, CheckSkipped, CheckTable, 
 from attnplug.testing.conformance.expectations import difference, expect_correct
 from attnplug.testing.conformance.guarded_cache import GuardedCache, slots_of
 from attnplug.testing.conformance.harness import Answer, Harness, blank_answer
-from attnplug.testing.conformance.phases import in_phase, of_phase
 from attnplug.testing.conformance.steps import (
     PAGED_SCENARIOS,
     decodes,
@@ -28,7 +26,7 @@ from attnplug.testing.conformance.steps import (
     select_requests,
     step_factory,
 )
-from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.target import Target, in_phase, of_phase
 
 
 def checks(target: Target) -> Iterator[Check]:
@@ -38,16 +36,14 @@ def checks(target: Target) -> Iterator[Check]:
         yield from checks_from(_CHECKS, "batch", target, scenario)
     for kind in layer_kinds(target):
         summary = "a prefill in pieces gives the result of a prefill at once"
-        yield Check(f"batch/pieces-{kind}", functools.partial(_check_pieces, target, kind), summary)
+        yield Check.of(f"batch/pieces-{kind}", summary, _check_pieces, target, kind)
     for scenario in scenarios(target):
         if scenario != "encoder":  # an encoder is not causal
-            run_widened = functools.partial(_check_widened, target, scenario)
             summary = "a causal layer refuses causal=False"
-            yield Check(f"batch/widened-{scenario}", run_widened, summary)
+            yield Check.of(f"batch/widened-{scenario}", summary, _check_widened, target, scenario)
         if Feature.NON_CAUSAL in features:
-            run_narrowed = functools.partial(_check_narrowed, target, scenario)
             summary = "causal=True applies to a layer with causal=False"
-            yield Check(f"batch/narrowed-{scenario}", run_narrowed, summary)
+            yield Check.of(f"batch/narrowed-{scenario}", summary, _check_narrowed, target, scenario)
 
 
 def _check_alone(target: Target, scenario: str) -> None:

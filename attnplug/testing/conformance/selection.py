@@ -108,11 +108,7 @@ def known_reasons(
 ) -> dict[str, str]:
     """The reason of each check that is known to fail; an exact id wins over a pattern, then the first entry.
 
-    Args:
-        known: reason by id or pattern.
-        ids: the ids of all checks.
-        source: the argument or file of `known`, for messages.
-        elsewhere: returns further valid ids, such as those of the other level; called only if needed.
+    `elsewhere` returns further valid ids, such as those of the other level; it is called only if needed.
 
     Raises:
         PolicyError: an id or pattern matches no check; the error names the nearest ids.

@@ -24,11 +24,11 @@ from attnplug.testing.conformance.target import Target
 def checks(target: Target) -> Iterator[Check]:
     """The checks of several builders and of several layers, for each kind of layer that the backend declares."""
     for kind in layer_kinds(target):
-        run = functools.partial(_check_two_builders, target, kind)
-        yield Check(f"builder/two-builders-{kind}", run, "builders share no state")
-        run = functools.partial(_check_layers, target, kind)
+        yield Check.of(
+            f"builder/two-builders-{kind}", "builders share no state", _check_two_builders, target, kind
+        )
         summary = "one metadata serves layers with scales, caps, sinks and slopes of their own"
-        yield Check(f"builder/several-layers-{kind}", run, summary)
+        yield Check.of(f"builder/several-layers-{kind}", summary, _check_layers, target, kind)
 
 
 def _check_two_builders(target: Target, kind: str) -> None:

@@ -35,9 +35,8 @@ def plainest(target: Target) -> LayerSpec:
     try:
         return target.spec()
     except CheckSkipped:
-        dtype = next(
-            (name for name in target.dtypes if name in ("float32", "bfloat16", "float16")), "bfloat16"
-        )
+        plain = [name for name in target.dtypes if name in ("float32", "bfloat16", "float16")]
+        dtype = plain[0] if plain else "bfloat16"
         return LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype=dtype)
 
 
@@ -76,10 +75,5 @@ def devices(target: Target) -> list[Device]:
 
 
 def _short(value: object) -> str:
-    return (
-        "MLADims(...)"
-        if isinstance(value, MLADims)
-        else repr(value)
-        if isinstance(value, str)
-        else str(value)
-    )
+    text = repr(value) if isinstance(value, str) else str(value)
+    return "MLADims(...)" if isinstance(value, MLADims) else text

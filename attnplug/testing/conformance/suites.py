@@ -29,15 +29,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Suite:
-    """Every check of one backend on one device.
-
-    Args:
-        offer: the backend, and the distribution that ships it.
-        device: the device of the checks.
-        level: how many layers and batches are tried.
-        checks: all of them, always in the same order.
-        known: the reason of each check that is known to fail, by id.
-    """
+    """Every check of one backend on one device, and by id the reason of each that is known to fail."""
 
     offer: Offer
     device: Device

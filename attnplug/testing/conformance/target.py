@@ -1,4 +1,4 @@
-"""The backend under check, and the device it is checked on."""
+"""The backend under check, the device it is checked on, and the steps of a phase."""
 
 from __future__ import annotations
 
@@ -16,19 +16,15 @@ from attnplug.core.reasons import Reason
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.testing.batches import Batch, direct_batch, paged_batch
 from attnplug.testing.conformance.check import CheckSkipped, Level
-from attnplug.testing.conformance.phases import in_phase, of_phase, only_phase
 from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try
+
+_LONGER = 3
+"""New tokens of a decode that becomes a prefill."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """One backend on one device of this machine, at one level.
-
-    Args:
-        backend: the class.
-        device: layers are validated for it; tensors are made on the torch device of its type.
-        level: how many layers and batches are tried.
-    """
+    """One backend on one device of this machine; `level` decides how many layers and batches are tried."""
 
     backend: type[AttentionBackend]
     device: Device
@@ -73,8 +69,9 @@ class Target:
 
     @property
     def phase(self) -> Phase | None:
-        """The one phase that the backend serves, which validation passes on; None for both."""
-        return only_phase(self.backend)
+        """The one phase that the backend serves; None if it serves both or declares no known phase."""
+        served = [phase for phase in Phase if phase in map(str, self.backend.supported_phases)]
+        return served[0] if len(served) == 1 else None
 
     def reasons(self, spec: LayerSpec) -> list[Reason]:
         """Why the backend refuses `spec`, in its one phase if it has one; empty if it serves it."""
@@ -117,14 +114,8 @@ class Target:
     ) -> Batch:
         """A batch for `spec` on this device, over the backend's pages or with K and V in the call.
 
-        For a backend of one phase, `of_phase` makes the step one of that phase.
-
-        Args:
-            spec: the layer.
-            query_lens: new tokens of each request.
-            seq_lens: all tokens of each request.
-            exact: whether the check needs exactly these lengths.
-            options: those of `paged_batch` and `direct_batch`.
+        For a backend of one phase, `of_phase` makes the step one of that phase, unless the check needs these
+        `exact` lengths. The `options` are those of `paged_batch` and `direct_batch`.
 
         Raises:
             CheckSkipped: the step cannot be one of the phase that the backend serves.
@@ -152,3 +143,33 @@ class Target:
         return paged_batch(
             spec, query_lens, seq_lens, device=self.torch_device, backend=self.backend, **options
         )
+
+
+def in_phase(phase: Phase | None, query_lens: Sequence[int]) -> bool:
+    """Whether a step is of the phase: only single tokens for decode, a longer query first for prefill."""
+    if phase is Phase.DECODE:
+        return max(query_lens, default=0) <= 1
+    return phase is None or (len(query_lens) > 0 and query_lens[0] > 1)
+
+
+def of_phase(phase: Phase | None, query_lens: Sequence[int], *others: Sequence[int]) -> tuple[list[int], ...]:
+    """The nearest step of the phase.
+
+    Args:
+        phase: None leaves the step as it is.
+        query_lens: new tokens of each request.
+        others: more values of each request, first the number of all its tokens.
+
+    Returns:
+        The new tokens, then the others, in the same order of requests. For decode, each request has at
+        most its last token. For prefill, longer queries come first; if there is none, queries get longer.
+    """
+    new = list(query_lens)
+    if phase is Phase.DECODE:
+        new = [min(count, 1) for count in new]
+    elif phase is Phase.PREFILL and max(new, default=0) <= 1:
+        new = [min(_LONGER * count, tokens) for count, tokens in zip(new, others[0], strict=True)]
+    order = list(range(len(new)))
+    if phase is Phase.PREFILL:
+        order.sort(key=lambda request: new[request] <= 1)
+    return tuple([values[request] for request in order] for values in (new, *others))

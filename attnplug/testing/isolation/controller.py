@@ -19,12 +19,9 @@ _FAILED_STARTS = 3
 
 
 class Controller:
-    """Turns the reports of workers, and their deaths, into results.
+    """Turns the reports of workers, and their deaths, into results; JUnit files repeat the `earlier` ones.
 
-    Args:
-        settings: the input of every worker; `log` is the folder of their logs.
-        earlier: results of an earlier run, which JUnit files repeat.
-        observer: receives the results.
+    Every worker receives the `settings`, whose `log` is the folder of the workers' logs.
     """
 
     def __init__(self, settings: Mapping[str, Any], earlier: Sequence[Result], observer: Observer) -> None:

@@ -23,10 +23,8 @@ _EXIT_SECONDS = 10.0
 def cause_of_death(log: Path, timeout: float) -> tuple[str, str]:
     """The cause in one line, and the part of the log that explains it.
 
-    Args:
-        log: a file with the standard error of the check and faulthandler's report. The process id is in the file
-            of the same name that ends in ".pid".
-        timeout: seconds that a check may take.
+    The log has the standard error of the check and faulthandler's report; a file of the same name that ends in
+    ".pid" has the process id. A check may take `timeout` seconds.
     """
     text = ""
     with contextlib.suppress(OSError):

@@ -61,11 +61,6 @@ class SavedResults:
 
     The file name depends on the backend, its code and versions, the device, the kind of checks, the level and the
     shard. pytest's cache cannot replace it: `--lf` leaves out tests that never ran, and a killed run writes no cache.
-
-    Args:
-        listing: the checks.
-        shard: the part of the checks that is run, such as "1/4".
-        folder: default the user's cache folder.
     """
 
     def __init__(self, listing: Listing, shard: str | None = None, folder: Path | None = None) -> None:

@@ -85,15 +85,9 @@ def run_checks(
     earlier: Sequence[Result] = (),
     junit: Path | None = None,
 ) -> str | None:
-    """Run the checks `ids` and tell `observer` of each.
+    """Run the checks `ids` of a listing, which may be none, and tell `observer` of each.
 
-    Args:
-        listing: all checks.
-        ids: the checks to run; may be empty.
-        limits: of time and memory.
-        observer: receives the progress and the results.
-        earlier: results of an earlier run, for the JUnit file.
-        junit: the path of a JUnit XML file, which is written whole at the end.
+    At the end the JUnit XML file `junit` is written whole, with the `earlier` results of another run.
 
     Returns:
         The last output of pytest if the run itself failed, else None.

@@ -53,10 +53,6 @@ class Worker:
 
     Each check has two timers. The signal of pytest-timeout raises an exception if Python code runs, and the worker goes
     on. In C code, or with signals blocked, only faulthandler's own thread works: it logs the stack and ends the process.
-
-    Args:
-        log: the path of the log.
-        timeout: seconds that a check may take.
     """
 
     def __init__(self, log: str, timeout: float) -> None:
