@@ -22,7 +22,7 @@ from attnplug.testing.conformance.check import (
     checks_from,
     error_context,
 )
-from attnplug.testing.conformance.spec_grid import asking
+from attnplug.testing.conformance.spec_grid import asking_for
 from attnplug.testing.conformance.target import Target
 
 _LAYOUTS = ("NHD", "HND")
@@ -61,7 +61,7 @@ def _check_layouts(target: Target) -> None:
 def _layer(target: Target, kind: str) -> LayerSpec:
     spec = target.spec()
     if kind == "head_size_v":
-        spec = asking(spec, Feature.HEAD_SIZE_V)
+        spec = asking_for(spec, Feature.HEAD_SIZE_V)
         sizes = [size for size in target.head_sizes if size != spec.head_size]
         options = [spec, *(spec.replace(head_size_v=size) for size in sizes)]
         served = [each for each in options if not target.reasons(each)]

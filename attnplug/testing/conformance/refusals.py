@@ -9,7 +9,7 @@ from attnplug.core.features import Feature
 from attnplug.core.reasons import REASON_CODES, Reason
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.conformance.check import Check, ConformanceError, error_context
-from attnplug.testing.conformance.spec_grid import asking
+from attnplug.testing.conformance.spec_grid import asking_for
 from attnplug.testing.conformance.target import Target
 
 _KNOWN_CODES = frozenset(REASON_CODES) - {"feature"} | {f"feature.{name}" for name in (~Feature(0)).names()}
@@ -77,7 +77,7 @@ def expect_refused(
 
 def _check_feature(target: Target, feature: Feature) -> None:
     name = feature.names()[0]
-    spec = asking(target.spec(), feature)
+    spec = asking_for(target.spec(), feature)
     # A backend that does not store fp8 refuses the storage dtype, and says no more.
     codes = (feature.code, *(("kv_cache_dtype",) if feature is Feature.FP8_KV else ()))
     expect_refused(target, spec, f"a layer that asks for {name}", codes)
@@ -85,7 +85,7 @@ def _check_feature(target: Target, feature: Feature) -> None:
 
 def _check_withdrawn(target: Target, feature: Feature) -> None:
     backend, name = target.backend, feature.names()[0]
-    spec = asking(target.spec(), feature)
+    spec = asking_for(target.spec(), feature)
     without = type(backend.__name__, (backend,), {"features": backend.features & ~feature})
     narrowed = Target(without, target.device, target.level)
     expect_refused(

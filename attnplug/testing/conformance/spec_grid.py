@@ -40,7 +40,7 @@ def plainest(target: Target) -> LayerSpec:
         return LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype=dtype)
 
 
-def asking(spec: LayerSpec, feature: Feature) -> LayerSpec:
+def asking_for(spec: LayerSpec, feature: Feature) -> LayerSpec:
     """`spec` with the arguments that ask for `feature`."""
     return spec.replace(**feature.fields(spec.head_size, spec.block_size))
 
