@@ -8,6 +8,7 @@ import torch
 from catching import wrong
 from wrong_structure import Around, Call
 
+from attnplug.backends.impl import Pages
 from attnplug.backends.torch_native.backend import TorchBackend
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core.errors import LayoutError
@@ -17,12 +18,17 @@ from attnplug.ops.storage import typed_view
 __all__ = ["WRONG_CACHES"]
 
 
+def k_and_v(impl: TorchImpl, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    pages = impl._pages_of(kv_cache)
+    return pages.k, pages.v
+
+
 class Writer(TorchImpl):
     """Runs a hook after it writes the cache."""
 
     def update_kv_cache(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
         super().update_kv_cache(layer, key, value, kv_cache, slot_mapping)
-        self.and_then(*self._pages(kv_cache), slot_mapping)
+        self.and_then(*k_and_v(self, kv_cache), slot_mapping)
 
     def and_then(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         raise NotImplementedError
@@ -75,7 +81,7 @@ class StoresOtherwise(TorchImpl):
 
     def update_kv_cache(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
         scales = self.used(*self._scales(layer, kv_cache.dtype))
-        write_kv_cache(key, value, *self._pages(kv_cache), slot_mapping, *scales)
+        write_kv_cache(key, value, *k_and_v(self, kv_cache), slot_mapping, *scales)
 
     def used(self, k_scale: float, v_scale: float) -> tuple[float, float]:
         raise NotImplementedError
@@ -117,7 +123,7 @@ class AttendWrites(Around):
 
     def before(self, call: Call) -> None:
         if call.kv_cache is not None:
-            self._pages(call.kv_cache)[1][-1, -1] = 0.5
+            k_and_v(self, call.kv_cache)[1][-1, -1] = 0.5
 
 
 class SharerWrites(TorchImpl):
@@ -136,7 +142,7 @@ class ReadsWholePages(Around):
     def after(self, call: Call) -> None:
         if call.kv_cache is None:
             return
-        _, v = self._pages(call.kv_cache)
+        _, v = k_and_v(self, call.kv_cache)
         for request, length in enumerate(call.metadata.seq_lens.tolist()):
             start, stop = call.metadata.query_starts[request : request + 2]
             pages = v[call.metadata.block_table[request, : -(-length // v.shape[1])].long()]
@@ -148,7 +154,7 @@ class FollowsTails(Around):
 
     def after(self, call: Call) -> None:
         if call.kv_cache is not None:
-            k, _ = self._pages(call.kv_cache)
+            k, _ = k_and_v(self, call.kv_cache)
             tails = call.metadata.block_table[0, -2:].long() % len(k)
             call.rows.add_((0 * k[tails].float()).sum())
 
@@ -158,7 +164,7 @@ class TrustsTails(Around):
 
     def before(self, call: Call) -> None:
         if call.kv_cache is not None:
-            self._pages(call.kv_cache)[0][call.metadata.block_table[:, -1].long()]
+            k_and_v(self, call.kv_cache)[0][call.metadata.block_table[:, -1].long()]
 
 
 class AttendsNull(TorchImpl):
@@ -172,19 +178,20 @@ class AttendsNull(TorchImpl):
 class MisreadsHnd(TorchImpl):
     """Assumes one order of heads and tokens and ignores the strides."""
 
-    def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pages_of(self, kv_cache: torch.Tensor) -> Pages:
         if kv_cache.ndim == 5 and kv_cache.stride(0) == kv_cache[0].numel():
             dense = torch.empty(kv_cache.shape, device="meta").stride()
             kv_cache = kv_cache.as_strided(kv_cache.shape, dense)
-        return TorchBackend.split_kv(typed_view(kv_cache, self.spec), self.spec)
+        k, v = TorchBackend.split_kv(typed_view(kv_cache, self.spec), self.spec)
+        return Pages(kv_cache, k, v, lambda _: None)
 
 
 class MisreadsLayers(TorchImpl):
     """Assumes that pages are contiguous."""
 
-    def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pages_of(self, kv_cache: torch.Tensor) -> Pages:
         strides = (kv_cache[0].numel(), *kv_cache.stride()[1:])
-        return super()._pages(kv_cache.as_strided(kv_cache.shape, strides))
+        return super()._pages_of(kv_cache.as_strided(kv_cache.shape, strides))
 
 
 class WritesNeighbours(Writer):
@@ -199,10 +206,10 @@ class WritesNeighbours(Writer):
 class Pages16(TorchImpl):
     """Reads pages of 16 tokens only."""
 
-    def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pages_of(self, kv_cache: torch.Tensor) -> Pages:
         if kv_cache.shape[2] != 16:
             raise LayoutError("block_size", kv_cache.shape[2], "must be 16")
-        return super()._pages(kv_cache)
+        return super()._pages_of(kv_cache)
 
 
 class AttendsGiven(Around):
@@ -221,7 +228,7 @@ class ForwardWritesMore(TorchImpl):
     ) -> Any:
         found = super().forward(layer, query, key, value, kv_cache, *args, **more)
         if kv_cache is not None:
-            self._pages(kv_cache)[1][args[0].slot_mapping[0] // kv_cache.shape[2], -1] = 0
+            k_and_v(self, kv_cache)[1][args[0].slot_mapping[0] // kv_cache.shape[2], -1] = 0
         return found
 
 
@@ -231,7 +238,7 @@ class MovesLater(TorchImpl):
     def forward(self, *args: Any, **more: Any) -> torch.Tensor:
         found = super().forward(*args, **more)
         if args[4] is not None:
-            k, _ = self._pages(args[4])
+            k, _ = k_and_v(self, args[4])
             slot = args[5].slot_mapping[0]
             k[slot // k.shape[1], slot % k.shape[1]] *= 0.5
         return found
@@ -243,7 +250,7 @@ class WritesQueriesToo(TorchImpl):
     def forward(self, *args: Any, **more: Any) -> torch.Tensor:
         found = super().forward(*args, **more)
         if args[4] is not None and not self.spec.causal:
-            self._pages(args[4])[0][0, args[5].query_starts[-1]] = 0.5
+            k_and_v(self, args[4])[0][0, args[5].query_starts[-1]] = 0.5
         return found
 
 
