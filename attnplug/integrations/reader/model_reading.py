@@ -13,13 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnplug.core.errors import ModelConfigError
 from attnplug.core.spec import LayerSpec
+from attnplug.integrations.model_spec import ModelSpec
 from attnplug.integrations.reader.architecture import build_model
 from attnplug.integrations.reader.config_file import one_line, quiet_transformers
 from attnplug.integrations.reader.layer_specs import SpecMaker, make_spec
 from attnplug.integrations.reader.mixers import works_on_single_tokens
 from attnplug.integrations.reader.other_layers import find_other_layers
 from attnplug.integrations.reader.trace import PROBE, Trace, probe_registered, record_run
-from attnplug.integrations.transformers import ModelSpec
 
 _DECODER_LENGTH = 61
 """Tokens of a decoder, or of a model without one. A prime is unlikely to equal another dimension."""

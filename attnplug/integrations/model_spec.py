@@ -1,0 +1,38 @@
+"""The layers of one model, as a value."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from attnplug.core.spec import LayerSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The layers of one model, per tensor-parallel rank.
+
+    `layers` has one entry per attention layer, by module path (`model.layers.0.self_attn`), in the order that
+    the model runs them. Further runs of the same module get `#2`, `#3`, ... appended. `other_layers` gives the
+    kind of each part without attention KV ("mamba", "linear_attention", "vision encoder", ...). `kv_sharing`
+    maps a layer to the layer whose keys and values it reads. `name` is the model class; `model_type` is
+    transformers' name of the family.
+    """
+
+    layers: Mapping[str, LayerSpec]
+    other_layers: Mapping[str, str]
+    kv_sharing: Mapping[str, str]
+    model_type: str
+    name: str
+
+    def __post_init__(self) -> None:
+        for field in ("layers", "other_layers", "kv_sharing"):
+            object.__setattr__(self, field, MappingProxyType(dict(getattr(self, field))))
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        # Mapping proxies cannot be pickled.
+        mappings = {field: dict(getattr(self, field)) for field in ("layers", "other_layers", "kv_sharing")}
+        make = functools.partial(ModelSpec, **mappings, model_type=self.model_type, name=self.name)
+        return make, ()
