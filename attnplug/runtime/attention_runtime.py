@@ -9,6 +9,7 @@ from typing import Any, Self, TypeAlias, cast
 
 import torch
 
+from attnplug.core.composite import CompositeBackend
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError, LayoutError, PolicyError
 from attnplug.core.impl import LayerTensors
@@ -120,6 +121,11 @@ class AttentionRuntime:
             device=self.device,
             cross_groups=sorted(cross_groups(self.kv_cache_config)),
             max_encoder_len=max_encoder_len,
+            reorder_batch_thresholds=[
+                threshold
+                for group in self.attention_groups
+                if (threshold := group.builder.reorder_batch_threshold) is not None
+            ],
         )
 
     def warm_up(self) -> WarmUpReport:
@@ -161,6 +167,7 @@ class AttentionRuntime:
             )
         step: dict[str, _LayerStep] = {}
         if batch is not None:
+            self._check_order(batch)
             built = metadata or build_attn_metadata(self.attention_groups, batch, self.kv_cache_config)
             self._check_slots(batch)
             for group in self.attention_groups:
@@ -280,6 +287,20 @@ class AttentionRuntime:
                     f"on {reader} would read the pages of {target} differently from how {writer} writes them"
                 )
                 raise LayoutError("kv_sharing", name, limit, "choose one backend for both")
+
+    def _check_order(self, batch: StepBatch) -> None:
+        """Refuse decodes behind longer queries, which a composite would serve by its prefilling half."""
+        lengths = batch.common.query_start_loc_cpu.diff()
+        for group in self.attention_groups:
+            threshold = group.builder.reorder_batch_threshold
+            if threshold is None or not issubclass(group.backend, CompositeBackend):
+                continue
+            is_short = lengths <= threshold
+            if bool((is_short[1:] & ~is_short[:-1]).any()):
+                name, decode = group.backend.get_name(), group.backend.decode.get_name()
+                limit = f"has queries of up to {threshold} tokens behind longer ones, so {decode} of {name} would miss them"
+                remedy = "make batches with the runtime's step_batch_builder(), which orders them"
+                raise BatchError("batch", f"{batch.common.num_reqs} requests", limit, remedy)
 
     def _check_slots(self, batch: StepBatch) -> None:
         # On a GPU the host would wait for the largest slot, so only debug mode checks it.

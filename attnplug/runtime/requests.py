@@ -36,8 +36,10 @@ class RequestTable:
         device: torch.device | str = "cpu",
         cross_groups: Sequence[int] = (),
         max_encoder_len: int = 0,
+        reorder_batch_thresholds: Sequence[int] = (),
     ) -> None:
         self.device = torch.device(device)
+        self.reorder_batch_thresholds = tuple(sorted(set(reorder_batch_thresholds)))
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -172,16 +174,50 @@ class RequestTable:
         for name, index in (("i", i), ("j", j)):
             if not 0 <= index < self.num_reqs:
                 raise BatchError(name, index, f"must be the index of one of {self.num_reqs} requests")
-        arrays: list[npt.NDArray[Any]] = [self._computed, self._scheduled, self._capacity]
-        for array in (*arrays, self._encoder_lens, self._encoder_written, self._placeholder_end):
-            array[[i, j]] = array[[j, i]]
-        self._num_blocks[:, [i, j]] = self._num_blocks[:, [j, i]]
+        for array in self._row_arrays:
+            array[..., [i, j]] = array[..., [j, i]]
         width = int(self._num_blocks[:, [i, j]].max(initial=0))
         self._tables[:, [i, j], :width] = self._tables[:, [j, i], :width]
         self.req_ids[i], self.req_ids[j] = self.req_ids[j], self.req_ids[i]
         self._index[self.req_ids[i]], self._index[self.req_ids[j]] = i, j
 
+    def _put_in_order(self, scheduled: _Ints) -> _Ints | None:
+        """Move decodes to the front, as every threshold has it, then extends, then prefills.
+
+        Requests whose place is right stay there, so the fewest possible move. Returns the index that each
+        request had before, int64 `[R]`; None if no request moved.
+        """
+        if not self.reorder_batch_thresholds:
+            return None
+        # A decode is a short query, of a new request too. A query past a threshold comes after all within it.
+        rank = np.searchsorted(self.reorder_batch_thresholds, scheduled)
+        rank[(rank == len(self.reorder_batch_thresholds)) & (self._computed[: self.num_reqs] == 0)] += 1
+        misplaced = np.flatnonzero(rank != np.sort(rank))
+        if not misplaced.size:
+            return None
+        order = self._rows[: self.num_reqs].copy()
+        order[misplaced] = misplaced[np.argsort(rank[misplaced], kind="stable")]
+        moved = order[misplaced]
+        for array in self._row_arrays:
+            array[..., misplaced] = array[..., moved]
+        width = int(self._num_blocks[:, misplaced].max(initial=0))
+        self._tables[:, misplaced, :width] = self._tables[:, moved, :width]
+        names = [self.req_ids[row] for row in moved.tolist()]
+        for row, name in zip(misplaced.tolist(), names, strict=True):
+            self.req_ids[row] = name
+            self._index[name] = row
+        return order
+
+    @property
+    def _row_arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        """The arrays with one value for each request in the last dimension."""
+        counts = self._computed, self._scheduled, self._capacity, self._num_blocks
+        return (*counts, self._encoder_lens, self._encoder_written, self._placeholder_end)
+
     def _check_sizes(self) -> None:
+        if self.reorder_batch_thresholds and self.reorder_batch_thresholds[0] < 1:
+            limit = "must be query lengths of at least 1"
+            raise BatchError("reorder_batch_thresholds", self.reorder_batch_thresholds, limit)
         sizes = {
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,

@@ -34,8 +34,9 @@ class StepBatch:
         num_slots: tokens written in each group. Cross groups write the encoder tokens of requests that run their
             first tokens, in order of requests; other groups write the batch's tokens.
         cross_groups: the KV groups with encoder tokens.
-        req_ids: the requests in order.
+        req_ids: the requests in the order of the batch.
         placeholders: by modality, the tokens of this step that get embeddings.
+        order: int64 `[R]`, the index that each request had before the step ordered them; None if it moved none.
     """
 
     common: CommonAttentionMetadata
@@ -46,6 +47,15 @@ class StepBatch:
     cross_groups: frozenset[int]
     req_ids: tuple[str, ...]
     placeholders: Mapping[str, PlaceholderMap] = dataclasses.field(default_factory=dict)
+    order: _Ints | None = None
+
+    def in_former_order(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The rows of `tokens [T, ...]`, such as an output, by the order that the requests had before the step."""
+        if self.order is None:
+            return tokens[: self.common.num_actual_tokens]
+        starts = self.common.query_start_loc_cpu.numpy()
+        spans = [np.arange(starts[row], starts[row + 1]) for row in np.argsort(self.order)]
+        return tokens[torch.from_numpy(np.concatenate(spans)).to(tokens.device)]
 
     def of_group(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Block table `[R, max_blocks]` and valid slots of one KV group."""
@@ -65,6 +75,8 @@ class StepBatchBuilder(RequestTable):
         device: of the batch.
         cross_groups: the KV groups with encoder tokens.
         max_encoder_len: longest encoder sequence, for cross groups.
+        reorder_batch_thresholds: of the builders that read the batches. Each step orders its requests by them:
+            decodes first, then short extends, then the rest. Without any, requests keep their order.
 
     Raises:
         BatchError: a size is below 1, no KV group is given, or a cross group is not one of them.
@@ -76,7 +88,8 @@ class StepBatchBuilder(RequestTable):
         """The batch that runs the scheduled tokens of every request.
 
         Args:
-            num_scheduled_tokens: new tokens by request, in the order of the requests, or one number for all.
+            num_scheduled_tokens: new tokens by request, in the order of `req_ids`, or one number for all. The
+                step may then change that order: see `StepBatch.req_ids` and `order`.
 
         Raises:
             BatchError: counts of another number of requests, negative counts, too many tokens, a sequence longer
@@ -90,6 +103,11 @@ class StepBatchBuilder(RequestTable):
         lengths = computed + scheduled
         longest = int(lengths.max(initial=0))
         self._check_lengths(lengths, longest)
+        if self.cross_groups:
+            self._check_encoder_pages(scheduled)
+        order = self._put_in_order(scheduled)
+        if order is not None:
+            scheduled, lengths = scheduled[order], lengths[order]
         unwritten = self._unwritten(scheduled) if self.cross_groups else None
 
         staging: StepStaging = self._ring.acquire()
@@ -109,7 +127,7 @@ class StepBatchBuilder(RequestTable):
         names = tuple(self.req_ids)
         self._scheduled[:reqs] = scheduled
         self._stepped = names
-        return self._batch(staging, names, counts, max_query, longest, width, maps)
+        return self._batch(staging, names, counts, max_query, longest, width, maps, order)
 
     def finish_step(self, accepted: _Counts | None = None) -> None:
         """Count the last step's tokens as computed: all, or only the accepted speculative ones.
@@ -216,10 +234,13 @@ class StepBatchBuilder(RequestTable):
         if (lengths > self._capacity[: lengths.size]).any():
             self._refuse_short("seq_len", lengths, self._self_groups)
 
+    def _check_encoder_pages(self, scheduled: _Ints) -> None:
+        lengths = np.where(scheduled > 0, self._encoder_lens[: scheduled.size], 0)
+        self._refuse_short("encoder_len", lengths, self.cross_groups)
+
     def _unwritten(self, scheduled: _Ints) -> _Ints:
-        """Encoder tokens of each request that this step writes; BatchError without pages for them."""
+        """Encoder tokens of each request that this step writes."""
         lengths = self._encoder_lens[: scheduled.size]
-        self._refuse_short("encoder_len", np.where(scheduled > 0, lengths, 0), self.cross_groups)
         kept = self._encoder_written[: scheduled.size] | (scheduled == 0)
         return np.where(kept, 0, lengths).astype(np.int64)
 
@@ -291,6 +312,7 @@ class StepBatchBuilder(RequestTable):
         longest: int,
         width: int,
         placeholders: Mapping[str, PlaceholderMap],
+        order: _Ints | None = None,
     ) -> StepBatch:
         reqs, first = len(names), self._self_groups[0] if self._self_groups else 0
         tokens = int(staging.query_start_loc.np[reqs])
@@ -314,4 +336,4 @@ class StepBatchBuilder(RequestTable):
             **encoder,
         )
         self._ring.release()
-        return StepBatch(common, first, tables, slots, counts, self.cross_groups, names, placeholders)
+        return StepBatch(common, first, tables, slots, counts, self.cross_groups, names, placeholders, order)
