@@ -258,6 +258,24 @@ def test_sinks_that_change_are_noticed() -> None:
     assert_same_logits(ours(ids).logits, eager(ids).logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference_mode"])
+def test_sinks_written_past_autograd_are_noticed(dtype: torch.dtype, inference: bool) -> None:
+    ours, fresh = (DECODERS["gpt_oss"].pair()[0].to(dtype) for _ in range(2))
+    ids, _ = prompts()
+    modes = (torch.inference_mode, torch.no_grad) if inference else (torch.no_grad, torch.inference_mode)
+    with modes[0]():
+        before = ours(ids).logits
+    for layer in ours.model.layers:
+        layer.self_attn.sinks.data.fill_(3.0)
+    fresh.load_state_dict(ours.state_dict())
+    for mode in modes:
+        with mode():
+            found = ours(ids).logits
+            assert not torch.equal(found, before)
+            assert torch.equal(found, fresh(ids).logits)
+
+
 def test_rules_by_layer_name_reach_the_layers_they_name() -> None:
     ours, _ = DECODERS["llama"].pair()
     with use({"model.layers.1.*": "TORCH"}):

@@ -53,6 +53,8 @@ class LayerState:
         if found is None or found.sinks_version != version:
             found = _Binding(decision, self.name, device, sinks)
             self._bindings[key] = found
+        elif sinks is not None:
+            found.read_sinks(sinks)
         if decision is not self.decision:
             if self.decision is None or self.decision.backend != decision.backend:
                 _log.info("%s is served by %s", self.name, decision.backend)
@@ -116,7 +118,12 @@ class _Binding:
         self.sinks_version = _sinks_version(sinks)
         self._builder: AttentionMetadataBuilder[Any] | None = None
         self._unmasked: tuple[Hashable, Any] | None = None
-        tensors = LayerTensors(sinks=None if sinks is None else sinks.detach().reshape(-1).float())
+        self._sinks = None
+        if sinks is not None:
+            with torch.inference_mode(False):  # else no call outside of inference mode could write to it
+                self._sinks = torch.empty(sinks.numel(), dtype=torch.float32, device=sinks.device)
+            self.read_sinks(sinks)
+        tensors = LayerTensors(sinks=self._sinks)
         backend = decision.get_backend_cls()
         self.impl: AttentionImpl[Any] = backend.get_impl_cls().from_spec(
             decision.spec,
@@ -127,6 +134,11 @@ class _Binding:
         )
         self.impl.process_weights_after_loading(getattr(torch, decision.spec.dtype))
         self.layer = _EngineLayer(self.impl, device)
+
+    def read_sinks(self, sinks: torch.Tensor) -> None:
+        """Copy the module's sinks into the impl's: no version counts writes through `sinks.data`."""
+        if self._sinks is not None:
+            self._sinks.copy_(sinks.detach().reshape(-1))
 
     def metadata(self, step: StepMask, packing: Packing, is_shared: bool) -> Any:
         """The backend's metadata for the step.
@@ -169,4 +181,4 @@ def _sinks_version(sinks: torch.Tensor | None) -> Hashable:
     """A value that changes when the sinks are replaced, moved or written to."""
     if sinks is None:
         return None
-    return (sinks.data_ptr(), sinks.dtype, None if sinks.is_inference() else sinks._version)
+    return (sinks.data_ptr(), sinks.shape, sinks.dtype, None if sinks.is_inference() else sinks._version)
