@@ -53,9 +53,9 @@ class StepBatch:
         """The rows of `tokens [T, ...]`, such as an output, by the order that the requests had before the step."""
         if self.order is None:
             return tokens[: self.common.num_actual_tokens]
-        starts = self.common.query_start_loc_cpu.numpy()
-        spans = [np.arange(starts[row], starts[row + 1]) for row in np.argsort(self.order)]
-        return tokens[torch.from_numpy(np.concatenate(spans)).to(tokens.device)]
+        starts: list[int] = self.common.query_start_loc_cpu.tolist()
+        spans = [torch.arange(starts[row], starts[row + 1]) for row in np.argsort(self.order).tolist()]
+        return tokens[torch.cat(spans).to(tokens.device)]
 
     def of_group(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Block table `[R, max_blocks]` and valid slots of one KV group."""
