@@ -101,6 +101,7 @@ def plan(
     registry = get_registry() if registry is None else registry
     device = resolve_device(device)
     choices = choose_backends(registry, specs, device, kwargs, per_phase=per_phase, uniform=uniform)
+    # Pages come later, because a layer without a backend has none to agree on.
     check_served(registry, choices.decisions)
     decisions, notes = agree_on_pages(registry, choices)
     made = ModelPlan(decisions, device, dict(kv_sharing or {}), num_blocks, None, choices.by_phase, notes)
@@ -134,7 +135,9 @@ def choose_backends(
     Raises:
         NoBackendError, BackendUnavailableError, PolicyError, PluginError: as `attnplug.plan`.
     """
+    # None is always asked, for layers whose phases cannot share one KV cache.
     phases = (None, *Phase) if per_phase or has_phase_rules(kwargs.get("backend")) else (None,)
+    # The plan uses only some of these decisions, so the others must not take part in agreeing on pages.
     found = registry.decide_layers(specs, device, phases, negotiate=False, **kwargs)
     by_phase = (
         {name: {phase: found[phase][name] for phase in Phase} for name in specs} if len(phases) > 1 else {}

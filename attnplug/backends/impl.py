@@ -49,6 +49,7 @@ class Pages:
     ) -> None:
         # A view would keep `kv_cache` alive, and `forget` would never be called.
         self.k, self.v = k.detach(), v.detach()
+        # A strong reference would keep a cache in memory that the engine has dropped.
         self._cache = weakref.ref(kv_cache, forget)
         self.form = _form(kv_cache)
         """The cache's address, shape, strides and dtype."""
@@ -59,6 +60,7 @@ class Pages:
 
 
 def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    # Cached bindings fix strides and dtypes, so a cache of another form must not use them.
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 

@@ -14,6 +14,7 @@ from attnplug.cli.output import error
 from attnplug.core.errors import PolicyError
 
 _MODULES = {"pytest": "pytest", "xdist": "pytest-xdist", "pytest_timeout": "pytest-timeout"}
+# 130 is 128 plus SIGINT, the code that shells give to an interrupted program.
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _LISTING_SECONDS = 300.0
 _LIMITS = "Limits"

@@ -52,6 +52,7 @@ def doctor(
     """
     wanted = backends or []
     findings = _import_findings(wanted, timeout)
+    # In a child too: a query of the device imports torch, which may crash or hang.
     probe = _probe(None, None, timeout)
     device, used = None, probe.facts.get("used", {})
     if "device" in probe.facts:
@@ -204,9 +205,11 @@ def _probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
         with log.open("wb") as output:
             child = subprocess.Popen(  # noqa: S603  (our own interpreter on our own module)
                 command,
+                # A plugin that reads standard input gets its end at once, and does not wait for the user.
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                # A group of its own, so that `_kill` reaches the children of the child too.
                 start_new_session=True,
             )
             try:
@@ -217,7 +220,9 @@ def _probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
         facts: dict[str, Any] = {}
         for line in report.read_text().splitlines() if report.exists() else ():
             facts |= json.loads(line)
+        # A plugin may write bytes that are not text.
         output_lines = log.read_text(errors="replace").strip().splitlines()
+    # A plugin may end the process with code 0 in its import; the last step shows that.
     if code == 0 and facts.get("step") in ("done", f"loaded {plugin}"):
         return Probe(facts, None)
     return Probe(facts, _failure(code, str(facts.get("step", "starting")), output_lines, timeout))

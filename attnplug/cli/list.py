@@ -21,6 +21,7 @@ def list_backends(
     ] = False,
 ) -> None:
     """List the backends, their distributions, and whether their requirements are installed."""
+    # This path runs no plugin code, so it also lists a plugin that fails to load.
     if no_load:
         _list_entry_points(as_json)
         return

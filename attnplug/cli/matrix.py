@@ -99,6 +99,7 @@ def matrix(
         outputs.write(found)
         show(found)
         return
+    # Only a run needs the extra `testing`; a display of the cells does not.
     require_the_extra("matrix --verify")
     from attnplug.cli.matrix_verify import RunOptions, interrupt_on_sigterm, run_cells
     from attnplug.matrix.verify import Extent
@@ -108,6 +109,7 @@ def matrix(
     options = RunOptions(Extent(unclaimed, compile_limit), resume, jobs, timeout, allowed)
     with interrupt_on_sigterm():
         code, cannot = run_cells(pairs, declared, options, outputs, verbose)
+    # A backend that cannot run here is an error only if the user asked for it by name.
     for why in cannot if backend else ():
         error(why, _FAILED)
         code = code or _FAILED

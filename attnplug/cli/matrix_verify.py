@@ -70,6 +70,7 @@ def run_cells(
     if interrupted:
         report.say("interrupted; the same command with --resume goes on from here")
     refuted = sum(each.status is Status.REFUTED for run in matrix.runs for each in run.findings)
+    # After the files are written, so that a fault in the evidence file loses no results.
     _record_refuted(matrix, report)
     return _INTERRUPTED if interrupted else _REFUTED if refuted else 0, cannot
 

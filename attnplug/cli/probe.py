@@ -56,6 +56,7 @@ def _find_device(report: str) -> None:
 
 
 def _note(report: str, **facts: Any) -> None:
+    # Closed after each line, so that a crash of the next step loses none.
     with Path(report).open("a") as file:
         file.write(json.dumps(facts) + "\n")
 

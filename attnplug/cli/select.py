@@ -83,6 +83,7 @@ def select(
     }
     by_phase: ByPhase | None = None
     notes: tuple[str, ...] = ()
+    # A rule for one phase asks for both phases, unless the user chose one with --phase.
     if per_phase or (phase is None and has_phase_rules(backend)):
         by_phase, decisions, notes = _phase_by_phase(specs, device, asked, per_phase)
     else:

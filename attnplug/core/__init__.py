@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from attnplug.core._lazy import lazy_exports
 
+# Type checkers do not run lazy_exports, so they read the same names here.
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend as AttentionBackend
     from attnplug.core.backend import subclass_attention_backend as subclass_attention_backend
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from attnplug.core.spec import LayerSpec as LayerSpec
     from attnplug.core.spec import Phase as Phase
 
+# Some of these modules import torch, so each one is imported only when a name of it is used.
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {

@@ -26,6 +26,7 @@ def lazy_exports(
         home = homes[name]
         module = importlib.import_module(f"{package}.{home or name}")
         value = getattr(module, name) if home else module
+        # Python calls __getattr__ only for missing names, so later uses of this name skip this function.
         setattr(sys.modules[package], name, value)
         return value
 

@@ -54,6 +54,7 @@ class AttentionBackend(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Note whether the class says which GPUs it serves."""
         super().__init_subclass__(**kwargs)
+        # The raw attributes are compared, because getattr makes a new bound method for each class.
         default = AttentionBackend.__dict__["supports_compute_capability"]
         found = inspect.getattr_static(cls, "supports_compute_capability")
         cls.depends_on_capability = found is not default
@@ -238,6 +239,7 @@ class AttentionBackend(ABC):
                 "layout", layout, f"must be one that {cls.get_name()} reads: {', '.join(layouts)}"
             )
         hnd = (layout or layouts[0]) == "HND"
+        # A latent cache has no dimension of heads, so both layouts have the same order.
         if spec.mla is not None if spec is not None else cls.is_mla():
             order: tuple[int, ...] = (0, 1, 2)
         elif spec is not None and spec.head_size_v != spec.head_size:
@@ -273,8 +275,10 @@ def subclass_attention_backend_with_overrides(
 
     Plain functions in `overrides` become static methods.
     """
+    # Errors name a backend by its module, which would otherwise be this one.
     namespace = {"__module__": attention_backend_cls.__module__, **overrides}
     for name, value in overrides.items():
+        # A class such as Options is callable too, and it must stay a class.
         if callable(value) and not isinstance(value, (type, staticmethod, classmethod)):
             namespace[name] = staticmethod(value)
     return type(name_prefix + attention_backend_cls.__name__, (attention_backend_cls,), namespace)

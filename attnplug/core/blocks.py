@@ -22,10 +22,12 @@ class MultipleOf:
     but: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        # bool is a subclass of int, so isinstance would accept True.
         if type(self.base) is not int or self.base < 1:
             raise SpecError("MultipleOf.base", self.base, "must be an integer of at least 1")
         if not all(type(size) is int for size in self.but):
             raise SpecError("MultipleOf.but", self.but, "must be integers")
+        # A caller may pass a list, with which this frozen value could not be hashed.
         object.__setattr__(self, "but", tuple(self.but))
 
     def __contains__(self, size: int) -> bool:

@@ -18,6 +18,7 @@ def check_size(field: str, value: object, least: int = 1) -> int:
     try:
         number = _index(value)
     except TypeError:
+        # A value that is no integer gets the same error as one that is too small.
         number = least - 1
     if number < least:
         raise SpecError(field, value, f"must be an integer of at least {least}")
@@ -30,6 +31,7 @@ def check_positive(field: str, value: object, remedy: str | None = None) -> floa
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         number = math.nan
+    # float() reads text, and reads True as 1.0, so these types are refused here.
     if not (math.isfinite(number) and number > 0) or isinstance(value, (bool, str, bytes)):
         raise SpecError(field, value, "must be a finite number above 0", remedy)
     return number
@@ -66,8 +68,10 @@ def check_window(window: Sequence[int], sliding_window: int | None, causal: bool
         if not causal:
             remedy = "state both sides: window=(left, right)"
             raise SpecError("sliding_window", sliding_window, "is for causal layers", remedy)
+        # A right side of 0 changes nothing in a causal layer, so it does not conflict.
         if left >= 0 or right > 0:
             raise SpecError("sliding_window", sliding_window, f"cannot be given with window={(left, right)}")
+        # sliding_window counts the query's own token, and window does not.
         left = check_size("sliding_window", sliding_window) - 1
     return left, 0 if causal else right
 
@@ -75,4 +79,5 @@ def check_window(window: Sequence[int], sliding_window: int | None, causal: bool
 def _index(value: object) -> int:
     if isinstance(value, bool):
         raise TypeError("a bool is not a number here")
+    # operator.index takes the integers of other libraries too, and refuses floats.
     return operator.index(value)  # type: ignore[arg-type]

@@ -43,5 +43,6 @@ class BuilderConfig:
             if value is not None or name != "max_model_len":
                 least = 0 if name == "num_speculative_tokens" else 1
                 object.__setattr__(self, name, check_size(name, value, least))
+        # With a list, the caller could change this frozen value later.
         sizes = tuple(check_size("cudagraph_batch_sizes", size) for size in self.cudagraph_batch_sizes)
         object.__setattr__(self, "cudagraph_batch_sizes", sizes)

@@ -39,6 +39,7 @@ class Device:
         pair = tuple(self.capability) if isinstance(self.capability, Sequence) else ()
         if len(pair) != 2 or not all(type(part) is int and part >= 0 for part in pair):
             raise SpecError("device.capability", self.capability, "must be (major, minor), such as (9, 0)")
+        # JSON gives a list. A tuple can be hashed, which the cache of decisions needs.
         object.__setattr__(self, "capability", pair)
 
     @classmethod
@@ -69,6 +70,7 @@ class Device:
         word = text.strip().lower()
         if word == "current":
             return cls.current()
+        # The last digit is the minor version, so sm120 is (12, 0). The letter of sm_90a is not kept.
         if match := re.fullmatch(r"sm_?(\d{1,2})(\d)[a-z]?", word):
             return cls("cuda", (int(match[1]), int(match[2])))
         if match := re.fullmatch(r"(cuda|rocm|xpu):(\d+)\.(\d+)", word):
@@ -115,6 +117,7 @@ def _gpu_index() -> Callable[[], int] | None:
 
     if not torch.cuda.is_available():
         return None
+    # With one GPU its number is always 0, so torch is not asked at each selection.
     return torch.cuda.current_device if torch.cuda.device_count() > 1 else lambda: 0
 
 
@@ -123,6 +126,7 @@ def _probe(index: int | None) -> Device:
     import torch
 
     if index is not None:
+        # torch.cuda also serves ROCm GPUs; torch.version.hip tells the two apart.
         kind = "rocm" if torch.version.hip else "cuda"
         capability = torch.cuda.get_device_capability(index)
         return Device(kind, capability, torch.cuda.get_device_name(index))

@@ -17,6 +17,7 @@ def bare_dtype_name(value: object, field: str) -> str:
     """The name of any dtype, given by name or as a `torch.dtype`; SpecError for anything else."""
     if isinstance(value, str):
         return value.removeprefix("torch.")
+    # The names of the type identify a torch.dtype, so torch is not imported.
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
         return str(value).removeprefix("torch.")
     raise SpecError(field, value, "must be a dtype name such as 'bfloat16', or a torch.dtype")
@@ -37,6 +38,7 @@ def kv_cache_dtype_name(value: object, field: str = "kv_cache_dtype") -> str:
     name = bare_dtype_name(value, field)
     if not name:
         raise SpecError(field, value, "must be 'auto' or the name of a storage dtype")
+    # torch and engines spell fp8 types differently. One spelling makes equal specs compare equal.
     return _TORCH_FP8.get(name, name.replace("float8_", "fp8_"))
 
 

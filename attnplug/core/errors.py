@@ -55,6 +55,7 @@ class _ArgumentError(AttnplugError, ValueError):
         super().__init__(f"{text}; {remedy}" if remedy else text)
 
     def __reduce__(self) -> tuple[type[_ArgumentError], tuple[object, ...]]:
+        # By default pickle would pass only the message to __init__, which needs the single facts.
         return type(self), (self.field, self.value, self.limit, self.remedy)
 
 
@@ -107,6 +108,7 @@ class PluginError(AttnplugError):
 class NoBackendError(AttnplugError):
     """No backend serves a layer. `decision` holds every candidate with its reasons."""
 
+    # The type is object, because core does not import the registry's Decision.
     def __init__(self, message: str, decision: object = None) -> None:
         self.decision = decision
         super().__init__(message)

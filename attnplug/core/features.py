@@ -151,6 +151,7 @@ class Feature(enum.Flag):
         option="--mla",
         help="MLA dimensions; Q may be 0 for none.",
         metavar="Q,KV,NOPE,ROPE,V",
+        # The command line gives integers only, so 0 means that there is no q_lora_rank.
         parse=lambda q, kv, nope, rope, v: MLADims(
             q_lora_rank=q or None, kv_lora_rank=kv, qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=v
         ),
@@ -182,6 +183,7 @@ class Feature(enum.Flag):
     """The log-sum-exp of each row is returned, so that partial results can be merged."""
     HEAD_SIZE_V = Ask(
         field="head_size_v",
+        # With MLA the value is always a part of the latent, so it is no feature of its own.
         when=lambda spec: spec.head_size_v != spec.head_size and spec.mla is None,
         values=(64, 128),
         fields=lambda head_size, block_size: {"head_size_v": 64 if 64 < head_size <= 128 else 128},
@@ -211,6 +213,7 @@ class Feature(enum.Flag):
     """K and V come with the call instead of from pages."""
     FP8_KV = Ask(
         field="kv_cache_dtype",
+        # The resolved name is read, so that "auto" and "fp8" have the same answer as full names.
         when=lambda spec: spec.resolved_kv_cache_dtype.startswith("fp8"),
         values=("fp8_e4m3", "fp8_e5m2"),
         label="fp8 KV",

@@ -34,6 +34,7 @@ class PerLayerParameters:
     logits_soft_cap: float | None
     sm_scale: float
     has_sinks: bool = False
+    # Facts about a group are not compared, so that layers with equal parameters still share a plan.
     has_same_window_lefts: bool | None = dataclasses.field(default=None, compare=False)
     has_same_all_params: bool | None = dataclasses.field(default=None, compare=False)
 

@@ -18,6 +18,7 @@ from attnplug.core.spec import AttentionType, LayerSpec
 _M = TypeVar("_M", bound=AttentionMetadata)
 
 
+# A generated __eq__ would compare tensors, and a tensor of several elements has no truth value.
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LayerTensors:
     """The learned or calibrated tensors of one layer.
@@ -108,6 +109,7 @@ class AttentionImpl(ABC, Generic[_M]):
     def __init_subclass__(cls, **keywords: Any) -> None:
         """PluginError for a `from_spec` of its own that does not take the keyword `backend`."""
         super().__init_subclass__(**keywords)
+        # An inherited from_spec was checked when its own class was made.
         if "from_spec" in cls.__dict__:
             parameters = inspect.signature(cls.from_spec).parameters
             if "backend" not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
@@ -183,6 +185,7 @@ class AttentionImpl(ABC, Generic[_M]):
         """
         tensors = tensors or LayerTensors()
         tensors.check(spec)
+        # The constructor has only vLLM's arguments, so spec and tensors are set before it runs.
         self = cls.__new__(cls)
         self.backend = backend
         self._bind(spec, layer_name, tensors, kv_sharing_target_layer_name, options)
@@ -304,6 +307,7 @@ class AttentionImpl(ABC, Generic[_M]):
         """
         if output is None:
             output = query.new_empty(query.shape[0], self.spec.num_heads, self.spec.head_size_v)
+        # The target layer has written these pages; a second write would replace its K and V.
         if kv_cache is not None and key is not None and self.kv_sharing_target_layer_name is None:
             written = key[..., : self.spec.head_size_v] if value is None and self.spec.mla else value
             if written is None:

@@ -32,12 +32,14 @@ class KVCacheSpec:
     scale_bytes: int = 0
 
     def __post_init__(self) -> None:
+        # False == 0, so without the second test False would count as the default.
         if self.head_size_v == 0 and self.head_size_v is not False:
             object.__setattr__(self, "head_size_v", self.head_size)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name == "dtype":
                 value = kv_cache_dtype_name(value, "dtype")
+                # Called for its error: pages of an unknown element size cannot be measured in bytes.
                 element_size(value)
             else:
                 value = check_size(field.name, value, 0 if field.name == "scale_bytes" else 1)
@@ -134,6 +136,7 @@ def kv_cache_spec_for(spec: LayerSpec, block_size: int) -> KVCacheSpec | None:
         return MLAAttentionSpec(**common)
     if spec.attn_type is AttentionType.ENCODER_DECODER:
         return CrossAttentionSpec(**common)
+    # A window that is not causal has no sliding_window, so all tokens of its layer stay.
     if spec.sliding_window is not None:
         return SlidingWindowSpec(**common, sliding_window=spec.sliding_window)
     if spec.chunk_size is not None:

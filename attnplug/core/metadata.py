@@ -44,6 +44,7 @@ class CommonAttentionMetadata:
     max_seq_len: int
     """The longest sequence, or an upper bound."""
     block_table_tensor: torch.Tensor
+    # Slots are int64, because a slot of a large cache can exceed 32 bits.
     slot_mapping: torch.Tensor
     causal: bool = True
     """May only narrow the layers' specs."""
@@ -67,6 +68,7 @@ class CommonAttentionMetadata:
 
     _seq_lens_cpu: torch.Tensor | None = None
     _num_computed_tokens_cpu: torch.Tensor | None = None
+    # With init=False, dataclasses.replace does not copy a result that belongs to other lengths.
     _num_computed_tokens: torch.Tensor | None = dataclasses.field(default=None, init=False, repr=False)
 
     @property
@@ -82,6 +84,7 @@ class CommonAttentionMetadata:
     def num_computed_tokens_cpu(self) -> torch.Tensor:
         """Tokens with K and V already cached, per request, on the host."""
         if self._num_computed_tokens_cpu is None:
+            # The property seq_lens_cpu is not used here, because it would warn a second time.
             lengths = self._seq_lens_cpu
             if lengths is None:
                 lengths = self._seq_lens_cpu = self.seq_lens.to("cpu")
@@ -101,6 +104,7 @@ class CommonAttentionMetadata:
             BatchError: more tokens or requests than the batch has.
         """
         for name, value, limit in (
+            # The batch may be padded past its own num_actual_tokens; slot_mapping has a row for every token.
             ("num_actual_tokens", num_actual_tokens, self.slot_mapping.shape[0]),
             ("num_actual_reqs", num_actual_reqs, self.num_reqs),
         ):

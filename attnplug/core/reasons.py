@@ -83,6 +83,7 @@ class Reason(str):
         return cls.from_dict(data | {"remedy": remedy})
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        # The pickling of str would call __new__ without the required code.
         return type(self).from_dict, (self.to_dict(),)
 
     def to_dict(self) -> dict[str, str | None]:
@@ -93,6 +94,7 @@ class Reason(str):
     @classmethod
     def from_dict(cls, data: Mapping[str, str | None]) -> Reason:
         """The reason that `to_dict` wrote."""
+        # The text is a finished sentence; cls(...) would compose it again.
         self = str.__new__(cls, data["text"] or "")
         self.code = data["code"] or ""
         self.field = data.get("field")

@@ -49,6 +49,7 @@ def _added_flags(declared: Mapping[str, object]) -> list[str]:
     return [flag.ask.field for flag in Feature if flag.ask.field not in declared]
 
 
+# The constructor is written by hand: it takes sliding_window, which is no field, and fills in defaults.
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, init=False)
 class LayerSpec:
     """One attention layer's needs, per rank.
@@ -110,7 +111,9 @@ class LayerSpec:
     # A row of Feature whose field is none of the above adds a flag. No type checker knows it, so a field that
     # stays is declared above and gets an argument below.
     __annotations__ |= dict.fromkeys(_added_flags(__annotations__), "bool")
+    # The names of filled-in defaults: replace and pickle leave them to the constructor again.
     _derived: frozenset[str] = dataclasses.field(init=False, repr=False, compare=False)
+    # A spec is part of every key in the cache of decisions, so its hash is computed only once.
     _hash: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __init__(
@@ -186,11 +189,13 @@ class LayerSpec:
             "direct_kv": check_flag("direct_kv", direct_kv),
             "needs_lse": check_flag("needs_lse", needs_lse),
         }
+        # Fields after the named ones are flags that rows of Feature added. The last two are private.
         for field in dataclasses.fields(self)[len(values) : -2]:
             values[field.name] = check_flag(field.name, added.pop(field.name, False))
         if added:
             raise TypeError(f"LayerSpec got an unexpected keyword argument {next(iter(added))!r}")
         given = {"head_size_v": head_size_v, "scale": scale, "causal": causal}
+        # Computed before _derived is added: a default that was given equals one that was filled in.
         values["_hash"] = hash(tuple(values.values()))
         values["_derived"] = frozenset(name for name, value in given.items() if value is None)
         for name, value in values.items():
@@ -200,6 +205,7 @@ class LayerSpec:
         return self._hash
 
     def __reduce__(self) -> tuple[object, tuple[()]]:
+        # The stored hash is not pickled, because Python hashes text differently in each process.
         return functools.partial(type(self), **self._given()), ()
 
     def _given(self) -> dict[str, Any]:
@@ -219,6 +225,7 @@ class LayerSpec:
             given["sliding_window"] = self.sliding_window
         return type(self)(**{**given, **changes})
 
+    # copy.replace of Python 3.13 calls this name.
     __replace__ = replace
 
     @property

@@ -51,6 +51,7 @@ def _outside(
 
 
 def _sizes_and_dtypes(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> Iterator[Reason]:
+    # A backend without the feature refuses it once; its sizes would only repeat that.
     values_differ = Feature.HEAD_SIZE_V in spec.required_features() & backend.features
     for field in ("head_size", "head_size_v") if values_differ else ("head_size",):
         size = getattr(spec, field)
@@ -62,6 +63,7 @@ def _sizes_and_dtypes(backend: type[AttentionBackend], spec: LayerSpec, device: 
     if not _stores(backend, spec):
         yield _outside("kv_cache_dtype", spec.kv_cache_dtype, backend.supported_kv_cache_dtypes)
     blocks = backend.get_supported_kernel_block_sizes(spec, device)
+    # With direct K and V there are no pages, so there is no block size to refuse.
     if spec.block_size is not None and not spec.direct_kv and not MultipleOf.allows(blocks, spec.block_size):
         remedy = "leave block_size unset and the backend chooses"
         yield _outside("block_size", spec.block_size, blocks, remedy=remedy)

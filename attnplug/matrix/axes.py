@@ -55,6 +55,7 @@ def axes_of(backend: type[AttentionBackend], most_own: int | None = None) -> dic
         "feature": FEATURES,
         # A mixed batch runs both phases, so the others follow.
         "phase": ("mixed", "prefill", "decode"),
+        # Common values come first, so cells of all backends are comparable.
         "head_size": joined((*HEAD_SIZES, LATENT), sizes_to_try(heads, HEAD_SIZES)),
         "dtype": ("bfloat16", "float16", "float32"),
         "kv_cache_dtype": joined(("auto", "fp8_e4m3", "fp8_e5m2"), kv_dtypes),
@@ -89,6 +90,7 @@ def goes_with(feature: str, axis: str, value: Any, latents: Collection[int] = ()
         is_fp8 = value.startswith("fp8")  # which is a feature of its own, so a plain layer lacks it
         return is_fp8 if feature == "fp8_kv" else not is_fp8 if feature == PLAIN else True
     if axis == "head_size":
+        # Only features that store latents use this size, so others are not asked for it.
         if value == LATENT:
             return feature in _LATENTS
         return feature != "mla" or (value in latents and value > ROPE)
@@ -124,6 +126,7 @@ def _spec(feature: str, head_size: int, dtype: str, kv_cache_dtype: str, block_s
         block_size=block_size,
         **{"num_kv_heads": 2, **_asked(feature, head_size, block_size), **sizes},
     )
+    # A layer without its feature would prove nothing about the cell that names it.
     if feature != PLAIN and Feature[feature.upper()] not in spec.required_features():
         raise SpecError("kv_cache_dtype", kv_cache_dtype, f"does not go with the feature {feature}")
     return spec
@@ -132,6 +135,7 @@ def _spec(feature: str, head_size: int, dtype: str, kv_cache_dtype: str, block_s
 def _asked(feature: str, head_size: int, block_size: int | None) -> dict[str, Any]:
     if feature == PLAIN:
         return {}
+    # A latent needs elements besides those that hold positions.
     if feature == "mla" and head_size <= ROPE:
         raise SpecError("head_size", head_size, f"must be more than {ROPE} with the feature mla")
     fields = Feature[feature.upper()].fields(head_size, block_size)
@@ -141,6 +145,7 @@ def _asked(feature: str, head_size: int, block_size: int | None) -> dict[str, An
 
 
 def _declared(declaration: Callable[[], Any]) -> tuple[Any, ...]:
+    # A plugin's declaration may raise, and one broken class must not end the matrix of the others.
     found, _ = guarded_call(lambda: tuple(declaration()))
     return found or ()
 

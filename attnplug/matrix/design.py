@@ -58,9 +58,11 @@ def answers(backend: type[AttentionBackend], device: Device) -> dict[Cell, tuple
 
     axes = axes_of(backend)
     most = max(map(len, axes.values()))
+    # The full search is skipped where its size alone exceeds the limit.
     cells = found(None) if most <= _MOST_VALUES else {}
     if not 0 < len(cells) <= MOST_CELLS:
         fewer = range(min(most, _MOST_VALUES) + 1)
+        # More own values give more cells, so a bisection finds the most values within the limit.
         cells = found(bisect.bisect(fewer, MOST_CELLS, key=lambda own: len(found(own))) - 1)
     # Sizes ascending, other values in the order of the axes.
     places: dict[str, dict[Any, int]] = {
@@ -86,6 +88,7 @@ class _CellSearch(Search):
         latents = own_latents(backend)
         self._fitting: dict[str, dict[str, tuple[Any, ...]]] = {
             feature: {
+                # None stands for the block size and layout of a layer without pages.
                 axis: tuple(value for value in (*values, None) if goes_with(feature, axis, value, latents))
                 for axis, values in axes.items()
                 if axis != "feature"

@@ -28,11 +28,13 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
+    # bool is a subclass of int, and True is no size.
     return type(value) is int and value > 0
 
 
 def _is_date(value: Any) -> bool:
     try:
+        # Dates of several machines are compared, which needs the offset.
         return dt.datetime.fromisoformat(value).tzinfo is not None
     except (TypeError, ValueError):
         return False
@@ -111,6 +113,7 @@ def read_matrix(path: Path) -> Matrix:
         raise MatrixFileError(path, f"cannot be read: {problem.strerror or problem}") from None
     except UnicodeDecodeError:
         raise MatrixFileError(path, "is not UTF-8 text", _AGAIN) from None
+    # The parser of Python recurses, so a file with deep nesting raises this error.
     except RecursionError:
         raise MatrixFileError(path, "is nested too deeply", _AGAIN) from None
     except json.JSONDecodeError as problem:
@@ -129,6 +132,7 @@ class _Reader:
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, dict) else data
             self._refuse(f"has the schema {found!r:.60}, not {SCHEMA!r}", _AGAIN)
+        # True and 1.0 equal 1, so the type is checked too.
         if data.get("version") != VERSION or type(data["version"]) is not int:
             remedy = f"read it with the attnplug that wrote it, or {_AGAIN}"
             self._refuse(f"is version {data.get('version')!r:.60} of {SCHEMA}; this reads {VERSION}", remedy)
@@ -145,6 +149,7 @@ class _Reader:
         self._check(data, _RUN, place)
         cells = enumerate(data["cells"])
         findings = tuple(self._finding(each, f"{place}.cells[{index}]") for index, each in cells)
+        # Two findings of one cell may contradict each other, and none of them is the right one.
         for cell, count in Counter(finding.cell.id for finding in findings).items():
             if count > 1:
                 self._refuse(f"has two cells {cell} in {place}", _AGAIN)
@@ -153,6 +158,7 @@ class _Reader:
     def _finding(self, data: Any, place: str) -> Finding:
         self._check(data, _CELL, place)
         cell = Cell(**{field.name: data[field.name] for field in dataclasses.fields(Cell)})
+        # A layer without pages has neither of the two.
         if (cell.block_size is None) is not (cell.layout is None):
             self._refuse(f"has in {place} one of block_size and layout without the other", _AGAIN)
         return Finding(cell, Status(data["status"]), tuple(data["why"]))
@@ -160,6 +166,7 @@ class _Reader:
     def _check(self, data: Any, rules: Mapping[str, _Rule], place: str) -> None:
         if not isinstance(data, dict):
             self._refuse(f"has {data!r:.60} for {place}, not an object", _AGAIN)
+        # Unknown names are refused because a newer schema has another version.
         if data.keys() != rules.keys():
             missing, more = sorted(rules.keys() - data.keys()), sorted(data.keys() - rules.keys())
             what = f"lacks {', '.join(missing)}" if missing else f"has the unknown {more[0]!r:.60}"

@@ -130,6 +130,7 @@ class Verification:
 
     def finished(self, result: Result) -> None:
         """A cell ended; if it ends twice, the failure counts."""
+        # A teardown may fail after the call passed, and that failure must not be lost.
         if result.id in self.results and result.outcome is not Outcome.FAILED:
             return
         self.results[result.id] = result
@@ -166,7 +167,9 @@ class Verification:
         groups: dict[Hashable | None, list[Cell]] = {}
         for cell in (each.cell for each in self._declared.findings if each.status in statuses):
             groups.setdefault(compile_key(self._offer.backend, spec_of(cell)), []).append(cell)
+        # Cells without a compile key cost no compilation, so the limit does not apply to them.
         uncompiled = groups.pop(None, [])
+        # Only claimed cells count, so unclaimed ones do not use up the limit of compilations.
         keys = most_adding({key: claimed.intersection(group) for key, group in groups.items()})
         within = keys[: extent.compile_limit]
         self.compile_keys = len(within)
@@ -182,10 +185,12 @@ class Verification:
 def _updated(declared: Finding, result: Result) -> Finding:
     """The declaration, updated by a result."""
     passed = result.outcome is Outcome.PASSED
+    # A refused cell made no claim, so its failure refutes nothing.
     if declared.status is Status.REFUSED:
         return dataclasses.replace(declared, status=Status.UNCLAIMED) if passed else declared
     if passed:
         return Finding(declared.cell, Status.VERIFIED)
     why = result.cause or "it failed and did not say why"
+    # Lack of time or memory, or a missing library, says nothing about the numbers.
     no_verdict = result.outcome is Outcome.SKIPPED or _NO_VERDICT.match(why)
     return Finding(declared.cell, Status.NOT_RUN if no_verdict else Status.REFUTED, (why,))

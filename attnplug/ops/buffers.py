@@ -10,6 +10,7 @@ import torch
 
 from attnplug.core.errors import BatchError
 
+# numpy has no such types, so a host buffer of them has no numpy view.
 _NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -36,6 +37,7 @@ class CpuGpuBuffer:
         if dtype in _NOT_IN_NUMPY:
             raise BatchError("dtype", dtype, "has no numpy view", "view the device's tensor as that dtype")
         where = torch.device(device)
+        # Only copies from pinned memory run without making the host wait.
         pinned = where.type == "cuda"
         self.cpu = torch.full(size, fill, dtype=dtype, pin_memory=pinned)
         self.np: npt.NDArray[Any] = self.cpu.numpy()
@@ -87,6 +89,7 @@ class StagingRing:
     def release(self) -> None:
         """Mark the copies from the current set as issued, and go on to the next set."""
         if self._device.type == "cuda":
+            # Each set keeps its event: events are recorded again, not made for each step.
             event = self._events[self._next] or torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._current_stream())
             self._events[self._next] = event
@@ -97,6 +100,7 @@ class StagingRing:
         index = self._device.index
         if index is None:
             index = torch.cuda.current_device()
+        # A private function of torch: it returns the stream's handle without making a stream object.
         handle: int = torch._C._cuda_getCurrentRawStream(index)
         kept = self._stream
         if kept is None or kept[:2] != (index, handle):

@@ -71,6 +71,7 @@ def _write_both(
     slots = slot_mapping.shape[0]
     key, value = key[:slots], value[:slots]
     kept = slot_mapping >= 0
+    # This check makes the host wait for a GPU; the Triton kernel looks at each slot on the device.
     if not bool(kept.all()):
         slot_mapping, key, value = slot_mapping[kept], key[kept], value[kept]
     _write(k_cache, key, slot_mapping, scales[0])
@@ -80,7 +81,9 @@ def _write_both(
 def _write(pages: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, scale: float) -> None:
     if pages.dtype.itemsize == 1:
         limit = torch.finfo(pages.dtype).max
+        # Division and clamp run in float32, so that only the conversion to 8 bits rounds.
         stored = tokens.float().div_(scale) if tokens.dtype != torch.float32 else tokens / scale
+        # The conversion of values beyond the range may give NaN or infinity, so values are clamped first.
         tokens = stored.clamp_(-limit, limit).to(pages.dtype).view(torch.uint8)
         pages = pages.view(torch.uint8)
     block_size = pages.shape[1]

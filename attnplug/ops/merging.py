@@ -70,6 +70,7 @@ def merge(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tupl
     merged = torch.zeros(outputs[0].shape, dtype=torch.float32, device=outputs[0].device)
     for out, weight in zip(outputs, weights, strict=True):
         seen = weight[..., None]
+        # A partial that saw nothing may hold NaN, and NaN times a weight of 0 is NaN.
         merged += torch.where(seen > 0, out.float(), 0.0) * seen
     lse = torch.where(total == 0, -torch.inf, pivot + total.log())
     return merged.to(outputs[0].dtype), lse

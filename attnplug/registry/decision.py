@@ -138,6 +138,7 @@ class Decision:
     assumed: Any = None
     allow_refuted: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    # Not compared, because a decision read from JSON has no class and equals the one written.
     backend_cls: type[AttentionBackend] | None = dataclasses.field(default=None, repr=False, compare=False)
     """The chosen class; None without one, or if the decision was read from JSON."""
 
@@ -188,6 +189,7 @@ class Decision:
 
     def table(self) -> Table:
         """A rich table: candidate, priority, verdict and reasons."""
+        # rich is imported only when a decision is printed.
         from rich.table import Table
         from rich.text import Text
 
@@ -248,6 +250,7 @@ class Decision:
         data = {"allow_refuted": (), **data}  # older files do not have it
         fields: dict[str, Any] = {name: data[name] for name in _AS_IS}
         fields |= {name: tuple(data[name]) for name in _TUPLES}
+        # JSON has lists for pairs, and a list does not equal the tuple that was written.
         if isinstance(fields["assumed"], list):
             fields["assumed"] = tuple(map(tuple, fields["assumed"]))
         if data["options"] is not None:

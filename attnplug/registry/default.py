@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from attnplug.registry.decision import Decision
     from attnplug.registry.records import PluginRecord
 
+# Reentrant, so that a plugin that asks the registry while it loads gets an error, not a deadlock.
 _lock = threading.RLock()
 _registry: Registry | None = None
 _building = False
@@ -30,6 +31,7 @@ def get_registry() -> Registry:
             being loaded.
     """
     global _building, _registry  # noqa: PLW0603  (the one instance)
+    # Tested again under the lock: later calls take no lock, and only one registry is built.
     if _registry is None:
         with _lock:
             if _building:
@@ -39,6 +41,7 @@ def get_registry() -> Registry:
                 try:
                     _registry = Registry()
                 finally:
+                    # Also after an error, so that the next call can build the registry.
                     _building = False
     return _registry
 

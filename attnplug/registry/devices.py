@@ -34,6 +34,7 @@ def resolve_device(device: DeviceLike) -> Device:
             return Device.current(int(str(index)))
         # The current GPU may change, so "current" is not cached.
         device = Device.current() if text == "current" else _parse(text)
+    # Backends judge a GPU by its capability, so text such as "cuda" gets that of the current one.
     if device.capability is None and device.type in ("cuda", "rocm"):
         current = Device.current()
         if device.matches(current):

@@ -27,6 +27,7 @@ RESERVED_NAMES = frozenset(
 )
 """Backend and family names that only attnplug itself may offer."""
 
+# Listing imports every plugin, so a plugin that imports one of these slows down every process.
 _HEAVY = ("torch", "triton", "flash_attn", "flashinfer", "jax", "transformers")
 
 
@@ -120,6 +121,7 @@ class Host:
         if ":" in found.entry_point.value:
             limit = f"names {found.entry_point.value}; an entry point of attnplug names a module, without ':'"
             return _broken(found.record, limit)
+        # A module that was imported earlier is not charged to this plugin.
         before = {name for name in _HEAVY if name in sys.modules}
         plugin, error = guarded_call(found.entry_point.load)
         if error is not None:
@@ -145,6 +147,7 @@ class Host:
     def call(self, hook: str, plugin: object, **arguments: Any) -> Any:
         """The result of one plugin's hook; None where it does not have the hook."""
         manager = self._managers.get(id(plugin))
+        # A manager has one plugin, and pluggy drops a result of None, so there is at most one.
         results = None if manager is None else getattr(manager.hook, hook)(**arguments)
         return results[0] if results else None
 
@@ -163,6 +166,7 @@ class Host:
 
     def _offers(self, record: PluginRecord, plugin: object) -> tuple[Offer, ...]:
         _check_api(plugin)
+        # One module under two names would be in conflict with itself over each backend.
         twin = self._managers.get(id(plugin))
         if twin is not None:
             raise _Rejected(f"is the same module as {twin.name}, which is loaded")
@@ -172,6 +176,7 @@ class Host:
             manager.register(plugin, record.name)
             manager.check_pending()
             if not self.has_hook("attnplug_backends", plugin):
+                # A plugin may rank the backends of others and offer none.
                 if self.has_hook("attnplug_rank", plugin):
                     return ()
                 raise _Rejected("has no hook attnplug_backends")
@@ -184,6 +189,7 @@ class Host:
             text = re.sub(r" in plugin <.*>| for hook", "", " ".join(str(invalid).split()))
             raise _Rejected(f"does not follow the hooks: {text}") from invalid
         except BaseException:
+            # Caught so broadly because a rejected plugin must leave no trace: it may be registered again.
             self.forget(plugin)
             raise
 

@@ -94,6 +94,7 @@ class Subject:
         mine = self.device
         return (
             (mine.type, mine.capability) == (device.type, device.capability)
+            # A device of unknown name may be the same one, so the evidence stays valid.
             and (mine.name is None or device.name in (None, mine.name))
             and all(_version(name, assumed) == version for name, version in self.versions)
         )
@@ -182,6 +183,7 @@ class Evidence:
 def reason_of(backend: str, cells: Sequence[RefutedCell]) -> Reason:
     """The reason for refuted cells: the first of them, the number of others, and the remedy."""
     first = cells[0]
+    # Evidence may have several lines, and a reason is one sentence.
     why = " ".join("; ".join(first.why).split())
     more = f" (and {len(cells) - 1} more like it)" if len(cells) > 1 else ""
     return Reason(

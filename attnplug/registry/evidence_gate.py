@@ -63,6 +63,7 @@ class EvidenceGate:
         """The names in force."""
         names = (name for name in self.allowed if name != _ALL)
         rules = (Rule(name, "default", "*", self._source) for name in names)
+        # Resolved here, so that a misspelt name raises an error instead of allowing nothing.
         self._offers = {offer for rule in rules for offer in plugins.resolve(rule)}
 
     def check(self, offer: Offer, candidate: Candidate, placement: Placement) -> tuple[Candidate, str | None]:
@@ -109,6 +110,7 @@ class EvidenceGate:
     ) -> Iterator[tuple[Offer, tuple[RefutedCell, ...]]]:
         """The refuted cells of an offer, and of a composite's halves in the phases that they serve."""
         found = [(offer, placement)]
+        # Evidence is recorded per backend, so evidence against one half counts against the composite.
         if issubclass(offer.backend, CompositeBackend):
             found += [
                 (each, dataclasses.replace(placement, phase=phase))
@@ -123,5 +125,6 @@ class EvidenceGate:
                 yield each, cells
 
     def _allows(self, offer: Offer) -> bool:
+        # Offers are not compared whole, because check_pages makes one without its plugin's name.
         named = (offer.name, offer.distribution)
         return _ALL in self.allowed or any((each.name, each.distribution) == named for each in self._offers)

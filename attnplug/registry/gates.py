@@ -95,6 +95,7 @@ def configuration_reasons(backend: type[AttentionBackend], placement: Placement)
     )
     if error is not None:
         return [fault(backend, f"raised {describe(error)} in validate_configuration")]
+    # A str is a Sequence too, and would become one reason for each letter.
     if isinstance(found, str) or not isinstance(found, Sequence):
         what = f"returned {found!r} from validate_configuration, which must be a list of reasons"
         return [fault(backend, what)]
@@ -119,6 +120,7 @@ def _declaration_faults(backend: type[AttentionBackend], placement: Placement) -
     _, error = guarded_call(preferred_pages, backend, placement.spec, placement.device)
     if error is not None:
         faults.append(fault(backend, f"raised {describe(error)} for its block size and layout"))
+    # Options without defaults would otherwise raise after the backend is chosen.
     _, error = guarded_call(build_options, backend, None)
     if error is not None:
         faults.append(fault(backend, f"has Options that cannot be made: {describe(error)}"))

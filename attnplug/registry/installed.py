@@ -35,6 +35,7 @@ def freeze_assumed(assume_installed: AssumeInstalled) -> Assumed:
             Version(version)
         except (InvalidVersion, TypeError):
             raise PolicyError(f"assume_installed[{name!r}]", version, "is no version") from None
+    # Sorted, and under canonical names, so that equal assumptions share one cached decision.
     return tuple(sorted((canonical_name(name), version) for name, version in assume_installed.items()))
 
 
@@ -48,6 +49,7 @@ def missing_requirements(requires: Sequence[str | tuple[str, ...]], assumed: Ass
     if assumed == "all":
         return []
     reasons = []
+    # A plugin may declare one string, which would otherwise be read letter by letter.
     for entry in (requires,) if isinstance(requires, str) else requires:
         choices = (entry,) if isinstance(entry, str) else tuple(entry)
         found = [_missing(choice, assumed) for choice in choices]
@@ -68,6 +70,7 @@ def _missing(text: str, assumed: Assumed) -> Reason | None:
         return None
     remedy = f"pip install '{requirement.name}{requirement.specifier}'"
     if isinstance(assumed, tuple):
+        # Only assumed versions count, so that the answer does not depend on this machine.
         version = dict(assumed).get(canonical_name(requirement.name))
     else:
         version = installed_version(requirement.name)

@@ -26,6 +26,7 @@ def negotiated(decisions: Mapping[_K, Decision]) -> dict[_K, Decision]:
     groups: dict[Any, list[_K]] = {}
     for key, decision in decisions.items():
         if decision.backend is not None and decision.block_size is not None:
+            # An open block size counts as 1 here, so that only the rest of the cache is compared.
             cache = kv_cache_spec_for(decision.spec, decision.spec.block_size or 1)
             groups.setdefault((cache, decision.spec.block_size), []).append(key)
     agreed = dict(decisions)

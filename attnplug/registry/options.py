@@ -70,6 +70,7 @@ def freeze(options: Any) -> Any:
     if isinstance(options, Mapping):
         return tuple(sorted((str(name), freeze(value)) for name, value in options.items()))
     try:
+        # Options are part of the key under which a registry remembers a decision.
         hash(options)
     except TypeError:
         raise PolicyError("options", options, "must have hashable values") from None
@@ -144,6 +145,7 @@ def _fits(value: object, hint: Any) -> bool:
     hint = getattr(hint, "__supertype__", hint)  # the type behind a NewType
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
+        # 1 == True, so the types are compared too.
         return any(type(value) is type(each) and value == each for each in arguments)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, each) for each in arguments)
@@ -156,6 +158,7 @@ def _fits(value: object, hint: Any) -> bool:
     if hint is float:
         return isinstance(value, (int, float))
     kind = origin or hint
+    # A hint that is no class cannot be checked here; Options may still refuse the value.
     return not isinstance(kind, type) or isinstance(value, kind)
 
 

@@ -38,6 +38,7 @@ class PluginSet:
         self._host = Host()
         self._loaded: dict[str, Loaded] = {}
         self._in_code: list[str] = []
+        # Importing a kernel library is slow, so the parts of each backend are tried only once.
         self._import_failures: dict[type[AttentionBackend], Reason | None] = {}
         self._switches = Switches.read()
         self.allow_refuted = self._switches.allow_refuted
@@ -51,6 +52,7 @@ class PluginSet:
             for plugin in plugins:
                 self.register(plugin)
         self._index()
+        # The user left out blocked plugins on purpose, so strict mode accepts them.
         kept = (PluginStatus.LOADED, PluginStatus.BLOCKED)
         bad = [record.reason or record.name for record in self.records if record.status not in kept]
         if bad and self._switches.strict:
@@ -58,6 +60,7 @@ class PluginSet:
 
     def _discover(self) -> None:
         found = installed_plugins()
+        # Checked before any plugin is imported, so that a misspelt name raises at once.
         self._switches.check_known([plugin.record for plugin in found])
         for plugin in found:
             variable = self._switches.blocked_by(plugin.record, plugin.is_builtin)
@@ -73,6 +76,7 @@ class PluginSet:
         title = name or getattr(plugin, "__name__", None) or type(plugin).__name__
         if title in self._loaded and title not in self._in_code:
             raise PluginError(f"{title} is the name of an installed plugin; give another name")
+        # The new plugin may offer the names of the one that it replaces.
         others = {name: loaded for name, loaded in self._loaded.items() if name != title}
         replaced = self._host.forget(self._loaded[title].plugin) if title in self._loaded else None
         try:
@@ -192,6 +196,7 @@ class PluginSet:
             if len(halves) != 2:
                 limit = f"names {len(halves)} backends; a composite has two"
                 raise PolicyError(rule.source, name, limit, "write PREFILL+DECODE")
+            # Each half is resolved alone, so that an error names the half at fault.
             for half in halves:
                 self.resolve(dataclasses.replace(rule, backend=half.strip()))
         found = self.find(name)

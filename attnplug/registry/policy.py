@@ -72,6 +72,7 @@ def parse_rules(given: str | Mapping[str, str] | None, source: str = ARGUMENT) -
     return _ordered(given.items(), given, source)
 
 
+# Each selection reads the environment variable, so its text is parsed only once.
 @functools.lru_cache(maxsize=256)
 def _parse_text(text: str, source: str) -> tuple[Rule, ...]:
     pairs = []

@@ -82,9 +82,11 @@ def record(run: Mapping[str, Any]) -> Recorded:
     path = evidence_path()
     subject, found = _run(path, run)
     refuted = cleared = 0
+    # With nothing to remember or forget, no folder and no lock file is made.
     if not any(status in _WRONG for status, _ in found) and not _read(path):
         return Recorded(path, 0, 0)
     with _locked(path):
+        # Read again under the lock, because another process may have written in between.
         known = _read(path)
         cells = known.setdefault(subject, {})
         for status, each in found:
@@ -147,11 +149,13 @@ def write_atomically(path: Path, text: str) -> None:
 
     A reader finds the old text or the new one, even if the writer is killed.
     """
+    # The process id keeps writers apart. The same folder is needed: a rename works within one file system.
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with unfinished.open("w", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
+            # The text must be on disk before the rename, or a crash could leave an empty file.
             os.fsync(file.fileno())
         unfinished.replace(path)
     finally:
@@ -225,6 +229,7 @@ def _subject(data: Mapping[str, Any]) -> Subject:
 
 
 def _refuted_cell(data: Mapping[str, Any], date: str) -> RefutedCell:
+    # Called for its error: an unreadable date would otherwise raise in a later comparison.
     _moment(date)
     cell = Cell(
         block_size=_optional(data, "block_size", int),

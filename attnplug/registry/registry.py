@@ -72,6 +72,7 @@ class Registry:
     def __init__(self, plugins: Mapping[str, object] | Iterable[object] | None = None) -> None:
         self.plugins = PluginSet(plugins)
         """The plugins, and the backends that each name refers to."""
+        # Reentrant, because _decide_once reads the property evidence, which takes the lock too.
         self._lock = threading.RLock()
         self._cache: dict[Any, Decision] = {}
         self._evidence: Evidence | None = None
@@ -113,6 +114,7 @@ class Registry:
             try:
                 return self.plugins.register(plugin, name)
             finally:
+                # A plugin can change the choice for any layer, so no remembered decision is kept.
                 self._cache.clear()
 
     def select(
@@ -227,6 +229,7 @@ class Registry:
             _check_can_match(sets[0], phase)
         merged: dict[str, Any] = {}
         asked_here = ((sets[0], options), *((block.rules, block.options) for block in USE_BLOCKS.get()))
+        # The argument comes last, so that its options replace those of the blocks around it.
         for rules, given in reversed(asked_here):
             only = rules[0].backend if len(rules) == 1 else None
             merged.update(by_backend(given, only, self.plugins))
@@ -262,12 +265,14 @@ class Registry:
         if decision is None:
             decision = self._decide_once(key)
         if layer_name is not None:
+            # The key has no layer name, so that equal layers of a model share one remembered decision.
             decision = dataclasses.replace(decision, layer_name=layer_name)
         return decision, policy.rule
 
     def _decide_once(self, key: tuple[LayerSpec, Device, Phase | None, Policy, bool]) -> Decision:
         spec, device, phase, policy, usable = key
         with self._lock:
+            # Another thread may have decided while this one waited for the lock.
             if (known := self._cache.get(key)) is not None:
                 return known
             placement = Placement(spec, device, phase)

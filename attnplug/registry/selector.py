@@ -54,6 +54,7 @@ def decide(
     """
     spec, device = placement.spec, placement.device
     named = None if policy.rule is None else plugins.resolve(policy.rule)
+    # A composite or an offer in conflict is examined only if a rule names it.
     offers = dict.fromkeys((*plugins.offers, *(named or ())))
     candidates = {offer: examine(offer, placement, policy.assumed) for offer in offers}
     gate = EvidenceGate(plugins, evidence, policy.allow_refuted, policy.assumed)
@@ -64,9 +65,11 @@ def decide(
             notes += [note] if note else []
     order = sorted(
         (offer for offer, candidate in candidates.items() if candidate.accepted),
+        # The name decides between equal priorities, so that the order is always the same.
         key=lambda offer: (-(candidates[offer].priority or 0), offer.full_name),
     )
     ranked_by: list[str] = []
+    # A ranking plugin has no say where the user asked for a backend.
     if named is None:
         order, ranked_by, faults = _ranked(plugins, order, placement)
         notes += faults
@@ -128,6 +131,7 @@ def _ranked(
             notes.append(f"{name} ranks {', '.join(unknown)}, no candidate here; ignored")
             continue
         ranked_by.append(name)
+        # Names left out get -1 and come last; sorted is stable, so they keep their order.
         place = {item: index for index, item in enumerate(reversed(names))}
         order = sorted(order, key=lambda offer: -place.get(offer.name, -1))
     return order, ranked_by, notes

@@ -58,6 +58,7 @@ class Switches:
     def check_known(self, plugins: Iterable[PluginRecord]) -> None:
         """PolicyError where ATTNPLUG_PLUGINS or ATTNPLUG_RANK names a plugin that is not installed."""
         known = tuple(plugins)
+        # A block list may name plugins that are not installed, so it is not checked.
         for variable, names in ((ALLOW, self.allow or ()), (RANK, self.rank)):
             for name in names:
                 if not any(plugin.answers_to(name) for plugin in known):

@@ -37,6 +37,7 @@ def allocate_kv_cache(config: KVCacheConfig, device: torch.device | str) -> dict
                     f"must hold num_blocks={config.num_blocks} pages of {pages[name]} bytes (layer {name})"
                 )
                 raise LayoutError("kv_cache_tensors.size", tensor.size, limit)
+        # Raw bytes, because layers of other kinds share the tensor and view it in their own shapes.
         data = torch.zeros(tensor.size, dtype=torch.uint8, device=device)
         raw.update(dict.fromkeys(tensor.shared_by, data))
     return raw
@@ -183,6 +184,7 @@ def _check_shared_pages(config: KVCacheConfig, caches: Mapping[str, torch.Tensor
             continue
         for name in tensor.shared_by:
             cache, page = caches[name], config.kv_cache_groups[home[name]].kv_cache_spec.page_size_bytes
+            # With another order, a block of one group would overlap other blocks of a second group.
             if cache.stride(0) * cache.element_size() != page:
                 limit = f"of layer {name} spreads a page over bytes that layers of other groups share"
                 remedy = "use an order with the block first, or a tensor of its own"

@@ -200,6 +200,7 @@ def _for_group(batch: StepBatch, group: int) -> CommonAttentionMetadata:
         return cross_metadata(batch.common, table, slots)
     if group == batch.common_group:
         return batch.common
+    # The batch serves all groups, so the table and slots of one group go into a copy.
     common = copy.copy(batch.common)
     common.block_table_tensor = table
     common.slot_mapping = slots

@@ -91,6 +91,7 @@ class AttentionRuntime:
         self.kv_caches = init_kv_cache(self.kv_cache_config, plan.specs, backends, self.device, layouts)
         for name, cache in self.kv_caches.items():
             self.layers[name].kv_cache = cache
+        # Two backends may view the same bytes differently, and only views of real caches show it.
         self._check_shared_pages()
         self.block_pool = BlockPool(plan.num_blocks or 1)
         self._step: dict[str, _LayerStep] = {}
@@ -182,6 +183,7 @@ class AttentionRuntime:
             for group in self._direct_groups:
                 made = group.builder.build(0, direct)
                 step.update(dict.fromkeys(group.layer_names, (made, direct.num_actual_tokens, keys)))
+        # Set last: if a builder raises, no step is active.
         self._step = step
 
     def forward(
@@ -224,11 +226,14 @@ class AttentionRuntime:
                 "layer_name", layer_name, "has no step", f"call begin_step with {argument} first"
             )
         metadata, tokens, keys = step
+        # It reads shapes and dtypes only, so the host never waits, and it runs outside of debug mode too.
         layer.check_call(query, key, value, output, output_lse, tokens, keys)
         if output is None:
             output = layer.new_output(query)
         if self.debug:
+            # In debug mode only, because a search for NaN reads values back from the device.
             layer.refuse_nan(tokens, keys, query=query, key=key, value=value)
+            # A row that the backend leaves unwritten then shows as NaN in `check_result`.
             output[:tokens] = torch.nan
             if output_lse is not None:
                 output_lse[:tokens] = torch.nan
@@ -290,6 +295,7 @@ class AttentionRuntime:
 
     def _check_order(self, batch: StepBatch) -> None:
         """Refuse decodes behind longer queries, which a composite would serve by its prefilling half."""
+        # Read from the host's copy, so that the check does not wait for the device.
         lengths = batch.common.query_start_loc_cpu.diff()
         for group in self.attention_groups:
             threshold = group.builder.reorder_batch_threshold
@@ -335,6 +341,7 @@ def longest_sequence(config: BuilderConfig, max_model_len: int | None) -> int:
 
 
 def _device(plan: ModelPlan, device: torch.device | str | None) -> torch.device:
+    # torch names ROCm devices "cuda".
     planned = {"rocm": "cuda"}.get(plan.device.type, plan.device.type)
     where = torch.device(planned if device is None else device)
     if where.type != planned:

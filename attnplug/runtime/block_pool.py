@@ -69,6 +69,7 @@ class BlockPool:
             BatchError: a number is not a block of the pool, or the block has no users.
         """
         taken = self._checked(blocks)
+        # All blocks are checked before any is freed, because a call that raises changes nothing.
         for block, times in Counter(taken).items():
             if times > self._users[block]:
                 limit = f"is freed {times} times and has {self._users[block]} users"

@@ -50,6 +50,7 @@ class GraphInputBuffers:
         device: torch.device,
     ) -> GraphInputBuffers:
         """New buffers for `groups` KV groups, with tables of `max_blocks` pages."""
+        # Padding requests have length 1 and the null block, and slot -1 keeps them from writing.
         seq_lens = torch.ones(batch_size, dtype=torch.int32, device=device)
         slots = torch.full((groups, batch_size * query_len), PAD_SLOT_ID, dtype=torch.int64, device=device)
         return cls(
@@ -93,6 +94,7 @@ class GraphInputBuffers:
         Padding requests have length 1, null pages, slots -1, and start locations that continue by `query_len`.
         """
         common, reqs = batch.common, batch.common.num_reqs
+        # On a device, a step's table is only as wide as its longest request needs.
         width = min(self.block_tables.shape[2], batch.block_tables.shape[2])
         self.query_start_loc[: reqs + 1].copy_(common.query_start_loc, non_blocking=True)
         self.seq_lens[:reqs].copy_(common.seq_lens, non_blocking=True)

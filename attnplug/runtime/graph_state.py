@@ -106,6 +106,7 @@ class GraphState:
             BatchError: a builder declares less support (the error names it and its level), or a size is not one to
                 be captured. Also in debug mode, because its checks wait for the device.
         """
+        # The checks of debug mode copy values to the host, which waits for the device.
         if self._runtime.debug:
             limit = "reads back what layers wrote, which a graph cannot"
             raise BatchError("runtime.debug", True, limit, "make the runtime with debug=False")
@@ -221,6 +222,7 @@ class GraphState:
     def _capture_batch(self, buffers: GraphInputBuffers) -> StepBatch:
         reqs = buffers.batch_size
         starts = torch.arange(0, buffers.num_tokens + 1, buffers.query_len, dtype=torch.int32)
+        # The longest sequence, so that values which builders derive from it fit every replayed step.
         lengths = np.full(reqs, self.max_model_len, dtype=np.int32)
         encoder = np.full(reqs, self.max_encoder_len, dtype=np.int32) if self._cross else None
         return self._batch(buffers, starts, lengths, False, encoder, ())
@@ -269,4 +271,5 @@ class GraphState:
 
 
 def _extended(lengths: _Lengths | None, padding: int) -> _Lengths | None:
+    # Length 1, as in the device buffers that the same padding requests read.
     return None if lengths is None else np.concatenate([lengths, np.ones(padding, dtype=np.int32)])

@@ -104,6 +104,7 @@ def map_placeholders(spans: Sequence[Span], buffer: PackedBuffer) -> dict[str, P
             end = at + span.count
             filled[0, at:end] = np.arange(span.token, span.token + span.count)
             filled[1, at:end] = np.arange(base + span.row, base + span.row + span.count)
+            # The whole item, even if the step has a part of it: `embeddings` has all its rows.
             at, base = end, base + span.item.length
     tokens, rows = buffer.copy_to_gpu(2, total)
     maps, at = {}, 0

@@ -36,6 +36,7 @@ def with_equal_pages(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
         backend = decision.get_backend_cls()
         allowed = backend.get_supported_kernel_block_sizes(decision.spec, decision.device)
         given = decision.spec.block_size
+        # A block size that the spec fixes is never changed, even if the backend reads the larger one.
         if given is not None or not MultipleOf.allows(allowed, size):
             taken = f"its spec fixes {given}" if given else f"which reads {', '.join(map(str, allowed))}"
             limit = f"is what pages of equal bytes ask of layer {name} on {decision.backend}, {taken}"

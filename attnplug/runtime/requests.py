@@ -53,9 +53,12 @@ class RequestTable:
         width = max(-(-length // size) for length, size in zip(lengths, self.block_sizes, strict=True))
         self._tables = np.zeros((groups, max_num_seqs, width), dtype=np.int32)
         self._flat_tables = self._tables.reshape(groups, -1)
+        # On the CPU a batch gets a view of this tensor, so that a step copies no table.
         self._tables_cpu = torch.from_numpy(self._tables)
         self._num_blocks = np.zeros((groups, max_num_seqs), dtype=np.int64)
+        # Without null pages, the flag spares each step a pass over its slots.
         self._has_null_pages = False
+        # Groups with one block size share page and offset, so one look-up serves all of them.
         self._is_uniform = not self.cross_groups and len(set(self.block_sizes)) == 1
         self._capacity = np.zeros(max_num_seqs, dtype=np.int64)
         self._computed = np.zeros(max_num_seqs, dtype=np.int64)
@@ -68,6 +71,7 @@ class RequestTable:
         self._index: dict[str, int] = {}
         slots = max(max_num_batched_tokens, max_num_seqs * max_encoder_len)
         sizes = max_num_seqs, max_num_batched_tokens, slots, self._tables.shape
+        # Two sets: the host fills one while the device may still copy from the other.
         self._ring = StagingRing([StepStaging(*sizes, self.device) for _ in range(2)], self.device)
         self._rows = np.arange(max(max_num_seqs + 1, slots), dtype=np.int64)
 
@@ -115,6 +119,7 @@ class RequestTable:
         if not 0 <= encoder_len <= self.max_encoder_len:
             raise BatchError("encoder_len", encoder_len, f"must lie in 0 .. {self.max_encoder_len}")
         items = check_placeholders(placeholders or {}, self.max_model_len)
+        # The pages are checked before the first write, because a call that raises changes nothing.
         pages = self._pages(block_ids, index, fresh=True) if len(block_ids) else None
         self.req_ids.append(req_id)
         self._index[req_id] = index
@@ -126,6 +131,7 @@ class RequestTable:
         if items:
             self._placeholders[req_id] = items
         self._num_blocks[:, index] = 0
+        # Without decoder pages, as in models of cross attention only, no page limits the length.
         self._capacity[index] = 0 if self._self_groups else self.max_model_len
         if pages is not None:
             self._put(pages, index)
@@ -158,6 +164,7 @@ class RequestTable:
             raise BatchError(
                 "num_blocks", num_blocks, f"must lie in 0 .. {limit}, the pages computed in full"
             )
+        # `_has_null_pages` stays as it is: steps write after computed tokens only, never to these pages.
         self._tables[group, index, :num_blocks] = 0
 
     def remove_request(self, req_id: str) -> None:
@@ -176,6 +183,7 @@ class RequestTable:
                 raise BatchError(name, index, f"must be the index of one of {self.num_reqs} requests")
         for array in self._row_arrays:
             array[..., [i, j]] = array[..., [j, i]]
+        # Entries past a request's blocks are never followed, so they need not be exchanged.
         width = int(self._num_blocks[:, [i, j]].max(initial=0))
         self._tables[:, [i, j], :width] = self._tables[:, [j, i], :width]
         self.req_ids[i], self.req_ids[j] = self.req_ids[j], self.req_ids[i]
@@ -200,6 +208,7 @@ class RequestTable:
         moved = order[misplaced]
         for array in self._row_arrays:
             array[..., misplaced] = array[..., moved]
+        # Entries past a request's blocks are never followed, so they need not move.
         width = int(self._num_blocks[:, misplaced].max(initial=0))
         self._tables[:, misplaced, :width] = self._tables[:, moved, :width]
         names = [self.req_ids[row] for row in moved.tolist()]

@@ -97,6 +97,7 @@ class RuntimeLayer:
                     "output_lse", tuple(output_lse.shape), self._of_layer("must be None"), remedy
                 )
             self._check("output_lse", output_lse, tokens, self._output[:1], torch.float32)
+        # The layer never writes to the pages that it reads, so keys in the call would be lost.
         if self.target is not None:
             if key is not None or value is not None:
                 limit = self._of_layer(f"must be None, like value: it reads the pages of layer {self.target}")
@@ -147,6 +148,7 @@ class RuntimeLayer:
         self, name: str, tensor: torch.Tensor, rows: int, tail: tuple[int, ...], dtype: torch.dtype | None
     ) -> None:
         shape = tensor.shape
+        # More rows are allowed: callers may pass tensors that are padded past the step's tokens.
         if shape[1:] != tail or shape[0] < rows:
             expected = ", ".join(map(str, (f"at least {rows}", *tail)))
             raise BatchError(
@@ -159,6 +161,7 @@ class RuntimeLayer:
 def _nan_rows(tensor: torch.Tensor | None, rows: int) -> list[int]:
     if tensor is None:
         return []
+    # Rows past the step's tokens are unspecified, so NaN there is no fault.
     return tensor[:rows].isnan().flatten(1).any(1).nonzero().flatten().tolist()
 
 

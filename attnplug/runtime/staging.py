@@ -50,6 +50,7 @@ class StepStaging:
         self.encoder_seq_lens = CpuGpuBuffer(max_num_seqs, dtype=torch.int32, device=device)
         self.slots = PackedBuffer(tables[0], slots, dtype=torch.int64, device=device)
         self.placeholders = PackedBuffer(2, max_num_batched_tokens, dtype=torch.int64, device=device)
+        # On the CPU steps read the builder's own tables, so the staging buffer is empty there.
         self._on_device = device.type != "cpu"
         self._tables = PackedBuffer(*tables if self._on_device else (0,), dtype=torch.int32, device=device)
 

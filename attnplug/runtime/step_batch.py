@@ -105,6 +105,7 @@ class StepBatchBuilder(RequestTable):
         self._check_lengths(lengths, longest)
         if self.cross_groups:
             self._check_encoder_pages(scheduled)
+        # All checks come before this line, because a step that is refused moves nothing.
         order = self._put_in_order(scheduled)
         if order is not None:
             scheduled, lengths = scheduled[order], lengths[order]
@@ -144,6 +145,7 @@ class StepBatchBuilder(RequestTable):
         scheduled = self._scheduled[:reqs]
         counts = scheduled
         if accepted is not None:
+            # A plain sequence is in the order of the step, which these requests no longer have.
             if not isinstance(accepted, (Mapping, int)) and self._stepped != tuple(self.req_ids):
                 limit = "has no order: requests changed since the step"
                 remedy = "give the counts by request, as a mapping"
@@ -154,6 +156,7 @@ class StepBatchBuilder(RequestTable):
                 worst = int(bad.argmax())
                 limit = f"of request {self.req_ids[worst]} must lie in 0 .. {scheduled[worst]}, its scheduled tokens"
                 raise BatchError("accepted", int(counts[worst]), limit)
+        # Set here and not in `step`: a step that was not finished writes the encoder again.
         self._encoder_written[:reqs] |= scheduled > 0
         self._computed[:reqs] += counts
         self._stepped = None
@@ -183,6 +186,7 @@ class StepBatchBuilder(RequestTable):
         encoder_tokens = num_reqs * self.max_encoder_len
         counts = self._slot_counts(num_tokens, encoder_tokens)
         staging.slots.np(len(counts), max(counts))[:] = PAD_SLOT_ID
+        # Old requests leave their pages in the rows; a profile run must read the null block only.
         self._tables[:, :num_reqs] = 0
         names = tuple(f"profile-{index}" for index in range(num_reqs))
         longest = int(lengths[0])
@@ -259,6 +263,7 @@ class StepBatchBuilder(RequestTable):
         self, slots: _Ints, starts: _Ints, scheduled: _Ints, computed: _Ints, tokens: int, max_query: int
     ) -> None:
         reqs = scheduled.size
+        # Both tests: with two tokens for one request and none for another, the sum is equal too.
         if tokens == reqs and max_query == 1:
             rows, positions = self._rows[:reqs], computed
         else:
@@ -275,6 +280,7 @@ class StepBatchBuilder(RequestTable):
         np.multiply(self._flat_tables.take(page, axis=1), size, out=slots, dtype=np.int64)
         slots += offset
         if self._has_null_pages:
+            # These slots lie in block 0, the null block, which no request may write.
             slots[slots < size] = PAD_SLOT_ID
 
     def _put_slots(self, out: _Ints, group: int, rows: _Ints, positions: _Ints) -> None:
@@ -283,6 +289,7 @@ class StepBatchBuilder(RequestTable):
         np.multiply(self._tables[group, rows, page], size, out=out, dtype=np.int64)
         out += offset
         if self._has_null_pages:
+            # These slots lie in block 0, the null block, which no request may write.
             out[out < size] = PAD_SLOT_ID
 
     def _fill_encoder_slots(self, slots: _Ints, unwritten: _Ints, count: int) -> None:
@@ -335,5 +342,6 @@ class StepBatchBuilder(RequestTable):
             seq_lens_host=staging.seq_lens.np[:reqs],
             **encoder,
         )
+        # All copies of the set are issued, so the event that guards it can be recorded.
         self._ring.release()
         return StepBatch(common, first, tables, slots, counts, self.cross_groups, names, placeholders, order)

@@ -166,6 +166,7 @@ def _run(
         value = None if spec.mla is not None else value
     lses: list[torch.Tensor | None] = [None]
     if spec.needs_lse:
+        # Some kernels are compiled again for calls with LSE, such as those of TRITON.
         lses.append(torch.empty(rows, spec.num_heads, dtype=torch.float32, device=device))
     members = backend.members().values() if issubclass(backend, CompositeBackend) else (backend,)
     began = time.perf_counter()
@@ -181,8 +182,10 @@ def _run(
             for lse in lses:
                 runtime.forward(layer.name, query, key, value, output_lse=lse)
         finally:
+            # The dummy step must not stay active: its slots are all -1, so a forward would write nothing.
             runtime.end_step()
         if device.type == "cuda":
+            # Kernels run after the call returns; without a wait, their time would not be in `seconds`.
             torch.cuda.synchronize(device)
         compiled = tuple(name for found in lists for name in found)
     seconds = time.perf_counter() - began

@@ -70,6 +70,7 @@ def layer_tensors(
 ) -> LayerTensors:
     """The tensors that `spec` needs: sinks around 1, the usual geometric slopes, scales of fp8."""
     generator = torch.Generator().manual_seed(seed)
+    # Sinks near 1 are different for each head, so swapped heads change the result.
     sinks = torch.randn(spec.num_heads, generator=generator) + 1 if spec.has_sinks else None
     slopes = 2.0 ** (-8.0 * torch.arange(1, spec.num_heads + 1) / spec.num_heads) if spec.has_alibi else None
     return LayerTensors(
@@ -117,6 +118,7 @@ def paged_batch(
     generator = torch.Generator().manual_seed(seed)
     size = block_size or spec.block_size or 16
     cross = spec.attn_type is AttentionType.ENCODER_DECODER
+    # A cross layer stores all tokens of the encoder in this step, whatever the number of queries.
     new_lens = list(seq_lens) if cross else list(query_lens)
     queries, keys, values = _draw(spec, query_lens, seq_lens, generator)
     table, num_blocks = _block_table(seq_lens, size, generator)
@@ -127,6 +129,7 @@ def paged_batch(
     for row, (seq_len, new) in enumerate(zip(seq_lens, new_lens, strict=True)):
         positions = torch.arange(seq_len)
         blocks = table[row].long()[positions // size]
+        # Rows before position 0 have no token to store.
         missing = torch.full((max(new - seq_len, 0),), PAD_SLOT_ID)
         old = slice(0, max(seq_len - new, 0))
         slots += [missing, (blocks * size + positions % size)[old.stop :]]
@@ -134,6 +137,7 @@ def paged_batch(
             stored = stored_values(tokens[old], spec, scale) / (scale if spec.has_quantized_kv_cache else 1.0)
             _put(pages, blocks[old], positions[old] % size, stored)
         if drop_window and spec.causal and spec.window[0] >= 0:
+            # Only pages that no new query of the window can see are dropped.
             table[row, : max(seq_len - new - spec.window[0], 0) // size] = 0
 
     new_keys = [_last(tokens, new) for tokens, new in zip(keys, new_lens, strict=True)]
@@ -184,6 +188,7 @@ def direct_batch(
     common = _common(
         query_lens,
         seq_lens,
+        # Direct KV has no pages, so the block table must not be followed at all.
         torch.randint(-(2**30), 2**30, (len(seq_lens), 1), generator=generator).int(),
         torch.full((sum(query_lens) + padding,), PAD_SLOT_ID),
         spec.causal if causal is None else causal,
@@ -228,8 +233,11 @@ def _block_table(
     seq_lens: Sequence[int], block_size: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, int]:
     counts = [-(-seq_len // block_size) for seq_len in seq_lens]
+    # Blocks are shuffled and never 0, so a kernel that assumes consecutive blocks reads wrong rows.
     blocks = torch.randperm(sum(counts) + 3, generator=generator)[: sum(counts)] + 1
+    # Two entries beyond the longest request give each row a tail, even the longest one.
     width = max(counts, default=0) + 2
+    # Tails hold numbers far outside the cache, so a backend that follows one fails.
     table = torch.randint(-(2**30), 2**30, (len(counts), width), generator=generator).int()
     for row, count in enumerate(counts):
         table[row, :count], blocks = blocks[:count].int(), blocks[count:]
@@ -244,14 +252,17 @@ def _poisoned_cache(
     )
     order = backend.get_kv_cache_stride_order(layout=layout, spec=spec)
     dtype = STORAGE_DTYPES[spec.resolved_kv_cache_dtype]
+    # NaN in unused rows reaches the output of a backend that reads them.
     physical = torch.full([shape[dim] for dim in order], torch.nan).to(dtype)
     cache = physical.permute([order.index(dim) for dim in range(len(order))])
+    # Block 0 holds zeros because table entries of dropped pages point to it.
     cache[0].zero_() if dtype.itemsize > 1 else cache.view(torch.uint8)[0].zero_()
     return cache
 
 
 def _put(pages: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, stored: torch.Tensor) -> None:
     tokens = stored.to(pages.dtype)
+    # The assignment copies the bytes of fp8 values, which are already rounded.
     if pages.dtype.itemsize == 1:
         pages, tokens = pages.view(torch.uint8), tokens.view(torch.uint8)
     pages[blocks, offsets] = tokens
@@ -283,6 +294,7 @@ def _common(
     causal: bool,
     device: str,
 ) -> CommonAttentionMetadata:
+    # The device tensor gets a copy, so that it and the host array share no memory.
     host = np.asarray(seq_lens, dtype=np.int32)
     starts = _starts(query_lens)
     return CommonAttentionMetadata(

@@ -10,6 +10,7 @@ import torch
 from attnplug.core.spec import LayerSpec
 
 _OUTPUT = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+# The oracle reads the values as stored, so this bound does not include their quantisation.
 _FP8 = 5e-2
 _LSE = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 2.0**-9}
 """Kernels may sum weights that are rounded for the product with V: to 8 bits in bfloat16."""
@@ -39,6 +40,7 @@ def tolerance(spec: LayerSpec) -> Tolerance:
     stored = spec.resolved_kv_cache_dtype
     output = _FP8 if stored.startswith("fp8") else _OUTPUT[spec.dtype]
     cap = spec.logits_soft_cap if spec.dtype != "float32" else None
+    # Float32 gets no extra bound: only half precision is expected to use the hardware's tanh.
     more = 0.0 if cap is None else _APPROXIMATE_TANH * cap
     return Tolerance(output + more, _LSE[spec.dtype] + more)
 
@@ -56,11 +58,13 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, bound: float, name
         raise AssertionError(f"{name}: {int((~found.isfinite()).sum())} elements are NaN or infinite")
     error = (found - expected).abs()
     worst = error - bound * expected.abs().amax(-1, keepdim=True)
+    # The negated comparison also fails for NaN.
     if not bool((worst <= 0).all()):
         place = tuple(int(index) for index in torch.unravel_index(worst.argmax(), worst.shape))
         values = f"{found[place].item():.6g} is not {expected[place].item():.6g}"
         raise AssertionError(f"{name}{list(place)}: {values} within {bound} of its row's magnitude")
     relative = float(error.norm() / expected.norm()) if bool(expected.any()) else 0.0
+    # The second bound holds for the result as a whole, where errors of single elements add up.
     if not relative <= bound:
         raise AssertionError(f"{name}: relative error {relative:.3g} is above {bound}")
 
@@ -71,7 +75,9 @@ def assert_lse_close(found: torch.Tensor, expected: torch.Tensor, bound: float, 
     empty = expected == -math.inf
     if not bool(((found == -math.inf) == empty).all()):
         raise AssertionError(f"{name}: -inf is not exactly in the {int(empty.sum())} empty rows")
+    # Infinity minus infinity is NaN, so empty rows are compared above and left out here.
     found, expected = found.masked_fill(empty, 0.0), expected.masked_fill(empty, 0.0)
+    # The clamp keeps the bound absolute for an LSE near 0, where a relative error has no meaning.
     error = (found - expected).abs() / expected.abs().clamp_min(1.0)
     if not bool((error <= bound).all()):
         raise AssertionError(f"{name}: error {float(error.max()):.3g} is above {bound}")

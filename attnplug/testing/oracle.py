@@ -89,6 +89,7 @@ def request_oracle(
     Raises:
         SpecError: the layer needs a feature that is not in COMPUTED.
     """
+    # A reference that ignored a feature would accept a backend that ignores it too.
     if unknown := spec.required_features() & ~COMPUTED:
         asked = next(iter(unknown)).ask.field
         limit = f"asks for {', '.join(unknown.names())}, which the oracle does not compute"
@@ -98,6 +99,7 @@ def request_oracle(
     groups = spec.num_heads // spec.num_kv_heads
     q = query.detach().cpu().double().transpose(0, 1)
     k, v = (
+        # Consecutive query heads share a KV head; interleaved groups are a known mistake.
         tensor.detach().cpu().double().repeat_interleave(groups, dim=1).transpose(0, 1)
         for tensor in (key, value)
     )
@@ -106,6 +108,7 @@ def request_oracle(
 
     logits = q @ k.transpose(1, 2) * spec.scale
     if spec.logits_soft_cap is not None:
+        # The cap comes after the scale and before ALiBi and the mask.
         logits = spec.logits_soft_cap * torch.tanh(logits / spec.logits_soft_cap)
     if tensors.alibi_slopes is not None:
         distance = (key_positions[None, :] - query_positions[:, None]).abs()
@@ -113,10 +116,12 @@ def request_oracle(
     seen = visible_keys(spec, query_positions, key_positions, causal)
     logits = logits.masked_fill(~seen, -math.inf)
     terms = logits
+    # A sink enters the denominator only: it has a logit and no value.
     if tensors.sinks is not None and use_sinks:
         sinks = tensors.sinks.cpu().double()[:, None, None].expand(-1, q.shape[1], 1)
         terms = torch.cat([logits, sinks], dim=2)
     lse = torch.logsumexp(terms, dim=2)
+    # A query without keys has an LSE of -inf; 0 in its place gives weights of 0 instead of NaN.
     weights = torch.exp(logits - lse[:, :, None].nan_to_num(neginf=0.0))
     return OracleResult((weights @ v).transpose(0, 1), lse.transpose(0, 1))
 
@@ -158,4 +163,5 @@ def stored_values(tensor: torch.Tensor, spec: LayerSpec, scale: float = 1.0) -> 
     if fp8 is None:
         return tensor.to(getattr(torch, name)).double()
     limit = torch.finfo(fp8).max
+    # Values beyond the range of fp8 saturate.
     return (tensor.float() / scale).clamp(-limit, limit).to(fp8).double() * scale

@@ -51,6 +51,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         )
         self._chunks = dict.fromkeys(group.chunk_size for group in self._groups)
         self._indices = {chunk: self._page_indices(chunk) for chunk in self._chunks}
+        # Graphs read these buffers, so eager steps use other ones.
         self._captured_indices: dict[int | None, PageIndices] = {}
         self._captured: set[int] = set()
 

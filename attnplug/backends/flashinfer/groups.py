@@ -46,6 +46,7 @@ class PlanGroup:
     chunk_size: int | None
     causal: bool
     options: Options
+    # The hash is no part of equality: it is derived from the other fields.
     _hash: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -104,6 +105,7 @@ class PlanGroup:
         if capability is not None and capability[0] != 9:
             why = f"needs compute capability 9.x, and the device has {capability[0]}.{capability[1]}"
         elif self.kv_dtype.itemsize == 1:
+            # Pages of one byte therefore prefill on fa2.
             why = "has no fp8 KV with 16-bit queries"
         if asked == "fa3" and why is not None:
             raise PolicyError("options['prefill_backend']", asked, why, "set it to 'auto' or 'fa2'")

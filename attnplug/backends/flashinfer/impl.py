@@ -18,6 +18,7 @@ from attnplug.core.impl import AttentionLayer
 from attnplug.ops import Reach
 from attnplug.ops.calls import check_cache_given, check_queries
 
+# FlashInfer returns LSE in base 2; attnplug's LSE is in base e.
 _LN_2 = math.log(2.0)
 _NO_SINK = -1e30
 """A sink without weight, for calls with `use_sinks=False`; minus infinity would give NaN in FlashInfer's kernel."""
@@ -80,6 +81,7 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         if not use_sinks and sinks is not None:
             sinks = self._no_sinks
         work = meta.planned(self.plan_group)
+        # The fast path gives FlashInfer the tensors as they are, without a slice or a copy.
         if plain and work.only is not None:
             work.only.run(query, pages, output, None, kv_scales, sinks)
         else:
@@ -155,6 +157,7 @@ def _attend(
             torch.mul(binary, _LN_2, out=natural)
     if seen is None:
         return
+    # FlashInfer's result is undefined for queries that see nothing, so they are not planned.
     output[:tokens] = 0
     output[seen] = found
     if output_lse is not None and lse is not None:

@@ -22,6 +22,7 @@ from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError
 
 _OLDEST = Version("0.5")
+# Before 0.6.13 the argument for the longest query raises UnboundLocalError (seen in 0.6.6).
 _NAMES_LONGEST = Version("0.6.13")
 _MASKS_INFINITELY = Version("0.7.2")
 _PREBUILT = "flashinfer-jit-cache"

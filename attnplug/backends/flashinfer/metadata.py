@@ -70,6 +70,7 @@ class FlashInferMetadata(AttentionMetadata):
         work = self._work.get(group)
         if work is None or work.generation != self.wrappers.generation:
             work = self._work[group] = self._work_of(group)
+        # Another step may have been planned since, so each call makes sure of pages and plans.
         buffer = work.indices.hold(work.pages)
         for part, wrapper in work.parts:
             wrapper.ensure(part, buffer, self.causal)

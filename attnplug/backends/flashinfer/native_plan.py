@@ -59,6 +59,7 @@ class NativePlan:
             lengths: pinned int32, the `seq_lens` of `plan()`.
         """
         wrapper = self._wrapper
+        # `plan()` sends these two arrays itself; the native planner sends its work list only.
         wrapper._paged_kv_indptr_buf.copy_(arrays["kv_indptr"], non_blocking=True)
         wrapper._paged_kv_last_page_len_buf.copy_(arrays["last_page_len"], non_blocking=True)
         wrapper._plan_info = self.answer(count, schedule, arrays, lengths)
@@ -99,6 +100,7 @@ def native_plan_of(
     """
     if not all(hasattr(wrapper, name) for name in _WRITTEN):
         return None
+    # The planner overwrites the work list, so the list of `plan()` is copied before the trial.
     planned = list(wrapper._plan_info), schedule[:_COMPARED].clone()
     for tail in _TAILS:
         try:

@@ -99,6 +99,7 @@ class PlanSpace:
         self.schedule: torch.Tensor | None = None
         self._schedule_bytes = schedule_bytes
         self._pinned = device.type == "cuda"
+        # Two slots: the host fills one while the copies from the other are in progress.
         self._slots = [_Slot(max_num_seqs, self._pinned) for _ in range(2)]
         self.ring = StagingRing(self._slots, device)
         """Gives a `_Slot` whose last copies are done; `release` marks the copies from it as issued."""
@@ -159,6 +160,7 @@ class PlannedWrapper:
             "sm_scale": asked.sm_scale,
             "q_data_type": group.dtype,
             "kv_data_type": group.kv_dtype,
+            # The host must not wait for the copies; `StagingRing` guards their source.
             "non_blocking": True,
         }
         self._causal = False

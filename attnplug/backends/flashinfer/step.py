@@ -111,6 +111,7 @@ class HostStep:
             decodes = int((query_lens > 1).argmax())
             decode, prefill = _part(*arrays, 0, decodes), _part(*arrays, decodes, count)
         elif count:
+            # The engine may change its arrays while this step can still be planned again.
             own = starts.copy(), kv_indptr, last, seq_lens.copy()
             decode = Part(0, count, 1, longest, 0, *own, kv_indptr.tobytes())
         return cls(decode, prefill, kv_indptr, rows, seen, tokens, -(-longest // page_size))

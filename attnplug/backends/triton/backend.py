@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec
 
+# Triton reads this variable when it is imported, so attnplug also reads it once.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 _MAX_GROUP = 128
 """Query heads of one KV head: one tile of the kernels has them all."""

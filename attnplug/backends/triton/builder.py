@@ -45,6 +45,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         decodes, max_decode_len, max_query_len = _decodes(lens, self.reorder_batch_threshold or 1)
         if common.key_start_loc is not None:
             decodes, max_decode_len, max_query_len = 0, 0, max(max_decode_len, max_query_len)
+        # Reading lengths from the device would make the host wait, so only lengths on the host count.
         known = common.seq_lens_host if common.seq_lens_host_exact and decodes < reqs else None
         metadata = TritonMetadata(
             slot_mapping=own_slots(self.kv_cache_spec, common.slot_mapping, tokens),
@@ -62,6 +63,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             causal=common.causal,
             workspace=self._workspace,
         )
+        # Plans are made before any layer runs, because a captured graph must not contain them.
         self._workspace.begin_step(metadata)
         return metadata
 

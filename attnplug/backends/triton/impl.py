@@ -106,6 +106,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         """The new tokens' keys and values, if the longer requests attend no others; faster than their pages."""
         if key is None or value is None or not meta.all_new:
             return None
+        # A quantised cache rounds keys, and a shared or cross cache holds other keys than the call's.
         if self.spec.has_quantized_kv_cache or not self._attends_own_keys:
             return None
         check_keys(key, value, meta.num_actual_tokens, self.spec)
@@ -168,6 +169,7 @@ def _prefill(
     query, output, lse, sinks, slopes = call
     first_token, reqs = part
     prefill = bound.prefill(*keys, meta.block_table.stride(0), longest)
+    # An upper bound: the host does not read the start locations from the device.
     tiles = (meta.num_actual_tokens - first_token) // prefill.tokens + reqs
     grid = tiles, bound.kv_heads
     prefill.kernel(grid, query, *keys, output, lse, *batch, sinks, slopes, first_token, reqs)

@@ -48,6 +48,7 @@ class Workspace:
         self._reqs = max_num_seqs
         self._device = device
         self._steps = 0
+        # One plan serves all layers of a step with the same limits and launch.
         self._splits: dict[tuple[SplitPlan, int], _Splits] = {}
         self._asked: dict[tuple[int, int], list[_Splits]] = {}
         self._partials = torch.empty(0, device=device)
@@ -111,6 +112,7 @@ class Workspace:
     def _grow(self, *least: int) -> None:
         """Grow the buffers for partial results to these sizes."""
         held = self._partials, self._partial_lses, self._arrived
+        # The counters must start at 0, so new buffers are filled with zeros.
         made = [
             old if old.numel() >= size else torch.zeros(size, dtype=old.dtype, device=self._device)
             for old, size in zip(held, least, strict=True)

@@ -67,10 +67,12 @@ class AttentionCall:
         Raises:
             BatchError: dropout in training, gradients, or shapes, dtypes or a scale that are not served.
         """
+        # Outside of training eager attention applies no dropout either, so the value is harmless there.
         if dropout and self.module.training:
             remedy = "call model.eval(), or set the model's attention dropout to 0"
             raise BatchError("dropout", dropout, f"cannot be served: {self.layer} is in training", remedy)
         tensors = {"query": self.query, "key": self.key, "value": self.value}
+        # Frozen weights need no gradient, so such a model runs outside of no_grad too.
         needing = [name for name, tensor in tensors.items() if tensor.requires_grad]
         if needing and torch.is_grad_enabled():
             limit = f"cannot be served in {self.layer}: attnplug's backends have no backward pass"

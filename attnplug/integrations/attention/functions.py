@@ -38,6 +38,7 @@ def attention_mask(
     try:
         pattern, left_padding = read_mask_function(mask_function, batch_size, queries, keys, where)
     except UnknownMaskError as error:
+        # Models also make masks that no layer uses, so the refusal waits for a layer that gets this one.
         return PatternMask.of(str(error), shape, where)
     step = StepMask(
         pattern=pattern,
@@ -82,6 +83,7 @@ def attention(
         SpecError: an impossible layer, such as one with a scale below 0.
         NoBackendError: no backend serves the layer.
     """
+    # transformers passes the module only; the caller's frame shows the model and the module's other inputs.
     frame = sys._getframe(1)
     layer = layer_state(module) or add_state(module, frame)
     where = f"{layer.name} ({type(module).__name__})"
@@ -103,6 +105,7 @@ def attention(
     packing = step.packing(query.device, is_cross=spec.attn_type is AttentionType.ENCODER_DECODER)
     tokens = packing.common.num_actual_tokens
     output = query.new_empty(tokens, spec.num_heads, spec.head_size_v)
+    # A batch of padding alone has no tokens; `unpack` then gives zeros.
     if tokens:
         metadata = binding.metadata(step, packing, is_shared=attention_mask is not None)
         packed = (packing.queries.pack(query), packing.keys.pack(key), packing.keys.pack(value))

@@ -47,6 +47,7 @@ class LayerState:
         """
         decision = select(spec, device, layer_name=self.name)
         backend = decision.get_backend_cls()
+        # Rules such as attnplug.use may choose another backend for the next call of the same module.
         key = (backend, spec, device, decision.options)
         found = self._bindings.get(key)
         version = _sinks_version(sinks)
@@ -164,6 +165,7 @@ class _Binding:
         if builder is None or reqs > config.max_num_seqs or tokens > config.max_num_batched_tokens:
             config = dataclasses.replace(
                 config,
+                # Powers of two, so that a batch that grows step by step makes few builders.
                 max_num_seqs=max(config.max_num_seqs, _power_of_two(reqs)),
                 max_num_batched_tokens=max(config.max_num_batched_tokens, _power_of_two(tokens)),
             )

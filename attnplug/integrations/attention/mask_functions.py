@@ -82,6 +82,7 @@ class _Walk:
         raise UnknownMaskError(f"it depends on {name}, a {type(value).__name__}")
 
     def _function(self, function: types.FunctionType) -> tuple[Hashable, Any]:
+        # A caller's function may treat rows or positions differently, so it is evaluated at all of them.
         if function.__globals__.get("__name__") != _LIBRARY:
             self.foreign = True
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -98,6 +99,7 @@ class _Walk:
 
     def _tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """A meta tensor in place of one that does not change the pattern; `read_mask` makes it real."""
+        # These names are variables in the mask functions of transformers.masking_utils, seen in 5.17.
         if name == "left_padding":
             self.left_padding = tensor
         elif name == "packed_sequence_mask":

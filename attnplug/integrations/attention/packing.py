@@ -102,6 +102,7 @@ def pack_real(
         return Packing(Rows(len(queries)), Rows(end - keys.start), common)
     real = padding[:, :end]
     if pattern.window[0] >= 0 or pattern.window[1] > 0 or pattern.chunk_size is not None:
+        # Packing removes padding, which would change the distances if it lay between tokens.
         _check_unbroken(real)
     if pattern.chunk_size is not None:
         first = real.argmax(axis=1)

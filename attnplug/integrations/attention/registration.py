@@ -49,6 +49,7 @@ def set_attention(model: PreTrainedModel) -> None:
                 f"{type(model).__name__}: its {type(module).__name__}{inside} computes attention of its own "
                 "and would never call attnplug; leave its attn_implementation unchanged"
             )
+    # A refusal must leave the model unchanged, and transformers may have set other parts by then.
     before = {id(part.config): (part.config, part.config._attn_implementation) for part in parts.values()}
     model.set_attn_implementation(NAME)
     for part in parts.values():
@@ -74,6 +75,7 @@ def attention_decisions(model: torch.nn.Module) -> dict[str, Decision]:
 def _dispatches(module: torch.nn.Module) -> bool:
     """Whether a module has no attention, or its source file uses transformers' attention interface."""
     if isinstance(module, PreTrainedModel):
+        # A private method, seen in transformers 5.17.
         return bool(module._can_set_attn_implementation())
     if not looks_like_attention(module):
         return True

@@ -42,6 +42,7 @@ class StepMask:
         key = (device, is_cross)
         if key in self.packings:
             return self.packings[key]
+        # Packed sizes depend on the values, so the host reads them, once for all layers of a step.
         padding = None if self.padding is None else self.padding.cpu().numpy()
         if is_cross:
             packing = pack_all(self.batch, self.q_length, self.kv_length, self.kv_offset, padding, device)
@@ -67,6 +68,7 @@ class PatternMask(torch.Tensor):
     @classmethod
     def of(cls, step: StepMask | str, shape: tuple[int, int, int, int], device: torch.device) -> PatternMask:
         """A mask for `step`; takes no memory."""
+        # One element expanded to the shape, so that a long sequence needs no matrix.
         mask = torch.zeros((), dtype=torch.bool, device=device).expand(shape).as_subclass(cls)
         mask.step = step
         return mask
@@ -92,6 +94,7 @@ class PatternMask(torch.Tensor):
         is_attribute = name == "__get__"
         query = getattr(getattr(func, "__self__", None), "__name__", "") if is_attribute else name
         if query in _WITHOUT_VALUES or (is_attribute and query.startswith("is_")):
+            # Without this, torch would call `__torch_function__` again for the same attribute.
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if TracingContext.try_get() is not None:

@@ -60,17 +60,20 @@ def build_model(config: PreTrainedConfig, attention: str | dict[str, str]) -> Pr
     table of attention functions lacks the name raises KeyError of that name.
     """
     cls: Any = _model_class(config)
+    # Building sets the attention function in the configuration, which belongs to the caller.
     config = copy.deepcopy(config)
     text = config.get_text_config()
     if text is not config and cls.config_class is type(text):
         config = text
     try:
+        # Meta tensors have shapes without data, so a model of any size is built without its weights.
         with torch.device("meta"):
             model: PreTrainedModel = cls._from_config(
                 config, attn_implementation=attention, dtype=_dtype(config)
             )
     except Exception as error:
         names = attention.values() if isinstance(attention, dict) else (attention,)
+        # The caller tries another name if the class has a table of attention functions of its own.
         if type(error) is KeyError and error.args[0] in names:
             raise
         why = (

@@ -41,6 +41,7 @@ def load_config(source: str | os.PathLike[str] | PreTrainedConfig) -> PreTrained
     _check_model_type(path, data)
     try:
         with quiet_transformers():
+            # The reader must neither use the network nor run code from a model's folder.
             config: PreTrainedConfig = AutoConfig.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False
             )

@@ -60,6 +60,7 @@ class SpecMaker:
             num_kv_heads=call.key.shape[1] if mla is None else 1,
             ranks=self.ranks,
             dtype=_dtype(call),
+            # Encoder layers keep no pages, so a storage dtype would mean nothing to them.
             kv_cache_dtype=self.kv_cache_dtype if paged else "auto",
             attn_type=kind,
             causal=pattern.causal,
@@ -87,6 +88,7 @@ class SpecMaker:
             return AttentionType.DECODER
         if not self.is_encoder_decoder:
             return AttentionType.ENCODER_ONLY
+        # Encoder and decoder run with different lengths, so the length tells which of them calls.
         if queries == self.query_length:
             raise _refused(call, "is not causal in the decoder")
         return AttentionType.ENCODER

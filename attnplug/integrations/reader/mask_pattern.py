@@ -54,6 +54,7 @@ def read_mask(function: MaskFunction) -> MaskPattern:
     Window and chunk are measured at a far position. The pattern must then agree with the function on a dense
     grid near the start and around every edge, or UnknownMaskError is raised.
     """
+    # The reader's run sets the meta device, on which a mask would have no values to read.
     with torch.device("cpu"):
         return _measure(*_on_cpu(function))
 
@@ -67,6 +68,7 @@ def _measure(function: MaskFunction, blockwise: bool) -> MaskPattern:
     left = _reach(lambda d: sees(_FAR, _FAR - d), _FAR)
     right = _reach(lambda d: sees(_FAR, _FAR + d), _FAR)
     pattern = MaskPattern((-1 if left == _FAR else left, -1 if right == _FAR else right), None, blockwise)
+    # Seen from one position, a chunk looks like a window; other positions tell them apart.
     if not _agrees(pattern, function) and pattern.causal and 0 <= left < _FAR:
         start = _FAR - left
         size = 1 + _reach(lambda d: sees(start - 1, start - 1 - d), start - 1)

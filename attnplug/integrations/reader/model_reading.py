@@ -62,6 +62,7 @@ def _run_without_data(model: PreTrainedModel) -> Trace:
     possible = {_DECODER_LENGTH, _ENCODER_LENGTH, getattr(config, "max_source_positions", None)}
     lengths = frozenset(length for length in possible if isinstance(length, int))
     failures: list[Exception] = []
+    # Strict first: parts are skipped only if the model does not run otherwise.
     for lenient in (False, True):
         for inputs in _input_variants(model):
             try:
@@ -135,6 +136,7 @@ def _failing_parts_skipped(model: PreTrainedModel, active: bool) -> Iterator[Non
         yield
     finally:
         for part in parts:
+            # The replacement is an attribute of the instance, so removing it shows the class's method again.
             vars(part).pop("forward", None)
 
 
@@ -197,6 +199,7 @@ def _own_attention(path: str, module: Any, config: Any) -> dict[str, Any]:
     """LayerSpec fields of causal self-attention whose calls cannot be recorded, with the heads of all ranks."""
     cls = type(module)
     family, *names = _OWN_ATTENTION.get(cls.__name__, ("",))
+    # A class of the same name elsewhere may compute something else.
     if cls.__module__ != f"transformers.models.{family}.modeling_{family}":
         raise ModelConfigError(
             f"{path}: {cls.__name__} computes attention of its own, which cannot be checked against a LayerSpec"

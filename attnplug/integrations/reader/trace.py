@@ -59,6 +59,7 @@ class Trace:
         self._visits = 0
         self._masks: dict[int, tuple[torch.Tensor, MaskPattern | str]] = {}
         self._paths: dict[int, list[str]] = {}
+        # Some layers share one module, which then has a path for each layer.
         for path, module in model.named_modules(remove_duplicate=False):
             self._paths.setdefault(id(module), []).append(path)
         self._seen: dict[int, int] = {}
@@ -92,6 +93,7 @@ class Trace:
             pattern = str(error)
         except Exception as error:  # noqa: BLE001 - a mask function is the model's code
             pattern = f"its mask function cannot be evaluated ({type(error).__name__}: {error})"
+        # The tensor is kept alive too, because Python would reuse the id of a freed one.
         self._masks[id(tensor)] = (tensor, pattern)
 
     def mask_of(self, tensor: torch.Tensor | None) -> MaskPattern | str | None:
@@ -161,6 +163,7 @@ def _mask(
 @contextlib.contextmanager
 def probe_registered() -> Iterator[None]:
     """Registers PROBE with transformers inside the block; one block of the process runs at a time."""
+    # transformers keeps its tables in the class, so all threads of the process share them.
     with _registration:
         AttentionInterface.register(PROBE, _attention)
         AttentionMaskInterface.register(PROBE, _mask)
@@ -218,6 +221,7 @@ def record_run(model: PreTrainedModel, inputs: Mapping[str, Any], lengths: froze
     handles = []
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(lambda m, _: trace.enter(m)))
+        # After errors too: a part may fail inside one that `_failing_parts_skipped` lets go on.
         handles.append(module.register_forward_hook(lambda *_: trace.leave(), always_call=True))
     try:
         with torch.no_grad(), torch.device("meta"), _Watch(trace):

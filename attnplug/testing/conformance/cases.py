@@ -101,9 +101,11 @@ class Case:
         """The batch, with its traps, on the target's device."""
         spec = self.spec
         new, tokens = of_phase(target.phase, *lengths(self.shape, spec, self.block_size))
+        # Padding rows hold NaN, which no answer may contain.
         options: dict[str, Any] = {"padding": 3, "seed": seed, "causal": True if self.narrowed else None}
         if not spec.direct_kv:
             options |= {"block_size": self.block_size, "layout": self.layout, "drop_window": True}
+            # The scales differ from 1 and from each other, so scales left out or swapped change the answer.
             options |= {"k_scale": 0.5, "v_scale": 2.0} if spec.has_quantized_kv_cache else {}
         elif new != tokens:
             # An engine's own cache drops the keys that a causal window has passed.
@@ -121,7 +123,9 @@ def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], li
     layer the second list counts the encoder's tokens. Encoders compute all their tokens at once.
     """
     marks = [block_size, 2 * block_size, _TILE, spec.chunk_size or 0]
+    # A window of `side` keys and the query's own key are `side + 1` keys.
     marks += [side + 1 for side in spec.window if side >= 0]
+    # Lengths one below, at and one above each mark find off-by-one mistakes at its end.
     edges = sorted({mark + step for mark in marks if 0 < mark < _LONGEST for step in (-1, 0, 1)} | {1, 40})
     ends = [edge for edge in edges if edge > 0]
     if spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
@@ -134,6 +138,7 @@ def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], li
     if shape == "prefill":
         return ends[-4:], ends[-4:]
     if shape == "speculative":
+        # Three drafted tokens follow the verified one, so the first query ends at the edge.
         return [4] * len(ends), [end + 3 for end in ends]
     if shape == "alike":
         return [3] * 4, ends[-1:] * 4
@@ -173,6 +178,7 @@ class _CaseSearch(Search):
         try:
             return self._target.reasons(self._layer(row))
         except SpecError as problem:
+            # Values that exclude each other are a refusal too, so the search goes on to other values.
             return (problem,)
 
     def case(self, row: Row) -> Case:

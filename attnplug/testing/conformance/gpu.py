@@ -33,6 +33,7 @@ _SLACK = 1 << 16
 
 def checks(target: Target) -> Iterator[Check]:
     """The checks of `step_safe`, if the backend declares it and the device is a GPU."""
+    # A backend without step_safe promises neither of the two.
     if target.device.type not in GPU_TYPES or not target.backend.step_safe:
         return
     for shape in ("decode", "mixed"):
@@ -82,16 +83,19 @@ def _waits_are_errors(what: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
+            # Only the error of torch's sync debug mode is about a wait.
             if "synchroniz" not in str(error):
                 raise
             raise ConformanceError(f"{what}: {error}", _WAITS) from error
         finally:
+            # The mode belongs to the process, and later checks may wait.
             torch.cuda.set_sync_debug_mode(before)
 
 
 def _is_waiting(part: Callable[[], object]) -> bool:
     """Whether `part` returns only when the GPU has done the work queued before."""
     torch.cuda.synchronize()
+    # A busy GPU makes a wait visible: the event is done when `part` returns only if the host waited.
     torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
     busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
     busy.record()
@@ -112,6 +116,7 @@ def _check_no_growth(target: Target, new: int) -> None:
         with error_context(f"a step of {context} tokens of context"):
             common = with_lengths(batch.common, torch.full((_REQUESTS,), context + new))
             common = dataclasses.replace(common, block_table_tensor=table)
+            # Compilation and the growth of workspaces happen in these runs, before the peak is measured.
             for _ in range(2):
                 _step(harness, batch, common)
             kept.append(torch.cuda.memory_allocated())

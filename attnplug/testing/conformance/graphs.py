@@ -42,6 +42,7 @@ def _check_level(target: Target, name: str) -> None:
         target, specs, kv_sharing, cudagraph_batch_sizes=_SIZES, num_speculative_tokens=queries - 1
     )
     state = GraphState(served.runtime, served.max_model_len, queries)
+    # A level above the declared one is no promise of the backend, so it is skipped.
     if state.support < level:
         raise CheckSkipped(f"{target.name} declares {state.support.name}, which is below {level.name}")
     graphs = _Graphs(served, state, queries)
@@ -50,6 +51,7 @@ def _check_level(target: Target, name: str) -> None:
         served.add(prompt)
         graphs.eager(**{prompt: count})
     graphs.replay(a=queries, b=fewer)
+    # The lengths change places, so a graph that kept those of the last step fails.
     graphs.replay(a=fewer, b=queries)
     served.add("c")
     graphs.eager(c=2 * size - 1)
@@ -106,6 +108,7 @@ class _Graphs:
                 for heads in (spec.num_heads, spec.num_kv_heads)
                 for size in (spec.head_size, spec.head_size_v)
             )
+            # A layer that shares another layer's cache gets no keys and values of its own.
             shares = name in served.plan.kv_sharing
             self._inputs[name] = (query, None, None) if shares else (query, key, value)
         for size in _SIZES:
@@ -136,7 +139,9 @@ class _Graphs:
         for name, call in calls.items():
             for buffer, rows in zip(self._inputs[name], (call.query, call.key, call.value), strict=True):
                 if buffer is not None and rows is not None:
+                    # A graph reads fixed addresses, so inputs are copied to the buffers that it captured.
                     buffer[: rows.shape[0]] = rows
+            # A replay that writes nothing would otherwise pass with the output of the step before.
             self._outputs[name].fill_(torch.nan)
         with error_context(what):
             buffers = self._state.get_graph_input_buffers(size, self._queries)
@@ -144,6 +149,7 @@ class _Graphs:
             self._replays[size]()
         problem = self._problem(calls)
         if problem:
+            # A second run without the graph shows whether the graph or the backend is wrong.
             self._served.runtime.begin_step(batch)
             eager = wrong_layers(self._served, calls, "without the graph")
             why = f"; {eager}" if eager else f"; without the graph it is right: {_KEPT}"

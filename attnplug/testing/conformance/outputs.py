@@ -57,17 +57,20 @@ def _check_overwritten(target: Target, scenario: str) -> None:
     other = make()
     stale = Harness.of(target, other).forward(other).output[: other.common.num_actual_tokens]
     fills = {"NaN": torch.nan, "infinity": torch.inf, "another answer": 0.0}
+    # A kernel that adds to the output, or scales it by 0, fails with one of these values.
     fills["the largest finite value"] = torch.finfo(other.query.dtype).max
     for what, fill in fills.items():
         batch = make()
         into = blank_answer(batch, fill)
         if what == "another answer":
+            # A plausible answer in the wrong rows finds a kernel that skips some rows.
             into.output[: len(stale)] = stale.flip(0)
         found = Harness.of(target, batch).forward(batch, into)
         expect_correct(batch, found, f"into an output that held {what}, which forward must overwrite")
 
 
 def _check_empty_rows(target: Target, make: Callable[..., Batch], **fields: bool) -> None:
+    # NaN finds rows that were not written or multiplied by 0; 3.0 finds rows kept as they were.
     for fill in (torch.nan, 3.0):
         batch = make(target, **fields)
         found = Harness.of(target, batch).forward(batch, blank_answer(batch, fill))
@@ -144,6 +147,7 @@ def _check_deterministic(target: Target, scenario: str) -> None:
         again = make()
         used = harness if what == "with the same impl" else Harness.of(target, again)
         found = used.forward(again)
+        # Bytes are compared because NaN in padding rows equals nothing, not even itself.
         if not torch.equal(raw_bytes(found.output), raw_bytes(first.output)):
             differ = int((found.output != first.output)[: again.common.num_actual_tokens].sum())
             raise ConformanceError(f"the same inputs {what} gave another output: {differ} elements differ")
@@ -172,6 +176,7 @@ def _check_output_scale(target: Target) -> None:
 
 
 def _expect_refusal(error: BaseException | None, what: str) -> None:
+    # The harness wraps errors of the backend, whose own error is the cause.
     cause = error.__cause__ if isinstance(error, ConformanceError) else error
     if cause is None:
         raise ConformanceError(f"{what} was accepted; it must be refused with a BatchError, not ignored")

@@ -39,6 +39,7 @@ class Controller:
     def pytest_collection(self, session: pytest.Session) -> None:
         """Repeat the results of the earlier run."""
         for result in self._earlier.values():
+            # A JUnit file writes a test only after its teardown.
             for when in ("call", "teardown"):
                 session.config.hook.pytest_runtest_logreport(report=_report_of(result, when))
 
@@ -75,6 +76,7 @@ class Controller:
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
         """Write the cause of a worker's death into the report of the check that it was running."""
+        # Only calls are results, so the death counts as the end of the check.
         report.when = "call"
         report.longrepr = "\n".join(self._cause_of_death(report.node)).rstrip()
         reason = self._settings["known"].get(_check_id(crashitem))
@@ -123,10 +125,12 @@ class GroupScheduler(LoadGroupScheduling):  # type: ignore[misc]
         }
         self.assigned_work[node] = {}
         super().remove_node(node)
+        # The first check that is not done is the one that killed the worker; it must not run again.
         running = next((checks.pop(0) for checks in work.values() if checks), None)
         for group, checks in reversed(work.items()):
             if checks:
                 self.workqueue[group] = dict.fromkeys(checks, False)
+                # The rest of the group goes first, before groups that nobody has started.
                 self.workqueue.move_to_end(group, last=False)
         if self.workqueue:
             self.schedule()

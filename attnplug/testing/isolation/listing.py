@@ -89,6 +89,7 @@ def list_checks(request: SuiteRequest, timeout: float) -> Listing | ListingFailu
             with log.open("wb") as output:
                 code = subprocess.run(  # noqa: S603  (our own interpreter on our own code)
                     [sys.executable, "-c", _CHILD, *arguments],
+                    # A backend that reads the standard input would otherwise wait for the user.
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -132,6 +133,7 @@ def main(report: str, request: dict[str, Any]) -> None:
         }
     except AttnplugError as problem:
         facts = {"text": str(problem), "usage": True}
+    # The report has a file of its own, because a backend may print while it is imported.
     Path(report).write_text(json.dumps(facts), encoding="utf-8")
 
 
@@ -156,6 +158,7 @@ def fingerprint(packages: Sequence[str]) -> str:
     """
     digest = hashlib.sha256()
     for package in dict.fromkeys(packages):
+        # The order of a folder's files differs between file systems; the digest must not.
         for path in sorted(_files(package)):
             about = path.stat()
             digest.update(f"{path}\0{about.st_size}\0".encode())

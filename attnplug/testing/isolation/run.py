@@ -103,6 +103,7 @@ def run_checks(
             "known": {check: listing.known[check] for check in ids if check in listing.known},
             "timeout": limits.timeout,
             "memory": limits.memory,
+            # Workers share the cores, so that they do not start more threads than there are cores.
             "threads": max(1, (os.cpu_count() or 1) // limits.jobs),
             "log": folder,
         }
@@ -132,9 +133,12 @@ def run_checks(
 
 def _isolate(environment: pytest.MonkeyPatch) -> None:
     """Remove everything from the environment that changes how pytest runs, here and in the workers."""
+    # The user's options for another test run must not change which checks run, or how.
     for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_TIMEOUT", "PYTEST_DEBUG"):
         environment.delenv(name, raising=False)
+    # Plugins that are installed for other projects could change outcomes.
     environment.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    # A file of the current folder must not shadow a module.
     environment.setenv("PYTHONSAFEPATH", "1")
 
 
@@ -151,6 +155,7 @@ def _arguments(checks: int, limits: Limits, xml: Path, *, has_groups: bool) -> l
     if has_groups:
         # Groups stay together, in the order of the list.
         arguments += ["--dist=loadgroup", "--no-loadscope-reorder"]
+    # The thread method ends the process, so it is used only where there is no SIGALRM.
     method = "signal" if hasattr(signal, "SIGALRM") else "thread"
     arguments += [f"--timeout={limits.timeout}", f"--timeout-method={method}", "--tb=short", "--capture=no"]
     return [*arguments, "--pyargs", "attnplug.testing.suite"]
