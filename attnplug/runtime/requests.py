@@ -181,13 +181,7 @@ class RequestTable:
         for name, index in (("i", i), ("j", j)):
             if not 0 <= index < self.num_reqs:
                 raise BatchError(name, index, f"must be the index of one of {self.num_reqs} requests")
-        for array in self._row_arrays:
-            array[..., [i, j]] = array[..., [j, i]]
-        # Entries past a request's blocks are never followed, so they need not be exchanged.
-        width = int(self._num_blocks[:, [i, j]].max(initial=0))
-        self._tables[:, [i, j], :width] = self._tables[:, [j, i], :width]
-        self.req_ids[i], self.req_ids[j] = self.req_ids[j], self.req_ids[i]
-        self._index[self.req_ids[i]], self._index[self.req_ids[j]] = i, j
+        self._move(np.array([j, i]), np.array([i, j]))
 
     def _put_in_order(self, scheduled: _Ints) -> _Ints | None:
         """Move decodes to the front, as every threshold has it, then extends, then prefills.
@@ -205,23 +199,21 @@ class RequestTable:
             return None
         order = self._rows[: self.num_reqs].copy()
         order[misplaced] = misplaced[np.argsort(rank[misplaced], kind="stable")]
-        moved = order[misplaced]
-        for array in self._row_arrays:
-            array[..., misplaced] = array[..., moved]
-        # Entries past a request's blocks are never followed, so they need not move.
-        width = int(self._num_blocks[:, misplaced].max(initial=0))
-        self._tables[:, misplaced, :width] = self._tables[:, moved, :width]
-        names = [self.req_ids[row] for row in moved.tolist()]
-        for row, name in zip(misplaced.tolist(), names, strict=True):
-            self.req_ids[row] = name
-            self._index[name] = row
+        self._move(order[misplaced], misplaced)
         return order
 
-    @property
-    def _row_arrays(self) -> tuple[npt.NDArray[Any], ...]:
-        """The arrays with one value for each request in the last dimension."""
+    def _move(self, sources: _Ints, targets: _Ints) -> None:
+        """Move the requests at `sources` to `targets`, which are the same indices in another order."""
         counts = self._computed, self._scheduled, self._capacity, self._num_blocks
-        return (*counts, self._encoder_lens, self._encoder_written, self._placeholder_end)
+        for array in (*counts, self._encoder_lens, self._encoder_written, self._placeholder_end):
+            array[..., targets] = array[..., sources]
+        # Entries past a request's blocks are never followed, so they need not move.
+        width = int(self._num_blocks[:, targets].max(initial=0))
+        self._tables[:, targets, :width] = self._tables[:, sources, :width]
+        names = [self.req_ids[source] for source in sources.tolist()]
+        for target, name in zip(targets.tolist(), names, strict=True):
+            self.req_ids[target] = name
+            self._index[name] = target
 
     def _check_sizes(self) -> None:
         if self.reorder_batch_thresholds and self.reorder_batch_thresholds[0] < 1:
