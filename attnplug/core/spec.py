@@ -260,6 +260,11 @@ class LayerSpec:
         return tuple(kinds) or ("full",)
 
     @property
+    def is_encoder(self) -> bool:
+        """Whether it is self-attention of an encoder, which computes all its tokens at once."""
+        return self.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+    @property
     def is_windowed(self) -> bool:
         """Whether the window hides any key that causality does not."""
         left, right = self.window

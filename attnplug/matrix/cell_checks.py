@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.composite import CompositeBackend
-from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.core.spec import LayerSpec
 from attnplug.matrix.axes import spec_of
 from attnplug.matrix.design import design
 from attnplug.matrix.model import Cell
@@ -57,7 +57,7 @@ def cases_of(cell: Cell, backend: type[AttentionBackend]) -> list[Case]:
 
 
 def _shapes(cell: Cell, spec: LayerSpec, backend: type[AttentionBackend]) -> tuple[str, ...]:
-    if spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
+    if spec.is_encoder:
         return _SHAPES[cell.phase][:1]  # encoders compute all their tokens at once
     if cell.phase == "mixed" and issubclass(backend, CompositeBackend):
         return ("mixed", "ordered")

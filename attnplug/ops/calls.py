@@ -7,7 +7,7 @@ import torch
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.impl import AttentionLayer, LayerTensors
-from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.core.spec import LayerSpec
 from attnplug.ops.storage import compute_dtype, typed_view
 
 __all__ = [
@@ -82,7 +82,7 @@ def check_cache_given(kv_cache: torch.Tensor | None, spec: LayerSpec) -> None:
         if spec.direct_kv:
             raise LayoutError("kv_cache", tuple(kv_cache.shape), "must be None with direct_kv=True")
         return
-    encodes = spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+    encodes = spec.is_encoder
     if not (spec.direct_kv or encodes):
         remedy = "declare the layer with direct_kv=True to give K and V with the call"
         raise LayoutError("kv_cache", None, "is required", remedy)

@@ -67,7 +67,8 @@ def select(
         NoBackendError: none serves it; the message lists every candidate with its reasons.
         BackendUnavailableError: the one asked for does not serve it. No other takes its place.
         UnknownBackendError: no plugin offers the name asked for.
-        PolicyError: rules, options, versions or names that are not valid.
+        PolicyError: rules, options, versions or names that are not valid; or, without a `phase`, a rule that
+            would choose the layer's backend in one phase only.
         PluginError: the plugin asked for by name did not load.
     """
     return get_registry().select(spec, device, phase, layer_name=layer_name, **kwargs)

@@ -116,6 +116,16 @@ def rule_for(
     return next((rule for rule in every if rule.matches(spec, phase, layer_name)), None)
 
 
+def phase_rule_for(
+    rule_sets: Sequence[tuple[Rule, ...]], spec: LayerSpec, layer_name: str | None
+) -> Rule | None:
+    """The rule for one phase that chooses this layer's backend in that phase; None if no such rule does."""
+    # An encoder computes all its tokens at once, so it has no decodes.
+    phases = (Phase.PREFILL,) if spec.is_encoder else tuple(Phase)
+    found = (rule_for(rule_sets, spec, phase, layer_name) for phase in phases)
+    return next((rule for rule in found if rule is not None and rule.scope == "phase"), None)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _UseBlock:
     rules: tuple[Rule, ...]

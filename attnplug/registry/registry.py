@@ -20,7 +20,7 @@ from attnplug.registry.installed import AssumeInstalled, freeze_assumed
 from attnplug.registry.negotiation import negotiated
 from attnplug.registry.options import by_backend, check_options, freeze
 from attnplug.registry.plugins import PluginSet
-from attnplug.registry.policy import USE_BLOCKS, Rule, rule_for, rule_sets
+from attnplug.registry.policy import USE_BLOCKS, Rule, phase_rule_for, rule_for, rule_sets
 from attnplug.registry.selector import AUTOMATIC, Policy, decide, refusal
 from attnplug.registry.switches import BACKEND as ENVIRONMENT
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Rules: TypeAlias = str | Mapping[str, str] | None
 """One backend name for everything, rules as text, or a mapping of rules; see `parse_rules`."""
 
+_PHASE_REMEDY = "select for a phase, use attnplug.plan, or ask for one backend named 'PREFILL+DECODE'"
 _log = logging.getLogger("attnplug")
 _MOST_DECISIONS = 16_384
 
@@ -127,6 +128,7 @@ class Registry:
         **kwargs: Unpack[SelectKwargs],
     ) -> Decision:
         """As `attnplug.select`, among the backends of this registry."""
+        _refuse_phase_rule({layer_name: spec}, phase, kwargs.get("backend"))
         decision, rule = self._decision(spec, device, phase, layer_name, True, **kwargs)
         if decision.backend is None:
             raise refusal(decision, rule, self.plugins)
@@ -142,6 +144,7 @@ class Registry:
         **kwargs: Unpack[SelectKwargs],
     ) -> Decision:
         """As `attnplug.explain`, among the backends of this registry."""
+        _refuse_phase_rule({layer_name: spec}, phase, kwargs.get("backend"))
         return self._decision(spec, device, phase, layer_name, False, **kwargs)[0]
 
     def decide(
@@ -165,6 +168,7 @@ class Registry:
     ) -> dict[str, Decision]:
         """As `attnplug.select_layers`, among the backends of this registry."""
         when = None if phase is None else check_member(Phase, "phase", phase)
+        _refuse_phase_rule(specs, when, kwargs.get("backend"))
         decisions = self.decide_layers(specs, device, (when,), **kwargs)[when]
         for name, decision in decisions.items():
             if decision.backend is None:
@@ -191,7 +195,7 @@ class Registry:
         """
         for rules in rule_sets(kwargs.get("backend")):
             for rule in rules:
-                _check_matches(rule, specs, phases)
+                _check_matches(rule, specs)
         where = resolve_device(device)
         every = {
             (phase, name): self._decision(spec, where, phase, name, True, **kwargs)[0]
@@ -226,7 +230,7 @@ class Registry:
     ) -> Policy:
         sets = rule_sets(backend)
         if layer_name is None:
-            _check_can_match(sets[0], phase)
+            _refuse_layer_rules(sets[0])
         merged: dict[str, Any] = {}
         asked_here = ((sets[0], options), *((block.rules, block.options) for block in USE_BLOCKS.get()))
         # The argument comes last, so that its options replace those of the blocks around it.
@@ -285,24 +289,37 @@ class Registry:
         return decision
 
 
-def _check_can_match(rules: Sequence[Rule], phase: Phase | None) -> None:
-    """PolicyError for a rule that no layer without a name can match in this phase."""
+def _refuse_layer_rules(rules: Sequence[Rule]) -> None:
+    """PolicyError for a rule that no layer without a name can match."""
     for rule in rules:
         if rule.scope == "layer":
             limit = f"is no kind ({', '.join(KINDS)}) and no phase, so it needs layer_name"
             raise PolicyError(rule.source, str(rule), limit)
-        if rule.scope == "phase" and phase is None:
-            raise PolicyError(rule.source, str(rule), "is a rule for one phase", "select for a phase")
 
 
-def _check_matches(rule: Rule, specs: Mapping[str, LayerSpec], phases: Sequence[Phase | None]) -> None:
-    every = ((phase, name, spec) for phase in phases for name, spec in specs.items())
-    if any(rule.matches(spec, phase, name) for phase, name, spec in every):
+def _refuse_phase_rule(
+    specs: Mapping[str, LayerSpec] | Mapping[None, LayerSpec] | Mapping[str | None, LayerSpec],
+    phase: Phase | str | None,
+    backend: Rules,
+) -> None:
+    """PolicyError where a choice for both phases would ignore a rule for one of them."""
+    if phase is not None or not (backend or USE_BLOCKS.get() or os.environ.get(ENVIRONMENT)):
+        return
+    sets = rule_sets(backend)
+    for name, spec in specs.items():
+        # Something else than a LayerSpec is refused later, with its own error.
+        rule = phase_rule_for(sets, spec, name) if isinstance(spec, LayerSpec) else None
+        if rule is not None:
+            limit = "is a rule for one phase, and this choice is for both"
+            raise PolicyError(rule.source, str(rule), limit, _PHASE_REMEDY)
+
+
+def _check_matches(rule: Rule, specs: Mapping[str, LayerSpec]) -> None:
+    # A rule for a phase may be meant for another call: `_refuse_phase_rule` has checked it.
+    if rule.scope == "phase" or any(rule.matches(spec, None, name) for name, spec in specs.items()):
         return
     remedy = None
-    if rule.scope == "phase" and None in phases:
-        remedy = "select for a phase"
-    elif rule.scope == "layer":
+    if rule.scope == "layer":
         near = difflib.get_close_matches(rule.pattern, (*KINDS, *Phase), 1)
         remedy = f"did you mean {near[0]}={rule.backend}?" if near else None
     kinds = sorted({kind for spec in specs.values() for kind in spec.kinds})

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import BackendUnavailableError, LayoutError
-from attnplug.core.spec import AttentionType, Phase
+from attnplug.core.spec import Phase
 from attnplug.registry.decision import Decision
 from attnplug.registry.policy import Rule, rule_for, rule_sets
 from attnplug.registry.registry import Registry, Rules, SelectKwargs
@@ -87,7 +87,7 @@ class _Layer:
 
     def decide(self) -> tuple[Decision, str | None]:
         """The decision, and the reason if the phases' own choices cannot serve the layer together."""
-        if self.both.spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
+        if self.both.spec.is_encoder:
             return self._encoder(), None
         for decision in self.by_phase.values():
             if not decision:

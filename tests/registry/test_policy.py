@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
+from collections.abc import Callable
 
 import pytest
 from fake_plugins import CPU, H100, SLIDING, SPEC, backend, plugin, registry
 
-from attnplug import LayerSpec, Registry, use
+from attnplug import Decision, LayerSpec, Registry, use
 from attnplug.core import MLADims
 from attnplug.errors import BackendUnavailableError, PolicyError, UnknownBackendError
 from attnplug.registry import Rule, parse_rules
@@ -76,7 +79,6 @@ def test_a_layer_name_comes_before_a_kind_before_a_phase_before_the_rest() -> No
     assert ask(SPEC, "decode", "other.0") == "C"
     assert ask(SLIDING, "decode", "other.0") == "B"
     assert ask(SLIDING, "prefill", "other.0") == "A"
-    assert ask(SLIDING, None, "other.0") == "A"
 
 
 def test_the_longest_glob_decides() -> None:
@@ -207,10 +209,45 @@ def test_a_rule_by_name_needs_a_layer_name(rule: str, words: str) -> None:
         two().select(SPEC, CPU, backend=rule)
 
 
-def test_a_rule_by_phase_needs_a_phase() -> None:
-    with pytest.raises(PolicyError, match="backend='decode=B' is a rule for one phase; select for a phase"):
-        two().explain(SPEC, CPU, backend="A,decode=B")
-    assert two().select(SPEC, CPU, "decode", backend="A,decode=B").backend == "B"
+PHASE_ERROR = (
+    "='decode=B' is a rule for one phase, and this choice is for both; select for a phase, "
+    "use attnplug.plan, or ask for one backend named 'PREFILL+DECODE'"
+)
+
+
+@pytest.mark.parametrize("source", ["backend", "attnplug.use", "ATTNPLUG_BACKEND"])
+@pytest.mark.parametrize("ask", ["select", "explain", "select_named", "select_layers"])
+def test_a_choice_for_both_phases_refuses_a_rule_for_one(
+    ask: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, rules = two(), "A,decode=B"
+    given = {"backend": rules} if source == "backend" else {}
+    if source == "ATTNPLUG_BACKEND":
+        monkeypatch.setenv(source, rules)
+    calls: dict[str, Callable[[str | None], Decision]] = {
+        "select": lambda phase: found.select(SPEC, CPU, phase, **given),
+        "explain": lambda phase: found.explain(SPEC, CPU, phase, **given),
+        "select_named": lambda phase: found.select(SPEC, CPU, phase, layer_name="model.0", **given),
+        "select_layers": lambda phase: found.select_layers({"model.0": SPEC}, CPU, phase, **given)["model.0"],
+    }
+    block = use(rules) if source == "attnplug.use" else contextlib.nullcontext()
+    with block:
+        with pytest.raises(PolicyError, match=f"^{re.escape(source + PHASE_ERROR)}$"):
+            calls[ask](None)
+        assert calls[ask]("decode").backend == "B"
+        assert calls[ask]("prefill").backend == "A"
+
+
+def test_a_rule_for_one_phase_is_no_matter_where_another_rule_decides() -> None:
+    found, layers = two(), {"model.0": SLIDING}
+    assert found.select(SLIDING, CPU, backend="sliding=A,decode=B").backend == "A"
+    with use("decode=B"):
+        assert found.select(SPEC, CPU, backend="A").backend == "A"
+        assert found.select_layers(layers, CPU, backend="model.0=C")["model.0"].backend == "C"
+    encoder = SPEC.replace(attn_type="encoder_only", direct_kv=True)
+    assert found.explain(encoder, CPU, backend="A,decode=B").rule == "A"
+    with pytest.raises(PolicyError, match="rule for one phase"):
+        found.explain(encoder, CPU, backend="A,prefill=B")
 
 
 @pytest.mark.parametrize("source", ["argument", "use"])
@@ -220,7 +257,6 @@ def test_a_rule_by_phase_needs_a_phase() -> None:
         ("slidng=B", r"='slidng=B' matches none of 1 layers \(kinds here: full\); did you mean sliding=B\?"),
         ("other.*=B", r"='other.\*=B' matches none of 1 layers \(kinds here: full\)$"),
         ("mla=B", "='mla=B' matches none of 1 layers"),
-        ("A,decode=B", "='decode=B' matches none of 1 layers .*; select for a phase"),
     ],
 )
 def test_a_rule_that_matches_no_layer_is_an_error(rule: str, words: str, source: str) -> None:

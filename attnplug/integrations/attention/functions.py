@@ -101,7 +101,7 @@ def attention(
     call.check(dropout, scaling)
     step = call.mask(attention_mask)
     spec = call.spec(step, scaling)
-    binding = layer.binding(spec, query.device, call.keywords.sinks)
+    binding = layer.binding(spec, query.device, call.keywords.sinks, step.q_length)
     packing = step.packing(query.device, is_cross=spec.attn_type is AttentionType.ENCODER_DECODER)
     tokens = packing.common.num_actual_tokens
     output = query.new_empty(tokens, spec.num_heads, spec.head_size_v)

@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 from attnplug.core.config import BuilderConfig
 from attnplug.core.impl import AttentionImpl, LayerTensors
 from attnplug.core.metadata import AttentionMetadataBuilder
-from attnplug.core.spec import LayerSpec
+from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.attention.packing import Packing
 from attnplug.integrations.attention.step_mask import StepMask
 from attnplug.registry.decision import Decision
 from attnplug.registry.default import select
+from attnplug.registry.policy import phase_rule_for, rule_sets
 
 _log = logging.getLogger("attnplug")
 _ATTRIBUTE = "_attnplug"
@@ -38,14 +39,21 @@ class LayerState:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return LayerState, (self.name,)
 
-    def binding(self, spec: LayerSpec, device: torch.device, sinks: torch.Tensor | None) -> _Binding:
+    def binding(
+        self, spec: LayerSpec, device: torch.device, sinks: torch.Tensor | None, query_len: int
+    ) -> _Binding:
         """The impl and builder for `spec` under the current selection rules; made on first use.
+
+        All requests of a call have `query_len` new tokens, so a call is of one phase, as rules for a phase need.
 
         Raises:
             NoBackendError, BackendUnavailableError, PolicyError: see `attnplug.select`.
             SpecError: sinks that are not one number per head.
         """
-        decision = select(spec, device, layer_name=self.name)
+        phase = None
+        if phase_rule_for(rule_sets(), spec, self.name):
+            phase = Phase.DECODE if query_len == 1 and not spec.is_encoder else Phase.PREFILL
+        decision = select(spec, device, phase, layer_name=self.name)
         backend = decision.get_backend_cls()
         # Rules such as attnplug.use may choose another backend for the next call of the same module.
         key = (backend, spec, device, decision.options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator
 
-from attnplug.core.spec import AttentionType, LayerSpec, Phase
+from attnplug.core.spec import LayerSpec, Phase
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.testing.batches import direct_batch, layer_tensors
 from attnplug.testing.conformance.check import (
@@ -108,7 +108,7 @@ def _serve(target: Target, spec: LayerSpec, keys: set[Hashable]) -> None:
             make_impl(target.backend, spec, layer_tensors(spec, device=target.torch_device))
         return
     keys.add(key)
-    if spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
+    if spec.is_encoder:
         batch = direct_batch(spec, [3, 9], [3, 9], device=target.torch_device)
     else:
         batch = target.batch(spec, [1, 5], [9, 5])

@@ -10,7 +10,7 @@ from typing import Any
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
-from attnplug.core.spec import AttentionType, LayerSpec, Phase
+from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target, of_phase
@@ -128,7 +128,7 @@ def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], li
     # Lengths one below, at and one above each mark find off-by-one mistakes at its end.
     edges = sorted({mark + step for mark in marks if 0 < mark < _LONGEST for step in (-1, 0, 1)} | {1, 40})
     ends = [edge for edge in edges if edge > 0]
-    if spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
+    if spec.is_encoder:
         counts = {"one": ends[-1:], "decode": [1, *ends[-2:]], "alike": ends[-1:] * 3, "idle": [*ends[:3], 0]}
         return counts.get(shape, ends[-5:]), counts.get(shape, ends[-5:])
     if shape == "decode":

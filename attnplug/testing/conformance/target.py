@@ -13,7 +13,7 @@ from attnplug.core.device import Device
 from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name
 from attnplug.core.errors import SpecError
 from attnplug.core.reasons import Reason
-from attnplug.core.spec import AttentionType, LayerSpec, Phase
+from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.batches import Batch, direct_batch, paged_batch
 from attnplug.testing.conformance.check import CheckSkipped, Level
 from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try
@@ -125,7 +125,7 @@ class Target:
             new, tokens, *key_lens = of_phase(self.phase, query_lens, seq_lens, *key_lens)
             changed = new != list(query_lens) or tokens != list(seq_lens)
             # An encoder computes all its tokens at once.
-            partial = spec.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY) and new != tokens
+            partial = spec.is_encoder and new != tokens
             if not in_phase(self.phase, new) or (exact and changed) or partial:
                 queries = ", ".join(map(str, query_lens))
                 raise CheckSkipped(
