@@ -125,6 +125,7 @@ def build_attn_metadata(
     kv_cache_config: KVCacheConfig,
     *,
     for_capture: bool = False,
+    draft_index: int | None = None,
 ) -> dict[str, AttentionMetadata]:
     """Each layer's metadata of one step, built once per attention group.
 
@@ -137,11 +138,16 @@ def build_attn_metadata(
         kv_cache_config: the KV groups.
         for_capture: whether a CUDA graph is captured with it. A capture updates the same groups as a step, because
             the step before a replay must fill the tensors that the captured layers read.
+        draft_index: in speculative decoding, the number of the draft step, from 0, which builders build by
+            `build_for_drafting`; None for other steps.
 
     Raises:
-        BatchError: the batch has another number of KV groups, or other cross groups.
+        BatchError: the batch has another number of KV groups, or other cross groups, or a draft step is captured.
     """
     _check_groups(batch, kv_cache_config)
+    if for_capture and draft_index is not None:
+        remedy = "capture without it: the graph serves draft steps too"
+        raise BatchError("draft_index", draft_index, "is not for captures", remedy)
     commons: dict[int, CommonAttentionMetadata] = {}
     built: dict[Any, AttentionMetadata] = {}
     metadata: dict[str, AttentionMetadata] = {}
@@ -157,10 +163,22 @@ def build_attn_metadata(
             if for_capture:
                 made = group.builder.build_for_cudagraph_capture(commons[at])
             else:
-                made = group.builder.build(0, commons[at])
+                made = build_step(group.builder, commons[at], draft_index)
             built[twin] = made
         metadata.update(dict.fromkeys(group.layer_names, made))
     return metadata
+
+
+def build_step(
+    builder: AttentionMetadataBuilder[Any], common: CommonAttentionMetadata, draft_index: int | None
+) -> AttentionMetadata:
+    """One builder's metadata of a step, or of draft step `draft_index` if that is given."""
+    made: AttentionMetadata
+    if draft_index is None:
+        made = builder.build(0, common)
+    else:
+        made = builder.build_for_drafting(common, draft_index)
+    return made
 
 
 def cross_metadata(

@@ -19,6 +19,7 @@ from attnplug.runtime.allocation import init_kv_cache
 from attnplug.runtime.attention_groups import (
     AttentionGroup,
     build_attn_metadata,
+    build_step,
     init_attn_backend,
     share_workspace,
 )
@@ -146,6 +147,7 @@ class AttentionRuntime:
         direct: CommonAttentionMetadata | None = None,
         *,
         metadata: Mapping[str, AttentionMetadata] | None = None,
+        draft_index: int | None = None,
     ) -> None:
         """Build the metadata of a step for all layers.
 
@@ -153,10 +155,14 @@ class AttentionRuntime:
             batch: for the layers with pages, from `StepBatchBuilder.step`.
             direct: for the layers that get K and V with the call, such as an encoder's.
             metadata: by layer, if that of `batch` was already built, such as for the capture of a graph.
+            draft_index: the number of a draft step, below `config.num_speculative_tokens`: 0 for the step that
+                gives the first draft token. Builders then build by `build_for_drafting`, which is cheap. The step
+                that verifies the drafts is a plain one.
 
         Raises:
             BatchError: neither batch nor direct is given, the batch does not fit the plan or the pool, no layer
-                has direct K and V, or the runtime is closed.
+                has direct K and V, the draft step is out of range or given with metadata, or the runtime is
+                closed.
         """
         self._check_open()
         self._step = {}
@@ -166,10 +172,13 @@ class AttentionRuntime:
             raise BatchError(
                 "direct", direct.num_reqs, "requests, and no layer of the plan has direct K and V"
             )
+        self._check_draft(draft_index, metadata)
         step: dict[str, _LayerStep] = {}
         if batch is not None:
             self._check_order(batch)
-            built = metadata or build_attn_metadata(self.attention_groups, batch, self.kv_cache_config)
+            built = metadata or build_attn_metadata(
+                self.attention_groups, batch, self.kv_cache_config, draft_index=draft_index
+            )
             self._check_slots(batch)
             for group in self.attention_groups:
                 written = batch.num_slots[group.kv_cache_group_id]
@@ -181,7 +190,7 @@ class AttentionRuntime:
             if direct.key_start_loc_cpu is not None:
                 keys = int(direct.key_start_loc_cpu[direct.num_reqs])
             for group in self._direct_groups:
-                made = group.builder.build(0, direct)
+                made = build_step(group.builder, direct, draft_index)
                 step.update(dict.fromkeys(group.layer_names, (made, direct.num_actual_tokens, keys)))
         # Set last: if a builder raises, no step is active.
         self._step = step
@@ -307,6 +316,18 @@ class AttentionRuntime:
                 limit = f"has queries of up to {threshold} tokens behind longer ones, so {decode} of {name} would miss them"
                 remedy = "make batches with the runtime's step_batch_builder(), which orders them"
                 raise BatchError("batch", f"{batch.common.num_reqs} requests", limit, remedy)
+
+    def _check_draft(self, index: int | None, metadata: Mapping[str, AttentionMetadata] | None) -> None:
+        if index is None:
+            return
+        if metadata is not None:
+            raise BatchError("draft_index", index, "has no effect on metadata that is already built")
+        drafts = self.config.num_speculative_tokens
+        if not 0 <= index < drafts:
+            limit = f"must lie in 0 .. {drafts - 1}, below config.num_speculative_tokens={drafts}"
+            if drafts == 0:
+                limit = "needs a runtime that drafts, and config.num_speculative_tokens is 0"
+            raise BatchError("draft_index", index, limit, "set it to the most draft steps")
 
     def _check_slots(self, batch: StepBatch) -> None:
         # On a GPU the host would wait for the largest slot, so only debug mode checks it.

@@ -150,7 +150,9 @@ class GraphState:
             raise BatchError("batch_size", batch_size, limit)
         return self._buffers.first(batch_size, query_len)
 
-    def prepare_graph_input_buffers(self, input_buffers: GraphInputBuffers, batch: StepBatch) -> StepBatch:
+    def prepare_graph_input_buffers(
+        self, input_buffers: GraphInputBuffers, batch: StepBatch, *, draft_index: int | None = None
+    ) -> StepBatch:
         """Copy a step into the buffers before the graph is replayed, and begin the step.
 
         The step begins with the padded batch, so that builders that plan on the host include the padding. Rows of
@@ -160,6 +162,7 @@ class GraphState:
             input_buffers: of the graph to be replayed.
             batch: from `StepBatchBuilder.step`, with at most as many requests as the graph. Each has the graph's
                 number of queries, or fewer if all builders support any batch.
+            draft_index: of a draft step; see `AttentionRuntime.begin_step`.
 
         Returns:
             The padded batch, whose tensors are the buffers.
@@ -170,7 +173,7 @@ class GraphState:
         self._check_fits(input_buffers, batch)
         input_buffers.copy_from(batch)
         padded = self._padded(input_buffers, batch)
-        self._runtime.begin_step(padded)
+        self._runtime.begin_step(padded, draft_index=draft_index)
         return padded
 
     def _levels(self) -> list[tuple[AttentionCGSupport, str]]:

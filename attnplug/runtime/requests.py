@@ -63,6 +63,8 @@ class RequestTable:
         self._capacity = np.zeros(max_num_seqs, dtype=np.int64)
         self._computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._scheduled = np.zeros(max_num_seqs, dtype=np.int64)
+        # Queries of this position and later ones need no page that was freed; earlier ones may.
+        self._first_served = np.zeros(max_num_seqs, dtype=np.int64)
         self._encoder_lens = np.zeros(max_num_seqs, dtype=np.int32)
         self._encoder_written = np.zeros(max_num_seqs, dtype=bool)
         self._placeholder_end = np.zeros(max_num_seqs, dtype=np.int64)
@@ -124,7 +126,7 @@ class RequestTable:
         self.req_ids.append(req_id)
         self._index[req_id] = index
         self._computed[index] = num_computed_tokens
-        self._scheduled[index] = 0
+        self._scheduled[index] = self._first_served[index] = 0
         self._encoder_lens[index] = encoder_len
         self._encoder_written[index] = False
         self._placeholder_end[index] = items[-1].offset + items[-1].length if items else 0
@@ -165,6 +167,8 @@ class RequestTable:
                 "num_blocks", num_blocks, f"must lie in 0 .. {limit}, the pages computed in full"
             )
         # `_has_null_pages` stays as it is: steps write after computed tokens only, never to these pages.
+        if self._tables[group, index, :num_blocks].any():
+            self._first_served[index] = self._computed[index]
         self._tables[group, index, :num_blocks] = 0
 
     def remove_request(self, req_id: str) -> None:
@@ -204,7 +208,7 @@ class RequestTable:
 
     def _move(self, sources: _Ints, targets: _Ints) -> None:
         """Move the requests at `sources` to `targets`, which are the same indices in another order."""
-        counts = self._computed, self._scheduled, self._capacity, self._num_blocks
+        counts = self._computed, self._scheduled, self._first_served, self._capacity, self._num_blocks
         for array in (*counts, self._encoder_lens, self._encoder_written, self._placeholder_end):
             array[..., targets] = array[..., sources]
         # Entries past a request's blocks are never followed, so they need not move.
@@ -273,6 +277,8 @@ class RequestTable:
             end = start + blocks.size
             self._tables[group, index, start:end] = blocks
             self._num_blocks[group, index] = end
-            self._has_null_pages |= bool(blocks.size and blocks.min() == 0)
+            if blocks.size and blocks.min() == 0:
+                self._has_null_pages = True
+                self._first_served[index] = self._computed[index]
         tokens = [int(self._num_blocks[g, index]) * self.block_sizes[g] for g in self._self_groups]
         self._capacity[index] = min(tokens, default=self.max_model_len)

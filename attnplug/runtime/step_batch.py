@@ -161,6 +161,39 @@ class StepBatchBuilder(RequestTable):
         self._computed[:reqs] += counts
         self._stepped = None
 
+    def rollback(self, num_tokens: _Counts) -> None:
+        """Count the last computed tokens of requests as not computed, so that later steps write them again.
+
+        It is for tokens of several finished steps, such as the draft steps of a draft model whose drafts were
+        rejected; `finish_step(accepted)` does it for one step. Requests keep their pages.
+
+        Args:
+            num_tokens: by request, in the order of `req_ids`, or one number for all.
+
+        Raises:
+            BatchError: a step is not finished, counts of another number of requests, more tokens than are
+                computed, or a return to before the last `free_blocks`, because the keys of its window are gone.
+        """
+        if self._stepped is not None:
+            raise BatchError("step", "not finished", "cannot be rolled back", "call finish_step first")
+        counts = self._counts("num_tokens", num_tokens)
+        computed, served = self._computed[: self.num_reqs], self._first_served[: self.num_reqs]
+        bad = (counts < 0) | (counts > computed)
+        if bad.any():
+            worst = int(bad.argmax())
+            limit = (
+                f"of request {self.req_ids[worst]} must lie in 0 .. {computed[worst]}, its computed tokens"
+            )
+            raise BatchError("num_tokens", int(counts[worst]), limit)
+        bad = (counts > 0) & (computed - counts < served)
+        if bad.any():
+            worst = int(bad.argmax())
+            limit = f"of request {self.req_ids[worst]} goes to before token {served[worst]}, where pages were freed"
+            raise BatchError(
+                "num_tokens", int(counts[worst]), limit, "free pages after the drafts are verified"
+            )
+        computed -= counts
+
     def profile_step(self, num_reqs: int, num_tokens: int) -> StepBatch:
         """A batch of dummy requests for memory profiling, with slots -1 and the null block for all pages.
 

@@ -25,12 +25,20 @@ def config(**changes: Any) -> BuilderConfig:
 
 
 def served(
-    specs: Any = None, level: AttentionCGSupport = UNIFORM, debug: bool = False, **asked: Any
+    specs: Any = None,
+    level: AttentionCGSupport = UNIFORM,
+    debug: bool = False,
+    drafts: int = 0,
+    **asked: Any,
 ) -> ServedModel:
     """A model on a backend whose builders declare `level`; graphs of 2 and 4 requests."""
     with offered(graph_backend(level)):
         return ServedModel(
-            specs or {"0": FULL, "1": SLIDING}, config=config(), max_model_len=LONGEST, debug=debug, **asked
+            specs or {"0": FULL, "1": SLIDING},
+            config=config(num_speculative_tokens=drafts),
+            max_model_len=LONGEST,
+            debug=debug,
+            **asked,
         )
 
 

@@ -105,7 +105,22 @@ class ServedModel:
         self.finish(accepted, **scheduled)
         return batch
 
-    def begin(self, **scheduled: int) -> StepBatch:
+    def draft(self, index: int, **scheduled: int) -> StepBatch:
+        """Run draft step `index`; its tokens are not verified, so windows free no page."""
+        batch = self.begin(index, **scheduled)
+        for layer in self._order():
+            self.check(layer, self.draw(layer, scheduled))
+        self.count(scheduled)
+        return batch
+
+    def rollback(self, **rejected: int) -> None:
+        """Forget the last computed tokens of requests, and their keys."""
+        self.batches.rollback({name: rejected.get(name, 0) for name in self.batches.req_ids})
+        for name, count in rejected.items():
+            self.requests[name].computed -= count
+        self._forget()
+
+    def begin(self, draft_index: int | None = None, /, **scheduled: int) -> StepBatch:
         """Pages for the tokens, and the step begun."""
         for name, count in scheduled.items():
             request = self.requests[name]
@@ -119,7 +134,7 @@ class ServedModel:
             self.batches.append_blocks(name, fresh)
         self.first = {n for n, r in self.requests.items() if r.computed == 0 and scheduled.get(n)}
         batch = self.batches.step({name: scheduled.get(name, 0) for name in self.batches.req_ids})
-        self.runtime.begin_step(batch)
+        self.runtime.begin_step(batch, draft_index=draft_index)
         return batch
 
     def draw(self, layer: str, scheduled: Mapping[str, int]) -> Drawn:
@@ -165,18 +180,27 @@ class ServedModel:
 
     def finish(self, accepted: Mapping[str, int] | None = None, **scheduled: int) -> None:
         """Count the tokens, forget the keys of those not accepted, and free what windows have passed."""
-        kept = {name: (accepted or {}).get(name, count) for name, count in scheduled.items()}
-        self.batches.finish_step({name: kept.get(name, 0) for name in self.batches.req_ids})
+        self.count({name: (accepted or {}).get(name, count) for name, count in scheduled.items()})
         for name, request in self.requests.items():
-            request.computed += kept.get(name, 0)
-            request.keys = {
-                layer: (k[: request.computed], v[: request.computed])
-                for layer, (k, v) in request.keys.items()
-            }
             for group, spec in enumerate(self.groups):
                 if isinstance(spec.kv_cache_spec, SlidingWindowSpec):
                     passed = request.computed - spec.kv_cache_spec.sliding_window + 1
                     self._free(name, group, max(passed, 0) // self._size(group))
+
+    def count(self, kept: Mapping[str, int]) -> None:
+        """Count tokens of the step as computed."""
+        self.batches.finish_step({name: kept.get(name, 0) for name in self.batches.req_ids})
+        for name, count in kept.items():
+            self.requests[name].computed += count
+        self._forget()
+
+    def _forget(self) -> None:
+        """Keep the keys of computed tokens only."""
+        for request in self.requests.values():
+            request.keys = {
+                layer: (k[: request.computed], v[: request.computed])
+                for layer, (k, v) in request.keys.items()
+            }
 
     def _free(self, name: str, group: int, pages: int) -> None:
         held = self.requests[name].blocks[group]

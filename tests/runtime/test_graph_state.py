@@ -81,6 +81,22 @@ def test_buffers_have_no_more_requests_than_the_largest_size():
 # A step copied in
 
 
+def test_a_draft_step_is_built_for_drafting(monkeypatch):
+    model = served(drafts=2)
+    state, calls = state_of(model), []
+    for group in model.runtime.attention_groups:
+        build = group.builder.build_for_drafting
+        note = lambda common, index, build=build: calls.append(index) or build(common, index)  # noqa: E731
+        monkeypatch.setattr(group.builder, "build_for_drafting", note)
+    model.add("a")
+    batch = model.begin(a=1)
+    buffers = state.get_graph_input_buffers(2)
+    state.prepare_graph_input_buffers(buffers, batch)
+    assert calls == []
+    state.prepare_graph_input_buffers(buffers, batch, draft_index=1)
+    assert calls == [1] * len(model.runtime.attention_groups)
+
+
 def test_a_smaller_step_is_padded():
     model = served()
     state = state_of(model)

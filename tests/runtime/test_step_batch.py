@@ -40,6 +40,7 @@ def state(made: StepBatchBuilder) -> list[Any]:
     arrays = (
         made._computed,
         made._scheduled,
+        made._first_served,
         made._capacity,
         made._encoder_lens,
         made._encoder_written,
@@ -413,6 +414,82 @@ def test_one_accepted_number_is_for_all():
     made.step(2)
     made.finish_step(1)
     assert made.num_computed_tokens_cpu.tolist() == [1, 1]
+
+
+def test_tokens_of_several_steps_are_rolled_back_and_written_again():
+    made = builder(block_sizes=[4, 2])
+    made.add_request("a", [[1, 2], [1, 2, 3, 4]], num_computed_tokens=2)
+    made.add_request("b", [[3, 4], [5, 6, 7, 8]], num_computed_tokens=3)
+    for _ in range(3):
+        made.step(1)
+        made.finish_step()
+    made.rollback({"b": 3, "a": 1})
+    assert made.num_computed_tokens_cpu.tolist() == [4, 3]
+    batch = made.step(2)
+    assert batch.common.seq_lens.tolist() == [6, 5]
+    assert batch.of_group(0)[1].tolist() == [8, 9, 15, 16]
+    assert batch.of_group(1)[1].tolist() == [6, 7, 13, 14]
+    made.finish_step()
+    made.rollback(0)
+    made.rollback(np.array([6, 0]))
+    assert made.num_computed_tokens_cpu.tolist() == [0, 5]
+
+
+def test_a_rollback_goes_to_where_pages_were_last_freed_and_no_further():
+    made = builder()
+    made.add_request("a", [[1, 2, 3]], num_computed_tokens=9)
+    made.add_request("b", [[0, 4, 5]], num_computed_tokens=6)
+    made.add_request("c", [[6, 7, 8]], num_computed_tokens=9)
+    made.free_blocks("a", 0, 1)
+    for _ in range(2):
+        made.step(1)
+        made.finish_step()
+    made.free_blocks("a", 0, 1)  # freed before: it makes nothing worse
+    made.swap_states(0, 2)
+    made.rollback({"a": 2, "b": 2, "c": 2})
+    assert made.num_computed_tokens_cpu.tolist() == [9, 6, 9]
+    before = state(made)
+    for name, token in (("a", 9), ("b", 6)):
+        with pytest.raises(BatchError) as error:
+            made.rollback({"a": 0, "b": 0, "c": 1} | {name: 1})
+        said = f"num_tokens=1 of request {name} goes to before token {token}, where pages were freed"
+        assert said in str(error.value)
+        assert state(made) == before
+    made.remove_request("a")
+    made.add_request("a", [[1, 2, 3]], num_computed_tokens=9)
+    made.rollback({"a": 9, "b": 0, "c": 9})
+    assert made.step(1).common.seq_lens.tolist() == [1, 7, 1]
+
+
+def test_a_step_that_is_not_finished_cannot_be_rolled_back():
+    made = builder()
+    made.add_request("a", [[1]], num_computed_tokens=2)
+    made.step()
+    before = state(made)
+    with pytest.raises(BatchError, match="cannot be rolled back; call finish_step first"):
+        made.rollback(1)
+    assert state(made) == before
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ([1], "num_tokens=(1,) must be one count for each of 2 requests"),
+        ([0, 4], "num_tokens=4 of request b must lie in 0 .. 3, its computed tokens"),
+        ([-1, 0], "num_tokens=-1 of request a must lie in 0 .. 2, its computed tokens"),
+        ({"a": 1}, "num_tokens='b' has no count"),
+        ([0.5, 1], "num_tokens=[0.5, 1] must be integers"),
+    ],
+)
+def test_a_rollback_that_is_refused_names_what_is_wrong_and_changes_nothing(counts, said):
+    made = builder()
+    made.add_request("a", [[1]], num_computed_tokens=2)
+    made.add_request("b", [[2]], num_computed_tokens=3)
+    before = state(made)
+    with pytest.raises(BatchError) as error:
+        made.rollback(counts)
+    assert said in str(error.value)
+    assert state(made) == before
 
 
 def test_a_step_is_finished_for_whoever_is_left_of_it():

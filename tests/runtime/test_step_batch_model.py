@@ -32,6 +32,7 @@ class Request:
     encoder_len: int = 0
     encoder_written: bool = False
     scheduled: int = 0
+    served: int = 0
     items: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
     def slot(self, group: int, position: int, size: int) -> int:
@@ -93,6 +94,7 @@ class StepBatchModel(RuleBasedStateMachine):
         )
         assert index == len(self.requests)
         request.pages = [list(pages) for pages in request.pages]
+        request.served = computed if any(0 in pages for pages in request.pages) else 0
         self.requests.append(request)
 
     @precondition(lambda self: self.requests)
@@ -117,6 +119,8 @@ class StepBatchModel(RuleBasedStateMachine):
             most = min(request.computed // self.sizes[group], len(request.pages[group]))
             count = data.draw(st.integers(0, most))
             self.builder.free_blocks(request.name, group, count)
+            if any(request.pages[group][:count]):
+                request.served = request.computed
             request.pages[group][:count] = [0] * count
 
     @precondition(lambda self: self.requests)
@@ -226,6 +230,21 @@ class StepBatchModel(RuleBasedStateMachine):
             request.encoder_written |= request.scheduled > 0
             request.scheduled = 0
         self.stepped = None
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def rollback(self, data: Any) -> None:
+        counts = [data.draw(st.integers(0, r.computed)) for r in self.requests]
+        bad = any(
+            count and r.computed - count < r.served for r, count in zip(self.requests, counts, strict=True)
+        )
+        if self.stepped is not None or bad:
+            with pytest.raises(BatchError):
+                self.builder.rollback(counts)
+            return
+        self.builder.rollback(counts)
+        for request, count in zip(self.requests, counts, strict=True):
+            request.computed -= count
 
     @invariant()
     def the_order_and_the_computed_tokens_agree(self) -> None:
