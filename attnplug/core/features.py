@@ -175,8 +175,9 @@ class Feature(enum.Flag):
         label="mm prefix",
         option="--mm-prefix",
         help="Bidirectional multimodal spans.",
+        per_request=True,
     )
-    """Spans of multimodal tokens see each other in both directions."""
+    """Tokens of a multimodal span see their whole span, whatever the causal mask, window or chunk hides."""
     LSE = Ask(
         field="needs_lse", label="LSE", option="--lse", help="The log-sum-exp is needed.", per_request=True
     )

@@ -61,6 +61,15 @@ class CommonAttentionMetadata:
     dcp_local_seq_lens: torch.Tensor | None = None
     dcp_local_seq_lens_cpu: torch.Tensor | None = None
 
+    mm_prefix_spans: torch.Tensor | None = None
+    """For layers with mm_prefix: the span of each token, int32 `[at least T, 2]` on the device.
+
+    A row has the positions of the span's first token and of the token after its last; (0, 0) outside of spans.
+    None means that nobody gave spans, which such layers refuse; a step of text has zeros.
+    """
+    mm_prefix_spans_cpu: torch.Tensor | None = None
+    """The same on the host, so that nothing waits for the device."""
+
     seq_lens_host: npt.NDArray[np.int32] | None = None
     """Lengths on the host, given by the engine; never copied from the device."""
     seq_lens_host_exact: bool = True
@@ -97,6 +106,13 @@ class CommonAttentionMetadata:
             self._num_computed_tokens = self.seq_lens - self.query_start_loc.diff()
         return self._num_computed_tokens
 
+    def host_mm_prefix_spans(self) -> torch.Tensor | None:
+        """The spans on the host, int32 `[at least T, 2]`; None if only the device has them, or nobody."""
+        if self.mm_prefix_spans_cpu is not None:
+            return self.mm_prefix_spans_cpu
+        spans = self.mm_prefix_spans
+        return spans if spans is not None and spans.device.type == "cpu" else None
+
     def unpadded(self, num_actual_tokens: int, num_actual_reqs: int) -> CommonAttentionMetadata:
         """A view of the first requests and tokens, without graph padding; no tensor is copied.
 
@@ -112,7 +128,7 @@ class CommonAttentionMetadata:
                 raise BatchError(name, value, f"must lie in 0 .. {limit}, the size of the batch")
         reqs, starts, tokens = num_actual_reqs, num_actual_reqs + 1, num_actual_tokens
         ends = dict.fromkeys(_PER_REQUEST, reqs) | dict.fromkeys(_START_LOCATIONS, starts)
-        ends["slot_mapping"] = tokens
+        ends |= dict.fromkeys(_PER_TOKEN, tokens)
         cut: dict[str, Any] = {"num_reqs": reqs, "num_actual_tokens": tokens}
         for name, end in ends.items():
             value = getattr(self, name)
@@ -121,6 +137,7 @@ class CommonAttentionMetadata:
 
 
 _START_LOCATIONS = ("query_start_loc", "query_start_loc_cpu", "key_start_loc", "key_start_loc_cpu")
+_PER_TOKEN = ("slot_mapping", "mm_prefix_spans", "mm_prefix_spans_cpu")
 _PER_REQUEST = (
     *("seq_lens", "block_table_tensor", "encoder_seq_lens", "encoder_seq_lens_cpu", "seq_lens_host"),
     *("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "_seq_lens_cpu", "_num_computed_tokens_cpu"),

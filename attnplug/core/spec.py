@@ -78,7 +78,8 @@ class LayerSpec:
         has_alibi: `-slope * abs(key_pos - query_pos)` is added to the logits.
         mla: dimensions of multi-head latent attention.
         sparse: only keys that an indexer picks are seen.
-        mm_prefix: spans of multimodal tokens see each other in both directions.
+        mm_prefix: tokens of a multimodal span also see all of their span, in both directions and past the
+            window or chunk.
         direct_kv: K and V come with the call, not from pages.
         needs_lse: the engine merges partial results and needs the log-sum-exp.
 

@@ -92,6 +92,11 @@ def _kinds(backend: type[AttentionBackend], spec: LayerSpec) -> Iterator[Reason]
             yield Reason(flag.refusal, code=flag.code, field=flag.ask.field)
         elif flag.ask.only and declared and not asked:
             yield Reason(flag.ask.only, code=flag.code, field=flag.ask.field)
+    if spec.mm_prefix and spec.attn_type is AttentionType.ENCODER_DECODER and backend.supports_mm_prefix():
+        fact = (
+            f"{Feature.MM_PREFIX.refusal} in cross attention: its keys are the encoder's, and have no spans"
+        )
+        yield Reason(fact, code=Feature.MM_PREFIX.code, field="mm_prefix")
 
 
 def _device(backend: type[AttentionBackend], device: Device) -> Iterator[Reason]:

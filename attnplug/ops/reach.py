@@ -1,4 +1,4 @@
-"""The keys that a query sees: causality, windows and chunks together give one range of positions."""
+"""The keys that a query sees: causality, windows, chunks and spans together give one range of positions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reach:
-    """A query at position p sees `p - left .. p + right`, within its chunk.
+    """A query at position p sees `p - left .. p + right`, within its chunk, and the whole of its span.
 
     Args:
         left: keys before the query's own position; -1 without limit.
         right: keys after it; -1 without limit.
         chunk: positions of a chunk; 0 without chunks.
+        spans: whether multimodal spans are seen as a whole.
     """
 
     left: int
     right: int
     chunk: int
+    spans: bool = False
 
     @classmethod
     def of(cls, spec: LayerSpec, causal: bool) -> Reach:
@@ -38,18 +40,30 @@ class Reach:
         if spec.causal and not causal:
             remedy = "declare the layer with causal=False"
             raise BatchError("causal", causal, "cannot widen a causal layer", remedy)
-        return cls(left, 0 if causal else right, spec.chunk_size or 0)
+        return cls(left, 0 if causal else right, spec.chunk_size or 0, spec.mm_prefix)
 
-    def bounds(self, positions: _Ints, first: _Ints, end: _Ints) -> tuple[_Ints, _Ints]:
+    def bounds(
+        self, positions: _Ints, first: _Ints, end: _Ints, spans: _Ints | None = None
+    ) -> tuple[_Ints, _Ints]:
         """`[low, high)`, the keys among `[first, end)` that queries at `positions` see; arguments broadcast.
+
+        `spans [*positions.shape, 2]` has the first position of each query's span and one past its last, (0, 0)
+        without a span; it is read only if `self.spans`. A span and a window both contain the query's own position,
+        so together they are one range.
 
         `low == high` for queries that see nothing. Neither decreases over the queries of a request.
         """
-        low, high = np.broadcast_to(first, positions.shape), np.broadcast_to(end, positions.shape)
+        shape = positions.shape
+        low, high = np.broadcast_to(first, shape), np.broadcast_to(end, shape)
         if self.left >= 0:
             low = np.maximum(low, positions - self.left)
         if self.chunk:
             low = np.maximum(low, positions // self.chunk * self.chunk)
         if self.right >= 0:
             high = np.minimum(high, positions + self.right + 1)
+        if self.spans and spans is not None:
+            start, stop = spans[..., 0], spans[..., 1]
+            inside = stop > start
+            low = np.where(inside, np.maximum(np.minimum(low, start), first), low)
+            high = np.where(inside, np.minimum(np.maximum(high, stop), end), high)
         return low, np.maximum(low, high)

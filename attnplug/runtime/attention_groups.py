@@ -207,6 +207,8 @@ def cross_metadata(
         key_start_loc_cpu=None,
         dcp_local_seq_lens=None,
         dcp_local_seq_lens_cpu=None,
+        mm_prefix_spans=None,
+        mm_prefix_spans_cpu=None,
         _seq_lens_cpu=None,
         _num_computed_tokens_cpu=None,
     )

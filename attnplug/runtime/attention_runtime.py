@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Self, TypeAlias, cast
 
 import torch
@@ -87,6 +87,7 @@ class AttentionRuntime:
         self.attention_groups = init_attn_backend(groups, paged, self.config, self.device)
         """The layers with pages, grouped by builder."""
         self._direct_groups = self._make_direct_groups()
+        self._needs_spans = _first_with_spans(self.attention_groups), _first_with_spans(self._direct_groups)
         backends = {name: decision.get_backend_cls() for name, decision in paged.items()}
         layouts = {name: str(decision.kv_cache_layout) for name, decision in paged.items()}
         self.kv_caches = init_kv_cache(self.kv_cache_config, plan.specs, backends, self.device, layouts)
@@ -99,17 +100,22 @@ class AttentionRuntime:
         self._closed = False
 
     def step_batch_builder(
-        self, max_model_len: int | None = None, max_encoder_len: int = 0
+        self,
+        max_model_len: int | None = None,
+        max_encoder_len: int = 0,
+        mm_prefix_modalities: Collection[str] | None = None,
     ) -> StepBatchBuilder:
         """A StepBatchBuilder for the KV groups of the plan and the limits of this runtime.
 
         Args:
             max_model_len: longest sequence; by default the configuration's.
             max_encoder_len: longest encoder sequence, for cross-attention layers.
+            mm_prefix_modalities: for layers with mm_prefix, the modalities whose placeholders are spans; None for
+                all.
 
         Raises:
-            BatchError: a length is missing or above the configuration's, the plan has no pages, or the runtime
-                is closed.
+            BatchError: a length is missing or above the configuration's, the plan has no pages, modalities are
+                given and no layer has mm_prefix, or the runtime is closed.
         """
         self._check_open()
         groups = self.kv_cache_config.kv_cache_groups
@@ -128,7 +134,14 @@ class AttentionRuntime:
                 for group in self.attention_groups
                 if (threshold := group.builder.reorder_batch_threshold) is not None
             ],
+            mm_prefix=self.has_mm_prefix,
+            mm_prefix_modalities=mm_prefix_modalities,
         )
+
+    @property
+    def has_mm_prefix(self) -> bool:
+        """Whether a layer with pages needs the multimodal spans of a step."""
+        return self._needs_spans[0] is not None
 
     def warm_up(self) -> WarmUpReport:
         """Let the backends compile the kernels of the plan's steps; see `warm_up`.
@@ -161,8 +174,8 @@ class AttentionRuntime:
 
         Raises:
             BatchError: neither batch nor direct is given, the batch does not fit the plan or the pool, no layer
-                has direct K and V, the draft step is out of range or given with metadata, or the runtime is
-                closed.
+                has direct K and V, a layer with mm_prefix gets no spans, the draft step is out of range or given
+                with metadata, or the runtime is closed.
         """
         self._check_open()
         self._step = {}
@@ -176,6 +189,7 @@ class AttentionRuntime:
         step: dict[str, _LayerStep] = {}
         if batch is not None:
             self._check_order(batch)
+            _check_spans("batch.common", batch.common, self._needs_spans[0])
             built = metadata or build_attn_metadata(
                 self.attention_groups, batch, self.kv_cache_config, draft_index=draft_index
             )
@@ -185,6 +199,7 @@ class AttentionRuntime:
                 for name in group.layer_names:
                     step[name] = built[name], batch.common.num_actual_tokens, written
         if direct is not None:
+            _check_spans("direct", direct, self._needs_spans[1])
             # The number of keys is 0, which checks nothing, if only the device has it.
             keys = direct.num_actual_tokens if direct.key_start_loc is None else 0
             if direct.key_start_loc_cpu is not None:
@@ -343,6 +358,20 @@ class AttentionRuntime:
     def _check_open(self) -> None:
         if self._closed:
             raise BatchError("runtime", "closed", "cannot be used any more", "make another one")
+
+
+def _first_with_spans(groups: Iterable[AttentionGroup]) -> str | None:
+    """A layer that needs multimodal spans."""
+    return next((g.layer_names[0] for g in groups if any(spec.mm_prefix for spec in g.specs)), None)
+
+
+def _check_spans(field: str, common: CommonAttentionMetadata, layer: str | None) -> None:
+    """BatchError if `layer` needs multimodal spans and the step has none."""
+    if layer is not None and common.mm_prefix_spans is None:
+        remedy = "give int32 [T, 2], zeros for text; the runtime's step_batch_builder() fills them"
+        raise BatchError(
+            f"{field}.mm_prefix_spans", None, f"is required: layer {layer} has mm_prefix", remedy
+        )
 
 
 def longest_sequence(config: BuilderConfig, max_model_len: int | None) -> int:

@@ -23,6 +23,7 @@ class GraphInputBuffers:
         block_tables: int32 `[G, B, max_blocks]` of the G KV groups.
         slot_mappings: int64 `[G, B * q]`; always -1 in cross groups.
         encoder_seq_lens: int32 `[B]`; None without cross groups.
+        mm_prefix_spans: int32 `[B * q, 2]`; None without layers with mm_prefix.
     """
 
     batch_size: int
@@ -32,6 +33,7 @@ class GraphInputBuffers:
     block_tables: torch.Tensor
     slot_mappings: torch.Tensor
     encoder_seq_lens: torch.Tensor | None
+    mm_prefix_spans: torch.Tensor | None
 
     @property
     def num_tokens(self) -> int:
@@ -47,11 +49,13 @@ class GraphInputBuffers:
         groups: int,
         max_blocks: int,
         with_encoder: bool,
+        with_spans: bool,
         device: torch.device,
     ) -> GraphInputBuffers:
         """New buffers for `groups` KV groups, with tables of `max_blocks` pages."""
         # Padding requests have length 1 and the null block, and slot -1 keeps them from writing.
         seq_lens = torch.ones(batch_size, dtype=torch.int32, device=device)
+        spans = torch.zeros(batch_size * query_len, 2, dtype=torch.int32, device=device)
         slots = torch.full((groups, batch_size * query_len), PAD_SLOT_ID, dtype=torch.int64, device=device)
         return cls(
             batch_size=batch_size,
@@ -61,6 +65,7 @@ class GraphInputBuffers:
             block_tables=torch.zeros(groups, batch_size, max_blocks, dtype=torch.int32, device=device),
             slot_mappings=slots,
             encoder_seq_lens=torch.ones_like(seq_lens) if with_encoder else None,
+            mm_prefix_spans=spans if with_spans else None,
         )
 
     def first(self, batch_size: int, query_len: int) -> GraphInputBuffers:
@@ -73,7 +78,7 @@ class GraphInputBuffers:
             raise BatchError("batch_size", batch_size, f"must lie in 1 .. {self.batch_size}")
         if not 1 <= query_len <= self.query_len:
             raise BatchError("query_len", query_len, f"must lie in 1 .. {self.query_len}")
-        encoder = self.encoder_seq_lens
+        encoder, spans = self.encoder_seq_lens, self.mm_prefix_spans
         return GraphInputBuffers(
             batch_size=batch_size,
             query_len=query_len,
@@ -82,6 +87,7 @@ class GraphInputBuffers:
             block_tables=self.block_tables[:, :batch_size],
             slot_mappings=self.slot_mappings[:, : batch_size * query_len],
             encoder_seq_lens=None if encoder is None else encoder[:batch_size],
+            mm_prefix_spans=None if spans is None else spans[: batch_size * query_len],
         )
 
     def clear(self) -> None:
@@ -104,6 +110,9 @@ class GraphInputBuffers:
                 self.slot_mappings[group, :count].copy_(batch.of_group(group)[1], non_blocking=True)
         if self.encoder_seq_lens is not None and common.encoder_seq_lens is not None:
             self.encoder_seq_lens[:reqs].copy_(common.encoder_seq_lens, non_blocking=True)
+        if self.mm_prefix_spans is not None and common.mm_prefix_spans is not None:
+            tokens = common.num_actual_tokens
+            self.mm_prefix_spans[:tokens].copy_(common.mm_prefix_spans[:tokens], non_blocking=True)
         self._pad(reqs, common.num_actual_tokens)
 
     def _pad(self, reqs: int, tokens: int) -> None:
@@ -118,3 +127,5 @@ class GraphInputBuffers:
         self.slot_mappings[:, tokens:].fill_(PAD_SLOT_ID)
         if self.encoder_seq_lens is not None:
             self.encoder_seq_lens[reqs:].fill_(1)
+        if self.mm_prefix_spans is not None:
+            self.mm_prefix_spans[tokens:].fill_(0)

@@ -83,6 +83,7 @@ class GraphState:
             groups=len(groups),
             max_blocks=blocks,
             with_encoder=bool(self._cross),
+            with_spans=runtime.has_mm_prefix,
             device=runtime.device,
         )
 
@@ -206,6 +207,10 @@ class GraphState:
         if common.max_seq_len > self.max_model_len:
             limit = f"must not pass max_model_len={self.max_model_len}"
             raise BatchError("batch.max_seq_len", common.max_seq_len, limit)
+        if buffers.mm_prefix_spans is not None and common.mm_prefix_spans is None:
+            limit = "is required: a captured layer has mm_prefix"
+            remedy = "make batches with the runtime's step_batch_builder()"
+            raise BatchError("batch.common.mm_prefix_spans", None, limit, remedy)
         queries = np.diff(common.query_start_loc_cpu.numpy())
         uniform = bool((queries == buffers.query_len).all())
         if not uniform and (
@@ -228,10 +233,15 @@ class GraphState:
         # The longest sequence, so that values which builders derive from it fit every replayed step.
         lengths = np.full(reqs, self.max_model_len, dtype=np.int32)
         encoder = np.full(reqs, self.max_encoder_len, dtype=np.int32) if self._cross else None
-        return self._batch(buffers, starts, lengths, False, encoder, ())
+        spans = torch.zeros(buffers.num_tokens, 2, dtype=torch.int32) if self._runtime.has_mm_prefix else None
+        return self._batch(buffers, starts, lengths, False, encoder, spans, ())
 
     def _padded(self, buffers: GraphInputBuffers, batch: StepBatch) -> StepBatch:
         common, padding = batch.common, buffers.batch_size - batch.common.num_reqs
+        spans = common.mm_prefix_spans_cpu
+        if spans is not None:
+            rows = buffers.num_tokens - common.num_actual_tokens
+            spans = torch.cat([spans[: common.num_actual_tokens], spans.new_zeros(rows, 2)])
         ends = common.num_actual_tokens + torch.arange(1, padding + 1, dtype=torch.int32) * buffers.query_len
         return self._batch(
             buffers,
@@ -239,6 +249,7 @@ class GraphState:
             _extended(common.seq_lens_host, padding),
             common.seq_lens_host_exact,
             _extended(common.encoder_seq_lens_cpu, padding) if self._cross else None,
+            spans,
             batch.req_ids,
         )
 
@@ -249,6 +260,7 @@ class GraphState:
         lengths: _Lengths | None,
         exact: bool,
         encoder: _Lengths | None,
+        spans: torch.Tensor | None,
         req_ids: tuple[str, ...],
     ) -> StepBatch:
         tokens = buffers.num_tokens
@@ -266,6 +278,8 @@ class GraphState:
             seq_lens_host_exact=exact,
             encoder_seq_lens=buffers.encoder_seq_lens,
             encoder_seq_lens_cpu=encoder,
+            mm_prefix_spans=buffers.mm_prefix_spans,
+            mm_prefix_spans_cpu=spans,
         )
         groups = buffers.block_tables.shape[0]
         counts = tuple(0 if group in self._cross else tokens for group in range(groups))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.ops.buffers import StagingRing
+from attnplug.runtime.mm_prefix import MMPrefix
 from attnplug.runtime.placeholders import Placeholder, PlaceholderRanges, check_placeholders
 from attnplug.runtime.staging import StepStaging
 
@@ -37,6 +38,8 @@ class RequestTable:
         cross_groups: Sequence[int] = (),
         max_encoder_len: int = 0,
         reorder_batch_thresholds: Sequence[int] = (),
+        mm_prefix: bool = False,
+        mm_prefix_modalities: Collection[str] | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.reorder_batch_thresholds = tuple(sorted(set(reorder_batch_thresholds)))
@@ -47,6 +50,10 @@ class RequestTable:
         self.block_sizes = tuple(block_sizes)
         self.cross_groups = frozenset(cross_groups)
         self._check_sizes()
+        if mm_prefix_modalities is not None and not mm_prefix:
+            found = sorted(mm_prefix_modalities)
+            raise BatchError("mm_prefix_modalities", found, "is for builders of layers with mm_prefix")
+        self._mm_prefix = MMPrefix(mm_prefix_modalities, max_num_batched_tokens) if mm_prefix else None
         groups = len(self.block_sizes)
         self._self_groups = [g for g in range(groups) if g not in self.cross_groups]
         lengths = [max_encoder_len if g in self.cross_groups else max_model_len for g in range(groups)]
@@ -74,7 +81,7 @@ class RequestTable:
         slots = max(max_num_batched_tokens, max_num_seqs * max_encoder_len)
         sizes = max_num_seqs, max_num_batched_tokens, slots, self._tables.shape
         # Two sets: the host fills one while the device may still copy from the other.
-        self._ring = StagingRing([StepStaging(*sizes, self.device) for _ in range(2)], self.device)
+        self._ring = StagingRing([StepStaging(*sizes, self.device, mm_prefix) for _ in range(2)], self.device)
         self._rows = np.arange(max(max_num_seqs + 1, slots), dtype=np.int64)
 
     @property
@@ -103,10 +110,12 @@ class RequestTable:
                 passed; their tokens are not written.
             num_computed_tokens: tokens already cached, such as a shared prefix.
             encoder_len: encoder tokens that its cross-attention layers attend to.
-            placeholders: by modality, `(offset, length)` of the tokens that get the embedding of an item.
+            placeholders: by modality, `(offset, length)` of the tokens that get the embedding of an item. For
+                layers with mm_prefix, each is a span whose tokens see each other.
 
         Raises:
-            BatchError: the name is in use, all places are taken, or counts do not fit.
+            BatchError: the name is in use, all places are taken, counts do not fit, or no step can compute a
+                span as a whole.
         """
         index = self.num_reqs
         if req_id in self._index:
@@ -121,6 +130,8 @@ class RequestTable:
         if not 0 <= encoder_len <= self.max_encoder_len:
             raise BatchError("encoder_len", encoder_len, f"must lie in 0 .. {self.max_encoder_len}")
         items = check_placeholders(placeholders or {}, self.max_model_len)
+        if self._mm_prefix is not None:
+            self._mm_prefix.check_request(items, num_computed_tokens)
         # The pages are checked before the first write, because a call that raises changes nothing.
         pages = self._pages(block_ids, index, fresh=True) if len(block_ids) else None
         self.req_ids.append(req_id)

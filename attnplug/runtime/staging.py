@@ -35,6 +35,7 @@ class StepStaging:
     """One step's fields, on the host and on the device.
 
     `slots` is the most slots of a KV group, `tables` the shape `(G, max_num_seqs, max_blocks)` of the block tables.
+    With `mm_prefix`, each token has a multimodal span.
     """
 
     def __init__(
@@ -44,12 +45,15 @@ class StepStaging:
         slots: int,
         tables: tuple[int, ...],
         device: torch.device,
+        mm_prefix: bool = False,
     ) -> None:
         self.query_start_loc = CpuGpuBuffer(max_num_seqs + 1, dtype=torch.int32, device=device)
         self.seq_lens = CpuGpuBuffer(max_num_seqs, dtype=torch.int32, device=device)
         self.encoder_seq_lens = CpuGpuBuffer(max_num_seqs, dtype=torch.int32, device=device)
         self.slots = PackedBuffer(tables[0], slots, dtype=torch.int64, device=device)
         self.placeholders = PackedBuffer(2, max_num_batched_tokens, dtype=torch.int64, device=device)
+        spans = max_num_batched_tokens if mm_prefix else 0
+        self.mm_prefix_spans = CpuGpuBuffer(spans, 2, dtype=torch.int32, device=device)
         # On the CPU steps read the builder's own tables, so the staging buffer is empty there.
         self._on_device = device.type != "cpu"
         self._tables = PackedBuffer(*tables if self._on_device else (0,), dtype=torch.int32, device=device)

@@ -77,9 +77,13 @@ class StepBatchBuilder(RequestTable):
         max_encoder_len: longest encoder sequence, for cross groups.
         reorder_batch_thresholds: of the builders that read the batches. Each step orders its requests by them:
             decodes first, then short extends, then the rest. Without any, requests keep their order.
+        mm_prefix: whether layers have mm_prefix. The placeholders of requests are then spans, which a step
+            computes as a whole, and its batch has `mm_prefix_spans`.
+        mm_prefix_modalities: the modalities whose placeholders are such spans, such as ["image"]; None for all.
 
     Raises:
-        BatchError: a size is below 1, no KV group is given, or a cross group is not one of them.
+        BatchError: a size is below 1, no KV group is given, a cross group is not one of them, or modalities are
+            given without mm_prefix.
     """
 
     _stepped: tuple[str, ...] | None = None
@@ -93,7 +97,7 @@ class StepBatchBuilder(RequestTable):
 
         Raises:
             BatchError: counts of another number of requests, negative counts, too many tokens, a sequence longer
-                than max_model_len, or a request without pages for its tokens.
+                than max_model_len, a request without pages for its tokens, or a part of a multimodal span.
         """
         reqs = self.num_reqs
         scheduled = self._counts("num_scheduled_tokens", num_scheduled_tokens)
@@ -105,6 +109,10 @@ class StepBatchBuilder(RequestTable):
         self._check_lengths(lengths, longest)
         if self.cross_groups:
             self._check_encoder_pages(scheduled)
+        if self._mm_prefix is not None and self._placeholders:
+            for row in self._rows_with_placeholders(scheduled, computed):
+                name, counts_of = self.req_ids[row], (int(computed[row]), int(scheduled[row]))
+                self._mm_prefix.check_step(name, self._placeholders[name], *counts_of)
         # All checks come before this line, because a step that is refused moves nothing.
         order = self._put_in_order(scheduled)
         if order is not None:
@@ -124,7 +132,10 @@ class StepBatchBuilder(RequestTable):
             self._fill_encoder_slots(slots, unwritten, encoder_tokens)
             staging.encoder_seq_lens.np[:reqs] = self._encoder_lens[:reqs]
         width = int(self._num_blocks[:, :reqs].max(initial=1))
-        maps = self._place(staging, starts, scheduled, computed) if self._placeholders else {}
+        spans = self._spans(starts, scheduled, computed) if self._placeholders else []
+        maps = map_placeholders(spans, staging.placeholders) if spans else {}
+        if self._mm_prefix is not None:
+            self._mm_prefix.fill(spans, staging.mm_prefix_spans.np[:tokens])
         names = tuple(self.req_ids)
         self._scheduled[:reqs] = scheduled
         self._stepped = names
@@ -219,6 +230,8 @@ class StepBatchBuilder(RequestTable):
         encoder_tokens = num_reqs * self.max_encoder_len
         counts = self._slot_counts(num_tokens, encoder_tokens)
         staging.slots.np(len(counts), max(counts))[:] = PAD_SLOT_ID
+        if self._mm_prefix is not None:
+            self._mm_prefix.fill([], staging.mm_prefix_spans.np[:num_tokens])
         # Old requests leave their pages in the rows; a profile run must read the null block only.
         self._tables[:, :num_reqs] = 0
         names = tuple(f"profile-{index}" for index in range(num_reqs))
@@ -331,17 +344,20 @@ class StepBatchBuilder(RequestTable):
         for group in self.cross_groups:
             self._put_slots(slots[group, :count], group, rows, positions)
 
-    def _place(
-        self, staging: StepStaging, starts: npt.NDArray[Any], scheduled: _Ints, computed: _Ints
-    ) -> dict[str, PlaceholderMap]:
-        """Each modality's map, of the requests with placeholders among their scheduled tokens."""
+    def _rows_with_placeholders(self, scheduled: _Ints, computed: _Ints) -> list[int]:
+        """The requests that may have placeholders among their scheduled tokens."""
         ahead = (self._placeholder_end[: scheduled.size] > computed) & (scheduled > 0)
+        rows: list[int] = np.flatnonzero(ahead).tolist()
+        return rows
+
+    def _spans(self, starts: npt.NDArray[Any], scheduled: _Ints, computed: _Ints) -> list[Span]:
+        """The placeholders among the scheduled tokens, in order of tokens."""
         spans: list[Span] = []
-        for row in np.flatnonzero(ahead).tolist():
+        for row in self._rows_with_placeholders(scheduled, computed):
             name = self.req_ids[row]
             tokens = int(computed[row]), int(scheduled[row]), int(starts[row])
             spans += spans_of(name, self._placeholders[name], *tokens)
-        return map_placeholders(spans, staging.placeholders)
+        return spans
 
     def _batch(
         self,
@@ -358,10 +374,13 @@ class StepBatchBuilder(RequestTable):
         tokens = int(staging.query_start_loc.np[reqs])
         tables = staging.send_tables(self._tables, self._tables_cpu, reqs, width)
         slots = staging.slots.copy_to_gpu(len(counts), max(counts))
-        encoder: dict[str, Any] = {}
+        optional: dict[str, Any] = {}
         if self.cross_groups:
-            encoder["encoder_seq_lens"] = staging.encoder_seq_lens.copy_to_gpu(reqs)
-            encoder["encoder_seq_lens_cpu"] = staging.encoder_seq_lens.np[:reqs]
+            optional["encoder_seq_lens"] = staging.encoder_seq_lens.copy_to_gpu(reqs)
+            optional["encoder_seq_lens_cpu"] = staging.encoder_seq_lens.np[:reqs]
+        if self._mm_prefix is not None:
+            optional["mm_prefix_spans"] = staging.mm_prefix_spans.copy_to_gpu(tokens)
+            optional["mm_prefix_spans_cpu"] = staging.mm_prefix_spans.cpu[:tokens]
         common = CommonAttentionMetadata(
             query_start_loc=staging.query_start_loc.copy_to_gpu(reqs + 1),
             query_start_loc_cpu=staging.query_start_loc.cpu[: reqs + 1],
@@ -373,7 +392,7 @@ class StepBatchBuilder(RequestTable):
             block_table_tensor=tables[first],
             slot_mapping=slots[first, : counts[first]],
             seq_lens_host=staging.seq_lens.np[:reqs],
-            **encoder,
+            **optional,
         )
         # All copies of the set are issued, so the event that guards it can be recorded.
         self._ring.release()

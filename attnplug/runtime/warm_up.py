@@ -220,6 +220,9 @@ def _batch(runtime: AttentionRuntime, shape: _Shape, *, causal: bool) -> StepBat
         seq_lens_host=lengths,
         encoder_seq_lens=seq_lens if cross else None,
         encoder_seq_lens_cpu=lengths if cross else None,
+        # Zeros: a step of text. Layers without mm_prefix do not read them.
+        mm_prefix_spans=torch.zeros(rows, 2, dtype=torch.int32, device=device),
+        mm_prefix_spans_cpu=torch.zeros(rows, 2, dtype=torch.int32),
     )
     names = tuple(f"warm-up-{index}" for index in range(reqs))
     return StepBatch(common, first, tables, slots, (rows,) * len(groups), cross, names)

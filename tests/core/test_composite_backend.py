@@ -70,7 +70,7 @@ def test_it_declares_what_both_do():
 def test_what_is_not_each_requests_own_affair_is_not_served():
     features = composite_backend(ONE, TWO).features
     assert Feature.SINKS | Feature.SLIDING_WINDOW | Feature.CROSS in features
-    for feature in (Feature.DIRECT_KV, Feature.ENCODER, Feature.MM_PREFIX):
+    for feature in (Feature.DIRECT_KV, Feature.ENCODER):
         assert feature not in features
 
 
@@ -199,7 +199,6 @@ def test_plain_sentences_of_ported_backends_are_reasons():
     [
         ({"direct_kv": True}, ["feature.direct_kv"]),
         ({"attn_type": "encoder_only", "direct_kv": True}, ["feature.direct_kv", "attn_type"]),
-        ({"mm_prefix": True}, ["mm_prefix"]),
     ],
 )
 def test_layers_that_cannot_be_cut_are_refused_though_both_members_serve_them(fields, codes):

@@ -56,7 +56,18 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
         num_actual_tokens=indices.size,
         max_query_len=int((wanted[1:] - wanted[:-1]).max(initial=0)),
         _num_computed_tokens_cpu=None,
+        **_spans_of(common, indices),
     )
+
+
+def _spans_of(common: CommonAttentionMetadata, rows: IntArray) -> dict[str, torch.Tensor]:
+    """The multimodal spans of these rows of the batch, if it has any."""
+    given = {name: getattr(common, name) for name in ("mm_prefix_spans", "mm_prefix_spans_cpu")}
+    return {
+        name: spans[to_device(rows.astype(np.int64), spans.device)]
+        for name, spans in given.items()
+        if spans is not None
+    }
 
 
 def _host_indices(common: CommonAttentionMetadata) -> IntArray:

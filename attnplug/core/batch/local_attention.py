@@ -20,7 +20,8 @@ def make_local_attention_virtual_batches(
 
     A piece has the queries of one chunk, keys from the chunk's start to the piece's last position,
     and the chunk's pages. Tokens keep their places, so queries and outputs are used as they are. A
-    request without new tokens stays, as one piece without queries.
+    request without new tokens stays, as one piece without queries. Multimodal spans are left out: one that
+    crosses a chunk's end has keys in two pieces, so layers with mm_prefix cannot be served this way.
 
     Args:
         attn_chunk_size: positions per chunk; a multiple of `block_size`.

@@ -55,7 +55,7 @@ def split_attn_metadata(
 
     Raises:
         BatchError: an empty slice or one that leaves its requests, or a cut inside a request where
-            tokens see later ones (`causal=False`) or lengths per rank are already fixed;
+            tokens see later ones (`causal=False`, multimodal spans) or lengths per rank are already fixed;
             start locations that decrease, lengths or a table that are not one per request.
     """
     starts, _ = query_spans(common_attn_metadata)
@@ -81,6 +81,10 @@ def _micro_batch(
         raise BatchError(
             "token_slice", (begin, end), "shortens a request whose shares per rank are fixed", remedy
         )
+    if begin > starts[first]:
+        _check_span_cut(common, begin)
+    if cut_last:
+        _check_span_cut(common, end)
     reqs, bounds = slice(first, last), slice(first, last + 1)
 
     start_locs = starts[bounds].clip(begin, end)
@@ -112,7 +116,22 @@ def _micro_batch(
         seq_lens_host=host,
         seq_lens_host_exact=known is not None or common.seq_lens_host_exact,
         **_per_request(common, reqs, missing),
+        **_per_token(common, slice(begin, end)),
     )
+
+
+def _check_span_cut(common: CommonAttentionMetadata, token: int) -> None:
+    """BatchError if a cut inside a request, before `token`, parts a multimodal span."""
+    if common.mm_prefix_spans is None:
+        return
+    spans = common.host_mm_prefix_spans()
+    if spans is None:
+        limit = "is required on the host to cut inside a request: a copy would wait for the device"
+        raise BatchError("mm_prefix_spans_cpu", None, limit, "give the batch both forms")
+    (start, end), before = spans[token].tolist(), spans[token - 1].tolist()
+    if end > start and before == [start, end]:
+        limit = f"cuts a multimodal span, whose tokens {start} to {end - 1} see each other"
+        raise BatchError("token_slice", token, limit, "cut before or after the span")
 
 
 def _bounds(
@@ -140,6 +159,12 @@ def _range(field: str, part: slice, limit: int) -> tuple[int, int]:
     if start is None or stop is None or part.step not in (None, 1) or not 0 <= start < stop <= limit:
         raise BatchError(field, part, f"must be a slice with bounds in 0 .. {limit} that holds something")
     return int(start), int(stop)
+
+
+def _per_token(common: CommonAttentionMetadata, rows: slice) -> dict[str, Any]:
+    """The optional fields of some tokens, where the batch has them."""
+    given = {name: getattr(common, name) for name in ("mm_prefix_spans", "mm_prefix_spans_cpu")}
+    return {name: value[rows] for name, value in given.items() if value is not None}
 
 
 def _per_request(common: CommonAttentionMetadata, reqs: slice, missing: int) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def cut_step(common: CommonAttentionMetadata, threshold: int, is_cross: bool) ->
     slots = (common.slot_mapping, common.slot_mapping)
     if not is_cross:
         slots = slots[0][:tokens], slots[0][tokens : tokens + rest_tokens]
-    first, second = _optional(common, reqs)
+    first, second = _optional(common, reqs, tokens)
     prefill = CommonAttentionMetadata(
         start_locs[reqs : end + 1] - tokens,
         torch.from_numpy(start_locs_cpu.numpy()[reqs:] - tokens),
@@ -84,13 +84,22 @@ _PER_REQUEST = (
     *("seq_lens_host", "encoder_seq_lens", "encoder_seq_lens_cpu"),
     *("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "_seq_lens_cpu", "_num_computed_tokens_cpu"),
 )
+_PER_TOKEN = ("mm_prefix_spans", "mm_prefix_spans_cpu")
 
 
-def _optional(common: CommonAttentionMetadata, reqs: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The optional per-request fields of the step, for each part."""
-    given = {name: value for name in _PER_REQUEST if (value := getattr(common, name)) is not None}
-    first = {name: value[:reqs] for name, value in given.items()}
-    return first, {name: value[reqs : common.num_reqs] for name, value in given.items()}
+def _optional(
+    common: CommonAttentionMetadata, reqs: int, tokens: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The optional fields of the requests and tokens of the step, for each part."""
+    first: dict[str, Any] = {}
+    second: dict[str, Any] = {}
+    ends = dict.fromkeys(_PER_REQUEST, (reqs, common.num_reqs))
+    ends |= dict.fromkeys(_PER_TOKEN, (tokens, common.num_actual_tokens))
+    for name, (cut, end) in ends.items():
+        value = getattr(common, name)
+        if value is not None:
+            first[name], second[name] = value[:cut], value[cut:end]
+    return first, second
 
 
 def _longest(part: dict[str, Any], common: CommonAttentionMetadata) -> int:
