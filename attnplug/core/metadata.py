@@ -203,19 +203,19 @@ class AttentionMetadataBuilder(ABC, Generic[_M]):
 
     def _init_reorder_batch_threshold(
         self,
-        threshold: int | None = 1,
+        reorder_batch_threshold: int | None = 1,
         supports_spec_as_decode: bool = False,
         supports_dcp_with_varlen: bool = False,
     ) -> None:
         """Set `reorder_batch_threshold`, raised to cover speculative decodes where they are decodes.
 
-        Under decode context parallelism it falls back to 1 unless varlen decodes are supported.
+        Under decode context parallelism it is 1, even where None was given, unless varlen decodes are supported.
         """
-        if threshold is not None:
-            if supports_spec_as_decode:
-                threshold = max(threshold, 1 + self.config.num_speculative_tokens)
-            if self.config.decode_context_parallel_size > 1 and not supports_dcp_with_varlen:
-                threshold = 1
+        threshold = reorder_batch_threshold
+        if threshold is not None and supports_spec_as_decode:
+            threshold = max(threshold, 1 + self.config.num_speculative_tokens)
+        if self.config.decode_context_parallel_size > 1 and not supports_dcp_with_varlen:
+            threshold = 1
         self.reorder_batch_threshold = threshold
 
     @abstractmethod

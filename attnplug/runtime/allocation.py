@@ -143,13 +143,16 @@ def bind_kv_cache(
 ) -> None:
     """Set `kv_cache` of each layer object, and append all caches to the runner's list in layer order.
 
+    The numbers in a name give its place. Layers of one number, such as self and cross attention, keep the
+    order of `kv_caches`.
+
     Raises:
         LayoutError: the list is not empty, or names differ; the error lists missing and extra names.
     """
     if runner_kv_caches:
         raise LayoutError("runner_kv_caches", len(runner_kv_caches), "must be empty")
     _check_same("kv_caches", set(layers), Counter(list(kv_caches)))
-    for name in sorted(kv_caches, key=lambda name: ([int(n) for n in re.findall(r"\d+", name)], name)):
+    for name in sorted(kv_caches, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]):
         layers[name].kv_cache = kv_caches[name]
         runner_kv_caches.append(kv_caches[name])
 

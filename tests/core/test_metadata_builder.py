@@ -58,7 +58,8 @@ def test_graph_supports_are_ordered_from_never_to_always() -> None:
         (8, 3, True, 2, True, 8),  # unless the backend takes them of any length
         (1, 3, True, 2, True, 4),
         (8, 0, False, 1, True, 8),
-        (None, 3, True, 2, False, None),  # no reordering stays no reordering
+        (None, 3, True, 2, False, 1),  # ranks that share a request's KV need its decodes in front
+        (None, 3, True, 2, True, None),  # no reordering stays no reordering
         (None, 0, False, 1, False, None),
     ],
 )
@@ -74,6 +75,12 @@ def test_the_threshold_covers_speculation_and_yields_to_context_parallelism(
     made = builder(config)
     made._init_reorder_batch_threshold(threshold, spec_as_decode, varlen)
     assert made.reorder_batch_threshold == result
+
+
+def test_the_threshold_can_be_given_by_its_name() -> None:
+    made = builder(BuilderConfig())
+    made._init_reorder_batch_threshold(reorder_batch_threshold=7)
+    assert made.reorder_batch_threshold == 7
 
 
 def test_the_threshold_is_one_unless_stated() -> None:

@@ -341,8 +341,18 @@ def test_layers_and_the_runners_list_get_their_caches_in_layer_order():
     runner: list[torch.Tensor] = []
     bind_kv_cache(found, objects, runner)
     assert all(objects[name].kv_cache is found[name] for name in names)
-    order = ["model.layers.0.cross", "model.layers.0.self", "model.layers.9.attn", "model.layers.10.attn"]
+    order = ["model.layers.0.self", "model.layers.0.cross", "model.layers.9.attn", "model.layers.10.attn"]
     assert [id(cache) for cache in runner] == [id(found[name]) for name in order]
+
+
+@pytest.mark.parametrize("kinds", [["self", "cross"], ["cross", "self"], ["b", "a", "c"]])
+def test_layers_of_one_number_keep_the_order_of_the_caller(kinds: list[str]):
+    names = [f"layers.{number}.{kind}" for number in (1, 0) for kind in kinds]
+    found = {name: torch.zeros(1) for name in names}
+    runner: list[torch.Tensor] = []
+    bind_kv_cache(found, {name: SimpleNamespace() for name in names}, runner)
+    expected = [f"layers.{number}.{kind}" for number in (0, 1) for kind in kinds]
+    assert [id(cache) for cache in runner] == [id(found[name]) for name in expected]
 
 
 def test_layers_that_share_are_bound_to_one_cache():

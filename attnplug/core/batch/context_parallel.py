@@ -27,10 +27,12 @@ def get_dcp_local_seq_lens(
         sum to the length.
 
     Raises:
-        BatchError: sizes below 1, a rank that there is not, negative lengths.
+        BatchError: sizes below 1, a rank that there is not, lengths that are no tensor or negative.
     """
     check_count("dcp_size", dcp_size, 1)
     check_count("cp_kv_cache_interleave_size", cp_kv_cache_interleave_size, 1)
+    if not isinstance(seq_lens, torch.Tensor):
+        raise BatchError("seq_lens", type(seq_lens).__name__, "must be a tensor of lengths")
     if seq_lens.ndim != 1:
         raise BatchError("seq_lens", tuple(seq_lens.shape), "must have one dimension")
     if seq_lens.device.type == "cpu" and seq_lens.numpy().min(initial=0) < 0:

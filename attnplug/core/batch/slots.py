@@ -94,17 +94,14 @@ def compute_slot_mapping(
         int64 `[num_tokens]`; a view of `out` where it is given.
 
     Raises:
-        BatchError: ragged or negative counts, a position past the table's width, `num_tokens` or
-            `out` too small.
+        BatchError: a list or another kind of input than num_new_tokens, ragged or negative counts, a
+            position past the table's width, `num_tokens` or `out` too small.
     """
     check_count("block_size", block_size, 1)
     table = None if is_block_tables_empty(block_table) else block_table
-    _check_shapes(table, num_computed_tokens, num_new_tokens, start_idx)
     given = (table, num_computed_tokens, num_new_tokens, start_idx, out)
-    kind = torch.Tensor if isinstance(num_new_tokens, torch.Tensor) else np.ndarray
-    for part in given:
-        if part is not None and not isinstance(part, kind):
-            raise BatchError("inputs", type(part).__name__, f"must be {kind.__name__}s, as num_new_tokens is")
+    _check_kinds(given)
+    _check_shapes(table, num_computed_tokens, num_new_tokens, start_idx)
     if not isinstance(num_new_tokens, torch.Tensor):
         return _on_host(block_size, num_tokens, *given)
     if num_new_tokens.device.type != "cpu":
@@ -114,6 +111,22 @@ def compute_slot_mapping(
     return torch.from_numpy(slots) if out is None else out[: slots.shape[0]]
 
 
+_FIELDS = ("block_table", "num_computed_tokens", "num_new_tokens", "start_idx", "out")
+
+
+def _check_kinds(given: tuple[Any, ...]) -> None:
+    """All are arrays, or all are tensors; `num_new_tokens` says which."""
+    new = given[_FIELDS.index("num_new_tokens")]
+    if not isinstance(new, (np.ndarray, torch.Tensor)):
+        raise BatchError("num_new_tokens", type(new).__name__, "must be a numpy array or a tensor")
+    kind = torch.Tensor if isinstance(new, torch.Tensor) else np.ndarray
+    for field, part in zip(_FIELDS, given, strict=True):
+        may_be_left_out = field in ("block_table", "start_idx", "out")
+        if not isinstance(part, kind) and not (part is None and may_be_left_out):
+            limit = f"must be a {kind.__name__}, as num_new_tokens is"
+            raise BatchError(field, type(part).__name__, limit)
+
+
 def _check_shapes(table: Any, computed: Any, new: Any, start_idx: Any) -> None:
     if new.ndim != 1:
         raise BatchError("num_new_tokens", tuple(new.shape), "must have one dimension")
@@ -121,12 +134,8 @@ def _check_shapes(table: Any, computed: Any, new: Any, start_idx: Any) -> None:
         if counts is not None and counts.shape != new.shape:
             limit = f"must have the shape of num_new_tokens, {tuple(new.shape)}"
             raise BatchError(field, tuple(counts.shape), limit)
-    if table is None:
-        return
-    shape = getattr(table, "shape", type(table).__name__)
-    if isinstance(shape, str) or len(shape) != 2 or shape[0] != new.shape[0]:
-        found = shape if isinstance(shape, str) else tuple(shape)
-        raise BatchError("block_table", found, f"must be of shape ({new.shape[0]}, max_blocks)")
+    if table is not None and (table.ndim != 2 or table.shape[0] != new.shape[0]):
+        raise BatchError("block_table", tuple(table.shape), f"must be of shape ({new.shape[0]}, max_blocks)")
 
 
 def _on_host(

@@ -102,6 +102,12 @@ def test_lengths_that_mean_nothing_are_refused(seq_lens: torch.Tensor) -> None:
         get_dcp_local_seq_lens(seq_lens, 2)
 
 
+@pytest.mark.parametrize("seq_lens", [[5], (5,), 5, None])
+def test_lengths_that_are_no_tensor_are_refused_by_name(seq_lens: Any) -> None:
+    with pytest.raises(BatchError, match=r"seq_lens='\w+' must be a tensor of lengths"):
+        get_dcp_local_seq_lens(seq_lens, 2)
+
+
 @given(st.lists(st.integers(0, 70), max_size=8))
 def test_every_token_has_one_program_of_eight(query_lens: list[int]) -> None:
     starts = torch.from_numpy(np.cumsum([0, *query_lens]).astype(np.int32))

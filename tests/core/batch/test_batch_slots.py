@@ -119,7 +119,7 @@ def test_without_tables_no_token_has_a_slot(empty: Any) -> None:
 def test_a_mapping_with_a_table_is_not_empty() -> None:
     assert not is_block_tables_empty({"request-0": [1]})
     assert not is_block_tables_empty(np.zeros((0, 4)))
-    with pytest.raises(BatchError, match="block_table='dict' must be of shape"):
+    with pytest.raises(BatchError, match="block_table='dict' must be a ndarray, as num_new_tokens is"):
         compute_slot_mapping({"request-0": [1]}, np.array([0]), np.array([1]), 16)  # type: ignore[call-overload]
 
 
@@ -205,7 +205,7 @@ LEAST: dict[str, Any] = {
         ({"num_new_tokens": np.zeros((2, 2))}, r"num_new_tokens=\(2, 2\) must have one dimension"),
         ({"block_table": np.zeros(2)}, r"block_table=\(2,\) must be of shape \(2, max_blocks\)"),
         ({"block_table": np.zeros((3, 3))}, r"block_table=\(3, 3\) must be of shape \(2, max_blocks\)"),
-        ({"block_table": torch.zeros(2, 3)}, "inputs='Tensor' must be ndarrays, as num_new_tokens is"),
+        ({"block_table": torch.zeros(2, 3)}, "block_table='Tensor' must be a ndarray, as num_new_tokens is"),
         (
             {"num_new_tokens": np.array([3, 2])},
             "position=6 of request 0 lies past its table: 3 blocks of 2 tokens",
@@ -218,3 +218,20 @@ LEAST: dict[str, Any] = {
 def test_inputs_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BatchError, match=message):
         compute_slot_mapping(**{**LEAST, **changes})
+
+
+@pytest.mark.parametrize(
+    "field", ["block_table", "num_computed_tokens", "num_new_tokens", "start_idx", "out"]
+)
+@pytest.mark.parametrize("of", [np.asarray, torch.as_tensor], ids=["numpy", "torch"])
+def test_a_list_is_refused_by_the_name_of_its_argument(field: str, of: Callable[[Any], Any]) -> None:
+    lists = {
+        "block_table": [[3]],
+        "num_computed_tokens": [0],
+        "num_new_tokens": [1],
+        "start_idx": [0],
+        "out": [0],
+    }
+    given = {name: of(value) for name, value in lists.items()} | {field: lists[field]}
+    with pytest.raises(BatchError, match=rf"^{field}='list' must be a "):
+        compute_slot_mapping(**given, block_size=4)
