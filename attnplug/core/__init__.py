@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from attnplug.core.composite import CompositeBackend as CompositeBackend
     from attnplug.core.composite import composite_backend as composite_backend
     from attnplug.core.config import BuilderConfig as BuilderConfig
+    from attnplug.core.context_parallel import ContextParallel as ContextParallel
     from attnplug.core.device import Device as Device
     from attnplug.core.dtypes import is_quantized_kv_cache as is_quantized_kv_cache
     from attnplug.core.features import Feature as Feature
@@ -53,6 +54,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "blocks": "MultipleOf",
         "composite": "CompositeBackend composite_backend",
         "config": "BuilderConfig",
+        "context_parallel": "ContextParallel",
         "device": "Device",
         "dtypes": "is_quantized_kv_cache",
         "features": "Feature",

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, runtime_chec
 import torch
 
 from attnplug.core.backend import AttentionBackend
+from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, PluginError, SpecError
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.spec import AttentionType, LayerSpec
@@ -96,7 +97,14 @@ class AttentionImpl(ABC, Generic[_M]):
     need_to_return_lse_for_decode: bool = False
     """Whether this process must write it: it can, and shares requests' KV with other ranks."""
     dcp_world_size: int
+    """Ranks of decode context parallelism: those of the `dcp` given to `from_spec`, else 1."""
     dcp_rank: int
+    pcp_world_size: int
+    """Ranks of prefill context parallelism: those of the `pcp` given to `from_spec`, else 1."""
+    pcp_rank: int
+    total_cp_world_size: int
+    """The ranks of both together; `total_cp_rank` counts those of decode context parallelism first."""
+    total_cp_rank: int
 
     backend: type[AttentionBackend] = AttentionBackend  # type: ignore[type-abstract]
     """The backend given to `from_spec`; the constructor alone leaves the contract's defaults."""
@@ -119,14 +127,23 @@ class AttentionImpl(ABC, Generic[_M]):
                 )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Read rank and world size for context parallelism: a subclass may not call the base constructor."""
+        """One rank without context parallelism; set here because a subclass may not call the base constructor."""
         self = super().__new__(cls)
-        self.dcp_rank, self.dcp_world_size = 0, 1
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self.dcp_rank = torch.distributed.get_rank()
-            self.dcp_world_size = torch.distributed.get_world_size()
-        self.need_to_return_lse_for_decode = self.dcp_world_size > 1 and cls.can_return_lse_for_decode
+        self._set_ranks(ContextParallel(), ContextParallel())
         return self
+
+    def _set_ranks(self, dcp: ContextParallel, pcp: ContextParallel) -> None:
+        """SpecError if the class cannot work in such groups."""
+        for field, group in (("dcp", dcp), ("pcp", pcp)):
+            flag = "can_return_lse_for_decode" if field == "dcp" else "supports_pcp"
+            if group.size > 1 and not getattr(self, flag):
+                limit = f"is not served by {type(self).__name__}, which does not set {flag}"
+                raise SpecError(field, group, limit)
+        self.dcp_rank, self.dcp_world_size = dcp.rank, dcp.size
+        self.pcp_rank, self.pcp_world_size = pcp.rank, pcp.size
+        self.total_cp_world_size = pcp.size * dcp.size
+        self.total_cp_rank = pcp.rank * dcp.size + dcp.rank
+        self.need_to_return_lse_for_decode = dcp.size > 1
 
     def __init__(
         self,
@@ -169,6 +186,8 @@ class AttentionImpl(ABC, Generic[_M]):
         tensors: LayerTensors | None = None,
         kv_sharing_target_layer_name: str | None = None,
         options: Any = None,
+        dcp: ContextParallel | None = None,
+        pcp: ContextParallel | None = None,
     ) -> Self:
         """The impl of one layer.
 
@@ -179,15 +198,19 @@ class AttentionImpl(ABC, Generic[_M]):
             tensors: sinks, slopes and scales; all that the spec requires.
             kv_sharing_target_layer_name: the layer whose KV cache this one reads, writing none.
             options: the backend's Options.
+            dcp: the group of decode context parallelism; None without. The impl computes partial results with
+                LSE, and the caller merges those of all ranks.
+            pcp: the group of prefill context parallelism; None without.
 
         Raises:
-            SpecError: a tensor missing, not asked for, or of another shape.
+            SpecError: a tensor missing, not asked for, or of another shape; a group that the impl cannot serve.
         """
         tensors = tensors or LayerTensors()
         tensors.check(spec)
         # The constructor has only vLLM's arguments, so spec and tensors are set before it runs.
         self = cls.__new__(cls)
         self.backend = backend
+        self._set_ranks(dcp or ContextParallel(), pcp or ContextParallel())
         self._bind(spec, layer_name, tensors, kv_sharing_target_layer_name, options)
         cls.__init__(
             self,

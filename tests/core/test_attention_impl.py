@@ -16,9 +16,11 @@ from attnplug.core import (
     AttentionBackend,
     AttentionImpl,
     AttentionType,
+    ContextParallel,
     LayerSpec,
     LayerTensors,
     MLAAttentionImpl,
+    composite_backend,
 )
 from attnplug.errors import BatchError, PluginError, SpecError
 
@@ -249,47 +251,101 @@ class TestForward:
         assert given["value"] is None
 
 
+def ranks(impl: AttentionImpl[Any]) -> tuple[int, ...]:
+    return (impl.dcp_rank, impl.dcp_world_size, impl.pcp_rank, impl.pcp_world_size)
+
+
+class Shares(RecordingImpl):
+    """Works in groups of both kinds."""
+
+    can_return_lse_for_decode = True
+    supports_pcp = True
+
+
 class TestRanks:
-    def test_a_process_by_itself_is_rank_zero_of_one(self) -> None:
-        impl = impl_for(LayerSpec(**SIZES))
-        assert (impl.dcp_rank, impl.dcp_world_size, impl.need_to_return_lse_for_decode) == (0, 1, False)
+    def test_without_a_group_there_is_one_rank_and_no_lse_is_wanted(self) -> None:
+        for impl in (impl_for(LayerSpec(**SIZES)), Shares(8, 64, 0.125)):
+            assert ranks(impl) == (0, 1, 0, 1)
+            assert (impl.total_cp_rank, impl.total_cp_world_size) == (0, 1)
+            assert impl.need_to_return_lse_for_decode is False
 
-    @pytest.mark.parametrize(("can", "ranks", "must"), [(True, 8, True), (False, 8, False), (True, 1, False)])
-    def test_an_impl_must_return_lse_where_it_can_and_others_share_the_kv(
-        self, monkeypatch: pytest.MonkeyPatch, can: bool, ranks: int, must: bool
-    ) -> None:
-        class Port(RecordingImpl):
-            can_return_lse_for_decode = can
-
+    def test_a_given_group_is_kept_even_if_the_constructor_of_the_base_is_not_called(self) -> None:
+        class Port(Shares):
             def __init__(self, **kwargs: Any) -> None:
                 """Forgets to call the constructor of its base."""
+                self.seen = ranks(self)
 
-        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda: ranks - 1)
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
-        impl = Port.from_spec(LayerSpec(**SIZES), backend=AttentionBackend, layer_name="layers.0")
-        assert (impl.dcp_rank, impl.dcp_world_size) == (ranks - 1, ranks)
-        assert impl.need_to_return_lse_for_decode is must
+        given: dict[str, Any] = {"dcp": ContextParallel(4, 3), "pcp": ContextParallel(2, 1)}
+        impl = Port.from_spec(LayerSpec(**SIZES), backend=AttentionBackend, layer_name="layers.0", **given)
+        assert impl.seen == ranks(impl) == (3, 4, 1, 2)
+        assert (impl.total_cp_rank, impl.total_cp_world_size) == (7, 8)
+        assert impl.need_to_return_lse_for_decode is True
 
-    def test_a_torch_built_without_distributed_is_rank_zero_of_one(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
-        monkeypatch.delattr(torch.distributed, "is_initialized")
-        assert impl_for(LayerSpec(**SIZES)).dcp_world_size == 1
+    def test_only_decode_context_parallelism_wants_the_lse(self) -> None:
+        keywords: dict[str, Any] = {"backend": AttentionBackend, "layer_name": "layers.0"}
+        impl = Shares.from_spec(LayerSpec(**SIZES), **keywords, pcp=ContextParallel(2, 1))
+        assert impl.need_to_return_lse_for_decode is False
 
-    def test_ranks_come_from_the_process_group(self) -> None:
+    @pytest.mark.parametrize(
+        ("field", "flag"), [("dcp", "can_return_lse_for_decode"), ("pcp", "supports_pcp")]
+    )
+    def test_a_group_that_the_impl_cannot_serve_is_refused(self, field: str, flag: str) -> None:
+        with pytest.raises(
+            SpecError, match=rf"^{field}=.*served by RecordingImpl, which does not set {flag}"
+        ):
+            impl_for(LayerSpec(**SIZES), **{field: ContextParallel(2, 0)})
+        one = impl_for(LayerSpec(**SIZES), **{field: ContextParallel(1, 0)})
+        assert ranks(one) == (0, 1, 0, 1)
+
+    def test_members_of_a_composite_are_in_the_groups_of_the_composite(self) -> None:
+        class Two(TorchBackend):
+            @staticmethod
+            def get_name() -> str:
+                return "TWO"
+
+        made = composite_backend(TorchBackend, Two)
+        impl = made.get_impl_cls().from_spec(
+            LayerSpec(**SIZES), backend=made, layer_name="layers.0", dcp=ContextParallel(2, 1)
+        )
+        assert [ranks(each) for each in (impl, *impl.members.values())] == [(1, 2, 0, 1)] * 3
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ((0,), "size=0 must be an integer of at least 1"),
+            ((2, 2), "rank=2 must lie below 2"),
+            ((2, -1), "rank=-1 must be an integer of at least 0"),
+            ((2.0, 0), "size=2.0 must be an integer"),
+        ],
+    )
+    def test_groups_that_mean_nothing_are_refused(self, arguments: tuple[Any, ...], message: str) -> None:
+        with pytest.raises(SpecError, match=message):
+            ContextParallel(*arguments)
+
+    def test_a_default_process_group_is_not_read_and_a_given_one_is(self) -> None:
+        # A fake backend makes a group of eight ranks in one process.
         code = """
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from sample_batches import RecordingImpl
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-impl = RecordingImpl(8, 64, 0.125)
-print(impl.dcp_rank, impl.dcp_world_size, impl.need_to_return_lse_for_decode)
+from test_attention_impl import Shares, ranks
+from attnplug.core import AttentionBackend, ContextParallel, LayerSpec
+dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+alone = Shares(8, 64, 0.125)
+print(*ranks(alone), alone.need_to_return_lse_for_decode)
+group = dist.new_group([4, 5])
+spec = LayerSpec(num_heads=8, num_kv_heads=8, head_size=64)
+given = dict(backend=AttentionBackend, layer_name="layers.0")
+impl = Shares.from_spec(spec, **given, dcp=ContextParallel.of(group))
+print(*ranks(impl), impl.need_to_return_lse_for_decode)
+plain = RecordingImpl.from_spec(spec, **given)
+print(*ranks(plain), plain.need_to_return_lse_for_decode)
 dist.destroy_process_group()
 """
         env_path = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{code}"]
-        done = subprocess.run(env_path, capture_output=True, text=True, check=True)
-        assert done.stdout.split() == ["0", "1", "False"]
+        done = subprocess.run(env_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == ["0 1 0 1 False", "1 2 0 1 True", "0 1 0 1 False"]
 
 
 def test_what_an_author_must_write() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from attnplug.core.composite.options import member_options
+from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionImpl, AttentionLayer, LayerTensors
 from attnplug.core.metadata import AttentionMetadata
@@ -65,6 +66,11 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
     ) -> None:
         super()._bind(spec, layer_name, tensors, kv_sharing_target_layer_name, options)
         backends = {Phase.PREFILL: self.prefill_backend, Phase.DECODE: self.decode_backend}
+        # Given only where there are ranks, because a member's own from_spec may not take groups.
+        groups: dict[str, Any] = {}
+        if self.total_cp_world_size > 1:
+            groups["dcp"] = ContextParallel(self.dcp_world_size, self.dcp_rank)
+            groups["pcp"] = ContextParallel(self.pcp_world_size, self.pcp_rank)
         self.members = {
             phase: member.get_impl_cls().from_spec(
                 spec,
@@ -73,6 +79,7 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
                 tensors=tensors,
                 kv_sharing_target_layer_name=kv_sharing_target_layer_name,
                 options=member_options(options, phase, member),
+                **groups,
             )
             for phase, member in backends.items()
         }
