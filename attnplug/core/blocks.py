@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -50,6 +51,11 @@ class MultipleOf:
         return any(size in item if isinstance(item, MultipleOf) else size == item for item in sizes)
 
     @staticmethod
+    def dividing(number: int, sizes: Sequence[int | MultipleOf]) -> tuple[int, ...]:
+        """The divisors of `number` that `sizes` allow, ascending."""
+        return tuple(size for size in _divisors(number) if MultipleOf.allows(sizes, size))
+
+    @staticmethod
     def nearest(sizes: Sequence[int | MultipleOf], wanted: int) -> int:
         """The smallest allowed size of at least `wanted`, or the largest below it."""
         found = [item.from_on(wanted) if isinstance(item, MultipleOf) else item for item in sizes]
@@ -75,3 +81,10 @@ class MultipleOf:
             if isinstance(size, int) and MultipleOf.allows(one, size) and MultipleOf.allows(other, size)
         ]
         return tuple(dict.fromkeys((*listed, *multiples)))
+
+
+# Each divisor below the root has its partner above it, so a number of 31 bits takes 46,341 steps once.
+@functools.lru_cache(maxsize=64)
+def _divisors(number: int) -> tuple[int, ...]:
+    below = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return tuple(sorted({*below, *(number // size for size in below)}))

@@ -13,8 +13,14 @@ from attnplug.core.errors import SpecError
 _E = TypeVar("_E", bound=enum.StrEnum)
 
 
-def check_size(field: str, value: object, least: int = 1) -> int:
-    """`value` as an int of at least `least`; SpecError for a smaller one, a bool or any other type."""
+MOST = 2**31 - 1
+"""The largest size or count."""
+MOST_TOKENS = 2**30
+"""The longest window or chunk: kernels add it to a position with 32 bits."""
+
+
+def check_size(field: str, value: object, least: int = 1, most: int = MOST) -> int:
+    """`value` as an int from `least` to `most`; SpecError for any other number, a bool or any other type."""
     try:
         number = _index(value)
     except TypeError:
@@ -22,6 +28,8 @@ def check_size(field: str, value: object, least: int = 1) -> int:
         number = least - 1
     if number < least:
         raise SpecError(field, value, f"must be an integer of at least {least}")
+    if number > most:
+        raise SpecError(field, _short(number), f"must be an integer of at most {most}")
     return number
 
 
@@ -64,6 +72,9 @@ def check_window(window: Sequence[int], sliding_window: int | None, causal: bool
         raise SpecError("window", window, "must be (left, right), two integers") from None
     if min(left, right) < -1:
         raise SpecError("window", (left, right), "must not go below -1, which means no limit")
+    if max(left, right) > MOST_TOKENS:
+        limit = f"must not exceed {MOST_TOKENS}"
+        raise SpecError("window", (_short(left), _short(right)), limit, "-1 means no limit")
     if sliding_window is not None:
         if not causal:
             remedy = "state both sides: window=(left, right)"
@@ -72,8 +83,13 @@ def check_window(window: Sequence[int], sliding_window: int | None, causal: bool
         if left >= 0 or right > 0:
             raise SpecError("sliding_window", sliding_window, f"cannot be given with window={(left, right)}")
         # sliding_window counts the query's own token, and window does not.
-        left = check_size("sliding_window", sliding_window) - 1
+        left = check_size("sliding_window", sliding_window, most=MOST_TOKENS + 1) - 1
     return left, 0 if causal else right
+
+
+def _short(number: int) -> object:
+    """`number` for an error message: Python refuses to write out integers of thousands of digits."""
+    return number if number.bit_length() < 256 else f"an integer of {number.bit_length()} bits"
 
 
 def _index(value: object) -> int:

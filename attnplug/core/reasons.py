@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 
 REASON_CODES: tuple[str, ...] = (
@@ -122,7 +123,7 @@ def _range(items: list[object]) -> str | None:
     if len(sizes) < len(items) or len(sizes) < _MANY:
         return None
     step = sizes[1] - sizes[0]
-    if step < 1 or sizes != list(range(sizes[0], sizes[-1] + 1, step)):
+    if step < 1 or any(later - size != step for size, later in itertools.pairwise(sizes)):
         return None
     return f"{sizes[0]} to {sizes[-1]} in steps of {step}"
 

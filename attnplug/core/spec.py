@@ -8,7 +8,14 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Never
 
-from attnplug.core.checks import check_flag, check_member, check_positive, check_size, check_window
+from attnplug.core.checks import (
+    MOST_TOKENS,
+    check_flag,
+    check_member,
+    check_positive,
+    check_size,
+    check_window,
+)
 from attnplug.core.dtypes import (
     dtype_name,
     is_quantized_kv_cache,
@@ -158,7 +165,7 @@ class LayerSpec:
         if mla is not None:
             _check_mla(mla, kind, kv_heads, size, head_size_v)
             size_v, scaled = mla.kv_lora_rank, mla.qk_nope_head_dim + mla.qk_rope_head_dim
-        chunk = None if chunk_size is None else check_size("chunk_size", chunk_size)
+        chunk = None if chunk_size is None else check_size("chunk_size", chunk_size, most=MOST_TOKENS)
         reach = check_window(window, sliding_window, is_causal)
         if chunk is not None and not is_causal:
             raise SpecError("chunk_size", chunk, "needs a causal layer: a chunk ends at the query")

@@ -69,7 +69,7 @@ class FlashAttnBackend(AttentionBackend):
         if spec is None or spec.chunk_size is None:
             return sizes
         # A backend must name a size; if none divides the chunk, supports_combination refuses the layer.
-        return _dividing(spec.chunk_size, sizes) or sizes
+        return MultipleOf.dividing(spec.chunk_size, sizes) or sizes
 
     @classmethod
     def _page_sizes(cls, spec: LayerSpec | None, device: Device | None) -> Sequence[int | MultipleOf]:
@@ -83,7 +83,7 @@ class FlashAttnBackend(AttentionBackend):
             return None
         if spec.direct_kv or spec.attn_type is not AttentionType.DECODER:
             return "chunks need the pages of a decoder: they become virtual requests over them"
-        if not _dividing(spec.chunk_size, cls._page_sizes(spec, device)):
+        if not MultipleOf.dividing(spec.chunk_size, cls._page_sizes(spec, device)):
             return f"chunk_size={spec.chunk_size} is no multiple of a page size that its kernels read"
         return None
 
@@ -249,7 +249,3 @@ def _other_values(spec: LayerSpec) -> str | None:
         f"head_size={spec.head_size} with head_size_v={spec.head_size_v}; values of another size are "
         f"served for head_size=192 and head_size_v=128 only"
     )
-
-
-def _dividing(chunk: int, sizes: Sequence[int | MultipleOf]) -> tuple[int, ...]:
-    return tuple(size for size in range(1, chunk + 1) if chunk % size == 0 and MultipleOf.allows(sizes, size))

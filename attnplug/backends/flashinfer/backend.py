@@ -76,7 +76,7 @@ class FlashInferBackend(AttentionBackend):
         chunk = None if spec is None else spec.chunk_size
         if chunk is None:
             return (MultipleOf(1),)
-        return tuple(size for size in range(1, chunk + 1) if chunk % size == 0)
+        return MultipleOf.dividing(chunk, (MultipleOf(1),))
 
     @classmethod
     def supports_compute_capability(cls, capability: tuple[int, int]) -> bool:
