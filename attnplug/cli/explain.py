@@ -98,18 +98,21 @@ def _option(flag: Feature) -> inspect.Parameter:
 
 
 def _value(flag: Feature, given: Any) -> Any:
-    """The value of a feature's field that its option gives; SpecError for text that is no list of integers."""
+    """The value of a feature's field that its option gives; SpecError for text that is not like the metavar."""
     row = flag.ask
     if given is None or row.parse is None:
         return given
-    count = len(str(row.metavar).split(","))
+    required, _, optional = str(row.metavar).partition("[")
+    least, most = required.count(",") + 1, str(row.metavar).count(",") + 1
+    parts = [part.strip() for part in given.split(",")]
     try:
-        numbers = [int(part) for part in given.split(",")]
+        values = [*parts[: row.words], *(int(part) for part in parts[row.words :])]
     except ValueError:
-        numbers = []
-    if len(numbers) != count:
-        raise SpecError(row.option, given, f"must be {count} integers with commas between them")
-    return row.parse(*numbers)
+        values = []
+    if not least <= len(values) <= most:
+        form = f"be {most} integers" if not (optional or row.words) else f"have the form {row.metavar}"
+        raise SpecError(row.option, given, f"must {form} with commas between them")
+    return row.parse(*values)
 
 
 def _with_features(command: Callable[..., None]) -> None:

@@ -44,6 +44,11 @@ class AttentionBackend(ABC):
     """The phases it serves. A backend that serves a layer alone needs both."""
     features: ClassVar[Feature] = Feature(0)
     """The features it serves; see Feature."""
+    supported_sparse_kinds: ClassVar[Sequence[str]] = ("token_topk",)
+    """The kinds of SparseSpec that a backend with Feature.SPARSE serves, of SPARSE_KINDS."""
+    serves_dense: ClassVar[bool] = False
+    """Whether a backend with Feature.SPARSE serves layers without a SparseSpec too. By default it refuses them,
+    because kernels that read a selection usually need one."""
     step_safe: ClassVar[bool] = False
     """Whether build and forward neither make the host wait nor allocate memory that grows with context."""
     Options: ClassVar[type[Any] | None] = None
@@ -124,7 +129,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def is_sparse(cls) -> bool:
-        """Whether it serves sparse attention, and only that."""
+        """Whether it serves sparse attention; only that, unless `serves_dense`."""
         return Feature.SPARSE in cls.features
 
     @classmethod

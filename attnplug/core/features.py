@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from attnplug.core.mla import MLADims
+from attnplug.core.sparse import SparseSpec
 
 if TYPE_CHECKING:
     from attnplug.core.spec import LayerSpec
@@ -29,13 +30,18 @@ class Ask:
             default the first of `values` alone.
         code: code of the reason that refuses it; default "feature.<name>".
         refusal: the sentence of that reason; default "<name> not supported".
+        kinds: the class attribute of AttentionBackend that lists the kinds served, of a field whose value has a
+            `kind`. The reasons then name the value: "sparse token_topk 2048 not supported".
         declared_by: the method of AttentionBackend that says whether it is served; default: `features` says.
         only: the sentence that refuses layers which do not ask, for features that a backend serves alone.
+        besides: the class attribute of AttentionBackend that says whether such a backend serves other layers too.
         label: its name in tables; default its name with spaces.
         shown: what `attnplug select` says of a spec that asks; default `label`.
         option: the option of `attnplug explain` that asks.
         help: help of that option; None where the option is not this row's alone.
-        metavar, parse: of an option that takes several integers: their names with commas, and the value they give.
+        metavar, parse: of an option that takes several values: their names with commas, optional ones in brackets,
+            and the field's value that they give.
+        words: how many of these values, in front, are words; the others are integers.
         per_request: each request can be served alone, so the backends of a composite can share a step.
         unpaged: K and V come with the call, so the layer has no block size, layout or storage dtype.
     """
@@ -46,14 +52,17 @@ class Ask:
     fields: Callable[[int, int | None], Mapping[str, Any]] | None = None
     code: str | None = None
     refusal: str | None = None
+    kinds: str | None = None
     declared_by: str | None = None
     only: str | None = None
+    besides: str | None = None
     label: str | None = None
     shown: Callable[[LayerSpec], str] | None = None
     option: str
     help: str | None = None
     metavar: str | None = None
     parse: Callable[..., Any] | None = None
+    words: int = 0
     per_request: bool = False
     unpaged: bool = False
 
@@ -159,12 +168,25 @@ class Feature(enum.Flag):
     """Multi-head latent attention: one latent vector per token is cached."""
     SPARSE = Ask(
         field="sparse",
+        # The first is crossed by short contexts; the second equals dense attention for them.
+        values=(
+            SparseSpec("token_topk", 24),
+            SparseSpec("token_topk", 2048),
+            SparseSpec("block", 3, 16),
+            SparseSpec("token_topk", 1),
+        ),
         code="sparse",
         refusal="sparse attention not supported",
+        kinds="supported_sparse_kinds",
         declared_by="is_sparse",
         only="non-sparse attention not supported",
+        besides="serves_dense",
+        shown=lambda spec: f"sparse {spec.sparse}",
         option="--sparse",
-        help="Sparse attention.",
+        help="Keys that an indexer picks, such as token_topk,2048 or block,16,64.",
+        metavar="KIND,TOPK[,BLOCK]",
+        parse=SparseSpec,
+        words=1,
     )
     """Only keys picked by an indexer are seen."""
     MM_PREFIX = Ask(

@@ -25,6 +25,7 @@ from attnplug.core.dtypes import (
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.mla import MLADims
+from attnplug.core.sparse import SparseSpec, check_sparse
 
 KINDS: tuple[str, ...] = ("full", "sliding", "chunked", "cross", "encoder", "mla")
 """The kinds of layer that a backend rule can name; see LayerSpec.kinds."""
@@ -84,7 +85,8 @@ class LayerSpec:
         has_sinks: one learned logit per head enters the softmax denominator only.
         has_alibi: `-slope * abs(key_pos - query_pos)` is added to the logits.
         mla: dimensions of multi-head latent attention.
-        sparse: only keys that an indexer picks are seen.
+        sparse: only keys that an indexer picks are seen: their kind and number. They come with each step, as
+            `CommonAttentionMetadata.selection`.
         mm_prefix: tokens of a multimodal span also see all of their span, in both directions and past the
             window or chunk.
         direct_kv: K and V come with the call, not from pages.
@@ -112,7 +114,7 @@ class LayerSpec:
     has_sinks: bool
     has_alibi: bool
     mla: MLADims | None
-    sparse: bool
+    sparse: SparseSpec | None
     mm_prefix: bool
     direct_kv: bool
     needs_lse: bool
@@ -144,7 +146,7 @@ class LayerSpec:
         has_sinks: bool = False,
         has_alibi: bool = False,
         mla: MLADims | None = None,
-        sparse: bool = False,
+        sparse: SparseSpec | None = None,
         mm_prefix: bool = False,
         direct_kv: bool = False,
         needs_lse: bool = False,
@@ -192,7 +194,7 @@ class LayerSpec:
             "has_sinks": check_flag("has_sinks", has_sinks),
             "has_alibi": check_flag("has_alibi", has_alibi),
             "mla": mla,
-            "sparse": check_flag("sparse", sparse),
+            "sparse": check_sparse(sparse),
             "mm_prefix": check_flag("mm_prefix", mm_prefix),
             "direct_kv": check_flag("direct_kv", direct_kv),
             "needs_lse": check_flag("needs_lse", needs_lse),
@@ -292,7 +294,9 @@ class LayerSpec:
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
         data["attn_type"] = str(self.attn_type)
         data["window"] = list(self.window)
-        data["mla"] = None if self.mla is None else dataclasses.asdict(self.mla)
+        for name in ("mla", "sparse"):
+            value = data[name]
+            data[name] = None if value is None else dataclasses.asdict(value)
         return data
 
     @classmethod
@@ -313,7 +317,10 @@ class LayerSpec:
             if set(mla) != names:
                 raise SpecError("mla", dict(mla), f"must name exactly {', '.join(sorted(names))}")
             mla = MLADims(**mla)
-        return cls(**{**data, "mla": mla})
+        sparse = data.get("sparse")
+        if isinstance(sparse, Mapping):
+            sparse = SparseSpec.from_dict(sparse)
+        return cls(**{**data, "mla": mla, "sparse": sparse})
 
 
 # Each backend asks several times. Working it out costs as much as the rest of validating a layer.

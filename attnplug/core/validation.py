@@ -88,15 +88,32 @@ def _kinds(backend: type[AttentionBackend], spec: LayerSpec) -> Iterator[Reason]
         if flag.ask.declared_by in (None, "supports_attn_type"):
             continue
         declared, asked = getattr(backend, str(flag.ask.declared_by))(), flag.is_asked_by(spec)
-        if asked and not declared:
-            yield Reason(flag.refusal, code=flag.code, field=flag.ask.field)
-        elif flag.ask.only and declared and not asked:
+        if asked:
+            yield from _kind(backend, spec, flag, declared)
+        elif flag.ask.only and declared and not (flag.ask.besides and getattr(backend, flag.ask.besides)):
             yield Reason(flag.ask.only, code=flag.code, field=flag.ask.field)
     if spec.mm_prefix and spec.attn_type is AttentionType.ENCODER_DECODER and backend.supports_mm_prefix():
         fact = (
             f"{Feature.MM_PREFIX.refusal} in cross attention: its keys are the encoder's, and have no spans"
         )
         yield Reason(fact, code=Feature.MM_PREFIX.code, field="mm_prefix")
+
+
+def _kind(
+    backend: type[AttentionBackend], spec: LayerSpec, flag: Feature, declared: bool
+) -> Iterator[Reason]:
+    """The reason against a feature that is not declared, or not for the kind of the layer's value."""
+    row = flag.ask
+    if row.kinds is None:
+        if not declared:
+            yield Reason(flag.refusal, code=flag.code, field=row.field)
+        return
+    kind, fact = getattr(spec, row.field).kind, f"{flag.shown(spec)} not supported"
+    kinds = getattr(backend, row.kinds)
+    if not declared:
+        yield Reason(fact, code=flag.code, field=row.field)
+    elif kind not in kinds:
+        yield Reason(fact, code=flag.code, field=row.field, requested=f"kind {kind}", supported=kinds)
 
 
 def _device(backend: type[AttentionBackend], device: Device) -> Iterator[Reason]:

@@ -9,7 +9,7 @@ import pytest
 
 from attnplug.backends import torch_native
 from attnplug.backends.torch_native import TorchBackend
-from attnplug.core import Device, Feature, LayerSpec, MLADims
+from attnplug.core import Device, Feature, LayerSpec, MLADims, SparseSpec
 
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_size": 80}
 
@@ -51,7 +51,7 @@ def test_everything_it_honours_is_accepted(asked: dict[str, object], device: str
 @pytest.mark.parametrize(
     ("spec", "code"),
     [
-        (LayerSpec(**SIZES, sparse=True), "sparse"),
+        (LayerSpec(**SIZES, sparse=SparseSpec("token_topk", 2048)), "sparse"),
         (LayerSpec(**SIZES, mm_prefix=True), "mm_prefix"),
         (LayerSpec(**SIZES, kv_cache_dtype="int8"), "kv_cache_dtype"),
         (LayerSpec(**SIZES, direct_kv=True, kv_cache_dtype="fp8"), "combination"),

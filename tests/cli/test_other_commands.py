@@ -8,6 +8,7 @@ import pytest
 
 from attnplug import Decision, LayerSpec
 from attnplug.cli.output import features_in_words, indices, layers_in_words
+from attnplug.core import SparseSpec
 
 COMMANDS = ("list", "show", "select", "explain", "doctor")
 
@@ -89,9 +90,32 @@ def test_explain_without_a_backend_exits_with_3(run):
 
 
 @pytest.mark.parametrize(
+    ("text", "sparse"),
+    [
+        ("token_topk,2048", SparseSpec("token_topk", 2048)),
+        ("block,16,64", SparseSpec("block", 16, 64)),
+        ("token_topk, 8", SparseSpec("token_topk", 8)),
+    ],
+)
+def test_explain_asks_for_chosen_keys(run, text, sparse):
+    outcome = run("explain", "--sparse", text, "--device", "sm90", "--json")
+    decision = Decision.from_dict(outcome.json)
+    assert decision.spec.sparse == sparse
+    reasons = {name: next(c for c in decision.refused if c.name == name).reasons for name in ("TRITON",)}
+    assert reasons["TRITON"] == (f"sparse {sparse} not supported",)
+
+
+@pytest.mark.parametrize(
     ("flags", "said"),
     [
         (("--window", "3"), "--window='3' must be 2 integers"),
+        (
+            ("--sparse", "2048"),
+            "--sparse='2048' must have the form KIND,TOPK[,BLOCK] with commas between them",
+        ),
+        (("--sparse", "token_topk,many"), "--sparse='token_topk,many' must have the form"),
+        (("--sparse", "block,16,64,2"), "--sparse='block,16,64,2' must have the form"),
+        (("--sparse", "tokens,16"), "sparse.kind='tokens' must be one of token_topk, block"),
         (("--num-heads", "7", "--num-kv-heads", "2"), "num_heads=7 must be a multiple of num_kv_heads=2"),
         (("--soft-cap", "-1"), "logits_soft_cap=-1.0 must be a finite number above 0"),
         (("--attn-type", "encoder_only", "--sliding-window", "8"), "sliding_window=8 is for causal layers"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from attnplug.core import AttentionType, LayerSpec, MLADims
+from attnplug.core import AttentionType, LayerSpec, MLADims, SparseSpec
 
 SIZES = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64}
 """The least that a LayerSpec needs."""
@@ -18,6 +18,9 @@ MLA_SIZES: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 1, "head_size": 57
 _flags = st.booleans()
 _sizes = st.integers(1, 512)
 _scales = st.floats(1e-3, 1e3)
+_sparse = st.builds(SparseSpec, st.just("token_topk"), _sizes) | st.builds(
+    SparseSpec, st.just("block"), _sizes, st.integers(2, 128)
+)
 
 
 @st.composite
@@ -30,8 +33,9 @@ def spec_arguments(draw: st.DrawFn) -> dict[str, Any]:
         "scale": draw(st.none() | _scales),
         "logits_soft_cap": draw(st.none() | _scales),
     }
-    for flag in ("has_sinks", "has_alibi", "sparse", "mm_prefix", "direct_kv", "needs_lse"):
+    for flag in ("has_sinks", "has_alibi", "mm_prefix", "direct_kv", "needs_lse"):
         arguments[flag] = draw(_flags)
+    arguments["sparse"] = draw(st.none() | _sparse)
     if draw(_flags):
         dims = draw(st.builds(MLADims, **dict.fromkeys(MLADims.__slots__, _sizes)))
         size = dims.kv_lora_rank + dims.qk_rope_head_dim

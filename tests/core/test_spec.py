@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from spec_strategies import MLA_SIZES, SIZES, spec_arguments
 
-from attnplug.core import AttentionType, LayerSpec, MLADims, Phase
+from attnplug.core import AttentionType, LayerSpec, MLADims, Phase, SparseSpec
 from attnplug.core.checks import check_positive
 from attnplug.errors import SpecError
 
@@ -36,8 +36,9 @@ def test_the_sizes_are_all_that_must_be_given() -> None:
     assert (spec.attn_type, spec.causal, spec.scale) == (AttentionType.DECODER, True, 64**-0.5)
     assert (spec.window, spec.sliding_window, spec.chunk_size) == ((-1, 0), None, None)
     assert (spec.logits_soft_cap, spec.mla) == (None, None)
-    flags = (spec.has_sinks, spec.has_alibi, spec.sparse, spec.mm_prefix, spec.direct_kv, spec.needs_lse)
-    assert flags == (False,) * 6
+    assert spec.sparse is None
+    flags = (spec.has_sinks, spec.has_alibi, spec.mm_prefix, spec.direct_kv, spec.needs_lse)
+    assert flags == (False,) * 5
 
 
 @pytest.mark.parametrize("missing", SIZES)
@@ -152,9 +153,7 @@ def test_numbers_become_floats() -> None:
     assert (type(spec.scale), type(spec.logits_soft_cap)) == (float, float)
 
 
-@pytest.mark.parametrize(
-    "field", ["has_sinks", "has_alibi", "sparse", "mm_prefix", "direct_kv", "needs_lse", "causal"]
-)
+@pytest.mark.parametrize("field", ["has_sinks", "has_alibi", "mm_prefix", "direct_kv", "needs_lse", "causal"])
 @pytest.mark.parametrize("value", [0, 1, "yes", torch.tensor(True)])
 def test_a_flag_is_true_or_false_and_nothing_like_it(field: str, value: object) -> None:
     assert str(refusal(**{field: value})).endswith("must be True or False")
@@ -205,8 +204,9 @@ def test_attributes_have_exact_types(arguments: dict[str, Any]) -> None:
     spec = LayerSpec(**arguments)
     exact: dict[str, Any] = dict.fromkeys(("num_heads", "num_kv_heads", "head_size", "head_size_v"), int)
     exact |= {"dtype": str, "kv_cache_dtype": str, "attn_type": AttentionType, "causal": bool, "scale": float}
-    exact |= dict.fromkeys(("has_sinks", "has_alibi", "sparse", "mm_prefix", "direct_kv", "needs_lse"), bool)
-    optional = {"block_size": int, "chunk_size": int, "logits_soft_cap": float, "mla": MLADims}
+    exact |= dict.fromkeys(("has_sinks", "has_alibi", "mm_prefix", "direct_kv", "needs_lse"), bool)
+    optional: dict[str, Any] = {"block_size": int, "chunk_size": int, "logits_soft_cap": float}
+    optional |= {"mla": MLADims, "sparse": SparseSpec}
     for name, kind in exact.items():
         assert type(getattr(spec, name)) is kind, name
     for name, kind in optional.items():

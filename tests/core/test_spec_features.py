@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from spec_strategies import MLA_SIZES, SIZES, specs
 
-from attnplug.core import AttentionType, Feature, LayerSpec
+from attnplug.core import AttentionType, Feature, LayerSpec, SparseSpec
 from attnplug.core.spec import KINDS
 
 NON_CAUSAL, ENCODER = Feature.NON_CAUSAL, Feature.ENCODER
@@ -44,7 +44,7 @@ ASKED: list[tuple[dict[str, Any], Feature]] = [
     ({"has_sinks": True}, Feature.SINKS),
     ({"has_alibi": True}, Feature.ALIBI),
     ({**MLA_SIZES}, Feature.MLA),
-    ({"sparse": True}, Feature.SPARSE),
+    ({"sparse": SparseSpec("token_topk", 2048)}, Feature.SPARSE),
     ({"mm_prefix": True}, Feature.MM_PREFIX),
     ({"direct_kv": True}, Feature.DIRECT_KV),
     ({"needs_lse": True}, Feature.LSE),

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from spec_strategies import DIMS, MLA_SIZES, SIZES, spec_arguments, specs
 
-from attnplug.core import Feature, LayerSpec
+from attnplug.core import Feature, LayerSpec, SparseSpec
 from attnplug.errors import SpecError
 
 
@@ -52,7 +52,7 @@ def test_a_spec_equals_the_one_that_spells_out_its_defaults(spec: LayerSpec) -> 
         {"logits_soft_cap": 50.0},
         {"has_sinks": True},
         {"has_alibi": True},
-        {"sparse": True},
+        {"sparse": SparseSpec("token_topk", 2048)},
         {"mm_prefix": True},
         {"direct_kv": True},
         {"needs_lse": True},

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sample_backends import CPU, EVERYTHING, H100, Generous, Latent, Picky, Plain
 from spec_strategies import MLA_SIZES, SIZES, specs
 
-from attnplug.core import AttentionType, Device, Feature, LayerSpec, Phase, Reason
+from attnplug.core import AttentionType, Device, Feature, LayerSpec, Phase, Reason, SparseSpec
 from attnplug.core.reasons import REASON_CODES
 from attnplug.errors import SpecError
 
@@ -48,7 +48,7 @@ def test_every_reason_is_given_and_not_the_first_alone() -> None:
         logits_soft_cap=30.0,
         has_sinks=True,
         has_alibi=True,
-        sparse=True,
+        sparse=SparseSpec("token_topk", 2048),
         mm_prefix=True,
         direct_kv=False,
         needs_lse=True,
@@ -59,7 +59,7 @@ def test_every_reason_is_given_and_not_the_first_alone() -> None:
         "kv_cache_dtype not supported: int8 is not auto",
         "block_size not supported: 24 is not a multiple of 16; leave block_size unset and the backend chooses",
         "sinks not supported",
-        "sparse attention not supported",
+        "sparse token_topk 2048 not supported",
         "multimodal prefix spans not supported",
         "compute capability not supported: 8.0",
         "phase not supported: prefill is not decode; select per phase",
@@ -122,7 +122,7 @@ def test_a_feature_that_is_not_declared_is_refused(flag: Feature) -> None:
         Feature.SINKS: {"has_sinks": True},
         Feature.ALIBI: {"has_alibi": True},
         Feature.MLA: MLA_SIZES,
-        Feature.SPARSE: {"sparse": True},
+        Feature.SPARSE: {"sparse": SparseSpec("token_topk", 2048)},
         Feature.MM_PREFIX: {"mm_prefix": True},
         Feature.LSE: {"needs_lse": True},
         Feature.HEAD_SIZE_V: {"head_size_v": 32},

@@ -9,7 +9,7 @@ import torch
 from sample_backends import CPU, H100, Generous, Latent, Picky, Plain
 from spec_strategies import MLA_SIZES, SIZES
 
-from attnplug.core import AttentionType, Device, Feature, LayerSpec, Phase, Reason
+from attnplug.core import AttentionType, Device, Feature, LayerSpec, Phase, Reason, SparseSpec
 
 
 def spec(**arguments: Any) -> LayerSpec:
@@ -115,9 +115,24 @@ class TestKinds:
 
     def test_sparse_and_the_rest_exclude_each_other(self) -> None:
         sparse = variant(Generous, features=Generous.features | Feature.SPARSE)
-        assert Generous.validate_configuration(spec(sparse=True), CPU) == ["sparse attention not supported"]
+        asking = spec(sparse=SparseSpec("token_topk", 2048))
+        assert Generous.validate_configuration(asking, CPU) == ["sparse token_topk 2048 not supported"]
         assert sparse.validate_configuration(spec(), CPU) == ["non-sparse attention not supported"]
-        assert sparse.validate_configuration(spec(sparse=True), CPU) == []
+        assert sparse.validate_configuration(asking, CPU) == []
+
+    def test_a_backend_may_serve_sparse_layers_and_others(self) -> None:
+        both = variant(Generous, features=Generous.features | Feature.SPARSE, serves_dense=True)
+        assert both.validate_configuration(spec(), CPU) == []
+        assert both.validate_configuration(spec(sparse=SparseSpec("token_topk", 8)), CPU) == []
+        assert variant(Generous, serves_dense=True).validate_configuration(spec(), CPU) == []
+
+    def test_a_kind_of_selection_that_is_not_declared_is_refused_by_name(self) -> None:
+        sparse = variant(Generous, features=Generous.features | Feature.SPARSE)
+        (reason,) = sparse.validate_configuration(spec(sparse=SparseSpec("block", 16, 64)), CPU)
+        assert str(reason) == "sparse block 16 of 64 tokens not supported: kind block is not token_topk"
+        assert (reason.code, reason.field) == ("sparse", "sparse")
+        blocks = variant(sparse, supported_sparse_kinds=("token_topk", "block"))
+        assert blocks.validate_configuration(spec(sparse=SparseSpec("block", 16, 64)), CPU) == []
 
     @pytest.mark.parametrize(
         ("field", "method", "code"),

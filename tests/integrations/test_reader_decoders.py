@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from attnplug.core import LayerSpec, MLADims
+from attnplug.core import LayerSpec, MLADims, SparseSpec
 from attnplug.integrations.transformers import read_config
 
 PLAIN = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16)
@@ -193,7 +193,7 @@ def test_yarn_multiplies_the_scale_by_mscale_squared(layers):
 def test_an_indexer_makes_the_layer_sparse(layers):
     specs = layers("DeepseekV32", **LATENT, index_n_heads=2, index_head_dim=8, index_topk=8)
 
-    assert {(spec.sparse, spec.mla) for spec in specs} == {(True, DIMS)}
+    assert {(spec.sparse, spec.mla) for spec in specs} == {(SparseSpec("token_topk", 8), DIMS)}
 
 
 def config_fields(name):

@@ -20,6 +20,7 @@ from attnplug.core.errors import (
 )
 from attnplug.core.features import Feature
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from attnplug.core.sparse import SparseSpec
 
 TWO_KINDS = model([SLIDING, FULL])
 FIRST, SECOND = backend("FIRST", 60), backend("SECOND", 55)
@@ -154,7 +155,14 @@ def test_a_sharing_that_cannot_be_is_refused_by_the_plan(sharing, what):
 
 
 def test_layers_without_a_backend_are_listed_by_kind_with_every_reason():
-    unserved = model([{"sparse": True}, {"sparse": True}, FULL, {"mm_prefix": True}])
+    unserved = model(
+        [
+            {"sparse": SparseSpec("token_topk", 2048)},
+            {"sparse": SparseSpec("token_topk", 2048)},
+            FULL,
+            {"mm_prefix": True},
+        ]
+    )
     with pytest.raises(NoBackendError) as caught:
         plan(unserved, "cpu")
     text = str(caught.value)
@@ -178,7 +186,7 @@ def test_the_backend_asked_for_is_named_and_no_other_is():
 
 def test_others_that_would_refuse_too_are_left_out_where_one_was_asked():
     with offered(FIRST), pytest.raises(BackendUnavailableError) as caught:
-        plan(model([{"sparse": True}]), "cpu", backend="FIRST")
+        plan(model([{"sparse": SparseSpec("token_topk", 2048)}]), "cpu", backend="FIRST")
     assert "FIRST: sparse" in str(caught.value)
     assert "TORCH" not in str(caught.value)
 
@@ -207,7 +215,7 @@ def test_uniform_takes_the_highest_ranked_that_serves_every_layer():
 
 def test_uniform_names_each_backend_and_the_layer_it_refuses():
     windowed = backend("WINDOWED", 60, supports_combination=_only_windows)
-    specs = model([FULL, SLIDING, {"sparse": True}])
+    specs = model([FULL, SLIDING, {"sparse": SparseSpec("token_topk", 2048)}])
     with offered(PLAIN, windowed), pytest.raises(NoBackendError) as caught:
         plan(specs, "cpu", uniform=True)
     text = str(caught.value)
@@ -227,7 +235,7 @@ def test_uniform_lists_plugins_that_did_not_load(monkeypatch):
         "attnplug:torch does not serve layer layers.0: attnplug:torch is left out by ATTNPLUG_BLOCK_PLUGINS"
     )
     with offered(FIRST), pytest.raises(NoBackendError, match=limit):
-        plan(model([{"sparse": True}]), "cpu", uniform=True)
+        plan(model([{"sparse": SparseSpec("token_topk", 2048)}]), "cpu", uniform=True)
 
 
 def test_uniform_is_the_remedy_where_backends_cannot_share_pages():

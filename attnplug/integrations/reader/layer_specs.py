@@ -10,6 +10,7 @@ import torch
 
 from attnplug.core.errors import ModelConfigError, SpecError
 from attnplug.core.mla import MLADims
+from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.integrations.reader.eager_check import CheckFailedError, check_eager
 from attnplug.integrations.reader.mask_pattern import MaskPattern
@@ -70,7 +71,7 @@ class SpecMaker:
             logits_soft_cap=call.keywords.get("softcap"),
             has_sinks=has_sinks,
             mla=mla,
-            sparse="indices" in call.keywords,
+            sparse=_sparse(call),
             mm_prefix=pattern.blockwise,
             direct_kv=not paged,
             **sizes,
@@ -193,6 +194,31 @@ def _dtype(call: AttentionCall) -> str:
     if len(dtypes) > 1 or not dtypes <= served or not math.isfinite(_scale(call)):
         raise _refused(call, f"mixes dtypes ({', '.join(sorted(map(str, dtypes)))})")
     return str(dtypes.pop()).removeprefix("torch.")
+
+
+def _sparse(call: AttentionCall) -> SparseSpec | None:
+    """The SparseSpec of a call that gets the indices `[B, n, k]` of chosen keys; None without indices.
+
+    The indexer of a short prompt chooses fewer keys than it may, so their number is read from the module.
+    """
+    indices = call.keywords.get("indices")
+    if indices is None:
+        return None
+    # Layers that share the indices of a layer before them have no indexer of their own.
+    owners = (getattr(call.module, "indexer", None), getattr(call.module, "config", None))
+    topk = next(
+        (found for owner in owners if (found := getattr(owner, "index_topk", None)) is not None), None
+    )
+    if not isinstance(topk, int):
+        raise _refused(call, "gets indices of chosen keys, and no index_topk says how many there may be")
+    shape = tuple(indices.shape) if isinstance(indices, torch.Tensor) else None
+    expected = (1, call.query.shape[2], min(topk, call.key.shape[2]))
+    if shape != expected:
+        raise _refused(call, f"gets indices of the shape {shape}, where index_topk={topk} gives {expected}")
+    try:
+        return SparseSpec("token_topk", topk)
+    except SpecError as error:
+        raise ModelConfigError(f"{call.path}: {error}") from error
 
 
 def _latent_dims(call: AttentionCall) -> MLADims | None:

@@ -6,7 +6,7 @@ import pytest
 
 from attnplug.backends.flashinfer import FlashInferBackend
 from attnplug.backends.flashinfer.options import Options
-from attnplug.core import Device, LayerSpec, MultipleOf, Phase
+from attnplug.core import Device, LayerSpec, MultipleOf, Phase, SparseSpec
 from attnplug.errors import PolicyError
 
 H200 = Device.parse("sm90")
@@ -60,7 +60,7 @@ def test_what_it_serves(fields: dict[str, object]) -> None:
         ({"has_sinks": True, "causal": False}, "combination"),
         ({"scale": 1e-4}, "combination"),
         ({"chunk_size": 64, "block_size": 48}, "block_size"),
-        ({"sparse": True}, "sparse"),
+        ({"sparse": SparseSpec("token_topk", 2048)}, "sparse"),
     ],
 )
 def test_what_it_refuses(fields: dict[str, object], code: str) -> None:
