@@ -129,6 +129,7 @@ class AttentionRuntime:
             device=self.device,
             cross_groups=sorted(cross_groups(self.kv_cache_config)),
             max_encoder_len=max_encoder_len,
+            num_blocks=self.kv_cache_config.num_blocks,
             reorder_batch_thresholds=[
                 threshold
                 for group in self.attention_groups

@@ -92,7 +92,8 @@ class BlockPool:
         given = []
         for block in blocks:
             try:
-                number = operator.index(block)
+                # operator.index reads True as 1, and no block is named so.
+                number = -1 if isinstance(block, bool) else operator.index(block)
             except TypeError:
                 number = -1
             if not 0 <= number < self.num_blocks:

@@ -10,7 +10,7 @@ from attnplug.core.errors import LayoutError
 from attnplug.core.kv_cache_spec import KVCacheSpec, kv_cache_spec_for
 from attnplug.registry.decision import Decision
 from attnplug.runtime.grouping import unify_page_sizes
-from attnplug.runtime.layout import get_kv_cache_layout
+from attnplug.runtime.layout import check_kv_cache_layout, requested_kv_cache_layout
 
 
 def planned_caches(decisions: Mapping[str, Decision]) -> dict[str, KVCacheSpec]:
@@ -66,10 +66,12 @@ def with_layout(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
         LayoutError: the backend of a layer cannot read the layout; it names both.
     """
     planned = dict(decisions)
+    # Read once, because another thread may set another layout before the last layer is planned.
+    requested = requested_kv_cache_layout()
     for name, decision in decisions.items():
         if decision.kv_cache_layout is None:
             continue
-        layout = get_kv_cache_layout(decision.kv_cache_layout)
+        layout = requested or check_kv_cache_layout("required", decision.kv_cache_layout)
         readable = decision.get_backend_cls().supported_kv_cache_layouts()
         if layout not in readable:
             limit = f"cannot be read by {decision.backend} (layer {name}), which takes {', '.join(readable)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +10,12 @@ import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.ops.buffers import StagingRing
+from attnplug.runtime.block_numbers import INT32_MAX, block_numbers
 from attnplug.runtime.mm_prefix import MMPrefix
 from attnplug.runtime.placeholders import Placeholder, PlaceholderRanges, check_placeholders
 from attnplug.runtime.staging import StepStaging
 
 _Ints = npt.NDArray[np.int64]
-_INT32_MAX = 2**31 - 1
 
 
 class RequestTable:
@@ -40,6 +39,7 @@ class RequestTable:
         reorder_batch_thresholds: Sequence[int] = (),
         mm_prefix: bool = False,
         mm_prefix_modalities: Collection[str] | None = None,
+        num_blocks: int | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.reorder_batch_thresholds = tuple(sorted(set(reorder_batch_thresholds)))
@@ -48,6 +48,7 @@ class RequestTable:
         self.max_model_len = max_model_len
         self.max_encoder_len = max_encoder_len
         self.block_sizes = tuple(block_sizes)
+        self.num_blocks = num_blocks
         self.cross_groups = frozenset(cross_groups)
         self._check_sizes()
         if mm_prefix_modalities is not None and not mm_prefix:
@@ -114,8 +115,8 @@ class RequestTable:
                 layers with mm_prefix, each is a span whose tokens see each other.
 
         Raises:
-            BatchError: the name is in use, all places are taken, counts do not fit, or no step can compute a
-                span as a whole.
+            BatchError: the name is in use, all places are taken, counts do not fit, no step can compute a span
+                as a whole, or a number is not a block of the pool.
         """
         index = self.num_reqs
         if req_id in self._index:
@@ -133,7 +134,7 @@ class RequestTable:
         if self._mm_prefix is not None:
             self._mm_prefix.check_request(items, num_computed_tokens)
         # The pages are checked before the first write, because a call that raises changes nothing.
-        pages = self._pages(block_ids, index, fresh=True) if len(block_ids) else None
+        pages = self._pages(block_ids, index, fresh=True)
         self.req_ids.append(req_id)
         self._index[req_id] = index
         self._computed[index] = num_computed_tokens
@@ -146,7 +147,7 @@ class RequestTable:
         self._num_blocks[:, index] = 0
         # Without decoder pages, as in models of cross attention only, no page limits the length.
         self._capacity[index] = 0 if self._self_groups else self.max_model_len
-        if pages is not None:
+        if pages:
             self._put(pages, index)
         return index
 
@@ -155,7 +156,7 @@ class RequestTable:
 
         Raises:
             BatchError: the request is not in flight, there is not one sequence per group, the table has fewer
-                pages, or a value is not a block number.
+                pages, or a number is not a block of the pool.
         """
         index = self._at(req_id)
         self._put(self._pages(block_ids, index), index)
@@ -239,16 +240,17 @@ class RequestTable:
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "max_model_len": self.max_model_len,
             "block_sizes": min(self.block_sizes, default=0),
+            "num_blocks": 1 if self.num_blocks is None else self.num_blocks,
         }
         for name, value in sizes.items():
-            if not 1 <= value <= _INT32_MAX:
-                raise BatchError(name, value, f"must lie in 1 .. {_INT32_MAX}")
+            if not 1 <= value <= INT32_MAX:
+                raise BatchError(name, value, f"must lie in 1 .. {INT32_MAX}")
         groups = len(self.block_sizes)
         if not self.cross_groups <= set(range(groups)):
             found = sorted(self.cross_groups)
             raise BatchError("cross_groups", found, f"must be indices of {groups} KV groups")
-        if self.cross_groups and not 1 <= self.max_encoder_len <= _INT32_MAX:
-            limit = f"must lie in 1 .. {_INT32_MAX} with cross_groups"
+        if self.cross_groups and not 1 <= self.max_encoder_len <= INT32_MAX:
+            limit = f"must lie in 1 .. {INT32_MAX} with cross_groups"
             raise BatchError("max_encoder_len", self.max_encoder_len, limit)
         if self.max_encoder_len and not self.cross_groups:
             raise BatchError("max_encoder_len", self.max_encoder_len, "is for builders with cross_groups")
@@ -261,29 +263,30 @@ class RequestTable:
 
     def _pages(
         self, block_ids: Sequence[Sequence[int]], index: int, fresh: bool = False
-    ) -> list[tuple[int, npt.NDArray[Any]]]:
-        """The start and the block numbers of each group's new pages; changes nothing."""
+    ) -> list[tuple[int, _Ints]]:
+        """The start and the block numbers of each group's new pages, none for `()` if fresh; changes nothing."""
         groups = len(self.block_sizes)
-        if len(block_ids) != groups:
-            limit = f"must have one sequence for each of {groups} KV groups"
-            raise BatchError("block_ids", len(block_ids), limit)
+        limit = f"must have one sequence for each of {groups} KV groups"
+        try:
+            given = len(block_ids)
+        except TypeError:
+            raise BatchError("block_ids", block_ids, limit) from None
+        if given == 0 and fresh:
+            return []
+        if given != groups:
+            raise BatchError("block_ids", given, limit)
         pages = []
         for group, ids in enumerate(block_ids):
-            blocks = np.asarray(ids)
-            start = 0 if fresh else int(self._num_blocks[group, index])
             field = f"block_ids[{group}]"
-            if blocks.ndim != 1 or (blocks.size and blocks.dtype.kind not in "iu"):
-                raise BatchError(field, ids, "must be a sequence of block numbers")
+            blocks = block_numbers(field, ids, self.num_blocks)
+            start = 0 if fresh else int(self._num_blocks[group, index])
             if start + blocks.size > self._tables.shape[2]:
                 limit = f"pages are past the table's {self._tables.shape[2]}"
                 raise BatchError(field, start + blocks.size, limit)
-            if blocks.size and not 0 <= blocks.min() <= blocks.max() <= _INT32_MAX:
-                found = int(blocks.min() if blocks.min() < 0 else blocks.max())
-                raise BatchError(field, found, f"must lie in 0 .. {_INT32_MAX}")
             pages.append((start, blocks))
         return pages
 
-    def _put(self, pages: Sequence[tuple[int, npt.NDArray[Any]]], index: int) -> None:
+    def _put(self, pages: Sequence[tuple[int, _Ints]], index: int) -> None:
         for group, (start, blocks) in enumerate(pages):
             end = start + blocks.size
             self._tables[group, index, start:end] = blocks

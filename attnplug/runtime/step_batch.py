@@ -80,6 +80,7 @@ class StepBatchBuilder(RequestTable):
         mm_prefix: whether layers have mm_prefix. The placeholders of requests are then spans, which a step
             computes as a whole, and its batch has `mm_prefix_spans`.
         mm_prefix_modalities: the modalities whose placeholders are such spans, such as ["image"]; None for all.
+        num_blocks: blocks of the pool. Block numbers past it are refused; with None, only those past int32.
 
     Raises:
         BatchError: a size is below 1, no KV group is given, a cross group is not one of them, or modalities are
@@ -91,13 +92,17 @@ class StepBatchBuilder(RequestTable):
     def step(self, num_scheduled_tokens: _Counts = 1) -> StepBatch:
         """The batch that runs the scheduled tokens of every request.
 
+        Each request in flight is in the batch. One without scheduled tokens has a query of length 0 and no rows.
+
         Args:
-            num_scheduled_tokens: new tokens by request, in the order of `req_ids`, or one number for all. The
-                step may then change that order: see `StepBatch.req_ids` and `order`.
+            num_scheduled_tokens: new tokens by request, or a sequence in the order of `req_ids`, or one number
+                for all. A request that a mapping leaves out runs 0 tokens. The step may then change the order:
+                see `StepBatch.req_ids` and `order`.
 
         Raises:
-            BatchError: counts of another number of requests, negative counts, too many tokens, a sequence longer
-                than max_model_len, a request without pages for its tokens, or a part of a multimodal span.
+            BatchError: a mapping names a request that is not in flight, a sequence has counts of another number
+                of requests, counts are negative, there are too many tokens, a sequence is longer than
+                max_model_len, a request has no pages for its tokens, or a multimodal span is split.
         """
         reqs = self.num_reqs
         scheduled = self._counts("num_scheduled_tokens", num_scheduled_tokens)
@@ -144,7 +149,8 @@ class StepBatchBuilder(RequestTable):
     def finish_step(self, accepted: _Counts | None = None) -> None:
         """Count the last step's tokens as computed: all, or only the accepted speculative ones.
 
-        If requests were added, removed or swapped since the step, `accepted` must be a mapping by request.
+        If requests were added, removed or swapped since the step, `accepted` must be a mapping by request. A mapping
+        may leave out the requests that ran 0 tokens.
 
         Raises:
             BatchError: no step was begun, counts of another number of requests, or more tokens are
@@ -153,15 +159,14 @@ class StepBatchBuilder(RequestTable):
         if self._stepped is None:
             raise BatchError("step", None, "is required before finish_step, once for each")
         reqs = self.num_reqs
-        scheduled = self._scheduled[:reqs]
-        counts = scheduled
+        scheduled = counts = self._scheduled[:reqs]
         if accepted is not None:
             # A plain sequence is in the order of the step, which these requests no longer have.
             if not isinstance(accepted, (Mapping, int)) and self._stepped != tuple(self.req_ids):
                 limit = "has no order: requests changed since the step"
                 remedy = "give the counts by request, as a mapping"
                 raise BatchError("accepted", accepted, limit, remedy)
-            counts = self._counts("accepted", accepted)
+            counts = self._counts("accepted", accepted, scheduled)
             bad = (counts > scheduled) | (counts < 0)
             if bad.any():
                 worst = int(bad.argmax())
@@ -179,7 +184,8 @@ class StepBatchBuilder(RequestTable):
         rejected; `finish_step(accepted)` does it for one step. Requests keep their pages.
 
         Args:
-            num_tokens: by request, in the order of `req_ids`, or one number for all.
+            num_tokens: by request, in the order of `req_ids`, or one number for all. A mapping may leave out the
+                requests without computed tokens.
 
         Raises:
             BatchError: a step is not finished, counts of another number of requests, more tokens than are
@@ -187,8 +193,8 @@ class StepBatchBuilder(RequestTable):
         """
         if self._stepped is not None:
             raise BatchError("step", "not finished", "cannot be rolled back", "call finish_step first")
-        counts = self._counts("num_tokens", num_tokens)
         computed, served = self._computed[: self.num_reqs], self._first_served[: self.num_reqs]
+        counts = self._counts("num_tokens", num_tokens, computed)
         bad = (counts < 0) | (counts > computed)
         if bad.any():
             worst = int(bad.argmax())
@@ -242,22 +248,28 @@ class StepBatchBuilder(RequestTable):
         groups = range(len(self.block_sizes))
         return tuple(encoder_tokens if g in self.cross_groups else tokens for g in groups)
 
-    def _counts(self, field: str, given: _Counts) -> _Ints:
-        """One integer per request, in order of requests."""
+    def _counts(self, field: str, given: _Counts, tokens: _Ints | None = None) -> _Ints:
+        """One integer per request, in order of requests.
+
+        A mapping may leave out requests, which get 0; with `tokens`, only those of 0 tokens.
+        """
         values: Any = given
         if isinstance(given, Mapping):
-            try:
-                values = list(map(given.__getitem__, self.req_ids))
-            except KeyError as missing:
-                raise BatchError(field, missing.args[0], "has no count: every request needs one") from None
-            if len(given) != len(values):
-                extra = sorted(set(given) - set(self.req_ids))
-                raise BatchError(field, extra, "are not in flight")
+            if unknown := given.keys() - self._index.keys():
+                raise BatchError(field, sorted(unknown, key=str), "are not in flight")
+            for row in [] if tokens is None else np.flatnonzero(tokens).tolist():
+                # With 0 or all tokens as the default, a forgotten request would go on with wrong ones.
+                if self.req_ids[row] not in given:
+                    limit = f"has no count: every request with tokens needs one, and it has {tokens[row]}"
+                    raise BatchError(field, self.req_ids[row], limit)
+            values = [given.get(name, 0) for name in self.req_ids]
         try:
             counts = np.asarray(values)
         except (TypeError, ValueError):
             raise BatchError(field, values, "must be integers, one for each request") from None
-        if counts.dtype.kind not in "iu" and counts.size:
+        # numpy reads True among integers as 1.
+        has_bool = isinstance(values, (list, tuple)) and bool in set(map(type, values))
+        if has_bool or (counts.dtype.kind not in "iu" and counts.size):
             raise BatchError(field, values, "must be integers")
         if counts.ndim == 0:
             return np.full(self.num_reqs, counts, dtype=np.int64)

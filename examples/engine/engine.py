@@ -91,7 +91,7 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one batch; gives the requests that have one more token."""
         counts = self._schedule()
-        batch = self.builder.step([counts.get(name, 0) for name in self.builder.req_ids])
+        batch = self.builder.step(counts)
         tokens, positions, rows, ready = [], [], [], []
         for request in map(self.running.__getitem__, batch.req_ids):
             end = request.computed + counts.get(request.name, 0)

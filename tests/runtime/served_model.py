@@ -133,7 +133,7 @@ class ServedModel:
                 held += fresh[group]
             self.batches.append_blocks(name, fresh)
         self.first = {n for n, r in self.requests.items() if r.computed == 0 and scheduled.get(n)}
-        batch = self.batches.step({name: scheduled.get(name, 0) for name in self.batches.req_ids})
+        batch = self.batches.step(scheduled)
         self.runtime.begin_step(batch, draft_index=draft_index)
         return batch
 
@@ -189,7 +189,7 @@ class ServedModel:
 
     def count(self, kept: Mapping[str, int]) -> None:
         """Count tokens of the step as computed."""
-        self.batches.finish_step({name: kept.get(name, 0) for name in self.batches.req_ids})
+        self.batches.finish_step(kept)
         for name, count in kept.items():
             self.requests[name].computed += count
         self._forget()

@@ -204,10 +204,20 @@ def test_a_batch_of_another_number_of_kv_groups():
 
 def test_pages_past_the_pool():
     model = ServedModel({"0": FULL}, num_blocks=4)
-    model.batches.add_request("a", [[9]])
+    with pytest.raises(BatchError, match=r"block_ids\[0\]=4 must lie in 0 .. 3, the 4 blocks of the pool"):
+        model.batches.add_request("a", [[4]])
+    model.add("a")
+    with pytest.raises(BatchError, match=r"block_ids\[0\]=-1 must lie in 0 .. 3, the 4 blocks of the pool"):
+        model.batches.append_blocks("a", [[1, -1]])
+    model.step(a=3)
+
+
+def test_slots_past_the_pool_in_a_batch_of_another_builder():
+    model = ServedModel({"0": FULL}, num_blocks=4)
+    other = StepBatchBuilder(max_num_seqs=2, max_num_batched_tokens=4, max_model_len=8, block_sizes=[16])
+    other.add_request("a", [[9]])
     with pytest.raises(BatchError, match="slot_mappings=144 of KV group 0 is past the 64 slots of 4 blocks"):
-        model.runtime.begin_step(model.batches.step(1))
-    model.batches.remove_request("a")
+        model.runtime.begin_step(other.step(1))
     model.add("a")
     model.step(a=3)
 

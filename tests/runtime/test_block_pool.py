@@ -89,7 +89,7 @@ def test_blocks_freed_too_often_are_named_and_none_is_freed():
     assert (pool.users(first), pool.num_free) == (1, 1)
 
 
-@pytest.mark.parametrize("wrong", [-1, 4, 1.5, "1", None])
+@pytest.mark.parametrize("wrong", [-1, 4, 2**70, 1.5, "1", None, True])
 @pytest.mark.parametrize("call", ["share", "free"])
 def test_what_is_no_block_of_the_pool_is_refused_and_nothing_changes(call, wrong):
     pool = BlockPool(4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -131,6 +133,42 @@ def test_a_request_may_run_no_token():
     assert common.slot_mapping.tolist() == [10, 11]
     common = made.step(0).common
     assert (common.num_actual_tokens, common.max_query_len, common.max_seq_len) == (0, 0, 2)
+
+
+@pytest.mark.parametrize(
+    "counts", [{"b": 2}, MappingProxyType({"b": 2}), Counter(b=2), defaultdict(int, b=2)]
+)
+def test_a_request_that_a_mapping_leaves_out_runs_no_token(counts):
+    made = builder()
+    for name, block in (("a", 1), ("b", 2), ("c", 3)):
+        made.add_request(name, [[block]], num_computed_tokens=2)
+    batch = made.step(counts)
+    check_invariants(batch)
+    assert batch.req_ids == ("a", "b", "c")
+    assert batch.common.query_start_loc_cpu.tolist() == [0, 0, 2, 2]
+    assert batch.common.seq_lens.tolist() == [2, 4, 2]
+    assert batch.common.slot_mapping.tolist() == [10, 11]
+    assert dict(counts) == {"b": 2}
+    made.finish_step()
+    assert made.num_computed_tokens_cpu.tolist() == [2, 4, 2]
+    assert made.step({}).common.num_actual_tokens == 0
+
+
+def test_accepted_counts_may_leave_out_requests_that_ran_no_token():
+    made = builder()
+    for name, block in (("a", 1), ("b", 2)):
+        made.add_request(name, [[block]], num_computed_tokens=1)
+    made.step({"b": 3})
+    before = state(made)
+    with pytest.raises(
+        BatchError, match="accepted='b' has no count: every request with tokens needs one, and it has 3"
+    ):
+        made.finish_step({"a": 0})
+    with pytest.raises(BatchError, match=r"accepted=\['z'\] are not in flight"):
+        made.finish_step({"b": 1, "z": 0})
+    assert state(made) == before
+    made.finish_step({"b": 1})
+    assert made.num_computed_tokens_cpu.tolist() == [1, 2]
 
 
 def test_a_token_too_many_for_one_request_and_none_for_another_is_no_decode_batch():
@@ -471,6 +509,14 @@ def test_a_step_that_is_not_finished_cannot_be_rolled_back():
     assert state(made) == before
 
 
+def test_a_rollback_may_leave_out_requests_without_tokens():
+    made = builder()
+    made.add_request("a", [[1]], num_computed_tokens=2)
+    made.add_request("b", [[2]])
+    made.rollback({"a": 1})
+    assert made.num_computed_tokens_cpu.tolist() == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("counts", "said"),
     [
@@ -616,6 +662,7 @@ def test_a_profile_run_comes_before_any_request():
         ({"max_num_seqs": 0}, "max_num_seqs=0 must lie in 1 .. 2147483647"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0 must lie in 1"),
         ({"max_model_len": 2**31}, "max_model_len=2147483648 must lie in 1 .. 2147483647"),
+        ({"num_blocks": 0}, "num_blocks=0 must lie in 1 .. 2147483647"),
         ({"block_sizes": []}, "block_sizes=0 must lie in 1"),
         ({"block_sizes": [4, 0]}, "block_sizes=0 must lie in 1"),
         ({"cross_groups": [1], "max_encoder_len": 4}, "cross_groups=[1] must be indices of 1 KV groups"),
@@ -655,7 +702,13 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], str]] = [
     ("step", ([1, 1.5],), "num_scheduled_tokens=[1, 1.5] must be integers"),
     ("step", (1.0,), "num_scheduled_tokens=1.0 must be integers"),
     ("step", (2**70,), f"num_scheduled_tokens={2**70} must be integers"),
-    ("step", ({"a": 1},), "num_scheduled_tokens='b' has no count: every request needs one"),
+    ("add_request", ("c", None), "block_ids=None must have one sequence for each of 2 KV groups"),
+    ("step", ({"z": 1},), "num_scheduled_tokens=['z'] are not in flight"),
+    ("step", ({"a": 1, 3: 1, None: 0},), "num_scheduled_tokens=[3, None] are not in flight"),
+    ("step", ({"a": True, "b": 1},), "num_scheduled_tokens=[True, 1] must be integers"),
+    ("step", ({"a": None},), "num_scheduled_tokens=[None, 0] must be integers"),
+    ("step", ({"b": -1},), "num_scheduled_tokens=-1 of request b must not be negative"),
+    ("step", ([1, True],), "num_scheduled_tokens=[1, True] must be integers"),
     ("step", ({"a": 1, "b": 1, "z": 2},), "num_scheduled_tokens=['z'] are not in flight"),
     ("step", ({"a": 1, "b": 1.5},), "num_scheduled_tokens=[1, 1.5] must be integers"),
     ("step", ([1, -2],), "num_scheduled_tokens=-2 of request b must not be negative"),
@@ -684,6 +737,49 @@ def test_a_refused_call_names_what_is_wrong_and_changes_nothing(call, given, sai
     assert state(made) == before
     made.finish_step()
     assert made.num_computed_tokens_cpu.tolist() == [6, 32]
+
+
+NOT_OF_THE_POOL: list[tuple[Any, str]] = [
+    ([8], "=8 must lie in 0 .. 7, the 8 blocks of the pool"),
+    ([1, -1], "=-1 must lie in 0 .. 7, the 8 blocks of the pool"),
+    (np.array([7, 2**32 + 1]), f"={2**32 + 1} must lie in 0 .. 7"),
+    (np.array([2**64 - 1], np.uint64), f"={2**64 - 1} must lie in 0 .. 7"),
+    ([3, 2**70], f"={2**70} must lie in 0 .. 7"),
+    ([-(2**70), 2**70], f"={-(2**70)} must lie in 0 .. 7"),
+    (torch.tensor([1, 9]), "=9 must lie in 0 .. 7"),
+    ([True], "must be a sequence of block numbers"),
+    ([1, True], "must be a sequence of block numbers"),
+    ([2, np.True_], "must be a sequence of block numbers"),
+    ([torch.tensor(True)], "must be a sequence of block numbers"),
+    ([1, 2.0], "must be a sequence of block numbers"),
+    (torch.ones(1), "must be a sequence of block numbers"),
+    (torch.ones(1, dtype=torch.int64, device="meta"), "must be a sequence of block numbers"),
+    (np.array([True]), "must be a sequence of block numbers"),
+    ([[1], [2, 3]], "must be a sequence of block numbers"),
+    ([None], "must be a sequence of block numbers"),
+    ("12", "must be a sequence of block numbers"),
+    ({1, 2}, "must be a sequence of block numbers"),
+    (3, "must be a sequence of block numbers"),
+    (None, "must be a sequence of block numbers"),
+]
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["decoder", "cross"])
+@pytest.mark.parametrize(("wrong", "said"), NOT_OF_THE_POOL, ids=lambda value: repr(value)[:40])
+def test_a_number_that_is_no_block_of_the_pool_is_refused_in_every_group(wrong, said, cross):
+    made = with_cross(num_blocks=8)
+    made.add_request("a", [[1], [2]], encoder_len=1)
+    before = state(made)
+    given = [[3], wrong] if cross else [wrong, [3]]
+    for call, name in ((made.add_request, "b"), (made.append_blocks, "a")):
+        with pytest.raises(BatchError) as error:
+            call(name, given)
+        assert str(error.value).startswith(f"block_ids[{int(cross)}]=")
+        assert said in str(error.value)
+        assert state(made) == before
+    made.append_blocks("a", [[np.int32(7)], range(2)])
+    assert made._tables[0, 0, :2].tolist() == [1, 7]
+    assert made._tables[1, 0, :3].tolist() == [2, 0, 1]
 
 
 def test_one_request_too_many_is_refused():
