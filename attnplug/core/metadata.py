@@ -222,7 +222,14 @@ class AttentionMetadataBuilder(ABC, Generic[_M]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> _M:
-        """The metadata of one step; `fast_build` prefers cheap building over fast running."""
+        """The metadata of one step.
+
+        Args:
+            common_prefix_len: computed tokens of the leading blocks that all requests share, which each query sees
+                whole. A builder may attend them once for all requests or ignore them; the numbers are the same.
+            common_attn_metadata: the batch.
+            fast_build: prefer cheap building over fast running.
+        """
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> _M:
         """The metadata of a step to capture in a CUDA graph."""
@@ -254,5 +261,19 @@ class AttentionMetadataBuilder(ABC, Generic[_M]):
         num_sms: int,
         dcp_world_size: int,
     ) -> bool:
-        """Whether a prefix common to all requests is worth a kernel of its own."""
+        """Whether `build` shall get the prefix that all requests share, to attend it once.
+
+        The runtime asks in each step with such a prefix, except for graphs. It answers for this step only.
+
+        Args:
+            common_prefix_len: tokens of the shared blocks; all are computed, and each query sees all of them.
+            query_lens: new tokens of each request, `[R]`.
+            num_query_heads: query heads of a layer.
+            num_kv_heads: KV heads of a layer.
+            use_alibi: whether a layer has ALiBi.
+            use_sliding_window: whether a layer has a window; it hides no key in this step.
+            use_local_attention: whether a layer has chunks; all sequences of this step are within one.
+            num_sms: multiprocessors of the GPU; on a CPU, the threads of torch.
+            dcp_world_size: ranks that share the KV of a request.
+        """
         return False

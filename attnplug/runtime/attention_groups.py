@@ -17,6 +17,7 @@ from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec, KVCache
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.decision import Decision
+from attnplug.runtime.cascade import cascade_prefix_len
 from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.step_batch import StepBatch
 
@@ -130,7 +131,8 @@ def build_attn_metadata(
     """Each layer's metadata of one step, built once per attention group.
 
     Groups with the same specs, backend and kind of pages differ only in block table and slots. The second such
-    group gets a copy by `update_block_table`, if the builder supports it.
+    group gets a copy by `update_block_table`, if the builder supports it. Where requests share leading blocks, the
+    builder is asked whether it attends them once.
 
     Args:
         builders: the attention groups.
@@ -155,7 +157,13 @@ def build_attn_metadata(
         at = group.kv_cache_group_id
         # A cross group has a CrossAttentionSpec, so its twins are cross groups too.
         twin = (type(group.builder), group.backend, group.phase, group.kv_cache_spec, group.specs)
-        if twin in built and group.builder.supports_update_block_table:
+        prefix = 0
+        if batch.shared_prefix_lens and not for_capture and draft_index is None:
+            prefix = cascade_prefix_len(
+                group.builder, group.specs, batch.shared_prefix_lens[at], batch.common
+            )
+        # A prefix is in blocks of its own group, so its metadata is never a copy and never copied.
+        if twin in built and not prefix and group.builder.supports_update_block_table:
             made: AttentionMetadata = group.builder.update_block_table(built[twin], *batch.of_group(at))
         else:
             if at not in commons:
@@ -163,19 +171,23 @@ def build_attn_metadata(
             if for_capture:
                 made = group.builder.build_for_cudagraph_capture(commons[at])
             else:
-                made = build_step(group.builder, commons[at], draft_index)
-            built[twin] = made
+                made = build_step(group.builder, commons[at], draft_index, prefix)
+            if not prefix:
+                built[twin] = made
         metadata.update(dict.fromkeys(group.layer_names, made))
     return metadata
 
 
 def build_step(
-    builder: AttentionMetadataBuilder[Any], common: CommonAttentionMetadata, draft_index: int | None
+    builder: AttentionMetadataBuilder[Any],
+    common: CommonAttentionMetadata,
+    draft_index: int | None,
+    common_prefix_len: int = 0,
 ) -> AttentionMetadata:
     """One builder's metadata of a step, or of draft step `draft_index` if that is given."""
     made: AttentionMetadata
     if draft_index is None:
-        made = builder.build(0, common)
+        made = builder.build(common_prefix_len, common)
     else:
         made = builder.build_for_drafting(common, draft_index)
     return made

@@ -12,6 +12,7 @@ import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attnplug.runtime.cascade import shared_prefix_lens
 from attnplug.runtime.placeholders import PlaceholderMap, Span, map_placeholders, spans_of
 from attnplug.runtime.requests import RequestTable
 from attnplug.runtime.staging import StepStaging
@@ -37,6 +38,8 @@ class StepBatch:
         req_ids: the requests in the order of the batch.
         placeholders: by modality, the tokens of this step that get embeddings.
         order: int64 `[R]`, the index that each request had before the step ordered them; None if it moved none.
+        shared_prefix_lens: computed tokens of the leading blocks that all requests share, in each KV group; empty if
+            unknown, which counts as 0.
     """
 
     common: CommonAttentionMetadata
@@ -48,6 +51,7 @@ class StepBatch:
     req_ids: tuple[str, ...]
     placeholders: Mapping[str, PlaceholderMap] = dataclasses.field(default_factory=dict)
     order: _Ints | None = None
+    shared_prefix_lens: tuple[int, ...] = ()
 
     def in_former_order(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of `tokens [T, ...]`, such as an output, by the order that the requests had before the step."""
@@ -142,9 +146,10 @@ class StepBatchBuilder(RequestTable):
         if self._mm_prefix is not None:
             self._mm_prefix.fill(spans, staging.mm_prefix_spans.np[:tokens])
         names = tuple(self.req_ids)
+        shared = shared_prefix_lens(self._tables[:, :reqs], self.block_sizes, computed, self._self_groups)
         self._scheduled[:reqs] = scheduled
         self._stepped = names
-        return self._batch(staging, names, counts, max_query, longest, width, maps, order)
+        return self._batch(staging, names, counts, max_query, longest, width, maps, order, shared)
 
     def finish_step(self, accepted: _Counts | None = None) -> None:
         """Count the last step's tokens as computed: all, or only the accepted speculative ones.
@@ -381,6 +386,7 @@ class StepBatchBuilder(RequestTable):
         width: int,
         placeholders: Mapping[str, PlaceholderMap],
         order: _Ints | None = None,
+        shared: tuple[int, ...] = (),
     ) -> StepBatch:
         reqs, first = len(names), self._self_groups[0] if self._self_groups else 0
         tokens = int(staging.query_start_loc.np[reqs])
@@ -408,4 +414,5 @@ class StepBatchBuilder(RequestTable):
         )
         # All copies of the set are issued, so the event that guards it can be recorded.
         self._ring.release()
-        return StepBatch(common, first, tables, slots, counts, self.cross_groups, names, placeholders, order)
+        own = self.cross_groups, names, placeholders, order, shared
+        return StepBatch(common, first, tables, slots, counts, *own)

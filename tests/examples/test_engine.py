@@ -9,6 +9,7 @@ from model import pack_linears
 from small_models import FAMILIES, WINDOW, check_greedy, generated, random_prompts, small_model
 from tiny import load
 
+from attnplug.backends.torch_native import builder as torch_builder
 from attnplug.core.errors import BatchError, ModelConfigError
 
 # The two families that ask for most, a soft cap and sinks; the others differ in less.
@@ -121,6 +122,32 @@ def test_requests_in_flight_share_the_blocks_of_their_prefix():
         pass
     check_greedy("Llama", first, one.output, 20)
     check_greedy("Llama", second, other.output, 20)
+
+
+def test_a_prefix_in_flight_is_attended_once_and_no_token_changes(monkeypatch):
+    # A prefix and a batch of this size would not be worth it.
+    monkeypatch.setattr(torch_builder, "_SHARED_KEYS", 16)
+    monkeypatch.setattr(torch_builder, "_SPARED_KEYS", 16)
+    built: list[int] = []
+    build = torch_builder.TorchMetadataBuilder.build
+
+    def noted(self, common_prefix_len, *given, **named):
+        built.append(common_prefix_len)
+        return build(self, common_prefix_len, *given, **named)
+
+    monkeypatch.setattr(torch_builder.TorchMetadataBuilder, "build", noted)
+    prefix = random_prompts(48)[0]
+    first, *others = random_prompts(3, 5, 9, prefix=prefix)
+    engine = Engine(small_model("Llama"), block_size=16)
+    requests = [engine.add(first, max_tokens=20)]
+    engine.step()
+    requests += [engine.add(prompt, max_tokens=12) for prompt in others]
+    for _ in engine.stream():
+        pass
+
+    assert built.count(48) >= 10
+    for prompt, request in zip((first, *others), requests, strict=True):
+        check_greedy("Llama", prompt, request.output, len(request.output))
 
 
 def test_pages_of_a_finished_request_are_found_until_they_are_reused():

@@ -14,11 +14,13 @@ from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.core import AttentionBackend, Device, Feature
 from attnplug.core.errors import BatchError
-from attnplug.testing.conformance import builder_inputs, builders, merging, runtimes, sharing
+from attnplug.testing.conformance import builder_inputs, builders, merging, runtimes, shared_prefix, sharing
 from attnplug.testing.conformance.check import Check, CheckSkipped
 from attnplug.testing.conformance.target import Target
 
-GROUPS = (builders.checks, builder_inputs.checks, sharing.checks, merging.checks, runtimes.checks)
+GROUPS = tuple(
+    module.checks for module in (builders, builder_inputs, shared_prefix, sharing, merging, runtimes)
+)
 
 
 class NeedsExactLengths(TorchMetadataBuilder):

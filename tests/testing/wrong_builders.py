@@ -197,6 +197,37 @@ class CannotUpdate(TorchMetadataBuilder):
         raise NotImplementedError("no")
 
 
+class DropsPrefix(TorchMetadataBuilder):
+    """Attends a shared prefix never, where it should do so once."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        made = super().build(0, common_attn_metadata, fast_build)
+        first = common_prefix_len // self.kv_cache_spec.block_size
+        lengths, table = made.seq_lens - common_prefix_len, made.block_table[:, first:]
+        return dataclasses.replace(made, seq_lens=lengths, block_table=table)
+
+
+class RepeatsPrefix(TorchImpl):
+    """Attends the shared prefix once, and again with the rest."""
+
+    def _attend_cascade(self, query: Any, source: Any, rest: Any, *given: Any) -> None:
+        super()._attend_cascade(query, source, source, *given)
+
+
+class CannotAnswer(TorchMetadataBuilder):
+    """Takes the arguments of another engine."""
+
+    def use_cascade_attention(self, prefix: int, batch_size: int) -> bool:  # type: ignore[override]
+        return False
+
+
+class AnswersNothing(TorchMetadataBuilder):
+    """Forgets to answer."""
+
+    def use_cascade_attention(self, *given: Any, **named: Any) -> Any:
+        return None
+
+
 class NoLevel(TorchMetadataBuilder):
     """Declares a number."""
 
@@ -296,6 +327,10 @@ WRONG = (
     wrong(
         "UPDATES_UNDECLARED", "builder/update_block_table", "must raise TypeError", builder=UpdatesUndeclared
     ),
+    wrong("DROPS_PREFIX", "builder/common-prefix", "shared prefix not attended", builder=DropsPrefix),
+    wrong("REPEATS_PREFIX", "builder/common-prefix-full", "requests with [1, 1", impl=RepeatsPrefix),
+    wrong("CANNOT_ANSWER", "builder/common-prefix", "raised TypeError", builder=CannotAnswer),
+    wrong("ANSWERS_NOTHING", "builder/common-prefix", "must give True or False", builder=AnswersNothing),
     wrong("SHORT_DRAFTS", "builder/build_for_drafting", "the last token dropped", builder=ShortDrafts),
     wrong("STALE_FAST", "builder/fast_build", "another step's lengths", builder=StaleFast),
     wrong("STALE_TABLE", "builder/build-", "another step's block table", builder=StaleTable),

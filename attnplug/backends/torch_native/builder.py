@@ -10,11 +10,17 @@ import numpy.typing as npt
 import torch
 
 from attnplug.backends.impl import own_slots
+from attnplug.backends.torch_native.decode import SHORT_QUERY
 from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
 
 _Ints = npt.NDArray[np.int64]
+
+_SHARED_KEYS = 256
+"""The shortest prefix worth a cascade; measured on a CPU, like the next."""
+_SPARED_KEYS = 3 << 13
+"""Keys of single heads, over all requests, from which the gathers that a cascade spares cost more than its merge."""
 
 
 class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
@@ -28,7 +34,8 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         """The metadata of one step; lengths unknown to the host are copied from the device.
 
         Raises:
-            BatchError: start locations that decrease or pass `num_actual_tokens`, negative lengths.
+            BatchError: start locations that decrease or pass `num_actual_tokens`, negative lengths, or a prefix of
+                tokens that a request has not computed.
         """
         common = common_attn_metadata
         reqs = common.num_reqs
@@ -37,15 +44,41 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             limit = f"must end at or before num_actual_tokens={common.num_actual_tokens}"
             raise BatchError("query_start_loc_cpu", int(query_starts[-1]), limit)
         keys = common.key_start_loc if common.key_start_loc_cpu is None else common.key_start_loc_cpu
+        lengths = _seq_lens(common)
+        _check_prefix(common_prefix_len, lengths, np.diff(query_starts))
         return TorchMetadata(
             slot_mapping=own_slots(self.kv_cache_spec, common.slot_mapping, common.num_actual_tokens),
             block_table=common.block_table_tensor[:reqs],
             num_actual_tokens=common.num_actual_tokens,
             query_starts=query_starts,
-            seq_lens=_seq_lens(common),
+            seq_lens=lengths,
             key_starts=None if keys is None else _starts("key_start_loc_cpu", keys, reqs),
             causal=common.causal,
+            common_prefix_len=common_prefix_len,
         )
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: npt.NDArray[np.int32],
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        use_local_attention: bool,
+        num_sms: int,
+        dcp_world_size: int,
+    ) -> bool:
+        """Whether so many short queries share so many keys that one gather for all costs less than the merge.
+
+        Long queries gain nothing: one fused call attends the keys of a request. Under context parallelism a rank has
+        a part of the prefix only.
+        """
+        queries = query_lens[query_lens > 0]
+        is_short = bool((queries <= SHORT_QUERY).all())
+        spared = common_prefix_len * (queries.size - 1) * num_kv_heads
+        is_large = common_prefix_len >= _SHARED_KEYS and spared >= _SPARED_KEYS
+        return dcp_world_size == 1 and is_short and is_large
 
     def update_block_table(
         self, metadata: TorchMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
@@ -57,6 +90,16 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             slot_mapping=own_slots(self.kv_cache_spec, slot_mapping, metadata.num_actual_tokens),
             plans={},
         )
+
+
+def _check_prefix(prefix: int, lengths: _Ints, query_lens: _Ints) -> None:
+    if not prefix:
+        return
+    has_queries = query_lens > 0
+    computed = int((lengths - query_lens)[has_queries].min(initial=prefix))
+    if not 0 <= prefix <= computed:
+        limit = f"must lie in 0 .. {max(computed, 0)}, the tokens that every request has computed"
+        raise BatchError("common_prefix_len", prefix, limit)
 
 
 def _starts(name: str, locations: torch.Tensor, reqs: int) -> _Ints:

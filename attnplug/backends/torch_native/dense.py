@@ -1,4 +1,4 @@
-"""One request at a time: prefill, extend, encoders."""
+"""Queries over the same keys: prefill, extend and encoders request by request, and a prefix that requests share."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ def attend_request(
     key: torch.Tensor,
     value: torch.Tensor,
     bounds: tuple[_Ints, _Ints],
-    offset: int,
+    places: _Ints,
     scoring: Scoring,
     output: torch.Tensor,
     output_lse: torch.Tensor | None,
 ) -> None:
-    """Attend the n queries of one request, a tile of rows at a time, over the keys each tile can see.
+    """Attend n queries over the same keys, such as those of one request.
+
+    A tile of rows at a time attends the keys that it can see.
 
     Args:
         query: `[n, H, D]`.
         key: `[Hkv, m, D]` in the dtype to compute in.
         value: `[Hkv, m, Dv]`.
         bounds: `[low, high)`, int64 `[n]` each, the keys that each row sees; neither decreases.
-        offset: the first query's place on the keys' axis.
+        places: the queries' places on the keys' axis, int64 `[n]`.
         scoring: turns scores into weights.
         output: `[n, H, Dv]`, written.
         output_lse: float32 `[n, H]`, written; None without.
@@ -60,7 +62,7 @@ def attend_request(
         if fused:
             out.copy_(_fused(query[rows], k, v, reach, scoring))
         else:
-            _explicit(query[rows], k, v, reach, offset + start - keys.start, scoring, out, lse)
+            _explicit(query[rows], k, v, reach, places[rows] - keys.start, scoring, out, lse)
 
 
 def _fused(
@@ -92,7 +94,7 @@ def _explicit(
     key: torch.Tensor,
     value: torch.Tensor,
     reach: tuple[_Ints, _Ints],
-    offset: int,
+    places: _Ints,
     scoring: Scoring,
     output: torch.Tensor,
     output_lse: torch.Tensor | None,
@@ -106,7 +108,7 @@ def _explicit(
     hidden = _hidden(reach, keys, key.device)
     distance = None
     if scoring.slopes is not None:
-        queries = torch.arange(offset, offset + rows, device=key.device)
+        queries = torch.from_numpy(places).to(key.device)
         distance = (torch.arange(keys, device=key.device) - queries[:, None]).abs_().float()[None]
     scoring.shape(scores, distance, None if hidden is None else hidden[None])
     empty = bool((reach[1] <= reach[0]).any())

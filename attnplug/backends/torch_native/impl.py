@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 
 from attnplug.backends.impl import BuiltinImpl
+from attnplug.backends.torch_native.cascade import attend_shared, shared_prefix_len
 from attnplug.backends.torch_native.decode import SHORT_QUERY, attend_short
 from attnplug.backends.torch_native.dense import attend_request
 from attnplug.backends.torch_native.metadata import TorchMetadata
@@ -15,6 +18,7 @@ from attnplug.backends.torch_native.source import KeySource, PackedKeys, PagedKe
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
 from attnplug.ops.calls import check_cache_given, check_keys, check_queries
+from attnplug.ops.merging import merge
 from attnplug.ops.reach import Reach
 from attnplug.ops.storage import storage_dtype
 
@@ -45,23 +49,62 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         check_queries(query, output, output_lse, attn_metadata.num_actual_tokens, self.spec, **scales)
         reach = Reach.of(self.spec, attn_metadata.causal)
         source = self._source(key, value, kv_cache, attn_metadata)
-        given = self._given(key, value, attn_metadata) if isinstance(source, PagedKeys) else None
         scoring = self._scoring(layer, query.device, use_sinks, source.k.dtype)
+        shared = shared_prefix_len(attn_metadata, source, reach)
+        if shared and isinstance(source, PagedKeys):
+            rest = dataclasses.replace(source, start=shared)
+            self._attend_cascade(query, source, rest, attn_metadata, reach, scoring, output, output_lse)
+            return output
+        given = self._given(key, value, attn_metadata) if isinstance(source, PagedKeys) else None
+        self._attend(query, source, given, attn_metadata, reach, scoring, output, output_lse)
+        return output
 
-        lens = attn_metadata.query_lens
+    def _attend_cascade(
+        self,
+        query: torch.Tensor,
+        source: PagedKeys,
+        rest: PagedKeys,
+        metadata: TorchMetadata,
+        reach: Reach,
+        scoring: Scoring,
+        output: torch.Tensor,
+        output_lse: torch.Tensor | None,
+    ) -> None:
+        """Attend the shared prefix by all queries, `rest` request by request, and merge the two."""
+        prefix = attend_shared(query, source, metadata, scoring, self._wide(source.k.dtype))
+        parts = torch.empty_like(prefix[0]), torch.empty_like(prefix[1])
+        self._attend(query, rest, None, metadata, reach, scoring, *parts)
+        rows = slice(int(metadata.query_starts[0]), int(metadata.query_starts[-1]))
+        merged, lse = merge([prefix[0][rows], parts[0][rows]], [prefix[1][rows], parts[1][rows]])
+        output[rows] = merged
+        if output_lse is not None:
+            output_lse[rows] = lse
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        source: KeySource,
+        given: PackedKeys | None,
+        metadata: TorchMetadata,
+        reach: Reach,
+        scoring: Scoring,
+        output: torch.Tensor,
+        output_lse: torch.Tensor | None,
+    ) -> None:
+        """Attend the keys of `source`; requests without computed tokens attend those of `given`, if it is given."""
+        lens = metadata.query_lens
         is_short = (lens > 0) & (lens <= SHORT_QUERY)
-        plan = plan_page_decodes(query, source, attn_metadata, reach, scoring)
+        plan = plan_page_decodes(query, source, metadata, reach, scoring)
         if plan is not None and output_lse is None:
             attend_pages(query, source, plan, scoring, output)
             is_short &= ~plan.chosen
         short = np.flatnonzero(is_short)
         if short.size:
-            attend_short(query, short, source, attn_metadata, reach, scoring, output, output_lse)
+            attend_short(query, short, source, metadata, reach, scoring, output, output_lse)
         for request in np.flatnonzero(lens > SHORT_QUERY).tolist():
-            is_new = lens[request] == attn_metadata.seq_lens[request]
+            is_new = lens[request] == metadata.seq_lens[request]
             keys = given if given is not None and is_new else source
-            self._attend_long(request, query, keys, attn_metadata, reach, scoring, output, output_lse)
-        return output
+            self._attend_long(request, query, keys, metadata, reach, scoring, output, output_lse)
 
     def _attend_long(
         self,
@@ -77,22 +120,25 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         start, stop = metadata.query_starts[request : request + 2].tolist()
         first, end = source.first[request], source.end[request]
         position = int(metadata.seq_lens[request]) - (stop - start)
-        low, high = reach.bounds(np.arange(position, position + stop - start), first, end)
+        positions = np.arange(position, position + stop - start)
+        low, high = reach.bounds(positions, first, end)
         lowest, highest = int(low[0]), max(int(high[-1]), int(low[0]))
         key, value = source.of_request(request, lowest, highest)
-        # fp8 widens exactly to the layer's dtype, other floats to float32.
-        stored = key.dtype
-        computed = self._dtype if stored == self._dtype or stored.itemsize == 1 else torch.float32
+        computed = self._wide(key.dtype)
         attend_request(
             query[start:stop],
             key.to(computed),
             value.to(computed),
             (low - lowest, high - lowest),
-            position - lowest,
+            positions - lowest,
             scoring,
             output[start:stop],
             None if output_lse is None else output_lse[start:stop],
         )
+
+    def _wide(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype to compute with: fp8 widens exactly to the layer's dtype, other floats to float32."""
+        return self._dtype if stored == self._dtype or stored.itemsize == 1 else torch.float32
 
     def _source(
         self,

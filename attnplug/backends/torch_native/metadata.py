@@ -27,6 +27,7 @@ class TorchMetadata(AttentionMetadata):
         seq_lens: host int64 `[R]`.
         key_starts: host int64 `[R + 1]`, if direct K and V are not packed like the queries.
         causal: of the batch; it may only narrow the layer's spec.
+        common_prefix_len: tokens that all requests with queries share, to be attended once; 0 without.
         plans: gather plans for short queries, which the layers of the step share.
     """
 
@@ -37,6 +38,7 @@ class TorchMetadata(AttentionMetadata):
     seq_lens: _Ints
     key_starts: _Ints | None
     causal: bool
+    common_prefix_len: int = 0
     plans: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
 
     @property

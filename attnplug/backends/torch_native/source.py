@@ -68,6 +68,7 @@ class PagedKeys:
         v: pages `[num_blocks, block_size, Hkv, Dv]`.
         block_table: `[R, max_blocks]`; entries past a request's pages are not followed.
         end: lengths of the requests, host int64 `[R]`.
+        start: the first position of every request.
 
     Raises:
         BatchError: a length that needs more pages than the table has columns.
@@ -77,10 +78,11 @@ class PagedKeys:
     v: torch.Tensor
     block_table: torch.Tensor
     end: _Ints
+    start: int = 0
     first: _Ints = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.first = np.zeros_like(self.end)
+        self.first = np.full_like(self.end, self.start)
         held = self.block_table.shape[1] * self.k.shape[1]
         if self.end.size and int(self.end.max()) > held:
             limit = f"is past the {held} tokens of {self.block_table.shape[1]} pages per request"

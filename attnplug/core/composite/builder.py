@@ -7,6 +7,8 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from attnplug.core.composite.cut import Cut, cut_step
@@ -54,6 +56,8 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
             for phase, backend in ((Phase.DECODE, self.decode_backend), (Phase.PREFILL, self.prefill_backend))
         )
         self._is_cross = isinstance(kv_cache_spec, CrossAttentionSpec)
+        # By phase, the member's last answer to use_cascade_attention; a build that was not asked about gives it all.
+        self._cascades = dict.fromkeys(Phase, True)
         self.reorder_batch_threshold = self._threshold()
 
     def _threshold(self) -> int:
@@ -83,10 +87,29 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         common, cut = common_attn_metadata, self._cut(common_attn_metadata)
         decode = prefill = None
         if cut.decode is not None:
-            decode = self.decode.build(common_prefix_len, cut.decode, fast_build)
+            shared = common_prefix_len if self._cascades[Phase.DECODE] else 0
+            decode = self.decode.build(shared, cut.decode, fast_build)
         if cut.prefill is not None:
-            prefill = self.prefill.build(common_prefix_len, cut.prefill, fast_build)
+            shared = common_prefix_len if self._cascades[Phase.PREFILL] else 0
+            prefill = self.prefill.build(shared, cut.prefill, fast_build)
         return self._made(common, cut, decode, prefill)
+
+    def use_cascade_attention(
+        self, common_prefix_len: int, query_lens: npt.NDArray[np.int32], *args: Any, **kwargs: Any
+    ) -> bool:
+        """Whether a member wants the prefix for the requests of its part; `build` gives it to that member only."""
+        is_long = query_lens > (self.reorder_batch_threshold or 1)
+        decodes = int(is_long.argmax()) if is_long.any() else query_lens.size
+        parts = {
+            Phase.DECODE: (self.decode, query_lens[:decodes]),
+            Phase.PREFILL: (self.prefill, query_lens[decodes:]),
+        }
+        self._cascades = {
+            # One request shares its prefix with no other.
+            phase: lens.size > 1 and builder.use_cascade_attention(common_prefix_len, lens, *args, **kwargs)
+            for phase, (builder, lens) in parts.items()
+        }
+        return any(self._cascades.values())
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> CompositeMetadata:
         """The metadata of a step to capture, which must be all decodes or all prefills.

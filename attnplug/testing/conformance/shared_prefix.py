@@ -1,0 +1,104 @@
+"""Builders may attend a prefix that all requests share once, and the numbers stay the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from attnplug.core.features import Feature
+from attnplug.core.metadata import CommonAttentionMetadata
+from attnplug.testing.batches import Batch
+from attnplug.testing.conformance.check import Check, ConformanceError, error_context
+from attnplug.testing.conformance.expectations import StepMistake, expect_correct_step
+from attnplug.testing.conformance.harness import Harness
+from attnplug.testing.conformance.steps import with_lengths, with_pages
+from attnplug.testing.conformance.target import Target, of_phase
+
+_LAYERS: dict[str, tuple[Feature, dict[str, Any]]] = {
+    "full": (Feature(0), {}),
+    "window": (Feature.SLIDING_WINDOW, {"window": (1 << 14, 0)}),
+    "chunk": (Feature.CHUNKED_LOCAL, {"chunk_size": 1 << 14}),
+    "cap": (Feature.SOFT_CAP, {"logits_soft_cap": 3.0}),
+    "slopes": (Feature.ALIBI, {"has_alibi": True}),
+    "sinks": (Feature.SINKS, {"has_sinks": True}),
+    "lse": (Feature.LSE, {"needs_lse": True}),
+    "lse-sinks": (Feature.LSE | Feature.SINKS, {"needs_lse": True, "has_sinks": True}),
+    "fp8": (Feature.FP8_KV, {"kv_cache_dtype": "fp8"}),
+}
+"""Layers whose queries all see the prefix: no window or chunk ends within the steps."""
+
+
+def checks(target: Target) -> Iterator[Check]:
+    """The check of a shared prefix, for each of these layers that the backend declares."""
+    for name, (needed, fields) in _LAYERS.items():
+        if needed in target.backend.features:
+            summary = "a prefix that all requests share changes no number, and use_cascade_attention answers"
+            yield Check.of(f"builder/common-prefix-{name}", summary, _check_prefix, target, **fields)
+
+
+def _check_prefix(target: Target, **fields: Any) -> None:
+    spec, size = with_pages(target, target.spec(**fields))
+    for new in ([1, 1, 1, 1], [1, 1, 5, size + 3], [1, 3]):
+        context = [2 * size, 2 * size + 3, 3 * size, 4 * size + 1][: len(new)]
+        lens, lengths = of_phase(target.phase, new, [a + b for a, b in zip(context, new, strict=True)])
+        # A one-phase backend may have got longer queries, so fewer computed tokens.
+        blocks = min(length - count for count, length in zip(lens, lengths, strict=True)) // size
+
+        def make(lens: list[int] = lens, lengths: list[int] = lengths, blocks: int = blocks) -> Batch:
+            scales = {"k_scale": 0.5, "v_scale": 2.0} if spec.has_quantized_kv_cache else {}
+            return share_prefix(target.batch(spec, lens, lengths, padding=3, **scales), blocks, size)
+
+        # Builders must also take fewer blocks than the requests share.
+        for shared in range(size, blocks * size + 1, size):
+            batch = make()
+            harness = Harness.of(target, batch)
+            _ask(harness, batch, shared)
+            what = f"build(common_prefix_len={shared}) of {len(lens)} requests with {lens} new tokens"
+            with error_context(what):
+                found = harness.run(batch, harness.builder.build(shared, batch.common))
+            mistakes: dict[str, StepMistake] = {
+                "the shared prefix not attended": functools.partial(_without, shared // size, shared)
+            }
+            expect_correct_step(target, make, found, what, mistakes)
+
+
+def _ask(harness: Harness, batch: Batch, shared: int) -> None:
+    spec, builder = batch.spec, harness.builder
+    with error_context("use_cascade_attention"):
+        wants: object = builder.use_cascade_attention(
+            common_prefix_len=shared,
+            query_lens=np.diff(batch.common.query_start_loc_cpu.numpy()),
+            num_query_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            use_alibi=spec.has_alibi,
+            use_sliding_window=spec.window[0] >= 0,
+            use_local_attention=spec.chunk_size is not None,
+            num_sms=1,
+            dcp_world_size=1,
+        )
+    if not isinstance(wants, (bool, np.bool_)):
+        raise ConformanceError(f"use_cascade_attention gave {wants!r}; it must give True or False")
+
+
+def share_prefix(batch: Batch, blocks: int, size: int) -> Batch:
+    """The batch with the first `blocks` blocks of `size` tokens of its first request in all requests.
+
+    Every request must have computed them.
+    """
+    table, tokens = batch.common.block_table_tensor.clone(), blocks * size
+    table[:, :blocks] = table[0, :blocks]
+    for rows in (batch.keys, batch.values):
+        for tensor in rows[1:]:
+            tensor[:tokens] = rows[0][:tokens]
+    return dataclasses.replace(batch, common=dataclasses.replace(batch.common, block_table_tensor=table))
+
+
+def _without(blocks: int, tokens: int, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    # A step over the later blocks only, with lengths to match.
+    table = common.block_table_tensor[:, blocks:].contiguous()
+    cut = with_lengths(common, common.seq_lens.cpu() - tokens)
+    return dataclasses.replace(cut, block_table_tensor=table)
