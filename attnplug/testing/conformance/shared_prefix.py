@@ -49,7 +49,7 @@ def _check_prefix(target: Target, **fields: Any) -> None:
         blocks = min(length - count for count, length in zip(lens, lengths, strict=True)) // size
 
         def make(lens: list[int] = lens, lengths: list[int] = lengths, blocks: int = blocks) -> Batch:
-            scales = {"k_scale": 0.5, "v_scale": 2.0} if spec.has_quantized_kv_cache else {}
+            scales: dict[str, Any] = {"k_scale": 0.5, "v_scale": 2.0} if spec.has_quantized_kv_cache else {}
             return share_prefix(target.batch(spec, lens, lengths, padding=3, **scales), blocks, size)
 
         # Builders must also take fewer blocks than the requests share.
