@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from importlib.metadata import version
 from typing import Annotated
@@ -67,6 +68,10 @@ def _root(
 
 def main() -> None:
     """Run the program; each AttnplugError becomes one message and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A name that the terminal's encoding lacks must not end a listing.
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except NoBackendError as problem:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from attnplug.cli.arguments import jobs_option, memory_option, timeout_option
-from attnplug.cli.output import error
+from attnplug.cli.output import echo, error
 from attnplug.core.errors import PolicyError
 
 _MODULES = {"pytest": "pytest", "xdist": "pytest-xdist", "pytest_timeout": "pytest-timeout"}
@@ -88,7 +88,7 @@ def conformance(
     ids = matching(listing.ids, only, "--only") if only else list(listing.ids)
     ids = ids if part is None else part.of(ids)
     if show_ids:
-        typer.echo("\n".join(ids))
+        echo("\n".join(ids))
         return
     saved = SavedResults(listing, None if part is None else str(part))
     reusable = saved.reusable(listing.known) if resume else {}

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import platform
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,8 +15,9 @@ from attnplug.backends.libraries import LIBRARY_RULES
 from attnplug.cli.arguments import AsJson
 from attnplug.cli.kernel_libraries import LibraryState, library_states
 from attnplug.cli.output import console, print_json, table
+from attnplug.cli.probe_run import Probe, run_probe
 from attnplug.core.device import Device
-from attnplug.core.errors import UnknownBackendError
+from attnplug.core.errors import SpecError, UnknownBackendError
 
 _CELLS_SHOWN = 3
 
@@ -53,12 +47,14 @@ def doctor(
     wanted = backends or []
     findings = _import_findings(wanted, timeout)
     # In a child too: a query of the device imports torch, which may crash or hang.
-    probe = _probe(None, None, timeout)
+    probe = run_probe(None, None, timeout)
     device, used = None, probe.facts.get("used", {})
-    if "device" in probe.facts:
-        device = Device.from_dict(probe.facts["device"])
-    else:
-        findings.append(Finding("current device", "failed", str(probe.failure)))
+    try:
+        device = None if probe.failure else Device.from_dict(probe.facts["device"])
+    except SpecError as problem:
+        probe = dataclasses.replace(probe, failure=str(problem))
+    if probe.failure is not None:
+        findings.append(Finding("current device", "failed", probe.failure))
     findings += refuted_findings(device, wanted)
     names = dict.fromkeys(rule.backend for rule in LIBRARY_RULES)
     libraries = library_states(device, [name for name in names if _is_wanted(name, wanted)])
@@ -147,7 +143,7 @@ def _import_findings(wanted: Sequence[str], timeout: float) -> list[Finding]:
             findings.append(Finding(found.record.name, "blocked", f"left out by {variable}, not run"))
     # Two at a time: each child imports torch, which uses much memory on a small machine.
     with ThreadPoolExecutor(2) as pool:
-        probes = list(pool.map(lambda plugin: _probe(plugin, None, timeout), plugins))
+        probes = list(pool.map(lambda plugin: run_probe(plugin, None, timeout), plugins))
         pairs: list[tuple[str, str]] = []
         for plugin, probe in zip(plugins, probes, strict=True):
             offered = dict(probe.facts.get("backends", {}))
@@ -163,7 +159,7 @@ def _import_findings(wanted: Sequence[str], timeout: float) -> list[Finding]:
             loaded = sorted({name for probe in probes for name in probe.facts.get("backends", {})})
             limit = f"is not a loaded backend; loaded are {', '.join(loaded)}"
             raise UnknownBackendError("BACKEND", wanted[0], limit)
-        done = pool.map(lambda pair: _probe(pair[0], pair[1], timeout), pairs)
+        done = pool.map(lambda pair: run_probe(pair[0], pair[1], timeout), pairs)
         for (plugin, name), probe in zip(pairs, done, strict=True):
             findings.append(_backend_finding(f"{name} ({plugin})", probe))
     return findings
@@ -186,62 +182,3 @@ def _backend_finding(what: str, probe: Probe) -> Finding:
     if probe.failure is not None:
         return Finding(what, "failed", probe.failure)
     return Finding(what, "ok", f"{probe.facts['get_impl_cls']} and {probe.facts['get_builder_cls']} import")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Probe:
-    """The facts that one child reported, and its failure if there was one."""
-
-    facts: dict[str, Any]
-    failure: str | None
-
-
-def _probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
-    """Load a plugin in a child process, or import a backend of it; without a plugin, query the device."""
-    with tempfile.TemporaryDirectory(prefix="attnplug-doctor-") as folder:
-        report, log = Path(folder, "report"), Path(folder, "log")
-        command = [sys.executable, "-m", "attnplug.cli.probe", str(report), *filter(None, (plugin, backend))]
-        # A file, not a pipe: a grandchild that outlives its parent would keep a pipe open.
-        with log.open("wb") as output:
-            child = subprocess.Popen(  # noqa: S603  (our own interpreter on our own module)
-                command,
-                # A plugin that reads standard input gets its end at once, and does not wait for the user.
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # A group of its own, so that `_kill` reaches the children of the child too.
-                start_new_session=True,
-            )
-            try:
-                code: int | None = child.wait(timeout)
-            except subprocess.TimeoutExpired:
-                code = None
-                _kill(child)
-        facts: dict[str, Any] = {}
-        for line in report.read_text().splitlines() if report.exists() else ():
-            facts |= json.loads(line)
-        # A plugin may write bytes that are not text.
-        output_lines = log.read_text(errors="replace").strip().splitlines()
-    # A plugin may end the process with code 0 in its import; the last step shows that.
-    if code == 0 and facts.get("step") in ("done", f"loaded {plugin}"):
-        return Probe(facts, None)
-    return Probe(facts, _failure(code, str(facts.get("step", "starting")), output_lines, timeout))
-
-
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    # The child leads a process group, so that its own children end with it. Windows has no killpg.
-    if hasattr(os, "killpg"):
-        os.killpg(child.pid, signal.SIGKILL)
-    else:
-        child.kill()
-    child.wait()
-
-
-def _failure(code: int | None, step: str, output: list[str], timeout: float) -> str:
-    if code is None:
-        return f"hung {step}: killed after {timeout:g} s"
-    if code < 0:
-        return f"crashed {step}: {signal.Signals(-code).name}"
-    if code == 0:
-        return f"left the process {step}"
-    return f"raised {step}: {output[-1] if output else f'exit code {code}'}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attnplug.cli.arguments import AsJson
 from attnplug.cli.output import console, print_json, table
+from attnplug.registry.plugin_calls import describe, guarded_call
 
 if TYPE_CHECKING:
     from attnplug.registry.records import Offer
@@ -71,7 +73,7 @@ def _backend_rows() -> list[dict[str, Any]]:
     layer = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
     rows = []
     for offer in get_registry().plugins.offers:
-        types = [str(kind) for kind in offer.backend.device_types]
+        types = _declared(lambda: [str(kind) for kind in offer.backend.device_types])  # noqa: B023
         # Priorities may depend on the device, so each backend is queried on one that it supports.
         device = Device("cpu") if "cpu" in types else Device("cuda", (9, 0))
         candidate = examine(offer, Placement(layer, device), None)
@@ -85,9 +87,9 @@ def _backend_rows() -> list[dict[str, Any]]:
                 "version": offer.version,
                 "plugin": offer.plugin,
                 "device_types": types,
-                "requires": [
-                    item if isinstance(item, str) else list(item) for item in offer.backend.requires
-                ],
+                "requires": _declared(
+                    lambda: [item if isinstance(item, str) else list(item) for item in offer.backend.requires]  # noqa: B023
+                ),
                 "unmet": [str(reason) for reason in unmet],
             }
         )
@@ -148,25 +150,37 @@ def _facts(offer: Offer) -> dict[str, Any]:
     from attnplug.registry.installed import missing_requirements
 
     backend = offer.backend
-    options = dataclasses.fields(backend.Options) if backend.Options is not None else ()
-    missing = [str(reason) for reason in missing_requirements(backend.requires)]
-    requires = [item if isinstance(item, str) else " or ".join(item) for item in backend.requires]
+    declared: dict[str, Callable[[], Any]] = {
+        "requires": lambda: [
+            each if isinstance(each, str) else " or ".join(each) for each in backend.requires
+        ],
+        "missing": lambda: [str(reason) for reason in missing_requirements(backend.requires)],
+        "device_types": lambda: [str(kind) for kind in backend.device_types],
+        "dtypes": lambda: [str(dtype) for dtype in backend.supported_dtypes],
+        "kv_cache_dtypes": lambda: [str(dtype) for dtype in backend.supported_kv_cache_dtypes],
+        "head_sizes": lambda: [str(size) for size in backend.get_supported_head_sizes()] or ["any size"],
+        "block_sizes": lambda: [str(size) for size in backend.get_supported_kernel_block_sizes()],
+        "kv_cache_layouts": lambda: [str(layout) for layout in backend.supported_kv_cache_layouts()],
+        "phases": lambda: [str(phase) for phase in backend.supported_phases],
+        "attention_types": lambda: [str(kind) for kind in AttentionType if backend.supports_attn_type(kind)],
+        "features": lambda: list(backend.features.names()),
+        "step_safe": lambda: bool(backend.step_safe),
+        "options": lambda: (
+            []
+            if backend.Options is None
+            else [f"{field.name}: {field.type}" for field in dataclasses.fields(backend.Options)]
+        ),
+    }
     return {
         "name": offer.name,
         "family": backend.family,
         "shipped_by": f"{offer.plugin} {offer.version or ''}".strip(),
         "class": f"{backend.__module__}.{backend.__qualname__}",
-        "requires": requires,
-        "missing": missing,
-        "device_types": [str(kind) for kind in backend.device_types],
-        "dtypes": [str(dtype) for dtype in backend.supported_dtypes],
-        "kv_cache_dtypes": list(backend.supported_kv_cache_dtypes),
-        "head_sizes": [str(size) for size in backend.get_supported_head_sizes()] or ["any size"],
-        "block_sizes": [str(size) for size in backend.get_supported_kernel_block_sizes()],
-        "kv_cache_layouts": list(backend.supported_kv_cache_layouts()),
-        "phases": [str(phase) for phase in backend.supported_phases],
-        "attention_types": [str(kind) for kind in AttentionType if backend.supports_attn_type(kind)],
-        "features": list(backend.features.names()),
-        "step_safe": backend.step_safe,
-        "options": [f"{field.name}: {field.type}" for field in options],
+        **{name: _declared(read) for name, read in declared.items()},
     }
+
+
+def _declared(read: Callable[[], Any]) -> Any:
+    """A value that a backend declares, or the error that reading it raised: one of them ends no listing."""
+    value, error = guarded_call(read)
+    return value if error is None else [f"cannot be read: {describe(error)}"]

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from attnplug.cli.output import console
+from attnplug.cli.output import console, echo
 from attnplug.core.errors import PolicyError
 from attnplug.matrix import merging
 from attnplug.matrix.changes import changes
@@ -128,10 +128,10 @@ def diff(
     for kind, number in counts.items():
         most = number if show_all else _SHOWN
         for change in [each for each in found if each.kind is kind][:most]:
-            typer.echo(str(change))
+            echo(str(change))
         if number > most:
-            typer.echo(f"... and {number - most} more {kind}; --all shows them")
-    typer.echo(", ".join(f"{number} {kind}" for kind, number in counts.items()) or "nothing changed")
+            echo(f"... and {number - most} more {kind}; --all shows them")
+    echo(", ".join(f"{number} {kind}" for kind, number in counts.items()) or "nothing changed")
     if any(kind.is_loss for kind in counts):
         raise typer.Exit(_LOST)
 
@@ -143,4 +143,4 @@ def _names(files: Sequence[Path]) -> list[str]:
 
 
 def _say(text: str) -> None:
-    typer.echo(f"attnplug: {text}", err=True)
+    echo(f"attnplug: {text}", err=True)

@@ -20,7 +20,7 @@ import typer
 from packaging.version import Version
 
 from attnplug.cli.arguments import AsJson
-from attnplug.cli.output import print_json
+from attnplug.cli.output import echo, print_json
 from attnplug.core.errors import PolicyError
 
 _LONGEST_NAME = 24
@@ -86,13 +86,13 @@ def new_backend(
         return
     # pip would take `attnplug-acme` without ./ for a distribution of that name.
     source = str(target) if target.is_absolute() else f"./{target}"
-    typer.echo(f"{target}: the backend {names.backend}, in plain PyTorch until you add kernels\n")
+    echo(f"{target}: the backend {names.backend}, in plain PyTorch until you add kernels\n")
     for file in written:
-        typer.echo(f"  {file}")
-    typer.echo("\nNext:\n")
-    typer.echo(f"  pip install -e {shlex.quote(f'{source}[test]')}")
-    typer.echo(f"  pytest {shlex.quote(str(target))}")
-    typer.echo(f"  attnplug explain --backend {names.backend}")
+        echo(f"  {file}")
+    echo("\nNext:\n")
+    echo(f"  pip install -e {shlex.quote(f'{source}[test]')}")
+    echo(f"  pytest {shlex.quote(str(target))}")
+    echo(f"  attnplug explain --backend {names.backend}")
 
 
 def _refuse_taken(name: str, names: PackageNames) -> None:

@@ -12,12 +12,19 @@ from rich.console import Console
 from rich.table import Table
 
 from attnplug.core.features import Feature
+from attnplug.core.safe_console import SafeConsole
 from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.core.text import safe_text
 
 
 def console() -> Console:
     """Standard output; rich prints no colour outside a terminal or with NO_COLOR set."""
-    return Console(highlight=False, markup=False, soft_wrap=False)
+    return SafeConsole(highlight=False, markup=False, soft_wrap=False)
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print a line that is safe on a terminal, to standard error with `err`."""
+    typer.echo(safe_text(text), err=err)
 
 
 def table(columns: Sequence[str], right: Sequence[str] = (), fixed: Sequence[str] = ()) -> Table:
@@ -32,12 +39,13 @@ def table(columns: Sequence[str], right: Sequence[str] = (), fixed: Sequence[str
 
 def print_json(data: Any) -> None:
     """Print `data` as JSON."""
+    # json writes every character beyond ASCII as an escape.
     typer.echo(json.dumps(data, indent=2))
 
 
 def error(problem: object, code: int) -> int:
     """Print an error message, and return the exit code."""
-    typer.echo(f"attnplug: {problem}", err=True)
+    echo(f"attnplug: {problem}", err=True)
     return code
 
 

@@ -1,8 +1,8 @@
 """The child process of `attnplug doctor`: loads a plugin, or imports a backend, and reports each step.
 
-Run as `python -m attnplug.cli.probe REPORT [PLUGIN [BACKEND]]`. Without a plugin it finds the current device, and
-the backends for a plain layer on it. Each step is appended to REPORT as a JSON line before it begins, so that the
-parent can tell where a child crashed or hung.
+Run as `python -m attnplug.cli.probe REPORT NAMES`, where NAMES is a JSON list of a plugin and a backend. Without
+a plugin it finds the current device, and the backends for a plain layer on it. Each step is appended to REPORT as
+a JSON line before it begins, so that the parent can tell where a child crashed or hung.
 """
 
 from __future__ import annotations
@@ -62,4 +62,4 @@ def _note(report: str, **facts: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], *json.loads(sys.argv[2]))

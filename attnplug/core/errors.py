@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attnplug.core.text import safe_text, shown
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -40,7 +42,10 @@ __all__ = [
 
 
 class AttnplugError(Exception):
-    """The root of every error that attnplug raises on purpose."""
+    """The root of every error that attnplug raises on purpose. Its message is safe to print."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(safe_text(str(message)))
 
 
 class _ArgumentError(AttnplugError, ValueError):
@@ -51,7 +56,7 @@ class _ArgumentError(AttnplugError, ValueError):
         self.value = value
         self.limit = limit
         self.remedy = remedy
-        text = f"{field}={value!r} {limit}"
+        text = f"{field}={shown(value)} {limit}"
         super().__init__(f"{text}; {remedy}" if remedy else text)
 
     def __reduce__(self) -> tuple[type[_ArgumentError], tuple[object, ...]]:

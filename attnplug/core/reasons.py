@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 
+from attnplug.core.text import safe_text
+
 REASON_CODES: tuple[str, ...] = (
     "head_size",
     "dtype",
@@ -96,7 +98,8 @@ class Reason(str):
     def from_dict(cls, data: Mapping[str, str | None]) -> Reason:
         """The reason that `to_dict` wrote."""
         # The text is a finished sentence; cls(...) would compose it again.
-        self = str.__new__(cls, data["text"] or "")
+        # A plugin's sentence with line breaks could pass for lines of attnplug's own.
+        self = str.__new__(cls, safe_text(" ".join((data["text"] or "").splitlines())))
         self.code = data["code"] or ""
         self.field = data.get("field")
         self.requested = data.get("requested")

@@ -271,10 +271,10 @@ class Decision:
 
 def as_text(renderable: RenderableType, width: int = 100) -> str:
     """The text that rich prints, without colour, markup or trailing spaces."""
-    from rich.console import Console
+    from attnplug.core.safe_console import SafeConsole
 
     text = io.StringIO()
-    console = Console(file=text, width=width, color_system=None, markup=False, highlight=False)
+    console = SafeConsole(file=text, width=width, color_system=None, markup=False, highlight=False)
     console.print(renderable)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 

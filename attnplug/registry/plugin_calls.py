@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from attnplug.core.text import safe_text
+
 
 def guarded_call(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, BaseException | None]:
     """The result of a call and None, or None and the exception that it raised, SystemExit included.
@@ -20,7 +22,7 @@ def guarded_call(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[A
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line: its type and its message."""
+    """An exception in one line that is safe to print: its type and its message."""
     text, failure = guarded_call(str, error)
     words = " ".join(text.split()) if failure is None else "its message cannot be read"
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+    return safe_text(f"{type(error).__name__}: {words}" if words else type(error).__name__)

@@ -86,7 +86,9 @@ def here(monkeypatch):
     from attnplug.cli import doctor
 
     device = Device("cpu").to_dict()
-    monkeypatch.setattr(doctor, "_probe", lambda *asked: doctor.Probe({"device": device, "used": {}}, None))
+    monkeypatch.setattr(
+        doctor, "run_probe", lambda *asked: doctor.Probe({"device": device, "used": {}}, None)
+    )
     monkeypatch.setattr(doctor, "_import_findings", lambda *asked: [])
 
 

@@ -1,0 +1,144 @@
+"""Runs `attnplug.cli.probe` in a child process, and reads its report, which a hostile plugin may have damaged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_TEXT, _TEXT_OR_NONE = (str,), (str, type(None))
+_KINDS: dict[str, tuple[type, ...]] = {
+    "step": _TEXT,
+    "status": _TEXT,
+    "reason": _TEXT_OR_NONE,
+    "get_impl_cls": _TEXT,
+    "get_builder_cls": _TEXT,
+    "unmet": (list,),
+    "backends": (dict,),
+    "used": (dict,),
+    "device": (dict,),
+}
+_LAST: dict[int, frozenset[str]] = {
+    0: frozenset({"device", "used"}),
+    1: frozenset({"status", "reason", "backends"}),
+    2: frozenset({"unmet", "get_impl_cls", "get_builder_cls"}),
+}
+"""The facts of a whole report, by the number of names that the child was given."""
+_MOST_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Probe:
+    """The facts that one child reported, and its failure if there was one."""
+
+    facts: dict[str, Any]
+    failure: str | None
+
+
+def run_probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
+    """Load a plugin in a child process, or import a backend of it; without a plugin, query the device."""
+    with tempfile.TemporaryDirectory(prefix="attnplug-doctor-", ignore_cleanup_errors=True) as folder:
+        report, log = Path(folder, "report"), Path(folder, "log")
+        names = [name for name in (plugin, backend) if name]
+        # As JSON, because an argument of a process cannot contain every character of an entry point's name.
+        command = [sys.executable, "-m", "attnplug.cli.probe", str(report), json.dumps(names)]
+        # A file, not a pipe: a grandchild that outlives its parent would keep a pipe open.
+        with log.open("wb") as output:
+            child = subprocess.Popen(  # noqa: S603  (our own interpreter on our own module)
+                command,
+                # A plugin that reads standard input gets its end at once, and does not wait for the user.
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # A group of its own, so that `_kill` reaches the children of the child too.
+                start_new_session=True,
+            )
+            try:
+                code: int | None = child.wait(timeout)
+            except subprocess.TimeoutExpired:
+                code = None
+                _kill(child)
+        facts, damage = _read_report(report)
+        lines = _tail(log).decode(errors="replace").strip().splitlines()
+    # A plugin may end the process with code 0 in its import; the last step shows that.
+    step = facts.get("step", "starting")
+    if code != 0 or not (damage or step in ("done", f"loaded {plugin}")):
+        return Probe(facts, _failure(code, step, lines, timeout))
+    lacking = ", ".join(sorted(_LAST[len(names)] - facts.keys()))
+    damage = damage or (f"its report lacks {lacking}" if lacking else None)
+    return Probe(facts, damage and f"damaged the report of its own check: {damage}")
+
+
+def _read_report(path: Path) -> tuple[dict[str, Any], str | None]:
+    """The facts whose values have the right types, and the first fault of the report."""
+    text = _tail(path)
+    facts: dict[str, Any] = {}
+    damage = None
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            data = json.loads(line)
+        except (ValueError, RecursionError):
+            data = None
+        read = data if isinstance(data, dict) else {}
+        good = {name: value for name, value in read.items() if _is_of_kind(name, value)}
+        facts |= good
+        if not read or len(good) < len(read):
+            damage = damage or f"line {number} was not written by attnplug"
+    return facts, damage
+
+
+def _is_of_kind(name: str, value: object) -> bool:
+    if not isinstance(value, _KINDS.get(name, ())):
+        return False
+    if isinstance(value, list):
+        return all(isinstance(item, str) for item in value)
+    if isinstance(value, Mapping) and name != "device":
+        return all(isinstance(item, _TEXT_OR_NONE) for item in value.values())
+    return True
+
+
+def _tail(path: Path) -> bytes:
+    """The end of a file; empty where a plugin deleted it, or put something else in its place."""
+    try:
+        if not path.is_file():
+            return b""
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _MOST_BYTES))
+            return file.read(_MOST_BYTES)
+    except OSError:
+        return b""
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    # The child leads a process group, so that its own children end with it. Windows has no killpg.
+    if hasattr(os, "killpg"):
+        os.killpg(child.pid, signal.SIGKILL)
+    else:
+        child.kill()
+    child.wait()
+
+
+def _failure(code: int | None, step: str, output: list[str], timeout: float) -> str:
+    if code is None:
+        return f"hung {step}: killed after {timeout:g} s"
+    if code < 0:
+        return f"crashed {step}: {_signal_name(-code)}"
+    if code == 0:
+        return f"left the process {step}"
+    return f"raised {step}: {output[-1] if output else f'exit code {code}'}"
+
+
+def _signal_name(number: int) -> str:
+    # Real-time signals have numbers without names.
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,25 @@
+"""A rich console whose text cannot control the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from attnplug.core.text import safe_text
+
+
+class SafeConsole(Console):
+    """A rich Console that escapes what text could do to a terminal; colours and styles are rich's own."""
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """As rich; escaped before the text is measured, so that columns stay aligned."""
+        return super().render_str(safe_text(text), **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """As rich, with the texts of renderable objects escaped too."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=safe_text(segment.text))
