@@ -16,6 +16,8 @@ __all__ = [
     "check_keys",
     "check_queries",
     "check_rows",
+    "check_spans",
+    "check_spans_given",
     "kv_scales",
     "pages_of",
     "refuse_output_scales",
@@ -74,6 +76,20 @@ def refuse_output_scales(**scales: torch.Tensor | None) -> None:
     for name, scale in scales.items():
         if scale is not None:
             raise BatchError(name, tuple(scale.shape), "must be None", "quantise the output after attention")
+
+
+def check_spans(spans: torch.Tensor, tokens: int) -> None:
+    """BatchError unless `mm_prefix_spans` is int32 `[at least tokens, 2]`."""
+    if spans.ndim != 2 or spans.shape[0] < tokens or spans.shape[1] != 2 or spans.dtype != torch.int32:
+        found = f"{spans.dtype} {tuple(spans.shape)}"
+        raise BatchError("mm_prefix_spans", found, f"must be torch.int32 of the shape (at least {tokens}, 2)")
+
+
+def check_spans_given(is_given: bool, spec: LayerSpec) -> None:
+    """BatchError if a layer with mm_prefix runs in a step without multimodal spans."""
+    if spec.mm_prefix and not is_given:
+        remedy = "give the batch int32 [T, 2], zeros for text"
+        raise BatchError("mm_prefix_spans", None, "is required: the layer has mm_prefix", remedy)
 
 
 def check_cache_given(kv_cache: torch.Tensor | None, spec: LayerSpec) -> None:

@@ -13,7 +13,8 @@ from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.ops.storage import STORAGE_DTYPES
-from attnplug.testing.oracle import OracleResult, attention_oracle, stored_values
+from attnplug.testing.oracle import OracleResult, Spans, attention_oracle, stored_values
+from attnplug.testing.spans import default_spans, rows_of_spans
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -32,6 +33,7 @@ class Batch:
         values: the values of `keys`.
         seq_lens: tokens of each request.
         tensors: sinks, slopes and scales.
+        spans: for layers with mm_prefix, the multimodal spans of each request, as positions `[start, stop)`.
     """
 
     spec: LayerSpec
@@ -45,6 +47,7 @@ class Batch:
     values: list[torch.Tensor]
     seq_lens: list[int]
     tensors: LayerTensors
+    spans: list[Spans] | None = None
 
     def oracle(self, spec: LayerSpec | None = None, *, use_sinks: bool = True) -> OracleResult:
         """The reference result; with another `spec`, the result of a backend that misreads the layer."""
@@ -62,6 +65,7 @@ class Batch:
             tensors=tensors,
             use_sinks=use_sinks,
             causal=self.common.causal,
+            spans=self.spans,
         )
 
 
@@ -93,6 +97,7 @@ def paged_batch(
     drop_window: bool = False,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    spans: Sequence[Spans] | None = None,
     seed: int = 0,
     device: str = "cpu",
     backend: type[AttentionBackend] = AttentionBackend,
@@ -111,6 +116,8 @@ def paged_batch(
         drop_window: free the pages that a causal window has passed, like an engine.
         k_scale: scale of fp8 keys.
         v_scale: scale of fp8 values.
+        spans: for a layer with mm_prefix, the multimodal spans of each request as positions `[start, stop)`;
+            default those of `attnplug.testing.spans.default_spans`.
         seed: of all random values.
         device: of the tensors.
         backend: gives the cache's shape and stride order.
@@ -124,6 +131,7 @@ def paged_batch(
     table, num_blocks = _block_table(seq_lens, size, generator)
     cache = _poisoned_cache(spec, num_blocks, size, layout, backend)
     k_pages, v_pages = backend.split_kv(cache, spec)
+    chosen = _chosen_spans(spec, spans, query_lens, seq_lens)
 
     slots = []
     for row, (seq_len, new) in enumerate(zip(seq_lens, new_lens, strict=True)):
@@ -137,8 +145,9 @@ def paged_batch(
             stored = stored_values(tokens[old], spec, scale) / (scale if spec.has_quantized_kv_cache else 1.0)
             _put(pages, blocks[old], positions[old] % size, stored)
         if drop_window and spec.causal and spec.window[0] >= 0:
-            # Only pages that no new query of the window can see are dropped.
-            table[row, : max(seq_len - new - spec.window[0], 0) // size] = 0
+            # Only pages that no new query can see, in its window or span, are dropped.
+            begun = [start for start, stop in (chosen[row] if chosen else ()) if stop > seq_len - new]
+            table[row, : max(min([seq_len - new - spec.window[0], *begun]), 0) // size] = 0
 
     new_keys = [_last(tokens, new) for tokens, new in zip(keys, new_lens, strict=True)]
     new_values = [_last(tokens, new) for tokens, new in zip(values, new_lens, strict=True)]
@@ -153,6 +162,7 @@ def paged_batch(
             torch.cat([torch.empty(0, dtype=torch.int64), *slots, pad_slots]),
             spec.causal if causal is None else causal,
             device,
+            chosen,
         ),
         query=_pack(queries, spec.num_heads, spec.head_size, padding, spec).to(device),
         key=_pack(new_keys, spec.num_kv_heads, spec.head_size, padding, spec).to(device),
@@ -163,6 +173,7 @@ def paged_batch(
         values=[stored_values(tokens, spec, v_scale) for tokens in values],
         seq_lens=list(seq_lens),
         tensors=layer_tensors(spec, seed=seed, k_scale=k_scale, v_scale=v_scale, device=device),
+        spans=chosen,
     )
 
 
@@ -174,6 +185,7 @@ def direct_batch(
     key_lens: Sequence[int] | None = None,
     causal: bool | None = None,
     padding: int = 0,
+    spans: Sequence[Spans] | None = None,
     seed: int = 0,
     device: str = "cpu",
 ) -> Batch:
@@ -185,6 +197,7 @@ def direct_batch(
     generator = torch.Generator().manual_seed(seed)
     counts = list(query_lens) if key_lens is None else list(key_lens)
     queries, keys, values = _draw(spec, query_lens, counts, generator)
+    chosen = _chosen_spans(spec, spans, query_lens, seq_lens)
     common = _common(
         query_lens,
         seq_lens,
@@ -193,6 +206,7 @@ def direct_batch(
         torch.full((sum(query_lens) + padding,), PAD_SLOT_ID),
         spec.causal if causal is None else causal,
         device,
+        chosen,
     )
     if key_lens is not None:
         common.key_start_loc_cpu = _starts(key_lens)
@@ -209,7 +223,16 @@ def direct_batch(
         values=values,
         seq_lens=list(seq_lens),
         tensors=layer_tensors(spec, seed=seed, device=device),
+        spans=chosen,
     )
+
+
+def _chosen_spans(
+    spec: LayerSpec, given: Sequence[Spans] | None, query_lens: Sequence[int], seq_lens: Sequence[int]
+) -> list[Spans] | None:
+    if not spec.mm_prefix:
+        return None
+    return default_spans(query_lens, seq_lens) if given is None else [list(spans) for spans in given]
 
 
 def _draw(
@@ -293,10 +316,12 @@ def _common(
     slots: torch.Tensor,
     causal: bool,
     device: str,
+    spans: Sequence[Spans] | None,
 ) -> CommonAttentionMetadata:
     # The device tensor gets a copy, so that it and the host array share no memory.
     host = np.asarray(seq_lens, dtype=np.int32)
     starts = _starts(query_lens)
+    rows = None if spans is None else rows_of_spans(spans, query_lens, seq_lens)
     return CommonAttentionMetadata(
         query_start_loc=starts.to(device),
         query_start_loc_cpu=starts,
@@ -309,4 +334,7 @@ def _common(
         slot_mapping=slots.to(device),
         causal=causal,
         seq_lens_host=host,
+        mm_prefix_spans=None if rows is None else rows.to(device),
+        # The device tensor gets a copy, so that it and the host tensor share no memory.
+        mm_prefix_spans_cpu=None if rows is None else rows.clone(),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -19,6 +20,7 @@ COMPUTED = (
     | Feature.SOFT_CAP
     | Feature.SINKS
     | Feature.ALIBI
+    | Feature.MM_PREFIX
     | Feature.LSE
     | Feature.HEAD_SIZE_V
     | Feature.NON_CAUSAL
@@ -28,6 +30,9 @@ COMPUTED = (
     | Feature.ENCODER
 )
 """The features whose numbers the oracle computes. It refuses layers that ask for any other."""
+
+Spans: TypeAlias = Sequence[tuple[int, int]]
+"""The multimodal spans of a request: positions of the first token and of the token after the last."""
 
 _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -46,9 +51,17 @@ class OracleResult:
 
 
 def visible_keys(
-    spec: LayerSpec, query_positions: torch.Tensor, key_positions: torch.Tensor, causal: bool | None = None
+    spec: LayerSpec,
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    causal: bool | None = None,
+    spans: Spans | None = None,
 ) -> torch.Tensor:
-    """Whether each query `[n]` sees each key `[m]`, bool `[n, m]`; `causal=True` narrows a non-causal layer."""
+    """Whether each query `[n]` sees each key `[m]`, bool `[n, m]`; `causal=True` narrows a non-causal layer.
+
+    Raises:
+        BatchError: the layer has mm_prefix, and no `spans` are given.
+    """
     query, key = query_positions[:, None], key_positions[None, :]
     left, right = spec.window
     seen = torch.ones(query.shape[0], key.shape[1], dtype=torch.bool)
@@ -60,6 +73,11 @@ def visible_keys(
         seen &= key <= query + right
     if spec.chunk_size is not None:
         seen &= key // spec.chunk_size == query // spec.chunk_size
+    if spec.mm_prefix:
+        if spans is None:
+            raise BatchError("spans", None, "is required: the layer has mm_prefix", "give [] for text")
+        for start, stop in spans:
+            seen |= (query >= start) & (query < stop) & (key >= start) & (key < stop)
     return seen
 
 
@@ -73,6 +91,7 @@ def request_oracle(
     tensors: LayerTensors | None = None,
     use_sinks: bool = True,
     causal: bool | None = None,
+    spans: Spans | None = None,
 ) -> OracleResult:
     """The result of one request of `seq_len` tokens.
 
@@ -85,9 +104,11 @@ def request_oracle(
         tensors: sinks and slopes, if the spec has them.
         use_sinks: whether sinks enter the denominator.
         causal: True if the batch narrows the spec.
+        spans: the multimodal spans, for layers with mm_prefix.
 
     Raises:
         SpecError: the layer needs a feature that is not in COMPUTED.
+        BatchError: the layer has mm_prefix, and no spans are given.
     """
     # A reference that ignored a feature would accept a backend that ignores it too.
     if unknown := spec.required_features() & ~COMPUTED:
@@ -113,7 +134,7 @@ def request_oracle(
     if tensors.alibi_slopes is not None:
         distance = (key_positions[None, :] - query_positions[:, None]).abs()
         logits = logits - tensors.alibi_slopes.cpu().double()[:, None, None] * distance
-    seen = visible_keys(spec, query_positions, key_positions, causal)
+    seen = visible_keys(spec, query_positions, key_positions, causal, spans)
     logits = logits.masked_fill(~seen, -math.inf)
     terms = logits
     # A sink enters the denominator only: it has a logit and no value.
@@ -136,18 +157,22 @@ def attention_oracle(
     tensors: LayerTensors | None = None,
     use_sinks: bool = True,
     causal: bool | None = None,
+    spans: Sequence[Spans] | None = None,
 ) -> OracleResult:
     """The results of a batch, one request after another; the arguments are those of `request_oracle`.
 
     Raises:
-        BatchError: the sequences have different lengths.
+        BatchError: the sequences have different lengths, or a layer with mm_prefix gets no spans.
     """
-    counts = [len(part) for part in (queries, keys, values, seq_lens)]
+    given = (queries, keys, values, seq_lens, *(() if spans is None else (spans,)))
+    counts = [len(part) for part in given]
     if len(set(counts)) != 1:
-        raise BatchError("requests", counts, "queries, keys, values and seq_lens must be as many")
+        raise BatchError("requests", counts, "queries, keys, values, seq_lens and spans must be as many")
     parts = [
-        request_oracle(spec, *request, tensors=tensors, use_sinks=use_sinks, causal=causal)
-        for request in zip(queries, keys, values, seq_lens, strict=True)
+        request_oracle(spec, *request, tensors=tensors, use_sinks=use_sinks, causal=causal, spans=own)
+        for *request, own in zip(
+            queries, keys, values, seq_lens, [None] * len(seq_lens) if spans is None else spans, strict=True
+        )
     ]
     nothing = torch.empty(0, spec.num_heads, spec.head_size_v, dtype=torch.float64)
     return OracleResult(

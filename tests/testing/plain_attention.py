@@ -10,6 +10,7 @@ import torch
 
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.backends.torch_native.metadata import TorchMetadata
+from attnplug.ops.calls import check_spans_given
 
 __all__ = ["PlainImpl"]
 
@@ -33,6 +34,7 @@ class PlainImpl(TorchImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        check_spans_given(attn_metadata.spans is not None, self.spec)
         source = self._source(key, value, kv_cache, attn_metadata)
         k_scale, v_scale = self.read_scales()
         lses = torch.empty(query.shape[0], self.spec.num_heads, dtype=torch.float64)
@@ -45,6 +47,10 @@ class PlainImpl(TorchImpl):
             heads = self.kv_heads()
             raw = query[start:stop].double().transpose(0, 1) @ (keys.double() * k_scale)[heads].mT
             seen = self.seen(at[:, None], held[None, :], causal=self.spec.causal or attn_metadata.causal)
+            if self.spec.mm_prefix:
+                seen |= self.together(
+                    torch.from_numpy(attn_metadata.spans[start:stop]), at[:, None], held[None, :]
+                )
             scores = self.score(raw, at[:, None], held[None, :], seen)
             sinks = self.sinks()[:, None, None].expand(-1, stop - start, 1)
             out, lse = self.weigh(scores, (values.double() * v_scale)[heads], sinks)
@@ -79,6 +85,10 @@ class PlainImpl(TorchImpl):
         if self.spec.chunk_size is not None:
             seen &= held // self.spec.chunk_size == at // self.spec.chunk_size
         return seen
+
+    def together(self, spans: torch.Tensor, at: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+        """Which keys are in the span of a query; `spans [n, 2]`."""
+        return (held >= spans[:, :1]) & (held < spans[:, 1:])
 
     def score(
         self, raw: torch.Tensor, at: torch.Tensor, held: torch.Tensor, seen: torch.Tensor

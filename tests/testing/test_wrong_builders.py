@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from capturable import Capturable
 from catching import Wrong, failures, variant
+from catching import wrong as wrong_backend
 from wrong_builders import WRONG
+from wrong_spans import KeepsSpans
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
@@ -44,7 +46,10 @@ def every(start: str = "") -> Callable[[Target], Iterator[Check]]:
     return checks
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.name)
+KEEPS_SPANS = wrong_backend("KEEPS_SPANS", "builder/build-spans", "another step's spans", builder=KeepsSpans)
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, KEEPS_SPANS], ids=lambda wrong: wrong.name)
 def test_a_wrong_backend_is_caught_by_its_check_and_named(wrong: Wrong) -> None:
     found = failures(wrong.backend, every(wrong.check))
     assert found

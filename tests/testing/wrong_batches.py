@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from catching import wrong
 from wrong_builders import Altered
+from wrong_spans import FillsSpansIn
 
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.backends.torch_native.metadata import TorchMetadata
@@ -115,5 +116,8 @@ WRONG_BATCHES = [
     wrong("ignores_causal", "batch/narrowed", "mistake: causal=True ignored", builder=IgnoresCausal),
     wrong("never_widens", "batch/widened", "was accepted; it must raise a BatchError", builder=NeverWidens),
     wrong("raises_on_wide", "batch/widened", "RuntimeError: unreachable", builder=RaisesOnWide),
+    wrong(
+        "fills_spans_in", "batch/no-spans", "was accepted; it must raise a BatchError", builder=FillsSpansIn
+    ),
     wrong("writes_for_nobody", "batch/nobody", "forward wrote to the output", impl=WritesForNobody),
 ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from catching import Wrong, variant
+from wrong_spans import CutsSpansByWindows, MergesSpans, SeesSpansBackwards
 from wrong_steps import (
     AddsNoise,
     AlignsAtTheStart,
@@ -287,6 +288,29 @@ WRONG_NUMBERS = (
         "pages of the next request",
         "alike-h4x2-d64-float32-b16-NHD",
     ),
+    _wrong("ignores-spans", misread(mm_prefix=lambda spec: False), "spans*", "-spans", "spans ignored"),
+    _wrong(
+        "sees-spans-backwards",
+        SeesSpansBackwards,
+        "NHD-window6.0-spans",
+        "-window6.0-spans",
+        "spans seen by later tokens only",
+    ),
+    _wrong(
+        "cuts-spans-by-windows",
+        CutsSpansByWindows,
+        "NHD-window6.0-spans",
+        "-window6.0-spans",
+        "window or chunk cuts spans",
+    ),
+    _wrong(
+        "cuts-spans-by-chunks",
+        CutsSpansByWindows,
+        "NHD-chunk24-spans",
+        "-chunk24-spans",
+        "window or chunk cuts spans",
+    ),
+    _wrong("merges-spans", MergesSpans, "spans*", "-spans", "spans side by side merged"),
     _wrong("adds-noise", AddsNoise, "mixed-h4x2-d64-float32-b16-NHD*", "", None),
 )
 """One for each feature that could be ignored and each convention that could differ."""

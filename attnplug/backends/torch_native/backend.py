@@ -1,4 +1,4 @@
-"""The declaration of TORCH: everything except MLA, sparse attention and multimodal spans."""
+"""The declaration of TORCH: everything except MLA and sparse attention."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class TorchBackend(AttentionBackend):
         | Feature.SOFT_CAP
         | Feature.SINKS
         | Feature.ALIBI
+        | Feature.MM_PREFIX
         | Feature.LSE
         | Feature.HEAD_SIZE_V
         | Feature.NON_CAUSAL

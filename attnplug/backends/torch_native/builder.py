@@ -14,6 +14,7 @@ from attnplug.backends.torch_native.decode import SHORT_QUERY
 from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
+from attnplug.ops.calls import check_spans
 
 _Ints = npt.NDArray[np.int64]
 
@@ -34,8 +35,8 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         """The metadata of one step; lengths unknown to the host are copied from the device.
 
         Raises:
-            BatchError: start locations that decrease or pass `num_actual_tokens`, negative lengths, or a prefix of
-                tokens that a request has not computed.
+            BatchError: start locations that decrease or pass `num_actual_tokens`, negative lengths, a prefix of
+                tokens that a request has not computed, or fewer multimodal spans than tokens.
         """
         common = common_attn_metadata
         reqs = common.num_reqs
@@ -55,6 +56,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             key_starts=None if keys is None else _starts("key_start_loc_cpu", keys, reqs),
             causal=common.causal,
             common_prefix_len=common_prefix_len,
+            spans=_spans(common),
         )
 
     def use_cascade_attention(
@@ -109,6 +111,15 @@ def _starts(name: str, locations: torch.Tensor, reqs: int) -> _Ints:
     if starts[0] < 0 or (np.diff(starts) < 0).any():
         raise BatchError(name, starts.tolist(), "must not decrease")
     return starts
+
+
+def _spans(common: CommonAttentionMetadata) -> _Ints | None:
+    if common.mm_prefix_spans is None:
+        return None
+    check_spans(common.mm_prefix_spans, common.num_actual_tokens)
+    host = common.host_mm_prefix_spans()
+    spans = common.mm_prefix_spans.cpu() if host is None else host
+    return spans.numpy().astype(np.int64)
 
 
 def _seq_lens(common: CommonAttentionMetadata) -> _Ints:

@@ -82,14 +82,16 @@ class _Group:
     def of(
         cls, metadata: TorchMetadata, requests: _Ints, source: KeySource, reach: Reach, query_len: int
     ) -> _Group:
-        ends = metadata.seq_lens[requests]
-        positions = (ends - query_len)[:, None] + np.arange(query_len)
-        low, high = reach.bounds(positions, source.first[requests][:, None], source.end[requests][:, None])
-        first = low[:, 0]
-        spans = np.maximum(high[:, -1] - first, 0)
-        order = np.argsort(-spans, kind="stable")
+        positions = (metadata.seq_lens[requests] - query_len)[:, None] + np.arange(query_len)
         starts = metadata.query_starts[requests]
-        return cls(*(array[order] for array in (requests, starts, first, spans, low, high, positions)))
+        rows = starts[:, None] + np.arange(query_len)
+        spans = None if metadata.spans is None else metadata.spans[rows]
+        ends = source.end[requests][:, None]
+        low, high = reach.bounds(positions, source.first[requests][:, None], ends, spans)
+        first = low[:, 0]
+        lengths = np.maximum(high[:, -1] - first, 0)
+        order = np.argsort(-lengths, kind="stable")
+        return cls(*(array[order] for array in (requests, starts, first, lengths, low, high, positions)))
 
     def part(self, start: int, stop: int) -> _Group:
         return _Group(*(getattr(self, field.name)[start:stop] for field in dataclasses.fields(self)))

@@ -17,7 +17,7 @@ from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import KeySource, PackedKeys, PagedKeys
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
-from attnplug.ops.calls import check_cache_given, check_keys, check_queries
+from attnplug.ops.calls import check_cache_given, check_keys, check_queries, check_spans_given
 from attnplug.ops.merging import merge
 from attnplug.ops.reach import Reach
 from attnplug.ops.storage import storage_dtype
@@ -47,6 +47,7 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         """As AttentionImpl.attend; output scales are not supported."""
         scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
         check_queries(query, output, output_lse, attn_metadata.num_actual_tokens, self.spec, **scales)
+        check_spans_given(attn_metadata.spans is not None, self.spec)
         reach = Reach.of(self.spec, attn_metadata.causal)
         source = self._source(key, value, kv_cache, attn_metadata)
         scoring = self._scoring(layer, query.device, use_sinks, source.k.dtype)
@@ -121,7 +122,8 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         first, end = source.first[request], source.end[request]
         position = int(metadata.seq_lens[request]) - (stop - start)
         positions = np.arange(position, position + stop - start)
-        low, high = reach.bounds(positions, first, end)
+        spans = None if metadata.spans is None else metadata.spans[start:stop]
+        low, high = reach.bounds(positions, first, end, spans)
         lowest, highest = int(low[0]), max(int(high[-1]), int(low[0]))
         key, value = source.of_request(request, lowest, highest)
         computed = self._wide(key.dtype)

@@ -28,6 +28,7 @@ class TorchMetadata(AttentionMetadata):
         key_starts: host int64 `[R + 1]`, if direct K and V are not packed like the queries.
         causal: of the batch; it may only narrow the layer's spec.
         common_prefix_len: tokens that all requests with queries share, to be attended once; 0 without.
+        spans: host int64 `[at least T, 2]`, the multimodal span of each query; None if the batch has none.
         plans: gather plans for short queries, which the layers of the step share.
     """
 
@@ -39,6 +40,7 @@ class TorchMetadata(AttentionMetadata):
     key_starts: _Ints | None
     causal: bool
     common_prefix_len: int = 0
+    spans: _Ints | None = None
     plans: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
 
     @property

@@ -102,9 +102,14 @@ def attend_pages(
 
 
 def _plan(source: PagedKeys, metadata: TorchMetadata, reach: Reach, pages: _PageRows) -> PageDecodes | None:
-    low, high = reach.bounds(metadata.seq_lens - 1, source.first, source.end)
+    is_single = metadata.query_lens == 1
+    spans = None
+    if metadata.spans is not None and len(metadata.spans):
+        # Rows of other requests are not read below, but must be rows.
+        spans = metadata.spans[np.minimum(metadata.query_starts[:-1], len(metadata.spans) - 1)]
+    low, high = reach.bounds(metadata.seq_lens - 1, source.first, source.end, spans)
     seen = (high - low) * 2 * source.k[0, 0].nbytes
-    chosen = (metadata.query_lens == 1) & (seen >= _MIN_BYTES) & (seen <= _MAX_BYTES)
+    chosen = is_single & (seen >= _MIN_BYTES) & (seen <= _MAX_BYTES)
     if not chosen.any():
         return None
     low, high, size = low[chosen], high[chosen], pages.block_size

@@ -33,7 +33,9 @@ def checks(target: Target) -> Iterator[Check]:
 def stale_mistakes(other: CommonAttentionMetadata) -> dict[str, StepMistake]:
     """Mistakes of a builder that keeps state of `other`, a step with as many requests and tokens."""
     lengths, table = other.seq_lens.cpu(), other.block_table_tensor
+    spans = {"mm_prefix_spans": other.mm_prefix_spans, "mm_prefix_spans_cpu": other.mm_prefix_spans_cpu}
     return {
+        "another step's spans": lambda c: dataclasses.replace(c, **spans),
         "another step's block table": lambda c: dataclasses.replace(c, block_table_tensor=table),
         "another step's lengths": lambda c: with_lengths(c, lengths),
     }

@@ -51,6 +51,9 @@ _TOGETHER: tuple[dict[str, Any], ...] = (
     {"logits_soft_cap": 3.0, "has_alibi": True},
     {"logits_soft_cap": 3.0, "scale": 0.15},
     {"logits_soft_cap": 3.0, "window": (6, 0)},
+    {"mm_prefix": True, "window": (6, 0)},
+    {"mm_prefix": True, "chunk_size": 24},
+    {"mm_prefix": True, "kind": "direct", "window": (6, 0)},
     {"kind": "non_causal", "window": (40, 40)},
 )
 """Values whose order or scale a convention fixes, tried with plain values of all other axes."""
@@ -84,6 +87,7 @@ class Case:
         parts += [f"chunk{spec.chunk_size}"] if spec.chunk_size else []
         parts += [f"cap{spec.logits_soft_cap:g}"] if spec.logits_soft_cap else []
         flags = {"sinks": spec.has_sinks, "alibi": spec.has_alibi, "lse": spec.needs_lse}
+        flags["spans"] = spec.mm_prefix
         return "-".join([*parts, *(name for name, is_set in flags.items() if is_set)])
 
     @property
@@ -202,6 +206,8 @@ class _CaseSearch(Search):
         spec = LayerSpec(num_heads=heads[0], num_kv_heads=heads[1], **fields)
         if row["window"] is not None and not spec.is_windowed:
             raise SpecError("window", row["window"], "limits nothing in a causal layer")
+        if row["mm_prefix"] and row["kind"] == "cross":
+            raise SpecError("mm_prefix", True, "is for layers whose keys are their own tokens")
         if row["kind"] == "encoder" and self._target.phase is Phase.DECODE:
             raise SpecError("kind", "encoder", "has no tokens to decode")
         return spec

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from attnplug.core.features import Feature
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadata
 from attnplug.runtime.graph_state import GraphState
 from attnplug.testing.comparison import assert_close, tolerance
@@ -48,7 +49,7 @@ def _check_level(target: Target, name: str) -> None:
     graphs = _Graphs(served, state, queries)
     size, fewer = served.block_size, 1 if name == "any" else queries
     for prompt, count in (("a", size + 3), ("b", 5)):
-        served.add(prompt)
+        served.add(prompt, count)
         graphs.eager(**{prompt: count})
     graphs.replay(a=queries, b=fewer)
     # The lengths change places, so a graph that kept those of the last step fails.
@@ -61,6 +62,11 @@ def _check_level(target: Target, name: str) -> None:
     graphs.replay(a=queries, c=queries)
     served.remove("a")
     graphs.replay(c=queries)
+    if Feature.MM_PREFIX in target.backend.features:
+        # A short prompt in a graph has spans among the tokens of decodes.
+        served.add("d", queries)
+        graphs.replay(c=queries, d=queries)
+        graphs.replay(c=queries, d=queries)
 
 
 def record(work: Callable[[], None]) -> Callable[[], None]:

@@ -11,7 +11,7 @@ import torch
 
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.mistake_oracle import AttentionRules
-from attnplug.testing.oracle import OracleResult
+from attnplug.testing.oracle import OracleResult, Spans
 
 _Changes: TypeAlias = Callable[[AttentionRules], dict[str, Any]]
 _Factors: TypeAlias = Callable[[AttentionRules], tuple[float, float]]
@@ -98,6 +98,17 @@ def _interleaved(rules: AttentionRules) -> dict[str, Any]:
     return {"kv_heads": torch.arange(heads) % kv_heads}
 
 
+def _merged(spans: Spans) -> Spans:
+    """The spans of a mask that only says which tokens are in some span."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], stop
+        else:
+            found.append((start, stop))
+    return found
+
+
 KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     # Features that the backend ignores.
     KnownMistake("sliding window ignored", "window", _set(left=math.inf, right=math.inf)),
@@ -105,6 +116,7 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     KnownMistake("soft cap ignored", "cap", _set(cap=None)),
     KnownMistake("sinks ignored", "sinks", _set(sinks=None)),
     KnownMistake("ALiBi ignored", "alibi", _set(slopes=None)),
+    KnownMistake("spans ignored", "spans", _set(spans=None)),
     KnownMistake("causal mask ignored", "causal", _set(causal=False)),
     KnownMistake("non-causal taken as causal", "non-causal", _set(causal=True)),
     KnownMistake("softmax scale ignored", "scale", lambda rules: {"scale": rules.head_size**-0.5}),
@@ -118,6 +130,19 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     ),
     KnownMistake(
         "chunk taken as window", "chunk", lambda rules: {"chunk": None, "left": (rules.chunk or 1) - 1}
+    ),
+    KnownMistake("spans seen by later tokens only", "spans", _set(lifted=frozenset({"near"}))),
+    KnownMistake("window or chunk cuts spans", "near spans", _set(lifted=frozenset({"causal"}))),
+    KnownMistake("spans side by side merged", "spans", _set(spans=_merged)),
+    KnownMistake(
+        "spans without their last token",
+        "spans",
+        _set(spans=lambda spans: [(start, stop - 1) for start, stop in spans]),
+    ),
+    KnownMistake(
+        "all tokens up to the last span see each other",
+        "spans",
+        _set(spans=lambda spans: [(0, max(stop for _, stop in spans))] if spans else []),
     ),
     KnownMistake("causal aligned at the start", "causal", _set(from_start=True)),
     KnownMistake("queries aligned at the start", "non-causal positions", _set(from_start=True)),
@@ -152,7 +177,7 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
         "several",
         lambda rules: {
             **dict.fromkeys(("left", "right"), math.inf),
-            **dict.fromkeys(("chunk", "cap", "slopes", "sinks")),
+            **dict.fromkeys(("chunk", "cap", "slopes", "sinks", "spans")),
             "scale": rules.head_size**-0.5,
         },
     ),

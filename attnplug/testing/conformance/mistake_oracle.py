@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from attnplug.testing.batches import Batch
+from attnplug.testing.oracle import Spans
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +35,8 @@ class AttentionRules:
         rows: the request whose pages a request reads, from its index and the number of requests.
         key_factors: of the keys stored before this step, and of the new ones.
         value_factors: likewise.
+        spans: the multimodal spans that count, from those of a request; None without mm_prefix.
+        lifted: the limits that a span lifts: "causal", and "near" for windows and chunks.
         k_scale: stored key x k_scale = key.
         v_scale: likewise.
     """
@@ -58,6 +61,8 @@ class AttentionRules:
     rows: Callable[[int, int], int] = lambda request, requests: request
     key_factors: tuple[float, float] = (1.0, 1.0)
     value_factors: tuple[float, float] = (1.0, 1.0)
+    spans: Callable[[Spans], Spans] | None = None
+    lifted: frozenset[str] = frozenset({"causal", "near"})
 
     @property
     def features(self) -> frozenset[str]:
@@ -65,12 +70,13 @@ class AttentionRules:
         window, kv_heads = min(self.left, self.right) < math.inf, int(self.kv_heads[-1]) + 1
         alibi, cap = self.slopes is not None, self.cap is not None
         each = {"window": window, "chunk": self.chunk is not None, "cap": cap, "alibi": alibi}
-        each["sinks"] = self.sinks is not None
+        each |= {"sinks": self.sinks is not None, "spans": self.spans is not None}
         present = {
             **each,
             "several": sum(each.values()) > 1,
             "left": self.left < math.inf,
             "right": self.right < math.inf,
+            "near spans": self.spans is not None and (window or self.chunk is not None),
             "causal": self.causal,
             "causal window": self.causal and self.left < math.inf,
             "non-causal": not self.causal,
@@ -93,6 +99,7 @@ class Request:
         value: `[m, Hkv, Dv]`, likewise.
         seq_len: number of all tokens.
         new: number of keys written in this step.
+        spans: its multimodal spans.
     """
 
     query: torch.Tensor
@@ -100,6 +107,7 @@ class Request:
     value: torch.Tensor
     seq_len: int
     new: int
+    spans: Spans = ()
 
 
 def rules_of(batch: Batch) -> AttentionRules:
@@ -120,6 +128,7 @@ def rules_of(batch: Batch) -> AttentionRules:
         kv_heads=torch.arange(spec.num_heads) // group,
         k_scale=float(tensors.k_scale),
         v_scale=float(tensors.v_scale),
+        spans=list if spec.mm_prefix else None,
     )
 
 
@@ -134,7 +143,8 @@ def requests_of(batch: Batch) -> list[Request]:
             pages = batch.common.block_table_tensor[row].cpu()[torch.arange(key.shape[0]) // size]
             freed = (pages == 0)[:, None, None]
             key, value = key.masked_fill(freed, 0.0), value.masked_fill(freed, 0.0)
-        found.append(Request(query, key, value, parts[3], written))
+        spans = batch.spans[row] if batch.spans else ()
+        found.append(Request(query, key, value, parts[3], written, spans))
     return found
 
 
@@ -152,7 +162,7 @@ def attend(
     start = 0 if rules.from_start else request.seq_len - count
     at = (torch.arange(count) + start + rules.shift)[:, None]
     held = (torch.arange(keys) + request.seq_len - keys)[None, :]
-    seen = _seen(rules, at, held)
+    seen = _seen(rules, request.spans, at, held)
 
     scores = query @ key[:, rules.kv_heads].permute(1, 2, 0)
     for step in rules.order:
@@ -192,13 +202,19 @@ def _stored(
     return tensors[0], tensors[1]
 
 
-def _seen(rules: AttentionRules, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    seen = torch.ones(query.shape[0], key.shape[1], dtype=torch.bool)
-    if rules.causal:
-        seen &= key <= query
-    seen &= (query - key <= rules.left) & (key - query <= rules.right)
+def _seen(rules: AttentionRules, spans: Spans, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    ordered = key <= query if rules.causal else torch.ones_like(query + key, dtype=torch.bool)
+    near = (query - key <= rules.left) & (key - query <= rules.right)
     if rules.chunk is not None:
-        seen &= query // rules.chunk == key // rules.chunk
+        near &= query // rules.chunk == key // rules.chunk
+    seen = ordered & near
+    for start, stop in rules.spans(spans) if rules.spans is not None else ():
+        together = (query >= start) & (query < stop) & (key >= start) & (key < stop)
+        if "causal" not in rules.lifted:
+            together &= ordered
+        if "near" not in rules.lifted:
+            together &= near
+        seen |= together
     return seen
 
 

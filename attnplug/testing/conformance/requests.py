@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -41,6 +42,11 @@ def checks(target: Target) -> Iterator[Check]:
         if scenario != "encoder":  # an encoder is not causal
             summary = "a causal layer refuses causal=False"
             yield Check.of(f"batch/widened-{scenario}", summary, _check_widened, target, scenario)
+        if Feature.MM_PREFIX in features:
+            summary = "a layer with mm_prefix refuses a step without spans"
+            yield Check.of(f"batch/no-spans-{scenario}", summary, _check_no_spans, target, scenario)
+            summary = "a layer with mm_prefix serves a step of text"
+            yield Check.of(f"batch/text-{scenario}", summary, _check_text, target, scenario)
         if Feature.NON_CAUSAL in features:
             summary = "causal=True applies to a layer with causal=False"
             yield Check.of(f"batch/narrowed-{scenario}", summary, _check_narrowed, target, scenario)
@@ -126,10 +132,12 @@ def _check_state(target: Target, scenario: str) -> None:
 def _check_pieces(target: Target, kind: str) -> None:
     spec, size = layer_of_kind(target, kind)
     total = 3 * size + 5
-    whole = target.batch(spec, [total], [total], exact=True)
-    harness = Harness.of(target, whole)
     # The second piece is one token, a decode, unless the backend serves one phase only.
     ends = (size - 1, size + (2 if target.phase else 0), 2 * size + 3, total)
+    # A span is computed as a whole, so each piece is one.
+    spans = [list(itertools.pairwise((0, *ends)))] if spec.mm_prefix else None
+    whole = target.batch(spec, [total], [total], exact=True, spans=spans)
+    harness = Harness.of(target, whole)
     what = f"prefilling {total} tokens in pieces that end at {', '.join(map(str, ends))}"
     pieces = (_piece(whole, start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True))
     outputs = [harness.forward(piece, what=what).output for piece in pieces]
@@ -141,6 +149,7 @@ def _piece(whole: Batch, start: int, end: int) -> Batch:
     device, rows = whole.query.device, slice(start, end)
     starts = torch.tensor([0, end - start], dtype=torch.int32)
     host = torch.tensor([end], dtype=torch.int32)
+    spans, spans_cpu = whole.common.mm_prefix_spans, whole.common.mm_prefix_spans_cpu
     common = dataclasses.replace(
         whole.common,
         query_start_loc=starts.to(device),
@@ -151,6 +160,8 @@ def _piece(whole: Batch, start: int, end: int) -> Batch:
         max_query_len=end - start,
         max_seq_len=end,
         slot_mapping=whole.common.slot_mapping[rows],
+        mm_prefix_spans=None if spans is None else spans[rows],
+        mm_prefix_spans_cpu=None if spans_cpu is None else spans_cpu[rows],
     )
     return dataclasses.replace(
         whole, common=common, query=whole.query[rows], key=whole.key[rows], value=whole.value[rows]
@@ -171,16 +182,36 @@ def _check_narrowed(target: Target, scenario: str) -> None:
 
 def _check_widened(target: Target, scenario: str) -> None:
     batch = _causal(scenario_factory(target, scenario)(), False)
+    _expect_refusal(target, batch, "causal=False for a causal layer")
+
+
+def _check_no_spans(target: Target, scenario: str) -> None:
+    batch = scenario_factory(target, scenario, mm_prefix=True)()
+    common = dataclasses.replace(batch.common, mm_prefix_spans=None, mm_prefix_spans_cpu=None)
+    batch = dataclasses.replace(batch, common=common)
+    _expect_refusal(target, batch, "mm_prefix_spans=None for a layer with mm_prefix")
+
+
+def _check_text(target: Target, scenario: str) -> None:
+    batch = scenario_factory(target, scenario, mm_prefix=True)()
+    common, zeros = batch.common, torch.zeros(batch.common.num_actual_tokens, 2, dtype=torch.int32)
+    common = dataclasses.replace(
+        common, mm_prefix_spans=zeros.to(batch.query.device), mm_prefix_spans_cpu=zeros
+    )
+    text = dataclasses.replace(batch, common=common, spans=[[] for _ in batch.seq_lens])
+    what = "with a step of text for a layer with mm_prefix"
+    expect_correct(text, Harness.of(target, text).forward(text, what=what), what)
+
+
+def _expect_refusal(target: Target, batch: Batch, what: str) -> None:
     try:
         Harness.of(target, batch).forward(batch)
     except ConformanceError as problem:
         # Any other error may come from the kernel, which is a crash and no refusal.
         if isinstance(problem.__cause__, BatchError):
             return
-        raise ConformanceError(
-            f"causal=False for a causal layer must raise a BatchError: {problem}"
-        ) from problem
-    raise ConformanceError("causal=False for a causal layer was accepted; it must raise a BatchError")
+        raise ConformanceError(f"{what} must raise a BatchError: {problem}") from problem
+    raise ConformanceError(f"{what} was accepted; it must raise a BatchError")
 
 
 def _causal(batch: Batch, causal: bool) -> Batch:

@@ -44,6 +44,8 @@ def model_of(target: Target) -> tuple[dict[str, LayerSpec], dict[str, str]]:
         "capped": {"logits_soft_cap": 3.0},
         "window-sinks": {"window": (19, 0), "has_sinks": True},
         "slopes": {"has_alibi": True},
+        "spans": {"mm_prefix": True},
+        "window-spans": {"window": (19, 0), "mm_prefix": True},
     }
     specs = {"full": full, "scaled": full.replace(scale=full.scale / 2)}
     for name, fields in fields_of.items():
@@ -100,7 +102,7 @@ def _serve(served: Sequence[ServedModel], barrier: Callable[[], object], who: st
         calls = []
         for each, step in zip(served, steps, strict=True):
             for name in step.added:
-                each.add(name)
+                each.add(name, step.tokens[name])
             with error_context(f"{who}begin of step {number}"):
                 each.begin(**step.tokens)
             calls.append({layer: each.call(layer) for layer in each.plan.specs})

@@ -22,7 +22,8 @@ from attnplug.runtime.plan_pages import with_equal_pages
 from attnplug.runtime.step_batch import StepBatch
 from attnplug.testing.batches import layer_tensors
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.oracle import attention_oracle, stored_values
+from attnplug.testing.oracle import Spans, attention_oracle, stored_values
+from attnplug.testing.spans import default_spans
 
 _MOST_REQUESTS, _MOST_PAGES = 4, 6
 _SLACK = 160
@@ -31,9 +32,10 @@ _SLACK = 160
 
 @dataclasses.dataclass(slots=True)
 class _Request:
-    """Computed tokens, pages by KV group, and all keys and values so far by layer."""
+    """Computed tokens, spans, pages by KV group, and all keys and values so far by layer."""
 
     computed: int
+    spans: Spans
     blocks: list[list[int]]
     keys: dict[str, tuple[torch.Tensor, torch.Tensor]]
 
@@ -117,11 +119,13 @@ class ServedModel:
         """New tokens of the current step, by request."""
         self._requests: dict[str, _Request] = {}
 
-    def add(self, name: str) -> None:
-        """Add a request without tokens."""
+    def add(self, name: str, first: int = 0) -> None:
+        """Add a request without tokens; for layers with mm_prefix it has spans in its `first` tokens."""
         blocks: list[list[int]] = [[] for _ in self.groups]
-        self.batches.add_request(name, blocks)
-        self._requests[name] = _Request(0, blocks, {})
+        spans = default_spans([first], [first])[0]
+        images = [(start, stop - start) for start, stop in spans]
+        self.batches.add_request(name, blocks, placeholders={"image": images} if images else None)
+        self._requests[name] = _Request(0, spans, blocks, {})
 
     def remove(self, name: str) -> None:
         """Remove a request and free its pages."""
@@ -167,7 +171,8 @@ class ServedModel:
         keys, values = ([stored_values(pair[half], spec) for pair in known] for half in (0, 1))
         lengths = [each.shape[0] for each in keys]
         tensors = self.tensors.get(layer, LayerTensors())
-        expected = attention_oracle(spec, queries, keys, values, lengths, tensors=tensors).output
+        spans = [self._requests[name].spans for name in self.batches.req_ids]
+        expected = attention_oracle(spec, queries, keys, values, lengths, tensors=tensors, spans=spans).output
         key, value = (torch.cat([pair[half] for pair in given]) if given else None for half in (0, 1))
         query, device = torch.cat(queries), self.runtime.device
         if key is None or value is None:

@@ -83,6 +83,7 @@ def _layers_over(target: Target, batch: Batch) -> dict[str, Batch]:
         "a soft cap": {"logits_soft_cap": 3.0},
         "sinks": {"has_sinks": True},
         "ALiBi": {"has_alibi": True},
+        **({"no spans": {"mm_prefix": False}} if batch.spec.mm_prefix else {}),
     }
     for seed, (name, fields) in enumerate(features.items(), 1):
         spec = batch.spec.replace(**fields)

@@ -23,6 +23,7 @@ LAYER_KINDS: dict[str, Feature] = {
     "full": Feature(0),
     "window": Feature.SLIDING_WINDOW,
     "chunk": Feature.CHUNKED_LOCAL,
+    "spans": Feature.MM_PREFIX,
 }
 """Layers for which builders do different work, and the feature that each needs."""
 
@@ -45,6 +46,7 @@ def layer_of_kind(target: Target, kind: str) -> tuple[LayerSpec, int]:
     """
     size = target.backend.get_preferred_block_size()
     wanted: dict[str, dict[str, Any]] = {"window": {"window": (6, 0)}, "chunk": {"chunk_size": 2 * size}}
+    wanted["spans"] = {"mm_prefix": True}
     return with_pages(target, target.spec(**wanted.get(kind, {})))
 
 
@@ -137,6 +139,7 @@ def select_requests(batch: Batch, requests: Sequence[int]) -> Batch:
     own = [row for index in requests for row in range(starts[index], starts[index + 1])]
     rows = torch.tensor(own, dtype=torch.int64, device=device)
     host = torch.tensor(seq_lens, dtype=torch.int32)
+    spans, spans_cpu = common.mm_prefix_spans, common.mm_prefix_spans_cpu
     return dataclasses.replace(
         batch,
         common=dataclasses.replace(
@@ -153,6 +156,8 @@ def select_requests(batch: Batch, requests: Sequence[int]) -> Batch:
             ],
             slot_mapping=common.slot_mapping[rows],
             seq_lens_host=host.numpy(),
+            mm_prefix_spans=None if spans is None else spans[rows],
+            mm_prefix_spans_cpu=None if spans_cpu is None else spans_cpu[rows.cpu()],
         ),
         query=batch.query[rows],
         key=batch.key[rows],
@@ -161,4 +166,5 @@ def select_requests(batch: Batch, requests: Sequence[int]) -> Batch:
         keys=[batch.keys[index] for index in requests],
         values=[batch.values[index] for index in requests],
         seq_lens=seq_lens,
+        spans=None if batch.spans is None else [batch.spans[index] for index in requests],
     )
