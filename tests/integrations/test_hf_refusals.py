@@ -80,7 +80,6 @@ def test_set_attention_refuses_a_part_that_would_ignore_it(part: Any) -> None:
         ("temperature_of_heads", torch.ones(4), "is not known to attnplug.*torch.float32"),
         ("position_bias", torch.zeros(1, 4, 21, 21), "is added to the logits"),
         ("head_mask", torch.ones(4, 4), "scales the weights of whole heads"),
-        ("output_attentions", True, "attention weights are never computed"),
         ("cu_seq_lens_q", torch.tensor([0, 5, 21]), "sequences are packed in one row"),
         ("softcap", torch.ones(4), "must be a number"),
     ],
@@ -119,11 +118,6 @@ def test_a_matrix_of_a_mask_is_refused(llama: Any, dtype: torch.dtype) -> None:
     message = refusal(llama, attention_mask=torch.ones(3, 1, 21, 21, dtype=dtype))
     assert message.startswith(f"attention_mask='{dtype} (3, 1, 21, 21)'")
     assert "2-D padding mask" in message
-
-
-def test_packed_sequences_are_refused(llama: Any) -> None:
-    positions = torch.cat([torch.arange(9), torch.arange(12)])[None].expand(3, -1)
-    assert "it separates packed sequences" in refusal(llama, position_ids=positions, use_cache=False)
 
 
 def test_a_padding_mask_of_the_new_tokens_alone_is_refused(llama: Any) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from types import FrameType
 from typing import Any
 
 import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.integrations.attention.given_mask import read_given_mask
 from attnplug.integrations.attention.step_mask import PatternMask, StepMask
 from attnplug.integrations.reader.mask_pattern import MaskPattern
 
@@ -50,7 +50,7 @@ class Keywords:
 class AttentionCall:
     """One call: `query [B, H, Lq, D]`, `key [B, Hkv, Lk, D]`, `value [B, Hkv, Lk, Dv]` of `module`.
 
-    `frame` is the frame of the caller; `layer` names the module in errors.
+    `layer` names the module in errors. `one_sequence` says that its queries and keys come from one sequence.
     """
 
     module: torch.nn.Module
@@ -59,7 +59,7 @@ class AttentionCall:
     key: torch.Tensor
     value: torch.Tensor
     keywords: Keywords
-    frame: FrameType
+    one_sequence: bool
 
     def check(self, dropout: float, scaling: Any) -> None:
         """Refuse training, and tensors that no mask makes servable.
@@ -109,25 +109,52 @@ class AttentionCall:
                 limit = f"must be {(batch, 1, q_length, kv_length)} for the tensors of {self.layer}"
                 raise BatchError("attention_mask", shape, limit, _EAGER)
             return step
-        if given is not None:
-            found = (
-                f"{given.dtype} {tuple(given.shape)}"
-                if isinstance(given, torch.Tensor)
-                else type(given).__name__
-            )
-            limit = (
-                f"in {self.layer} was not made by transformers' mask functions: only causal, windowed, chunked "
-                "and full masks, with padding, are served"
-            )
-            raise BatchError("attention_mask", found, limit, "pass a 2-D padding mask, or " + _EAGER)
         causal = self.keywords.is_causal
         if causal is None:
             causal = getattr(self.module, "is_causal", None)
+        if isinstance(given, torch.Tensor):
+            read = read_given_mask(given, batch, q_length, kv_length)
+            if not isinstance(read, str) and not read.pattern.causal and causal and q_length > 1:
+                read = "it is full, and the layer is causal"
+            if isinstance(read, str):
+                limit = (
+                    f"in {self.layer} was not made by transformers' mask functions, and {read}: only causal, "
+                    "windowed, chunked and full masks, with padding, are served"
+                )
+                found = f"{given.dtype} {tuple(given.shape)}"
+                raise BatchError("attention_mask", found, limit, "pass a 2-D padding mask, or " + _EAGER)
+            return read
+        if given is not None:
+            limit = f"in {self.layer} must be a tensor"
+            raise BatchError("attention_mask", type(given).__name__, limit, _EAGER)
         if q_length > 1 and causal is not False:
             # Without a mask, eager attention sees every key, while sdpa and flash attention are causal.
             limit = f"in {self.layer} is ambiguous with is_causal={causal}: implementations differ in the keys they see"
             raise BatchError("attention_mask", None, limit, "pass is_causal=False, or " + _EAGER)
         return StepMask(pattern=_FULL, batch=batch, q_length=q_length, kv_length=kv_length)
+
+    def check_positions(self, step: StepMask, given: Any) -> None:
+        """Refuse positions `given [B or 1, Lq]` that start anew inside a row whose mask separates no sequences.
+
+        Raises:
+            BatchError: transformers' mask lets such a sequence see those before it.
+        """
+        fits = isinstance(given, torch.Tensor) and given.ndim == 2 and given.shape[1] == step.q_length
+        if not fits or not step.pattern.causal or step.segments is not None or given is step.positions:
+            return
+        positions = given.expand(step.batch, -1).cpu()
+        if step.padding is not None:
+            # Models number padding in many ways; it takes the position of the token before it.
+            real = step.padding[:, step.q_offset : step.q_offset + step.q_length].cpu()
+            positions = positions.masked_fill(~real, -1).cummax(dim=1).values.where(~real, positions)
+        step_back = positions[:, 1:] < positions[:, :-1]
+        again = (positions[:, 1:] == 0) & (positions[:, :-1] == 0)
+        if bool((step_back | again).any()):
+            row = int((step_back | again).any(dim=1).int().argmax())
+            limit = f"must not start anew inside a row here: the mask of {self.layer} separates no packed sequences"
+            remedy = f"pass use_cache=False and no attention_mask or cache, or {_OWN_ROWS}"
+            raise BatchError("position_ids", f"positions that go back in row {row}", limit, remedy)
+        step.positions = given
 
     def spec(self, step: StepMask, scaling: float | None) -> LayerSpec:
         """The requirements of the call.
@@ -137,7 +164,7 @@ class AttentionCall:
             SpecError: an impossible number, such as a scale below 0.
         """
         pattern = step.pattern
-        kind = self._kind(pattern)
+        kind = self._kind(step)
         if kind is AttentionType.ENCODER_DECODER and pattern.window != (-1, -1):
             limit = f"cannot be applied to the cross attention of {self.layer}"
             raise BatchError("window", pattern.window, limit, _EAGER)
@@ -159,29 +186,15 @@ class AttentionCall:
             direct_kv=True,
         )
 
-    def _kind(self, pattern: MaskPattern) -> AttentionType:
-        if pattern.causal:
+    def _kind(self, step: StepMask) -> AttentionType:
+        if step.pattern.causal:
             return AttentionType.DECODER
-        if self.query.shape[2] != self.key.shape[2] or not self._is_self_attention():
+        if step.keys_only or self.query.shape[2] != self.key.shape[2] or not self.one_sequence:
             return AttentionType.ENCODER_DECODER
         config = getattr(self.module, "config", None)
         if getattr(config, "is_encoder_decoder", False):
             return AttentionType.ENCODER
         return AttentionType.ENCODER_ONLY
-
-    def _is_self_attention(self) -> bool:
-        """Whether the module was given one sequence of hidden states only.
-
-        If so, padding applies to both keys and queries. Unclear cases count as cross attention, which is
-        correct for both.
-        """
-        local = self.frame.f_locals
-        if local.get("self") is not self.module:
-            return False
-        code = self.frame.f_code
-        names = code.co_varnames[2 : code.co_argcount + code.co_kwonlyargcount]
-        others = [local.get(name) for name in names]
-        return not any(isinstance(o, torch.Tensor) and o.ndim == 3 and o.is_floating_point() for o in others)
 
     def _check_window(self, pattern: MaskPattern) -> None:
         asked = self.keywords.sliding_window

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 
 from attnplug.core.spec import AttentionType
 from attnplug.integrations.attention.calls import AttentionCall, read_keywords
-from attnplug.integrations.attention.layers import add_state, layer_state
+from attnplug.integrations.attention.forward_pass import forward_pass
+from attnplug.integrations.attention.layers import LayerState, layer_state, name_in_model, set_state
 from attnplug.integrations.attention.mask_functions import read_mask_function
 from attnplug.integrations.attention.step_mask import PatternMask, StepMask
 from attnplug.integrations.reader.mask_pattern import UnknownMaskError
@@ -36,19 +36,20 @@ def attention_mask(
     start = int(q_offset)
     queries, keys = range(start, start + q_length), range(kv_offset, kv_offset + kv_length)
     try:
-        pattern, left_padding = read_mask_function(mask_function, batch_size, queries, keys, where)
+        read = read_mask_function(mask_function, batch_size, queries, keys, where)
     except UnknownMaskError as error:
         # Models also make masks that no layer uses, so the refusal waits for a layer that gets this one.
         return PatternMask.of(str(error), shape, where)
     step = StepMask(
-        pattern=pattern,
+        pattern=read.pattern,
         batch=batch_size,
         q_length=q_length,
         kv_length=kv_length,
         q_offset=start,
         kv_offset=kv_offset,
         padding=attention_mask,
-        left_padding=left_padding,
+        left_padding=read.left_padding,
+        segments=read.segments,
     )
     return PatternMask.of(step, shape, where)
 
@@ -83,9 +84,9 @@ def attention(
         SpecError: an impossible layer, such as one with a scale below 0.
         NoBackendError: no backend serves the layer.
     """
-    # transformers passes the module only; the caller's frame shows the model and the module's other inputs.
-    frame = sys._getframe(1)
-    layer = layer_state(module) or add_state(module, frame)
+    forward_pass.calls += 1
+    layer = layer_state(module) or set_state(module, LayerState())
+    layer.name = layer.name or name_in_model(module, forward_pass.root)
     where = f"{layer.name} ({type(module).__name__})"
     if getattr(getattr(module, "config", None), "output_attentions", False):
         keywords["output_attentions"] = True
@@ -96,13 +97,15 @@ def attention(
         key=key,
         value=value,
         keywords=read_keywords(keywords, where),
-        frame=frame,
+        one_sequence=layer.one_sequence,
     )
     call.check(dropout, scaling)
     step = call.mask(attention_mask)
     spec = call.spec(step, scaling)
     binding = layer.binding(spec, query.device, call.keywords.sinks, step.q_length)
     packing = step.packing(query.device, is_cross=spec.attn_type is AttentionType.ENCODER_DECODER)
+    positions = keywords.get("position_ids")
+    call.check_positions(step, forward_pass.position_ids if positions is None else positions)
     tokens = packing.common.num_actual_tokens
     output = query.new_empty(tokens, spec.num_heads, spec.head_size_v)
     # A batch of padding alone has no tokens; `unpack` then gives zeros.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import weakref
 from collections.abc import Hashable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,12 +26,24 @@ _ATTRIBUTE = "_attnplug"
 
 
 class LayerState:
-    """The decision and bindings of one module; copies and pickles of it keep the name alone."""
+    """The decision and bindings of one module; copies and pickles of it keep the name alone.
+
+    `is_own` says that the module computes attention by itself. `one_sequence` says that its running forward was
+    given one sequence of hidden states, and `calls_before` how many calls attnplug had served before it.
+    """
 
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.decision: Decision | None = None
+        self.owner: weakref.ref[PreTrainedModel] | None = None
+        self.is_own = False
+        self.one_sequence = False
+        self.calls_before = 0
         self._bindings: dict[Hashable, _Binding] = {}
+
+    def get_owner(self) -> PreTrainedModel | None:
+        """The innermost model that contains the module; None if it runs alone."""
+        return None if self.owner is None else self.owner()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
         return LayerState(self.name)
@@ -77,31 +89,21 @@ def layer_state(module: torch.nn.Module) -> LayerState | None:
     return found if isinstance(found, LayerState) else None
 
 
-def add_state(module: torch.nn.Module, frame: FrameType | None) -> LayerState:
-    """Give `module` a new state, named after its path in the model that runs at `frame`."""
-    state = LayerState(_name_in_model(module, frame))
+def set_state(module: torch.nn.Module, state: LayerState) -> LayerState:
+    """Store `state` on `module` and return it."""
     object.__setattr__(module, _ATTRIBUTE, state)
     return state
 
 
-def _name_in_model(module: torch.nn.Module, frame: FrameType | None) -> str:
-    """The path of `module` in the outermost running model, such as "model.layers.0.self_attn".
+def name_in_model(module: torch.nn.Module, model: PreTrainedModel | None) -> str:
+    """The path of `module` in `model`, such as "model.layers.0.self_attn".
 
-    The models are found from `frame`, the caller's, because transformers passes attention functions only the
-    module. A module that runs alone is named by its class and `layer_idx`.
+    A module that runs outside of a watched model is named by its class and `layer_idx`.
     """
-    models: list[PreTrainedModel] = []
-    while frame is not None:
-        # Reading f_locals builds a dictionary, so frames other than methods are skipped.
-        if frame.f_code.co_varnames[:1] == ("self",):
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, PreTrainedModel):
-                models.append(owner)
-        frame = frame.f_back
-    for model in reversed(models):
-        paths = [name for name, part in model.named_modules() if part is module]
-        if paths:
-            return str(paths[0])
+    if model is not None:
+        for name, part in model.named_modules():
+            if part is module:
+                return name
     index = getattr(module, "layer_idx", None)
     name = type(module).__name__
     return name if index is None else f"{name}.{index}"

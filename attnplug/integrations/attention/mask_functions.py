@@ -15,16 +15,26 @@ from attnplug.integrations.reader.mask_pattern import MaskFunction, MaskPattern,
 _LIBRARY = "transformers.masking_utils"
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ReadMask:
+    """A mask function: its pattern, and the tensors that it depends on.
+
+    `left_padding` is each row's first token, int `[B]`, if chunks begin there. `segments` are the numbers of the
+    sequences that are packed in each row, int `[B, L]`; a query sees its own sequence only.
+    """
+
+    pattern: MaskPattern
+    left_padding: torch.Tensor | None
+    segments: torch.Tensor | None
+
+
 def read_mask_function(
     function: MaskFunction, batch: int, queries: range, keys: range, device: torch.device
-) -> tuple[MaskPattern, torch.Tensor | None]:
+) -> ReadMask:
     """The pattern of `function` for rows `0 .. batch - 1` and these positions.
 
     transformers' own functions are read once for each window and chunk. Other functions are also evaluated at
     every given position.
-
-    Returns:
-        The pattern, and each row's first token, int `[B]`, if chunks begin there.
 
     Raises:
         UnknownMaskError: it is neither full, causal, a window nor chunks.
@@ -42,7 +52,7 @@ def read_mask_function(
         ) from error
     if not agrees:
         raise UnknownMaskError("its mask is neither full, causal, a window nor chunks")
-    return dataclasses.replace(pattern, blockwise=False), walk.left_padding
+    return ReadMask(dataclasses.replace(pattern, blockwise=False), walk.left_padding, walk.segments)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +77,7 @@ class _Walk:
     def __init__(self) -> None:
         self.foreign = False
         self.left_padding: torch.Tensor | None = None
+        self.segments: torch.Tensor | None = None
 
     def visit(self, value: Any, name: str) -> tuple[Hashable, Any]:
         """The cache key of `value`, and `value` with meta tensors."""
@@ -97,18 +108,26 @@ class _Walk:
         )
         return (function.__code__, defaults[0], tuple(key for key, _ in parts)), plain
 
-    def _tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    def _tensor(self, tensor: torch.Tensor, name: str) -> Any:
         """A meta tensor in place of one that does not change the pattern; `read_mask` makes it real."""
         # These names are variables in the mask functions of transformers.masking_utils, seen in 5.17.
         if name == "left_padding":
             self.left_padding = tensor
         elif name == "packed_sequence_mask":
-            raise UnknownMaskError("it separates packed sequences (position_ids restart inside a row)")
+            self.segments = tensor
+            return _OneSegment()
         elif name != "block_sequence_ids":
             raise UnknownMaskError(f"it depends on the tensor {name}")
         elif bool((tensor >= 0).any()):
             raise UnknownMaskError("spans of tokens see each other in both directions")
         return tensor.to("meta")
+
+
+class _OneSegment:
+    """The sequence numbers of a row without packed sequences: every look-up gives 0."""
+
+    def __getitem__(self, index: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return torch.zeros_like(index[-1])
 
 
 def _agrees(

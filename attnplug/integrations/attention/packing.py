@@ -13,6 +13,7 @@ from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attnplug.integrations.reader.mask_pattern import MaskPattern
 
+_OWN_ROWS = "give each sequence a row of its own, padded"
 _Bools: TypeAlias = npt.NDArray[np.bool_]
 _Ints: TypeAlias = npt.NDArray[np.int32]
 
@@ -112,6 +113,30 @@ def pack_real(
     key_rows, key_lens = _rows(real[:, keys.start :], batch, len(keys), device)
     seq_lens = real.sum(axis=1, dtype=np.int32)
     return Packing(query_rows, key_rows, _common(query_lens, seq_lens, key_lens, pattern.causal, device))
+
+
+def pack_segments(pattern: MaskPattern, segments: npt.NDArray[np.int64], device: torch.device) -> Packing:
+    """Self-attention of packed rows without padding: each run of one number in `segments [B, L]` is a request.
+
+    Raises:
+        BatchError: chunks, which transformers counts from the row's first token, would divide a sequence
+            elsewhere than they divide it in a row of its own.
+    """
+    batch, count = segments.shape
+    begins = np.ones((batch, count), dtype=np.bool_)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    starts = np.append(np.flatnonzero(begins), batch * count)
+    lengths = np.diff(starts).astype(np.int32)
+    size = pattern.chunk_size
+    if size is not None:
+        first = starts[:-1] % count % size
+        moved = (first > 0) & (first + lengths > size)
+        if moved.any():
+            place = int(starts[moved.argmax()] % count)
+            limit = f"must be a multiple of chunk_size={size}: chunks are counted from the row's first token"
+            raise BatchError("position_ids", f"a sequence that begins at token {place}", limit, _OWN_ROWS)
+    common = _common(lengths, lengths, lengths, pattern.causal, device)
+    return Packing(Rows(count), Rows(count), common)
 
 
 def _rows(real: _Bools | None, batch: int, count: int, device: torch.device) -> tuple[Rows, _Ints]:

@@ -10,7 +10,7 @@ import torch
 from torch._guards import TracingContext
 
 from attnplug.core.errors import BatchError
-from attnplug.integrations.attention.packing import Packing, pack_all, pack_real
+from attnplug.integrations.attention.packing import Packing, pack_all, pack_real, pack_segments
 from attnplug.integrations.reader.mask_pattern import MaskPattern
 
 
@@ -19,7 +19,9 @@ class StepMask:
     """The keys that the queries of one step see; caches packings and metadata for all layers of the step.
 
     Positions count padding: query j is at `q_offset + j`, key i at `kv_offset + i`. `padding` is bool
-    `[B, at least q_offset + q_length]`, False for padding; None without padding.
+    `[B, at least q_offset + q_length]`, False for padding; None without padding. With `keys_only`, a query may be
+    a token even if its key is padding. `segments`, int `[B, q_length]`, numbers the sequences packed in each row. `positions` are the last position_ids
+    that were checked.
     """
 
     pattern: MaskPattern
@@ -30,6 +32,9 @@ class StepMask:
     kv_offset: int = 0
     padding: torch.Tensor | None = None
     left_padding: torch.Tensor | None = None
+    segments: torch.Tensor | None = None
+    keys_only: bool = False
+    positions: torch.Tensor | None = None
     metadata: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
     packings: dict[Hashable, Packing] = dataclasses.field(default_factory=dict)
 
@@ -44,7 +49,10 @@ class StepMask:
             return self.packings[key]
         # Packed sizes depend on the values, so the host reads them, once for all layers of a step.
         padding = None if self.padding is None else self.padding.cpu().numpy()
-        if is_cross:
+        if self.segments is not None:
+            segments = self.segments.cpu().numpy()
+            packing = pack_segments(self.pattern, segments, device)
+        elif is_cross:
             packing = pack_all(self.batch, self.q_length, self.kv_length, self.kv_offset, padding, device)
         else:
             queries = range(self.q_offset, self.q_offset + self.q_length)

@@ -179,6 +179,7 @@ class _Watch(TorchFunctionMode):
     """Notes attention that a module computes itself, and the numbers by which it multiplies tensors."""
 
     _ALWAYS = ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention")
+    _CHECKS = ("isfinite", "isinf", "isnan")
     _TIMES = ("mul", "__mul__", "__rmul__", "mul_", "__imul__")
     _OVER = ("div", "true_divide", "__truediv__", "div_", "__itruediv__")
 
@@ -198,6 +199,10 @@ class _Watch(TorchFunctionMode):
                 stack[-1][2].add(1 / args[1])
         if name in self._ALWAYS or (name == "softmax" and self._over_keys(args, kwargs or {})):
             self._trace.own_attention[self._owner()] = None
+        if name in self._CHECKS and args and args[0].is_meta:
+            # Models clamp half-precision values that overflow; values that are not there do not.
+            good = torch.tensor(name == "isfinite", device="cpu")
+            return good.expand(args[0].shape)
         return func(*args, **(kwargs or {}))
 
     def _owner(self) -> str:
