@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from attnplug.core.errors import PluginError
 from attnplug.registry.devices import DeviceLike
+from attnplug.registry.part_imports import WAIT_IN_IMPORT, is_importing
 from attnplug.registry.registry import Registry, SelectKwargs
 
 if TYPE_CHECKING:
@@ -33,7 +34,11 @@ def get_registry() -> Registry:
     global _building, _registry  # noqa: PLW0603  (the one instance)
     # Tested again under the lock: later calls take no lock, and only one registry is built.
     if _registry is None:
-        with _lock:
+        # A thread that imports a module could wait for ever: the plugin being loaded may need that module.
+        if not _lock.acquire(timeout=WAIT_IN_IMPORT if is_importing() else -1):
+            text = "another thread builds the registry, and may wait for the module that this thread imports"
+            raise PluginError(f"{text}; ask the registry after the import")
+        try:
             if _building:
                 raise PluginError("the registry is being built; a plugin cannot ask it while it is loaded")
             if _registry is None:
@@ -43,6 +48,8 @@ def get_registry() -> Registry:
                 finally:
                     # Also after an error, so that the next call can build the registry.
                     _building = False
+        finally:
+            _lock.release()
     return _registry
 
 

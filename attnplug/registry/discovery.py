@@ -156,13 +156,15 @@ class Host:
         manager = self._managers.get(id(plugin))
         return manager is not None and bool(getattr(manager.hook, hook).get_hookimpls())
 
-    def forget(self, plugin: object) -> _OnePlugin | None:
-        """Remove a plugin; returns its manager for `restore`, or None where it was not loaded."""
-        return self._managers.pop(id(plugin), None)
+    def forget(self, plugin: object) -> None:
+        """Remove a plugin, if it was loaded."""
+        self._managers.pop(id(plugin), None)
 
-    def restore(self, manager: _OnePlugin) -> None:
-        """Add a plugin that was removed."""
-        self._managers[id(manager.plugin)] = manager
+    def copy(self) -> Host:
+        """A host with the same plugins, whose changes do not reach this one."""
+        made = Host()
+        made._managers = dict(self._managers)
+        return made
 
     def _offers(self, record: PluginRecord, plugin: object) -> tuple[Offer, ...]:
         _check_api(plugin)
@@ -171,7 +173,7 @@ class Host:
         if twin is not None:
             raise _Rejected(f"is the same module as {twin.name}, which is loaded")
         manager = _OnePlugin(plugin, record.name)
-        self.restore(manager)
+        self._managers[id(plugin)] = manager
         try:
             manager.register(plugin, record.name)
             manager.check_pending()

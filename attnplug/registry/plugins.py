@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import functools
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from attnplug.core.composite import CompositeBackend, composite_backend
 from attnplug.core.errors import PluginError, PolicyError, UnknownBackendError
 from attnplug.registry.discovery import Host, Loaded, installed_plugins
-from attnplug.registry.gates import conflicting, import_parts, not_loaded
+from attnplug.registry.gates import conflicting, not_loaded
+from attnplug.registry.part_imports import PartImports, Pending
 from attnplug.registry.records import COMPOSITE_SEPARATOR, Offer, PluginRecord, PluginStatus, joined
 from attnplug.registry.switches import Switches
 
@@ -38,8 +40,7 @@ class PluginSet:
         self._host = Host()
         self._loaded: dict[str, Loaded] = {}
         self._in_code: list[str] = []
-        # Importing a kernel library is slow, so the parts of each backend are tried only once.
-        self._import_failures: dict[type[AttentionBackend], Reason | None] = {}
+        self._imports = PartImports()
         self._switches = Switches.read()
         self.allow_refuted = self._switches.allow_refuted
         """The names in ATTNPLUG_ALLOW_REFUTED."""
@@ -47,10 +48,10 @@ class PluginSet:
             self._discover()
         elif isinstance(plugins, Mapping):
             for name, plugin in plugins.items():
-                self.register(plugin, str(name))
+                self._register(plugin, str(name))
         else:
             for plugin in plugins:
-                self.register(plugin)
+                self._register(plugin)
         self._index()
         # The user left out blocked plugins on purpose, so strict mode accepts them.
         kept = (PluginStatus.LOADED, PluginStatus.BLOCKED)
@@ -71,38 +72,55 @@ class PluginSet:
                 loaded = Loaded(dataclasses.replace(plugin.record, reason=reason))
             self._loaded[plugin.record.name] = loaded
 
-    def register(self, plugin: object, name: str | None = None) -> PluginRecord:
-        """Add a plugin object through the same checks; see `Registry.register`."""
+    def with_plugin(self, plugin: object, name: str | None = None) -> tuple[PluginSet, PluginRecord]:
+        """A copy with one more plugin object, and its record; see `Registry.register`.
+
+        This set stays as it is, so that a selection in another thread sees either all of the change or none.
+        """
+        made = self._copy()
+        return made, made._register(plugin, name)
+
+    def without_plugin(self, name: str) -> tuple[PluginSet, PluginRecord]:
+        """A copy without a plugin that was registered in code, and its record.
+
+        Raises:
+            PluginError: no plugin was registered under this name.
+        """
+        if name not in self._in_code:
+            known = ", ".join(self._in_code) or "none"
+            raise PluginError(f"{name} was not registered in this process; registered plugins are {known}")
+        made = self._copy()
+        loaded = made._loaded.pop(name)
+        made._in_code.remove(name)
+        made._host.forget(loaded.plugin)
+        made._index()
+        return made, loaded.record
+
+    def _copy(self) -> PluginSet:
+        made = copy.copy(self)
+        made._host, made._loaded, made._in_code = self._host.copy(), dict(self._loaded), list(self._in_code)
+        return made
+
+    def _register(self, plugin: object, name: str | None = None) -> PluginRecord:
         title = name or getattr(plugin, "__name__", None) or type(plugin).__name__
         if title in self._loaded and title not in self._in_code:
             raise PluginError(f"{title} is the name of an installed plugin; give another name")
-        # The new plugin may offer the names of the one that it replaces.
-        others = {name: loaded for name, loaded in self._loaded.items() if name != title}
-        replaced = self._host.forget(self._loaded[title].plugin) if title in self._loaded else None
-        try:
-            loaded = self._admit(title, plugin, others)
-        except PluginError:
-            # A refused replacement leaves the earlier plugin in place.
-            if replaced is not None:
-                self._host.restore(replaced)
-            raise
-        self._loaded = {**others, title: loaded}
+        replaced = self._loaded.pop(title, None)
+        if replaced is not None:
+            self._host.forget(replaced.plugin)
+        loaded = self._host.admit(PluginRecord(title, None, None, PluginStatus.BLOCKED), plugin)
+        if loaded.record.status is not PluginStatus.LOADED:
+            raise PluginError(str(loaded.record.reason))
+        taken = {offer.name: offer for offer in self.every_offer}
+        for offer in loaded.offers:
+            if offer.name in taken:
+                rival = taken[offer.name].plugin
+                raise PluginError(f"{title} offers {offer.name}, which {rival} offers already")
+        self._loaded[title] = loaded
         if title not in self._in_code:
             self._in_code.append(title)
         self._index()
         return loaded.record
-
-    def _admit(self, title: str, plugin: object, others: Mapping[str, Loaded]) -> Loaded:
-        loaded = self._host.admit(PluginRecord(title, None, None, PluginStatus.BLOCKED), plugin)
-        if loaded.record.status is not PluginStatus.LOADED:
-            raise PluginError(str(loaded.record.reason))
-        taken = {o.name: o for each in others.values() for o in each.offers}
-        for offer in loaded.offers:
-            if offer.name in taken:
-                self._host.forget(plugin)
-                rival = taken[offer.name].plugin
-                raise PluginError(f"{title} offers {offer.name}, which {rival} offers already")
-        return loaded
 
     def _index(self) -> None:
         """Derive names, conflicts and unavailable candidates from the loaded plugins."""
@@ -176,11 +194,9 @@ class PluginSet:
             and self._host.has_hook("attnplug_rank", plugin := self._loaded[record.name].plugin)
         ]
 
-    def import_failure(self, backend: type[AttentionBackend]) -> Reason | None:
-        """The last gate, remembered: why a backend's parts do not import here, or None."""
-        if backend not in self._import_failures:
-            self._import_failures[backend] = import_parts(backend)
-        return self._import_failures[backend]
+    def import_failure(self, backend: type[AttentionBackend]) -> Reason | Pending | None:
+        """The last gate, remembered: why a backend's parts do not import here; see `PartImports.failure`."""
+        return self._imports.failure(backend)
 
     def resolve(self, rule: Rule) -> tuple[Offer, ...]:
         """The offers that a rule names: a backend, a family's members, or "PREFILL+DECODE".

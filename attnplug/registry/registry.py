@@ -7,14 +7,14 @@ import difflib
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 from attnplug.core.checks import check_member
-from attnplug.core.errors import PolicyError, SpecError
+from attnplug.core.errors import PluginError, PolicyError, SpecError
 from attnplug.core.spec import KINDS, LayerSpec, Phase
 from attnplug.registry.decision import Decision, Placement
-from attnplug.registry.devices import DeviceLike, resolve_device
+from attnplug.registry.devices import DeviceLike, is_here, resolve_device
 from attnplug.registry.evidence_gate import AllowRefuted, EvidenceGate, allowed_names
 from attnplug.registry.installed import AssumeInstalled, freeze_assumed
 from attnplug.registry.negotiation import negotiated
@@ -73,8 +73,9 @@ class Registry:
     def __init__(self, plugins: Mapping[str, object] | Iterable[object] | None = None) -> None:
         self.plugins = PluginSet(plugins)
         """The plugins, and the backends that each name refers to."""
-        # Reentrant, because _decide_once reads the property evidence, which takes the lock too.
-        self._lock = threading.RLock()
+        self._changing = threading.RLock()
+        self._in_change = False
+        self._lock = threading.Lock()
         self._cache: dict[Any, Decision] = {}
         self._evidence: Evidence | None = None
 
@@ -111,12 +112,30 @@ class Registry:
         Raises:
             PluginError: it does not follow the interface, or offers a name that is taken.
         """
-        with self._lock:
+        return self._change(lambda plugins: plugins.with_plugin(plugin, name))
+
+    def unregister(self, name: str) -> PluginRecord:
+        """Remove a plugin that `register` added; returns its record. Decisions made before stay as they are.
+
+        Raises:
+            PluginError: no plugin was registered under this name, such as the name of an installed plugin.
+        """
+        return self._change(lambda plugins: plugins.without_plugin(name))
+
+    def _change(self, change: Callable[[PluginSet], tuple[PluginSet, PluginRecord]]) -> PluginRecord:
+        # Held while a plugin's hooks run, so it is not the lock that a selection takes.
+        with self._changing:
+            if self._in_change:
+                raise PluginError("a plugin cannot register plugins while it is registered; do it afterwards")
+            self._in_change = True
             try:
-                return self.plugins.register(plugin, name)
+                plugins, record = change(self.plugins)
             finally:
-                # A plugin can change the choice for any layer, so no remembered decision is kept.
-                self._cache.clear()
+                self._in_change = False
+            # A plugin can change the choice for any layer, so no remembered decision is kept.
+            with self._lock:
+                self.plugins, self._cache = plugins, {}
+        return record
 
     def select(
         self,
@@ -275,15 +294,21 @@ class Registry:
 
     def _decide_once(self, key: tuple[LayerSpec, Device, Phase | None, Policy, bool]) -> Decision:
         spec, device, phase, policy, usable = key
+        # No lock while backends import: they may wait for a module whose import, in another thread, asks here.
         with self._lock:
-            # Another thread may have decided while this one waited for the lock.
-            if (known := self._cache.get(key)) is not None:
+            plugins, cache = self.plugins, self._cache
+        placement = Placement(spec, device, phase)
+        decision = decide(plugins, placement, policy, self.evidence, usable=usable)
+        tries_imports = usable and policy.assumed is None and is_here(device)
+        # If another thread still imports the backend, the next call tries again.
+        if not (tries_imports and decision.backend is not None and decision.level == "declared"):
+            with self._lock:
+                if len(cache) >= _MOST_DECISIONS:
+                    cache.clear()
+                # Another thread may have decided meanwhile. All callers get one and the same decision.
+                known = cache.setdefault(key, decision)
+            if known is not decision:
                 return known
-            placement = Placement(spec, device, phase)
-            decision = decide(self.plugins, placement, policy, self.evidence, usable=usable)
-            if len(self._cache) >= _MOST_DECISIONS:
-                self._cache.clear()
-            self._cache[key] = decision
         if usable:
             _log.info("%s", decision)
         return decision

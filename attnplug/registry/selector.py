@@ -12,6 +12,7 @@ from attnplug.registry.devices import is_here
 from attnplug.registry.evidence_gate import EvidenceGate
 from attnplug.registry.gates import examine, preferred_pages
 from attnplug.registry.options import build_options, options_of
+from attnplug.registry.part_imports import PENDING
 from attnplug.registry.plugin_calls import describe, guarded_call
 
 if TYPE_CHECKING:
@@ -82,8 +83,8 @@ def decide(
         if named is not None and offer not in named:
             break
         reason = plugins.import_failure(offer.backend) if try_parts else None
-        if reason is None:
-            winner, level = offer, "usable" if try_parts else "declared"
+        if reason is None or reason is PENDING:
+            winner, level = offer, "usable" if try_parts and reason is None else "declared"
             break
         failed = dataclasses.replace(candidates[offer], refused_at=Gate.IMPORT, reasons=(reason,))
         candidates[offer] = failed
