@@ -115,25 +115,44 @@ def view_kv_cache(
     if raw.dtype != torch.uint8 or raw.ndim != 1 or not raw.is_contiguous():
         limit = "must be contiguous bytes: torch.uint8, 1-D"
         raise LayoutError("raw", f"{raw.dtype} {tuple(raw.shape)}", limit)
-    if cache.dtype not in STORAGE_DTYPES:
-        raise LayoutError("dtype", cache.dtype, f"must be one of {', '.join(STORAGE_DTYPES)}")
     page = cache.page_size_bytes * (num_layers or 1)
     num_blocks, rest = divmod(raw.numel(), page)
     if rest or num_blocks == 0:
         raise LayoutError("raw", raw.numel(), f"bytes are not a whole number of pages of {page} bytes")
+    shape, order = cache_form(cache, num_blocks, spec, backend, layout, num_layers)
+    elements = raw.view(STORAGE_DTYPES[cache.dtype])
+    physical = elements.view([shape[dim] for dim in order])
+    return physical.permute([order.index(dim) for dim in range(len(shape))])
+
+
+def cache_form(
+    cache: KVCacheSpec,
+    num_blocks: int,
+    spec: LayerSpec,
+    backend: type[AttentionBackend],
+    layout: str | None = None,
+    num_layers: int | None = None,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The logical shape of a cache, and its dimensions in physical order, outermost first.
+
+    Raises:
+        LayoutError: the dtype is not one of torch's, the backend cannot read the layout, or its shape is not that
+            of the pages.
+    """
+    if cache.dtype not in STORAGE_DTYPES:
+        raise LayoutError("dtype", cache.dtype, f"must be one of {', '.join(STORAGE_DTYPES)}")
     sizes = num_blocks, cache.block_size, cache.num_kv_heads, cache.head_size
-    shape = backend.get_kv_cache_shape(*sizes, spec.kv_cache_dtype, cache.head_size_v)
+    shape = tuple(backend.get_kv_cache_shape(*sizes, spec.kv_cache_dtype, cache.head_size_v))
     if num_layers is not None:
         shape = (num_layers, *shape)
     order = backend.get_kv_cache_stride_order(num_layers is not None, layout=layout, spec=spec)
     if sorted(order) != list(range(len(shape))):
         raise LayoutError("stride_order", order, f"is not an order of the {len(shape)} dimensions of {shape}")
-    elements = raw.view(STORAGE_DTYPES[cache.dtype])
-    if math.prod(shape) != elements.numel():
+    page = cache.page_size_bytes * (num_layers or 1)
+    if math.prod(shape) * STORAGE_DTYPES[cache.dtype].itemsize != num_blocks * page:
         limit = f"of {backend.get_name()} is not that of {num_blocks} pages of {page} bytes ({cache})"
-        raise LayoutError("kv_cache_shape", tuple(shape), limit)
-    physical = elements.view([shape[dim] for dim in order])
-    return physical.permute([order.index(dim) for dim in range(len(shape))])
+        raise LayoutError("kv_cache_shape", shape, limit)
+    return shape, order
 
 
 def bind_kv_cache(

@@ -24,6 +24,12 @@ from attnplug.runtime.attention_groups import (
     share_workspace,
 )
 from attnplug.runtime.block_pool import BlockPool
+from attnplug.runtime.engine_caches import (
+    Allocator,
+    check_kv_caches,
+    clear_null_blocks,
+    engine_memory,
+)
 from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.model_plan import ModelPlan
 from attnplug.runtime.runtime_layer import RuntimeLayer, tensors_of_layers
@@ -49,9 +55,17 @@ class AttentionRuntime:
         config: the engine's settings for builders; the runtime fills in its layers.
         device: of the tensors, a torch name; by default the plan's type.
         debug: poison outputs and check the results of each backend; the default is ATTNPLUG_DEBUG=1.
+        kv_caches: the engine's memory for each layer with pages, instead of an own allocation. A tensor is either
+            raw, 1-D uint8 or int8 of `num_blocks` pages, or a cache of the backend's logical shape, whose strides
+            are those of the plan's layout. Each block is in one piece, and blocks may be apart. Layers that share
+            KV get the same memory. The runtime writes zeros to block 0, the null block, and only the K and V of
+            tokens to all others, which may hold anything, NaN too.
+        allocator: gives that memory as raw bytes: called with a number of bytes and the device, once for each
+            tensor of `plan.kv_cache_config`.
 
     Raises:
-        LayoutError: the plan has no number of blocks, tensors are given for an unknown layer, the device has
+        LayoutError: memory of the engine does not fit its layer (device, dtype, shape, strides, 16-byte
+            alignment) or overlaps that of another. The plan has no number of blocks, tensors are given for an unknown layer, the device has
             another type than the plan's, or layers that share pages read them differently.
         SpecError: a tensor is missing, not needed, or of another shape; the error names the layer.
         PolicyError: the configuration has context parallelism.
@@ -65,6 +79,8 @@ class AttentionRuntime:
         config: BuilderConfig | None = None,
         device: torch.device | str | None = None,
         debug: bool | None = None,
+        kv_caches: Mapping[str, torch.Tensor] | None = None,
+        allocator: Allocator | None = None,
     ) -> None:
         self.plan = plan
         self.device = _device(plan, device)
@@ -90,11 +106,19 @@ class AttentionRuntime:
         self._needs_spans = _first_with_spans(self.attention_groups), _first_with_spans(self._direct_groups)
         backends = {name: decision.get_backend_cls() for name, decision in paged.items()}
         layouts = {name: str(decision.kv_cache_layout) for name, decision in paged.items()}
-        self.kv_caches = init_kv_cache(self.kv_cache_config, plan.specs, backends, self.device, layouts)
+        form = plan.specs, backends, self.device, layouts
+        if kv_caches is None and allocator is None:
+            self.kv_caches = init_kv_cache(self.kv_cache_config, *form)
+        else:
+            given = engine_memory(self.kv_cache_config, kv_caches, allocator, self.device)
+            self.kv_caches = check_kv_caches(self.kv_cache_config, given, *form, plan.kv_sharing)
         for name, cache in self.kv_caches.items():
             self.layers[name].kv_cache = cache
         # Two backends may view the same bytes differently, and only views of real caches show it.
         self._check_shared_pages()
+        if kv_caches is not None or allocator is not None:
+            # After all checks, because memory that is refused is not written.
+            clear_null_blocks(self.kv_caches, plan.specs, backends)
         self.block_pool = BlockPool(plan.num_blocks or 1)
         self._step: dict[str, _LayerStep] = {}
         self._closed = False

@@ -262,11 +262,11 @@ class StepBatchBuilder(RequestTable):
         if isinstance(given, Mapping):
             if unknown := given.keys() - self._index.keys():
                 raise BatchError(field, sorted(unknown, key=str), "are not in flight")
-            for row in [] if tokens is None else np.flatnonzero(tokens).tolist():
+            for name, held in zip(self.req_ids, () if tokens is None else tokens.tolist(), strict=False):
                 # With 0 or all tokens as the default, a forgotten request would go on with wrong ones.
-                if self.req_ids[row] not in given:
-                    limit = f"has no count: every request with tokens needs one, and it has {tokens[row]}"
-                    raise BatchError(field, self.req_ids[row], limit)
+                if held and name not in given:
+                    limit = f"has no count: every request with tokens needs one, and it has {held}"
+                    raise BatchError(field, name, limit)
             values = [given.get(name, 0) for name in self.req_ids]
         try:
             counts = np.asarray(values)

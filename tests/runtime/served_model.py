@@ -4,7 +4,7 @@ layer of every step against the oracle."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ class ServedModel:
         planned: ModelPlan | None = None,
         device: str = "cpu",
         config: BuilderConfig | None = None,
+        memory: Callable[[ModelPlan], dict[str, Any]] = lambda plan: {},
         **asked: Any,
     ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -66,7 +67,9 @@ class ServedModel:
             if name not in self.plan.kv_sharing
         }
         config = config or BuilderConfig(max_num_seqs=8, max_num_batched_tokens=256)
-        self.runtime = AttentionRuntime(self.plan, self.tensors, config=config, debug=debug)
+        self.runtime = AttentionRuntime(
+            self.plan, self.tensors, config=config, debug=debug, **memory(self.plan)
+        )
         self.batches = self.runtime.step_batch_builder(max_model_len, max_encoder_len)
         self.groups = self.runtime.kv_cache_config.kv_cache_groups
         self.requests: dict[str, Request] = {}
