@@ -1,4 +1,4 @@
-"""A small Gemma-3 with random weights, served by the engine: the plan, the speed, and the tokens against `generate`.
+"""A small Gemma-3 with random weights, served by the engine: plan, speed with and without drafts, tokens against `generate`.
 
 python examples/engine/demo.py
 """
@@ -30,38 +30,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--requests", type=int, default=8, help="prompts of 4 to 96 tokens")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens to draw for each")
+    parser.add_argument("--draft-tokens", type=int, default=4, help="drafts to verify in a step of a request")
+    parser.add_argument(
+        "--vocab-size", type=int, default=64, help="with fewer tokens a random model repeats itself more"
+    )
     add_options(parser)
     options = parser.parse_args(arguments)
 
     torch.set_num_threads(1)  # more would wait for each other: the model is that small
     console = Console()
-    model = load(options.model, "tiny", options.device, options.dtype)
+    model = load(options.model, "tiny", options.device, options.dtype, options.vocab_size)
     reference = copy.deepcopy(model)
-    engine = Engine(model, num_blocks=1024)
-    console.print(engine.runtime.plan)
-
     draw = random.Random(0)  # noqa: S311
     prompts = [
-        [draw.randrange(model.config.vocab_size) for _ in range(draw.randint(4, 96))]
+        [draw.randrange(options.vocab_size) for _ in range(draw.randint(4, 96))]
         for _ in range(options.requests)
     ]
-    outputs = {str(index): [] for index in range(len(prompts))}
-    start = time.perf_counter()
-    with Progress(console=console) as progress:
-        bar = progress.add_task("tokens", total=options.requests * options.max_tokens)
-        for request in engine.stream(prompts, max_tokens=options.max_tokens):
-            outputs[request.name].append(request.tokens[-1])
-            progress.advance(bar)
-    seconds = time.perf_counter() - start
-    tokens = sum(map(len, outputs.values()))
-    console.print(f"{tokens} tokens in {engine.steps} steps, {tokens / seconds:,.0f} tokens per second")
+    runs = []
+    for drafts in dict.fromkeys((0, options.draft_tokens)):
+        engine = Engine(model, num_blocks=1024, draft_tokens=drafts)
+        if not drafts:
+            console.print(engine.runtime.plan)
+        requests = [engine.add(prompt, max_tokens=options.max_tokens) for prompt in prompts]
+        start = time.perf_counter()
+        with Progress(console=console) as progress:
+            bar = progress.add_task("tokens", total=options.requests * options.max_tokens)
+            for _ in engine.stream():
+                progress.update(bar, completed=engine.drawn)
+        speed = engine.drawn / (time.perf_counter() - start)
+        title = f"with {drafts} draft tokens" if drafts else "without drafts"
+        console.print(f"{title}: {engine}, {speed:,.0f} tokens per second")
+        runs.append([request.output for request in requests])
 
     # Of transformers' attention functions, the model's own is the one that honours soft caps and sinks.
     reference.set_attn_implementation("eager")
     start = time.perf_counter()
     expected = [generate(reference, prompt, options.max_tokens) for prompt in prompts]
-    console.print(f"generate, one by one: {tokens / (time.perf_counter() - start):,.0f} tokens per second")
-    equal = list(outputs.values()) == expected
+    speed = sum(map(len, expected)) / (time.perf_counter() - start)
+    console.print(f"generate, one by one: {speed:,.0f} tokens per second")
+    equal = all(outputs == expected for outputs in runs)
     console.print(f"tokens equal: {'yes' if equal else 'no'}")
     return 0 if equal or options.dtype != "float32" else 1
 

@@ -6,7 +6,6 @@ python examples/engine/serve.py --model examples/models/llama-3.1-8b.json --scal
 from __future__ import annotations
 
 import argparse
-import copy
 import random
 import sys
 import time
@@ -49,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="0 draws greedily (default: %(default)s)"
     )
+    parser.add_argument(
+        "--draft-tokens", type=int, default=0, help="drafts to verify in a step of a request (default: none)"
+    )
     add_options(parser)
     options = parser.parse_args(arguments)
     if options.chunk < options.batch:
@@ -63,11 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The constrained run, then the same requests with blocks for all."""
+    """The constrained run, the same without drafts, then with blocks for all."""
     model = load(options.model, options.scale, options.device, options.dtype)
     if options.scale == "tiny":
         torch.set_num_threads(1)  # more would wait for each other
-    twin = copy.deepcopy(model)
     draw = random.Random(0)  # noqa: S311
     vocabulary = range(model.config.vocab_size)
     system = draw.choices(vocabulary, k=options.max_prompt // 3)
@@ -75,7 +76,8 @@ def run(options: argparse.Namespace) -> int:
         system + draw.choices(vocabulary, k=draw.randint(1, options.max_prompt - len(system)))
         for _ in range(options.requests)
     ]
-    engine, outputs = serve(model, prompts, options.max_blocks, options, "constrained")
+    drafts = options.draft_tokens
+    engine, outputs = serve(model, prompts, options.max_blocks, drafts, options, "constrained")
     CONSOLE.print(engine.runtime.plan)
     lost = sum(len(output) != options.max_tokens for output in outputs)
     CONSOLE.print(
@@ -83,9 +85,13 @@ def run(options: argparse.Namespace) -> int:
         f"{engine.pages.shared} pages shared, {engine.steps} steps"
     )
     longest = options.max_prompt + options.max_tokens
+    equal = True
+    if drafts:
+        _, expected = serve(model, prompts, options.max_blocks, 0, options, "without drafts")
+        equal = outputs == expected
     enough = 1 + options.requests * -(-longest // engine.pages.size) * len(engine.pages.group_of)
-    free, expected = serve(twin, prompts, enough, options, "unconstrained")
-    equal = outputs == expected
+    free, expected = serve(model, prompts, enough, 0, options, "unconstrained")
+    equal = equal and outputs == expected
     CONSOLE.print(f"unconstrained: {free.preemptions} preemptions, {free.steps} steps")
     CONSOLE.print(f"outputs equal: {'yes' if equal else 'no'}")
     # With fewer bits, the requests that share a batch decide between tokens that are nearly as likely.
@@ -93,15 +99,21 @@ def run(options: argparse.Namespace) -> int:
 
 
 def serve(
-    model: PreTrainedModel, prompts: Sequence[list[int]], blocks: int, options: argparse.Namespace, title: str
+    model: PreTrainedModel,
+    prompts: Sequence[list[int]],
+    blocks: int,
+    drafts: int,
+    options: argparse.Namespace,
+    title: str,
 ) -> tuple[Engine, list[list[int]]]:
-    """The engine, and each prompt's output."""
+    """The engine, and each prompt's output. The model then runs on this engine, and no more on an earlier one."""
     engine = Engine(
         model,
         num_blocks=blocks,
         block_size=options.block_size,
         max_num_seqs=options.batch,
         max_num_batched_tokens=options.chunk,
+        draft_tokens=drafts,
     )
     requests = [
         engine.add(prompt, max_tokens=options.max_tokens, temperature=options.temperature, seed=seed)
@@ -109,14 +121,14 @@ def serve(
     ]
     columns = TextColumn("{task.description}"), BarColumn(16), MofNCompleteColumn()
     counts = TextColumn("{task.fields[state]}")
-    start, tokens = time.perf_counter(), 0
+    start = time.perf_counter()
     with Progress(*columns, counts, console=CONSOLE) as progress:
         bar = progress.add_task(title, total=len(prompts), state="")
         for request in engine.stream([]):
-            tokens += 1
             state = f"{len(engine.running)} running, {len(engine.waiting)} waiting, {engine.preemptions} preempted"
-            rate = tokens / (time.perf_counter() - start)
+            rate = engine.drawn / (time.perf_counter() - start)
             progress.update(bar, advance=request.is_done, state=f"{state}, {rate:,.0f}/s")
+    CONSOLE.print(f"{title}: {engine}, {rate:,.0f} tokens per second")
     return engine, [request.output for request in requests]
 
 

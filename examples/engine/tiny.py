@@ -19,7 +19,6 @@ SIZES = {
     "num_local_experts": 4,
     "num_experts": 4,
     "num_experts_per_tok": 2,
-    "vocab_size": 512,
     "max_position_embeddings": 4096,
     # Random weights as small as those that are trained from would let each token say the next.
     "initializer_range": 0.15,
@@ -27,7 +26,7 @@ SIZES = {
 }
 
 
-def shrink(config: PreTrainedConfig, window: int = 32) -> PreTrainedConfig:
+def shrink(config: PreTrainedConfig, window: int = 32, vocab_size: int = 512) -> PreTrainedConfig:
     """A copy with few and narrow layers of every kind there is, and windows of `window` keys."""
     small = copy.deepcopy(config)
     kinds = list(getattr(config, "layer_types", None) or ["full_attention"])
@@ -39,6 +38,7 @@ def shrink(config: PreTrainedConfig, window: int = 32) -> PreTrainedConfig:
         "num_hidden_layers": layers,
         "num_attention_heads": 2 * groups,
         "num_key_value_heads": 2,
+        "vocab_size": vocab_size,
     }
     if getattr(config, "layer_types", None):
         sizes["layer_types"] = kinds[:layers]
@@ -77,9 +77,15 @@ def usable_device(text: str) -> torch.device:
 
 
 def load(
-    path: str | Path, scale: str = "full", device: torch.device | str = "cpu", dtype: str = "float32"
+    path: str | Path,
+    scale: str = "full",
+    device: torch.device | str = "cpu",
+    dtype: str = "float32",
+    vocab_size: int = 512,
 ) -> PreTrainedModel:
-    """The model of a config.json with random weights, the same each time; `scale` "tiny" shrinks it.
+    """The model of a config.json with random weights, the same each time.
+
+    `scale` "tiny" shrinks it, also to `vocab_size` tokens: a random model repeats itself more with fewer.
 
     Raises:
         ModelConfigError: no such file, or no configuration of a causal language model.
@@ -91,7 +97,7 @@ def load(
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         torch.manual_seed(0)
-        small = shrink(config) if scale == "tiny" else config
+        small = shrink(config, vocab_size=vocab_size) if scale == "tiny" else config
         with torch.device(device):  # drawn there, where large models are drawn much faster
             return AutoModelForCausalLM.from_config(small, dtype=getattr(torch, dtype)).eval()
     except (OSError, ValueError, AttributeError) as error:

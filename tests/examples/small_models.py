@@ -24,8 +24,9 @@ WINDOW = 32
 
 
 @functools.cache
-def _model(family: str) -> PreTrainedModel:
-    config = shrink(AutoConfig.from_pretrained(MODELS / f"{FAMILIES[family]}.json", local_files_only=True))
+def _model(family: str, vocab_size: int = 512) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(MODELS / f"{FAMILIES[family]}.json", local_files_only=True)
+    config = shrink(config, vocab_size=vocab_size)
     if family == "Gemma2":
         config.attn_logit_softcapping = 2.0
     torch.manual_seed(0)
@@ -38,15 +39,17 @@ def _model(family: str) -> PreTrainedModel:
     return model
 
 
-def small_model(family: str) -> PreTrainedModel:
-    """A model of its own to change."""
-    return copy.deepcopy(_model(family))
+def small_model(family: str, vocab_size: int = 512) -> PreTrainedModel:
+    """A model of its own to change; with few tokens it repeats itself."""
+    return copy.deepcopy(_model(family, vocab_size))
 
 
-def random_prompts(*lengths: int, seed: int = 0, prefix: list[int] | None = None) -> list[list[int]]:
+def random_prompts(
+    *lengths: int, seed: int = 0, prefix: list[int] | None = None, vocab_size: int = 512
+) -> list[list[int]]:
     """Random tokens of these lengths, each after `prefix`."""
     draw = random.Random(seed)
-    return [(prefix or []) + [draw.randrange(512) for _ in range(length)] for length in lengths]
+    return [(prefix or []) + [draw.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
 def generated(family: str, prompt: list[int], count: int) -> list[int]:

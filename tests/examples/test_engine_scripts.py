@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import demo
 import pytest
 import serve
@@ -18,6 +20,32 @@ def test_the_demo_shows_plan_speed_and_equal_tokens(capsys):
     assert "TORCH" in shown
     assert "24 tokens in 8 steps" in shown
     assert "tokens equal: yes" in shown
+
+
+def test_the_demo_shows_what_drafts_bring(capsys):
+    assert demo.main(["--requests", "2", "--max-tokens", "24", "--vocab-size", "16"]) == 0
+
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "without drafts: 48 tokens in 24 steps, " in shown
+    found = re.search(r"with 4 draft tokens: 48 tokens in (\d+) steps, (\d+) of (\d+) drafts accepted", shown)
+    steps, accepted, drafted = map(int, found.groups())
+    assert steps < 24
+    assert 0 < accepted <= drafted
+    assert f"({accepted / drafted:.0%}), {48 / (48 - accepted):.2f} tokens per step of a request, " in shown
+    assert "tokens equal: yes" in shown
+
+
+def test_serve_compares_drafts_with_a_run_without(capsys):
+    gemma = str(MODELS / "gemma-3-27b-text.json")
+    arguments = ["--model", gemma, "--scale", "tiny", "--requests", "4", "--max-blocks", "100"]
+
+    assert serve.main([*arguments, "--max-tokens", "24", "--draft-tokens", "3"]) == 0
+
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"constrained: 96 tokens in \d+ steps, [1-9]\d* of \d+ drafts accepted", shown)
+    assert re.search(r"without drafts: 96 tokens in \d+ steps, [\d,]+ tokens per second", shown)
+    assert "4 of 4 requests finished, 0 lost" in shown
+    assert "outputs equal: yes" in shown
 
 
 def test_serve_finishes_all_requests_on_few_blocks(capsys):
@@ -38,6 +66,7 @@ def test_serve_finishes_all_requests_on_few_blocks(capsys):
         (["--model", "nowhere.json"], "nowhere.json: no such file"),
         (["--model", str(MODELS / "bert-base-uncased.json"), "--scale", "tiny"], "encoder_only"),
         (["--model", LLAMA, "--scale", "tiny", "--max-blocks", "4"], "give the engine more blocks"),
+        (["--model", LLAMA, "--scale", "tiny", "--draft-tokens", "-1"], "num_speculative_tokens=-1 must be"),
     ],
 )
 def test_what_cannot_be_served_is_said_in_a_sentence(arguments, message, capsys):
