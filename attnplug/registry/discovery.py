@@ -20,7 +20,7 @@ import pluggy
 from attnplug.core.backend import AttentionBackend
 from attnplug.registry.hookspecs import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendHooks
 from attnplug.registry.plugin_calls import describe, guarded_call
-from attnplug.registry.records import Offer, PluginRecord, PluginStatus
+from attnplug.registry.records import Offer, PluginRecord, PluginStatus, canonical_name
 
 RESERVED_NAMES = frozenset(
     {"TORCH", "TRITON", "FLASH_ATTN", "FLASH_ATTN_2", "FLASH_ATTN_3", "FLASH_ATTN_4", "FLASHINFER"}
@@ -33,15 +33,16 @@ _HEAVY = ("torch", "triton", "flash_attn", "flashinfer", "jax", "transformers")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Installed:
-    """A plugin of an installed distribution, not imported yet."""
+    """A plugin of an installed distribution, not imported yet; without an entry point it cannot be."""
 
     record: PluginRecord
     entry_point: importlib.metadata.EntryPoint | None
 
     @property
     def is_builtin(self) -> bool:
-        """Whether attnplug itself ships it."""
-        return self.record.distribution == PROJECT
+        """Whether attnplug itself ships it: the module is attnplug's own, whatever a file of metadata says."""
+        point = self.entry_point
+        return self.record.distribution == PROJECT and point is not None and _is_own_module(point.value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,17 +63,27 @@ class _Rejected(Exception):  # noqa: N818  (caught here; it becomes a record)
 def installed_plugins() -> list[Installed]:
     """Every entry point of the group `attnplug.backends`, sorted by name; runs none of them."""
     found: dict[str, Installed] = {}
+    seen: set[str] = set()
     for dist in importlib.metadata.distributions():
-        text, _ = guarded_call(dist.read_text, "entry_points.txt")
+        text, error = guarded_call(dist.read_text, "entry_points.txt")
+        if isinstance(error, UnicodeDecodeError):
+            text = error.object.decode("latin-1")
         # Most distributions have no plugin, and an unreadable file of another one is not an error here.
         if not text or ENTRY_POINT_GROUP not in text:
             continue
         distribution, version = _identity(dist)
-        entry_points, error = guarded_call(lambda: dist.entry_points.select(group=ENTRY_POINT_GROUP))  # noqa: B023
-        for entry_point in entry_points or ():
-            name = f"{distribution}:{entry_point.name}"
-            record = PluginRecord(name, distribution, version, PluginStatus.BLOCKED, f"{name} was not run")
-            found.setdefault(name, Installed(record, entry_point))
+        # Python imports the first on sys.path, so a later distribution of the name is not the one installed.
+        # Another one that calls itself attnplug must not hide attnplug's own.
+        if canonical_name(distribution) in seen - {PROJECT}:
+            continue
+        seen.add(canonical_name(distribution))
+        points: Any = ()
+        if error is None:
+            points, error = guarded_call(lambda: list(dist.entry_points.select(group=ENTRY_POINT_GROUP)))  # noqa: B023
+        for point in points or ():
+            name = f"{distribution}:{point.name}"
+            if name not in found or found[name].entry_point is None:
+                found[name] = _installed(name, distribution, version, point)
         if error is not None:
             name = f"{distribution}:entry_points.txt"
             reason = f"{name} cannot be read: {describe(error)}"
@@ -81,12 +92,34 @@ def installed_plugins() -> list[Installed]:
     return [found[name] for name in sorted(found)]
 
 
+def _installed(
+    name: str, distribution: str, version: str | None, point: importlib.metadata.EntryPoint
+) -> Installed:
+    """A plugin that may be loaded, or its record alone where its names could mislead a user."""
+    status, fault = PluginStatus.BLOCKED, "was not run"
+    if not (distribution + point.name + point.value).isprintable() or ":" in distribution:
+        status, fault = PluginStatus.BROKEN, "has characters in its names that no name may have"
+    elif distribution == PROJECT and not _is_own_module(point.value):
+        status, fault = PluginStatus.BROKEN, f"calls itself {PROJECT}, but its module is {point.value}"
+    record = PluginRecord(name, distribution, version, status, f"{name} {fault}")
+    return Installed(record, point if status is PluginStatus.BLOCKED else None)
+
+
+def _is_own_module(name: str) -> bool:
+    return name.startswith(f"{ENTRY_POINT_GROUP}.")
+
+
 def _identity(dist: importlib.metadata.Distribution) -> tuple[str, str | None]:
     """Name and version, from the head of the metadata; parsing all of it is slower than all other steps."""
-    text, _ = guarded_call(dist.read_text, "METADATA")
-    head = (text or "").partition("\n\n")[0]
-    name, version = (re.search(rf"^{field}: *(\S+)", head, re.MULTILINE) for field in ("Name", "Version"))
-    return name[1] if name else "unknown", version[1] if version else None
+    head = ""
+    # A wheel has METADATA. What setuptools installs for development has PKG-INFO, in an .egg-info.
+    for file in ("METADATA", "PKG-INFO"):
+        text, error = guarded_call(dist.read_text, file)
+        if isinstance(error, UnicodeDecodeError):
+            text = error.object.decode("latin-1")
+        head = head or (text or "").partition("\n\n")[0]
+    name, version = (re.search(rf"^{field}: *(\S.*)", head, re.MULTILINE) for field in ("Name", "Version"))
+    return name[1].strip() if name else "unknown", version[1].strip() if version else None
 
 
 class _OnePlugin(pluggy.PluginManager):
@@ -236,8 +269,9 @@ def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
 
 def _is_ours(record: PluginRecord, backend: type[AttentionBackend]) -> bool:
     # A registry made in code may have attnplug's own modules: Registry(plugins=[torch_native]).
-    registered = record.distribution is None and backend.__module__.startswith(f"{ENTRY_POINT_GROUP}.")
-    return record.distribution == PROJECT or registered
+    module = sys.modules.get(backend.__module__)
+    own = _is_own_module(backend.__module__) and getattr(module, backend.__qualname__, None) is backend
+    return own and record.distribution in (PROJECT, None)
 
 
 def _backend_name(backend: object) -> str:

@@ -62,7 +62,7 @@ class PluginSet:
     def _discover(self) -> None:
         found = installed_plugins()
         # Checked before any plugin is imported, so that a misspelt name raises at once.
-        self._switches.check_known([plugin.record for plugin in found])
+        self._switches.check_names([plugin.record for plugin in found])
         for plugin in found:
             variable = self._switches.blocked_by(plugin.record, plugin.is_builtin)
             if variable is None:
@@ -247,7 +247,7 @@ class PluginSet:
             return tuple(
                 offer
                 for offer in self.every_offer
-                if offer.name == backend and self._loaded[offer.plugin].record.answers_to(owner)
+                if offer.name == backend and self._loaded[offer.plugin].record.is_owned_by(owner)
             )
         named = tuple(offer for offer in self.offers if offer.name == name)
         return named or tuple(offer for offer in self.offers if offer.backend.family == name)

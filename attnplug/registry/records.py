@@ -49,6 +49,18 @@ class PluginRecord:
         """The entry point's own name."""
         return self.name.rpartition(":")[2]
 
+    @property
+    def owner(self) -> str:
+        """The distribution, or the name given to `register`."""
+        return self.distribution or self.name
+
+    def is_owned_by(self, name: str) -> bool:
+        """Whether `name` is the owner's or the plugin's whole name, as in `BACKEND@NAME`.
+
+        An entry point's name alone is not enough: every distribution can choose it freely.
+        """
+        return canonical_name(name) in (canonical_name(self.owner), canonical_name(self.name))
+
     def answers_to(self, name: str) -> bool:
         """Whether a user may call the plugin `name`: its own, its entry point's or its distribution's."""
         wanted = canonical_name(name)

@@ -55,15 +55,21 @@ class Switches:
         allowed = self.allow is None or is_builtin or any(map(plugin.answers_to, self.allow))
         return None if allowed else ALLOW
 
-    def check_known(self, plugins: Iterable[PluginRecord]) -> None:
-        """PolicyError where ATTNPLUG_PLUGINS or ATTNPLUG_RANK names a plugin that is not installed."""
+    def check_names(self, plugins: Iterable[PluginRecord]) -> None:
+        """PolicyError for a name of no installed plugin, and for one that two distributions answer to."""
         known = tuple(plugins)
-        # A block list may name plugins that are not installed, so it is not checked.
-        for variable, names in ((ALLOW, self.allow or ()), (RANK, self.rank)):
+        for variable, names in ((ALLOW, self.allow or ()), (BLOCK, self.block), (RANK, self.rank)):
             for name in names:
-                if not any(plugin.answers_to(name) for plugin in known):
-                    found = ", ".join(plugin.name for plugin in known) or "none"
-                    raise PolicyError(variable, name, f"names no installed plugin; there are: {found}")
+                found = [plugin for plugin in known if plugin.answers_to(name)]
+                # A block list may name plugins that are not installed.
+                if not found and variable != BLOCK:
+                    every = ", ".join(plugin.name for plugin in known) or "none"
+                    raise PolicyError(variable, name, f"names no installed plugin; there are: {every}")
+                if len({plugin.owner for plugin in found}) > 1:
+                    choices = " or ".join(plugin.name for plugin in found)
+                    raise PolicyError(
+                        variable, name, "names plugins of two distributions", f"write {choices}"
+                    )
 
 
 def _names(variable: str, text: str, of: str = "plugin") -> tuple[str, ...]:

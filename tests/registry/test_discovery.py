@@ -184,8 +184,12 @@ def test_a_builtin_name_is_reserved_in_any_case_as_a_name_and_as_a_family(name: 
 
 
 def test_attnplug_itself_may_use_its_names() -> None:
+    from attnplug.backends import torch_native
+
     ours = PluginRecord("attnplug:torch", "attnplug", "1.0", PluginStatus.BLOCKED)
-    assert verdict(plugin(backend("FLASH_ATTN_2", family="FLASH_ATTN")), ours)[0] is PluginStatus.LOADED
+    assert verdict(torch_native, ours)[0] is PluginStatus.LOADED
+    # Metadata that says "Name: attnplug" do not make somebody else's backend one of attnplug's.
+    assert verdict(plugin(backend("FLASH_ATTN_2", family="FLASH_ATTN")), ours)[0] is PluginStatus.CONFLICT
 
 
 def test_a_misspelt_hook_and_one_with_unknown_arguments_are_charged_to_their_plugin() -> None:
