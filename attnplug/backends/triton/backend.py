@@ -42,6 +42,7 @@ class TritonBackend(AttentionBackend):
         | Feature.SOFT_CAP
         | Feature.SINKS
         | Feature.ALIBI
+        | Feature.MM_PREFIX
         | Feature.LSE
         | Feature.HEAD_SIZE_V
         | Feature.NON_CAUSAL

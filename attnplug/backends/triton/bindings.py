@@ -45,7 +45,7 @@ class Decode:
     """The decode kernels for one number and length of decodes.
 
     Args:
-        kernel: takes queries, K, V, outputs, LSE, items, lengths, pages, sinks, slopes and partial results.
+        kernel: takes queries, K, V, outputs, LSE, items, lengths, pages, sinks, slopes, spans and partial results.
         merge: takes partial results, outputs, LSE, items and spans; None if `kernel` merges.
         grid: of `kernel`.
         merge_grid: of `merge`.
@@ -149,7 +149,7 @@ class BoundLayer:
                 "SUMS": partial_sums(launch.block_n, block_m, launch.num_warps),
             }
             options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-            self._prefill = Prefill(BoundKernel(_PREFILL, 13, values, **options), block_m // self._group)
+            self._prefill = Prefill(BoundKernel(_PREFILL, 14, values, **options), block_m // self._group)
             self._prefill_key = key
         return self._prefill
 
@@ -179,7 +179,7 @@ class BoundLayer:
         if launch.max_registers is not None:
             options["maxnreg"] = launch.max_registers
         return Decode(
-            kernel=BoundKernel(_DECODE, 13, values, **options),
+            kernel=BoundKernel(_DECODE, 14, values, **options),
             # A merge kernel of its own took Qwen3 1 x 8k from 28.2 to 16.2 us on an H200.
             merge=BoundKernel(_MERGE, 6, values) if merge == "later" else None,
             # The grid depends on no length, so a captured graph serves any lengths.
@@ -192,6 +192,7 @@ class BoundLayer:
                 target,
                 launch.block_n,
                 launch.min_keys,
+                self._reach.spans,
             ),
             sizes=(target, reqs, spec.num_kv_heads, rows, row_blocks, spec.head_size_v),
         )

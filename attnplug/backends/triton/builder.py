@@ -14,6 +14,7 @@ from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.workspace import Workspace
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
+from attnplug.ops.calls import check_spans
 
 
 class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
@@ -33,7 +34,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         """The metadata of one step; it needs no host lengths.
 
         Raises:
-            BatchError: start locations that decrease or pass `num_actual_tokens`.
+            BatchError: start locations that decrease or pass `num_actual_tokens`, or fewer multimodal spans than
+                tokens.
         """
         common = common_attn_metadata
         reqs, tokens = common.num_reqs, common.num_actual_tokens
@@ -45,6 +47,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         decodes, max_decode_len, max_query_len = _decodes(lens, self.reorder_batch_threshold or 1)
         if common.key_start_loc is not None:
             decodes, max_decode_len, max_query_len = 0, 0, max(max_decode_len, max_query_len)
+        if common.mm_prefix_spans is not None:
+            check_spans(common.mm_prefix_spans, tokens)
         # Reading lengths from the device would make the host wait, so only lengths on the host count.
         known = common.seq_lens_host if common.seq_lens_host_exact and decodes < reqs else None
         metadata = TritonMetadata(
@@ -62,6 +66,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             all_new=known is not None and bool((known[decodes:reqs] == lens[decodes:]).all()),
             causal=common.causal,
             workspace=self._workspace,
+            spans=common.mm_prefix_spans,
         )
         # Plans are made before any layer runs, because a captured graph must not contain them.
         self._workspace.begin_step(metadata)

@@ -12,13 +12,19 @@ from attnplug.backends.triton.bindings import BoundLayer
 from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
-from attnplug.ops.calls import check_cache_given, check_keys, check_queries, refuse_output_scales
+from attnplug.ops.calls import (
+    check_cache_given,
+    check_keys,
+    check_queries,
+    check_spans_given,
+    refuse_output_scales,
+)
 from attnplug.ops.reach import Reach
 from attnplug.ops.triton.kv_write import BoundWrite
 from attnplug.ops.triton.launch import on_device_of
 
-_Call: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Queries, outputs, LSE, sinks and slopes; the queries fill in for a tensor that the kernels do not use."""
+_Call: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries, outputs, LSE, sinks, slopes and spans; the queries fill in for a tensor that the kernels do not use."""
 
 _MOST_FORMS = 8
 """Kinds of calls that a layer keeps bound: with and without sinks, with an LSE, with other strides."""
@@ -64,7 +70,11 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         lse = query if output_lse is None else output_lse
         sinks = tensors.sinks if use_sinks and tensors.sinks is not None else query
         slopes = query if tensors.alibi_slopes is None else tensors.alibi_slopes
-        call = query, output, lse, sinks, slopes
+        spans = query
+        if self.spec.mm_prefix:
+            check_spans_given(meta.spans is not None, self.spec)
+            spans = query if meta.spans is None else meta.spans
+        call = query, output, lse, sinks, slopes, spans
         if kv_cache is None or self.spec.direct_kv:
             check_cache_given(kv_cache, self.spec)
         with on_device_of(query):
@@ -145,12 +155,12 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
 
 
 def _decode(bound: BoundLayer, meta: TritonMetadata, call: _Call, pages: Pages) -> None:
-    query, output, lse, sinks, slopes = call
+    query, output, lse, sinks, slopes, mm_spans = call
     table, workspace = meta.block_table, meta.workspace
     decode = bound.decode(pages, table.stride(0), meta.num_decodes, meta.max_decode_len)
     items, spans = workspace.items(decode.plan, meta)
     partials = workspace.partials(*decode.sizes)
-    tensors = query, pages.k, pages.v, output, lse, items, meta.seq_lens, table, sinks, slopes
+    tensors = query, pages.k, pages.v, output, lse, items, meta.seq_lens, table, sinks, slopes, mm_spans
     decode.kernel(decode.grid, *tensors, *partials)
     if decode.merge is not None:
         decode.merge(decode.merge_grid, *partials[:2], output, lse, items, spans)
@@ -166,10 +176,10 @@ def _prefill(
     longest: int,
 ) -> None:
     """Attend `part`, a first token and a number of requests; `longest` is its longest query."""
-    query, output, lse, sinks, slopes = call
+    query, output, lse, sinks, slopes, spans = call
     first_token, reqs = part
     prefill = bound.prefill(*keys, meta.block_table.stride(0), longest)
     # An upper bound: the host does not read the start locations from the device.
     tiles = (meta.num_actual_tokens - first_token) // prefill.tokens + reqs
     grid = tiles, bound.kv_heads
-    prefill.kernel(grid, query, *keys, output, lse, *batch, sinks, slopes, first_token, reqs)
+    prefill.kernel(grid, query, *keys, output, lse, *batch, sinks, slopes, spans, first_token, reqs)

@@ -76,8 +76,9 @@ class PrefillLaunch:
 
 
 def limit_switches(reach: Reach) -> dict[str, bool]:
-    """The kernels' switches for window and chunk: a limit that is off is not compiled in."""
-    return {"HAS_LEFT": reach.left >= 0, "HAS_RIGHT": reach.right >= 0, "HAS_CHUNK": reach.chunk > 0}
+    """The kernels' switches for window, chunk and spans: one that is off is not compiled in."""
+    limits = {"HAS_LEFT": reach.left >= 0, "HAS_RIGHT": reach.right >= 0, "HAS_CHUNK": reach.chunk > 0}
+    return {**limits, "HAS_SPANS": reach.spans}
 
 
 def tile_side(size: int) -> int:

@@ -32,6 +32,7 @@ class TritonMetadata(AttentionMetadata):
         all_new: whether no other request has computed tokens, as far as the host knows.
         causal: of the batch; it may only narrow the layer's spec.
         workspace: buffers and split plans, shared by the builder's steps.
+        spans: int32 `[at least T, 2]`, the multimodal span of each query; None if the batch has none.
         step: the step's number in the workspace.
         others: query starts, lengths, pages and key starts of the requests after the decodes.
     """
@@ -50,6 +51,7 @@ class TritonMetadata(AttentionMetadata):
     all_new: bool
     causal: bool
     workspace: Workspace
+    spans: torch.Tensor | None = None
     step: int = 0
     others: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = dataclasses.field(init=False)
 

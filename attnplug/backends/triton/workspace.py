@@ -24,21 +24,23 @@ class SplitPlan(NamedTuple):
     target: int
     tile: int
     min_keys: int
+    has_spans: bool = False
 
 
 class _Splits:
     """The buffers of one plan, and the kernel that fills them."""
 
-    __slots__ = ("items", "plan", "spans", "step")
+    __slots__ = ("has_spans", "items", "plan", "spans", "step")
 
     def __init__(self, plan: SplitPlan, reqs: int, device: torch.device) -> None:
         self.items = torch.zeros(reqs + plan.target, int(FIELDS), dtype=torch.int32, device=device)
         self.spans = torch.zeros(reqs, 2, dtype=torch.int32, device=device)
         self.step = -1
+        self.has_spans = plan.has_spans
         # One width for all batches, so that the kernel compiles once.
-        reach = Reach(plan.left, plan.right, plan.chunk)
+        reach = Reach(plan.left, plan.right, plan.chunk, plan.has_spans)
         sizes = {"REQS": tile_side(reqs + 1), "TILE": plan.tile}
-        self.plan = BoundKernel(_PLAN_SPLITS, 5, {**plan._asdict(), **limit_switches(reach), **sizes})
+        self.plan = BoundKernel(_PLAN_SPLITS, 6, {**plan._asdict(), **limit_switches(reach), **sizes})
 
 
 class Workspace:
@@ -66,7 +68,9 @@ class Workspace:
         self._steps += 1
         metadata.step = self._steps
         for splits in self._asked.get((metadata.num_decodes, metadata.max_decode_len), ()):
-            self._make(splits, metadata)
+            # Layers with mm_prefix refuse a step without spans, so it needs no plans for them.
+            if metadata.spans is not None or not splits.has_spans:
+                self._make(splits, metadata)
 
     def items(self, plan: SplitPlan, metadata: TritonMetadata) -> tuple[torch.Tensor, torch.Tensor]:
         """The items of the step's decodes, int32 `[most, FIELDS]` with idle ones marked, and the spans.
@@ -89,8 +93,9 @@ class Workspace:
 
     def _make(self, splits: _Splits, metadata: TritonMetadata) -> None:
         starts, lens, decodes = metadata.query_start_loc, metadata.seq_lens, metadata.num_decodes
+        mm_spans = metadata.spans if splits.has_spans and metadata.spans is not None else lens
         with on_device_of(lens):
-            splits.plan((decodes + 1,), starts, lens, splits.items, splits.spans, decodes)
+            splits.plan((decodes + 1,), starts, lens, splits.items, splits.spans, mm_spans, decodes)
         splits.step = metadata.step
 
     def partials(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnplug.backends.triton.kernels.ranges import load_spans
 from attnplug.backends.triton.kernels.scan import (
     LN2,
     LOG2E,
@@ -18,7 +19,7 @@ from attnplug.backends.triton.kernels.splits import FIELDS
 # Values that differ between steps, or between a step and a graph's buffers, must not compile another kernel.
 @triton.jit(
     do_not_specialize=["left", "right", "chunk", "max_rows", "stride_table", "stride_lse"],
-    do_not_specialize_on_alignment=["lse", "seq_lens", "block_table"],
+    do_not_specialize_on_alignment=["lse", "seq_lens", "block_table", "mm_spans"],
 )
 def decode_kernel(
     query,
@@ -31,6 +32,7 @@ def decode_kernel(
     block_table,
     sinks,
     alibi_slopes,
+    mm_spans,
     partials,
     partial_lses,
     arrived,
@@ -64,6 +66,7 @@ def decode_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
@@ -102,6 +105,15 @@ def decode_kernel(
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     first_pos = seq_len - query_len
     positions = first_pos + tl.minimum(rows, num_rows - 1) // GROUP
+    starts = positions
+    stops = positions
+    first_stop = 0
+    last_start = 0
+    if HAS_SPANS:
+        first_row = first.to(tl.int64)
+        starts, stops = load_spans(mm_spans, first_row + tl.minimum(rows, num_rows - 1) // GROUP)
+        _, first_stop = load_spans(mm_spans, first_row)
+        last_start, _ = load_spans(mm_spans, first_row + query_len - 1)
     heads = kv_head * GROUP + rows % GROUP
     q, scale = load_queries(
         query, rows, num_rows, first, kv_head, stride_qt, stride_qh, GROUP, D, BLOCK_D, scale, COMPUTE
@@ -121,10 +133,11 @@ def decode_kernel(
     v_head = v_cache + kv_head * stride_vh
     table_row = block_table + request.to(tl.int64) * stride_table
     out, out_lse = attend(
-        q, scale, top, total, positions, slopes, first_pos, seq_len - 1, lo, hi, k_head, v_head, table_row, 0,
+        q, scale, top, total, positions, slopes, starts, stops, first_pos, seq_len - 1, first_stop, last_start,
+        lo, hi, k_head, v_head, table_row, 0,
         stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
         True, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS,
     )  # fmt: skip
 
     dims = tl.arange(0, BLOCK_DV)

@@ -5,14 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnplug.backends.triton.kernels.ranges import key_range
+from attnplug.backends.triton.kernels.ranges import key_range, load_spans
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend, load_queries
 
 
 # Values that differ between steps must not compile another kernel.
 @triton.jit(
     do_not_specialize=["first_token", "num_reqs", "left", "right", "chunk", "stride_table", "stride_lse"],
-    do_not_specialize_on_alignment=["lse", "query_start_loc", "seq_lens", "block_table", "key_start_loc"],
+    do_not_specialize_on_alignment=[
+        "lse",
+        "query_start_loc",
+        "seq_lens",
+        "block_table",
+        "key_start_loc",
+        "mm_spans",
+    ],
 )
 def prefill_kernel(
     query,
@@ -26,6 +33,7 @@ def prefill_kernel(
     key_start_loc,
     sinks,
     alibi_slopes,
+    mm_spans,
     first_token,
     num_reqs,
     scale,
@@ -58,6 +66,7 @@ def prefill_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
@@ -109,6 +118,17 @@ def prefill_kernel(
     lo, hi = key_range(
         first_pos, last_pos, first_key, seq_len, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
     )
+    starts = positions
+    stops = positions
+    first_stop = 0
+    last_start = 0
+    if HAS_SPANS:
+        first_row = (first + offset).to(tl.int64)
+        starts, stops = load_spans(mm_spans, first_row + tl.minimum(rows, num_rows - 1) // GROUP)
+        first_start, first_stop = load_spans(mm_spans, first_row)
+        last_start, last_stop = load_spans(mm_spans, first_row + tokens - 1)
+        lo = tl.maximum(tl.minimum(lo, first_start), first_key)
+        hi = tl.minimum(tl.maximum(hi, last_stop), seq_len)
     heads = kv_head * GROUP + rows % GROUP
     q, scale = load_queries(
         query,
@@ -136,10 +156,11 @@ def prefill_kernel(
     v_head = v_cache + kv_head * stride_vh
     table_row = block_table + request.to(tl.int64) * stride_table
     out, out_lse = attend(
-        q, scale, top, total, positions, slopes, first_pos, last_pos, lo, hi, k_head, v_head, table_row, key_shift,
+        q, scale, top, total, positions, slopes, starts, stops, first_pos, last_pos, first_stop, last_start,
+        lo, hi, k_head, v_head, table_row, key_shift,
         stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
         PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_ALIBI, ALIKE, False, False, SUMS,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, False, False, SUMS,
     )  # fmt: skip
     places = (first + offset + rows // GROUP).to(tl.int64)
     dims = tl.arange(0, BLOCK_DV)

@@ -70,8 +70,12 @@ def attend(
     total,
     positions,
     slopes,
+    starts,
+    stops,
     first_pos,
     last_pos,
+    first_stop,
+    last_start,
     lo,
     hi,
     k_head,
@@ -96,6 +100,7 @@ def attend(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     ALIKE: tl.constexpr,
@@ -105,12 +110,14 @@ def attend(
 ):
     """Outputs and LSE (base 2) of queries at `first_pos .. last_pos` over the keys `lo .. hi - 1`.
 
-    `top` and `total` are what the softmax starts with: its maximum, in base 2, and its sum. With PAIRS `v_head`
-    points to int16, see _scan_keys.
+    `top` and `total` are what the softmax starts with: its maximum, in base 2, and its sum. With HAS_SPANS a query
+    also sees its multimodal span, `starts [BLOCK_M]` to `stops`; see common_range for those of the first and last.
+    With PAIRS `v_head` points to int16, see _scan_keys.
     """
     full_lo, full_hi = common_range(
-        first_pos, last_pos, lo, hi, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
-    )
+        first_pos, last_pos, lo, hi, first_stop, last_start, left, right, chunk,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS,
+    )  # fmt: skip
     start = lo // BLOCK_SIZE * BLOCK_SIZE if PAGED and BLOCK_N % BLOCK_SIZE == 0 else lo
     full_lo = start + tl.cdiv(full_lo - start, BLOCK_N) * BLOCK_N
     full_hi = full_lo + tl.maximum(full_hi - full_lo, 0) // BLOCK_N * BLOCK_N
@@ -126,10 +133,11 @@ def attend(
             begin, end = full_hi, hi
         if stretch != 0 or HAS_LEFT or HAS_CHUNK:
             acc, odd, top, total = _scan_keys(
-                acc, odd, top, total, q, positions, slopes, begin, end, lo, hi, k_head, v_head, table_row, key_shift,
+                acc, odd, top, total, q, positions, slopes, starts, stops, begin, end, lo, hi,
+                k_head, v_head, table_row, key_shift,
                 stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, left, right, chunk,
                 stretch != 1, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS,
             )  # fmt: skip
     if PAIRS:
         acc = tl.join(acc, odd).reshape(q.shape[0], BLOCK_DV)
@@ -145,6 +153,8 @@ def _scan_keys(
     q,
     positions,
     slopes,
+    starts,
+    stops,
     begin,
     end,
     floor,
@@ -173,6 +183,7 @@ def _scan_keys(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     ALIKE: tl.constexpr,
@@ -230,6 +241,9 @@ def _scan_keys(
             if HAS_CHUNK:
                 at = tl.maximum(positions, 0)[:, None]
                 seen = seen & (keys[None, :] // chunk == at // chunk) & (positions >= 0)[:, None]
+            if HAS_SPANS:
+                together = (keys[None, :] >= starts[:, None]) & (keys[None, :] < stops[:, None])
+                seen = seen | (together & there[None, :])
             logits = tl.where(seen, logits, float("-inf"))
         if FUSED:
             new_top = tl.maximum(top, tl.max(logits, 1) * (scale * LOG2E))

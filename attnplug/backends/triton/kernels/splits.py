@@ -13,13 +13,14 @@ FIELDS = tl.constexpr(8)
 
 @triton.jit(
     do_not_specialize=["num_reqs", "left", "right", "chunk", "target", "min_keys"],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "mm_spans"],
 )
 def plan_splits_kernel(
     query_start_loc,
     seq_lens,
     items,
     spans,
+    mm_spans,
     num_reqs,
     left,
     right,
@@ -31,6 +32,7 @@ def plan_splits_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
 ):
     """Items of about equal numbers of keys, about `target` in all and at least one for each request.
 
@@ -49,6 +51,11 @@ def plan_splits_kernel(
         lens - query_lens, lens - 1, lens * 0, lens, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
     )
     active = here & (query_lens > 0)
+    if HAS_SPANS:
+        # The queries are a request's last tokens, so a span ends with the keys.
+        start = tl.load(mm_spans + starts.to(tl.int64) * 2, mask=active, other=0)
+        stop = tl.load(mm_spans + starts.to(tl.int64) * 2 + 1, mask=active, other=0)
+        lo = tl.where(stop > start, tl.minimum(lo, start), lo)
     keys = tl.where(active, tl.maximum(hi - lo, 0), 0)
     share = tl.cdiv(tl.sum(keys, 0), target)
     share = tl.maximum(tl.cdiv(share, TILE) * TILE, min_keys)
