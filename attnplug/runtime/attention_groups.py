@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from attnplug.core.backend import AttentionBackend
+from attnplug.core.batch.kv_sharing import create_fast_prefill_custom_backend, of_wanted_tokens
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError, LayoutError
@@ -51,6 +53,7 @@ class AttentionGroup:
         builder: makes their metadata.
         specs: the distinct specs of the layers.
         phase: the phase that the backend serves; None for both.
+        fast_prefill: whether the layers compute only the tokens whose logits are wanted.
     """
 
     backend: type[AttentionBackend]
@@ -60,6 +63,7 @@ class AttentionGroup:
     builder: AttentionMetadataBuilder[Any]
     specs: frozenset[LayerSpec]
     phase: Phase | None = None
+    fast_prefill: bool = False
 
 
 def init_attn_backend(
@@ -67,6 +71,7 @@ def init_attn_backend(
     decisions: Mapping[str, Decision],
     config: BuilderConfig,
     device: torch.device | str,
+    fast_prefill: Collection[str] = (),
 ) -> list[AttentionGroup]:
     """One builder for the layers of each KV group with the same backend, number of heads and causality.
 
@@ -78,6 +83,8 @@ def init_attn_backend(
         decisions: the decision for each layer.
         config: the engine's settings for builders.
         device: of the metadata.
+        fast_prefill: layers that compute only the tokens whose logits are wanted; they get builders of their own,
+            from `create_fast_prefill_custom_backend`.
 
     Raises:
         LayoutError: a layer is in no group or in two, has no decision, or has pages of a size that its backend
@@ -98,14 +105,22 @@ def init_attn_backend(
                 readable = ", ".join(map(str, sizes))
                 limit = f"of layer {name} cannot be read by {backend.get_name()}, which reads {readable}"
                 raise LayoutError("block_size", cache.block_size, limit)
-            key = (backend, decision.phase, decision.spec.num_heads, decision.spec.causal)
+            is_fast = name in fast_prefill
+            key = (is_fast, backend, decision.phase, decision.spec.num_heads, decision.spec.causal)
             names_by_key.setdefault(key, []).append(name)
-        for (backend, phase, *_), names in names_by_key.items():
-            builder = backend.get_builder_cls()(cache, names, config, where)
+        for (is_fast, backend, phase, *_), names in names_by_key.items():
+            used = _fast_prefill_backend(backend) if is_fast else backend
+            builder = used.get_builder_cls()(cache, names, config, where)
             specs = frozenset(decisions[name].spec for name in names)
-            made.append(AttentionGroup(backend, tuple(names), cache, group_id, builder, specs, phase))
+            made.append(AttentionGroup(used, tuple(names), cache, group_id, builder, specs, phase, is_fast))
     share_workspace(group.builder for group in made)
     return made
+
+
+@functools.cache
+def _fast_prefill_backend(backend: type[AttentionBackend]) -> type[AttentionBackend]:
+    # Cached, because only builders of one class share metadata by `update_block_table`.
+    return create_fast_prefill_custom_backend("FastPrefill", backend)
 
 
 def share_workspace(builders: Iterable[object]) -> None:
@@ -150,6 +165,9 @@ def build_attn_metadata(
     if for_capture and draft_index is not None:
         remedy = "capture without it: the graph serves draft steps too"
         raise BatchError("draft_index", draft_index, "is not for captures", remedy)
+    if draft_index is not None:
+        # Builders may draft without `build`, so a draft step runs all rows of layers of fast prefill.
+        batch = dataclasses.replace(batch, common=_wanting_all(batch.common))
     commons: dict[int, CommonAttentionMetadata] = {}
     built: dict[Any, AttentionMetadata] = {}
     metadata: dict[str, AttentionMetadata] = {}
@@ -159,9 +177,9 @@ def build_attn_metadata(
         twin = (type(group.builder), group.backend, group.phase, group.kv_cache_spec, group.specs)
         prefix = 0
         if batch.shared_prefix_lens and not for_capture and draft_index is None:
-            prefix = cascade_prefix_len(
-                group.builder, group.specs, batch.shared_prefix_lens[at], batch.common
-            )
+            is_part = group.fast_prefill and batch.common.num_logits_indices is not None
+            step = of_wanted_tokens(batch.common) if is_part else batch.common
+            prefix = cascade_prefix_len(group.builder, group.specs, batch.shared_prefix_lens[at], step)
         # A prefix is in blocks of its own group, so its metadata is never a copy and never copied.
         if twin in built and not prefix and group.builder.supports_update_block_table:
             made: AttentionMetadata = group.builder.update_block_table(built[twin], *batch.of_group(at))
@@ -176,6 +194,14 @@ def build_attn_metadata(
                 built[twin] = made
         metadata.update(dict.fromkeys(group.layer_names, made))
     return metadata
+
+
+def _wanting_all(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    if common.num_logits_indices is None:
+        return common
+    return dataclasses.replace(
+        common, logits_indices_padded=None, num_logits_indices=None, logits_indices_cpu=None
+    )
 
 
 def build_step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Self, TypeAlias, cast
@@ -37,8 +38,11 @@ from attnplug.runtime.step_batch import StepBatch, StepBatchBuilder
 from attnplug.runtime.warm_up import WarmUpReport, warm_up
 
 _DEBUG = "ATTNPLUG_DEBUG"
-_LayerStep: TypeAlias = tuple[AttentionMetadata, int, int]
-"""One layer's part of the current step: metadata, number of queries, and of keys that a call must pass."""
+_LayerStep: TypeAlias = tuple[AttentionMetadata | None, int, int]
+"""One layer's part of the current step: metadata, number of queries, and of keys that a call must pass.
+
+The metadata is None for a layer of fast prefill in a step that wants no logits.
+"""
 
 
 class AttentionRuntime:
@@ -54,6 +58,9 @@ class AttentionRuntime:
             another layer uses that layer's scales.
         config: the engine's settings for builders; the runtime fills in its layers.
         device: of the tensors, a torch name; by default the plan's type.
+        kv_sharing_fast_prefill: let the last layers of the plan, which all read the pages of other layers, compute
+            only the tokens whose logits are wanted. In a step with `num_logits` these `fast_prefill_layers` take
+            the rows `batch.common.logits_indices_padded`, in that order; in other steps all rows.
         debug: poison outputs and check the results of each backend; the default is ATTNPLUG_DEBUG=1.
         kv_caches: the engine's memory for each layer with pages, instead of an own allocation. A tensor is either
             raw, 1-D uint8 or int8 of `num_blocks` pages, or a cache of the backend's logical shape, whose strides
@@ -65,8 +72,9 @@ class AttentionRuntime:
 
     Raises:
         LayoutError: memory of the engine does not fit its layer (device, dtype, shape, strides, 16-byte
-            alignment) or overlaps that of another. The plan has no number of blocks, tensors are given for an unknown layer, the device has
-            another type than the plan's, or layers that share pages read them differently.
+            alignment) or overlaps that of another. The plan has no number of blocks, tensors are given for an
+            unknown layer, the device has another type than the plan's, layers that share pages read them
+            differently, or fast prefill is asked for and the last layer of the plan has pages of its own.
         SpecError: a tensor is missing, not needed, or of another shape; the error names the layer.
         PolicyError: the configuration has context parallelism.
     """
@@ -78,11 +86,14 @@ class AttentionRuntime:
         *,
         config: BuilderConfig | None = None,
         device: torch.device | str | None = None,
+        kv_sharing_fast_prefill: bool = False,
         debug: bool | None = None,
         kv_caches: Mapping[str, torch.Tensor] | None = None,
         allocator: Allocator | None = None,
     ) -> None:
         self.plan = plan
+        self.fast_prefill_layers = _last_readers(plan) if kv_sharing_fast_prefill else ()
+        """The layers of fast prefill, in the order of the plan."""
         self.device = _device(plan, device)
         self.debug = os.environ.get(_DEBUG, "") not in ("", "0") if debug is None else debug
         self.kv_cache_config = plan.kv_cache_config
@@ -100,7 +111,9 @@ class AttentionRuntime:
         }
         self.config = dataclasses.replace(config, layers=self.layers)
         paged = {n: d for n, d in plan.decisions.items() if not d.spec.direct_kv}
-        self.attention_groups = init_attn_backend(groups, paged, self.config, self.device)
+        self.attention_groups = init_attn_backend(
+            groups, paged, self.config, self.device, self.fast_prefill_layers
+        )
         """The layers with pages, grouped by builder."""
         self._direct_groups = self._make_direct_groups()
         self._needs_spans = _first_with_spans(self.attention_groups), _first_with_spans(self._direct_groups)
@@ -215,14 +228,20 @@ class AttentionRuntime:
         if batch is not None:
             self._check_order(batch)
             _check_spans("batch.common", batch.common, self._needs_spans[0])
+            # Builders of fast prefill never see a step without tokens.
+            wanted = None if draft_index is not None else batch.common.num_logits_indices
+            groups = [g for g in self.attention_groups if not (g.fast_prefill and wanted == 0)]
             built = metadata or build_attn_metadata(
-                self.attention_groups, batch, self.kv_cache_config, draft_index=draft_index
+                groups, batch, self.kv_cache_config, draft_index=draft_index
             )
             self._check_slots(batch)
             for group in self.attention_groups:
                 written = batch.num_slots[group.kv_cache_group_id]
+                tokens = batch.common.num_actual_tokens
+                if group.fast_prefill and wanted is not None:
+                    tokens = wanted
                 for name in group.layer_names:
-                    step[name] = built[name], batch.common.num_actual_tokens, written
+                    step[name] = built.get(name), tokens, written
         if direct is not None:
             _check_spans("direct", direct, self._needs_spans[1])
             # The number of keys is 0, which checks nothing, if only the device has it.
@@ -249,7 +268,8 @@ class AttentionRuntime:
 
         Args:
             layer_name: a layer of the plan.
-            query: `[T, H, D]`; rows past the step's tokens are not read.
+            query: `[T, H, D]`; rows past the step's tokens are not read. A layer of fast prefill takes the rows of
+                the wanted logits, so T is `batch.common.num_logits_indices` if the step has it.
             key: `[T, Hkv, D]`; None for layers that share the KV of another layer, and for cross attention after
                 the encoder's tokens are written.
             value: like `key`, with head size Dv.
@@ -279,6 +299,8 @@ class AttentionRuntime:
         layer.check_call(query, key, value, output, output_lse, tokens, keys)
         if output is None:
             output = layer.new_output(query)
+        if metadata is None:
+            return output
         if self.debug:
             # In debug mode only, because a search for NaN reads values back from the device.
             layer.refuse_nan(tokens, keys, query=query, key=key, value=value)
@@ -397,6 +419,17 @@ def _check_spans(field: str, common: CommonAttentionMetadata, layer: str | None)
         raise BatchError(
             f"{field}.mm_prefix_spans", None, f"is required: layer {layer} has mm_prefix", remedy
         )
+
+
+def _last_readers(plan: ModelPlan) -> tuple[str, ...]:
+    """The longest run of layers at the end that read the pages of others: no layer after them needs all tokens."""
+    names = list(plan.decisions)
+    last = list(itertools.takewhile(plan.kv_sharing.__contains__, reversed(names)))
+    if not last:
+        found = names[-1] if names else None
+        limit = "needs last layers that read the pages of others: the last layer has its own"
+        raise LayoutError("kv_sharing_fast_prefill", found, limit, "leave it False")
+    return tuple(reversed(last))
 
 
 def longest_sequence(config: BuilderConfig, max_model_len: int | None) -> int:

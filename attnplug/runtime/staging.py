@@ -50,6 +50,7 @@ class StepStaging:
         self.query_start_loc = CpuGpuBuffer(max_num_seqs + 1, dtype=torch.int32, device=device)
         self.seq_lens = CpuGpuBuffer(max_num_seqs, dtype=torch.int32, device=device)
         self.encoder_seq_lens = CpuGpuBuffer(max_num_seqs, dtype=torch.int32, device=device)
+        self.logits_indices = CpuGpuBuffer(max_num_batched_tokens, dtype=torch.int32, device=device)
         self.slots = PackedBuffer(tables[0], slots, dtype=torch.int64, device=device)
         self.placeholders = PackedBuffer(2, max_num_batched_tokens, dtype=torch.int64, device=device)
         spans = max_num_batched_tokens if mm_prefix else 0

@@ -93,7 +93,7 @@ class StepBatchBuilder(RequestTable):
 
     _stepped: tuple[str, ...] | None = None
 
-    def step(self, num_scheduled_tokens: _Counts = 1) -> StepBatch:
+    def step(self, num_scheduled_tokens: _Counts = 1, num_logits: _Counts | None = None) -> StepBatch:
         """The batch that runs the scheduled tokens of every request.
 
         Each request in flight is in the batch. One without scheduled tokens has a query of length 0 and no rows.
@@ -102,10 +102,13 @@ class StepBatchBuilder(RequestTable):
             num_scheduled_tokens: new tokens by request, or a sequence in the order of `req_ids`, or one number
                 for all. A request that a mapping leaves out runs 0 tokens. The step may then change the order:
                 see `StepBatch.req_ids` and `order`.
+            num_logits: the tokens at each request's end whose logits are wanted, in the same form: 0 for a prompt
+                that later steps complete, 1 to draw a token, more to verify drafts. Their rows are the batch's
+                `logits_indices_padded`. None leaves it out; layers of fast prefill then compute all tokens.
 
         Raises:
             BatchError: a mapping names a request that is not in flight, a sequence has counts of another number
-                of requests, counts are negative, there are too many tokens, a sequence is longer than
+                of requests, counts are negative, there are too many tokens, more logits than tokens are wanted, a sequence is longer than
                 max_model_len, a request has no pages for its tokens, or a multimodal span is split.
         """
         reqs = self.num_reqs
@@ -116,6 +119,7 @@ class StepBatchBuilder(RequestTable):
         lengths = computed + scheduled
         longest = int(lengths.max(initial=0))
         self._check_lengths(lengths, longest)
+        wanted = None if num_logits is None else self._wanted(num_logits, scheduled)
         if self.cross_groups:
             self._check_encoder_pages(scheduled)
         if self._mm_prefix is not None and self._placeholders:
@@ -126,6 +130,7 @@ class StepBatchBuilder(RequestTable):
         order = self._put_in_order(scheduled)
         if order is not None:
             scheduled, lengths = scheduled[order], lengths[order]
+            wanted = None if wanted is None else wanted[order]
         unwritten = self._unwritten(scheduled) if self.cross_groups else None
 
         staging: StepStaging = self._ring.acquire()
@@ -145,11 +150,15 @@ class StepBatchBuilder(RequestTable):
         maps = map_placeholders(spans, staging.placeholders) if spans else {}
         if self._mm_prefix is not None:
             self._mm_prefix.fill(spans, staging.mm_prefix_spans.np[:tokens])
+        if wanted is not None:
+            rows = self._rows[: int(wanted.sum())] + np.repeat(starts[1 : reqs + 1] - wanted.cumsum(), wanted)
+            staging.logits_indices.np[: rows.size] = rows
         names = tuple(self.req_ids)
         shared = shared_prefix_lens(self._tables[:, :reqs], self.block_sizes, computed, self._self_groups)
         self._scheduled[:reqs] = scheduled
         self._stepped = names
-        return self._batch(staging, names, counts, max_query, longest, width, maps, order, shared)
+        logits = None if wanted is None else int(wanted.sum())
+        return self._batch(staging, names, counts, max_query, longest, width, maps, order, shared, logits)
 
     def finish_step(self, accepted: _Counts | None = None) -> None:
         """Count the last step's tokens as computed: all, or only the accepted speculative ones.
@@ -293,6 +302,18 @@ class StepBatchBuilder(RequestTable):
             limit = f"in all must not pass max_num_batched_tokens={self.max_num_batched_tokens}"
             raise BatchError("num_scheduled_tokens", total, limit)
 
+    def _wanted(self, num_logits: _Counts, scheduled: _Ints) -> _Ints:
+        """The wanted logits of each request; BatchError if they are more than its tokens."""
+        wanted = self._counts("num_logits", num_logits)
+        bad = (wanted > scheduled) | (wanted < 0)
+        if bad.any():
+            worst = int(bad.argmax())
+            limit = (
+                f"of request {self.req_ids[worst]} must lie in 0 .. {scheduled[worst]}, its scheduled tokens"
+            )
+            raise BatchError("num_logits", int(wanted[worst]), limit)
+        return wanted
+
     def _check_lengths(self, lengths: _Ints, longest: int) -> None:
         if longest > self.max_model_len:
             name = self.req_ids[int(lengths.argmax())]
@@ -387,6 +408,7 @@ class StepBatchBuilder(RequestTable):
         placeholders: Mapping[str, PlaceholderMap],
         order: _Ints | None = None,
         shared: tuple[int, ...] = (),
+        logits: int | None = None,
     ) -> StepBatch:
         reqs, first = len(names), self._self_groups[0] if self._self_groups else 0
         tokens = int(staging.query_start_loc.np[reqs])
@@ -396,6 +418,10 @@ class StepBatchBuilder(RequestTable):
         if self.cross_groups:
             optional["encoder_seq_lens"] = staging.encoder_seq_lens.copy_to_gpu(reqs)
             optional["encoder_seq_lens_cpu"] = staging.encoder_seq_lens.np[:reqs]
+        if logits is not None:
+            optional["num_logits_indices"] = logits
+            optional["logits_indices_padded"] = staging.logits_indices.copy_to_gpu(logits)
+            optional["logits_indices_cpu"] = staging.logits_indices.cpu[:logits]
         if self._mm_prefix is not None:
             optional["mm_prefix_spans"] = staging.mm_prefix_spans.copy_to_gpu(tokens)
             optional["mm_prefix_spans_cpu"] = staging.mm_prefix_spans.cpu[:tokens]

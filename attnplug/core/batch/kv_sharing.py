@@ -38,10 +38,15 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
         BatchError: indices that are missing, outside the batch, or nowhere on the host: the batch
             needs `logits_indices_cpu` where `logits_indices_padded` is on a device.
     """
-    common = common_attn_metadata
-    starts, lengths = query_spans(common)
+    _, lengths = query_spans(common_attn_metadata)
     if lengths.max(initial=0) <= 1:
-        return common
+        return common_attn_metadata
+    return of_wanted_tokens(common_attn_metadata)
+
+
+def of_wanted_tokens(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """As `make_kv_sharing_fast_prefill_common_attn_metadata`, for single-token requests too."""
+    starts, _ = query_spans(common)
     indices = np.sort(_host_indices(common))
     if indices.size and not 0 <= indices[0] <= indices[-1] < starts[-1]:
         found = (int(indices[0]), int(indices[-1]))
@@ -60,7 +65,7 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
     )
 
 
-def _spans_of(common: CommonAttentionMetadata, rows: IntArray) -> dict[str, torch.Tensor]:
+def _spans_of(common: CommonAttentionMetadata, rows: IntArray) -> dict[str, Any]:
     """The multimodal spans of these rows of the batch, if it has any."""
     given = {name: getattr(common, name) for name in ("mm_prefix_spans", "mm_prefix_spans_cpu")}
     return {
@@ -113,7 +118,7 @@ def create_fast_prefill_custom_backend(
     """A subclass, named `prefix` + the backend's, that builds for only the tokens whose logits are wanted.
 
     Its metadata is the backend's own with `logits_indices_padded` and `num_logits_indices` beside:
-    a `KVSharingFastPrefillMetadata`.
+    a `KVSharingFastPrefillMetadata`. A batch without `num_logits_indices` wants all tokens.
     """
     builder_cls = underlying_attn_backend.get_builder_cls()
     classes: dict[type[AttentionMetadata], type[AttentionMetadata]] = {}
@@ -124,7 +129,9 @@ def create_fast_prefill_custom_backend(
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
-        wanted = make_kv_sharing_fast_prefill_common_attn_metadata(common_attn_metadata)
+        wanted = common_attn_metadata
+        if wanted.num_logits_indices not in (None, wanted.num_actual_tokens):
+            wanted = of_wanted_tokens(wanted)
         metadata = builder_cls.build(self, common_prefix_len, wanted, fast_build)
         cls = type(metadata)
         if cls not in classes:

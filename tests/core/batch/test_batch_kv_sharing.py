@@ -201,3 +201,16 @@ def test_a_metadata_subclass_has_its_fields_and_its_name() -> None:
     metadata = plain(slot_mapping=torch.empty(3))
     metadata.slot_mapping = torch.empty(2)
     assert isinstance(metadata, AttentionMetadata)
+
+
+def test_a_backend_without_wanted_rows_builds_all_tokens() -> None:
+    builder = builder_of(create_fast_prefill_custom_backend("FastPrefill", Sharing))
+    metadata = builder.build(0, common_of([3, 2], [4, 2]))
+    assert (metadata.num_tokens, metadata.num_logits_indices) == (5, None)
+
+
+def test_a_backend_builds_the_wanted_rows_of_single_tokens_too() -> None:
+    builder = builder_of(create_fast_prefill_custom_backend("FastPrefill", Sharing))
+    assert builder.build(0, wanting(common_of([1, 1, 1], [4, 2, 9]), [0, 2])).num_tokens == 2
+    every = wanting(common_of([1, 1], [4, 2]), [0, 1])
+    assert builder.build(0, every).num_tokens == 2
