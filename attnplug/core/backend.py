@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attnplug.core.blocks import MultipleOf
+from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name, stored_dtype_name
 from attnplug.core.errors import LayoutError
 from attnplug.core.features import Feature
+from attnplug.core.overrides import overrides
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
-from attnplug.core.validation import validate
+from attnplug.core.validation import reads_blocks, stored_dtypes, validate
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from attnplug.core.impl import AttentionImpl
     from attnplug.core.metadata import AttentionMetadataBuilder
     from attnplug.core.reasons import Reason
+
+_LARGEST_BLOCK = 1024
+"""No kernel reads larger pages; a search for a block size ends here."""
 
 
 class AttentionBackend(ABC):
@@ -53,16 +57,15 @@ class AttentionBackend(ABC):
     """Whether build and forward neither make the host wait nor allocate memory that grows with context."""
     Options: ClassVar[type[Any] | None] = None
     """A frozen dataclass of the options that a user may set, or None."""
+    accept_output_buffer: ClassVar[bool] = True
+    """Always True: `attend` writes the output that it is given."""
     depends_on_capability: ClassVar[bool] = False
     """Whether it serves only some GPUs; set for each class that overrides `supports_compute_capability`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Note whether the class says which GPUs it serves."""
         super().__init_subclass__(**kwargs)
-        # The raw attributes are compared, because getattr makes a new bound method for each class.
-        default = AttentionBackend.__dict__["supports_compute_capability"]
-        found = inspect.getattr_static(cls, "supports_compute_capability")
-        cls.depends_on_capability = found is not default
+        cls.depends_on_capability = overrides(cls, "supports_compute_capability")
 
     @staticmethod
     @abstractmethod
@@ -78,6 +81,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def get_builder_cls(cls) -> type[AttentionMetadataBuilder[Any]]:
         """The class that builds a step's metadata; imports the heavy module when called."""
+
+    @classmethod
+    def full_cls_name(cls) -> tuple[str, str]:
+        """The module and the qualified name of the class."""
+        return cls.__module__, cls.__qualname__
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
@@ -98,6 +106,34 @@ class AttentionBackend(ABC):
         return not sizes or MultipleOf.allows(sizes, head_size)
 
     @classmethod
+    def supports_dtype(cls, dtype: object) -> bool:
+        """Whether `supported_dtypes` has a dtype, given by name or as a torch dtype.
+
+        Validation gives an override the name as text that also equals the torch dtype.
+        """
+        declared = [bare_dtype_name(each, "supported_dtypes") for each in cls.supported_dtypes]
+        return bare_dtype_name(dtype, "dtype") in declared
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        """Whether `supported_kv_cache_dtypes` has a storage type; None asks for no particular one.
+
+        Validation gives an override the name in the layer's spec.
+        """
+        if kv_cache_dtype is None:
+            return True
+        name = kv_cache_dtype_name(kv_cache_dtype)
+        return not {name, stored_dtype_name(name, name)}.isdisjoint(stored_dtypes(cls))
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        """Whether `get_supported_kernel_block_sizes` has a block size for some spec; None asks for none.
+
+        An override can only narrow the sizes: a block is a page that the kernel reads.
+        """
+        return block_size is None or MultipleOf.allows(cls.get_supported_kernel_block_sizes(), block_size)
+
+    @classmethod
     def get_supported_kernel_block_sizes(
         cls, spec: LayerSpec | None = None, device: Device | None = None
     ) -> Sequence[int | MultipleOf]:
@@ -109,7 +145,13 @@ class AttentionBackend(ABC):
         cls, spec: LayerSpec | None = None, device: Device | None = None, default: int = 16
     ) -> int:
         """The block size it chooses if the engine gives none: `default`, or the nearest that it can read."""
-        return MultipleOf.nearest(cls.get_supported_kernel_block_sizes(spec, device), default)
+        sizes = cls.get_supported_kernel_block_sizes(spec, device)
+        size = MultipleOf.nearest(sizes, default)
+        if reads_blocks(cls, size, spec, device):
+            return size
+        # An override of supports_block_size narrows the sizes, and it can only be asked for one at a time.
+        every = range(1, _LARGEST_BLOCK + 1)
+        return MultipleOf.nearest([n for n in every if reads_blocks(cls, n, spec, device)], default)
 
     @classmethod
     def supports_compute_capability(cls, capability: tuple[int, int]) -> bool:
@@ -212,8 +254,14 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> Sequence[str]:
-        """Physical orders it can read, preferred first: "NHD" (token, head) and "HND" (head, token)."""
-        return ("NHD", "HND")
+        """Physical orders it can read, preferred first: "NHD" (token, head) and "HND" (head, token).
+
+        By default all, or the one that an override of `get_required_kv_cache_layout` gives.
+        """
+        required = None
+        if overrides(cls, "get_required_kv_cache_layout"):
+            required = cls.get_required_kv_cache_layout()
+        return ("NHD", "HND") if required is None else (required,)
 
     @classmethod
     def get_required_kv_cache_layout(cls) -> str | None:

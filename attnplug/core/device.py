@@ -6,11 +6,22 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from attnplug.core.errors import SpecError
 
 _FORMS = "such as 'cpu', 'sm90', 'cuda:9.0', 'rocm:9.4' or 'current'"
+
+
+class ComputeCapability(NamedTuple):
+    """A GPU's compute capability, as `supports_compute_capability` gets it; equal to the plain tuple."""
+
+    major: int
+    minor: int
+
+    def to_int(self) -> int:
+        """The number in names such as sm90."""
+        return 10 * self.major + self.minor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,12 +13,33 @@ _SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1, "int8": 1, "uint8
 _TORCH_FP8 = {"float8_e4m3fn": "fp8_e4m3"}
 
 
+class DtypeName(str):
+    """The name of a dtype that also equals the torch dtype of that name.
+
+    Overrides of `supports_dtype` ported from vLLM compare with torch dtypes, and core imports no torch.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return str(other) == f"torch.{self}" if _is_torch_dtype(other) else str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+def _is_torch_dtype(value: object) -> bool:
+    # The names of the type identify a torch.dtype, so torch is not imported.
+    return type(value).__module__ == "torch" and type(value).__name__ == "dtype"
+
+
 def bare_dtype_name(value: object, field: str) -> str:
     """The name of any dtype, given by name or as a `torch.dtype`; SpecError for anything else."""
     if isinstance(value, str):
-        return value.removeprefix("torch.")
-    # The names of the type identify a torch.dtype, so torch is not imported.
-    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    if _is_torch_dtype(value):
         return str(value).removeprefix("torch.")
     raise SpecError(field, value, "must be a dtype name such as 'bfloat16', or a torch.dtype")
 

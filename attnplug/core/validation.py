@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from attnplug.core.blocks import MultipleOf
-from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name
+from attnplug.core.device import ComputeCapability
+from attnplug.core.dtypes import DtypeName, bare_dtype_name, kv_cache_dtype_name
 from attnplug.core.features import Feature
+from attnplug.core.overrides import overrides
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import AttentionType
 
@@ -57,19 +59,51 @@ def _sizes_and_dtypes(backend: type[AttentionBackend], spec: LayerSpec, device: 
         size = getattr(spec, field)
         if not backend.supports_head_size(size):
             yield _outside(field, size, backend.get_supported_head_sizes(), code="head_size")
-    dtypes = [bare_dtype_name(dtype, "supported_dtypes") for dtype in backend.supported_dtypes]
-    if spec.dtype not in dtypes:
-        yield _outside("dtype", spec.dtype, dtypes)
+    if not backend.supports_dtype(DtypeName(spec.dtype)):
+        dtypes = [bare_dtype_name(dtype, "supported_dtypes") for dtype in backend.supported_dtypes]
+        yield _outside("dtype", spec.dtype, _limit(backend, "supports_dtype", dtypes))
     if not _stores(backend, spec):
-        yield _outside("kv_cache_dtype", spec.kv_cache_dtype, backend.supported_kv_cache_dtypes)
-    blocks = backend.get_supported_kernel_block_sizes(spec, device)
+        limit = _limit(backend, "supports_kv_cache_dtype", backend.supported_kv_cache_dtypes)
+        yield _outside("kv_cache_dtype", spec.kv_cache_dtype, limit)
     # With direct K and V there are no pages, so there is no block size to refuse.
-    if spec.block_size is not None and not spec.direct_kv and not MultipleOf.allows(blocks, spec.block_size):
-        remedy = "leave block_size unset and the backend chooses"
-        yield _outside("block_size", spec.block_size, blocks, remedy=remedy)
+    if spec.block_size is not None and not spec.direct_kv:
+        yield from _block_size(backend, spec, spec.block_size, device)
+
+
+def _block_size(
+    backend: type[AttentionBackend], spec: LayerSpec, block_size: int, device: Device
+) -> Iterator[Reason]:
+    remedy = "leave block_size unset and the backend chooses"
+    blocks = backend.get_supported_kernel_block_sizes(spec, device)
+    if not MultipleOf.allows(blocks, block_size):
+        yield _outside("block_size", block_size, blocks, remedy=remedy)
+    elif not accepts_blocks(backend, block_size):
+        limit = _limit(backend, "supports_block_size", blocks)
+        yield _outside("block_size", block_size, limit, remedy=remedy)
+
+
+def _limit(backend: type[AttentionBackend], method: str, declared: object) -> object:
+    """The declared values, or the plugin's own method that decides in their place."""
+    return f"accepted by {backend.__name__}.{method}" if overrides(backend, method) else declared
+
+
+def reads_blocks(
+    backend: type[AttentionBackend], block_size: int, spec: LayerSpec | None, device: Device | None
+) -> bool:
+    """Whether a backend can read pages of `block_size` tokens of a layer."""
+    sizes = backend.get_supported_kernel_block_sizes(spec, device)
+    return MultipleOf.allows(sizes, block_size) and accepts_blocks(backend, block_size)
+
+
+def accepts_blocks(backend: type[AttentionBackend], block_size: int) -> bool:
+    """Whether the backend's own `supports_block_size` accepts a size; True if it has none."""
+    # The method asks for no layer in particular, so only an override knows more than the sizes of a layer.
+    return not overrides(backend, "supports_block_size") or backend.supports_block_size(block_size)
 
 
 def _stores(backend: type[AttentionBackend], spec: LayerSpec) -> bool:
+    if overrides(backend, "supports_kv_cache_dtype"):
+        return backend.supports_kv_cache_dtype(spec.kv_cache_dtype)
     stored = spec.resolved_kv_cache_dtype
     names = {spec.kv_cache_dtype, stored, "auto" if stored == spec.dtype else stored}
     return not names.isdisjoint(stored_dtypes(backend))
@@ -118,10 +152,14 @@ def _kind(
 
 def _device(backend: type[AttentionBackend], device: Device) -> Iterator[Reason]:
     if device.type not in backend.device_types:
-        types = backend.device_types
-        yield _outside("device.type", device.type, types, what="device type", code="device_type")
+        types, remedy = backend.device_types, None
+        if not overrides(backend, "device_types") and not backend.__module__.startswith("attnplug."):
+            # Ported classes have no such attribute, and their authors wonder where the limit comes from.
+            remedy = f"{backend.__name__} does not set device_types, whose default this is"
+        what, code = "device type", "device_type"
+        yield _outside("device.type", device.type, types, what=what, code=code, remedy=remedy)
     elif device.capability is not None:
-        if not backend.supports_compute_capability(device.capability):
+        if not backend.supports_compute_capability(ComputeCapability(*device.capability)):
             found, what = "{}.{}".format(*device.capability), "compute capability"
             yield _outside("device.capability", found, None, what=what, code="compute_capability")
     elif device.type in ("cuda", "rocm") and backend.depends_on_capability:

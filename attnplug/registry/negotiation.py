@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.errors import LayoutError
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.core.validation import reads_blocks
 
 if TYPE_CHECKING:
     from attnplug.registry.decision import Decision
@@ -47,7 +48,7 @@ def _common_size(members: Sequence[Decision]) -> int:
     wanted = [d.block_size for d in members if d.block_size is not None]
     fixed = sorted(item for item in entries if isinstance(item, int))
     for size in (*wanted, *fixed, math.lcm(*bases)):
-        if all(MultipleOf.allows(sizes, size) for sizes in allowed):
+        if all(reads_blocks(d.get_backend_cls(), size, d.spec, d.device) for d in members):
             return size
     raise _no_agreement("block_size", members, allowed)
 

@@ -12,12 +12,12 @@ import torch
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.batch.kv_sharing import create_fast_prefill_custom_backend, of_wanted_tokens
-from attnplug.core.blocks import MultipleOf
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.core.spec import LayerSpec, Phase
+from attnplug.core.validation import reads_blocks
 from attnplug.registry.decision import Decision
 from attnplug.runtime.cascade import cascade_prefix_len
 from attnplug.runtime.grouping import cross_groups
@@ -100,8 +100,8 @@ def init_attn_backend(
         for name in group.layer_names:
             decision = decisions[name]
             backend = decision.get_backend_cls()
-            sizes = backend.get_supported_kernel_block_sizes(decision.spec, decision.device)
-            if not MultipleOf.allows(sizes, cache.block_size):
+            if not reads_blocks(backend, cache.block_size, decision.spec, decision.device):
+                sizes = backend.get_supported_kernel_block_sizes(decision.spec, decision.device)
                 readable = ", ".join(map(str, sizes))
                 limit = f"of layer {name} cannot be read by {backend.get_name()}, which reads {readable}"
                 raise LayoutError("block_size", cache.block_size, limit)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from attnplug.core.blocks import MultipleOf
 from attnplug.core.errors import LayoutError
 from attnplug.core.kv_cache_spec import KVCacheSpec, kv_cache_spec_for
+from attnplug.core.validation import reads_blocks
 from attnplug.registry.decision import Decision
 from attnplug.runtime.grouping import unify_page_sizes
 from attnplug.runtime.layout import check_kv_cache_layout, requested_kv_cache_layout
@@ -37,7 +37,7 @@ def with_equal_pages(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
         allowed = backend.get_supported_kernel_block_sizes(decision.spec, decision.device)
         given = decision.spec.block_size
         # A block size that the spec fixes is never changed, even if the backend reads the larger one.
-        if given is not None or not MultipleOf.allows(allowed, size):
+        if given is not None or not reads_blocks(backend, size, decision.spec, decision.device):
             taken = f"its spec fixes {given}" if given else f"which reads {', '.join(map(str, allowed))}"
             limit = f"is what pages of equal bytes ask of layer {name} on {decision.backend}, {taken}"
             remedy = "give the layers block sizes with equal page bytes"

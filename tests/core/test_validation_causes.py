@@ -150,7 +150,9 @@ class TestKinds:
 class TestDevices:
     def test_a_device_type_is_named_with_those_served(self) -> None:
         reasons = Plain.validate_configuration(spec(), CPU)
-        assert reasons == ["device type not supported: cpu is not cuda"]
+        why = "Plain does not set device_types, whose default this is"
+        assert reasons == [f"device type not supported: cpu is not cuda; {why}"]
+        assert Picky.validate_configuration(spec(), CPU)[1] == "device type not supported: cpu is not cuda"
         assert (reasons[0].code, reasons[0].field) == ("device_type", "device.type")
 
     def test_a_device_of_another_type_has_no_capability_to_refuse(self) -> None:

@@ -15,7 +15,7 @@ from attnplug.core.errors import LayoutError
 from attnplug.core.features import Feature
 from attnplug.core.reasons import Reason, as_reason
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
-from attnplug.core.validation import stored_dtypes, validate
+from attnplug.core.validation import accepts_blocks, reads_blocks, stored_dtypes, validate
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +73,17 @@ class CompositeBackend(AttentionBackend):
         return all(member.supports_head_size(head_size) for member in cls.members().values())
 
     @classmethod
+    def supports_dtype(cls, dtype: object) -> bool:
+        """Whether both serve it."""
+        return all(member.supports_dtype(dtype) for member in cls.members().values())
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        """Whether both accept it, where a method of their own decides."""
+        members = cls.members().values()
+        return block_size is None or all(accepts_blocks(member, block_size) for member in members)
+
+    @classmethod
     def get_supported_kernel_block_sizes(
         cls, spec: LayerSpec | None = None, device: Device | None = None
     ) -> Sequence[int | MultipleOf]:
@@ -84,12 +95,11 @@ class CompositeBackend(AttentionBackend):
         cls, spec: LayerSpec | None = None, device: Device | None = None, default: int = 16
     ) -> int:
         """The decoding member's, else the other's, else the nearest that both can read."""
-        sizes = cls.get_supported_kernel_block_sizes(spec, device)
         for member in (cls.decode, cls.prefill):
             size = member.get_preferred_block_size(spec, device, default)
-            if MultipleOf.allows(sizes, size):
+            if reads_blocks(cls, size, spec, device):
                 return size
-        return MultipleOf.nearest(sizes, default)
+        return super().get_preferred_block_size(spec, device, default)
 
     @classmethod
     def supports_attn_type(cls, attn_type: AttentionType) -> bool:
