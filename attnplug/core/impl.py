@@ -13,6 +13,7 @@ import torch
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, PluginError, SpecError
+from attnplug.core.interface import impl_faults
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.spec import AttentionType, LayerSpec
 
@@ -203,10 +204,15 @@ class AttentionImpl(ABC, Generic[_M]):
             pcp: the group of prefill context parallelism; None without.
 
         Raises:
+            PluginError: the class does not follow the interface; the error says what to write.
             SpecError: a tensor missing, not asked for, or of another shape; a group that the impl cannot serve.
         """
+        if faults := impl_faults(cls, AttentionImpl):
+            raise PluginError(f"{backend.__name__} cannot run layer {layer_name}: {'; '.join(faults)}")
         tensors = tensors or LayerTensors()
         tensors.check(spec)
+        # Ported constructors take sinks among their own arguments, after those of the interface.
+        extra = {"sinks": tensors.sinks} if "sinks" in inspect.signature(cls.__init__).parameters else {}
         # The constructor has only vLLM's arguments, so spec and tensors are set before it runs.
         self = cls.__new__(cls)
         self.backend = backend
@@ -224,6 +230,7 @@ class AttentionImpl(ABC, Generic[_M]):
             logits_soft_cap=spec.logits_soft_cap,
             attn_type=spec.attn_type,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            **extra,
         )
         return self
 

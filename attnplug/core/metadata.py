@@ -12,6 +12,7 @@ import torch
 from typing_extensions import deprecated
 
 from attnplug.core.errors import BatchError
+from attnplug.core.overrides import owner_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -183,6 +184,23 @@ class AttentionMetadataBuilder(ABC, Generic[_M]):
     needs_host_seq_lens: ClassVar[Literal["none", "upper_bound", "exact"]] = "none"
     """The form of `CommonAttentionMetadata.seq_lens_host` that `build` needs."""
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    """The batches that may be captured; vLLM's name `_cudagraph_support` is read too."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Read `_cudagraph_support` where the class or a mixin of it sets that name."""
+        super().__init_subclass__(**keywords)
+        ported, own = owner_of(cls, "_cudagraph_support"), owner_of(cls, "cudagraph_support")
+        # The nearer of the two decides, as for any inherited attribute.
+        if ported is not None and (own is None or cls.__mro__.index(ported) < cls.__mro__.index(own)):
+            cls.cudagraph_support = vars(ported)["_cudagraph_support"]
+
+    # Type checkers would take any attribute for known if they saw this method.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            remedy = "; read self.config, which is a BuilderConfig" if name == "vllm_config" else ""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}{remedy}"
+            raise AttributeError(text, name=name, obj=self)
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from typing import Any
 import pluggy
 
 from attnplug.core.backend import AttentionBackend
+from attnplug.core.interface import backend_faults
 from attnplug.registry.hookspecs import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendHooks
 from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.registry.records import Offer, PluginRecord, PluginStatus, canonical_name
@@ -284,6 +285,10 @@ def _backend_name(backend: object) -> str:
         if isinstance(getattr(backend, field), str):
             what = f"offers {backend.__name__}, whose {field} is text"
             raise _Rejected(f"{what}; it must be a sequence: a comma is missing")
+    if faults := backend_faults(backend, AttentionBackend):
+        raise _Rejected(
+            f"offers {backend.__name__}, which does not follow the interface: {'; '.join(faults)}"
+        )
     name, error = guarded_call(backend.get_name)
     if error is not None:
         raise _Rejected(f"raised {describe(error)} in {backend.__name__}.get_name")

@@ -64,7 +64,8 @@ def examine(offer: Offer, placement: Placement, assumed: Assumed) -> Candidate:
 
 
 def import_parts(backend: type[AttentionBackend]) -> Reason | None:
-    """The last gate: import the impl and the builder; the reason why that failed, or None."""
+    """The last gate: import the impl and the builder and check both classes; the reason for a failure, or None."""
+    parts: list[type] = []
     for getter in ("get_impl_cls", "get_builder_cls"):
         part, error = guarded_call(getattr(backend, getter))
         if error is not None or not isinstance(part, type):
@@ -75,7 +76,12 @@ def import_parts(backend: type[AttentionBackend]) -> Reason | None:
                 requested=f"{getter} {did}",
                 remedy=f"attnplug doctor {backend.get_name()} shows more",
             )
-    return None
+        parts.append(part)
+    # This module imports torch, as the parts have done by now.
+    from attnplug.core.parts import part_faults
+
+    faults = part_faults(*parts)
+    return fault(backend, f"does not follow the interface: {'; '.join(faults)}") if faults else None
 
 
 def preferred_pages(

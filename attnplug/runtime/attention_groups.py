@@ -16,6 +16,7 @@ from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from attnplug.core.parts import make_builder
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.core.validation import reads_blocks
 from attnplug.registry.decision import Decision
@@ -110,7 +111,7 @@ def init_attn_backend(
             names_by_key.setdefault(key, []).append(name)
         for (is_fast, backend, phase, *_), names in names_by_key.items():
             used = _fast_prefill_backend(backend) if is_fast else backend
-            builder = used.get_builder_cls()(cache, names, config, where)
+            builder = make_builder(used, cache, names, config, where)
             specs = frozenset(decisions[name].spec for name in names)
             made.append(AttentionGroup(used, tuple(names), cache, group_id, builder, specs, phase, is_fast))
     share_workspace(group.builder for group in made)

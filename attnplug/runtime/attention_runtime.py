@@ -16,6 +16,7 @@ from attnplug.core.errors import BatchError, LayoutError, PolicyError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.kv_cache_spec import KVCacheSpec, kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
+from attnplug.core.parts import make_builder
 from attnplug.runtime.allocation import init_kv_cache
 from attnplug.runtime.attention_groups import (
     AttentionGroup,
@@ -344,7 +345,7 @@ class AttentionRuntime:
         for (backend, spec), names in names_by_key.items():
             # The layers have no pages, but builders read the heads of a layer from a page spec.
             cache = cast(KVCacheSpec, kv_cache_spec_for(spec.replace(direct_kv=False), spec.block_size or 1))
-            builder = backend.get_builder_cls()(cache, names, self.config, self.device)
+            builder = make_builder(backend, cache, names, self.config, self.device)
             made.append(AttentionGroup(backend, tuple(names), cache, -1, builder, frozenset({spec})))
         share_workspace(group.builder for group in (*self.attention_groups, *made))
         return made

@@ -10,6 +10,7 @@ import torch
 
 from attnplug.core.errors import BackendFaultError, BatchError, LayoutError, SpecError
 from attnplug.core.impl import AttentionImpl, LayerTensors
+from attnplug.core.parts import make_impl
 from attnplug.core.spec import LayerSpec
 from attnplug.registry.decision import Decision
 from attnplug.runtime.model_plan import ModelPlan
@@ -61,9 +62,9 @@ class RuntimeLayer:
         both = {"sinks": tensors.sinks, "alibi_slopes": tensors.alibi_slopes}
         moved: dict[str, Any] = {name: t.to(device) for name, t in both.items() if t is not None}
         backend = decision.get_backend_cls()
-        self.impl: AttentionImpl[Any] = backend.get_impl_cls().from_spec(
+        self.impl: AttentionImpl[Any] = make_impl(
+            backend,
             self.spec,
-            backend=backend,
             layer_name=name,
             tensors=dataclasses.replace(tensors, **moved),
             kv_sharing_target_layer_name=target,

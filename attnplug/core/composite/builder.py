@@ -22,6 +22,7 @@ from attnplug.core.metadata import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
+from attnplug.core.parts import make_builder
 from attnplug.core.spec import Phase
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, config, device)
         self.decode, self.prefill = (
-            backend.get_builder_cls()(
+            make_builder(
+                backend,
                 kv_cache_spec,
                 layer_names,
                 dataclasses.replace(config, layers=_MemberLayers(config.layers, phase)),

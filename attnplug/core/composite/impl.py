@@ -14,6 +14,7 @@ from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionImpl, AttentionLayer, LayerTensors
 from attnplug.core.metadata import AttentionMetadata
+from attnplug.core.parts import make_impl
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 
 if TYPE_CHECKING:
@@ -72,9 +73,9 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
             groups["dcp"] = ContextParallel(self.dcp_world_size, self.dcp_rank)
             groups["pcp"] = ContextParallel(self.pcp_world_size, self.pcp_rank)
         self.members = {
-            phase: member.get_impl_cls().from_spec(
+            phase: make_impl(
+                member,
                 spec,
-                backend=member,
                 layer_name=layer_name,
                 tensors=tensors,
                 kv_sharing_target_layer_name=kv_sharing_target_layer_name,

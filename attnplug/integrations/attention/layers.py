@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from attnplug.core.config import BuilderConfig
 from attnplug.core.impl import AttentionImpl, LayerTensors
 from attnplug.core.metadata import AttentionMetadataBuilder
+from attnplug.core.parts import make_builder, make_impl
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.attention.packing import Packing
 from attnplug.integrations.attention.step_mask import StepMask
@@ -136,9 +137,9 @@ class _Binding:
             self.read_sinks(sinks)
         tensors = LayerTensors(sinks=self._sinks)
         backend = decision.get_backend_cls()
-        self.impl: AttentionImpl[Any] = backend.get_impl_cls().from_spec(
+        self.impl: AttentionImpl[Any] = make_impl(
+            backend,
             decision.spec,
-            backend=backend,
             layer_name=name,
             tensors=tensors,
             options=decision.get_options(),
@@ -180,8 +181,8 @@ class _Binding:
                 max_num_batched_tokens=max(config.max_num_batched_tokens, _power_of_two(tokens)),
             )
             no_cache: Any = None  # transformers keeps the cache, so the layer has no pages
-            cls = self.decision.get_backend_cls().get_builder_cls()
-            builder = self._builder = cls(no_cache, [self.name], config, self.device)
+            backend = self.decision.get_backend_cls()
+            builder = self._builder = make_builder(backend, no_cache, [self.name], config, self.device)
         return builder.build(0, common)
 
 

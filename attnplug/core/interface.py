@@ -1,0 +1,262 @@
+"""Checks that a class follows the interface, by its names and signatures alone; no code of the class runs.
+
+Everything that a plugin's author writes on a backend, an impl or a builder is read, or named here as a fault.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import types
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from attnplug.core.dtypes import DTYPES, bare_dtype_name
+from attnplug.core.features import Feature
+from attnplug.core.overrides import overrides, owner_of
+from attnplug.core.ported_names import (
+    BACKEND_NAMES,
+    BUILDER_NAMES,
+    IMPL_NAMES,
+    PORTED_PARAMETERS,
+    PortedName,
+)
+from attnplug.core.spec import Phase
+
+_CLAIMS = ("supports_", "supported_", "get_supported_", "get_kv_cache_", "get_required_", "can_return_")
+"""Beginnings of names that state what a class can do. attnplug reads only those of its interface."""
+_NEAR = 0.9
+"""The likeness from which a name counts as a misspelt one: one letter in ten."""
+_SEQUENCES = ("device_types", "supported_dtypes", "supported_kv_cache_dtypes", "supported_phases")
+
+
+def backend_faults(backend: type, base: type) -> list[str]:
+    """What a backend class writes that attnplug would not read, each as a sentence with the remedy.
+
+    Args:
+        backend: a subclass of `base`.
+        base: AttentionBackend.
+    """
+    names = [*_unread_names(backend, base, BACKEND_NAMES), *_declarations(backend)]
+    both = ("supported_kv_cache_layouts", "get_required_kv_cache_layout")
+    if all(overrides(backend, name) for name in both):
+        names.append(f"{backend.__name__} overrides both {' and '.join(both)}; keep {both[0]}")
+    return [*names, *_signatures(backend, base, on_class=True)]
+
+
+@functools.lru_cache(maxsize=256)
+def impl_faults(impl: type, base: type) -> tuple[str, ...]:
+    """As `backend_faults`, for an impl class; `base` is AttentionImpl."""
+    missing = sorted(getattr(impl, "__abstractmethods__", ()))
+    faults = list(_unread_names(impl, base, IMPL_NAMES))
+    single = overrides(impl, "forward") and {"attend", "update_kv_cache"}.intersection(missing)
+    if single:
+        faults.append(
+            f"{impl.__name__}.forward writes the KV cache and attends; "
+            "write update_kv_cache(layer, key, value, kv_cache, slot_mapping) and attend, which only reads"
+        )
+    elif missing:
+        faults.append(f"{impl.__name__} lacks {', '.join(missing)}")
+    skipped = ("__init__", "from_spec", *(("forward",) if single else ()))
+    return (*faults, *_signatures(impl, base, on_class=False, skipped=skipped), *_constructor(impl, base))
+
+
+@functools.lru_cache(maxsize=256)
+def builder_faults(builder: type, base: type) -> tuple[str, ...]:
+    """As `backend_faults`, for a builder class; `base` is AttentionMetadataBuilder."""
+    faults = list(_unread_names(builder, base, BUILDER_NAMES))
+    missing = sorted(getattr(builder, "__abstractmethods__", ()))
+    if missing:
+        faults.append(f"{builder.__name__} lacks {', '.join(missing)}")
+    level: Any = getattr(builder, "cudagraph_support", None)
+    known = type(vars(base)["cudagraph_support"])
+    if not isinstance(level, known):
+        faults.append(f"{builder.__name__}.cudagraph_support is {level!r}, which is no {known.__name__}")
+    named = owner_of(builder, "_cudagraph_support")
+    if named is not None and vars(named)["_cudagraph_support"] != level:
+        faults.append(
+            f"{builder.__name__} sets cudagraph_support and another _cudagraph_support; keep the first"
+        )
+    return (*faults, *_signatures(builder, base, on_class=False))
+
+
+def _unread_names(cls: type, base: type, ported: Mapping[str, PortedName]) -> Iterator[str]:
+    interface = [name for each in base.__mro__ if each is not object for name in _names(each)]
+    for name in dict.fromkeys(name for each in cls.__mro__ for name in vars(each)):
+        owner = owner_of(cls, name)
+        if owner is None or not _is_of_plugin(owner):
+            continue
+        title, known = f"{cls.__name__}.{name}", ported.get(name)
+        if known is not None:
+            value = vars(owner)[name]
+            if not any(value is each for each in known.harmless):
+                yield f"{title} is not read by attnplug; {known.write}"
+        elif not name.startswith("_") and name not in interface:
+            yield from _misspelt(cls, name, [*interface, *ported], ported)
+
+
+def _misspelt(cls: type, name: str, known: list[str], ported: Mapping[str, PortedName]) -> Iterator[str]:
+    lower = {each.lower(): each for each in known if not each.startswith("_")}
+    found = difflib.get_close_matches(name.lower(), lower, 1, _NEAR)
+    near = lower[found[0]] if found else None
+    # A class that has the right name too has written a helper with a like name.
+    if near is not None and not overrides(cls, near):
+        remedy = ported[near].write if near in ported else f"did you mean {near}?"
+        yield f"{cls.__name__}.{name} is not read by attnplug; {remedy}"
+    elif name.startswith(_CLAIMS):
+        yield f"{cls.__name__}.{name} is not read by attnplug; begin the name of a helper with an underscore"
+
+
+def _names(cls: type) -> list[str]:
+    return [*vars(cls), *vars(cls).get("__annotations__", {})]
+
+
+def _is_of_plugin(owner: type) -> bool:
+    package = owner.__module__.partition(".")[0]
+    return package not in ("attnplug", "builtins", "abc", "typing", "torch")
+
+
+def _declarations(backend: Any) -> Iterator[str]:
+    """The class attributes that must be values of a certain form."""
+    title = backend.__name__
+    for field in (*_SEQUENCES, "features", "family", "step_safe", "accept_output_buffer"):
+        owner = owner_of(backend, field)
+        raw = None if owner is None else vars(owner)[field]
+        if isinstance(raw, (property, staticmethod, classmethod, types.FunctionType)):
+            yield f"{title}.{field} is a method; attnplug reads a class attribute: write {field} = ..."
+            continue
+        value = getattr(backend, field)
+        if field == "features" and not isinstance(value, Feature):
+            yield f"{title}.features is {value!r}; it must be a Feature, such as Feature.SINKS | Feature.ALIBI"
+        elif field == "accept_output_buffer" and value is not True:
+            yield f"{title}.accept_output_buffer is {value!r}; attend always writes the output that it is given"
+        elif field in _SEQUENCES:
+            if isinstance(value, str) or not isinstance(value, Collection):
+                yield f"{title}.{field} is {value!r}; it must be a sequence"
+            else:
+                yield from (
+                    f"{title}.{field} has {each!r}, {why}" for each in value if (why := _entry(field, each))
+                )
+
+
+def _entry(field: str, value: object) -> str | None:
+    """Why a value means nothing in a declared sequence, or None."""
+    if field == "supported_phases" and value not in list(Phase):
+        return f"which is no phase; phases are {', '.join(Phase)}"
+    if field == "device_types" and not (isinstance(value, str) and value.islower() and value.isidentifier()):
+        return "which is no device type; write names such as 'cpu', 'cuda' or 'rocm'"
+    if field == "supported_dtypes":
+        if isinstance(value, str) and bare_dtype_name(value, field) not in DTYPES:
+            near = difflib.get_close_matches(value, DTYPES, 1)
+            return (
+                f"which is no dtype of a layer; {f'did you mean {near[0]}?' if near else ', '.join(DTYPES)}"
+            )
+        if not isinstance(value, str) and type(value).__name__ != "dtype":
+            return "which is no dtype; write names such as 'bfloat16', or torch dtypes"
+    return None
+
+
+def _signatures(cls: type, base: type, *, on_class: bool, skipped: Collection[str] = ()) -> Iterator[str]:
+    """Overrides that do not take the arguments that attnplug gives."""
+    for name, theirs in _methods(cls, base).items():
+        owner = owner_of(cls, name)
+        if owner is None or not _is_of_plugin(owner) or name in skipped:
+            continue
+        raw, title = vars(owner)[name], f"{cls.__name__}.{name}"
+        expected = _signature(theirs, on_class=False)
+        head = ", ".join(
+            ["cls" if on_class or isinstance(theirs, classmethod) else "self", *_arguments(expected)]
+        )
+        write = f"write def {name}({head})"
+        if on_class and not callable(raw) and not isinstance(raw, (staticmethod, classmethod)):
+            yield f"{title} is {_kind(raw)}; it must be a class method: {write}"
+            continue
+        found = _signature(raw, on_class=on_class)
+        if found is None or expected is None:
+            continue
+        ported = [each for each in found.parameters if each in PORTED_PARAMETERS]
+        if "head_size" in found.parameters and "head_size" not in expected.parameters:
+            yield f"{title} has vLLM's arguments; {write}, and read spec and device"
+        elif ported:
+            yield f"{title} has the parameter {ported[0]}; {PORTED_PARAMETERS[ported[0]]}"
+        elif why := _cannot_take(found, expected):
+            yield f"{title} does not take what attnplug gives ({why}); {write}"
+
+
+def _methods(cls: type, base: type) -> dict[str, Any]:
+    """The methods of the interface by name, as the nearest class of attnplug defines them; `__init__` too."""
+    found: dict[str, Any] = {}
+    for each in cls.__mro__:
+        if each.__module__.startswith("attnplug.core.") and issubclass(each, base):
+            for name, value in vars(each).items():
+                is_method = isinstance(value, (staticmethod, classmethod, types.FunctionType))
+                if is_method and (not name.startswith("_") or name == "__init__"):
+                    found.setdefault(name, value)
+    return found
+
+
+def _signature(raw: Any, *, on_class: bool) -> inspect.Signature | None:
+    """The parameters that a caller gives; None where they cannot be known without a call."""
+    function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
+    bound = isinstance(raw, classmethod) or (isinstance(raw, types.FunctionType) and not on_class)
+    if not callable(function):
+        return None
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    parameters = list(signature.parameters.values())
+    # A leading *args takes the class or the instance, and the rest too.
+    if bound and parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        parameters = parameters[1:]
+    return signature.replace(parameters=parameters)
+
+
+def _cannot_take(found: inspect.Signature, expected: inspect.Signature) -> str | None:
+    by_name = [p.name for p in expected.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    in_place = [p.name for p in expected.parameters.values() if p.kind in kinds]
+    try:
+        found.bind(*in_place, **dict.fromkeys(by_name))
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def _arguments(signature: inspect.Signature | None) -> Iterator[str]:
+    star = False
+    for each in () if signature is None else signature.parameters.values():
+        if each.kind is each.KEYWORD_ONLY and not star:
+            star = True
+            yield "*"
+        yield each.name if each.default is each.empty else f"{each.name}={each.default!r}"
+
+
+def _constructor(impl: type, base: type) -> Iterator[str]:
+    """Whether an impl's constructor takes the keywords that `from_spec` gives."""
+    owner = owner_of(impl, "__init__")
+    expected = _signature(vars(base)["__init__"], on_class=False)
+    found = (
+        None
+        if owner is None or not _is_of_plugin(owner)
+        else _signature(vars(owner)["__init__"], on_class=False)
+    )
+    if found is None or expected is None:
+        return
+    given = [*expected.parameters, "sinks"]
+    parameters = found.parameters.values()
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if unknown := [name for name in needed if name not in given]:
+        read = "self.spec, self.tensors and self.options"
+        yield f"{impl.__name__}.__init__ requires {', '.join(unknown)}, which attnplug does not give; read {read}"
+    if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+        lacking = [name for name in expected.parameters if name not in found.parameters]
+        if lacking:
+            yield f"{impl.__name__}.__init__ does not take {', '.join(lacking)}; add them, or **rest"
+
+
+def _kind(raw: object) -> str:
+    return "a property" if isinstance(raw, property) else f"{raw!r}"

@@ -1,0 +1,72 @@
+"""The impl and the builder of a backend: their faults against the interface, and the construction of a builder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from attnplug.core.config import BuilderConfig
+from attnplug.core.errors import PluginError
+from attnplug.core.impl import AttentionImpl
+from attnplug.core.interface import builder_faults, impl_faults
+from attnplug.core.metadata import AttentionMetadataBuilder
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnplug.core.backend import AttentionBackend
+    from attnplug.core.kv_cache_spec import KVCacheSpec
+    from attnplug.core.spec import LayerSpec
+
+
+def part_faults(impl: type, builder: type) -> list[str]:
+    """What the classes that `get_impl_cls` and `get_builder_cls` gave write that attnplug would not read."""
+    faults = impl_faults(impl, AttentionImpl) if issubclass(impl, AttentionImpl) else ()
+    if issubclass(builder, AttentionMetadataBuilder):
+        return [*faults, *builder_faults(builder, AttentionMetadataBuilder)]
+    return list(faults)
+
+
+def make_impl(backend: type[AttentionBackend], spec: LayerSpec, **arguments: Any) -> AttentionImpl[Any]:
+    """The impl of one layer on a backend; arguments as `AttentionImpl.from_spec`.
+
+    Raises:
+        PluginError: the impl does not follow the interface; the error names the backend and what to write.
+        SpecError: as `from_spec`.
+    """
+    impl = backend.get_impl_cls()
+    _check_base(backend, "get_impl_cls", impl, AttentionImpl)
+    return impl.from_spec(spec, backend=backend, **arguments)
+
+
+def make_builder(
+    backend: type[AttentionBackend],
+    kv_cache_spec: KVCacheSpec,
+    layer_names: Sequence[str],
+    config: BuilderConfig,
+    device: torch.device,
+) -> AttentionMetadataBuilder[Any]:
+    """A backend's builder for layers with one kind of pages.
+
+    Raises:
+        PluginError: the builder does not follow the interface; the error names the backend and what to write.
+    """
+    builder = backend.get_builder_cls()
+    _check_base(backend, "get_builder_cls", builder, AttentionMetadataBuilder)
+    if faults := builder_faults(builder, AttentionMetadataBuilder):
+        raise PluginError(f"{backend.get_name()} cannot build metadata: {'; '.join(faults)}")
+    try:
+        return builder(kv_cache_spec, layer_names, config, device)
+    except (AttributeError, TypeError) as error:
+        fields = ", ".join(field.name for field in dataclasses.fields(BuilderConfig))
+        raise PluginError(
+            f"{backend.get_name()} cannot build metadata: {builder.__name__} raised {type(error).__name__}: {error}; "
+            f"its third argument is attnplug's BuilderConfig, with {fields}"
+        ) from error
+
+
+def _check_base(backend: type[AttentionBackend], getter: str, part: object, base: type) -> None:
+    if not (isinstance(part, type) and issubclass(part, base)):
+        what = f"{backend.get_name()}.{getter} gives {part!r}"
+        raise PluginError(f"{what}; subclass {base.__name__} of attnplug.core")

@@ -1,0 +1,143 @@
+"""Names that classes ported from vLLM 0.8 to 0.33 may have, and what to write for each in attnplug."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PortedName:
+    """A name that attnplug does not read.
+
+    Args:
+        write: what to write instead.
+        harmless: values that ask for nothing, with which the name may stay.
+    """
+
+    write: str
+    harmless: tuple[object, ...] = ()
+
+
+def _all(write: str, *names: str, harmless: tuple[object, ...] = ()) -> dict[str, PortedName]:
+    return dict.fromkeys(names, PortedName(write, harmless))
+
+
+BACKEND_NAMES: Mapping[str, PortedName] = {
+    **_all("declare Feature.SLIDING_WINDOW in features", "supports_sliding_window"),
+    **_all("declare Feature.NON_CAUSAL in features", "supports_non_causal"),
+    **_all("declare Feature.ALIBI in features; slopes are used as they are", "supports_alibi_sqrt"),
+    **_all(
+        "remove it: no layer can ask for it", "supports_batch_invariance", "supports_kv_connector", "is_ssm"
+    ),
+    **_all("remove it: a layer's scales are per tensor", "supports_per_head_quant_scales"),
+    **_all("set supports_pcp on the impl", "supports_pcp"),
+    **_all("set can_return_lse_for_decode on the impl", "supports_dcp", "can_return_lse_for_decode"),
+    **_all("remove it: context parallelism is for causal layers", "supports_non_causal_dcp"),
+    **_all("set needs_host_seq_lens on the builder", "supports_device_cpu_query_lens_mismatch"),
+    **_all("set supports_quant_query_input on the impl", "supports_quant_query_input"),
+    **_all(
+        "set it on the builder",
+        *("reorder_batch_threshold", "cudagraph_support", "_cudagraph_support"),
+        *("supports_update_block_table", "needs_host_seq_lens"),
+    ),
+    **_all(
+        "override get_kv_cache_shape, get_kv_cache_stride_order and split_kv",
+        *("customize_spec", "indexes_kv_by_block_stride", "get_kv_cache_block_dim"),
+    ),
+    **_all(
+        "write update_kv_cache and attend on the impl",
+        "forward_includes_kv_cache_update",
+        harmless=(False,),
+    ),
+    **_all("define it as a method of the builder", "use_cascade_attention"),
+    **_all("remove it: build returns the metadata", "get_metadata_cls", "make_metadata", "get_state_cls"),
+    **_all("remove it: an engine copies pages by itself", "swap_blocks", "copy_blocks", "advance_step"),
+    **_all("set supported_dtypes", "get_supported_dtypes"),
+    **_all("set supported_kv_cache_dtypes", "get_supported_kv_cache_dtypes"),
+    **_all(
+        "write get_supported_kernel_block_sizes(cls, spec=None, device=None)",
+        *("get_supported_kernel_block_size", "get_supported_block_sizes", "supported_block_sizes"),
+    ),
+    **_all(
+        "write get_supported_head_sizes or supports_head_size", "validate_head_size", "supported_head_sizes"
+    ),
+    **_all("remove it: spec.has_quantized_kv_cache tells it", "is_quantized_kv_cache"),
+    **_all("write get_name", "get_enum"),
+    **_all(
+        "declare a Feature in features", "supports_logits_soft_cap", "supports_soft_cap", "supports_alibi"
+    ),
+}
+"""On the backend class."""
+
+IMPL_NAMES: Mapping[str, PortedName] = {
+    **_all("name it update_kv_cache(layer, key, value, kv_cache, slot_mapping)", "do_kv_cache_update"),
+    **_all("set can_return_lse_for_decode", "supports_dcp"),
+    **_all(
+        "set can_return_lse_for_decode; a process needs the LSE if from_spec gets a group dcp",
+        "need_to_return_lse_for_decode",
+        harmless=(False,),
+    ),
+    **_all(
+        "remove it: the groups dcp and pcp given to from_spec set it",
+        *("dcp_world_size", "dcp_rank", "pcp_world_size", "pcp_rank", "total_cp_world_size", "total_cp_rank"),
+    ),
+    **_all("write natural logarithms to output_lse", "lse_base_on_e", harmless=(True,)),
+    **_all(
+        "remove it: no layer can ask for it",
+        "supports_mtp_with_cp_non_trivial_interleave_size",
+        harmless=(False,),
+    ),
+    **_all("declare Feature.SPARSE in the backend's features", "is_sparse", harmless=(False,)),
+    **_all("remove it: supported_phases of the backend tell it", "supports_dense_mha_prefill"),
+    **_all(
+        "remove it: keys come rotated, and update_kv_cache alone writes them",
+        *("fused_rope_kvcache_supported", "fused_qk_norm_rope_kvcache_supported"),
+        *("do_rope_and_kv_cache_update", "do_qk_norm_rope_kvcache_update"),
+    ),
+    **_all(
+        "define get_supported_kernel_block_sizes on the backend",
+        *("get_supported_kernel_block_size", "get_supported_kernel_block_sizes"),
+    ),
+    **_all("set it on the backend", "accept_output_buffer", "supported_dtypes", "supported_kv_cache_dtypes"),
+}
+"""On the impl class."""
+
+BUILDER_NAMES: Mapping[str, PortedName] = {
+    **_all(
+        "call _init_reorder_batch_threshold(supports_spec_as_decode=True)",
+        *("query_len_support", "supports_uniform_spec_as_decode"),
+        harmless=(False,),
+    ),
+    **_all("set reorder_batch_threshold", "reorder_batch"),
+    **_all(
+        "set cudagraph_support",
+        *("can_run_in_cudagraph", "full_cudagraph_supported", "attn_cudagraph_support"),
+    ),
+    **_all(
+        "override build_for_drafting",
+        *("supports_draft_decode_metadata_update", "update_draft_decode_metadata"),
+        harmless=(False,),
+    ),
+    **_all(
+        "read common_attn_metadata.block_table_tensor.shape[1]",
+        "requires_block_table_width",
+        harmless=(False,),
+    ),
+    **_all("read kv_cache_spec.block_size", "set_kernel_block_size"),
+    **_all(
+        "remove it: context parallelism is for causal layers",
+        "supports_non_causal_multi_token_dcp",
+        harmless=(False,),
+    ),
+}
+"""On the builder class."""
+
+PORTED_PARAMETERS: Mapping[str, str] = {
+    "vllm_config": "name it config: it is attnplug's BuilderConfig, with layers, num_speculative_tokens and limits",
+    "use_mla": "read spec.mla",
+    "has_sink": "read spec.has_sinks",
+    "use_sparse": "read spec.sparse",
+    "device_capability": "read device.capability",
+}
+"""Parameters of vLLM's methods, which attnplug gives in another form."""
