@@ -9,8 +9,9 @@ import difflib
 import functools
 import inspect
 import types
+from abc import ABC
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, Generic, Protocol
 
 from attnplug.core.dtypes import DTYPES, bare_dtype_name
 from attnplug.core.features import Feature
@@ -53,8 +54,8 @@ def impl_faults(impl: type, base: type) -> tuple[str, ...]:
     single = overrides(impl, "forward") and {"attend", "update_kv_cache"}.intersection(missing)
     if single:
         faults.append(
-            f"{impl.__name__}.forward writes the KV cache and attends; "
-            "write update_kv_cache(layer, key, value, kv_cache, slot_mapping) and attend, which only reads"
+            f"{impl.__name__}.forward writes the KV cache and attends in one; "
+            f"write {' and '.join(_definition(name, vars(base)[name]) for name in ('update_kv_cache', 'attend'))}"
         )
     elif missing:
         faults.append(f"{impl.__name__} lacks {', '.join(missing)}")
@@ -82,30 +83,33 @@ def builder_faults(builder: type, base: type) -> tuple[str, ...]:
 
 
 def _unread_names(cls: type, base: type, ported: Mapping[str, PortedName]) -> Iterator[str]:
-    interface = [name for each in base.__mro__ if each is not object for name in _names(each)]
+    interface = {name for each in base.__mro__ if each is not object for name in _names(each)}
+    # A class without an abstract method is refused for that, so such a name is never a misspelt one.
+    likely = (interface | ported.keys()) - getattr(base, "__abstractmethods__", frozenset())
     for name in dict.fromkeys(name for each in cls.__mro__ for name in vars(each)):
         owner = owner_of(cls, name)
         if owner is None or not _is_of_plugin(owner):
             continue
-        title, known = f"{cls.__name__}.{name}", ported.get(name)
-        if known is not None:
-            value = vars(owner)[name]
-            if not any(value is each for each in known.harmless):
-                yield f"{title} is not read by attnplug; {known.write}"
-        elif not name.startswith("_") and name not in interface:
-            yield from _misspelt(cls, name, [*interface, *ported], ported)
+        known = ported.get(name)
+        if known is None and name not in interface and not name.startswith("_"):
+            known = _misspelt(owner, name, likely, ported)
+        if known is not None and not any(vars(owner)[name] is each for each in known.harmless):
+            yield f"{cls.__name__}.{name} is not read by attnplug; {known.write}"
 
 
-def _misspelt(cls: type, name: str, known: list[str], ported: Mapping[str, PortedName]) -> Iterator[str]:
-    lower = {each.lower(): each for each in known if not each.startswith("_")}
+def _misspelt(
+    owner: type, name: str, likely: Collection[str], ported: Mapping[str, PortedName]
+) -> PortedName | None:
+    """What to write for a public name that looks like one of the interface, or states what a class can do."""
+    lower = {each.lower(): each for each in sorted(likely) if not each.startswith("_")}
     found = difflib.get_close_matches(name.lower(), lower, 1, _NEAR)
     near = lower[found[0]] if found else None
     # A class that has the right name too has written a helper with a like name.
-    if near is not None and not overrides(cls, near):
-        remedy = ported[near].write if near in ported else f"did you mean {near}?"
-        yield f"{cls.__name__}.{name} is not read by attnplug; {remedy}"
-    elif name.startswith(_CLAIMS):
-        yield f"{cls.__name__}.{name} is not read by attnplug; begin the name of a helper with an underscore"
+    if near is not None and near not in vars(owner):
+        return ported.get(near) or PortedName(f"did you mean {near}?")
+    if name.startswith(_CLAIMS):
+        return PortedName("begin the name of a helper with an underscore")
+    return None
 
 
 def _names(cls: type) -> list[str]:
@@ -113,8 +117,10 @@ def _names(cls: type) -> list[str]:
 
 
 def _is_of_plugin(owner: type) -> bool:
-    package = owner.__module__.partition(".")[0]
-    return package not in ("attnplug", "builtins", "abc", "typing", "torch")
+    # A class made by a call of type() has the module "abc", so these are told apart by identity.
+    if owner in (object, ABC, Generic, Protocol):
+        return False
+    return owner.__module__.partition(".")[0] not in ("attnplug", "torch")
 
 
 def _declarations(backend: Any) -> Iterator[str]:
@@ -165,10 +171,7 @@ def _signatures(cls: type, base: type, *, on_class: bool, skipped: Collection[st
             continue
         raw, title = vars(owner)[name], f"{cls.__name__}.{name}"
         expected = _signature(theirs, on_class=False)
-        head = ", ".join(
-            ["cls" if on_class or isinstance(theirs, classmethod) else "self", *_arguments(expected)]
-        )
-        write = f"write def {name}({head})"
+        write = f"write {_definition(name, theirs)}"
         if on_class and not callable(raw) and not isinstance(raw, (staticmethod, classmethod)):
             yield f"{title} is {_kind(raw)}; it must be a class method: {write}"
             continue
@@ -224,13 +227,16 @@ def _cannot_take(found: inspect.Signature, expected: inspect.Signature) -> str |
     return None
 
 
-def _arguments(signature: inspect.Signature | None) -> Iterator[str]:
-    star = False
+def _definition(name: str, method: Any) -> str:
+    """The line with which a class of its own defines a method of the interface."""
+    signature, words = _signature(method, on_class=False), ["self"]
+    if isinstance(method, (staticmethod, classmethod)):
+        words = ["cls"]
     for each in () if signature is None else signature.parameters.values():
-        if each.kind is each.KEYWORD_ONLY and not star:
-            star = True
-            yield "*"
-        yield each.name if each.default is each.empty else f"{each.name}={each.default!r}"
+        if each.kind is each.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
+        words.append(each.name if each.default is each.empty else f"{each.name}={each.default!r}")
+    return f"def {name}({', '.join(words)})"
 
 
 def _constructor(impl: type, base: type) -> Iterator[str]:

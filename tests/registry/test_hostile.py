@@ -40,6 +40,16 @@ BROKEN = {
     "bad-future-hook": ("broken", "attnplug_rank", "budget"),
     "bad-no-api": ("broken", "add ATTNPLUG_API = (1, 1)"),
     "bad-api-range": ("incompatible", "is for plugin interface 97 to 99; this attnplug offers 1"),
+    "bad-ported": (
+        "broken",
+        "offers BadPorted, which does not follow the interface",
+        "BadPorted.forward_includes_kv_cache_update is not read by attnplug; write update_kv_cache and attend",
+        "BadPorted.supports_non_causal is not read by attnplug; declare Feature.NON_CAUSAL in features",
+        "write def get_supported_kernel_block_sizes(cls, spec=None, device=None)",
+        "cache_dtype='auto', head_size_v=None)",
+        "write def get_kv_cache_stride_order(cls, include_num_layers_dimension=False, *, layout=None, spec=None)",
+        "BadPorted.supports_combination has vLLM's arguments; write def supports_combination(cls, spec, device)",
+    ),
     "bad-squats-torch": ("conflict", "offers TORCH, a name reserved for attnplug's own backend"),
 }
 """Those that do not load, with the status and the words of their records."""
