@@ -126,7 +126,7 @@ def make_impl(
     spec: LayerSpec,
     tensors: LayerTensors,
     name: str = "layer",
-    **shared: str,
+    **shared: Any,
 ) -> AttentionImpl[Any]:
     """The impl of a layer with the backend's default options; `shared` has further arguments of `from_spec`."""
     options = None if backend.Options is None else backend.Options()
