@@ -254,18 +254,12 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> Sequence[str]:
-        """Physical orders it can read, preferred first: "NHD" (token, head) and "HND" (head, token).
-
-        By default all, or the one that an override of `get_required_kv_cache_layout` gives.
-        """
-        required = None
-        if overrides(cls, "get_required_kv_cache_layout"):
-            required = cls.get_required_kv_cache_layout()
-        return ("NHD", "HND") if required is None else (required,)
+        """Physical orders it can read, preferred first: "NHD" (token, head) and "HND" (head, token)."""
+        return ("NHD", "HND")
 
     @classmethod
     def get_required_kv_cache_layout(cls) -> str | None:
-        """The only layout that it can read; None if it reads several."""
+        """The only layout that it can read, from `supported_kv_cache_layouts`; None if it reads several."""
         layouts = cls.supported_kv_cache_layouts()
         return layouts[0] if len(layouts) == 1 else None
 

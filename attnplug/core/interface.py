@@ -40,9 +40,11 @@ def backend_faults(backend: type, base: type) -> list[str]:
         base: AttentionBackend.
     """
     names = [*_unread_names(backend, base, BACKEND_NAMES), *_declarations(backend)]
-    both = ("supported_kv_cache_layouts", "get_required_kv_cache_layout")
-    if all(overrides(backend, name) for name in both):
-        names.append(f"{backend.__name__} overrides both {' and '.join(both)}; keep {both[0]}")
+    if overrides(backend, "get_required_kv_cache_layout"):
+        title = f"{backend.__name__}.get_required_kv_cache_layout"
+        names.append(
+            f'{title} follows from supported_kv_cache_layouts; override that, to give ("HND",) or ("NHD",)'
+        )
     return [*names, *_signatures(backend, base, on_class=True)]
 
 

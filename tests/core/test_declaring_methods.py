@@ -135,15 +135,6 @@ class TestBlocks:
 
 
 class TestOthers:
-    def test_the_one_layout_of_older_classes_is_the_only_one_read(self) -> None:
-        backend = variant(get_required_kv_cache_layout=lambda: "HND")
-        assert tuple(backend.supported_kv_cache_layouts()) == ("HND",)
-        assert backend.get_kv_cache_stride_order() == (0, 1, 3, 2, 4)
-        assert tuple(variant(get_required_kv_cache_layout=lambda: None).supported_kv_cache_layouts()) == (
-            "NHD",
-            "HND",
-        )
-
     def test_a_capability_has_the_parts_that_authors_read(self) -> None:
         seen: list[Any] = []
 

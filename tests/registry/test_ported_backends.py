@@ -131,12 +131,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one device": ({"device_types": 7}, "Acme.device_types is 7; it must be a sequence"),
     "phases": ({"supported_phases": ("extend",)}, "which is no phase; phases are decode, prefill"),
     "dtype names": ({"supported_dtypes": ["bfloat-16"]}, "did you mean bfloat16?"),
-    "two layouts": (
-        {
-            "supported_kv_cache_layouts": method(lambda cls: ("NHD",)),
-            "get_required_kv_cache_layout": method(lambda cls: "HND"),
-        },
-        "keep supported_kv_cache_layouts",
+    "one layout": (
+        {"get_required_kv_cache_layout": method(lambda cls: "HND")},
+        "follows from supported_kv_cache_layouts; override that",
     ),
 }
 
@@ -182,7 +179,7 @@ class TestBackend:
                 "supported_kv_cache_dtypes": ["auto", "fp8"],
             },
             {"supports_dtype": method(lambda cls, dtype: True)},
-            {"get_required_kv_cache_layout": method(lambda cls: "NHD")},
+            {"supported_kv_cache_layouts": method(lambda cls: ("HND",))},
         ],
         ids=lambda names: next(iter(names)),
     )
