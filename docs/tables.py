@@ -53,7 +53,7 @@ SECTIONS = {
             "is_all_encoder_attn_metadata_set",
             "is_all_cross_attn_metadata_set",
         ],
-        "attnplug.core": ["MLADims", "get_mla_dims"],
+        "attnplug.core": ["ContextParallel", "MLADims", "get_mla_dims"],
         "attnplug.ops": ["write_kv_cache", "merge_attn_states", "merge"],
     },
     "Hyperparameters that a plan fixes": {
@@ -111,8 +111,8 @@ SECTIONS = {
 
 INTRODUCTION = """# Batches, metadata and KV caches
 
-Functions first, usable one by one, by the names that authors of attention backends know. Porting a backend is a
-change of imports. Counts are Python ints; bad input raises a `ValueError` subclass that names the argument, the
+Functions first, usable one by one, by the names that authors of attention backends know. The classes differ in a few
+signatures; see [Port a backend from vLLM](../guides/ship-a-backend.md#port-a-backend-from-vllm). Counts are Python ints; bad input raises a `ValueError` subclass that names the argument, the
 value and the limit; inputs are never modified. This page is written by `docs/tables.py` from the docstrings.
 """
 

@@ -77,7 +77,8 @@ def builder_faults(builder: type, base: type) -> tuple[str, ...]:
     if not isinstance(level, known):
         faults.append(f"{builder.__name__}.cudagraph_support is {level!r}, which is no {known.__name__}")
     named = owner_of(builder, "_cudagraph_support")
-    if named is not None and vars(named)["_cudagraph_support"] != level:
+    own = owner_of(builder, "cudagraph_support")
+    if named is not None and named is own and vars(named)["_cudagraph_support"] != level:
         faults.append(
             f"{builder.__name__} sets cudagraph_support and another _cudagraph_support; keep the first"
         )
@@ -115,7 +116,7 @@ def _misspelt(
 
 
 def _names(cls: type) -> list[str]:
-    return [*vars(cls), *vars(cls).get("__annotations__", {})]
+    return [*vars(cls), *inspect.get_annotations(cls)]
 
 
 def _is_of_plugin(owner: type) -> bool:

@@ -307,6 +307,7 @@ class TestParts:
             "Over", (type("Acme", (TORCH_BUILDER,), names),), {"cudagraph_support": AttentionCGSupport.NEVER}
         )
         assert over.cudagraph_support is AttentionCGSupport.NEVER
+        assert import_parts(made(builder=over)) is None
 
     def test_a_builder_that_reads_the_engines_configuration_is_named(self) -> None:
         class Builder(TORCH_BUILDER):  # type: ignore[misc, valid-type]
