@@ -107,9 +107,13 @@ def test_only_a_module_of_attnplug_is_built_in(site: Path, monkeypatch: pytest.M
     found = {each.record.name: each for each in installed_plugins()}
     assert not found["attnplug:fake"].is_builtin
     assert found["attnplug:fake"].entry_point is None
-    assert "calls itself attnplug, but its module is identity_fake" in str(
-        found["attnplug:fake"].record.reason
-    )
+    reason = str(found["attnplug:fake"].record.reason)
+    assert "calls itself attnplug, but its module is identity_fake" in reason
+    # It comes first on the path, and hides none of attnplug's own.
+    assert found["attnplug:torch"].is_builtin
+    chosen = Registry().explain(SPEC, CPU).chosen
+    assert chosen is not None
+    assert chosen.version != "9.9"
 
 
 def test_a_plugin_installed_for_development_has_its_name(site: Path) -> None:
