@@ -96,7 +96,10 @@ class Reason(str):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, str | None]) -> Reason:
-        """The reason that `to_dict` wrote."""
+        """The reason that `to_dict` wrote. TypeError for a value that is no text."""
+        for name in ("text", *cls.__slots__):
+            if not isinstance(data.get(name), str | None):
+                raise TypeError(f"{name} of a reason must be text")
         # The text is a finished sentence; cls(...) would compose it again.
         # A plugin's sentence with line breaks could pass for lines of attnplug's own.
         self = str.__new__(cls, safe_text(" ".join((data["text"] or "").splitlines())))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attnplug.core.device import Device
 from attnplug.core.errors import NoBackendError, PluginError
+from attnplug.core.json_reading import reading, texts, typed
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
 
@@ -20,9 +21,18 @@ if TYPE_CHECKING:
 
     from attnplug.core.backend import AttentionBackend
 
-_SCHEMA = 1
-_AS_IS = ("layer_name", "backend", "level", "chosen_by", "rule", "block_size", "kv_cache_layout", "assumed")
-"""Fields of a Decision that JSON can have as they are."""
+SCHEMA = 1
+_AS_IS: dict[str, tuple[type | None, ...]] = {
+    "layer_name": (str, None),
+    "backend": (str, None),
+    "level": (str,),
+    "chosen_by": (str, None),
+    "rule": (str, None),
+    "block_size": (int, None),
+    "kv_cache_layout": (str, None),
+    "assumed": (str, list, None),
+}
+"""Fields of a Decision that JSON can have as they are, and their types there."""
 _TUPLES = ("ranked_by", "allow_refuted", "notes")
 
 
@@ -91,12 +101,17 @@ class Candidate:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The candidate that `to_dict` wrote."""
-        return cls(
-            **{name: data[name] for name in ("name", "distribution", "version", "priority")},
-            refused_at=data["refused_at"] and Gate(data["refused_at"]),
-            reasons=tuple(Reason.from_dict(reason) for reason in data["reasons"]),
-        )
+        """The candidate that `to_dict` wrote. SpecError for damaged data."""
+        with reading("candidate"):
+            refused_at = typed(data, "refused_at", str, None)
+            return cls(
+                name=typed(data, "name", str),
+                distribution=typed(data, "distribution", str, None),
+                version=typed(data, "version", str, None),
+                priority=typed(data, "priority", int, None),
+                refused_at=None if refused_at is None else Gate(refused_at),
+                reasons=tuple(map(Reason.from_dict, typed(data, "reasons", list))),
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -224,7 +239,7 @@ class Decision:
     def to_dict(self) -> dict[str, Any]:
         """A JSON object with every field but the class, and the number of its schema."""
         return {
-            "schema": _SCHEMA,
+            "schema": SCHEMA,
             **{name: getattr(self, name) for name in _AS_IS},
             **{name: list(getattr(self, name)) for name in _TUPLES},
             "options": None if self.options is None else dict(self.options),
@@ -243,30 +258,38 @@ class Decision:
         """The decision that `to_dict` wrote; it equals the one written.
 
         Raises:
-            ValueError: another schema.
+            SpecError: another schema, or damaged data.
         """
-        if data.get("schema") != _SCHEMA:
-            raise ValueError(f"schema={data.get('schema')!r}: this attnplug reads schema {_SCHEMA}")
-        data = {"allow_refuted": (), **data}  # older files do not have it
-        fields: dict[str, Any] = {name: data[name] for name in _AS_IS}
-        fields |= {name: tuple(data[name]) for name in _TUPLES}
-        # JSON has lists for pairs, and a list does not equal the tuple that was written.
-        if isinstance(fields["assumed"], list):
-            fields["assumed"] = tuple(map(tuple, fields["assumed"]))
-        if data["options"] is not None:
-            fields["options"] = tuple(sorted((k, _tuples(v)) for k, v in data["options"].items()))
-        return cls(
-            spec=LayerSpec.from_dict(data["spec"]),
-            device=Device.from_dict(data["device"]),
-            phase=data["phase"] and Phase(data["phase"]),
-            candidates=tuple(Candidate.from_dict(item) for item in data["candidates"]),
-            **fields,
-        )
+        with reading("decision"):
+            check_schema(data)
+            data = {"allow_refuted": [], **data}  # older files do not have it
+            fields: dict[str, Any] = {name: typed(data, name, *kinds) for name, kinds in _AS_IS.items()}
+            fields |= {name: texts(data, name) for name in _TUPLES}
+            # JSON has lists for pairs, and a list does not equal the tuple that was written.
+            if isinstance(fields["assumed"], list):
+                fields["assumed"] = tuple((str(name), str(version)) for name, version in fields["assumed"])
+            options, phase = typed(data, "options", dict, None), typed(data, "phase", str, None)
+            if options is not None:
+                fields["options"] = tuple(sorted((k, as_tuples(v)) for k, v in options.items()))
+            return cls(
+                spec=LayerSpec.from_dict(typed(data, "spec", dict)),
+                device=Device.from_dict(typed(data, "device", dict)),
+                phase=None if phase is None else Phase(phase),
+                candidates=tuple(map(Candidate.from_dict, typed(data, "candidates", list))),
+                **fields,
+            )
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The decision that `to_json` wrote."""
-        return cls.from_dict(json.loads(text))
+        """The decision that `to_json` wrote. SpecError as `from_dict`."""
+        with reading("decision"):
+            return cls.from_dict(json.loads(text))
+
+
+def check_schema(data: Mapping[str, Any]) -> None:
+    """ValueError for data of another schema than this attnplug writes."""
+    if data.get("schema") != SCHEMA:
+        raise ValueError(f"schema={data.get('schema')!r}: this attnplug reads schema {SCHEMA}")
 
 
 def as_text(renderable: RenderableType, width: int = 100) -> str:
@@ -279,6 +302,6 @@ def as_text(renderable: RenderableType, width: int = 100) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def _tuples(value: Any) -> Any:
-    # JSON has no tuples. Options have no lists, because they must be hashable.
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def as_tuples(value: Any) -> Any:
+    """A value read from JSON, with tuples for lists: options have no lists, because they must be hashable."""
+    return tuple(map(as_tuples, value)) if isinstance(value, list) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import PluginError, PolicyError
+from attnplug.core.text import shown
+from attnplug.registry.decision import as_tuples
 from attnplug.registry.plugin_calls import describe, guarded_call
 
 if TYPE_CHECKING:
@@ -138,7 +141,28 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
     built, error = guarded_call(declared, **(given or {}))
     if error is not None:
         raise PolicyError("options", given, f"{name} refuses them: {describe(error)}") from error
+    for option in fields:
+        _check_value(name, option, built, given or {})
     return built
+
+
+def _check_value(name: str, option: str, options: Any, given: Mapping[str, Any]) -> None:
+    """Refuse a value that a decision could not be written with as JSON."""
+    value, error = guarded_call(getattr, options, option)
+    fits = error is None and guarded_call(_round_trips, value)[0]
+    if not fits:
+        limit = "cannot be written as JSON and read back; options are numbers, text, flags, None and tuples of these"
+        if option in given:
+            raise PolicyError(f"options[{option!r}]", value, f"of {name} {limit}")
+        raise PluginError(f"the option {option} of {name}, which is {shown(value)} by default, {limit}")
+
+
+def _round_trips(value: object) -> bool:
+    """Whether a decision with this option can be written as JSON, and equals the one that is read."""
+    try:
+        return bool(as_tuples(json.loads(json.dumps(value, allow_nan=False))) == value)
+    except (TypeError, ValueError, RecursionError):
+        return False
 
 
 def _fits(value: object, hint: Any) -> bool:

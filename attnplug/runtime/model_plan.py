@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attnplug.core.device import Device
 from attnplug.core.hyperparameters import PerLayerParameters, group_by_hyperparameters
+from attnplug.core.json_reading import reading, texts, typed
 from attnplug.core.kv_cache_spec import KVCacheConfig
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.decision import Decision, as_text
+from attnplug.registry.decision import SCHEMA, Decision, as_text, check_schema
 from attnplug.runtime.budget import MemoryBudget, bytes_per_block, fit_kv_cache
 from attnplug.runtime.grouping import group_kv_caches
 from attnplug.runtime.plan_pages import planned_caches
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from attnplug.registry.registry import Registry
-
-_SCHEMA = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,7 +133,7 @@ class ModelPlan:
     def to_dict(self) -> dict[str, Any]:
         """A JSON object. It leaves out groups and budget, which `from_dict` computes again."""
         return {
-            "schema": _SCHEMA,
+            "schema": SCHEMA,
             "device": self.device.to_dict(),
             "decisions": {name: decision.to_dict() for name, decision in self.decisions.items()},
             "members": {
@@ -165,10 +164,8 @@ class ModelPlan:
                 run; the process's registry is `attnplug.registry.get_registry()`.
 
         Raises:
-            ValueError: another schema.
+            SpecError: another schema, or damaged data.
         """
-        if data.get("schema") != _SCHEMA:
-            raise ValueError(f"schema={data.get('schema')!r}: this attnplug reads schema {_SCHEMA}")
 
         def decision(item: Mapping[str, Any]) -> Decision:
             read = Decision.from_dict(item)
@@ -177,20 +174,29 @@ class ModelPlan:
             found = (offer.backend for offer in offers if offer.name == read.backend)
             return dataclasses.replace(read, backend_cls=next(found, None))
 
-        return cls(
-            decisions={name: decision(item) for name, item in data["decisions"].items()},
-            device=Device.from_dict(data["device"]),
-            kv_sharing=dict(data["kv_sharing"]),
-            num_blocks=data["num_blocks"],
-            memory=data["memory"],
-            by_phase={
-                name: {Phase(phase): decision(item) for phase, item in phases.items()}
-                for name, phases in data["by_phase"].items()
-            },
-            notes=tuple(data["notes"]),
-        )
+        with reading("plan"):
+            check_schema(data)
+            by_phase, kv_sharing = typed(data, "by_phase", dict), typed(data, "kv_sharing", dict)
+            if not all(type(value) is str for value in kv_sharing.values()):
+                raise TypeError("kv_sharing must map layer names to layer names")
+            made = cls(
+                decisions={name: decision(item) for name, item in typed(data, "decisions", dict).items()},
+                device=Device.from_dict(typed(data, "device", dict)),
+                kv_sharing=dict(kv_sharing),
+                num_blocks=typed(data, "num_blocks", int, None),
+                memory=typed(data, "memory", int, None),
+                by_phase={
+                    name: {Phase(phase): decision(item) for phase, item in phases.items()}
+                    for name, phases in by_phase.items()
+                },
+                notes=texts(data, "notes"),
+            )
+            # Computed here, so that this call refuses layers whose caches do not fit each other.
+            _ = made.budget
+            return made
 
     @classmethod
     def from_json(cls, text: str, registry: Registry | None = None) -> Self:
         """The plan that `to_json` wrote; see `from_dict`."""
-        return cls.from_dict(json.loads(text), registry)
+        with reading("plan"):
+            return cls.from_dict(json.loads(text), registry)

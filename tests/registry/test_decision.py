@@ -15,7 +15,7 @@ from rich.console import Console
 
 from attnplug import Decision, Device, LayerSpec, Phase, Reason
 from attnplug.core.reasons import REASON_CODES
-from attnplug.errors import NoBackendError, PluginError
+from attnplug.errors import NoBackendError, PluginError, SpecError
 from attnplug.registry import Candidate, Gate
 
 WORDS = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "Zs")), max_size=20)
@@ -133,7 +133,7 @@ def test_read_from_json_it_knows_the_name_only() -> None:
 @pytest.mark.parametrize("schema", [None, 0, 2, "1"])
 def test_another_schema_is_refused(schema: object) -> None:
     data = {**decided().to_dict(), "schema": schema}
-    with pytest.raises(ValueError, match=f"schema={schema!r}: this attnplug reads schema 1"):
+    with pytest.raises(SpecError, match=f"schema={schema!r}: this attnplug reads schema 1"):
         Decision.from_dict(data)
 
 

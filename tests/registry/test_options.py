@@ -182,7 +182,7 @@ def test_values_that_the_options_themselves_refuse_are_an_error() -> None:
         (Empty(), "is no Options of any backend, and no mapping"),
         ("fast", "is no Options of any backend, and no mapping"),
         ({"SPLITS": 3}, "must be the Splits of SPLITS, or a mapping"),
-        ({"SPLITS": {"anything": []}}, "must have hashable values"),
+        ({"SPLITS": {"anything": []}}, "cannot be written as JSON and read back"),
     ],
 )
 def test_options_for_no_known_backend_are_an_error_and_never_ignored(options: Any, words: str) -> None:

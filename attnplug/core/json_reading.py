@@ -1,0 +1,43 @@
+"""Reads values back from JSON that may be damaged: every fault becomes one SpecError."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from attnplug.core.errors import SpecError
+
+
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Raise a SpecError about `what` for every fault of the data that is read inside the block."""
+    try:
+        yield
+    except SpecError as error:
+        raise error if error.field == what else _damaged(what, error) from error
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise _damaged(what, error) from error
+
+
+def _damaged(what: str, error: Exception) -> SpecError:
+    missing = isinstance(error, KeyError)
+    found = f"lacks {error}" if missing else str(error)
+    return SpecError(what, "JSON", f"is not what to_json wrote: {found}")
+
+
+def typed(data: Mapping[str, Any], name: str, *kinds: type | None) -> Any:
+    """`data[name]`, which must be of exactly one of `kinds`; TypeError for another type."""
+    value = data[name]
+    if type(value) not in [type(None) if kind is None else kind for kind in kinds]:
+        expected = " or ".join("null" if kind is None else kind.__name__ for kind in kinds)
+        raise TypeError(f"{name} must be {expected}, not {type(value).__name__}")
+    return value
+
+
+def texts(data: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """`data[name]` as a tuple; TypeError if it is not a list of text."""
+    values = cast("list[Any]", typed(data, name, list))
+    if not all(type(value) is str for value in values):
+        raise TypeError(f"{name} must be a list of text")
+    return tuple(values)
