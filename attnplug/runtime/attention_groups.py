@@ -20,8 +20,8 @@ from attnplug.core.parts import make_builder
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.core.validation import reads_blocks
 from attnplug.registry.decision import Decision
+from attnplug.runtime.batch_checks import check_groups
 from attnplug.runtime.cascade import cascade_prefix_len
-from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.step_batch import StepBatch
 
 
@@ -162,7 +162,7 @@ def build_attn_metadata(
     Raises:
         BatchError: the batch has another number of KV groups, or other cross groups, or a draft step is captured.
     """
-    _check_groups(batch, kv_cache_config)
+    check_groups(batch, kv_cache_config)
     if for_capture and draft_index is not None:
         remedy = "capture without it: the graph serves draft steps too"
         raise BatchError("draft_index", draft_index, "is not for captures", remedy)
@@ -264,16 +264,6 @@ def _for_group(batch: StepBatch, group: int) -> CommonAttentionMetadata:
     common.block_table_tensor = table
     common.slot_mapping = slots
     return common
-
-
-def _check_groups(batch: StepBatch, config: KVCacheConfig) -> None:
-    groups, found = config.kv_cache_groups, batch.block_tables.shape[0]
-    if found != len(groups):
-        raise BatchError("batch.block_tables", found, f"must be {len(groups)}, one for each KV group")
-    cross = cross_groups(config)
-    if cross != batch.cross_groups:
-        limit = f"must be {sorted(cross)}, the KV groups with a CrossAttentionSpec"
-        raise BatchError("batch.cross_groups", sorted(batch.cross_groups), limit)
 
 
 def _check_layers(groups: Sequence[KVCacheGroupSpec], decisions: Mapping[str, Decision]) -> None:

@@ -25,6 +25,7 @@ from attnplug.runtime.attention_groups import (
     init_attn_backend,
     share_workspace,
 )
+from attnplug.runtime.batch_checks import check_device, check_groups, check_pool
 from attnplug.runtime.block_pool import BlockPool
 from attnplug.runtime.engine_caches import (
     Allocator,
@@ -96,6 +97,8 @@ class AttentionRuntime:
         self.fast_prefill_layers = _last_readers(plan) if kv_sharing_fast_prefill else ()
         """The layers of fast prefill, in the order of the plan."""
         self.device = _device(plan, device)
+        # "cuda" means the current GPU, which only a tensor's device tells.
+        self._home = torch.empty(0, device=self.device).device
         self.debug = os.environ.get(_DEBUG, "") not in ("", "0") if debug is None else debug
         self.kv_cache_config = plan.kv_cache_config
         groups = self.kv_cache_config.kv_cache_groups
@@ -164,6 +167,7 @@ class AttentionRuntime:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=longest_sequence(self.config, max_model_len),
             block_sizes=[group.kv_cache_spec.block_size for group in groups],
+            kv_cache_specs=[group.kv_cache_spec for group in groups],
             device=self.device,
             cross_groups=sorted(cross_groups(self.kv_cache_config)),
             max_encoder_len=max_encoder_len,
@@ -212,9 +216,9 @@ class AttentionRuntime:
                 that verifies the drafts is a plain one.
 
         Raises:
-            BatchError: neither batch nor direct is given, the batch does not fit the plan or the pool, no layer
-                has direct K and V, a layer with mm_prefix gets no spans, the draft step is out of range or given
-                with metadata, or the runtime is closed.
+            BatchError: neither batch nor direct is given, the batch does not fit the plan, its device or its pool (on
+                a GPU, the pool is checked in debug mode only), no layer has direct K and V, a layer with mm_prefix
+                gets no spans, the draft step is out of range or given with metadata, or the runtime is closed.
         """
         self._check_open()
         self._step = {}
@@ -225,8 +229,13 @@ class AttentionRuntime:
                 "direct", direct.num_reqs, "requests, and no layer of the plan has direct K and V"
             )
         self._check_draft(draft_index, metadata)
+        check_device(batch, direct, self._home)
         step: dict[str, _LayerStep] = {}
         if batch is not None:
+            check_groups(batch, self.kv_cache_config)
+            if self.device.type == "cpu" or self.debug:
+                # On a GPU the host would wait for the tables, so only debug mode checks them.
+                check_pool(batch, self.kv_cache_config)
             self._check_order(batch)
             _check_spans("batch.common", batch.common, self._needs_spans[0])
             # Builders of fast prefill never see a step without tokens.
@@ -235,7 +244,6 @@ class AttentionRuntime:
             built = metadata or build_attn_metadata(
                 groups, batch, self.kv_cache_config, draft_index=draft_index
             )
-            self._check_slots(batch)
             for group in self.attention_groups:
                 written = batch.num_slots[group.kv_cache_group_id]
                 tokens = batch.common.num_actual_tokens
@@ -391,17 +399,6 @@ class AttentionRuntime:
             if drafts == 0:
                 limit = "needs a runtime that drafts, and config.num_speculative_tokens is 0"
             raise BatchError("draft_index", index, limit, "set it to the most draft steps")
-
-    def _check_slots(self, batch: StepBatch) -> None:
-        # On a GPU the host would wait for the largest slot, so only debug mode checks it.
-        if self.device.type != "cpu" and not self.debug:
-            return
-        for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
-            slots = batch.of_group(index)[1]
-            capacity = self.kv_cache_config.num_blocks * group.kv_cache_spec.block_size
-            if slots.numel() and int(slots.max()) >= capacity:
-                limit = f"of KV group {index} is past the {capacity} slots of {self.plan.num_blocks} blocks"
-                raise BatchError("batch.slot_mappings", int(slots.max()), limit)
 
     def _check_open(self) -> None:
         if self._closed:

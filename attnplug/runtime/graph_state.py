@@ -13,6 +13,7 @@ from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadata, CommonAttentionMetadata
 from attnplug.runtime.attention_groups import build_attn_metadata
 from attnplug.runtime.attention_runtime import AttentionRuntime, longest_sequence
+from attnplug.runtime.batch_checks import check_groups
 from attnplug.runtime.graph_buffers import GraphInputBuffers as GraphInputBuffers
 from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.step_batch import StepBatch
@@ -75,8 +76,8 @@ class GraphState:
         self.max_encoder_len = max_encoder_len
         self._first = next((i for i in range(len(groups)) if i not in self._cross), 0)
         lengths = [max_encoder_len if i in self._cross else self.max_model_len for i in range(len(groups))]
-        sizes = [group.kv_cache_spec.block_size for group in groups]
-        blocks = max(-(-length // size) for length, size in zip(lengths, sizes, strict=True))
+        self._sizes = tuple(group.kv_cache_spec.block_size for group in groups)
+        blocks = max(-(-length // size) for length, size in zip(lengths, self._sizes, strict=True))
         self._buffers = GraphInputBuffers.allocate(
             self.batch_sizes[-1],
             self.max_query_len,
@@ -201,6 +202,7 @@ class GraphState:
             found = batch.block_tables.shape[0], sorted(batch.cross_groups)
             limit = f"must be {groups} KV groups, with encoder tokens in {sorted(self._cross)}"
             raise BatchError("batch", found, limit)
+        check_groups(batch, self._runtime.kv_cache_config)
         if common.num_reqs > buffers.batch_size:
             limit = f"must not pass the graph's batch_size={buffers.batch_size}"
             raise BatchError("batch.num_reqs", common.num_reqs, limit)
@@ -284,7 +286,7 @@ class GraphState:
         groups = buffers.block_tables.shape[0]
         counts = tuple(0 if group in self._cross else tokens for group in range(groups))
         tables, slots = buffers.block_tables, buffers.slot_mappings
-        return StepBatch(common, self._first, tables, slots, counts, self._cross, req_ids)
+        return StepBatch(common, self._first, tables, slots, counts, self._cross, req_ids, self._sizes)
 
 
 def _extended(lengths: _Lengths | None, padding: int) -> _Lengths | None:

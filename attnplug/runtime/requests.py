@@ -9,9 +9,11 @@ import numpy.typing as npt
 import torch
 
 from attnplug.core.errors import BatchError
+from attnplug.core.kv_cache_spec import KVCacheSpec
 from attnplug.ops.buffers import StagingRing
 from attnplug.runtime.block_numbers import INT32_MAX, block_numbers
 from attnplug.runtime.mm_prefix import MMPrefix
+from attnplug.runtime.null_blocks import first_attended, reach
 from attnplug.runtime.placeholders import Placeholder, PlaceholderRanges, check_placeholders
 from attnplug.runtime.staging import StepStaging
 
@@ -40,6 +42,7 @@ class RequestTable:
         mm_prefix: bool = False,
         mm_prefix_modalities: Collection[str] | None = None,
         num_blocks: int | None = None,
+        kv_cache_specs: Sequence[KVCacheSpec] = (),
     ) -> None:
         self.device = torch.device(device)
         self.reorder_batch_thresholds = tuple(sorted(set(reorder_batch_thresholds)))
@@ -49,6 +52,7 @@ class RequestTable:
         self.max_encoder_len = max_encoder_len
         self.block_sizes = tuple(block_sizes)
         self.num_blocks = num_blocks
+        self.kv_cache_specs = tuple(kv_cache_specs)
         self.cross_groups = frozenset(cross_groups)
         self._check_sizes()
         if mm_prefix_modalities is not None and not mm_prefix:
@@ -64,6 +68,8 @@ class RequestTable:
         # On the CPU a batch gets a view of this tensor, so that a step copies no table.
         self._tables_cpu = torch.from_numpy(self._tables)
         self._num_blocks = np.zeros((groups, max_num_seqs), dtype=np.int64)
+        # One past the last null page of each request, 0 without any.
+        self._null_ends = np.zeros((groups, max_num_seqs), dtype=np.int64)
         # Without null pages, the flag spares each step a pass over its slots.
         self._has_null_pages = False
         # Groups with one block size share page and offset, so one look-up serves all of them.
@@ -144,7 +150,7 @@ class RequestTable:
         self._placeholder_end[index] = items[-1].offset + items[-1].length if items else 0
         if items:
             self._placeholders[req_id] = items
-        self._num_blocks[:, index] = 0
+        self._num_blocks[:, index] = self._null_ends[:, index] = 0
         # Without decoder pages, as in models of cross attention only, no page limits the length.
         self._capacity[index] = 0 if self._self_groups else self.max_model_len
         if pages:
@@ -168,20 +174,23 @@ class RequestTable:
 
         Raises:
             BatchError: the request is not in flight, the group has no decoder tokens, or a page has tokens that
-                are not yet computed.
+                are not yet computed or are still attended.
         """
         index = self._at(req_id)
         if group not in self._self_groups:
             raise BatchError("group", group, f"must be a KV group of decoder tokens: {self._self_groups}")
-        limit = int(self._computed[index]) // self.block_sizes[group]
-        if not 0 <= num_blocks <= min(limit, int(self._num_blocks[group, index])):
-            raise BatchError(
-                "num_blocks", num_blocks, f"must lie in 0 .. {limit}, the pages computed in full"
-            )
+        passed, which = self._computed[index : index + 1], "the pages computed in full"
+        if self.kv_cache_specs:
+            spec = self.kv_cache_specs[group]
+            passed, which = first_attended(spec, passed), f"the pages that {reach(spec)} has passed"
+        limit = min(int(passed[0]) // self.block_sizes[group], int(self._num_blocks[group, index]))
+        if not 0 <= num_blocks <= limit:
+            raise BatchError("num_blocks", num_blocks, f"must lie in 0 .. {limit}, {which}")
         # `_has_null_pages` stays as it is: steps write after computed tokens only, never to these pages.
         if self._tables[group, index, :num_blocks].any():
             self._first_served[index] = self._computed[index]
         self._tables[group, index, :num_blocks] = 0
+        self._null_ends[group, index] = max(num_blocks, self._null_ends[group, index])
 
     def remove_request(self, req_id: str) -> None:
         """Remove a request; the last request moves to its index."""
@@ -221,7 +230,13 @@ class RequestTable:
     def _move(self, sources: _Ints, targets: _Ints) -> None:
         """Move the requests at `sources` to `targets`, which are the same indices in another order."""
         counts = self._computed, self._scheduled, self._first_served, self._capacity, self._num_blocks
-        for array in (*counts, self._encoder_lens, self._encoder_written, self._placeholder_end):
+        for array in (
+            *counts,
+            self._null_ends,
+            self._encoder_lens,
+            self._encoder_written,
+            self._placeholder_end,
+        ):
             array[..., targets] = array[..., sources]
         # Entries past a request's blocks are never followed, so they need not move.
         width = int(self._num_blocks[:, targets].max(initial=0))
@@ -245,6 +260,10 @@ class RequestTable:
         for name, value in sizes.items():
             if not 1 <= value <= INT32_MAX:
                 raise BatchError(name, value, f"must lie in 1 .. {INT32_MAX}")
+        sizes_of_specs = tuple(spec.block_size for spec in self.kv_cache_specs)
+        if sizes_of_specs and sizes_of_specs != self.block_sizes:
+            limit = f"must have the block sizes {self.block_sizes}"
+            raise BatchError("kv_cache_specs", sizes_of_specs, limit)
         groups = len(self.block_sizes)
         if not self.cross_groups <= set(range(groups)):
             found = sorted(self.cross_groups)
@@ -291,8 +310,10 @@ class RequestTable:
             end = start + blocks.size
             self._tables[group, index, start:end] = blocks
             self._num_blocks[group, index] = end
-            if blocks.size and blocks.min() == 0:
+            nulls = np.flatnonzero(blocks == 0)
+            if nulls.size:
                 self._has_null_pages = True
+                self._null_ends[group, index] = start + nulls[-1] + 1
                 self._first_served[index] = self._computed[index]
         tokens = [int(self._num_blocks[g, index]) * self.block_sizes[g] for g in self._self_groups]
         self._capacity[index] = min(tokens, default=self.max_model_len)

@@ -47,6 +47,8 @@ class RuntimeLayer:
         self._q_scale = self._prob_scale = torch.ones((), device=device)
         self._k_scale = torch.tensor(self._k_scale_float, device=device)
         self._v_scale = torch.tensor(self._v_scale_float, device=device)
+        # "cuda" means the current GPU, which only a tensor's device tells.
+        self._device = self._k_scale.device
         self._dtype: torch.dtype = getattr(torch, self.spec.dtype)
         self._query = (self.spec.num_heads, self.spec.head_size)
         self._output = (self.spec.num_heads, self.spec.head_size_v)
@@ -157,6 +159,10 @@ class RuntimeLayer:
             )
         if dtype is not None and tensor.dtype != dtype:
             raise BatchError(f"{name}.dtype", tensor.dtype, self._of_layer(f"must be {dtype}"))
+        # Kernels take addresses of any device, and on the wrong one they write nothing that is ever read.
+        if tensor.device != self._device:
+            found = str(tensor.device)
+            raise BatchError(f"{name}.device", found, self._of_layer(f"must be {self._device}"))
 
 
 def _nan_rows(tensor: torch.Tensor | None, rows: int) -> list[int]:

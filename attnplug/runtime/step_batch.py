@@ -11,8 +11,10 @@ import numpy.typing as npt
 import torch
 
 from attnplug.core.errors import BatchError
+from attnplug.core.kv_cache_spec import KVCacheSpec
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attnplug.runtime.cascade import shared_prefix_lens
+from attnplug.runtime.null_blocks import first_attended
 from attnplug.runtime.placeholders import PlaceholderMap, Span, map_placeholders, spans_of
 from attnplug.runtime.requests import RequestTable
 from attnplug.runtime.staging import StepStaging
@@ -36,10 +38,12 @@ class StepBatch:
             first tokens, in order of requests; other groups write the batch's tokens.
         cross_groups: the KV groups with encoder tokens.
         req_ids: the requests in the order of the batch.
+        block_sizes: tokens per page of each KV group.
         placeholders: by modality, the tokens of this step that get embeddings.
         order: int64 `[R]`, the index that each request had before the step ordered them; None if it moved none.
         shared_prefix_lens: computed tokens of the leading blocks that all requests share, in each KV group; empty if
             unknown, which counts as 0.
+        kv_cache_specs: of each KV group, as given to the builder; empty if unknown.
     """
 
     common: CommonAttentionMetadata
@@ -49,9 +53,11 @@ class StepBatch:
     num_slots: tuple[int, ...]
     cross_groups: frozenset[int]
     req_ids: tuple[str, ...]
+    block_sizes: tuple[int, ...]
     placeholders: Mapping[str, PlaceholderMap] = dataclasses.field(default_factory=dict)
     order: _Ints | None = None
     shared_prefix_lens: tuple[int, ...] = ()
+    kv_cache_specs: tuple[KVCacheSpec, ...] = ()
 
     def in_former_order(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of `tokens [T, ...]`, such as an output, by the order that the requests had before the step."""
@@ -85,6 +91,8 @@ class StepBatchBuilder(RequestTable):
             computes as a whole, and its batch has `mm_prefix_spans`.
         mm_prefix_modalities: the modalities whose placeholders are such spans, such as ["image"]; None for all.
         num_blocks: blocks of the pool. Block numbers past it are refused; with None, only those past int32.
+        kv_cache_specs: of each KV group. Null blocks are then refused where a request still attends their tokens;
+            without any, each group may have them anywhere.
 
     Raises:
         BatchError: a size is below 1, no KV group is given, a cross group is not one of them, or modalities are
@@ -108,8 +116,9 @@ class StepBatchBuilder(RequestTable):
 
         Raises:
             BatchError: a mapping names a request that is not in flight, a sequence has counts of another number
-                of requests, counts are negative, there are too many tokens, more logits than tokens are wanted, a sequence is longer than
-                max_model_len, a request has no pages for its tokens, or a multimodal span is split.
+                of requests, counts are negative, there are too many tokens, more logits than tokens are wanted, a
+                sequence is longer than max_model_len, a request has no pages for its tokens or null blocks among
+                them, or a multimodal span is split.
         """
         reqs = self.num_reqs
         scheduled = self._counts("num_scheduled_tokens", num_scheduled_tokens)
@@ -122,6 +131,7 @@ class StepBatchBuilder(RequestTable):
         wanted = None if num_logits is None else self._wanted(num_logits, scheduled)
         if self.cross_groups:
             self._check_encoder_pages(scheduled)
+        self._check_null_blocks(scheduled, lengths)
         if self._mm_prefix is not None and self._placeholders:
             for row in self._rows_with_placeholders(scheduled, computed):
                 name, counts_of = self.req_ids[row], (int(computed[row]), int(scheduled[row]))
@@ -326,6 +336,28 @@ class StepBatchBuilder(RequestTable):
         lengths = np.where(scheduled > 0, self._encoder_lens[: scheduled.size], 0)
         self._refuse_short("encoder_len", lengths, self.cross_groups)
 
+    def _check_null_blocks(self, scheduled: _Ints, lengths: _Ints) -> None:
+        """Refuse requests with null blocks among the pages of tokens that they attend or write."""
+        reqs = scheduled.size
+        if not self._null_ends[:, :reqs].any():
+            return
+        for group, spec in enumerate(self.kv_cache_specs):
+            if not self._null_ends[group, :reqs].any():
+                continue
+            size = self.block_sizes[group]
+            ends = self._encoder_lens[:reqs] if group in self.cross_groups else lengths
+            first = first_attended(spec, self._computed[:reqs])
+            # Null blocks past the tokens do no harm, so each suspect's pages are looked at.
+            for row in np.flatnonzero(
+                (self._null_ends[group, :reqs] * size > first) & (scheduled > 0)
+            ).tolist():
+                start, end = int(first[row]) // size, -(-int(ends[row]) // size)
+                nulls = np.flatnonzero(self._tables[group, row, start:end] == 0)
+                if nulls.size:
+                    token = max((start + int(nulls[0])) * size, int(first[row]))
+                    limit = f"of request {self.req_ids[row]} in KV group {group} is null, and token {token} is attended"
+                    raise BatchError("block", start + int(nulls[0]), limit, "give it a block of the pool")
+
     def _unwritten(self, scheduled: _Ints) -> _Ints:
         """Encoder tokens of each request that this step writes."""
         lengths = self._encoder_lens[: scheduled.size]
@@ -440,5 +472,5 @@ class StepBatchBuilder(RequestTable):
         )
         # All copies of the set are issued, so the event that guards it can be recorded.
         self._ring.release()
-        own = self.cross_groups, names, placeholders, order, shared
+        own = self.cross_groups, names, self.block_sizes, placeholders, order, shared, self.kv_cache_specs
         return StepBatch(common, first, tables, slots, counts, *own)

@@ -225,4 +225,5 @@ def _batch(runtime: AttentionRuntime, shape: _Shape, *, causal: bool) -> StepBat
         mm_prefix_spans_cpu=torch.zeros(rows, 2, dtype=torch.int32),
     )
     names = tuple(f"warm-up-{index}" for index in range(reqs))
-    return StepBatch(common, first, tables, slots, (rows,) * len(groups), cross, names)
+    sizes = tuple(group.kv_cache_spec.block_size for group in groups)
+    return StepBatch(common, first, tables, slots, (rows,) * len(groups), cross, names, sizes)

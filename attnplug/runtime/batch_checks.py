@@ -1,0 +1,106 @@
+"""Checks that a batch was made for the KV groups, the device and the pool of a plan."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from attnplug.core.errors import BatchError
+from attnplug.core.kv_cache_spec import KVCacheConfig
+from attnplug.core.metadata import CommonAttentionMetadata
+from attnplug.runtime.grouping import cross_groups
+from attnplug.runtime.null_blocks import reach
+from attnplug.runtime.step_batch import StepBatch
+
+_REMEDY = "make batches with the runtime's step_batch_builder()"
+
+
+def check_groups(batch: StepBatch, config: KVCacheConfig) -> None:
+    """Refuse a batch of other KV groups. It reads nothing from the device.
+
+    Raises:
+        BatchError: another number of groups, other block sizes, or groups of other kinds.
+    """
+    groups, found = config.kv_cache_groups, batch.block_tables.shape[0]
+    if found != len(groups):
+        raise BatchError("batch.block_tables", found, f"must be {len(groups)}, one for each KV group")
+    cross = cross_groups(config)
+    if cross != batch.cross_groups:
+        limit = f"must be {sorted(cross)}, the KV groups with a CrossAttentionSpec"
+        raise BatchError("batch.cross_groups", sorted(batch.cross_groups), limit)
+    sizes = tuple(group.kv_cache_spec.block_size for group in groups)
+    if sizes != batch.block_sizes:
+        limit = f"must be {sizes}, those of the plan's KV groups"
+        raise BatchError("batch.block_sizes", batch.block_sizes, limit, _REMEDY)
+    for index, (group, given) in enumerate(zip(groups, batch.kv_cache_specs, strict=False)):
+        own = group.kv_cache_spec
+        # By identity first, because batches of the runtime's own builder have the plan's objects.
+        if given is not own and reach(given) != reach(own):
+            limit = f"must be {reach(own)}, because it decides which blocks a request keeps"
+            raise BatchError(f"batch.kv_cache_specs[{index}]", reach(given), limit, _REMEDY)
+
+
+def check_device(
+    batch: StepBatch | None, direct: CommonAttentionMetadata | None, device: torch.device
+) -> None:
+    """BatchError if a tensor of a batch is on another device."""
+    tensors = {}
+    if batch is not None:
+        tensors["batch.block_tables"] = batch.block_tables
+        tensors["batch.slot_mappings"] = batch.slot_mappings
+    commons = {"batch.common": None if batch is None else batch.common, "direct": direct}
+    for name, common in commons.items():
+        if common is not None:
+            tensors[f"{name}.query_start_loc"] = common.query_start_loc
+            tensors[f"{name}.seq_lens"] = common.seq_lens
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise BatchError(
+                f"{name}.device", str(tensor.device), f"must be {device}, the runtime's", _REMEDY
+            )
+
+
+def check_pool(batch: StepBatch, config: KVCacheConfig) -> None:
+    """Refuse slots and pages past the pool. On a GPU the host waits for the tables.
+
+    Raises:
+        BatchError: a slot or a page that the step reads is not in the pool, or a table is too narrow.
+    """
+    common = batch.common
+    lengths = _on_host(common.seq_lens_host, common.seq_lens, common.num_reqs)
+    for index, group in enumerate(config.kv_cache_groups):
+        size = group.kv_cache_spec.block_size
+        table, slots = batch.of_group(index)
+        capacity = config.num_blocks * size
+        if slots.numel() and int(slots.max()) >= capacity:
+            limit = f"of KV group {index} is past the {capacity} slots of {config.num_blocks} blocks"
+            raise BatchError("batch.slot_mappings", int(slots.max()), limit)
+        if index in batch.cross_groups:
+            tokens = _on_host(common.encoder_seq_lens_cpu, common.encoder_seq_lens, common.num_reqs)
+        else:
+            tokens = lengths
+        _check_pages(f"batch.block_tables[{index}]", table, -(-tokens // size), config.num_blocks)
+
+
+def _check_pages(field: str, table: torch.Tensor, pages: np.ndarray, num_blocks: int) -> None:
+    most = int(pages.max(initial=0))
+    if most > table.shape[1]:
+        raise BatchError(field, table.shape[1], f"pages are too few: a request reads {most}")
+    if most == 0:
+        return
+    read = table[: pages.size, :most]
+    low, high = torch.aminmax(read)
+    if low >= 0 and high < num_blocks:
+        return
+    # Entries past a request's pages may hold anything, so only now each is looked at.
+    numbers = read.cpu().numpy()
+    is_read = np.arange(most) < pages[:, None]
+    bad = numbers[is_read & ((numbers < 0) | (numbers >= num_blocks))]
+    if bad.size:
+        raise BatchError(field, int(bad[0]), f"must lie in 0 .. {num_blocks - 1}, the blocks of the pool")
+
+
+def _on_host(host: np.ndarray | None, device: torch.Tensor | None, reqs: int) -> np.ndarray:
+    if host is None:
+        host = np.zeros(reqs, dtype=np.int32) if device is None else device.cpu().numpy()
+    return host[:reqs]
