@@ -65,8 +65,9 @@ class CommonAttentionMetadata:
     mm_prefix_spans: torch.Tensor | None = None
     """For layers with mm_prefix: the span of each token, int32 `[at least T, 2]` on the device.
 
-    A row has the positions of the span's first token and of the token after its last; (0, 0) outside of spans.
-    None means that nobody gave spans, which such layers refuse; a step of text has zeros.
+    A row has the position of the span's first token, and one past that of its last; (0, 0) outside of spans. The
+    token sees these keys too, whatever causality, window or chunk hides. Neither end decreases within a request,
+    text aside. None means that nobody gave spans, which such layers refuse; a step of text has zeros.
     """
     mm_prefix_spans_cpu: torch.Tensor | None = None
     """The same on the host, so that nothing waits for the device."""

@@ -181,6 +181,7 @@ class AttentionCall:
             scale=None if scaling is None else float(scaling),
             window=pattern.window,
             chunk_size=pattern.chunk_size,
+            mm_prefix=pattern.blockwise,
             logits_soft_cap=self.keywords.softcap,
             has_sinks=self.keywords.sinks is not None,
             direct_kv=True,

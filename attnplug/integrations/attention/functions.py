@@ -50,6 +50,7 @@ def attention_mask(
         padding=attention_mask,
         left_padding=read.left_padding,
         segments=read.segments,
+        spans=read.spans,
     )
     return PatternMask.of(step, shape, where)
 

@@ -8,8 +8,11 @@ import types
 from collections.abc import Hashable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from attnplug.integrations.attention.spans import read_spans
 from attnplug.integrations.reader.mask_pattern import MaskFunction, MaskPattern, UnknownMaskError, read_mask
 
 _LIBRARY = "transformers.masking_utils"
@@ -20,12 +23,14 @@ class ReadMask:
     """A mask function: its pattern, and the tensors that it depends on.
 
     `left_padding` is each row's first token, int `[B]`, if chunks begin there. `segments` are the numbers of the
-    sequences that are packed in each row, int `[B, L]`; a query sees its own sequence only.
+    sequences that are packed in each row, int `[B, L]`; a query sees its own sequence only. `spans` are the keys
+    that tokens of multimodal blocks see, int64 `[B, Lq, 2]` as positions, (0, 0) for text; None if all is text.
     """
 
     pattern: MaskPattern
     left_padding: torch.Tensor | None
     segments: torch.Tensor | None
+    spans: npt.NDArray[np.int64] | None = None
 
 
 def read_mask_function(
@@ -37,13 +42,18 @@ def read_mask_function(
     every given position.
 
     Raises:
-        UnknownMaskError: it is neither full, causal, a window nor chunks.
+        UnknownMaskError: it is neither full, causal, a window nor chunks, with spans or without.
     """
     walk = _Walk()
     key, plain = walk.visit(function, "mask_function")
     try:
         pattern = _pattern(_Code(key, plain))
-        agrees = not walk.foreign or _agrees(function, pattern, batch, queries, keys, device)
+        spans = None
+        if walk.has_blocks:
+            spans = read_spans(function, pattern, batch, queries, keys, device)
+        agrees = (
+            walk.has_blocks or not walk.foreign or _agrees(function, pattern, batch, queries, keys, device)
+        )
     except UnknownMaskError:
         raise
     except Exception as error:
@@ -52,7 +62,8 @@ def read_mask_function(
         ) from error
     if not agrees:
         raise UnknownMaskError("its mask is neither full, causal, a window nor chunks")
-    return ReadMask(dataclasses.replace(pattern, blockwise=False), walk.left_padding, walk.segments)
+    pattern = dataclasses.replace(pattern, blockwise=spans is not None)
+    return ReadMask(pattern, walk.left_padding, walk.segments, spans)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,11 +82,13 @@ def _pattern(code: _Code) -> MaskPattern:
 class _Walk:
     """Takes a mask function apart: code and constants make a cache key, and tensors are judged by name.
 
-    `foreign` is set if a part of the function is not transformers' own.
+    `foreign` is set if a part of the function is not transformers' own, `has_blocks` if blocks of tokens see each
+    other in it.
     """
 
     def __init__(self) -> None:
         self.foreign = False
+        self.has_blocks = False
         self.left_padding: torch.Tensor | None = None
         self.segments: torch.Tensor | None = None
 
@@ -119,7 +132,7 @@ class _Walk:
         elif name != "block_sequence_ids":
             raise UnknownMaskError(f"it depends on the tensor {name}")
         elif bool((tensor >= 0).any()):
-            raise UnknownMaskError("spans of tokens see each other in both directions")
+            self.has_blocks = True
         return tensor.to("meta")
 
 

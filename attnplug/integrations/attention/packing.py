@@ -79,11 +79,12 @@ def pack_real(
     padding: _Bools | None,
     left_padding: npt.NDArray[np.int64] | None,
     device: torch.device,
+    spans: npt.NDArray[np.int64] | None = None,
 ) -> Packing:
     """Self-attention: the queries are the last tokens of each request.
 
     `queries` and `keys` are positions that count padding. Keys past the last query, at the unused end of a
-    static cache, are dropped.
+    static cache, are dropped. `spans` are positions too, int64 `[B, queries, 2]`.
 
     Raises:
         BatchError: a mask that does not cover the sequence; under a window or chunks, padding between the tokens
@@ -99,7 +100,7 @@ def pack_real(
             raise _chunks_elsewhere(left_padding)
         query_lens = np.full(batch, len(queries), dtype=np.int32)
         seq_lens = np.full(batch, end, dtype=np.int32)
-        common = _common(query_lens, seq_lens, seq_lens - keys.start, pattern.causal, device)
+        common = _common(query_lens, seq_lens, seq_lens - keys.start, pattern.causal, device, spans)
         return Packing(Rows(len(queries)), Rows(end - keys.start), common)
     real = padding[:, :end]
     if pattern.window[0] >= 0 or pattern.window[1] > 0 or pattern.chunk_size is not None:
@@ -112,10 +113,20 @@ def pack_real(
     query_rows, query_lens = _rows(real[:, queries.start :], batch, len(queries), device)
     key_rows, key_lens = _rows(real[:, keys.start :], batch, len(keys), device)
     seq_lens = real.sum(axis=1, dtype=np.int32)
-    return Packing(query_rows, key_rows, _common(query_lens, seq_lens, key_lens, pattern.causal, device))
+    if spans is not None:
+        # Positions of tokens do not count padding.
+        before = np.concatenate([np.zeros((batch, 1), dtype=np.int64), real.cumsum(axis=1)], axis=1)
+        spans = np.take_along_axis(before[:, :, None], spans, axis=1)[real[:, queries.start :]]
+    common = _common(query_lens, seq_lens, key_lens, pattern.causal, device, spans)
+    return Packing(query_rows, key_rows, common)
 
 
-def pack_segments(pattern: MaskPattern, segments: npt.NDArray[np.int64], device: torch.device) -> Packing:
+def pack_segments(
+    pattern: MaskPattern,
+    segments: npt.NDArray[np.int64],
+    device: torch.device,
+    spans: npt.NDArray[np.int64] | None = None,
+) -> Packing:
     """Self-attention of packed rows without padding: each run of one number in `segments [B, L]` is a request.
 
     Raises:
@@ -135,7 +146,12 @@ def pack_segments(pattern: MaskPattern, segments: npt.NDArray[np.int64], device:
             place = int(starts[moved.argmax()] % count)
             limit = f"must be a multiple of chunk_size={size}: chunks are counted from the row's first token"
             raise BatchError("position_ids", f"a sequence that begins at token {place}", limit, _OWN_ROWS)
-    common = _common(lengths, lengths, lengths, pattern.causal, device)
+    if spans is not None:
+        # Positions are counted from the first token of each sequence.
+        firsts = np.repeat(starts[:-1] % count, lengths)[:, None]
+        flat = spans.reshape(-1, 2)
+        spans = np.where(flat[:, 1:] > flat[:, :1], flat - firsts, 0)
+    common = _common(lengths, lengths, lengths, pattern.causal, device, spans)
     return Packing(Rows(count), Rows(count), common)
 
 
@@ -147,10 +163,16 @@ def _rows(real: _Bools | None, batch: int, count: int, device: torch.device) -> 
 
 
 def _common(
-    query_lens: _Ints, seq_lens: _Ints, key_lens: _Ints, causal: bool, device: torch.device
+    query_lens: _Ints,
+    seq_lens: _Ints,
+    key_lens: _Ints,
+    causal: bool,
+    device: torch.device,
+    spans: npt.NDArray[np.int64] | None = None,
 ) -> CommonAttentionMetadata:
     query_starts, key_starts = _starts(query_lens), _starts(key_lens)
     tokens = int(query_starts[-1])
+    rows = None if spans is None else torch.from_numpy(spans.reshape(-1, 2).astype(np.int32))
     return CommonAttentionMetadata(
         query_start_loc=query_starts.to(device),
         query_start_loc_cpu=query_starts,
@@ -165,6 +187,8 @@ def _common(
         key_start_loc=key_starts.to(device),
         key_start_loc_cpu=key_starts,
         seq_lens_host=seq_lens,
+        mm_prefix_spans=None if rows is None else rows.to(device),
+        mm_prefix_spans_cpu=rows,
     )
 
 

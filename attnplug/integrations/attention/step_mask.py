@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch._guards import TracingContext
 
@@ -20,8 +22,9 @@ class StepMask:
 
     Positions count padding: query j is at `q_offset + j`, key i at `kv_offset + i`. `padding` is bool
     `[B, at least q_offset + q_length]`, False for padding; None without padding. With `keys_only`, a query may be
-    a token even if its key is padding. `segments`, int `[B, q_length]`, numbers the sequences packed in each row. `positions` are the last position_ids
-    that were checked.
+    a token even if its key is padding. `segments`, int `[B, q_length]`, numbers the sequences packed in each row. `spans`, int64
+    `[B, q_length, 2]`, has the keys that tokens of multimodal blocks see, (0, 0) for text. `positions` are the
+    last position_ids that were checked.
     """
 
     pattern: MaskPattern
@@ -33,6 +36,7 @@ class StepMask:
     padding: torch.Tensor | None = None
     left_padding: torch.Tensor | None = None
     segments: torch.Tensor | None = None
+    spans: npt.NDArray[np.int64] | None = None
     keys_only: bool = False
     positions: torch.Tensor | None = None
     metadata: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
@@ -51,14 +55,14 @@ class StepMask:
         padding = None if self.padding is None else self.padding.cpu().numpy()
         if self.segments is not None:
             segments = self.segments.cpu().numpy()
-            packing = pack_segments(self.pattern, segments, device)
+            packing = pack_segments(self.pattern, segments, device, self.spans)
         elif is_cross:
             packing = pack_all(self.batch, self.q_length, self.kv_length, self.kv_offset, padding, device)
         else:
             queries = range(self.q_offset, self.q_offset + self.q_length)
             keys = range(self.kv_offset, self.kv_offset + self.kv_length)
             left = None if self.left_padding is None else self.left_padding.cpu().numpy()
-            packing = pack_real(self.pattern, self.batch, queries, keys, padding, left, device)
+            packing = pack_real(self.pattern, self.batch, queries, keys, padding, left, device, self.spans)
         self.packings[key] = packing
         return packing
 
