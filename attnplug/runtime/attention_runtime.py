@@ -398,7 +398,7 @@ class AttentionRuntime:
             limit = f"must lie in 0 .. {drafts - 1}, below config.num_speculative_tokens={drafts}"
             if drafts == 0:
                 limit = "needs a runtime that drafts, and config.num_speculative_tokens is 0"
-            raise BatchError("draft_index", index, limit, "set it to the most draft steps")
+            raise BatchError("draft_index", index, limit, "set it to the number of draft steps")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -139,6 +140,56 @@ def test_drafts_are_run_rolled_back_and_verified_with_the_oracles_numbers(rule):
     model.rollback(a=2)
     model.step(a=4, b=2)
     assert {name: request.computed for name, request in model.requests.items()} == {"a": 19, "b": 10}
+
+
+def speculate(model: ServedModel, draw: random.Random) -> None:
+    """Requests come, share prefixes and go; each round drafts, takes the drafts back and verifies some of them."""
+    for turn in range(12):
+        names = list(model.requests)
+        if len(names) < 4 and turn % 2 == 0:
+            # Pages that another request has computed in full, and whose window has not passed them.
+            other = draw.choice([*names, None])
+            blocks = model.requests[other].blocks if other else []
+            pages = min((group.index(0) if 0 in group else len(group) for group in blocks), default=0)
+            done = model.requests[other].computed // 16 if other else 0
+            prefix = (other, 16 * min(pages, done)) if other and min(pages, done) else None
+            model.add(f"r{turn}", prefix=prefix)
+            model.step(**{f"r{turn}": draw.randint(1, 25)})
+        names = list(model.requests)
+        drafts = {name: draw.randint(0, 3) for name in names}
+        for index in range(3):
+            model.draft(index, **{name: 1 for name in names if drafts[name] > index})
+        model.rollback(**drafts)
+        kept = {name: draw.randint(1, 1 + drafts[name]) for name in names}
+        model.step(kept, **{name: 1 + drafts[name] for name in names})
+        if len(names) == 4:
+            model.remove(draw.choice(names))
+
+
+@pytest.mark.parametrize(
+    ("rule", "seed"),
+    [
+        ("TORCH", 0),
+        ("TRITON,decode=TORCH", 1),
+        *(
+            pytest.param(rule, seed, marks=pytest.mark.slow)
+            for rule in ("TORCH", "TRITON", "TORCH,decode=TRITON", "TRITON,decode=TORCH")
+            for seed in range(2, 6)
+        ),
+    ],
+)
+def test_any_drafting_has_the_oracles_numbers(rule, seed):
+    full = layer(dtype="float32", head_size=16)
+    specs = {
+        "0": full.replace(sliding_window=17),
+        "1": full.replace(sliding_window=17),
+        "2": full,
+        "3": full.replace(logits_soft_cap=5.0),
+        "4": full,
+    }
+    asked = {"kv_sharing": {"4": "2"}, "max_model_len": 128, "num_blocks": 400}
+    model = ServedModel(specs, backend=rule, config=DRAFTS, seed=seed, **asked)
+    speculate(model, random.Random(seed))
 
 
 def test_a_verification_of_all_drafts_is_a_decode_of_a_composite():
