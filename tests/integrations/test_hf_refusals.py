@@ -170,17 +170,6 @@ def test_a_scale_that_means_nothing_is_refused(llama: Any) -> None:
         attention(module, *tensors, None, scaling=-1.0)
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_compiled_model_is_refused(llama: Any) -> None:
-    compiled = torch.compile(llama, backend="eager")
-    try:
-        with pytest.raises(Exception, match=r"cannot be carried through torch\.compile"):
-            compiled(prompts()[0])
-    finally:
-        torch._dynamo.reset()
-
-
 @torch.no_grad()
 def test_a_backend_that_does_not_exist_is_refused(llama: Any) -> None:
     with use("NOSUCH"), pytest.raises(UnknownBackendError, match="NOSUCH"):

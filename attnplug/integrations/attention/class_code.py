@@ -38,9 +38,10 @@ def attention_kind(module: torch.nn.Module) -> Kind:
 
     Code that has no attention call of a known form counts as attention of its own if the class is named so.
     """
-    if type(module).forward is torch.nn.Module.forward:
+    cls: Any = type(module)
+    if cls.forward is torch.nn.Module.forward:
         return Kind.NONE
-    names = _reached(type(module))
+    names = _reached(cls)
     if names is None:
         return Kind.OWN if looks_like_attention(module) else Kind.NONE
     if _INTERFACE in names:
@@ -52,7 +53,7 @@ def attention_kind(module: torch.nn.Module) -> Kind:
     if looks_like_attention(module):
         if "softmax" in names:
             return Kind.OWN
-        named = _NAMED_ATTENTION.search(type(module).__name__)
+        named = _NAMED_ATTENTION.search(cls.__name__)
         return Kind.OWN if named and not _has_attention_below(module) else Kind.NONE
     # A class of another name computes attention if it projects, multiplies, normalises and multiplies again.
     projects = sum(isinstance(child, torch.nn.Linear) for child in module.children()) > 1
@@ -76,7 +77,7 @@ def class_table(cls: type[PreTrainedModel], name: str) -> str | None:
         seen.add(current)
         for function in _methods(current, "__init__"):
             for key in _names(function.__code__):
-                value = function.__globals__.get(key)
+                value: Any = function.__globals__.get(key)
                 if _is_class_table(value) and name not in value:
                     return key
                 if isinstance(value, type) and issubclass(value, torch.nn.Module):

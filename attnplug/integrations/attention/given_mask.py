@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable
 
 import torch
@@ -51,14 +52,21 @@ def _read(mask: torch.Tensor, batch: int, q_length: int, kv_length: int) -> Step
     seen = seen.expand(batch, 1, q_length, kv_length)[:, 0]
     real = seen.any(dim=1)
     padding = None if bool(real.all()) else real
-    sizes = {"batch": batch, "q_length": q_length, "kv_length": kv_length}
+    step = StepMask(
+        pattern=_FULL,
+        batch=batch,
+        q_length=q_length,
+        kv_length=kv_length,
+        padding=padding,
+        keys_only=padding is not None,
+    )
     for offset in _offsets(seen, q_length, kv_length):
         # A single query sees the keys that are tokens; it is causal only if its own key is one of them.
         is_query_seen = q_length > 1 or bool(real[:, offset].all())
         if is_query_seen and _is_causal(seen, real, offset):
-            return StepMask(pattern=_CAUSAL, **sizes, q_offset=offset, padding=padding)
+            return dataclasses.replace(step, pattern=_CAUSAL, q_offset=offset, keys_only=False)
     if bool((seen == real[:, None]).all()):
-        return StepMask(pattern=_FULL, **sizes, padding=padding, keys_only=padding is not None)
+        return step
     return "it is neither plain causal nor full with padding"
 
 

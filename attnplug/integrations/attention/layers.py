@@ -104,7 +104,7 @@ def name_in_model(module: torch.nn.Module, model: PreTrainedModel | None) -> str
     if model is not None:
         for name, part in model.named_modules():
             if part is module:
-                return name
+                return str(name)
     index = getattr(module, "layer_idx", None)
     name = type(module).__name__
     return name if index is None else f"{name}.{index}"

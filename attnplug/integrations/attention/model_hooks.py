@@ -6,8 +6,8 @@ import functools
 import inspect
 import re
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -20,12 +20,13 @@ from attnplug.integrations.attention.layers import LayerState, layer_state, name
 NAME = "attnplug"
 """The value of `attn_implementation`."""
 
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
 _WATCHED = "_attnplug_watched"
 _POOLING = re.compile(r"pool(er|ing)?(head|layer)?$", re.IGNORECASE)
 _OTHER_SEQUENCE = re.compile(
     r"^(k|v|x_kv)$|key|value|encoder|context|memory|inputs|cross|image|vision|text|features", re.IGNORECASE
 )
-_WEIGHTS = "cannot be served: attention weights are never computed as a whole"
+_WEIGHTS = "attention weights are never computed as a whole"
 
 
 class _Watched:
@@ -51,7 +52,7 @@ def watch(model: PreTrainedModel) -> None:
     """
     if getattr(model.config, "output_attentions", False):
         raise ModelConfigError(
-            f"{type(model).__name__}: config.output_attentions=True {_WEIGHTS}; set it to False, or use "
+            f"{type(model).__name__}: config.output_attentions=True: {_WEIGHTS}; set it to False, or use "
             "attn_implementation='eager'"
         )
     if _enter not in model._forward_pre_hooks.values():
@@ -91,7 +92,14 @@ def attention_modules(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module,
         waiting.extend((child, owner, pools) for child in reversed(list(module.children())))
 
 
-@torch.compiler.disable
+def _untraced(function: _Hook) -> _Hook:
+    """`function`, which torch.compile runs outside of its graphs."""
+    disable: Any = torch.compiler.disable
+    untraced: _Hook = disable(function)
+    return untraced
+
+
+@_untraced
 def _enter(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Before a model's forward: refuses requests that concern the whole model."""
     forward_pass.enter(model)
@@ -110,7 +118,7 @@ def _enter(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, A
         vars(model)[_WATCHED].ready = True
 
 
-@torch.compiler.disable
+@_untraced
 def _leave(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
     forward_pass.leave(model)
 
@@ -133,7 +141,7 @@ def _prepare(model: PreTrainedModel) -> None:
         raise _unserved(found[Kind.OWN])
 
 
-@torch.compiler.disable
+@_untraced
 def _before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Before an attention module's forward: refuses self-attention that the module computes by itself."""
     state = layer_state(module)
@@ -145,7 +153,7 @@ def _before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
         raise _unserved(module)
 
 
-@torch.compiler.disable
+@_untraced
 def _after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """After an attention module's forward: it must have called attnplug."""
     state = layer_state(module)
@@ -178,7 +186,8 @@ def _has_other_sequence(module: torch.nn.Module, args: tuple[Any, ...], kwargs: 
     """Whether this is cross attention: by its name, or an argument named for keys or another sequence."""
     if "cross" in type(module).__name__.lower():
         return True
-    names = _parameters(type(module))
+    cls: Any = type(module)
+    names = _parameters(cls)
     named = [*zip(names, args, strict=False), *kwargs.items()]
     tensors = [(name, value) for name, value in named if _is_float(value)]
     return any(value is not tensors[0][1] and _OTHER_SEQUENCE.search(name) for name, value in tensors[1:])
@@ -191,7 +200,8 @@ def _is_float(value: Any) -> bool:
 def _argument(model: PreTrainedModel, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if name in kwargs or not args:
         return kwargs.get(name)
-    names = _parameters(type(model))
+    cls: Any = type(model)
+    names = _parameters(cls)
     return args[names.index(name)] if name in names[: len(args)] else None
 
 

@@ -54,8 +54,8 @@ def _watch_models() -> None:
         return found
 
     setattr(get_correct_attn_implementation, _ORIGINAL, original)
-    method: Any = get_correct_attn_implementation
-    PreTrainedModel.get_correct_attn_implementation = method
+    models: Any = PreTrainedModel
+    models.get_correct_attn_implementation = get_correct_attn_implementation
 
 
 def set_attention(model: PreTrainedModel) -> None:

@@ -105,14 +105,11 @@ class PatternMask(torch.Tensor):
         # Attributes arrive as `__get__` of their descriptor.
         is_attribute = name == "__get__"
         query = getattr(getattr(func, "__self__", None), "__name__", "") if is_attribute else name
-        if query in _WITHOUT_VALUES or (is_attribute and query.startswith("is_")):
+        traced = TracingContext.try_get() is not None and query in _TRACED
+        if traced or query in _WITHOUT_VALUES or (is_attribute and query.startswith("is_")):
             # Without this, torch would call `__torch_function__` again for the same attribute.
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if TracingContext.try_get() is not None:
-            limit = "cannot be carried through torch.compile, which cannot trace a mask without values"
-            remedy = "run the model as it is; with generate(), pass disable_compile=True"
-            raise BatchError("attention_mask", cls.__name__, limit, remedy)
         limit = "must reach attention unchanged: attnplug cannot see what the model makes of a mask's values"
         raise BatchError("attention_mask", f"changed by {name}", limit, "use attn_implementation='eager'")
 
@@ -124,6 +121,8 @@ _WITHOUT_VALUES = frozenset(
     | {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "itemsize", "nbytes", "_version"}
     | {"grad_fn"}
 )
+_TRACED = frozenset({"grad", "_base", "_is_view", "is_conj", "is_neg", "untyped_storage"})
+"""Read by torch.compile when a graph takes the mask as an input, seen in torch 2.13."""
 
 
 def _takes_all(shape: torch.Size, index: Any) -> bool:
