@@ -63,6 +63,20 @@ def kv_cache_dtype_name(value: object, field: str = "kv_cache_dtype") -> str:
     return _TORCH_FP8.get(name, name.replace("float8_", "fp8_"))
 
 
+def output_quant_key(dtype: object, has_block_scale: bool = False) -> str | None:
+    """The `quant_key` of an output: its dtype's name, such as "fp8_e4m3", with one scale for the whole tensor.
+
+    With a scale for each block of elements it is "fp8_e4m3_block", ..., and "nvfp4" for uint8, of two values each.
+    None for outputs that are not quantised.
+    """
+    name = kv_cache_dtype_name(dtype, "output.dtype")
+    if name in DTYPES:
+        return None
+    if not has_block_scale:
+        return name
+    return "nvfp4" if name == "uint8" else f"{name}_block"
+
+
 def stored_dtype_name(kv_cache_dtype: str, dtype: str) -> str:
     """The storage dtype that `kv_cache_dtype` means: "auto" is `dtype`, "fp8" is "fp8_e4m3"."""
     return {"auto": dtype, "fp8": "fp8_e4m3"}.get(kv_cache_dtype, kv_cache_dtype)

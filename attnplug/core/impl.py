@@ -252,7 +252,10 @@ class AttentionImpl(ABC, Generic[_M]):
         """Called once after the model's weights are loaded, for impls that repack weights."""
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Whether `attend` can apply `output_scale`, for outputs quantised by `quant_key`."""
+        """Whether `attend` can write outputs quantised by `quant_key`, a name such as "fp8_e4m3".
+
+        The name is that of the output's dtype: see `attnplug.core.dtypes.output_quant_key`.
+        """
         return False
 
     @abstractmethod
@@ -301,8 +304,9 @@ class AttentionImpl(ABC, Generic[_M]):
             output: rows past the batch's tokens are not written.
             output_lse: float32 `[T, H]`, written; allowed only if the spec needs LSE.
             use_sinks: whether sinks enter the denominator; of several partial results exactly one has them.
-            output_scale: for quantised outputs; see `fused_output_quant_supported`.
-            output_block_scale: the same, per block.
+            output_scale: one float32, for an `output` of 8 bits: written x output_scale = output, clamped to the
+                dtype's range. Only for a dtype that `fused_output_quant_supported` has accepted.
+            output_block_scale: scales of the blocks of each row, which the kernel computes and writes.
 
         Returns:
             `output`.

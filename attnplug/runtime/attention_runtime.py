@@ -272,6 +272,8 @@ class AttentionRuntime:
         output: torch.Tensor | None = None,
         *,
         output_lse: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the layer's new K and V and attend.
 
@@ -284,13 +286,18 @@ class AttentionRuntime:
             value: like `key`, with head size Dv.
             output: `[T, H, Dv]` to write to; by default a new tensor.
             output_lse: float32 `[T, H]` to write to, if given.
+            output_scale: one float32, to get an `output` of 8 bits: written x output_scale = output. The dtype of
+                `output` says the quantisation, which the layer's impl must support.
+            output_block_scale: scales of the blocks of each row, for the kernel to write, with as many rows as
+                `output`.
 
         Returns:
             The output; its rows past the step's tokens are unspecified.
 
         Raises:
             BatchError: no step is active for the layer, the layer is unknown, tensors do not fit the layer or
-                the step, or the runtime is closed; in debug mode also for NaN in the arguments.
+                the step, the layer's impl does not support the output's quantisation, or the runtime is closed; in
+                debug mode also for NaN in the arguments.
             BackendFaultError: in debug mode, if a backend gives another shape or dtype, or NaN.
         """
         self._check_open()
@@ -305,7 +312,12 @@ class AttentionRuntime:
             )
         metadata, tokens, keys = step
         # It reads shapes and dtypes only, so the host never waits, and it runs outside of debug mode too.
-        layer.check_call(query, key, value, output, output_lse, tokens, keys)
+        scales: dict[str, torch.Tensor] = {}
+        if output_scale is not None or output_block_scale is not None:
+            layer.check_quantised(output, output_scale, output_block_scale, tokens)
+            given = {"output_scale": output_scale, "output_block_scale": output_block_scale}
+            scales = {name: scale for name, scale in given.items() if scale is not None}
+        layer.check_call(query, key, value, None if scales else output, output_lse, tokens, keys)
         if output is None:
             output = layer.new_output(query)
         if metadata is None:
@@ -314,11 +326,12 @@ class AttentionRuntime:
             # In debug mode only, because a search for NaN reads values back from the device.
             layer.refuse_nan(tokens, keys, query=query, key=key, value=value)
             # A row that the backend leaves unwritten then shows as NaN in `check_result`.
-            output[:tokens] = torch.nan
+            if output.is_floating_point():
+                output[:tokens] = torch.nan
             if output_lse is not None:
                 output_lse[:tokens] = torch.nan
         found = layer.impl.forward(
-            layer, query, key, value, layer.kv_cache, metadata, output, output_lse=output_lse
+            layer, query, key, value, layer.kv_cache, metadata, output, output_lse=output_lse, **scales
         )
         if self.debug:
             layer.check_result(found, output, output_lse, tokens)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attnplug.core.dtypes import output_quant_key
 from attnplug.core.errors import BackendFaultError, BatchError, LayoutError, SpecError
 from attnplug.core.impl import AttentionImpl, LayerTensors
 from attnplug.core.parts import make_impl
@@ -118,6 +119,34 @@ class RuntimeLayer:
         elif self.spec.mla is None:
             raise BatchError("value", None, self._of_layer("is required with a key"))
 
+    def check_quantised(
+        self,
+        output: torch.Tensor | None,
+        output_scale: torch.Tensor | None,
+        output_block_scale: torch.Tensor | None,
+        tokens: int,
+    ) -> None:
+        """BatchError unless the layer's impl writes outputs of this dtype, with these scales, for `tokens` rows."""
+        name = "output_block_scale" if output_scale is None else "output_scale"
+        if output is None:
+            limit = self._of_layer(f"is required with {name}: its dtype says the quantisation")
+            raise BatchError("output", None, limit)
+        by_block = output_block_scale is not None
+        key = output_quant_key(output.dtype, by_block)
+        if key is None or not self.impl.fused_output_quant_supported(key):
+            limit = self._of_layer(f"must be None: {self.backend} quantises no outputs to {output.dtype}")
+            raise BatchError(name, "given", limit, "quantise the output after attention")
+        if output_scale is not None and (output_scale.numel() != 1 or output_scale.dtype != torch.float32):
+            found = f"{output_scale.dtype} {tuple(output_scale.shape)}"
+            raise BatchError("output_scale", found, self._of_layer("must be one torch.float32"))
+        if output_block_scale is not None and output_block_scale.shape[:1] < (tokens,):
+            limit = self._of_layer(f"must have at least {tokens} rows in this step")
+            raise BatchError("output_block_scale", tuple(output_block_scale.shape), limit)
+        heads, size = self._output
+        # nvfp4 keeps two values in each byte.
+        tail = (heads, size // 2) if key == "nvfp4" else (heads, size)
+        self._check("output", output, tokens, tail, None)
+
     def refuse_nan(self, tokens: int, keys: int, **given: torch.Tensor | None) -> None:
         """BatchError for NaN in the arguments, which would otherwise look like a fault of the backend."""
         for name, tensor in given.items():
@@ -169,6 +198,8 @@ def _nan_rows(tensor: torch.Tensor | None, rows: int) -> list[int]:
     if tensor is None:
         return []
     # Rows past the step's tokens are unspecified, so NaN there is no fault.
+    if not tensor.is_floating_point():
+        return []
     return tensor[:rows].isnan().flatten(1).any(1).nonzero().flatten().tolist()
 
 

@@ -223,6 +223,29 @@ class IgnoresScales(Around):
         call.more |= {"output_scale": None, "output_block_scale": None}
 
 
+class QuantisesWithoutScale(Around):
+    """Writes fp8 outputs as if their scale were 1."""
+
+    def before(self, call: Call) -> None:
+        if call.more.get("output_scale") is not None:
+            call.more["output_scale"] = torch.ones_like(call.more["output_scale"])
+
+
+class WritesQuantisedPadding(Around):
+    """Converts the whole output to fp8, padding too."""
+
+    def after(self, call: Call) -> None:
+        if call.more.get("output_scale") is not None:
+            call.output[call.metadata.num_actual_tokens :] = 0.0
+
+
+class DeclaresNoQuant(Around):
+    """Accepts scales for fp8 outputs that it does not declare."""
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        return False
+
+
 class NeedsLse(Around):
     """Fails without the LSE of a layer with needs_lse."""
 
@@ -257,6 +280,24 @@ WRONG_STRUCTURE = [
     wrong("undecided", "tensors/deterministic", "gave another output", impl=Undecided),
     wrong("ignores_lse", "tensors/lse-undeclared", "output_lse, given to a layer", impl=IgnoresLse),
     wrong("ignores_output_scales", "tensors/output-scale", "output_scale, given where", impl=IgnoresScales),
+    wrong(
+        "quantises_without_scale",
+        "tensors/quantised-output",
+        "elements are wrong",
+        impl=QuantisesWithoutScale,
+    ),
+    wrong(
+        "writes_quantised_padding",
+        "tensors/quantised-output",
+        "rows past the step's tokens were written",
+        impl=WritesQuantisedPadding,
+    ),
+    wrong(
+        "declares_no_quant",
+        "tensors/quantised-output",
+        "was accepted; it must be refused",
+        impl=DeclaresNoQuant,
+    ),
     wrong("needs_lse", "tensors/lse-left-out", "raised AttributeError", impl=NeedsLse),
     wrong("returns_heads_only", "tensors/output-returned", "not a torch.float32", impl=ReturnsHeadsOnly),
     wrong("raises_for_lse", "tensors/lse-undeclared", "raised RuntimeError: no kernel", impl=RaisesForLse),

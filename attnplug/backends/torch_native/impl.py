@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
 from attnplug.ops.calls import check_cache_given, check_keys, check_queries, check_spans_given
 from attnplug.ops.merging import merge
+from attnplug.ops.output_quant import FP8_OUTPUTS, check_output_scale, quantise_output
 from attnplug.ops.reach import Reach
 from attnplug.ops.storage import storage_dtype
 
@@ -27,6 +29,10 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
     """Attention in plain PyTorch."""
 
     can_return_lse_for_decode = True
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """fp8 with one scale."""
+        return quant_key in FP8_OUTPUTS
 
     @torch.no_grad()
     def attend(
@@ -44,9 +50,35 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As AttentionImpl.attend; output scales are not supported."""
+        """As AttentionImpl.attend; an output of fp8 needs `output_scale`, and block scales are refused."""
+        meta = attn_metadata
         scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
-        check_queries(query, output, output_lse, attn_metadata.num_actual_tokens, self.spec, **scales)
+        if output_scale is not None and output_block_scale is None:
+            check_output_scale(output, output_scale)
+            rows = meta.num_actual_tokens
+            check_queries(query, output, output_lse, rows, self.spec, output_dtype=output.dtype)
+            wide = torch.empty_like(output, dtype=torch.float32)
+            self._attend_call(layer, query, key, value, kv_cache, meta, wide, output_lse, use_sinks)
+            written = slice(int(meta.query_starts[0]), int(meta.query_starts[-1]))
+            quantise_output(wide[written], output_scale, output[written])
+            return output
+        check_queries(query, output, output_lse, meta.num_actual_tokens, self.spec, **scales)
+        self._attend_call(layer, query, key, value, kv_cache, meta, output, output_lse, use_sinks)
+        return output
+
+    def _attend_call(
+        self,
+        layer: AttentionLayer | None,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+        attn_metadata: TorchMetadata,
+        output: torch.Tensor,
+        output_lse: torch.Tensor | None,
+        use_sinks: bool,
+    ) -> None:
+        """Attend into `output`, of the layer's dtype or float32."""
         check_spans_given(attn_metadata.spans is not None, self.spec)
         reach = Reach.of(self.spec, attn_metadata.causal)
         source = self._source(key, value, kv_cache, attn_metadata)
@@ -55,10 +87,9 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         if shared and isinstance(source, PagedKeys):
             rest = dataclasses.replace(source, start=shared)
             self._attend_cascade(query, source, rest, attn_metadata, reach, scoring, output, output_lse)
-            return output
+            return
         given = self._given(key, value, attn_metadata) if isinstance(source, PagedKeys) else None
         self._attend(query, source, given, attn_metadata, reach, scoring, output, output_lse)
-        return output
 
     def _attend_cascade(
         self,

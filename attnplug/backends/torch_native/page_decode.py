@@ -98,7 +98,8 @@ def attend_pages(
     for one, (index, place, keys, values) in zip(queries.unbind(), plan.parts, strict=True):
         torch.index_select(rows, 0, index, out=place)
         attended.append(scaled_dot_product_attention(one, keys, values, scale=scoring.scale))
-    output.index_copy_(0, plan.queries, torch.cat(attended).view(-1, *output.shape[1:]))
+    rows_of = torch.cat(attended).view(-1, *output.shape[1:])
+    output.index_copy_(0, plan.queries, rows_of.to(output.dtype))
 
 
 def _plan(source: PagedKeys, metadata: TorchMetadata, reach: Reach, pages: _PageRows) -> PageDecodes | None:

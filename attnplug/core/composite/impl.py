@@ -11,6 +11,7 @@ import torch
 
 from attnplug.core.composite.options import member_options
 from attnplug.core.context_parallel import ContextParallel
+from attnplug.core.dtypes import output_quant_key
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionImpl, AttentionLayer, LayerTensors
 from attnplug.core.metadata import AttentionMetadata
@@ -92,6 +93,10 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
         for member in self.members.values():
             member.process_weights_after_loading(act_dtype)
 
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Whether both members can write such outputs."""
+        return all(member.fused_output_quant_supported(quant_key) for member in self.members.values())
+
     def update_kv_cache(
         self,
         layer: AttentionLayer | None,
@@ -121,18 +126,17 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
         """As AttentionImpl.attend, for each part.
 
         Raises:
-            BatchError: an output scale, fewer rows than the step has tokens, or a member's refusal.
+            BatchError: an output scale that a member does not support, fewer rows than the step has tokens, or a
+                member's refusal.
         """
-        for field, scale in (("output_scale", output_scale), ("output_block_scale", output_block_scale)):
-            if scale is not None:
-                raise BatchError(field, "given", "must be None", "quantise the output after attention")
+        # By keyword only if given, because most calls have none and members may not take them.
+        scales = self._scales(output, output_scale, output_block_scale)
         meta = attn_metadata
         decode, prefill = meta.decode, meta.prefill
         if prefill is None or decode is None:
             impl, part = (self._decode, decode) if prefill is None else (self._prefill, prefill)
-            impl.attend(
-                layer, query, key, value, kv_cache, part, output, output_lse=output_lse, use_sinks=use_sinks
-            )
+            given = layer, query, key, value, kv_cache, part, output
+            impl.attend(*given, output_lse=output_lse, use_sinks=use_sinks, **scales)
             return output
         cut = meta.num_decode_tokens
         for field, tensor in (("query", query), ("output", output)):
@@ -153,6 +157,7 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
             outputs[0],
             output_lse=None if output_lse is None else output_lse[:cut],
             use_sinks=use_sinks,
+            **_rows_of(scales, slice(cut)),
         )
         if self._is_cross:
             key = value = None
@@ -166,8 +171,29 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
             outputs[1],
             output_lse=None if output_lse is None else output_lse[cut:],
             use_sinks=use_sinks,
+            **_rows_of(scales, slice(cut, None)),
         )
         return output
+
+    def _scales(
+        self, output: torch.Tensor, scale: torch.Tensor | None, block_scale: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """The scales that are given; BatchError unless both members support them."""
+        if scale is None and block_scale is None:
+            return {}
+        given = {"output_scale": scale, "output_block_scale": block_scale}
+        found = {name: tensor for name, tensor in given.items() if tensor is not None}
+        key = output_quant_key(output.dtype, block_scale is not None)
+        # A member may accept a call of the layer's dtype as a plain one.
+        if key is None or not self.fused_output_quant_supported(key):
+            limit = f"must be None: {self.backend.get_name()} quantises no outputs to {output.dtype}"
+            raise BatchError(next(iter(found)), "given", limit, "quantise the output after attention")
+        return found
+
+
+def _rows_of(scales: dict[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:
+    """The scales for some rows of the output: only those of blocks have rows."""
+    return {name: each[rows] if name == "output_block_scale" else each for name, each in scales.items()}
 
 
 @functools.cache

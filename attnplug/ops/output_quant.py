@@ -1,0 +1,37 @@
+"""Outputs of 8 bits with one scale, quantised in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+from attnplug.core.errors import BatchError
+from attnplug.ops.storage import STORAGE_DTYPES
+
+FP8_OUTPUTS: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        name: dtype
+        for name, dtype in STORAGE_DTYPES.items()
+        if name != "fp8" and dtype.itemsize == 1 and dtype.is_floating_point
+    }
+)
+"""The fp8 dtypes of outputs, by their `quant_key`."""
+
+
+def check_output_scale(output: torch.Tensor, output_scale: torch.Tensor) -> None:
+    """BatchError unless `output` is of 8-bit floats, and `output_scale` is one float32."""
+    if output.dtype not in FP8_OUTPUTS.values():
+        limit = f"needs an output of {', '.join(map(str, FP8_OUTPUTS.values()))}, and it is {output.dtype}"
+        raise BatchError("output_scale", tuple(output_scale.shape), limit)
+    if output_scale.numel() != 1 or output_scale.dtype != torch.float32:
+        found = f"{output_scale.dtype} {tuple(output_scale.shape)}"
+        raise BatchError("output_scale", found, "must be one torch.float32")
+
+
+def quantise_output(wide: torch.Tensor, output_scale: torch.Tensor, output: torch.Tensor) -> None:
+    """Write float32 `wide` / `output_scale`, clamped to the finite range of fp8, to `output` of the same shape."""
+    limit = torch.finfo(output.dtype).max
+    # A conversion of values beyond the range may give NaN or infinity.
+    output.copy_((wide / output_scale.reshape(())).clamp_(-limit, limit).to(output.dtype))
