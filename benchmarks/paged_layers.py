@@ -144,6 +144,7 @@ class PagedLayer:
         impl = backend.get_impl_cls().from_spec(
             spec, backend=backend, layer_name="layer", tensors=self.tensors, options=options
         )
+        impl.process_weights_after_loading(getattr(torch, spec.dtype))
         told: Any = types.SimpleNamespace(impl=impl)
         config = BuilderConfig(layers={"layer": told})
         builder = backend.get_builder_cls()(

@@ -112,6 +112,7 @@ def forward(batch: Batch, *, rebuilds: bool = False) -> Callable[[], object]:
     impl = TorchBackend.get_impl_cls().from_spec(
         spec, backend=TorchBackend, layer_name="layer", tensors=batch.tensors
     )
+    impl.process_weights_after_loading(getattr(torch, spec.dtype))
     output = torch.empty_like(batch.query)
     built = builder.build(0, batch.common)
 

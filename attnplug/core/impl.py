@@ -249,7 +249,10 @@ class AttentionImpl(ABC, Generic[_M]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Called once after the model's weights are loaded, for impls that repack weights."""
+        """Called once, after the weights are loaded and before the first call, for impls that repack weights.
+
+        Every client of `from_spec` calls it with the torch dtype of the layer's activations.
+        """
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Whether `attend` can write outputs quantised by `quant_key`, a name such as "fp8_e4m3".

@@ -36,7 +36,6 @@ class HarnessLayer:
         self._k_scale = torch.tensor(self._k_scale_float, device=batch.query.device)
         self._v_scale = torch.tensor(self._v_scale_float, device=batch.query.device)
         self.impl = make_impl(target.backend, batch.spec, batch.tensors, name)
-        self.impl.process_weights_after_loading(getattr(torch, batch.spec.dtype))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -128,11 +127,16 @@ def make_impl(
     name: str = "layer",
     **shared: Any,
 ) -> AttentionImpl[Any]:
-    """The impl of a layer with the backend's default options; `shared` has further arguments of `from_spec`."""
+    """The impl of a layer with the backend's default options, ready to run.
+
+    `shared` has further arguments of `from_spec`.
+    """
     options = None if backend.Options is None else backend.Options()
-    return backend.get_impl_cls().from_spec(
+    impl: AttentionImpl[Any] = backend.get_impl_cls().from_spec(
         spec, backend=backend, layer_name=name, tensors=tensors, options=options, **shared
     )
+    impl.process_weights_after_loading(getattr(torch, spec.dtype))
+    return impl
 
 
 def run_batch(
