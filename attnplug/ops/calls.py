@@ -53,18 +53,15 @@ def check_queries(
     output_lse: torch.Tensor | None,
     rows: int,
     spec: LayerSpec,
-    *,
-    output_dtype: torch.dtype | None = None,
     **output_scales: torch.Tensor | None,
 ) -> None:
     """BatchError unless queries, outputs and LSE fit the layer and hold `rows` rows.
 
-    It refuses an LSE that the layer does not declare, and every output scale. An impl that quantises outputs gives
-    their `output_dtype` and checks their scales itself.
+    It refuses an LSE that the layer does not declare, and every output scale.
     """
     dtype = compute_dtype(spec)
     check_rows("query", query, rows, (spec.num_heads, spec.head_size), dtype)
-    check_rows("output", output, rows, (spec.num_heads, spec.head_size_v), output_dtype or dtype)
+    check_rows("output", output, rows, (spec.num_heads, spec.head_size_v), dtype)
     refuse_output_scales(**output_scales)
     if output_lse is None:
         return

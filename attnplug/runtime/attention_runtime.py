@@ -312,7 +312,7 @@ class AttentionRuntime:
             )
         metadata, tokens, keys = step
         # It reads shapes and dtypes only, so the host never waits, and it runs outside of debug mode too.
-        scales: dict[str, torch.Tensor] = {}
+        scales: dict[str, Any] = {}
         if output_scale is not None or output_block_scale is not None:
             layer.check_quantised(output, output_scale, output_block_scale, tokens)
             given = {"output_scale": output_scale, "output_block_scale": output_block_scale}

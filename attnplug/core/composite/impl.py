@@ -177,7 +177,7 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
 
     def _scales(
         self, output: torch.Tensor, scale: torch.Tensor | None, block_scale: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         """The scales that are given; BatchError unless both members support them."""
         if scale is None and block_scale is None:
             return {}
@@ -191,7 +191,7 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
         return found
 
 
-def _rows_of(scales: dict[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:
+def _rows_of(scales: dict[str, Any], rows: slice) -> dict[str, Any]:
     """The scales for some rows of the output: only those of blocks have rows."""
     return {name: each[rows] if name == "output_block_scale" else each for name, each in scales.items()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -193,7 +194,9 @@ def _check_quantised(target: Target, key: str) -> None:
         scale = float(expected.abs().max()) / (limit * reach)
         output = blank_answer(batch).output.to(dtype)
         given = (batch.query, batch.key, batch.value, batch.kv_cache, harness.build(batch), output)
-        scales = {"output_scale": torch.tensor([scale], dtype=torch.float32, device=batch.query.device)}
+        scales: dict[str, Any] = {
+            "output_scale": torch.tensor([scale], dtype=torch.float32, device=batch.query.device)
+        }
         with error_context(f"fused_output_quant_supported({key!r})"):
             declared = harness.impl.fused_output_quant_supported(key)
         what = f"output_scale for an output of {dtype}"
