@@ -101,7 +101,9 @@ def clear_null_blocks(
     """Write zeros to block 0 of each cache: kernels may load a null block and weigh it by 0, and 0 * NaN is NaN."""
     for name, cache in caches.items():
         for half in backends[name].split_kv(cache, specs[name]):
-            half[0].zero_()
+            null = half[0]
+            # As bytes where it can be, because not every torch build fills each float8 type on each device.
+            (null.view(torch.uint8) if null.element_size() == 1 else null).zero_()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -129,6 +130,8 @@ class RequestTable:
             raise BatchError("req_id", req_id, "is in flight already")
         if index == self.max_num_seqs:
             raise BatchError("num_reqs", index + 1, f"must not pass max_num_seqs={self.max_num_seqs}")
+        num_computed_tokens = _integer("num_computed_tokens", num_computed_tokens)
+        encoder_len = _integer("encoder_len", encoder_len)
         if not 0 <= num_computed_tokens < self.max_model_len:
             limit = f"must lie in 0 .. {self.max_model_len - 1}"
             raise BatchError("num_computed_tokens", num_computed_tokens, limit)
@@ -177,6 +180,7 @@ class RequestTable:
                 are not yet computed or are still attended.
         """
         index = self._at(req_id)
+        group, num_blocks = _integer("group", group), _integer("num_blocks", num_blocks)
         if group not in self._self_groups:
             raise BatchError("group", group, f"must be a KV group of decoder tokens: {self._self_groups}")
         passed, which = self._computed[index : index + 1], "the pages computed in full"
@@ -317,3 +321,10 @@ class RequestTable:
                 self._first_served[index] = self._computed[index]
         tokens = [int(self._num_blocks[g, index]) * self.block_sizes[g] for g in self._self_groups]
         self._capacity[index] = min(tokens, default=self.max_model_len)
+
+
+def _integer(field: str, value: object) -> int:
+    """`value` as an int; BatchError for a bool or any other type, which numpy would round in silence."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise BatchError(field, value, "must be an integer")
+    return value.__index__()
