@@ -174,7 +174,7 @@ def speculate(model: ServedModel, draw: random.Random) -> None:
         *(
             pytest.param(rule, seed, marks=pytest.mark.slow)
             for rule in ("TORCH", "TRITON", "TORCH,decode=TRITON", "TRITON,decode=TORCH")
-            for seed in range(2, 6)
+            for seed in (2, 3)
         ),
     ],
 )
