@@ -208,7 +208,8 @@ class AttentionImpl(ABC, Generic[_M]):
             SpecError: a tensor missing, not asked for, or of another shape; a group that the impl cannot serve.
         """
         if faults := impl_faults(cls, AttentionImpl):
-            raise PluginError(f"{backend.__name__} cannot run layer {layer_name}: {'; '.join(faults)}")
+            name = backend.get_name() or backend.__name__
+            raise PluginError(f"{name} cannot run layer {layer_name}: {'; '.join(faults)}")
         tensors = tensors or LayerTensors()
         tensors.check(spec)
         # Ported constructors take sinks among their own arguments, after those of the interface.
@@ -341,6 +342,7 @@ class AttentionImpl(ABC, Generic[_M]):
 
         Raises:
             BatchError: a key without its value.
+            PluginError: metadata without slots.
         """
         if output is None:
             output = query.new_empty(query.shape[0], self.spec.num_heads, self.spec.head_size_v)
@@ -349,7 +351,11 @@ class AttentionImpl(ABC, Generic[_M]):
             written = key[..., : self.spec.head_size_v] if value is None and self.spec.mla else value
             if written is None:
                 raise BatchError("value", None, "is required where a key is written")
-            self.update_kv_cache(layer, key, written, kv_cache, attn_metadata.slot_mapping)
+            slots = getattr(attn_metadata, "slot_mapping", None)
+            if slots is None:
+                what = f"the builder of {self.backend.get_name()} gave a {type(attn_metadata).__name__}"
+                raise PluginError(f"{what} without slot_mapping; copy it from common_attn_metadata in build")
+            self.update_kv_cache(layer, key, written, kv_cache, slots)
         return self.attend(
             layer,
             query,

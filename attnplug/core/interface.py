@@ -76,12 +76,11 @@ def builder_faults(builder: type, base: type) -> tuple[str, ...]:
     known = type(vars(base)["cudagraph_support"])
     if not isinstance(level, known):
         faults.append(f"{builder.__name__}.cudagraph_support is {level!r}, which is no {known.__name__}")
-    named = owner_of(builder, "_cudagraph_support")
-    own = owner_of(builder, "cudagraph_support")
-    if named is not None and named is own and vars(named)["_cudagraph_support"] != level:
-        faults.append(
-            f"{builder.__name__} sets cudagraph_support and another _cudagraph_support; keep the first"
-        )
+    ported, own = owner_of(builder, "_cudagraph_support"), owner_of(builder, "cudagraph_support")
+    order = builder.__mro__.index
+    # They differ if one class sets both, or if the name of vLLM was set after the class was made.
+    if ported and own and order(ported) <= order(own) and vars(ported)["_cudagraph_support"] != level:
+        faults.append(f"{builder.__name__}._cudagraph_support is not its cudagraph_support; set that alone")
     return (*faults, *_signatures(builder, base, on_class=False))
 
 
@@ -135,7 +134,7 @@ def _declarations(backend: Any) -> Iterator[str]:
         if isinstance(raw, (property, staticmethod, classmethod, types.FunctionType)):
             yield f"{title}.{field} is a method; attnplug reads a class attribute: write {field} = ..."
             continue
-        value = getattr(backend, field)
+        value: object = getattr(backend, field)
         if field == "features" and not isinstance(value, Feature):
             yield f"{title}.features is {value!r}; it must be a Feature, such as Feature.SINKS | Feature.ALIBI"
         elif field == "accept_output_buffer" and value is not True:

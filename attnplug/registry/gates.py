@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from attnplug.core.composite import CompositeBackend
 from attnplug.core.reasons import Reason, as_reason
 from attnplug.registry.decision import Candidate, Gate, Placement
 from attnplug.registry.hookspecs import PROJECT
@@ -80,8 +81,14 @@ def import_parts(backend: type[AttentionBackend]) -> Reason | None:
     # This module imports torch, as the parts have done by now.
     from attnplug.core.parts import part_faults
 
-    faults = part_faults(*parts)
-    return fault(backend, f"does not follow the interface: {'; '.join(faults)}") if faults else None
+    checked = [(backend, *parts)]
+    if issubclass(backend, CompositeBackend):
+        # The classes of a composite are attnplug's own, and they call those of its members.
+        checked = [(each, each.get_impl_cls(), each.get_builder_cls()) for each in backend.members().values()]
+    for owner, impl, builder in checked:
+        if faults := part_faults(impl, builder):
+            return fault(owner, f"does not follow the interface: {'; '.join(faults)}")
+    return None
 
 
 def preferred_pages(

@@ -265,7 +265,7 @@ BUILDER_TRAPS: dict[str, tuple[dict[str, Any], str]] = {
             "cudagraph_support": AttentionCGSupport.NEVER,
             "_cudagraph_support": AttentionCGSupport.ALWAYS,
         },
-        "Acme sets cudagraph_support and another _cudagraph_support",
+        "Acme._cudagraph_support is not its cudagraph_support; set that alone",
     ),
 }
 
@@ -279,7 +279,7 @@ class TestParts:
             Registry({"acme": plugin(backend)}).select(SPEC, CPU)
         assert "Acme does not follow the interface: Acme" in str(refused.value)
         assert sentence in str(refused.value)
-        with pytest.raises(PluginError, match=r"Acme cannot run layer layers\.0: Acme") as caught:
+        with pytest.raises(PluginError, match=r"ACME cannot run layer layers\.0: Acme") as caught:
             make_impl(backend, SPEC, layer_name="layers.0")
         assert sentence in str(caught.value)
 
@@ -293,6 +293,23 @@ class TestParts:
         with pytest.raises(PluginError, match="ACME cannot build metadata: Acme") as caught:
             make_builder(backend, CACHE, ["layers.0"], BuilderConfig(), torch.device("cpu"))
         assert sentence in str(caught.value)
+
+    def test_a_member_of_a_composite_is_refused_as_it_is_alone(self) -> None:
+        names, sentence = IMPL_TRAPS["base of the LSE"]
+        backend = made(impl=type("Acme", (TORCH_IMPL,), names))
+        registry = Registry({"acme": plugin(backend, made(get_name=staticmethod(lambda: "SOUND")))})
+        for both in ("SOUND+ACME", "ACME+SOUND"):
+            with pytest.raises(NoBackendError) as refused:
+                registry.select(SPEC, CPU, backend=both)
+            assert sentence in str(refused.value)
+
+    def test_metadata_without_slots_is_charged_to_the_builder(self) -> None:
+        impl: Any = make_impl(made(), SPEC, layer_name="l")
+        rows = torch.zeros(1, 2, 64)
+        with pytest.raises(
+            PluginError, match="the builder of ACME gave a dict without slot_mapping; copy it from"
+        ):
+            impl.forward(None, torch.zeros(1, 4, 64), rows, rows, torch.zeros(1), {})
 
     def test_the_graph_level_of_older_builders_is_read(self) -> None:
         names = {"_cudagraph_support": AttentionCGSupport.ALWAYS}
@@ -308,6 +325,12 @@ class TestParts:
         )
         assert over.cudagraph_support is AttentionCGSupport.NEVER
         assert import_parts(made(builder=over)) is None
+
+    def test_a_graph_level_that_is_set_later_is_not_ignored(self) -> None:
+        late: Any = type("Acme", (TORCH_BUILDER,), {})
+        late._cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+        with pytest.raises(PluginError, match=r"Acme\._cudagraph_support is not its cudagraph_support"):
+            make_builder(made(builder=late), CACHE, ["l"], BuilderConfig(), torch.device("cpu"))
 
     def test_a_builder_that_reads_the_engines_configuration_is_named(self) -> None:
         class Builder(TORCH_BUILDER):  # type: ignore[misc, valid-type]
@@ -388,7 +411,7 @@ class TestAWholePort:
         )
 
     def test_each_call_into_it_names_the_backend(self, ported: Any) -> None:
-        with pytest.raises(PluginError, match=r"BadPorted cannot run layer l: PortedImpl\.forward writes"):
+        with pytest.raises(PluginError, match=r"BAD_PORTED cannot run layer l: PortedImpl\.forward writes"):
             make_impl(ported.BadPorted, SPEC, layer_name="l")
         with pytest.raises(
             PluginError, match=r"BAD_PORTED cannot build metadata: .* has the parameter vllm_config"
