@@ -53,8 +53,8 @@ SECTIONS = {
             "is_all_encoder_attn_metadata_set",
             "is_all_cross_attn_metadata_set",
         ],
-        "attnplug.core": ["ContextParallel", "MLADims", "get_mla_dims"],
-        "attnplug.ops": ["write_kv_cache", "merge_attn_states", "merge"],
+        "attnplug.core": ["ContextParallel", "MLADims", "get_mla_dims", "Selection"],
+        "attnplug.ops": ["write_kv_cache", "merge_attn_states", "merge", "chosen_keys", "slots_of_keys"],
     },
     "Hyperparameters that a plan fixes": {
         "attnplug.core.hyperparameters": [

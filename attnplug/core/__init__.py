@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from attnplug.core.mla import MLADims as MLADims
     from attnplug.core.mla import get_mla_dims as get_mla_dims
     from attnplug.core.reasons import Reason as Reason
+    from attnplug.core.selection import Selection as Selection
     from attnplug.core.sparse import SparseSpec as SparseSpec
     from attnplug.core.spec import AttentionType as AttentionType
     from attnplug.core.spec import LayerSpec as LayerSpec
@@ -70,6 +71,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ),
         "mla": "MLADims get_mla_dims",
         "reasons": "Reason",
+        "selection": "Selection",
         "sparse": "SparseSpec",
         "spec": "AttentionType LayerSpec Phase",
     },

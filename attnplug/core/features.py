@@ -171,7 +171,7 @@ class Feature(enum.Flag):
         # The first is crossed by short contexts; the second equals dense attention for them.
         values=(
             SparseSpec("token_topk", 24),
-            SparseSpec("token_topk", 2048),
+            SparseSpec("token_topk", 1024),
             SparseSpec("block", 3, 16),
             SparseSpec("token_topk", 1),
         ),
@@ -187,6 +187,7 @@ class Feature(enum.Flag):
         metavar="KIND,TOPK[,BLOCK]",
         parse=SparseSpec,
         words=1,
+        per_request=True,
     )
     """Only keys picked by an indexer are seen."""
     MM_PREFIX = Ask(

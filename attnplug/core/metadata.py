@@ -13,6 +13,7 @@ from typing_extensions import deprecated
 
 from attnplug.core.errors import BatchError
 from attnplug.core.overrides import owner_of
+from attnplug.core.selection import Selection
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,6 +72,9 @@ class CommonAttentionMetadata:
     """
     mm_prefix_spans_cpu: torch.Tensor | None = None
     """The same on the host, so that nothing waits for the device."""
+
+    selection: Selection | None = None
+    """For layers with a SparseSpec: the keys that an indexer picks. Its values are read when a layer runs."""
 
     seq_lens_host: npt.NDArray[np.int32] | None = None
     """Lengths on the host, given by the engine; never copied from the device."""
@@ -139,7 +143,7 @@ class CommonAttentionMetadata:
 
 
 _START_LOCATIONS = ("query_start_loc", "query_start_loc_cpu", "key_start_loc", "key_start_loc_cpu")
-_PER_TOKEN = ("slot_mapping", "mm_prefix_spans", "mm_prefix_spans_cpu")
+_PER_TOKEN = ("slot_mapping", "mm_prefix_spans", "mm_prefix_spans_cpu", "selection")
 _PER_REQUEST = (
     *("seq_lens", "block_table_tensor", "encoder_seq_lens", "encoder_seq_lens_cpu", "seq_lens_host"),
     *("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "_seq_lens_cpu", "_num_computed_tokens_cpu"),

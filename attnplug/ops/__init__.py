@@ -11,7 +11,15 @@ if TYPE_CHECKING:
     from attnplug.ops.merging import merge as merge
     from attnplug.ops.merging import merge_attn_states as merge_attn_states
     from attnplug.ops.reach import Reach as Reach
+    from attnplug.ops.selection import chosen_keys as chosen_keys
+    from attnplug.ops.selection import slots_of_keys as slots_of_keys
 
 __getattr__, __dir__, __all__ = lazy_exports(
-    __name__, {"kv_write": "write_kv_cache", "merging": "merge merge_attn_states", "reach": "Reach"}
+    __name__,
+    {
+        "kv_write": "write_kv_cache",
+        "merging": "merge merge_attn_states",
+        "reach": "Reach",
+        "selection": "chosen_keys slots_of_keys",
+    },
 )

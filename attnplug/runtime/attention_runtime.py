@@ -36,6 +36,7 @@ from attnplug.runtime.engine_caches import (
 from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.model_plan import ModelPlan
 from attnplug.runtime.runtime_layer import RuntimeLayer, tensors_of_layers
+from attnplug.runtime.selections import check_given, check_values, first_sparse, widest_topk
 from attnplug.runtime.step_batch import StepBatch, StepBatchBuilder
 from attnplug.runtime.warm_up import WarmUpReport, warm_up
 
@@ -120,6 +121,8 @@ class AttentionRuntime:
         )
         """The layers with pages, grouped by builder."""
         self._direct_groups = self._make_direct_groups()
+        specs = {name: layer.spec for name, layer in self.layers.items()}
+        self._needs_selection = first_sparse(specs, direct=False), first_sparse(specs, direct=True)
         self._needs_spans = _first_with_spans(self.attention_groups), _first_with_spans(self._direct_groups)
         backends = {name: decision.get_backend_cls() for name, decision in paged.items()}
         layouts = {name: str(decision.kv_cache_layout) for name, decision in paged.items()}
@@ -138,6 +141,7 @@ class AttentionRuntime:
             clear_null_blocks(self.kv_caches, plan.specs, backends)
         self.block_pool = BlockPool(plan.num_blocks or 1)
         self._step: dict[str, _LayerStep] = {}
+        self._given: tuple[CommonAttentionMetadata | None, CommonAttentionMetadata | None] = (None, None)
         self._closed = False
 
     def step_batch_builder(
@@ -178,6 +182,7 @@ class AttentionRuntime:
                 if (threshold := group.builder.reorder_batch_threshold) is not None
             ],
             mm_prefix=self.has_mm_prefix,
+            sparse_topk=self.sparse_topk,
             mm_prefix_modalities=mm_prefix_modalities,
         )
 
@@ -185,6 +190,11 @@ class AttentionRuntime:
     def has_mm_prefix(self) -> bool:
         """Whether a layer with pages needs the multimodal spans of a step."""
         return self._needs_spans[0] is not None
+
+    @property
+    def sparse_topk(self) -> int:
+        """The width of a step's selection: the most positions that a layer with pages chooses; 0 if none is sparse."""
+        return widest_topk(layer.spec for layer in self.layers.values() if not layer.spec.direct_kv)
 
     def warm_up(self) -> WarmUpReport:
         """Let the backends compile the kernels of the plan's steps; see `warm_up`.
@@ -218,7 +228,8 @@ class AttentionRuntime:
         Raises:
             BatchError: neither batch nor direct is given, the batch does not fit the plan, its device or its pool (on
                 a GPU, the pool is checked in debug mode only), no layer has direct K and V, a layer with mm_prefix
-                gets no spans, the draft step is out of range or given with metadata, or the runtime is closed.
+                gets no spans or a sparse layer no selection, the draft step is out of range or given with metadata,
+                or the runtime is closed.
         """
         self._check_open()
         self._step = {}
@@ -238,6 +249,7 @@ class AttentionRuntime:
                 check_pool(batch, self.kv_cache_config)
             self._check_order(batch)
             _check_spans("batch.common", batch.common, self._needs_spans[0])
+            check_given("batch.common", batch.common, self._needs_selection[0])
             # Builders of fast prefill never see a step without tokens.
             wanted = None if draft_index is not None else batch.common.num_logits_indices
             groups = [g for g in self.attention_groups if not (g.fast_prefill and wanted == 0)]
@@ -253,6 +265,7 @@ class AttentionRuntime:
                     step[name] = built.get(name), tokens, written
         if direct is not None:
             _check_spans("direct", direct, self._needs_spans[1])
+            check_given("direct", direct, self._needs_selection[1])
             # The number of keys is 0, which checks nothing, if only the device has it.
             keys = direct.num_actual_tokens if direct.key_start_loc is None else 0
             if direct.key_start_loc_cpu is not None:
@@ -262,6 +275,7 @@ class AttentionRuntime:
                 step.update(dict.fromkeys(group.layer_names, (made, direct.num_actual_tokens, keys)))
         # Set last: if a builder raises, no step is active.
         self._step = step
+        self._given = None if batch is None else batch.common, direct
 
     def forward(
         self,
@@ -297,7 +311,8 @@ class AttentionRuntime:
         Raises:
             BatchError: no step is active for the layer, the layer is unknown, tensors do not fit the layer or
                 the step, the layer's impl does not support the output's quantisation, or the runtime is closed; in
-                debug mode also for NaN in the arguments.
+                debug mode also for NaN in the arguments, and for a selection of a sparse layer that is not given or
+                not allowed.
             BackendFaultError: in debug mode, if a backend gives another shape or dtype, or NaN.
         """
         self._check_open()
@@ -325,6 +340,9 @@ class AttentionRuntime:
         if self.debug:
             # In debug mode only, because a search for NaN reads values back from the device.
             layer.refuse_nan(tokens, keys, query=query, key=key, value=value)
+            common = self._given[layer.spec.direct_kv]
+            if common is not None:
+                check_values(common, layer.spec)
             # A row that the backend leaves unwritten then shows as NaN in `check_result`.
             if output.is_floating_point():
                 output[:tokens] = torch.nan
@@ -339,12 +357,12 @@ class AttentionRuntime:
 
     def end_step(self) -> None:
         """End the active step: `forward` raises until the next one begins."""
-        self._step = {}
+        self._step, self._given = {}, (None, None)
 
     def close(self) -> None:
         """Release caches and workspaces; all methods except `close` raise afterwards."""
         self._closed = True
-        self._step = {}
+        self._step, self._given = {}, (None, None)
         self.kv_caches.clear()
         self.attention_groups.clear()
         self._direct_groups.clear()
@@ -440,6 +458,10 @@ def _last_readers(plan: ModelPlan) -> tuple[str, ...]:
         found = names[-1] if names else None
         limit = "needs last layers that read the pages of others: the last layer has its own"
         raise LayoutError("kv_sharing_fast_prefill", found, limit, "leave it False")
+    sparse = next((name for name in last if plan.specs[name].sparse is not None), None)
+    if sparse is not None:
+        limit = "is sparse: a step's selection has a row for every token, not for the wanted ones"
+        raise LayoutError("kv_sharing_fast_prefill", sparse, limit, "leave it False")
     return tuple(reversed(last))
 
 

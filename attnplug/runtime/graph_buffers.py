@@ -8,6 +8,7 @@ import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID
+from attnplug.core.selection import Selection
 from attnplug.runtime.step_batch import StepBatch
 
 
@@ -24,6 +25,7 @@ class GraphInputBuffers:
         slot_mappings: int64 `[G, B * q]`; always -1 in cross groups.
         encoder_seq_lens: int32 `[B]`; None without cross groups.
         mm_prefix_spans: int32 `[B * q, 2]`; None without layers with mm_prefix.
+        selection: of `B * q` queries, for an indexer inside the graph to fill; None without sparse layers.
     """
 
     batch_size: int
@@ -34,6 +36,7 @@ class GraphInputBuffers:
     slot_mappings: torch.Tensor
     encoder_seq_lens: torch.Tensor | None
     mm_prefix_spans: torch.Tensor | None
+    selection: Selection | None
 
     @property
     def num_tokens(self) -> int:
@@ -50,6 +53,7 @@ class GraphInputBuffers:
         max_blocks: int,
         with_encoder: bool,
         with_spans: bool,
+        sparse_topk: int = 0,
         device: torch.device,
     ) -> GraphInputBuffers:
         """New buffers for `groups` KV groups, with tables of `max_blocks` pages."""
@@ -66,6 +70,7 @@ class GraphInputBuffers:
             slot_mappings=slots,
             encoder_seq_lens=torch.ones_like(seq_lens) if with_encoder else None,
             mm_prefix_spans=spans if with_spans else None,
+            selection=Selection.allocate(spans.shape[0], sparse_topk, device) if sparse_topk else None,
         )
 
     def first(self, batch_size: int, query_len: int) -> GraphInputBuffers:
@@ -88,6 +93,7 @@ class GraphInputBuffers:
             slot_mappings=self.slot_mappings[:, : batch_size * query_len],
             encoder_seq_lens=None if encoder is None else encoder[:batch_size],
             mm_prefix_spans=None if spans is None else spans[: batch_size * query_len],
+            selection=None if self.selection is None else self.selection[: batch_size * query_len],
         )
 
     def clear(self) -> None:
@@ -113,6 +119,8 @@ class GraphInputBuffers:
         if self.mm_prefix_spans is not None and common.mm_prefix_spans is not None:
             tokens = common.num_actual_tokens
             self.mm_prefix_spans[:tokens].copy_(common.mm_prefix_spans[:tokens], non_blocking=True)
+        if self.selection is not None and common.selection is not None:
+            self.selection.copy_from(common.selection[: common.num_actual_tokens])
         self._pad(reqs, common.num_actual_tokens)
 
     def _pad(self, reqs: int, tokens: int) -> None:
@@ -129,3 +137,6 @@ class GraphInputBuffers:
             self.encoder_seq_lens[reqs:].fill_(1)
         if self.mm_prefix_spans is not None:
             self.mm_prefix_spans[tokens:].fill_(0)
+        if self.selection is not None:
+            # Queries of padding requests see no key until an indexer inside the graph picks some.
+            self.selection[tokens:].clear(0)

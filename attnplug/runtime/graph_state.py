@@ -85,6 +85,7 @@ class GraphState:
             max_blocks=blocks,
             with_encoder=bool(self._cross),
             with_spans=runtime.has_mm_prefix,
+            sparse_topk=runtime.sparse_topk,
             device=runtime.device,
         )
 
@@ -213,6 +214,10 @@ class GraphState:
             limit = "is required: a captured layer has mm_prefix"
             remedy = "make batches with the runtime's step_batch_builder()"
             raise BatchError("batch.common.mm_prefix_spans", None, limit, remedy)
+        if buffers.selection is not None and common.selection is None:
+            limit = "is required: a captured layer is sparse"
+            remedy = "make batches with the runtime's step_batch_builder()"
+            raise BatchError("batch.common.selection", None, limit, remedy)
         queries = np.diff(common.query_start_loc_cpu.numpy())
         uniform = bool((queries == buffers.query_len).all())
         if not uniform and (
@@ -282,6 +287,7 @@ class GraphState:
             encoder_seq_lens_cpu=encoder,
             mm_prefix_spans=buffers.mm_prefix_spans,
             mm_prefix_spans_cpu=spans,
+            selection=buffers.selection,
         )
         groups = buffers.block_tables.shape[0]
         counts = tuple(0 if group in self._cross else tokens for group in range(groups))

@@ -11,6 +11,7 @@ import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import KVCacheSpec
+from attnplug.core.selection import Selection
 from attnplug.ops.buffers import StagingRing
 from attnplug.runtime.block_numbers import INT32_MAX, block_numbers
 from attnplug.runtime.mm_prefix import MMPrefix
@@ -42,6 +43,7 @@ class RequestTable:
         reorder_batch_thresholds: Sequence[int] = (),
         mm_prefix: bool = False,
         mm_prefix_modalities: Collection[str] | None = None,
+        sparse_topk: int = 0,
         num_blocks: int | None = None,
         kv_cache_specs: Sequence[KVCacheSpec] = (),
     ) -> None:
@@ -90,6 +92,10 @@ class RequestTable:
         sizes = max_num_seqs, max_num_batched_tokens, slots, self._tables.shape
         # Two sets: the host fills one while the device may still copy from the other.
         self._ring = StagingRing([StepStaging(*sizes, self.device, mm_prefix) for _ in range(2)], self.device)
+        # One buffer is enough: the indexer writes it on the device, in the order of the steps.
+        self._selection = (
+            Selection.allocate(max_num_batched_tokens, sparse_topk, self.device) if sparse_topk else None
+        )
         self._rows = np.arange(max(max_num_seqs + 1, slots), dtype=np.int64)
 
     @property

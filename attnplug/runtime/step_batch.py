@@ -90,6 +90,9 @@ class StepBatchBuilder(RequestTable):
         mm_prefix: whether layers have mm_prefix. The placeholders of requests are then spans, which a step
             computes as a whole, and its batch has `mm_prefix_spans`.
         mm_prefix_modalities: the modalities whose placeholders are such spans, such as ["image"]; None for all.
+        sparse_topk: the most positions that a query of a sparse layer chooses; 0 without sparse layers. A step's
+            batch has a `selection` of this width, always in the same memory and not given yet, for the model's
+            indexer to fill.
         num_blocks: blocks of the pool. Block numbers past it are refused; with None, only those past int32.
         kv_cache_specs: of each KV group. Null blocks are then refused where a request still attends their tokens;
             without any, each group may have them anywhere.
@@ -457,6 +460,10 @@ class StepBatchBuilder(RequestTable):
         if self._mm_prefix is not None:
             optional["mm_prefix_spans"] = staging.mm_prefix_spans.copy_to_gpu(tokens)
             optional["mm_prefix_spans_cpu"] = staging.mm_prefix_spans.cpu[:tokens]
+        if self._selection is not None:
+            optional["selection"] = self._selection[:tokens]
+            # A selection of the step before would be taken for this one's if nobody wrote it.
+            optional["selection"].clear()
         common = CommonAttentionMetadata(
             query_start_loc=staging.query_start_loc.copy_to_gpu(reqs + 1),
             query_start_loc_cpu=staging.query_start_loc.cpu[: reqs + 1],

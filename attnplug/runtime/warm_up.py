@@ -15,8 +15,10 @@ import torch
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attnplug.core.selection import Selection
 from attnplug.core.spec import Phase
 from attnplug.runtime.grouping import cross_groups
+from attnplug.runtime.selections import widest_topk
 from attnplug.runtime.step_batch import StepBatch
 
 if TYPE_CHECKING:
@@ -193,6 +195,16 @@ def _run(
     return WarmUpStep(layer.backend, layer.name, *sizes, compiled, seconds)
 
 
+def _first_keys(rows: int, runtime: AttentionRuntime, device: torch.device) -> Selection | None:
+    topk = widest_topk(layer.spec for layer in runtime.layers.values())
+    if not topk:
+        return None
+    chosen = Selection.allocate(rows, topk, device)
+    chosen.positions[:, 0] = 0
+    chosen.counts.fill_(1)
+    return chosen
+
+
 def _batch(runtime: AttentionRuntime, shape: _Shape, *, causal: bool) -> StepBatch:
     """A step of padding: all slots -1, all pages the null block."""
     reqs, device = shape.requests, runtime.device
@@ -223,6 +235,8 @@ def _batch(runtime: AttentionRuntime, shape: _Shape, *, causal: bool) -> StepBat
         # Zeros: a step of text. Layers without mm_prefix do not read them.
         mm_prefix_spans=torch.zeros(rows, 2, dtype=torch.int32, device=device),
         mm_prefix_spans_cpu=torch.zeros(rows, 2, dtype=torch.int32),
+        # Each query chooses the first key or block. Layers that are not sparse do not read it.
+        selection=_first_keys(rows, runtime, device),
     )
     names = tuple(f"warm-up-{index}" for index in range(reqs))
     sizes = tuple(group.kv_cache_spec.block_size for group in groups)

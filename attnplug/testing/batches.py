@@ -11,10 +11,16 @@ import torch
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attnplug.core.selection import Selection
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.testing.oracle import OracleResult, Spans, attention_oracle, stored_values
 from attnplug.testing.spans import default_spans, rows_of_spans
+
+_WIDER = 3
+"""Columns of a selection beyond the layer's topk."""
+_ROUND, _FEWER, _NONE = 7, 4, 2
+"""Of so many queries in a row, this one chooses half as many keys as it may, and this one none."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -66,6 +72,8 @@ class Batch:
             use_sinks=use_sinks,
             causal=self.common.causal,
             spans=self.spans,
+            # Read here, because an indexer may write the step's buffers after the batch was made.
+            selection=None if spec.sparse is None else self.common.selection,
         )
 
 
@@ -149,6 +157,7 @@ def paged_batch(
             begun = [start for start, stop in (chosen[row] if chosen else ()) if stop > seq_len - new]
             table[row, : max(min([seq_len - new - spec.window[0], *begun]), 0) // size] = 0
 
+    is_causal = spec.causal if causal is None else causal
     new_keys = [_last(tokens, new) for tokens, new in zip(keys, new_lens, strict=True)]
     new_values = [_last(tokens, new) for tokens, new in zip(values, new_lens, strict=True)]
     pad_slots = torch.full((padding,), PAD_SLOT_ID)
@@ -160,9 +169,19 @@ def paged_batch(
             seq_lens,
             table,
             torch.cat([torch.empty(0, dtype=torch.int64), *slots, pad_slots]),
-            spec.causal if causal is None else causal,
+            is_causal,
             device,
             chosen,
+            random_selection(
+                spec,
+                query_lens,
+                seq_lens,
+                causal=is_causal,
+                spans=chosen,
+                padding=padding,
+                seed=seed,
+                device=device,
+            ),
         ),
         query=_pack(queries, spec.num_heads, spec.head_size, padding, spec).to(device),
         key=_pack(new_keys, spec.num_kv_heads, spec.head_size, padding, spec).to(device),
@@ -198,15 +217,26 @@ def direct_batch(
     counts = list(query_lens) if key_lens is None else list(key_lens)
     queries, keys, values = _draw(spec, query_lens, counts, generator)
     chosen = _chosen_spans(spec, spans, query_lens, seq_lens)
+    is_causal = spec.causal if causal is None else causal
     common = _common(
         query_lens,
         seq_lens,
         # Direct KV has no pages, so the block table must not be followed at all.
         torch.randint(-(2**30), 2**30, (len(seq_lens), 1), generator=generator).int(),
         torch.full((sum(query_lens) + padding,), PAD_SLOT_ID),
-        spec.causal if causal is None else causal,
+        is_causal,
         device,
         chosen,
+        random_selection(
+            spec,
+            query_lens,
+            seq_lens,
+            causal=is_causal,
+            spans=chosen,
+            padding=padding,
+            seed=seed,
+            device=device,
+        ),
     )
     if key_lens is not None:
         common.key_start_loc_cpu = _starts(key_lens)
@@ -233,6 +263,54 @@ def _chosen_spans(
     if not spec.mm_prefix:
         return None
     return default_spans(query_lens, seq_lens) if given is None else [list(spans) for spans in given]
+
+
+def random_selection(
+    spec: LayerSpec,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    causal: bool,
+    spans: Sequence[Spans] | None = None,
+    padding: int = 0,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Selection | None:
+    """A selection for a sparse layer, in no order; None for other layers.
+
+    Most queries choose as many keys as they may, or all where these are fewer. Some choose fewer, and some none. The
+    buffer is wider than the layer's topk, as if another layer chooses more keys.
+
+    Args:
+        spec: the layer.
+        query_lens: new tokens of each request.
+        seq_lens: all tokens of each request.
+        causal: whether queries choose no key after their own position, but for the rest of their span.
+        spans: the multimodal spans of each request.
+        padding: rows past the batch's tokens, which are not given.
+        seed: of the random choice.
+        device: of the tensors.
+    """
+    sparse = spec.sparse
+    if sparse is None:
+        return None
+    # Not the seed of the keys, so that both can change alone.
+    generator = torch.Generator().manual_seed(seed + 7919)
+    chosen = Selection.allocate(sum(query_lens) + padding, sparse.topk + _WIDER, "cpu")
+    inside = [(0, 0)] * sum(query_lens)
+    if spans is not None:
+        inside = [(start, stop) for start, stop in rows_of_spans(spans, query_lens, seq_lens).tolist()]
+    token = 0
+    for new, length in zip(query_lens, seq_lens, strict=True):
+        for position in range(length - new, length):
+            end = max(position + 1, inside[token][1]) if causal else length
+            among = -(-max(end, 0) // sparse.block)
+            most = min(among, sparse.topk)
+            count = {_FEWER: (most + 1) // 2, _NONE: 0}.get(token % _ROUND, most)
+            chosen.positions[token, :count] = torch.randperm(among, generator=generator)[:count].int()
+            chosen.counts[token] = count
+            token += 1
+    return Selection(chosen.positions.to(device), chosen.counts.to(device))
 
 
 def _draw(
@@ -317,6 +395,7 @@ def _common(
     causal: bool,
     device: str,
     spans: Sequence[Spans] | None,
+    selection: Selection | None,
 ) -> CommonAttentionMetadata:
     # The device tensor gets a copy, so that it and the host array share no memory.
     host = np.asarray(seq_lens, dtype=np.int32)
@@ -337,4 +416,5 @@ def _common(
         mm_prefix_spans=None if rows is None else rows.to(device),
         # The device tensor gets a copy, so that it and the host tensor share no memory.
         mm_prefix_spans_cpu=None if rows is None else rows.clone(),
+        selection=selection,
     )

@@ -49,15 +49,18 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, bound: float, name
     """AssertionError unless `found [n, H, D]` is within `bound` of `expected`, by element and as a whole.
 
     An element's error is relative to the largest magnitude in its row (the last dimension); a row
-    of zeros must be zeros. NaN never passes.
+    of zeros must be zeros. NaN never passes. A row that is not zero may also be off by the step between the
+    smallest numbers of its dtype, such as 6e-8 in float16: no result can be nearer.
     """
+    least = torch.finfo(found.dtype).smallest_normal * torch.finfo(found.dtype).eps
     found, expected = _as_float64(found, expected, name)
     if found.numel() == 0:
         return
     if not bool(found.isfinite().all()):
         raise AssertionError(f"{name}: {int((~found.isfinite()).sum())} elements are NaN or infinite")
     error = (found - expected).abs()
-    worst = error - bound * expected.abs().amax(-1, keepdim=True)
+    magnitude = expected.abs().amax(-1, keepdim=True)
+    worst = error - bound * magnitude - least * (magnitude > 0)
     # The negated comparison also fails for NaN.
     if not bool((worst <= 0).all()):
         place = tuple(int(index) for index in torch.unravel_index(worst.argmax(), worst.shape))

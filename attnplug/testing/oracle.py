@@ -12,6 +12,7 @@ import torch
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.features import Feature
 from attnplug.core.impl import LayerTensors
+from attnplug.core.selection import Selection
 from attnplug.core.spec import LayerSpec
 
 COMPUTED = (
@@ -21,6 +22,7 @@ COMPUTED = (
     | Feature.SINKS
     | Feature.ALIBI
     | Feature.MM_PREFIX
+    | Feature.SPARSE
     | Feature.LSE
     | Feature.HEAD_SIZE_V
     | Feature.NON_CAUSAL
@@ -81,6 +83,18 @@ def visible_keys(
     return seen
 
 
+def chosen_keys(spec: LayerSpec, selection: Selection, key_positions: torch.Tensor) -> torch.Tensor:
+    """Whether each of the first n queries chose each key `[m]`, bool `[n, m]`, by the counted positions."""
+    sparse = spec.sparse
+    if sparse is None:
+        raise SpecError("sparse", None, "is required: a layer without it attends no selection")
+    positions, rows = selection.positions.tolist(), []
+    for row, count in enumerate(selection.counts.tolist()):
+        blocks = torch.tensor(positions[row][:count], dtype=torch.int64)
+        rows.append(torch.isin(key_positions // sparse.block, blocks))
+    return torch.stack(rows) if rows else torch.empty(0, key_positions.shape[0], dtype=torch.bool)
+
+
 def request_oracle(
     spec: LayerSpec,
     query: torch.Tensor,
@@ -92,6 +106,7 @@ def request_oracle(
     use_sinks: bool = True,
     causal: bool | None = None,
     spans: Spans | None = None,
+    selection: Selection | None = None,
 ) -> OracleResult:
     """The result of one request of `seq_len` tokens.
 
@@ -105,10 +120,11 @@ def request_oracle(
         use_sinks: whether sinks enter the denominator.
         causal: True if the batch narrows the spec.
         spans: the multimodal spans, for layers with mm_prefix.
+        selection: of the n queries, for sparse layers.
 
     Raises:
         SpecError: the layer needs a feature that is not in COMPUTED.
-        BatchError: the layer has mm_prefix, and no spans are given.
+        BatchError: a layer with mm_prefix without spans, or a sparse layer without a selection of n queries.
     """
     # A reference that ignored a feature would accept a backend that ignores it too.
     if unknown := spec.required_features() & ~COMPUTED:
@@ -135,6 +151,11 @@ def request_oracle(
         distance = (key_positions[None, :] - query_positions[:, None]).abs()
         logits = logits - tensors.alibi_slopes.cpu().double()[:, None, None] * distance
     seen = visible_keys(spec, query_positions, key_positions, causal, spans)
+    if spec.sparse is not None:
+        if selection is None or selection.counts.shape[0] != q.shape[1]:
+            found = None if selection is None else selection.counts.shape[0]
+            raise BatchError("selection", found, f"must have a row for each of {q.shape[1]} queries")
+        seen &= chosen_keys(spec, selection, key_positions)
     logits = logits.masked_fill(~seen, -math.inf)
     terms = logits
     # A sink enters the denominator only: it has a logit and no value.
@@ -158,8 +179,11 @@ def attention_oracle(
     use_sinks: bool = True,
     causal: bool | None = None,
     spans: Sequence[Spans] | None = None,
+    selection: Selection | None = None,
 ) -> OracleResult:
     """The results of a batch, one request after another; the arguments are those of `request_oracle`.
+
+    The rows of `selection` are those of all requests together.
 
     Raises:
         BatchError: the sequences have different lengths, or a layer with mm_prefix gets no spans.
@@ -168,12 +192,24 @@ def attention_oracle(
     counts = [len(part) for part in given]
     if len(set(counts)) != 1:
         raise BatchError("requests", counts, "queries, keys, values, seq_lens and spans must be as many")
-    parts = [
-        request_oracle(spec, *request, tensors=tensors, use_sinks=use_sinks, causal=causal, spans=own)
-        for *request, own in zip(
-            queries, keys, values, seq_lens, [None] * len(seq_lens) if spans is None else spans, strict=True
+    of_each = [None] * len(seq_lens) if spans is None else spans
+    parts, start = [], 0
+    for query, key, value, seq_len, own in zip(queries, keys, values, seq_lens, of_each, strict=True):
+        rows = slice(start, start := start + query.shape[0])
+        parts.append(
+            request_oracle(
+                spec,
+                query,
+                key,
+                value,
+                seq_len,
+                tensors=tensors,
+                use_sinks=use_sinks,
+                causal=causal,
+                spans=own,
+                selection=None if selection is None else selection[rows],
+            )
         )
-    ]
     nothing = torch.empty(0, spec.num_heads, spec.head_size_v, dtype=torch.float64)
     return OracleResult(
         torch.cat([nothing, *(part.output for part in parts)]),

@@ -41,6 +41,8 @@ def test_the_plugin_offers_one_backend() -> None:
         {"head_size_v": 129, "causal": False, "kv_cache_dtype": "fp8_e5m2", "block_size": 7},
         {"attn_type": "encoder", "direct_kv": True},
         {"mm_prefix": True, "sliding_window": 5},
+        {"sparse": SparseSpec("token_topk", 2048)},
+        {"sparse": SparseSpec("block", 16, 64), "chunk_size": 128, "has_sinks": True},
         {"attn_type": "encoder_decoder", "dtype": "float32", "kv_cache_dtype": "bfloat16"},
     ],
     ids=str,
@@ -52,7 +54,6 @@ def test_everything_it_honours_is_accepted(asked: dict[str, object], device: str
 @pytest.mark.parametrize(
     ("spec", "code"),
     [
-        (LayerSpec(**SIZES, sparse=SparseSpec("token_topk", 2048)), "sparse"),
         (LayerSpec(**SIZES, mm_prefix=True, attn_type="encoder_decoder"), "mm_prefix"),
         (LayerSpec(**SIZES, kv_cache_dtype="int8"), "kv_cache_dtype"),
         (LayerSpec(**SIZES, direct_kv=True, kv_cache_dtype="fp8"), "combination"),
@@ -88,6 +89,7 @@ def test_a_feature_of_a_later_release_is_not_declared() -> None:
         "SOFT_CAP",
         "SINKS",
         "ALIBI",
+        "SPARSE",
         "MM_PREFIX",
         "LSE",
         "HEAD_SIZE_V",

@@ -180,7 +180,6 @@ def test_a_cell_that_is_wrong_fails_with_the_case_the_numbers_and_the_name_of_th
     ("values", "why"),
     [
         ({"feature": "mla", "head_size": 576}, "has no batches of mla layers"),
-        ({"feature": "sparse"}, "has no batches of sparse layers"),
         ({"kv_cache_dtype": "nvfp4"}, "stores no kv_cache_dtype='nvfp4'"),
     ],
 )
@@ -363,7 +362,7 @@ def test_the_outcome_says_where_when_and_with_what(play, observer):
 
 
 def test_no_feature_is_left_that_the_kit_could_try():
-    untried = {str(flag.name).lower() for flag in Feature} - {"mla", "sparse"}
+    untried = {str(flag.name).lower() for flag in Feature} - {"mla"}
     pages = {"block_size": None, "layout": None}
     for feature in sorted(untried):
         more = pages if feature in ("direct_kv", "encoder") else {}

@@ -20,8 +20,9 @@ from attnplug.core.errors import (
 )
 from attnplug.core.features import Feature
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
-from attnplug.core.sparse import SparseSpec
 
+LATENT = Feature.MLA.fields(576)
+"""Fields of a layer that no backend here serves."""
 TWO_KINDS = model([SLIDING, FULL])
 FIRST, SECOND = backend("FIRST", 60), backend("SECOND", 55)
 PLAIN = backend("PLAIN", 70, features=no(Feature.SLIDING_WINDOW))
@@ -157,19 +158,19 @@ def test_a_sharing_that_cannot_be_is_refused_by_the_plan(sharing, what):
 def test_layers_without_a_backend_are_listed_by_kind_with_every_reason():
     unserved = model(
         [
-            {"sparse": SparseSpec("token_topk", 2048)},
-            {"sparse": SparseSpec("token_topk", 2048)},
+            LATENT,
+            LATENT,
             FULL,
-            {"mm_prefix": True},
+            {"kv_cache_dtype": "int8"},
         ]
     )
     with pytest.raises(NoBackendError) as caught:
         plan(unserved, "cpu")
     text = str(caught.value)
     assert text.startswith("no backend on cpu serves\n  layer layers.0 and 1 like it\n")
-    assert text.count("\n    TORCH: sparse") == 1
+    assert text.count("\n    TORCH: MLA not supported") == 1
     assert "layer layers.3\n" in text
-    assert text.count("\n    TORCH: multimodal") == 1
+    assert text.count("\n    TORCH: kv_cache_dtype not supported") == 1
     assert "layers.2" not in text
     assert caught.value.decision.layer_name == "layers.0"
     assert not isinstance(caught.value, BackendUnavailableError)
@@ -186,8 +187,8 @@ def test_the_backend_asked_for_is_named_and_no_other_is():
 
 def test_others_that_would_refuse_too_are_left_out_where_one_was_asked():
     with offered(FIRST), pytest.raises(BackendUnavailableError) as caught:
-        plan(model([{"sparse": SparseSpec("token_topk", 2048)}]), "cpu", backend="FIRST")
-    assert "FIRST: sparse" in str(caught.value)
+        plan(model([LATENT]), "cpu", backend="FIRST")
+    assert "FIRST: MLA" in str(caught.value)
     assert "TORCH" not in str(caught.value)
 
 
@@ -215,14 +216,14 @@ def test_uniform_takes_the_highest_ranked_that_serves_every_layer():
 
 def test_uniform_names_each_backend_and_the_layer_it_refuses():
     windowed = backend("WINDOWED", 60, supports_combination=_only_windows)
-    specs = model([FULL, SLIDING, {"sparse": SparseSpec("token_topk", 2048)}])
+    specs = model([FULL, SLIDING, LATENT])
     with offered(PLAIN, windowed), pytest.raises(NoBackendError) as caught:
         plan(specs, "cpu", uniform=True)
     text = str(caught.value)
     assert text.startswith("no one backend serves every layer, as uniform=True asks")
     assert "PLAIN does not serve layer layers.1: sliding_window" in text
     assert "WINDOWED does not serve layer layers.0: " in text
-    assert "TORCH does not serve layer layers.2: sparse" in text
+    assert "TORCH does not serve layer layers.2: MLA" in text
 
 
 def _only_windows(spec, device):
@@ -235,7 +236,7 @@ def test_uniform_lists_plugins_that_did_not_load(monkeypatch):
         "attnplug:torch does not serve layer layers.0: attnplug:torch is left out by ATTNPLUG_BLOCK_PLUGINS"
     )
     with offered(FIRST), pytest.raises(NoBackendError, match=limit):
-        plan(model([{"sparse": SparseSpec("token_topk", 2048)}]), "cpu", uniform=True)
+        plan(model([LATENT]), "cpu", uniform=True)
 
 
 def test_uniform_is_the_remedy_where_backends_cannot_share_pages():

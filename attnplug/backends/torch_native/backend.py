@@ -1,4 +1,4 @@
-"""The declaration of TORCH: everything except MLA and sparse attention."""
+"""The declaration of TORCH: everything except MLA."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class TorchBackend(AttentionBackend):
         | Feature.SINKS
         | Feature.ALIBI
         | Feature.MM_PREFIX
+        | Feature.SPARSE
         | Feature.LSE
         | Feature.HEAD_SIZE_V
         | Feature.NON_CAUSAL
@@ -48,6 +49,9 @@ class TorchBackend(AttentionBackend):
         | Feature.CROSS
         | Feature.ENCODER
     )
+
+    supported_sparse_kinds: ClassVar[Sequence[str]] = ("token_topk", "block")
+    serves_dense: ClassVar[bool] = True
 
     @staticmethod
     def get_name() -> str:

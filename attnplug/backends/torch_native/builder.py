@@ -57,6 +57,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             causal=common.causal,
             common_prefix_len=common_prefix_len,
             spans=_spans(common),
+            selection=common.selection,
         )
 
     def use_cascade_attention(

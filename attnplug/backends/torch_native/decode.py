@@ -42,7 +42,7 @@ def attend_short(
         output: `[T, H, Dv]`, written in the rows of `requests`.
         output_lse: float32 `[T, H]`, written in the same rows; None without.
     """
-    gatherer = _Gatherer(source, query.device)
+    gatherer = Gatherer(source, query.device)
     steps, tokens = (gatherer.k.steps, gatherer.v.steps), gatherer.tile_tokens
     # The requests are part of the key, because for some layers `attend_pages` attends a few of them.
     key = (requests.tobytes(), type(source), source.k.shape[1], steps, reach, tokens)
@@ -50,16 +50,10 @@ def attend_short(
     if tiles is None:
         tiles = plan_tiles(metadata, requests, source, steps, reach, tokens, query.device)
         metadata.plans[key] = tiles
-    gatherer.reserve(tiles)
-    for tile in tiles:
-        grouped = query.index_select(0, tile.queries).float()
-        out, lse = _attend_tile(grouped, tile, gatherer, scoring, output_lse is not None)
-        output.index_copy_(0, tile.queries, out.to(output.dtype))
-        if output_lse is not None and lse is not None:
-            output_lse.index_copy_(0, tile.queries, lse)
+    attend_tiles(query, tiles, gatherer, scoring, output, output_lse)
 
 
-class _Gatherer:
+class Gatherer:
     """Gathers keys, then values, into one buffer small enough to stay in the CPU's cache."""
 
     def __init__(self, source: KeySource, device: torch.device) -> None:
@@ -93,8 +87,26 @@ class _Gatherer:
         return self._wide[: picked.numel()].view_as(picked).copy_(picked)
 
 
+def attend_tiles(
+    query: torch.Tensor,
+    tiles: list[Tile],
+    gatherer: Gatherer,
+    scoring: Scoring,
+    output: torch.Tensor,
+    output_lse: torch.Tensor | None,
+) -> None:
+    """Attend the queries `[T, H, D]` of `tiles`, and write their rows of `output` and of a given `output_lse`."""
+    gatherer.reserve(tiles)
+    for tile in tiles:
+        grouped = query.index_select(0, tile.queries).float()
+        out, lse = _attend_tile(grouped, tile, gatherer, scoring, output_lse is not None)
+        output.index_copy_(0, tile.queries, out.to(output.dtype))
+        if output_lse is not None and lse is not None:
+            output_lse.index_copy_(0, tile.queries, lse)
+
+
 def _attend_tile(
-    query: torch.Tensor, tile: Tile, gatherer: _Gatherer, scoring: Scoring, wants_lse: bool
+    query: torch.Tensor, tile: Tile, gatherer: Gatherer, scoring: Scoring, wants_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output `[B * q, H, Dv]` and LSE `[B * q, H]` of queries `[B * q, H, D]`."""
     (batch, queries), length = tile.query_places.shape, tile.keys.shape[1]
@@ -122,7 +134,8 @@ def _attend_tile(
     distance = None
     if scoring.slopes is not None:
         axis = torch.arange(length, device=tile.keys.device)
-        distance = (axis - tile.query_places[:, :, None]).abs_().float()
+        places = axis if tile.key_places is None else tile.key_places[:, None]
+        distance = (places - tile.query_places[:, :, None]).abs_().float()
     scoring.shape(shaped, distance, tile.hidden)
     weights, lse = scoring.normalise(shaped, wants_lse, tile.has_empty_rows)
     weights = weights.view_as(scores)

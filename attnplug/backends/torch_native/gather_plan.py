@@ -33,6 +33,8 @@ class Tile:
         hidden: bool `[B, q, L]`, True where a key is not seen; None hides nothing.
         query_places: int64 `[B, q]`, places of the queries on the keys' axis.
         has_empty_rows: whether some query sees nothing.
+        key_places: int64 `[B, L]`, the positions of keys that are not consecutive; None if the axis begins at place
+            0. Query places are then positions too.
     """
 
     queries: torch.Tensor
@@ -41,6 +43,7 @@ class Tile:
     hidden: torch.Tensor | None
     query_places: torch.Tensor
     has_empty_rows: bool
+    key_places: torch.Tensor | None = None
 
 
 def plan_tiles(
@@ -61,7 +64,7 @@ def plan_tiles(
     lens = metadata.query_lens[requests]
     for query_len in np.unique(lens).tolist():
         group = _Group.of(metadata, requests[lens == query_len], source, reach, query_len)
-        for start, stop in _buckets(group.spans):
+        for start, stop in buckets(group.spans):
             tiles += group.part(start, stop).tiles(source, steps, tile_tokens, device)
     return tiles
 
@@ -131,7 +134,7 @@ class _Group:
         return keys, values
 
 
-def _buckets(spans: _Ints) -> Iterator[tuple[int, int]]:
+def buckets(spans: _Ints) -> Iterator[tuple[int, int]]:
     """Runs of descending `spans` with little padding; spans of 0 are a run of their own."""
     start = 0
     while start < spans.size:

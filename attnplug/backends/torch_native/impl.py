@@ -14,6 +14,7 @@ from attnplug.backends.torch_native.decode import SHORT_QUERY, attend_short
 from attnplug.backends.torch_native.dense import attend_request
 from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.backends.torch_native.page_decode import attend_pages, plan_page_decodes
+from attnplug.backends.torch_native.selected import attend_selected
 from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import KeySource, PackedKeys, PagedKeys
 from attnplug.core.errors import BatchError
@@ -84,6 +85,10 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         reach = Reach.of(self.spec, attn_metadata.causal)
         source = self._source(key, value, kv_cache, attn_metadata)
         scoring = self._scoring(layer, query.device, use_sinks, source.k.dtype)
+        if self.spec.sparse is not None:
+            sparse = self.spec.sparse
+            attend_selected(query, source, sparse, attn_metadata, reach, scoring, output, output_lse)
+            return
         shared = shared_prefix_len(attn_metadata, source, reach)
         if shared and isinstance(source, PagedKeys):
             rest = dataclasses.replace(source, start=shared)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from attnplug.core.metadata import AttentionMetadata
+from attnplug.core.selection import Selection
 
 _Ints = npt.NDArray[np.int64]
 
@@ -29,6 +30,7 @@ class TorchMetadata(AttentionMetadata):
         causal: of the batch; it may only narrow the layer's spec.
         common_prefix_len: tokens that all requests with queries share, to be attended once; 0 without.
         spans: host int64 `[at least T, 2]`, the multimodal span of each query; None if the batch has none.
+        selection: the keys that an indexer picks, for sparse layers.
         plans: gather plans for short queries, which the layers of the step share.
     """
 
@@ -41,9 +43,17 @@ class TorchMetadata(AttentionMetadata):
     causal: bool
     common_prefix_len: int = 0
     spans: _Ints | None = None
+    selection: Selection | None = None
     plans: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def query_lens(self) -> _Ints:
         """New tokens of each request, int64 `[R]`."""
         return np.diff(self.query_starts)
+
+    def rows(self) -> tuple[_Ints, _Ints]:
+        """The request and the position of each query, int64 `[T]`; padding requests have negative positions."""
+        lens = self.query_lens
+        requests = np.repeat(np.arange(lens.size), lens)
+        shift = self.seq_lens - self.query_starts[1:]
+        return requests, np.arange(*self.query_starts[[0, -1]]) + shift[requests]

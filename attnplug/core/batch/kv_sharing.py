@@ -61,6 +61,8 @@ def of_wanted_tokens(common: CommonAttentionMetadata) -> CommonAttentionMetadata
         num_actual_tokens=indices.size,
         max_query_len=int((wanted[1:] - wanted[:-1]).max(initial=0)),
         _num_computed_tokens_cpu=None,
+        # An indexer may fill the selection after this, and the wanted rows of it are no view.
+        selection=None,
         **_spans_of(common, indices),
     )
 

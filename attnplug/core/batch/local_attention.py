@@ -22,6 +22,7 @@ def make_local_attention_virtual_batches(
     and the chunk's pages. Tokens keep their places, so queries and outputs are used as they are. A
     request without new tokens stays, as one piece without queries. Multimodal spans are left out: one that
     crosses a chunk's end has keys in two pieces, so layers with mm_prefix cannot be served this way.
+    So is the selection of sparse layers, whose positions count from the request's start.
 
     Args:
         attn_chunk_size: positions per chunk; a multiple of `block_size`.

@@ -163,7 +163,7 @@ def _range(field: str, part: slice, limit: int) -> tuple[int, int]:
 
 def _per_token(common: CommonAttentionMetadata, rows: slice) -> dict[str, Any]:
     """The optional fields of some tokens, where the batch has them."""
-    given = {name: getattr(common, name) for name in ("mm_prefix_spans", "mm_prefix_spans_cpu")}
+    given = {name: getattr(common, name) for name in ("mm_prefix_spans", "mm_prefix_spans_cpu", "selection")}
     return {name: value[rows] for name, value in given.items() if value is not None}
 
 

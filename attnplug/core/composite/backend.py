@@ -218,6 +218,8 @@ def _composed(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -
         "supported_kv_cache_dtypes": _in_both(*map(stored_dtypes, pair)),
         "supported_phases": tuple(p for p, each in members.items() if p in map(str, each.supported_phases)),
         "features": Feature(sum(flag.value for flag in served if flag.ask.per_request)),
+        "supported_sparse_kinds": _in_both(*(each.supported_sparse_kinds for each in pair)),
+        "serves_dense": prefill.serves_dense and decode.serves_dense,
         "step_safe": prefill.step_safe and decode.step_safe,
         "Options": composite_options(name, members),
     }

@@ -84,7 +84,7 @@ _PER_REQUEST = (
     *("seq_lens_host", "encoder_seq_lens", "encoder_seq_lens_cpu"),
     *("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "_seq_lens_cpu", "_num_computed_tokens_cpu"),
 )
-_PER_TOKEN = ("mm_prefix_spans", "mm_prefix_spans_cpu")
+_PER_TOKEN = ("mm_prefix_spans", "mm_prefix_spans_cpu", "selection")
 
 
 def _optional(

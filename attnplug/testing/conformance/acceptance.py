@@ -102,8 +102,8 @@ def _serve(target: Target, spec: LayerSpec, keys: set[Hashable]) -> None:
     is_known = stored is not None and stored.is_floating_point
     key = target.backend.compile_key(spec)
     few = key is None or key in keys or len(keys) < _MAX_COMPILE_KEYS[target.level]
-    # Batches of the kit lack the inputs of MLA and sparse layers, and other storage types.
-    if spec.mla is not None or spec.sparse or not is_known or not few:
+    # Batches of the kit lack the inputs of MLA layers, and other storage types.
+    if spec.mla is not None or not is_known or not few:
         with error_context("from_spec"):
             make_impl(target.backend, spec, layer_tensors(spec, device=target.torch_device))
         return

@@ -86,6 +86,7 @@ class Case:
             parts.append("window{}.{}".format(*spec.window))
         parts += [f"chunk{spec.chunk_size}"] if spec.chunk_size else []
         parts += [f"cap{spec.logits_soft_cap:g}"] if spec.logits_soft_cap else []
+        parts += [str(spec.sparse).replace(" ", "_")] if spec.sparse else []
         flags = {"sinks": spec.has_sinks, "alibi": spec.has_alibi, "lse": spec.needs_lse}
         flags["spans"] = spec.mm_prefix
         return "-".join([*parts, *(name for name, is_set in flags.items() if is_set)])

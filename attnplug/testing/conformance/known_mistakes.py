@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.mistake_oracle import AttentionRules
+from attnplug.testing.conformance.mistake_oracle import AttentionRules, Request
 from attnplug.testing.oracle import OracleResult, Spans
 
 _Changes: TypeAlias = Callable[[AttentionRules], dict[str, Any]]
@@ -109,6 +109,31 @@ def _merged(spans: Spans) -> Spans:
     return found
 
 
+def _shifted(step: int) -> _Changes:
+    return _set(picks=lambda chosen, request, query: torch.where(chosen < 0, -1, chosen + step))
+
+
+def _padding_as_last(chosen: torch.Tensor, request: Request, query: torch.Tensor) -> torch.Tensor:
+    return torch.where(chosen < 0, request.seq_len - 1, chosen)
+
+
+def _padding_as_last_once(chosen: torch.Tensor, request: Request, query: torch.Tensor) -> torch.Tensor:
+    last = torch.full((chosen.shape[0], 1), request.seq_len - 1)
+    padded = (chosen < 0).any(1, keepdim=True) & (chosen != last).all(1, keepdim=True)
+    return torch.cat([chosen, torch.where(padded, last, -1)], dim=1)
+
+
+def _last_keys(rules: AttentionRules) -> dict[str, Any]:
+    """As many keys as a query may choose, the nearest before it, whatever the indexer chose."""
+
+    def picks(chosen: torch.Tensor, request: Request, query: torch.Tensor) -> torch.Tensor:
+        most = 0 if rules.sparse is None else rules.sparse.topk * rules.sparse.block
+        places = query - torch.arange(min(most, request.seq_len))
+        return torch.where(places < 0, -1, places)
+
+    return {"picks": picks}
+
+
 KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     # Features that the backend ignores.
     KnownMistake("sliding window ignored", "window", _set(left=math.inf, right=math.inf)),
@@ -119,6 +144,7 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     KnownMistake("spans ignored", "spans", _set(spans=None)),
     KnownMistake("causal mask ignored", "causal", _set(causal=False)),
     KnownMistake("non-causal taken as causal", "non-causal", _set(causal=True)),
+    KnownMistake("selection ignored: all keys attended", "sparse", _set(sparse=None)),
     KnownMistake("softmax scale ignored", "scale", lambda rules: {"scale": rules.head_size**-0.5}),
     KnownMistake("fp8 scales ignored", "fp8", _scaled(_unscaled, _unscaled)),
     # Features that the backend computes by another convention.
@@ -163,6 +189,18 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     KnownMistake("sink multiplied by the scale", "sinks", _sinks(lambda sinks, rules: sinks * rules.scale)),
     KnownMistake("sink in base 2", "sinks", _sinks(lambda sinks, rules: sinks * math.log(2))),
     KnownMistake("head groups interleaved", "head groups", _interleaved),
+    KnownMistake("positions of the selection taken as slots", "sparse", _set(by_slot=True)),
+    KnownMistake(
+        "padding of the selection (-1) taken as the last key", "sparse", _set(picks=_padding_as_last)
+    ),
+    KnownMistake(
+        "padding of the selection (-1) taken as the last key, once",
+        "sparse",
+        _set(picks=_padding_as_last_once),
+    ),
+    KnownMistake("selection one position late", "sparse", _shifted(1)),
+    KnownMistake("selection one position early", "sparse", _shifted(-1)),
+    KnownMistake("selection taken as the last keys", "sparse", _last_keys),
     KnownMistake("k_scale ignored", "fp8", _scaled(*[lambda rules: (1 / rules.k_scale, 1.0)] * 2)),
     KnownMistake("v_scale ignored", "fp8", _scaled(*[lambda rules: (1.0, 1 / rules.v_scale)] * 2)),
     KnownMistake("k_scale and v_scale swapped", "fp8", _scaled(_swapped, _swapped)),
@@ -177,7 +215,7 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
         "several",
         lambda rules: {
             **dict.fromkeys(("left", "right"), math.inf),
-            **dict.fromkeys(("chunk", "cap", "slopes", "sinks", "spans")),
+            **dict.fromkeys(("chunk", "cap", "slopes", "sinks", "spans", "sparse")),
             "scale": rules.head_size**-0.5,
         },
     ),

@@ -29,6 +29,7 @@ from attnplug.testing.conformance import (
     refusals,
     requests,
     runtimes,
+    selections,
     shared_prefix,
     sharing,
 )
@@ -38,7 +39,7 @@ from attnplug.testing.conformance.target import Target
 _IN_ORDER = (
     *(declaration, pages, interface, lightness, refusals, limits, acceptance, inputs, outputs),
     *(cache_writes, cache_reads, cache_layouts, requests, correctness),
-    *(builders, builder_inputs, shared_prefix, sharing, merging, runtimes, gpu, graphs),
+    *(builders, builder_inputs, shared_prefix, selections, sharing, merging, runtimes, gpu, graphs),
 )
 GROUPS: tuple[Callable[[Target], Iterator[Check]], ...] = tuple(module.checks for module in _IN_ORDER)
 """Functions that list the checks of a target, always the same in the same order."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from attnplug.core.sparse import SparseSpec
 from attnplug.testing.batches import Batch
 from attnplug.testing.oracle import Spans
 
@@ -37,6 +38,10 @@ class AttentionRules:
         value_factors: likewise.
         spans: the multimodal spans that count, from those of a request; None without mm_prefix.
         lifted: the limits that a span lifts: "causal", and "near" for windows and chunks.
+        sparse: of a sparse layer.
+        picks: the positions that queries attend, int64 `[n, K]`, from the positions that the step selects (-1 for
+            none), the request, and the positions of the queries `[n, 1]`; -1 for none.
+        by_slot: whether a position is read as the number of a slot.
         k_scale: stored key x k_scale = key.
         v_scale: likewise.
     """
@@ -63,6 +68,11 @@ class AttentionRules:
     value_factors: tuple[float, float] = (1.0, 1.0)
     spans: Callable[[Spans], Spans] | None = None
     lifted: frozenset[str] = frozenset({"causal", "near"})
+    sparse: SparseSpec | None = None
+    picks: Callable[[torch.Tensor, Request, torch.Tensor], torch.Tensor] = lambda chosen, request, query: (
+        chosen
+    )
+    by_slot: bool = False
 
     @property
     def features(self) -> frozenset[str]:
@@ -71,6 +81,7 @@ class AttentionRules:
         alibi, cap = self.slopes is not None, self.cap is not None
         each = {"window": window, "chunk": self.chunk is not None, "cap": cap, "alibi": alibi}
         each |= {"sinks": self.sinks is not None, "spans": self.spans is not None}
+        each["sparse"] = self.sparse is not None
         present = {
             **each,
             "several": sum(each.values()) > 1,
@@ -100,6 +111,9 @@ class Request:
         seq_len: number of all tokens.
         new: number of keys written in this step.
         spans: its multimodal spans.
+        chosen: int64 `[n, K]`, the positions that the step selects for each query of a sparse layer, then -1.
+        slots: int64 `[m]`, where each of the keys is stored.
+        page: tokens of a page; the slots of the first page hold zeros.
     """
 
     query: torch.Tensor
@@ -108,6 +122,9 @@ class Request:
     seq_len: int
     new: int
     spans: Spans = ()
+    chosen: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+    page: int = 0
 
 
 def rules_of(batch: Batch) -> AttentionRules:
@@ -129,23 +146,38 @@ def rules_of(batch: Batch) -> AttentionRules:
         k_scale=float(tensors.k_scale),
         v_scale=float(tensors.v_scale),
         spans=list if spec.mm_prefix else None,
+        sparse=spec.sparse,
     )
 
 
 def requests_of(batch: Batch) -> list[Request]:
     """The batch's requests, with zeros for pages in the null block."""
-    found = []
+    found: list[Request] = []
+    start = 0
     for row, parts in enumerate(zip(batch.queries, batch.keys, batch.values, batch.seq_lens, strict=True)):
         query, key, value = (part.detach().cpu().double() for part in parts[:3])
         written = key.shape[0] if batch.spec.attn_type == "encoder_decoder" else query.shape[0]
+        slots, size = None, 0
         if batch.kv_cache is not None and key.shape[0]:
             size = batch.spec.block_size or batch.kv_cache.shape[-3]
             pages = batch.common.block_table_tensor[row].cpu()[torch.arange(key.shape[0]) // size]
+            slots = pages.long() * size + torch.arange(key.shape[0]) % size
             freed = (pages == 0)[:, None, None]
             key, value = key.masked_fill(freed, 0.0), value.masked_fill(freed, 0.0)
         spans = batch.spans[row] if batch.spans else ()
-        found.append(Request(query, key, value, parts[3], written, spans))
+        rows = slice(start, start := start + query.shape[0])
+        found.append(Request(query, key, value, parts[3], written, spans, _chosen(batch, rows), slots, size))
     return found
+
+
+def _chosen(batch: Batch, rows: slice) -> torch.Tensor | None:
+    """The positions of single tokens that the step selects for some rows, int64 `[n, K]`."""
+    sparse, selection = batch.spec.sparse, batch.common.selection
+    if sparse is None or selection is None:
+        return None
+    chosen = selection.positions[rows].cpu().long()
+    places = chosen[:, :, None] * sparse.block + torch.arange(sparse.block)
+    return places.masked_fill(chosen[:, :, None] < 0, -1).flatten(1)
 
 
 def attend(
@@ -163,6 +195,10 @@ def attend(
     at = (torch.arange(count) + start + rules.shift)[:, None]
     held = (torch.arange(keys) + request.seq_len - keys)[None, :]
     seen = _seen(rules, request.spans, at, held)
+    times = None
+    if rules.sparse is not None and request.chosen is not None:
+        times = _times(rules.picks(request.chosen, request, at), request.seq_len - keys, keys)
+        seen &= times > 0
 
     scores = query @ key[:, rules.kv_heads].permute(1, 2, 0)
     for step in rules.order:
@@ -174,6 +210,8 @@ def attend(
             scores = scores + rules.slopes[:, None, None] * rules.bias(at, held)
         elif step == "mask":
             scores = scores.masked_fill(~seen, -math.inf)
+            # A key that is gathered several times counts as often.
+            scores = scores if times is None else scores + times.clamp(min=1).log()
     terms = scores
     sinks = None if rules.sinks is None else rules.sinks[:, None, None].expand(-1, count, 1)
     if sinks is not None:
@@ -183,7 +221,7 @@ def attend(
     weights = torch.exp(scores - total)
     if sinks is not None and rules.sink_value is not None and keys:
         weights = weights + torch.exp(sinks - total) * _end_of(seen, rules.sink_value)
-    output = weights @ value[:, rules.kv_heads].transpose(0, 1)
+    output = weights @ value[:, rules.kv_heads].transpose(0, 1).nan_to_num(0.0 if rules.by_slot else math.nan)
     return output.transpose(0, 1), lse.transpose(0, 1)
 
 
@@ -192,6 +230,8 @@ def _stored(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values that the request reads, multiplied by the factors of wrong scales."""
     request, other = requests[index], requests[rules.rows(index, len(requests))]
+    if rules.by_slot:
+        return _at_slots(requests, request.key.shape[0])
     count = request.key.shape[0]
     is_new = (torch.arange(other.key.shape[0]) >= other.key.shape[0] - other.new)[:, None, None]
     tensors = []
@@ -200,6 +240,31 @@ def _stored(
         missing = held.new_full((count - held.shape[0], *held.shape[1:]), math.nan)
         tensors.append(torch.cat([held, missing]))
     return tensors[0], tensors[1]
+
+
+def _at_slots(requests: Sequence[Request], count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of the slots 0 .. count - 1: NaN in slots of no request."""
+    tensors = []
+    for name in ("key", "value"):
+        rows = getattr(requests[0], name)
+        held = rows.new_full((count, *rows.shape[1:]), math.nan)
+        held[: requests[0].page] = 0.0
+        for request in requests:
+            if request.slots is not None:
+                inside = request.slots < count
+                held[request.slots[inside]] = getattr(request, name)[inside]
+        tensors.append(held)
+    return tensors[0], tensors[1]
+
+
+def _times(chosen: torch.Tensor, first: int, keys: int) -> torch.Tensor:
+    """How often each of the keys at `first ..` is among the positions of each query: float64 `[n, m]`."""
+    at = chosen - first
+    inside = (chosen >= 0) & (at >= 0) & (at < keys)
+    # Other positions are counted in a column of their own, which is cut off.
+    found = torch.zeros(chosen.shape[0], keys + 1, dtype=torch.float64)
+    found.scatter_add_(1, torch.where(inside, at, keys), torch.ones_like(at, dtype=torch.float64))
+    return found[:, :keys]
 
 
 def _seen(rules: AttentionRules, spans: Spans, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 
 from attnplug.core.features import Feature
 from attnplug.core.metadata import CommonAttentionMetadata
+from attnplug.core.sparse import SparseSpec
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, ConformanceError, error_context
 from attnplug.testing.conformance.expectations import StepMistake, expect_correct_step
@@ -28,6 +29,7 @@ _LAYERS: dict[str, tuple[Feature, dict[str, Any]]] = {
     "lse": (Feature.LSE, {"needs_lse": True}),
     "lse-sinks": (Feature.LSE | Feature.SINKS, {"needs_lse": True, "has_sinks": True}),
     "fp8": (Feature.FP8_KV, {"kv_cache_dtype": "fp8"}),
+    "sparse": (Feature.SPARSE, {"sparse": SparseSpec("token_topk", 24)}),
 }
 """Layers whose queries all see the prefix: no window or chunk ends within the steps."""
 
