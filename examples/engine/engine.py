@@ -133,21 +133,23 @@ class Engine:
         counts = self._schedule()
         if self.limits.num_speculative_tokens:
             self._draft(counts)
-        batch = self.builder.step(counts)
-        tokens, positions, rows, ready = [], [], [], []
+        wanted = {}
+        for name, count in counts.items():
+            request = self.running[name]
+            # A prompt that later steps complete wants no logits; drafts want those that verify them, too.
+            if request.computed + count == len(request.tokens) + len(request.drafts):
+                wanted[name] = 1 + len(request.drafts)
+        batch = self.builder.step(counts, wanted)
+        tokens, positions = [], []
         for request in map(self.running.__getitem__, batch.req_ids):
             end = request.computed + counts.get(request.name, 0)
             tokens += (request.tokens[request.computed : end] + request.drafts)[: end - request.computed]
             positions += range(request.computed, end)
-            if end == len(request.tokens) + len(request.drafts):
-                rows += range(len(tokens) - 1 - len(request.drafts), len(tokens))
-                ready.append(request)
+        ready = [self.running[name] for name in batch.req_ids if name in wanted]
         ids, at = torch.tensor([tokens, positions], device=self.model.device)
-        wanted = torch.tensor(rows, dtype=torch.int64, device=self.model.device)
         self.runtime.begin_step(batch)
-        logits = self.model(ids[None], position_ids=at[None], logits_to_keep=wanted, use_cache=False).logits[
-            0
-        ]
+        rows = batch.common.logits_indices_padded
+        logits = self.model(ids[None], position_ids=at[None], logits_to_keep=rows, use_cache=False).logits[0]
         row, likeliest = 0, logits.argmax(-1).tolist()
         for request in ready:
             # A draft is kept if it is the token that would be drawn without drafts, from the same random numbers.
