@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from attnplug.core.errors import BatchError
-from attnplug.core.kv_cache_spec import KVCacheConfig
+from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.runtime.grouping import cross_groups
-from attnplug.runtime.null_blocks import reach
+from attnplug.runtime.null_blocks import first_attended, reach
 from attnplug.runtime.step_batch import StepBatch
 
+_Ints: TypeAlias = npt.NDArray[Any]
 _REMEDY = "make batches with the runtime's step_batch_builder()"
 
 
@@ -61,46 +65,73 @@ def check_device(
 
 
 def check_pool(batch: StepBatch, config: KVCacheConfig) -> None:
-    """Refuse slots and pages past the pool. On a GPU the host waits for the tables.
+    """Refuse slots and pages past the pool, and null pages that are attended. On a GPU the host waits for the tables.
 
     Raises:
-        BatchError: a slot or a page that the step reads is not in the pool, or a table is too narrow.
+        BatchError: a slot or a page that the step reads is not in the pool, a table is too narrow, or a request
+            that writes its tokens attends those of a null block.
     """
     common = batch.common
     lengths = _on_host(common.seq_lens_host, common.seq_lens, common.num_reqs)
+    starts = common.query_start_loc_cpu.numpy()[: common.num_reqs + 1]
     for index, group in enumerate(config.kv_cache_groups):
-        size = group.kv_cache_spec.block_size
+        spec, field = group.kv_cache_spec, f"batch.block_tables[{index}]"
         table, slots = batch.of_group(index)
-        capacity = config.num_blocks * size
+        capacity = config.num_blocks * spec.block_size
         if slots.numel() and int(slots.max()) >= capacity:
             limit = f"of KV group {index} is past the {capacity} slots of {config.num_blocks} blocks"
             raise BatchError("batch.slot_mappings", int(slots.max()), limit)
         if index in batch.cross_groups:
             tokens = _on_host(common.encoder_seq_lens_cpu, common.encoder_seq_lens, common.num_reqs)
-        else:
-            tokens = lengths
-        _check_pages(f"batch.block_tables[{index}]", table, -(-tokens // size), config.num_blocks)
+            _check_pages(field, table, -(-tokens // spec.block_size), config.num_blocks)
+            continue
+        low = _check_pages(field, table, -(-lengths // spec.block_size), config.num_blocks)
+        if low == 0:
+            _check_nulls(field, table, slots, lengths, starts, spec)
 
 
-def _check_pages(field: str, table: torch.Tensor, pages: np.ndarray, num_blocks: int) -> None:
+def _check_pages(field: str, table: torch.Tensor, pages: _Ints, num_blocks: int) -> int:
+    """The lowest number of the pages that are read, or one below it; 1 without any."""
     most = int(pages.max(initial=0))
     if most > table.shape[1]:
         raise BatchError(field, table.shape[1], f"pages are too few: a request reads {most}")
     if most == 0:
-        return
+        return 1
     read = table[: pages.size, :most]
-    low, high = torch.aminmax(read)
+    low, high = (int(each) for each in torch.aminmax(read))
     if low >= 0 and high < num_blocks:
-        return
+        return low
     # Entries past a request's pages may hold anything, so only now each is looked at.
     numbers = read.cpu().numpy()
     is_read = np.arange(most) < pages[:, None]
     bad = numbers[is_read & ((numbers < 0) | (numbers >= num_blocks))]
     if bad.size:
         raise BatchError(field, int(bad[0]), f"must lie in 0 .. {num_blocks - 1}, the blocks of the pool")
+    return 0
 
 
-def _on_host(host: np.ndarray | None, device: torch.Tensor | None, reqs: int) -> np.ndarray:
+def _check_nulls(
+    field: str, table: torch.Tensor, slots: torch.Tensor, lengths: _Ints, starts: _Ints, spec: KVCacheSpec
+) -> None:
+    queries = np.diff(starts)
+    rows = np.flatnonzero(queries > 0)
+    # Requests of dummy steps and the padding of graphs write no slot, and read null blocks only.
+    rows = rows[slots.cpu().numpy()[starts[rows + 1] - 1] >= 0]
+    if not rows.size:
+        return
+    size, ends = spec.block_size, lengths[rows].astype(np.int64)
+    first = first_attended(spec, ends - queries[rows])
+    pages = np.arange(-(-int(ends.max()) // size))
+    is_attended = (pages >= first[:, None] // size) & (pages < -(-ends // size)[:, None])
+    nulls = np.argwhere(is_attended & (table[: lengths.size, : pages.size].cpu().numpy()[rows] == 0))
+    if nulls.size:
+        row, page = nulls[0].tolist()
+        token = max(page * size, int(first[row]))
+        limit = f"is the null block, and request {rows[row]} of the batch attends its token {token}"
+        raise BatchError(f"{field}[{rows[row]}, {page}]", 0, limit, "give it a block of the pool")
+
+
+def _on_host(host: _Ints | None, device: torch.Tensor | None, reqs: int) -> _Ints:
     if host is None:
         host = np.zeros(reqs, dtype=np.int32) if device is None else device.cpu().numpy()
     return host[:reqs]

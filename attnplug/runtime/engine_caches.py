@@ -80,6 +80,8 @@ def engine_memory(
         return kv_caches or {}
     if kv_caches is not None:
         raise LayoutError("allocator", allocator, "must be None if kv_caches is given")
+    if not callable(allocator):
+        raise LayoutError("allocator", allocator, "must be a function of a number of bytes and a device")
     raw: dict[str, torch.Tensor] = {}
     for tensor in config.kv_cache_tensors:
         made = allocator(tensor.size, device)
@@ -219,8 +221,9 @@ def _plain(field: str, tensor: torch.Tensor, device: torch.device) -> torch.Tens
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         limit = "must be a plain torch.Tensor: kernels use its memory and skip the code of a subclass"
         raise LayoutError(f"type({field})", type(tensor).__name__, limit)
-    if tensor.layout != torch.strided:
-        raise LayoutError(f"{field}.layout", tensor.layout, "must be torch.strided")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        found = "nested" if tensor.is_nested else tensor.layout
+        raise LayoutError(f"{field}.layout", found, "must be torch.strided")
     # "cuda" means the current GPU, which only a tensor's device tells.
     needed = torch.empty(0, device=device).device
     if tensor.device != needed:

@@ -78,6 +78,10 @@ WRONG: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "an array": (lambda: floats(*SHAPE).numpy(), ("type(kv_caches['b'])='ndarray'",)),
     "a subclass": (lambda: floats(*SHAPE).as_subclass(Wrapped), ("type(kv_caches['b'])='Wrapped'", "plain")),
     "a sparse tensor": (lambda: torch.zeros(SHAPE).to_sparse(), ("layout", "must be torch.strided")),
+    "a nested tensor": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        ("kv_caches['b']",),
+    ),
     "another device": (
         lambda: torch.empty(SHAPE, device="meta"),
         ("kv_caches['b'].device='meta' must be cpu",),
@@ -364,6 +368,11 @@ def test_an_allocator_that_gives_other_memory_is_refused(allocator, said):
     with pytest.raises(LayoutError) as error:
         AttentionRuntime(two(), allocator=allocator)
     assert said in str(error.value)
+
+
+def test_an_allocator_is_a_function():
+    with pytest.raises(LayoutError, match="allocator=3 must be a function of a number of bytes and a device"):
+        AttentionRuntime(two(), allocator=3)
 
 
 def test_memory_comes_from_one_place():

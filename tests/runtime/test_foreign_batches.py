@@ -262,6 +262,29 @@ def test_a_null_block_that_no_token_needs(spec, blocks, computed):
     runtime.begin_step(requests.step(1))
 
 
+@pytest.mark.parametrize(
+    ("spec", "blocks", "computed", "page"),
+    [
+        (FULL, [0, 3], 16, 0),
+        (FULL, [3, 0, 4], 33, 1),
+        (WINDOW, [0, 0, 4], 35, 1),
+        (CHUNKED, [3, 0, 4], 40, None),
+    ],
+)
+def test_a_null_block_that_a_builder_without_specs_accepts(spec, blocks, computed, page):
+    runtime, _ = with_null(spec, [1], 0)
+    other = made_by()
+    other.add_request("y", [[1]])
+    other.add_request("x", [blocks], num_computed_tokens=computed)
+    batch = other.step(1)
+    if page is None:
+        runtime.begin_step(batch)
+        return
+    said = rf"batch.block_tables\[0\]\[1, {page}\]=0 is the null block, and request 1 of the batch attends its token"
+    with pytest.raises(BatchError, match=said):
+        runtime.begin_step(batch)
+
+
 def test_null_blocks_move_with_their_requests_and_leave_with_them():
     _, requests = with_null(FULL, [0, 3], 16)
     requests.add_request("b", [[4, 5]], num_computed_tokens=16)
