@@ -27,6 +27,7 @@ from attnplug.runtime.attention_groups import (
 )
 from attnplug.runtime.batch_checks import check_device, check_groups, check_pool
 from attnplug.runtime.block_pool import BlockPool
+from attnplug.runtime.cascade import may_cascade
 from attnplug.runtime.engine_caches import (
     Allocator,
     check_kv_caches,
@@ -181,6 +182,8 @@ class AttentionRuntime:
                 for group in self.attention_groups
                 if (threshold := group.builder.reorder_batch_threshold) is not None
             ],
+            # The comparison of long tables costs host time, so it is left out where nobody would ask.
+            cascade_groups={g.kv_cache_group_id for g in self.attention_groups if may_cascade(g.builder)},
             mm_prefix=self.has_mm_prefix,
             sparse_topk=self.sparse_topk,
             mm_prefix_modalities=mm_prefix_modalities,

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug.core.composite.builder import CompositeMetadataBuilder
 from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.core.spec import AttentionType, LayerSpec
 
@@ -47,6 +48,14 @@ def _equal_blocks(table: npt.NDArray[np.int32], limit: int) -> int:
     first = table[0, :limit]
     same = (table[:, :limit] == first).all(0) & (first != _NULL_BLOCK)
     return limit if same.all() else int(same.argmin())
+
+
+def may_cascade(builder: AttentionMetadataBuilder[Any]) -> bool:
+    """Whether the builder, or a member of a composite, answers `use_cascade_attention` itself: the base says no."""
+    if isinstance(builder, CompositeMetadataBuilder):
+        return may_cascade(builder.decode) or may_cascade(builder.prefill)
+    own = getattr(builder.use_cascade_attention, "__func__", None)
+    return own is not AttentionMetadataBuilder.use_cascade_attention
 
 
 def cascade_prefix_len(

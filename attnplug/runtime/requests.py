@@ -46,6 +46,7 @@ class RequestTable:
         sparse_topk: int = 0,
         num_blocks: int | None = None,
         kv_cache_specs: Sequence[KVCacheSpec] = (),
+        cascade_groups: Collection[int] | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.reorder_batch_thresholds = tuple(sorted(set(reorder_batch_thresholds)))
@@ -64,6 +65,7 @@ class RequestTable:
         self._mm_prefix = MMPrefix(mm_prefix_modalities, max_num_batched_tokens) if mm_prefix else None
         groups = len(self.block_sizes)
         self._self_groups = [g for g in range(groups) if g not in self.cross_groups]
+        self._cascade_groups = [g for g in self._self_groups if cascade_groups is None or g in cascade_groups]
         lengths = [max_encoder_len if g in self.cross_groups else max_model_len for g in range(groups)]
         width = max(-(-length // size) for length, size in zip(lengths, self.block_sizes, strict=True))
         self._tables = np.zeros((groups, max_num_seqs, width), dtype=np.int32)

@@ -93,6 +93,7 @@ class StepBatchBuilder(RequestTable):
         sparse_topk: the most positions that a query of a sparse layer chooses; 0 without sparse layers. A step's
             batch has a `selection` of this width, always in the same memory and not given yet, for the model's
             indexer to fill.
+        cascade_groups: the KV groups whose steps need `shared_prefix_lens`; None for all with decoder tokens.
         num_blocks: blocks of the pool. Block numbers past it are refused; with None, only those past int32.
         kv_cache_specs: of each KV group. Null blocks are then refused where a request still attends their tokens;
             without any, each group may have them anywhere.
@@ -167,7 +168,7 @@ class StepBatchBuilder(RequestTable):
             rows = self._rows[: int(wanted.sum())] + np.repeat(starts[1 : reqs + 1] - wanted.cumsum(), wanted)
             staging.logits_indices.np[: rows.size] = rows
         names = tuple(self.req_ids)
-        shared = shared_prefix_lens(self._tables[:, :reqs], self.block_sizes, computed, self._self_groups)
+        shared = shared_prefix_lens(self._tables[:, :reqs], self.block_sizes, computed, self._cascade_groups)
         self._scheduled[:reqs] = scheduled
         self._stepped = names
         logits = None if wanted is None else int(wanted.sum())

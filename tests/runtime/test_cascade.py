@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_backends import backend, offered
 from model_layers import layer
 from served_model import ServedModel
 
@@ -18,8 +19,9 @@ from attnplug.core import BuilderConfig, LayerSpec
 from attnplug.core.composite import composite_backend
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.core.metadata import AttentionMetadataBuilder
 from attnplug.runtime import GraphState, StepBatchBuilder
-from attnplug.runtime.cascade import shared_prefix_lens
+from attnplug.runtime.cascade import may_cascade, shared_prefix_lens
 from attnplug.testing import paged_batch
 
 FULL = layer(dtype="float32")
@@ -161,11 +163,11 @@ def test_members_of_a_composite_get_the_prefix_of_parts_with_several_requests() 
             self.asked = query_lens.tolist()
             return True
 
-    backend = composite_backend(
+    composite = composite_backend(
         prefill=type("P", (TorchBackend,), {"get_builder_cls": classmethod(lambda cls: Always)}),
         decode=type("D", (TorchBackend,), {"get_builder_cls": classmethod(lambda cls: Always)}),
     )
-    builder: Any = backend.get_builder_cls()(
+    builder: Any = composite.get_builder_cls()(
         kv_cache_spec_for(FULL, 16), ["0"], BuilderConfig(), torch.device("cpu")
     )
     for lens, decoding, prefilling in (([1, 1, 9], 16, 0), ([1, 8, 9], 0, 16), ([1, 1], 16, None)):
@@ -177,6 +179,24 @@ def test_members_of_a_composite_get_the_prefix_of_parts_with_several_requests() 
         assert found == [decoding, prefilling]
     assert builder.decode.asked == [1, 1]
     assert not builder.use_cascade_attention(16, np.array([1, 9]), 4, 2, False, False, False, 1, 1)
+
+
+class NeverAsked(TorchMetadataBuilder):
+    use_cascade_attention = AttentionMetadataBuilder.use_cascade_attention
+
+
+def test_tables_are_compared_only_for_builders_that_answer() -> None:
+    made = backend("NEVER", get_builder_cls=lambda: NeverAsked)
+    with offered(made):
+        model = ServedModel({"0": FULL})
+    model.add("a")
+    model.step(a=41)
+    model.add("b", prefix=("a", 32))
+    assert model.step(a=1, b=1).shared_prefix_lens == (0,)
+    builder: Any = composite_backend(made, TorchBackend).get_builder_cls()
+    given: Any = kv_cache_spec_for(FULL, 16), ["0"], BuilderConfig(), torch.device("cpu")
+    assert may_cascade(builder(*given))
+    assert not may_cascade(NeverAsked(*given))
 
 
 def test_steps_of_graphs_have_no_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
