@@ -39,6 +39,11 @@ def read_config(
     A configuration without a dtype is read as bfloat16, LayerSpec's default, because the checkpoint that
     determines it is not read.
 
+    Inputs follow from the names in the signature of the model class and the sizes in its configuration. A
+    vision or audio tower that a run on text does not reach is run by itself. Layers that keep no cache have
+    `direct_kv=True`: encoders, towers, text encoders with a causal mask, and cross attention outside a decoder.
+    A module that folds windows or frames into its batch computes each of them as a sequence of its own.
+
     `scale` is the whole factor between `query @ key` and the logits, including one that the model applies to
     its queries.
 

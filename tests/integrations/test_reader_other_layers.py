@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attnplug.core.spec import LayerSpec
 from attnplug.integrations.transformers import read_config
 
 
@@ -83,20 +84,32 @@ def test_convolutions_inside_attention_are_named_beside_it(small):
     assert set(model.other_layers.values()) == {"conv"}
 
 
+def split(model, prefix):
+    """The specs of the layers whose names start with `prefix`, and those of the others."""
+    inside = [spec for name, spec in model.layers.items() if name.startswith(prefix)]
+    return inside, [spec for name, spec in model.layers.items() if not name.startswith(prefix)]
+
+
 def tiny_vision(**more):
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     return {**sizes, "image_size": 28, "patch_size": 14, **more}
 
 
-def test_gemma_3_with_images_reads_the_text_and_names_the_tower(small):
+TOWER = LayerSpec(num_heads=2, num_kv_heads=2, head_size=16, attn_type="encoder_only", direct_kv=True)
+
+
+def test_gemma_3_with_images_reads_the_text_and_the_tower(small):
     text = small("Gemma3Text", sliding_window=8).to_dict()
     config = small("Gemma3", text_config=text, vision_config=tiny_vision(), mm_tokens_per_image=4)
 
     model = read_config(config)
 
     assert next(iter(model.layers)) == "model.language_model.layers.0.self_attn"
-    assert {spec.mm_prefix for spec in model.layers.values()} == {True}
-    assert dict(model.other_layers) == {"model.vision_tower": "vision encoder"}
+    towers, texts = split(model, "model.vision_tower.")
+    assert {spec.mm_prefix for spec in texts} == {True}
+    # SigLIP's pooling head is a torch.nn.MultiheadAttention: one query reads all patches.
+    assert towers == [TOWER, TOWER.replace(attn_type="encoder_decoder")]
+    assert not model.other_layers
 
 
 def test_a_model_whose_images_stay_causal_asks_for_no_spans(small):
@@ -108,8 +121,10 @@ def test_a_model_whose_images_stay_causal_asks_for_no_spans(small):
 
     model = read_config(config)
 
-    assert {spec.mm_prefix for spec in model.layers.values()} == {False}
-    assert dict(model.other_layers) == {"model.vision_tower": "vision encoder"}
+    towers, texts = split(model, "model.vision_tower.")
+    assert {spec.mm_prefix for spec in texts} == {False}
+    assert towers == [TOWER]
+    assert not model.other_layers
 
 
 def test_prefixes_of_text_that_see_each_other_are_asked_for(small):

@@ -11,7 +11,7 @@ from attnplug.integrations.transformers import read_config
 @pytest.mark.parametrize(
     ("name", "fields", "reason"),
     [
-        ("T5", {"d_model": 64, "num_layers": 1}, "relative position bias"),
+        ("T5", {"d_model": 64, "num_layers": 1}, r"relative position bias \(T5-like\)"),
         ("LongT5", {"d_model": 64, "num_layers": 1}, "relative position bias"),
         ("Deberta", {}, "cannot be checked"),
         ("DebertaV2", {}, "computes attention of its own"),
@@ -47,7 +47,7 @@ def test_the_message_names_the_layer_and_is_one_sentence(small):
         read_config(small("T5", d_model=64, num_layers=1))
 
     assert str(caught.value) == (
-        "encoder.block.0.layer.0.SelfAttention: T5Attention adds a relative position bias to its logits; "
+        "encoder.block.0.layer.0.SelfAttention: T5Attention adds a relative position bias (T5-like) to its logits; "
         "a LayerSpec cannot describe that"
     )
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import importlib.util
+import pkgutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,13 +31,48 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
             )
         return found
     for mapping in _mappings(config):
-        found = mapping.get(type(config), None)
+        try:
+            found = mapping.get(type(config), None)
+        except ValueError:
+            continue  # the mapping names a class that transformers does not export
         if found is not None:
             chosen: type[PreTrainedModel] = found[0] if isinstance(found, (tuple, list)) else found
             return chosen
-    raise ModelConfigError(
-        f"transformers {transformers.__version__} has no model class for {config.model_type}"
-    )
+    declared = list(_classes_of_package(config))
+    if not declared:
+        raise ModelConfigError(
+            f"transformers {transformers.__version__} has no model class for {config.model_type}; "
+            "read the configuration of the whole model"
+        )
+    # The last base model contains those before it; classes for a task add heads to it.
+    return next((cls for cls in reversed(declared) if "For" not in cls.__name__), declared[-1])
+
+
+def _classes_of_package(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
+    """Model classes beside the configuration's class that take it, in the order of their files."""
+    package = type(config).__module__.rpartition(".")[0]
+    folder = importlib.util.find_spec(package)
+    places = folder.submodule_search_locations if folder else None
+    for name in sorted(info.name for info in pkgutil.iter_modules(places)):
+        if not name.startswith("modeling_"):
+            continue
+        module = importlib.import_module(f"{package}.{name}")
+        for cls in vars(module).values():
+            if (
+                (
+                    isinstance(cls, type)
+                    and issubclass(cls, PreTrainedModel)
+                    and cls.__module__ == module.__name__
+                )
+                and _takes(cls, type(config))
+                and cls.forward is not torch.nn.Module.forward
+            ):
+                yield cls
+
+
+def _takes(cls: type[PreTrainedModel], config_class: type[PreTrainedConfig]) -> bool:
+    annotated = getattr(cls.__init__, "__annotations__", {}).get("config", cls.config_class)
+    return annotated in (config_class, config_class.__name__)
 
 
 def _mappings(config: PreTrainedConfig) -> Iterator[Any]:
@@ -59,7 +97,16 @@ def build_model(config: PreTrainedConfig, attention: str | dict[str, str]) -> Pr
     `config` is copied, not changed. A class that cannot be built raises ModelConfigError. A class whose own
     table of attention functions lacks the name raises KeyError of that name.
     """
-    cls: Any = _model_class(config)
+    cls: Any
+    try:
+        cls = _model_class(config)
+    except ModelConfigError:
+        raise
+    except Exception as error:  # importing a modelling file may raise anything
+        raise ModelConfigError(
+            f"transformers {transformers.__version__} has no usable model class for {config.model_type}: "
+            f"{one_line(error)}"
+        ) from error
     # Building sets the attention function in the configuration, which belongs to the caller.
     config = copy.deepcopy(config)
     text = config.get_text_config()
@@ -79,8 +126,10 @@ def build_model(config: PreTrainedConfig, attention: str | dict[str, str]) -> Pr
         why = (
             f"transformers {transformers.__version__} cannot build {cls.__name__} from it: {one_line(error)}"
         )
+        if isinstance(error, ImportError):
+            why = f"{cls.__name__} needs a package that is not installed: {one_line(error)}"
         if isinstance(error, AttributeError) and isinstance(error.obj, PreTrainedConfig):
-            family = error.obj.model_type
+            family = error.obj.model_type or type(error.obj).__name__
             why = f"the {family} configuration lacks the field {error.name}, which {cls.__name__} needs"
         raise ModelConfigError(why) from error
     model.train(False)

@@ -33,7 +33,8 @@ def check_eager(call: AttentionCall) -> bool:
         query = torch.randn(1, heads, _TOKENS, size, generator=generator)
         key = torch.randn(1, kv_heads, _TOKENS, size, generator=generator)
         value = torch.randn(1, kv_heads, _TOKENS, size_v, generator=generator)
-        mask = torch.full((_TOKENS, _TOKENS), -1e9).triu(1)[None, None]
+        # Some functions that never get a mask would not add one.
+        mask = None if call.mask is None else torch.full((_TOKENS, _TOKENS), -1e9).triu(1)[None, None]
         try:
             found, _ = call.eager(
                 module, query, key, value, mask, dropout=0.0, scaling=call.scaling, **keywords
@@ -54,7 +55,7 @@ def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None,
     cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -64,7 +65,8 @@ def _attention(
     logits = query @ key.transpose(2, 3)
     if cap is not None:
         logits = cap * torch.tanh(logits / cap)
-    logits = logits + mask
+    if mask is not None:
+        logits = logits + mask
     if sinks is not None:
         column = sinks.reshape(1, -1, 1, 1).expand(1, query.shape[1], query.shape[2], 1)
         logits = torch.cat([logits, column], dim=-1)

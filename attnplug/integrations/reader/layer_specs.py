@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from typing import Any
 
@@ -18,11 +19,19 @@ from attnplug.integrations.reader.trace import AttentionCall
 
 _UNDERSTOOD = frozenset({"sliding_window", "softcap", "s_aux", "is_causal", "indices"})
 _BOOKKEEPING = frozenset(
-    {"cache_position", "layer_idx", "logits_to_keep", "past_key_values", "position_ids", "return_dict"}
+    {
+        "cache_position",
+        "kwargs",
+        "layer_idx",
+        "logits_to_keep",
+        "past_key_values",
+        "position_ids",
+        "return_dict",
+    }
     | {"use_cache"}
 )
 _EXPLAINED = {
-    "position_bias": "adds a relative position bias to its logits",
+    "position_bias": "adds a relative position bias (T5-like) to its logits",
     "block_indices": "selects whole blocks of keys",
 }
 _LATENT_PARTS = frozenset(
@@ -34,10 +43,14 @@ _LATENT_DIMS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class SpecMaker:
-    """Makes the specs of one model for `ranks` ranks; `query_length` is the number of decoder tokens."""
+    """Makes the specs of one model for `ranks` ranks; `query_length` is the number of decoder tokens.
+
+    A model that `generates` keeps keys and values from one forward to the next.
+    """
 
     is_encoder_decoder: bool
     has_cross_attention: bool
+    generates: bool
     query_length: int
     ranks: int
     kv_cache_dtype: str
@@ -49,7 +62,9 @@ class SpecMaker:
         _check_shapes(call)
         pattern = _pattern(call)
         kind = self._kind(call, pattern)
-        paged = kind in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+        paged = self._is_paged(call, kind)
+        if paged and call.query.shape[0] != 1:
+            raise _refused(call, f"folds other dimensions into its batch of {call.query.shape[0]}")
         has_sinks = self._check_for_sinks(call)
         mla = _latent_dims(call)
         sizes = {"head_size": call.query.shape[3], "head_size_v": call.value.shape[3]}
@@ -80,8 +95,10 @@ class SpecMaker:
     def _kind(self, call: AttentionCall, pattern: MaskPattern) -> AttentionType:
         queries, keys = call.query.shape[2], call.key.shape[2]
         if queries != keys:
-            if not self.has_cross_attention or queries != self.query_length:
-                raise _refused(call, f"has {queries} queries and {keys} keys, which is not plain attention")
+            if call.mask is None and call.keywords.get("is_causal", getattr(call.module, "is_causal", False)):
+                raise _refused(
+                    call, f"has {queries} causal queries and {keys} keys, which is not plain attention"
+                )
             if pattern.window != (-1, -1):
                 raise _refused(call, "hides encoder keys from cross attention")
             return AttentionType.ENCODER_DECODER
@@ -93,6 +110,16 @@ class SpecMaker:
         if queries == self.query_length:
             raise _refused(call, "is not causal in the decoder")
         return AttentionType.ENCODER
+
+    def _is_paged(self, call: AttentionCall, kind: AttentionType) -> bool:
+        """Whether keys and values outlive the call, in a cache of the model."""
+        names = inspect.signature(call.module.forward).parameters
+        keeps = any("past_key_value" in name or "cache" in name or name == "layer_past" for name in names)
+        if kind is AttentionType.ENCODER_DECODER:
+            return call.query.shape[2] == self.query_length and (
+                self.has_cross_attention or (keeps and self.generates)
+            )
+        return kind is AttentionType.DECODER and keeps
 
     def _check_for_sinks(self, call: AttentionCall) -> bool:
         """`check_eager`, run once for calls of the same code and shapes."""
@@ -134,6 +161,17 @@ def make_spec(path: str, *, num_heads: int, num_kv_heads: int, ranks: int, **fie
         raise ModelConfigError(f"{path}: {error}") from error
 
 
+def is_another_sequence(call: AttentionCall, earlier: AttentionCall) -> bool:
+    """Whether both calls read different places of the same tensors, so that they are sequences of one batch."""
+    return all(
+        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and one.storage_offset() != other.storage_offset()
+        for one, other in zip(
+            (call.query, call.key, call.value), (earlier.query, earlier.key, earlier.value), strict=True
+        )
+    )
+
+
 def _refused(call: AttentionCall, reason: str) -> ModelConfigError:
     return ModelConfigError(
         f"{call.path}: {type(call.module).__name__} {reason}; a LayerSpec cannot describe that"
@@ -152,7 +190,7 @@ def _check_keywords(call: AttentionCall) -> None:
 
 def _check_shapes(call: AttentionCall) -> None:
     query, key, value = call.query.shape, call.key.shape, call.value.shape
-    if query[0] != 1 or key[0] != 1 or key[:3] != value[:3] or query[3] != key[3] or query[1] % key[1]:
+    if query[0] != key[0] or key[:3] != value[:3] or query[3] != key[3] or query[1] % key[1]:
         shapes = f"query {tuple(query)}, key {tuple(key)}, value {tuple(value)}"
         raise _refused(call, f"folds other dimensions into batch or heads ({shapes})")
     groups = getattr(call.module, "num_key_value_groups", None)

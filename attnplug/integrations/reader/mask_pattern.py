@@ -114,7 +114,7 @@ def _evaluate(function: MaskFunction, queries: list[int], keys: list[int]) -> to
 
 
 def _on_cpu(function: MaskFunction) -> tuple[MaskFunction, bool]:
-    """`function` with real tensors for its meta ones, and whether one of them is of block ids."""
+    """`function` with plain values for the tensors of a run, and whether one of them is of block ids."""
     blockwise = False
 
     def convert(value: Any, name: str) -> Any:
@@ -123,7 +123,7 @@ def _on_cpu(function: MaskFunction) -> tuple[MaskFunction, bool]:
             return tuple(convert(item, name) for item in value)
         if isinstance(value, types.FunctionType) and value.__closure__:
             return rebuild(value)
-        if isinstance(value, torch.Tensor) and value.is_meta:
+        if isinstance(value, torch.Tensor):
             if name == "left_padding":
                 return torch.zeros(value.shape, dtype=value.dtype)
             if name == "block_sequence_ids":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,15 +17,24 @@ from attnplug.core.spec import LayerSpec
 from attnplug.integrations.model_spec import ModelSpec
 from attnplug.integrations.reader.architecture import build_model
 from attnplug.integrations.reader.config_file import one_line, quiet_transformers
-from attnplug.integrations.reader.layer_specs import SpecMaker, make_spec
-from attnplug.integrations.reader.mixers import works_on_single_tokens
-from attnplug.integrations.reader.other_layers import find_other_layers
-from attnplug.integrations.reader.trace import PROBE, Trace, probe_registered, record_run
+from attnplug.integrations.reader.input_sizes import read_sizes
+from attnplug.integrations.reader.layer_specs import SpecMaker, is_another_sequence, make_spec
+from attnplug.integrations.reader.mixers import (
+    contains_attention,
+    looks_like_attention,
+    works_on_single_tokens,
+)
+from attnplug.integrations.reader.model_inputs import ENCODER_LENGTH, input_attempts
+from attnplug.integrations.reader.other_layers import UnreachedError, find_other_layers, own_attention_refused
+from attnplug.integrations.reader.trace import (
+    PROBE,
+    AttentionCall,
+    RunFailedError,
+    Trace,
+    probe_registered,
+    record_run,
+)
 
-_DECODER_LENGTH = 61
-"""Tokens of a decoder, or of a model without one. A prime is unlikely to equal another dimension."""
-_ENCODER_LENGTH = 43
-"""Tokens of an encoder whose output a decoder reads."""
 _OWN_ATTENTION = {
     # Bloom adds slope * key_pos, which differs from -slope * (query_pos - key_pos) by a constant per row.
     "BloomAttention": ("bloom", "num_heads", "num_heads", "inv_norm_factor"),
@@ -44,7 +54,7 @@ def read_model(config: PreTrainedConfig, ranks: int, kv_cache_dtype: str) -> Mod
             "which a LayerSpec cannot describe"
         )
     with quiet_transformers(), probe_registered():
-        return _read(_run_without_data(_probed_model(config)), ranks, kv_cache_dtype)
+        return _read_whole(_probed_model(config), ranks, kv_cache_dtype)
 
 
 def _probed_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -57,79 +67,57 @@ def _probed_model(config: PreTrainedConfig) -> PreTrainedModel:
     return build_model(config, "eager")
 
 
-def _run_without_data(model: PreTrainedModel) -> Trace:
-    config: Any = model.config
-    possible = {_DECODER_LENGTH, _ENCODER_LENGTH, getattr(config, "max_source_positions", None)}
+def _runs(model: PreTrainedModel, part: PreTrainedModel) -> Iterator[Trace]:
+    """Runs of `part` that succeed, with more informative inputs first.
+
+    Without one, ModelConfigError with the cause.
+    """
+    config: Any = part.config
+    possible = {read_sizes(part).tokens, ENCODER_LENGTH, getattr(config, "max_source_positions", None)}
     lengths = frozenset(length for length in possible if isinstance(length, int))
-    failures: list[Exception] = []
-    # Strict first: parts are skipped only if the model does not run otherwise.
-    for lenient in (False, True):
-        for inputs in _input_variants(model):
-            try:
-                with _failing_parts_skipped(model, lenient):
-                    return record_run(model, inputs, lengths)
-            except Exception as error:  # noqa: BLE001 - a model's forward may raise anything
-                failures.append(error)
-    # An error about meta tensors says only that data is missing, so any other error is shown instead.
-    failure = min(failures, key=lambda error: "meta" in str(error))
-    raise ModelConfigError(
-        f"{type(model).__name__} cannot be run without data, so its attention cannot be checked: "
-        f"{one_line(failure)}"
-    ) from failure
+    failures: list[RunFailedError] = []
+    succeeded = False
+    for inputs in input_attempts(part, part is model):
+        try:
+            with _failing_parts_skipped(part):
+                trace = record_run(model, part, inputs, lengths)
+        except RunFailedError as error:
+            failures.append(error)
+        else:
+            succeeded = True
+            yield trace
+    if not succeeded:
+        raise _failure(part, failures)
 
 
-def _input_variants(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
-    """Keyword arguments to try in turn until the model runs, the most informative first."""
-    accepted = inspect.signature(model.forward).parameters
-    plain = _tokens(model)
-    if "use_cache" in accepted:
-        plain["use_cache"] = True
-    if getattr(model.config, "add_cross_attention", False) and "encoder_hidden_states" in accepted:
-        shape = (1, _ENCODER_LENGTH, model.config.hidden_size)
-        plain.setdefault("encoder_hidden_states", torch.zeros(shape, dtype=model.dtype, device="meta"))
-    # With token types, models show the spans of tokens that see each other in both directions.
-    kinds = {
-        name: _ids(_DECODER_LENGTH) for name in ("token_type_ids", "mm_token_type_ids") if name in accepted
-    }
-    length = _DECODER_LENGTH if "decoder_input_ids" not in plain else _ENCODER_LENGTH
-    whole = {"attention_mask": _ids(length)} if "input_ids" in plain and "attention_mask" in accepted else {}
-    yield {**plain, **kinds}
-    if whole:
-        yield {**plain, **kinds, **whole}
-    if kinds:
-        yield plain
-        yield {**plain, **whole}
-    if "use_cache" in plain:
-        yield {**plain, "use_cache": False}
-        yield {**plain, **whole, "use_cache": False}
-
-
-def _tokens(model: PreTrainedModel) -> dict[str, Any]:
-    config: Any = model.config
-    name = model.main_input_name
-    sizes = ("num_mel_bins", "max_source_positions")
-    if name == "input_features" and all(hasattr(config, size) for size in sizes):
-        frames = 2 * config.max_source_positions
-        given = {name: torch.zeros(1, config.num_mel_bins, frames, dtype=model.dtype, device="meta")}
-    elif config.is_encoder_decoder:
-        given = {"input_ids": _ids(_ENCODER_LENGTH)}
-    else:
-        return {"input_ids": _ids(_DECODER_LENGTH)}
-    return {**given, "decoder_input_ids": _ids(_DECODER_LENGTH)}
-
-
-def _ids(length: int) -> torch.Tensor:
-    return torch.zeros(1, length, dtype=torch.int64, device="meta")
+def _failure(part: PreTrainedModel, failures: list[RunFailedError]) -> ModelConfigError:
+    """The attention that a LayerSpec cannot describe, if the model reached it; else the model's own error."""
+    # The run that came farthest says most about the model.
+    farthest = max(failures, key=lambda failure: len(failure.trace.executed))
+    cause = farthest.__cause__ or farthest
+    try:
+        _layers(farthest.trace, part, 1, "auto")
+    except ModelConfigError as error:
+        return error
+    for frame, _ in reversed(list(traceback.walk_tb(cause.__traceback__))):
+        module = frame.f_locals.get("self")
+        if not isinstance(module, torch.nn.Module) or not looks_like_attention(module):
+            continue
+        if not any(call.module is module for call in farthest.trace.calls):
+            return own_attention_refused(farthest.trace.first_path(module), module)
+    return ModelConfigError(
+        f"{type(part).__name__} cannot be run without data, so its attention cannot be checked: {one_line(cause)}"
+    )
 
 
 @contextlib.contextmanager
-def _failing_parts_skipped(model: PreTrainedModel, active: bool) -> Iterator[None]:
-    """Inside the block, if `active`, an MLP or mixture of experts that fails returns its input.
+def _failing_parts_skipped(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the block, an MLP or mixture of experts that fails returns its input.
 
     Routers of experts fail on meta tensors, because they choose by value. The reader records shapes only, so an
     input can replace an output of the same shape. With another shape, the part around it fails in turn.
     """
-    parts = [module for module in model.modules() if works_on_single_tokens(module)] if active else []
+    parts = [module for module in model.modules() if works_on_single_tokens(module)]
     try:
         for part in parts:
             part.forward = _input_on_failure(part.forward)
@@ -153,12 +141,65 @@ def _input_on_failure(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward_or_input
 
 
-def _read(trace: Trace, ranks: int, kv_cache_dtype: str) -> ModelSpec:
-    config: Any = trace.model.config
+def _read_whole(model: PreTrainedModel, ranks: int, kv_cache_dtype: str) -> ModelSpec:
+    unreached: list[UnreachedError] = []
+    for trace in _runs(model, model):
+        try:
+            layers, sharing = _layers(trace, model, ranks, kv_cache_dtype)
+        except ModelConfigError:
+            if not unreached:
+                raise
+            continue  # these inputs only stand in for those that did not reach all attention
+        unread: dict[str, str] = {}
+        for path, tower in _unreached_towers(trace):
+            try:
+                tower_trace = next(_runs(model, tower))
+                found, shared = _layers(tower_trace, tower, ranks, kv_cache_dtype)
+                find_other_layers(tower_trace, frozenset(name.partition("#")[0] for name in found))
+            except ModelConfigError as error:
+                unread[path] = str(error)
+            else:
+                layers.update(found)
+                sharing.update(shared)
+                trace.executed |= tower_trace.executed
+        name = type(model).__name__
+        try:
+            others = find_other_layers(trace, frozenset(path.partition("#")[0] for path in layers), unread)
+        except UnreachedError as error:
+            unreached.append(error)
+            continue
+        if not layers and not others:
+            raise ModelConfigError(f"{name} has no attention layer, nor a layer of another known kind")
+        return ModelSpec(
+            layers=layers,
+            other_layers=others,
+            kv_sharing=sharing,
+            model_type=str(model.config.model_type),
+            name=name,
+        )
+    # `_runs` raises if no run succeeds, so each one that did left some attention unreached.
+    raise unreached[0]
+
+
+def _unreached_towers(trace: Trace) -> Iterator[tuple[str, PreTrainedModel]]:
+    """Models inside the model that did not run, the outermost first; reads on after each has run."""
+    for path, module in trace.model.named_modules():
+        if path in trace.executed or not isinstance(module, PreTrainedModel):
+            continue
+        if contains_attention(module):
+            yield path, module
+
+
+def _layers(
+    trace: Trace, part: PreTrainedModel, ranks: int, kv_cache_dtype: str
+) -> tuple[dict[str, LayerSpec], dict[str, str]]:
+    """Layers of one run, and the layers whose keys and values some of them read."""
+    config: Any = part.config
     maker = SpecMaker(
         is_encoder_decoder=bool(config.is_encoder_decoder),
         has_cross_attention=bool(config.is_encoder_decoder or getattr(config, "add_cross_attention", False)),
-        query_length=_DECODER_LENGTH,
+        generates="use_cache" in inspect.signature(part.forward).parameters,
+        query_length=read_sizes(part).tokens,
         ranks=ranks,
         kv_cache_dtype=kv_cache_dtype,
     )
@@ -166,17 +207,26 @@ def _read(trace: Trace, ranks: int, kv_cache_dtype: str) -> ModelSpec:
     sharing: dict[str, str] = {}
     owners: dict[int, str] = {}
     runs: Counter[str] = Counter()
-    visits: set[tuple[str, int]] = set()
+    previous: dict[tuple[str, int], tuple[AttentionCall, str]] = {}
     for call in trace.calls:
-        if (call.path, call.visit) in visits:
+        spec = maker.spec(call)
+        visit = (call.path, call.visit)
+        if visit in previous:
+            earlier, name = previous[visit]
+            if (
+                spec == layers[name]
+                and spec.direct_kv
+                and not spec.causal
+                and is_another_sequence(call, earlier)
+            ):
+                continue
             raise ModelConfigError(
                 f"{call.path}: {type(call.module).__name__} calls attention more than once for one output, "
                 "which a LayerSpec cannot describe"
             )
-        visits.add((call.path, call.visit))
-        spec = maker.spec(call)
         runs[call.path] += 1
         name = call.path if runs[call.path] == 1 else f"{call.path}#{runs[call.path]}"
+        previous[visit] = call, name
         # Storages on the meta device have no data pointer; `_cdata` identifies them.
         owner = owners.setdefault(call.key.untyped_storage()._cdata, name)
         if owner != name and not spec.direct_kv:
@@ -186,13 +236,7 @@ def _read(trace: Trace, ranks: int, kv_cache_dtype: str) -> ModelSpec:
         fields = _own_attention(path, trace.model.get_submodule(path), config)
         dtype = str(trace.model.dtype).removeprefix("torch.")
         layers[path] = make_spec(path, ranks=ranks, dtype=dtype, kv_cache_dtype=kv_cache_dtype, **fields)
-    others = find_other_layers(trace, frozenset({*(call.path for call in trace.calls), *trace.own_attention}))
-    name = type(trace.model).__name__
-    if not layers and not others:
-        raise ModelConfigError(f"{name} has no attention layer, nor a layer of another known kind")
-    return ModelSpec(
-        layers=layers, other_layers=others, kv_sharing=sharing, model_type=str(config.model_type), name=name
-    )
+    return layers, sharing
 
 
 def _own_attention(path: str, module: Any, config: Any) -> dict[str, Any]:
@@ -201,9 +245,7 @@ def _own_attention(path: str, module: Any, config: Any) -> dict[str, Any]:
     family, *names = _OWN_ATTENTION.get(cls.__name__, ("",))
     # A class of the same name elsewhere may compute something else.
     if cls.__module__ != f"transformers.models.{family}.modeling_{family}":
-        raise ModelConfigError(
-            f"{path}: {cls.__name__} computes attention of its own, which cannot be checked against a LayerSpec"
-        )
+        raise own_attention_refused(path, module)
     if family == "mpt":
         _check_mpt(config.attn_config)
     fields = dict(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -16,14 +17,22 @@ _TOWERS = (
     (re.compile(r"vision|visual|image|video"), "vision encoder"),
     (re.compile(r"audio|speech|acoustic"), "audio encoder"),
 )
+_CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 _BLOCK_CLASS = re.compile(r"(layer|block)$", re.IGNORECASE)
 _TOWER_CLASS = re.compile(r"(encoder|tower|tokenizer|model|backbone)$", re.IGNORECASE)
 
 
-def find_other_layers(trace: Trace, attention: frozenset[str]) -> dict[str, str]:
+class UnreachedError(ModelConfigError):
+    """A layer with attention did not run with the inputs of this run; others may reach it."""
+
+
+def find_other_layers(
+    trace: Trace, attention: frozenset[str], unread: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
     """Names and kinds of mixers and towers in `trace`, in module order; `attention` has the layers read.
 
-    ModelConfigError for attention that did not run, or ran without a recorded call.
+    `unread` gives the reason why the attention of a tower was not read. UnreachedError for other attention
+    that did not run; ModelConfigError for attention that ran without a recorded call.
     """
     others: dict[str, str] = {}
     modules = dict(trace.model.named_modules(remove_duplicate=False))
@@ -36,7 +45,7 @@ def find_other_layers(trace: Trace, attention: frozenset[str]) -> dict[str, str]
         elif path in trace.executed:
             kind = _executed_kind(path, module)
         elif not isinstance(module, _CONTAINERS) and _parents_ran(path, trace):
-            kind = _tower_kind(path, module)
+            kind = _tower_kind(path, module, unread.get(path))
         else:
             kind = None
         if kind is not None:
@@ -44,6 +53,14 @@ def find_other_layers(trace: Trace, attention: frozenset[str]) -> dict[str, str]
     others.update(_other_blocks(trace, modules, attention, others))
     order = {path: place for place, path in enumerate(modules)}
     return dict(sorted(others.items(), key=lambda item: order[item[0]]))
+
+
+def own_attention_refused(path: str, module: torch.nn.Module) -> ModelConfigError:
+    """The error for a module that computes attention without calling transformers' attention function."""
+    return ModelConfigError(
+        f"{path}: {type(module).__name__} computes attention of its own and does not go through transformers' "
+        "attention interface, so it cannot be checked against a LayerSpec"
+    )
 
 
 def _parents(path: str) -> Iterator[str]:
@@ -68,30 +85,27 @@ def _executed_kind(path: str, module: torch.nn.Module) -> str | None:
         )
         return None if any(any(True for _ in child.parameters()) for child in inside) else kind
     if looks_like_attention(module) and not any(mixer_kind(child) for child in module.modules()):
-        raise ModelConfigError(
-            f"{path}: {type(module).__name__} does not go through transformers' attention interface, "
-            "so what it computes cannot be checked"
-        )
+        raise own_attention_refused(path, module)
     return None
 
 
 def _convolves(module: torch.nn.Module) -> bool:
     """Whether the module mixes neighbouring tokens, and so has a state in addition to the KV cache."""
-    return any(isinstance(child, torch.nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children())
+    return any(isinstance(child, _CONVOLUTIONS) and max(child.kernel_size) > 1 for child in module.children())
 
 
-def _tower_kind(path: str, module: torch.nn.Module) -> str | None:
-    """The kind of a part that a run on text does not reach; None without attention."""
+def _tower_kind(path: str, module: torch.nn.Module, reason: str | None) -> str | None:
+    """The kind of a part that did not run, with the reason if it has attention; None for other parts."""
     parts = path.split(".")
     cls = type(module).__name__
     kind = next((kind for words, kind in _TOWERS if words.search(f"{parts[-1]} {cls}".lower())), None)
     if not contains_attention(module):
         return kind if _TOWER_CLASS.search(cls) else None
     if any(part.isdigit() for part in parts):
-        raise ModelConfigError(
+        raise UnreachedError(
             f"{path}: {cls} has attention that a run on text does not reach, so it cannot be read"
         )
-    return kind or cls
+    return f"{kind or cls}, not read: {reason}" if reason else kind or cls
 
 
 def _other_blocks(
@@ -112,6 +126,9 @@ def _other_blocks(
             continue
         for name, block, index in zip(names, module, range(len(names)), strict=True):
             if name in served:
+                continue
+            if len(kinds) != len(module) and any(isinstance(m, _CONVOLUTIONS) for m in block.modules()):
+                yield name, "conv"
                 continue
             if len(kinds) != len(module):
                 raise ModelConfigError(

@@ -7,6 +7,7 @@ import contextvars
 import dataclasses
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from attnplug.integrations.reader.device_mode import ValuesWithoutWeights
 from attnplug.integrations.reader.mask_pattern import MaskPattern, UnknownMaskError, read_mask
 from attnplug.integrations.reader.mixers import looks_like_attention
 
@@ -85,6 +87,10 @@ class Trace:
         paths = self._paths.get(id(module), [""])
         return next((frame for frame in reversed(self.stack) if frame[0] in paths), (paths[0], 0, set()))
 
+    def first_path(self, module: torch.nn.Module) -> str:
+        """The first path of `module` in the model."""
+        return self._paths.get(id(module), [""])[0]
+
     def add_mask(self, tensor: torch.Tensor, function: Any) -> None:
         """Remember the pattern of the mask `function` for `tensor`."""
         try:
@@ -123,8 +129,6 @@ def _attention(
     trace = _current.get()
     if rest:
         keywords["positional arguments"] = rest
-    caller = sys._getframe(1)
-    names = [n for n in caller.f_code.co_names if n.endswith("eager_attention_forward")]
     path, visit, factors = trace.frame_of(module)
     trace.calls.append(
         AttentionCall(
@@ -137,12 +141,24 @@ def _attention(
             mask=trace.mask_of(attention_mask),
             scaling=scaling,
             keywords={name: given for name, given in keywords.items() if given is not None},
-            eager=caller.f_globals.get(names[0]) if len(names) == 1 else None,
+            eager=_eager_of(sys._getframe(1)),
             factors=frozenset(factors),
         )
     )
     shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     return query.new_empty(shape), None
+
+
+def _eager_of(caller: types.FrameType | None) -> Callable[..., Any] | None:
+    """The only attention function that the calling function names; a comprehension is part of its function."""
+    while (
+        caller is not None and caller.f_code.co_name.startswith("<") and caller.f_code.co_name != "<module>"
+    ):
+        caller = caller.f_back
+    if caller is None:
+        return None
+    names = [name for name in caller.f_code.co_names if name.endswith("eager_attention_forward")]
+    return caller.f_globals.get(names[0]) if len(names) == 1 else None
 
 
 def _mask(
@@ -175,6 +191,19 @@ def probe_registered() -> Iterator[None]:
             AttentionMaskInterface._global_mapping.pop(PROBE, None)
 
 
+def _torch_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention of torch.nn.MultiheadAttention after its projections."""
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    return output.transpose(1, 2), None
+
+
 class _Watch(TorchFunctionMode):
     """Notes attention that a module computes itself, and the numbers by which it multiplies tensors."""
 
@@ -197,6 +226,8 @@ class _Watch(TorchFunctionMode):
                 stack[-1][2].add(args[1])
             elif name in self._OVER:
                 stack[-1][2].add(1 / args[1])
+        if name == "multi_head_attention_forward" and self._record_torch_module(*args, **(kwargs or {})):
+            return func(*args, **(kwargs or {}))
         if name in self._ALWAYS or (name == "softmax" and self._over_keys(args, kwargs or {})):
             self._trace.own_attention[self._owner()] = None
         if name in self._CHECKS and args and args[0].is_meta:
@@ -204,6 +235,48 @@ class _Watch(TorchFunctionMode):
             good = torch.tensor(name == "isfinite", device="cpu")
             return good.expand(args[0].shape)
         return func(*args, **(kwargs or {}))
+
+    def _record_torch_module(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        size: int,
+        num_heads: int,
+        *rest: Any,
+        **given: Any,
+    ) -> bool:
+        """Record torch's own module (inputs `[L, B, E]`) if it attends without masks and added keys."""
+        path, visit, factors = self._trace.stack[-1]
+        module = self._trace.model.get_submodule(path)
+        if not isinstance(module, torch.nn.MultiheadAttention):
+            return False
+        extra = [module.bias_k, module.bias_v, given.get("attn_mask"), given.get("key_padding_mask")]
+        if query.dim() != 3 or any(item is not None for item in extra) or given.get("is_causal"):
+            return False
+        if module.add_zero_attn or key.shape != value.shape:
+            return False
+        dtype: torch.dtype = module.out_proj.weight.dtype
+        heads = [
+            torch.empty(t.shape[1], num_heads, t.shape[0], size // num_heads, dtype=dtype, device="meta")
+            for t in (query, key, value)
+        ]
+        self._trace.calls.append(
+            AttentionCall(
+                path=path,
+                module=module,
+                visit=visit,
+                query=heads[0],
+                key=heads[1],
+                value=heads[2],
+                mask=None,
+                scaling=None,
+                keywords={"is_causal": False},
+                eager=_torch_attention,
+                factors=frozenset(factors),
+            )
+        )
+        return True
 
     def _owner(self) -> str:
         """The innermost running module that is named attention, else the innermost module."""
@@ -216,12 +289,25 @@ class _Watch(TorchFunctionMode):
         return tensor.dim() >= 3 and tensor.shape[-1] in self._trace.lengths
 
 
-def record_run(model: PreTrainedModel, inputs: Mapping[str, Any], lengths: frozenset[int]) -> Trace:
-    """Run `model(**inputs)` and record it; raises the model's own errors.
+class RunFailedError(Exception):
+    """The model raised; `trace` has what it did until then, and `__cause__` is its error."""
 
-    A softmax over one of `lengths` elements counts as attention over that number of keys.
+    def __init__(self, trace: Trace) -> None:
+        super().__init__("the model cannot be run")
+        self.trace = trace
+
+
+def record_run(
+    model: PreTrainedModel, part: PreTrainedModel, inputs: Mapping[str, Any], lengths: frozenset[int]
+) -> Trace:
+    """Run `part(**inputs)` and record it; RunFailedError if the part raises.
+
+    `part` is `model` or a module inside it. Paths start at `model`. A softmax over one of `lengths` elements
+    counts as attention over that number of keys.
     """
     trace = Trace(model, lengths)
+    prefix = trace.first_path(part)
+    trace.executed |= {prefix[:end] for end, letter in enumerate(prefix) if letter == "."}
     token = _current.set(trace)
     handles = []
     for module in model.modules():
@@ -229,8 +315,10 @@ def record_run(model: PreTrainedModel, inputs: Mapping[str, Any], lengths: froze
         # After errors too: a part may fail inside one that `_failing_parts_skipped` lets go on.
         handles.append(module.register_forward_hook(lambda *_: trace.leave(), always_call=True))
     try:
-        with torch.no_grad(), torch.device("meta"), _Watch(trace):
-            model(**inputs)
+        with torch.no_grad(), torch.device("meta"), ValuesWithoutWeights(), _Watch(trace):
+            part(**inputs)
+    except Exception as error:
+        raise RunFailedError(trace) from error
     finally:
         for handle in handles:
             handle.remove()

@@ -1,0 +1,284 @@
+"""Inputs for one run of a model, by the names in its forward's signature and the sizes in its configuration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from attnplug.integrations.reader.input_sizes import Sizes, read_sizes
+
+ENCODER_LENGTH = 43
+"""Tokens of an encoder whose output a decoder reads."""
+_GRID = (8, 12)
+"""Patches of an image given as patches: whole windows and merged squares of every known family."""
+_FRAMES = 400
+"""Frames of audio for models without a number of their own."""
+_PATCHES = _GRID[0] * _GRID[1]
+
+Shape = tuple[int, ...]
+Table = Mapping[str, Callable[[Sizes], list[Shape]]]
+
+
+def _images(s: Sizes) -> list[Shape]:
+    image = (s.channels, s.height, s.width)
+    patch = s.channels * s.patch * s.patch
+    return [
+        (1, *image),
+        (1, 1, *image),
+        (1, s.frames, *image),
+        (1, _PATCHES, patch),
+        (_PATCHES, s.temporal_patch * patch),
+        (1, 1, s.tiles, *image),
+        (1, 2, *image),
+        (_PATCHES, s.channels, s.patch, s.patch),
+    ]
+
+
+def _pixel_masks(s: Sizes) -> list[Shape]:
+    return [shape[:-3] + shape[-2:] if len(shape) > 3 else (1, _PATCHES) for shape in _images(s)]
+
+
+def _features(s: Sizes) -> list[Shape]:
+    return [
+        (1, s.mel, _FRAMES),
+        (1, _FRAMES, s.mel),
+        (1, s.mel, s.audio_frames),
+        (1, s.audio_frames, s.mel),
+        (1, 1, s.audio_frames, s.mel),
+        (s.mel, s.audio_frames),
+        (1, _FRAMES, s.first),
+    ]
+
+
+def _feature_masks(s: Sizes) -> list[Shape]:
+    short, long = (1, _FRAMES), (1, s.audio_frames)
+    return [short, short, long, long, long, long, short]
+
+
+def _samples(s: Sizes) -> list[Shape]:
+    return [(1, s.samples), (1, s.audio_channels, s.samples), (1, s.audio_frames, s.mel)]
+
+
+def _states(s: Sizes) -> list[Shape]:
+    packed = (_PATCHES, s.channels * s.temporal_patch * s.patch * s.patch)
+    return [
+        (1, s.tokens, s.hidden),
+        packed,
+        (1, s.hidden, s.tokens),
+        (1, s.tokens, s.first),
+        (_PATCHES, s.hidden),
+    ]
+
+
+def _ids_of_text(s: Sizes) -> list[Shape]:
+    return [
+        (1, s.tokens),
+        (1, s.tokens),
+        (s.codebooks, s.tokens),
+        (1, s.tokens, s.codebooks),
+        (1, s.codebooks, s.tokens),
+    ]
+
+
+def _series(s: Sizes) -> list[Shape]:
+    return [(1, s.series, s.series_channels), (1, s.series)]
+
+
+_FLOATS: Table = {
+    "pixel_values": _images,
+    "image": _images,
+    "images": _images,
+    "pixel_values_videos": lambda s: [(1, s.frames, s.channels, s.height, s.width), *_images(s)[4:5]],
+    "prompt_pixel_values": _images,
+    "prompt_masks": _images,
+    "flattened_patches": lambda s: [(1, _PATCHES, s.channels * s.patch * s.patch + 2)],
+    "input_features": _features,
+    "audio_mel": _features,
+    "mel_spectrogram": _features,
+    "spectrogram": lambda s: [(1, s.audio_frames, s.mel)],
+    "input_values": _samples,
+    "hidden_states": _states,
+    "inputs_embeds": lambda s: [(1, s.tokens, s.hidden)],
+    "query_embeds": lambda s: [(1, s.queries, s.hidden)],
+    "context": lambda s: [(1, ENCODER_LENGTH, s.hidden)],
+    "past_values": _series,
+    "past_observed_mask": _series,
+    "past_time_features": lambda s: [(1, s.series, s.time_features)],
+    "states": lambda s: [(1, s.tokens, s.state)],
+    "actions": lambda s: [(1, s.tokens, s.action)],
+    "rewards": lambda s: [(1, s.tokens, 1)],
+    "returns_to_go": lambda s: [(1, s.tokens, 1)],
+    "encoder_hidden_states": lambda s: [(1, ENCODER_LENGTH, s.encoder_hidden)],
+}
+"""Inputs of floating-point numbers; each list has the layouts to try, in the same order for every name."""
+
+_ONES: Table = {
+    "pixel_mask": _pixel_masks,
+    "pixel_attention_mask": _pixel_masks,
+    "patch_attention_mask": lambda s: [(1, s.height // s.patch, s.width // s.patch)],
+    "input_features_mask": _feature_masks,
+    "feature_attention_mask": _feature_masks,
+    "audio_mel_mask": _feature_masks,
+    "padding_mask": _samples,
+    "past_values_padding": _series,
+}
+_IDS: Table = {
+    "input_ids": _ids_of_text,
+    "decoder_input_ids": _ids_of_text,
+    "qformer_input_ids": lambda _: [(1, ENCODER_LENGTH)],
+    "task_inputs": lambda _: [(1, ENCODER_LENGTH)],
+    "bbox": lambda s: [(1, s.tokens, 4)],
+    "timesteps": lambda s: [(1, s.tokens)],
+    "freq": lambda _: [(1, 1)],
+}
+_VALUES: Mapping[str, tuple[str, Callable[[Sizes], Any]]] = {
+    "grid_thw": ("pixel_values", lambda _: [[1, *_GRID]]),
+    "image_grid_thw": ("pixel_values", lambda _: [[1, *_GRID]]),
+    "spatial_shapes": ("pixel_values", lambda _: [[*_GRID]]),
+    "target_sizes": ("pixel_values", lambda _: [[*_GRID]]),
+    "merge_sizes": ("pixel_values", lambda _: [1]),
+    "image_sizes": ("pixel_values", lambda s: [[s.height, s.width]]),
+    "pixel_position_ids": (
+        "pixel_values",
+        lambda _: [[[x, y] for y in range(_GRID[0]) for x in range(_GRID[1])]],
+    ),
+    "image_position_ids": (
+        "pixel_values",
+        lambda _: [[[x, y] for y in range(_GRID[0]) for x in range(_GRID[1])]],
+    ),
+    "aspect_ratio_ids": ("pixel_values", lambda _: [[1]]),
+    "aspect_ratio_mask": ("pixel_values", lambda s: [[[1] * s.tiles]]),
+    "feature_lens": ("input_features", lambda s: [s.audio_frames]),
+    "aftercnn_lens": ("input_features", lambda s: [(s.audio_frames - 1) // 2 + 1]),
+}
+"""Inputs whose values matter, and the input that they accompany."""
+_MADE_OF_PATCHES = ("grid_thw", "image_grid_thw", "spatial_shapes", "target_sizes", "pixel_position_ids")
+_LAYOUTS = 8
+
+
+def input_attempts(part: Any, is_whole: bool) -> Iterator[dict[str, Any]]:
+    """Keyword arguments to try in turn until `part` runs, the most informative first.
+
+    The main input and what the signature requires come first, then every input of the signature whose shape
+    is known. Other inputs have several layouts. `is_whole` is False for a tower of a larger model.
+    """
+    accepted = inspect.signature(part.forward).parameters
+    config = part.config
+    sizes = read_sizes(part)
+    dtype = next((p.dtype for p in part.parameters() if p.is_floating_point()), torch.float32)
+    main = part.main_input_name
+    needed = {main} if isinstance(main, str) else set(main)
+    needed |= {
+        name
+        for name, parameter in accepted.items()
+        if parameter.default is parameter.empty
+        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        and name != "self"
+    }
+    tried: set[str] = set()
+    choices = [needed, needed | set(accepted) - {"inputs_embeds"}]
+    if "inputs_embeds" in accepted:
+        choices.append(needed - {"input_ids"} | {"inputs_embeds"})
+    for wanted in choices:
+        for layout in _layouts(accepted):
+            given = _inputs(wanted, accepted, config, sizes, dtype, layout)
+            for inputs in _variants(given, accepted, config, dtype, is_whole):
+                shapes = repr({name: getattr(v, "shape", v) for name, v in sorted(inputs.items())})
+                if shapes not in tried:
+                    tried.add(shapes)
+                    yield inputs
+
+
+def _layouts(accepted: Iterable[str]) -> list[int]:
+    return (
+        sorted(range(_LAYOUTS), key=lambda n: n not in (3, 4, 7))
+        if _is_packed(accepted)
+        else [*range(_LAYOUTS)]
+    )
+
+
+def _is_packed(accepted: Iterable[str]) -> bool:
+    return any(name in accepted for name in _MADE_OF_PATCHES)
+
+
+def _inputs(
+    wanted: set[str],
+    accepted: Mapping[str, inspect.Parameter],
+    config: PreTrainedConfig,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    layout: int,
+) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    if config.is_encoder_decoder and "decoder_input_ids" in accepted:
+        wanted = wanted | {"decoder_input_ids"}
+    for name in (n for n in accepted if n in wanted):
+        if name in _FLOATS:
+            given[name] = torch.zeros(_pick(_FLOATS[name](sizes), layout), dtype=dtype, device="meta")
+        elif name in _ONES:
+            given[name] = torch.ones(_pick(_ONES[name](sizes), layout), dtype=torch.int64)
+        elif name in _IDS:
+            given[name] = torch.zeros(_pick(_IDS[name](sizes), layout), dtype=torch.int64)
+        elif accepted[name].default is inspect.Parameter.empty and name not in _VALUES:
+            given[name] = _unknown(name, sizes, dtype)
+    for name in (n for n in accepted if n in _VALUES):
+        described, value = _VALUES[name]
+        if name in wanted or described in given:
+            given[name] = torch.tensor(value(sizes))
+    if "input_ids" in given and "decoder_input_ids" in given:
+        given["input_ids"] = _ids(min(ENCODER_LENGTH, sizes.tokens - 2))
+    return given
+
+
+def _unknown(name: str, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
+    """A required input that no table names: its ending tells ids and masks from hidden states."""
+    if name.endswith(("_ids", "_id", "mask")):
+        return torch.ones(1, sizes.tokens, dtype=torch.int64)
+    return torch.zeros(1, sizes.tokens, sizes.hidden, dtype=dtype, device="meta")
+
+
+def _pick(shapes: list[Shape], layout: int) -> Shape:
+    return shapes[min(layout, len(shapes) - 1)]
+
+
+def _variants(
+    given: dict[str, Any],
+    accepted: Mapping[str, inspect.Parameter],
+    config: Any,
+    dtype: torch.dtype,
+    is_whole: bool,
+) -> Iterator[dict[str, Any]]:
+    """`given` with and without token types, a mask of padding, and a cache."""
+    plain = dict(given)
+    if "use_cache" in accepted and is_whole:
+        plain["use_cache"] = True
+    if getattr(config, "add_cross_attention", False) and "encoder_hidden_states" in accepted:
+        shape = (1, ENCODER_LENGTH, config.hidden_size)
+        plain.setdefault("encoder_hidden_states", torch.zeros(shape, dtype=dtype, device="meta"))
+    # With token types, models show the spans of tokens that see each other in both directions.
+    kinds = {
+        name: _ids(given["input_ids"].shape[1])
+        for name in ("token_type_ids", "mm_token_type_ids")
+        if name in accepted and "input_ids" in given
+    }
+    masked = next((v for n, v in given.items() if n in ("input_ids", "input_features", "input_values")), None)
+    whole = {}
+    if masked is not None and "attention_mask" in accepted:
+        whole = {"attention_mask": torch.ones(1, masked.shape[-1], dtype=torch.int64)}
+    yield {**plain, **kinds}
+    if whole:
+        yield {**plain, **kinds, **whole}
+    if kinds:
+        yield plain
+        yield {**plain, **whole}
+    if "use_cache" in plain:
+        yield {**plain, "use_cache": False}
+        yield {**plain, **whole, "use_cache": False}
+
+
+def _ids(length: int) -> torch.Tensor:
+    return torch.zeros(1, length, dtype=torch.int64)
