@@ -10,7 +10,7 @@ import functools
 import inspect
 import types
 from abc import ABC
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any, Generic, Protocol
 
 from attnplug.core.dtypes import DTYPES, bare_dtype_name
@@ -137,10 +137,12 @@ def _declarations(backend: Any) -> Iterator[str]:
         value: object = getattr(backend, field)
         if field == "features" and not isinstance(value, Feature):
             yield f"{title}.features is {value!r}; it must be a Feature, such as Feature.SINKS | Feature.ALIBI"
+        elif field == "step_safe" and not isinstance(value, bool):
+            yield f"{title}.step_safe is {value!r}; it must be True or False"
         elif field == "accept_output_buffer" and value is not True:
             yield f"{title}.accept_output_buffer is {value!r}; attend always writes the output that it is given"
         elif field in _SEQUENCES:
-            if isinstance(value, str) or not isinstance(value, Collection):
+            if isinstance(value, str) or not isinstance(value, (Sequence, Set)):
                 yield f"{title}.{field} is {value!r}; it must be a sequence"
             else:
                 yield from (

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from attnplug.core.composite import CompositeBackend
+from attnplug.core.overrides import overrides
 from attnplug.core.reasons import Reason, as_reason
 from attnplug.registry.decision import Candidate, Gate, Placement
 from attnplug.registry.hookspecs import PROJECT
@@ -86,7 +87,10 @@ def import_parts(backend: type[AttentionBackend]) -> Reason | None:
         # The classes of a composite are attnplug's own, and they call those of its members.
         checked = [(each, each.get_impl_cls(), each.get_builder_cls()) for each in backend.members().values()]
     for owner, impl, builder in checked:
-        if faults := part_faults(impl, builder):
+        faults = part_faults(impl, builder)
+        if owner is not backend and overrides(impl, "forward"):
+            faults.append(f"{impl.__name__}.forward is not called in a composite; override attend alone")
+        if faults:
             return fault(owner, f"does not follow the interface: {'; '.join(faults)}")
     return None
 

@@ -124,6 +124,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a method": ({"supported_dtypes": method(lambda cls: [])}, "Acme.supported_dtypes is a method"),
     "features": ({"features": ["sinks"]}, "Acme.features is ['sinks']; it must be a Feature"),
+    "no truth": ({"step_safe": "yes"}, "Acme.step_safe is 'yes'; it must be True or False"),
     "device objects": (
         {"device_types": [torch.device("cpu")]},
         "which is no device type; write names such as 'cpu'",
@@ -302,6 +303,19 @@ class TestParts:
             with pytest.raises(NoBackendError) as refused:
                 registry.select(SPEC, CPU, backend=both)
             assert sentence in str(refused.value)
+
+    def test_a_forward_of_its_own_is_refused_where_it_is_not_called(self) -> None:
+        class Forward(TORCH_IMPL):  # type: ignore[misc, valid-type]
+            def forward(self, *args: Any, **more: Any) -> Any:
+                return super().forward(*args, **more)
+
+        backend = made(impl=Forward)
+        registry = Registry({"acme": plugin(backend, made(get_name=staticmethod(lambda: "SOUND")))})
+        assert registry.select(SPEC, CPU, backend="ACME").backend == "ACME"
+        with pytest.raises(
+            NoBackendError, match=r"Forward\.forward is not called in a composite; override attend"
+        ):
+            registry.select(SPEC, CPU, backend="ACME+SOUND")
 
     def test_metadata_without_slots_is_charged_to_the_builder(self) -> None:
         impl: Any = make_impl(made(), SPEC, layer_name="l")

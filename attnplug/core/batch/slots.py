@@ -33,7 +33,14 @@ def compute_slot_mapping_start_idx(
         query_len: its new tokens.
         context_len: its computed tokens; they do not change where it starts.
         sliding_window: W keys including the query's own, or None.
+
+    Raises:
+        BatchError: a count that is no integer, or is negative.
     """
+    for field, count in (("query_len", query_len), ("context_len", context_len)):
+        check_count(field, count, 0)
+    if sliding_window is not None:
+        check_count("sliding_window", sliding_window, 1)
     if not is_prompt or sliding_window is None:
         return 0
     return max(0, query_len - sliding_window)

@@ -235,3 +235,11 @@ def test_a_list_is_refused_by_the_name_of_its_argument(field: str, of: Callable[
     given = {name: of(value) for name, value in lists.items()} | {field: lists[field]}
     with pytest.raises(BatchError, match=rf"^{field}='list' must be a "):
         compute_slot_mapping(**given, block_size=4)
+
+
+@pytest.mark.parametrize("field", ["query_len", "context_len", "sliding_window"])
+@pytest.mark.parametrize("value", [[4], -1, 1.5])
+def test_a_start_is_not_computed_from_what_is_no_count(field: str, value: Any) -> None:
+    given: dict[str, Any] = {"query_len": 4, "context_len": 0, "sliding_window": 2, field: value}
+    with pytest.raises(BatchError, match=f"^{field}=.* must be an integer of at least"):
+        compute_slot_mapping_start_idx(True, **given)
