@@ -162,6 +162,7 @@ def _piece(whole: Batch, start: int, end: int) -> Batch:
         slot_mapping=whole.common.slot_mapping[rows],
         mm_prefix_spans=None if spans is None else spans[rows],
         mm_prefix_spans_cpu=None if spans_cpu is None else spans_cpu[rows],
+        selection=None if whole.common.selection is None else whole.common.selection[rows],
     )
     return dataclasses.replace(
         whole, common=common, query=whole.query[rows], key=whole.key[rows], value=whole.value[rows]

@@ -16,8 +16,8 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
 from attnplug.testing.conformance.expectations import difference, expect_correct
 from attnplug.testing.conformance.harness import Harness
-from attnplug.testing.conformance.steps import mixed, step_factory, with_pages
-from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.steps import mixed, select_requests, step_factory, with_pages
+from attnplug.testing.conformance.target import Target, in_phase
 
 _SPARSE = {"token_topk": SparseSpec("token_topk", 12), "block": SparseSpec("block", 3, 8)}
 """A layer's keys by kind: fewer than the steps have."""
@@ -94,6 +94,17 @@ def _check_order(target: Target, kind: str) -> None:
     expect_correct(batch, Harness.of(target, batch).forward(batch, what=what), what)
 
 
+def _check_alone(target: Target, kind: str) -> None:
+    batch = _factory(target, kind)()
+    harness = Harness.of(target, batch)
+    for index in range(len(batch.seq_lens)):
+        one = select_requests(_factory(target, kind)(), [index])
+        if not in_phase(target.phase, one.common.query_start_loc_cpu.diff().tolist()):
+            continue
+        what = f"request {index} of the batch alone, with its rows of the selection"
+        expect_correct(one, harness.forward(one, what=what), what)
+
+
 def _check_all(target: Target, kind: str) -> None:
     spec, size = with_pages(target, target.spec(sparse=_SPARSE[kind]))
     lengths = _lengths(size)
@@ -155,6 +166,10 @@ _CHECKS: CheckTable = {
     "required": (_check_required, "a step without a selection is a BatchError"),
     "late": (_check_late, "the selection is read when a layer runs, not when the step is built"),
     "order": (_check_order, "the order of the chosen keys does not change the result"),
+    "alone": (
+        _check_alone,
+        "each request alone, with its rows of the selection, has its result of the batch",
+    ),
     "all": (_check_all, "a selection of all keys gives the numbers of a layer that is not sparse"),
     "values": (_check_refused, "on a CPU, values that are not allowed are a BatchError"),
 }

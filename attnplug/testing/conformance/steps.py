@@ -11,6 +11,7 @@ import torch
 
 from attnplug.core.features import Feature
 from attnplug.core.metadata import CommonAttentionMetadata
+from attnplug.core.selection import Selection
 from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import CheckSkipped
@@ -139,7 +140,7 @@ def select_requests(batch: Batch, requests: Sequence[int]) -> Batch:
     own = [row for index in requests for row in range(starts[index], starts[index + 1])]
     rows = torch.tensor(own, dtype=torch.int64, device=device)
     host = torch.tensor(seq_lens, dtype=torch.int32)
-    spans, spans_cpu = common.mm_prefix_spans, common.mm_prefix_spans_cpu
+    spans, spans_cpu, chosen = common.mm_prefix_spans, common.mm_prefix_spans_cpu, common.selection
     return dataclasses.replace(
         batch,
         common=dataclasses.replace(
@@ -158,6 +159,7 @@ def select_requests(batch: Batch, requests: Sequence[int]) -> Batch:
             seq_lens_host=host.numpy(),
             mm_prefix_spans=None if spans is None else spans[rows],
             mm_prefix_spans_cpu=None if spans_cpu is None else spans_cpu[rows.cpu()],
+            selection=None if chosen is None else Selection(chosen.positions[rows], chosen.counts[rows]),
         ),
         query=batch.query[rows],
         key=batch.key[rows],
