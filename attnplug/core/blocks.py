@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from attnplug.core.errors import SpecError
 
+_MOST_SIZES = 100_000
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MultipleOf:
@@ -47,7 +49,12 @@ class MultipleOf:
 
     @staticmethod
     def allows(sizes: Sequence[int | MultipleOf], size: int) -> bool:
-        """Whether one of `sizes` is, or contains, `size`."""
+        """Whether one of `sizes` is, or contains, `size`. SpecError for more than 100,000 sizes."""
+        if not hasattr(sizes, "__len__") or len(sizes) > _MOST_SIZES:
+            limit = f"must be a sequence of at most {_MOST_SIZES} sizes"
+            raise SpecError(
+                "sizes", type(sizes).__name__, limit, "declare MultipleOf(n) for every multiple of n"
+            )
         return any(size in item if isinstance(item, MultipleOf) else size == item for item in sizes)
 
     @staticmethod

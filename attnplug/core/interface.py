@@ -10,7 +10,7 @@ import functools
 import inspect
 import types
 from abc import ABC
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Generic, Protocol
 
 from attnplug.core.dtypes import DTYPES, bare_dtype_name
@@ -24,11 +24,13 @@ from attnplug.core.ported_names import (
     PortedName,
 )
 from attnplug.core.spec import Phase
+from attnplug.core.text import shown
 
 _CLAIMS = ("supports_", "supported_", "get_supported_", "get_kv_cache_", "get_required_", "can_return_")
 """Beginnings of names that state what a class can do. attnplug reads only those of its interface."""
 _NEAR = 0.9
 """The likeness from which a name counts as a misspelt one: one letter in ten."""
+_MOST_VALUES = 1000
 _SEQUENCES = ("device_types", "supported_dtypes", "supported_kv_cache_dtypes", "supported_phases")
 
 
@@ -75,7 +77,7 @@ def builder_faults(builder: type, base: type) -> tuple[str, ...]:
     level: Any = getattr(builder, "cudagraph_support", None)
     known = type(vars(base)["cudagraph_support"])
     if not isinstance(level, known):
-        faults.append(f"{builder.__name__}.cudagraph_support is {level!r}, which is no {known.__name__}")
+        faults.append(f"{builder.__name__}.cudagraph_support is {shown(level)}, which is no {known.__name__}")
     ported, own = owner_of(builder, "_cudagraph_support"), owner_of(builder, "cudagraph_support")
     order = builder.__mro__.index
     # They differ if one class sets both, or if the name of vLLM was set after the class was made.
@@ -136,17 +138,21 @@ def _declarations(backend: Any) -> Iterator[str]:
             continue
         value: object = getattr(backend, field)
         if field == "features" and not isinstance(value, Feature):
-            yield f"{title}.features is {value!r}; it must be a Feature, such as Feature.SINKS | Feature.ALIBI"
+            yield f"{title}.features is {shown(value)}; it must be a Feature, such as Feature.SINKS | Feature.ALIBI"
         elif field == "step_safe" and not isinstance(value, bool):
-            yield f"{title}.step_safe is {value!r}; it must be True or False"
+            yield f"{title}.step_safe is {shown(value)}; it must be True or False"
         elif field == "accept_output_buffer" and value is not True:
-            yield f"{title}.accept_output_buffer is {value!r}; attend always writes the output that it is given"
+            yield f"{title}.accept_output_buffer is {shown(value)}; attend always writes the output that it is given"
         elif field in _SEQUENCES:
-            if isinstance(value, str) or not isinstance(value, (Sequence, Set)):
-                yield f"{title}.{field} is {value!r}; it must be a sequence"
+            # Exactly these types: a class of the plugin's own may be endless, or different each time.
+            if type(value) not in (tuple, list, set, frozenset) or len(value) > _MOST_VALUES:
+                limit = f"it must be a sequence: a tuple or list of at most {_MOST_VALUES} values"
+                yield f"{title}.{field} is {shown(value)}; {limit}"
             else:
                 yield from (
-                    f"{title}.{field} has {each!r}, {why}" for each in value if (why := _entry(field, each))
+                    f"{title}.{field} has {shown(each)}, {why}"
+                    for each in value
+                    if (why := _entry(field, each))
                 )
 
 

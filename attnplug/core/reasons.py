@@ -116,9 +116,13 @@ def as_reason(item: str) -> Reason:
     return item if isinstance(item, Reason) else Reason(str(item), code="combination")
 
 
+_MOST = 1000
+"""Values that a reason reads at most: a plugin may declare an endless iterator."""
+
+
 def _words(value: object) -> str | None:
     if isinstance(value, Iterable) and not isinstance(value, str):
-        items = list(value)
+        items = list(itertools.islice(value, _MOST))
         value = _range(items) or ", ".join(str(item) for item in items)
     return None if value in (None, "") else str(value)
 

@@ -25,7 +25,9 @@ def shown(value: object, most: int = 1000) -> str:
     A value of a plugin or a caller may have a `repr` that raises or is very long.
     """
     try:
-        text = repr(value)
-    except Exception as error:  # noqa: BLE001  (repr runs code of a plugin or a caller)
+        text = str.__str__(repr(value))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  (repr runs code of a plugin or a caller)
         text = f"<{type(value).__name__} without a repr: {type(error).__name__}>"
     return safe_text(text if len(text) <= most else f"{text[: most - 3]}...")

@@ -19,7 +19,9 @@ import pluggy
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.interface import backend_faults
+from attnplug.core.text import shown
 from attnplug.registry.hookspecs import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendHooks
+from attnplug.registry.installed import missing_requirements
 from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.registry.records import Offer, PluginRecord, PluginStatus, canonical_name
 
@@ -242,7 +244,7 @@ def _check_api(plugin: object) -> None:
     if api is None:
         raise _Rejected(f"does not say which interface it is for; add {line}")
     if not (isinstance(api, tuple) and len(api) == 2 and all(type(part) is int for part in api)):
-        raise _Rejected(f"has ATTNPLUG_API = {api!r}; it must read {line}")
+        raise _Rejected(f"has ATTNPLUG_API = {shown(api)}; it must read {line}")
     low, high = api
     if not low <= API_VERSION <= high:
         what = f"is for plugin interface {low} to {high}; this attnplug offers {API_VERSION}"
@@ -251,13 +253,13 @@ def _check_api(plugin: object) -> None:
 
 def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
     if not isinstance(offered, Sequence) or isinstance(offered, (str, bytes)):
-        what = f"returned {offered!r} from attnplug_backends"
+        what = f"returned {shown(offered)} from attnplug_backends"
         raise _Rejected(f"{what}; it must be a sequence of backend classes")
     seen: set[str] = set()
     for backend in offered:
         name, family = _backend_name(backend), backend.family
         if not (family is None or (isinstance(family, str) and family)):
-            raise _Rejected(f"offers {name} of family {family!r}, which is no name")
+            raise _Rejected(f"offers {name} of family {shown(family)}, which is no name")
         for each in (name, family or ""):
             if each.upper() in RESERVED_NAMES and not _is_ours(record, backend):
                 what = f"offers {each}, a name reserved for attnplug's own backend"
@@ -277,7 +279,7 @@ def _is_ours(record: PluginRecord, backend: type[AttentionBackend]) -> bool:
 
 def _backend_name(backend: object) -> str:
     if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
-        raise _Rejected(f"offers {backend!r}, which is no subclass of AttentionBackend")
+        raise _Rejected(f"offers {shown(backend)}, which is no subclass of AttentionBackend")
     if inspect.isabstract(backend):
         missing = ", ".join(sorted(backend.__abstractmethods__))
         raise _Rejected(f"offers {backend.__name__}, which lacks {missing}")
@@ -289,10 +291,16 @@ def _backend_name(backend: object) -> str:
         raise _Rejected(
             f"offers {backend.__name__}, which does not follow the interface: {'; '.join(faults)}"
         )
+    # Backends are keys of dictionaries, and a selection must give the same answer every time.
+    if type(backend).__hash__ is not type.__hash__ or type(backend).__eq__ is not type.__eq__:
+        raise _Rejected(f"offers {backend.__name__}, whose metaclass defines how classes compare")
+    _, error = guarded_call(missing_requirements, backend.requires)
+    if error is not None:
+        raise _Rejected(f"offers {backend.__name__}, whose requires cannot be read: {describe(error)}")
     name, error = guarded_call(backend.get_name)
     if error is not None:
         raise _Rejected(f"raised {describe(error)} in {backend.__name__}.get_name")
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", name):
         rule = "a name has letters, digits and _ . - and begins with a letter"
-        raise _Rejected(f"names a backend {name!r}; {rule}")
+        raise _Rejected(f"names a backend {shown(name)}; {rule}")
     return name

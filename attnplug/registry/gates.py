@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.overrides import overrides
 from attnplug.core.reasons import Reason, as_reason
+from attnplug.core.text import shown
 from attnplug.registry.decision import Candidate, Gate, Placement
 from attnplug.registry.hookspecs import PROJECT
 from attnplug.registry.installed import Assumed, missing_requirements
 from attnplug.registry.options import build_options
-from attnplug.registry.plugin_calls import describe, guarded_call
+from attnplug.registry.plugin_calls import describe, guarded_call, listed, plain_text
 from attnplug.registry.records import COMPOSITE_SEPARATOR, Offer, PluginRecord, PluginStatus
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec
 
+_LAYOUTS = frozenset({"NHD", "HND"})
 _CODES = {
     PluginStatus.BLOCKED: "blocked",
     PluginStatus.INCOMPATIBLE: "api_version",
@@ -49,7 +51,7 @@ def examine(offer: Offer, placement: Placement, assumed: Assumed) -> Candidate:
     configuration = configuration_reasons(backend, placement)
     installed, error = guarded_call(missing_requirements, backend.requires, assumed)
     if error is not None:
-        installed = [fault(backend, f"has requires={backend.requires!r}: {describe(error)}")]
+        installed = [fault(backend, f"has requires={shown(backend.requires)}: {describe(error)}")]
     priority = _priority(offer, placement)
     if isinstance(priority, Reason):
         configuration.append(priority)
@@ -71,7 +73,9 @@ def import_parts(backend: type[AttentionBackend]) -> Reason | None:
     for getter in ("get_impl_cls", "get_builder_cls"):
         part, error = guarded_call(getattr(backend, getter))
         if error is not None or not isinstance(part, type):
-            did = f"returned {part!r}, which is no class" if error is None else f"raised {describe(error)}"
+            did = (
+                f"returned {shown(part)}, which is no class" if error is None else f"raised {describe(error)}"
+            )
             return Reason(
                 f"{backend.get_name()} cannot be imported here",
                 code="import_failed",
@@ -102,21 +106,35 @@ def preferred_pages(
     if spec.direct_kv:
         return None
     size = spec.block_size or backend.get_preferred_block_size(spec, device)
-    return size, backend.supported_kv_cache_layouts()[0]
+    if type(size) is not int or size < 1:
+        raise ValueError(f"the block size {shown(size)} is no integer of at least 1")
+    layouts = [plain_text(layout) for layout in listed(backend.supported_kv_cache_layouts())]
+    if not layouts or not set(layouts) <= _LAYOUTS:
+        raise ValueError(f"the KV layouts {shown(layouts)} are not of {', '.join(sorted(_LAYOUTS))}")
+    return size, layouts[0]
 
 
 def configuration_reasons(backend: type[AttentionBackend], placement: Placement) -> list[Reason]:
     """Gate 3: the reasons of `validate_configuration`; a fault where it raises or returns no list."""
-    found, error = guarded_call(
-        backend.validate_configuration, placement.spec, placement.device, placement.phase
-    )
+
+    def reasons() -> list[Reason] | str:
+        found = backend.validate_configuration(placement.spec, placement.device, placement.phase)
+        # A str is a Sequence too, and would become one reason for each letter.
+        if isinstance(found, str) or not isinstance(found, Sequence):
+            return f"returned {shown(found)} from validate_configuration, which must be a list of reasons"
+        return list(map(_frozen, listed(found)))
+
+    found, error = guarded_call(reasons)
     if error is not None:
         return [fault(backend, f"raised {describe(error)} in validate_configuration")]
-    # A str is a Sequence too, and would become one reason for each letter.
-    if isinstance(found, str) or not isinstance(found, Sequence):
-        what = f"returned {found!r} from validate_configuration, which must be a list of reasons"
-        return [fault(backend, what)]
-    return list(map(as_reason, found))
+    return [fault(backend, found)] if isinstance(found, str) else list(found)
+
+
+def _frozen(item: object) -> Reason:
+    # A subclass of Reason may answer anything later.
+    if type(item) is Reason:
+        return item
+    return Reason.from_dict(item.to_dict()) if isinstance(item, Reason) else as_reason(str(item))
 
 
 def _priority(offer: Offer, placement: Placement) -> int | Reason:
@@ -127,7 +145,7 @@ def _priority(offer: Offer, placement: Placement) -> int | Reason:
     # A composite may name two distributions.
     lowest = 0 if PROJECT in (offer.distribution or "").split(COMPOSITE_SEPARATOR) else 1
     if type(priority) is not int or not lowest <= priority <= 999:
-        return fault(backend, f"has priority {priority!r}; it must be an integer from {lowest} to 999")
+        return fault(backend, f"has priority {shown(priority)}; it must be an integer from {lowest} to 999")
     return int(priority)
 
 

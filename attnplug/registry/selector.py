@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.errors import BackendUnavailableError, NoBackendError
+from attnplug.core.text import shown
 from attnplug.registry.decision import Candidate, Decision, Gate, Placement
 from attnplug.registry.devices import is_here
 from attnplug.registry.evidence_gate import EvidenceGate
-from attnplug.registry.gates import examine, preferred_pages
+from attnplug.registry.gates import examine, fault, preferred_pages
 from attnplug.registry.options import build_options, options_of
 from attnplug.registry.part_imports import PENDING
-from attnplug.registry.plugin_calls import describe, guarded_call
+from attnplug.registry.plugin_calls import describe, guarded_call, listed, plain_text
 
 if TYPE_CHECKING:
     from attnplug.core.reasons import Reason
@@ -76,13 +77,19 @@ def decide(
         notes += faults
     else:
         order.sort(key=lambda offer: offer not in named)
-    winner, level = None, "declared"
+    winner, level, pages = None, "declared", None
     # Only down to the first that imports, because importing a kernel library is slow.
     try_parts = usable and policy.assumed is None and bool(order) and is_here(device)
     for offer in order:
         if named is not None and offer not in named:
             break
         reason = plugins.import_failure(offer.backend) if try_parts else None
+        if reason is None or reason is PENDING:
+            pages, error = guarded_call(preferred_pages, offer.backend, spec, device)
+            if error is not None:
+                # It gave valid pages a moment ago, when it was examined.
+                what = f"raised {describe(error)} for its block size and layout"
+                reason = fault(offer.backend, what)
         if reason is None or reason is PENDING:
             winner, level = offer, "usable" if try_parts and reason is None else "declared"
             break
@@ -92,7 +99,6 @@ def decide(
     of_winner: dict[str, Any] = {}
     if winner is not None:
         of_winner = {"options": _options(winner, policy), "backend_cls": winner.backend}
-        pages = preferred_pages(winner.backend, spec, device)
         if pages is not None:
             of_winner["block_size"], of_winner["kv_cache_layout"] = pages
     return Decision(
@@ -120,14 +126,13 @@ def _ranked(
     for name, rank in plugins.rankers():
         before = tuple(offer.name for offer in order)
         question = {"spec": placement.spec, "device": placement.device, "phase": placement.phase}
-        wanted, error = guarded_call(rank, **question, candidates=before)
+        names, error = guarded_call(_ranking, rank, question, before)
         if error is not None:
             notes.append(f"{name} raised {describe(error)} in attnplug_rank; ignored")
             continue
-        if wanted is None:
+        if names is None:
             continue
-        names = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted]
-        unknown = [str(item) for item in names if item not in before]
+        unknown = [item for item in names if item not in before]
         if unknown:
             notes.append(f"{name} ranks {', '.join(unknown)}, no candidate here; ignored")
             continue
@@ -136,6 +141,18 @@ def _ranked(
         place = {item: index for index, item in enumerate(reversed(names))}
         order = sorted(order, key=lambda offer: -place.get(offer.name, -1))
     return order, ranked_by, notes
+
+
+def _ranking(
+    rank: Callable[..., Any], question: Mapping[str, Any], candidates: tuple[str, ...]
+) -> list[str] | None:
+    """The names that a hook returns, as plain text."""
+    wanted = rank(**question, candidates=candidates)
+    if wanted is None:
+        return None
+    if not isinstance(wanted, (list, tuple)):
+        return [plain_text(wanted) if isinstance(wanted, str) else shown(wanted)]
+    return [plain_text(item) if isinstance(item, str) else shown(item) for item in listed(wanted)]
 
 
 def _listed(

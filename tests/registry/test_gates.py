@@ -8,7 +8,7 @@ import pytest
 from fake_plugins import CPU, H100, SPEC, backend, raises, registry
 
 from attnplug import AttentionBackend, Reason, Registry
-from attnplug.errors import BackendUnavailableError, NoBackendError
+from attnplug.errors import BackendUnavailableError, NoBackendError, PluginError
 from attnplug.registry import Candidate, Gate
 
 
@@ -100,20 +100,34 @@ def test_a_priority_that_raises_is_a_reason() -> None:
             {"get_preferred_block_size": raises(RuntimeError("?"))},
             "raised RuntimeError: ? for its block size",
         ),
-        ({"supported_kv_cache_layouts": lambda: ()}, "raised IndexError: tuple index out of range for its"),
+        ({"supported_kv_cache_layouts": lambda: ()}, "the KV layouts [] are not of HND, NHD for its"),
+        ({"supported_kv_cache_layouts": lambda: ("XYZ",)}, "the KV layouts ['XYZ'] are not of HND, NHD"),
+        *(
+            (
+                {"get_preferred_block_size": lambda *asked, size=size: size},
+                f"the block size {size!r} is no integer",
+            )
+            for size in (-16, "16", True, 16.0, 2**70 * 1.0)
+        ),
         (
             {"get_supported_kernel_block_sizes": lambda *asked: ()},
             "must name at least one size for its block",
         ),
         ({"Options": int}, "has Options that cannot be made: PluginError: the Options of ODD cannot be read"),
-        ({"requires": (">= 1",)}, "has requires=('>= 1',): InvalidRequirement"),
-        ({"requires": 7}, "has requires=7: TypeError"),
     ],
 )
 def test_a_declaration_that_cannot_be_used_is_a_reason(attributes: dict[str, Any], words: str) -> None:
     one = judged(backend("ODD", **attributes))
     assert one.codes == ("plugin_error",)
     assert words in one.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("requires", "words"), [((">= 1",), "InvalidRequirement"), (7, "TypeError"), ((("a", 3),), "TypeError")]
+)
+def test_requirements_that_cannot_be_read_are_refused_at_admission(requires: object, words: str) -> None:
+    with pytest.raises(PluginError, match=f"whose requires cannot be read: {words}"):
+        registry(backend("ODD", requires=requires))
 
 
 def test_ties_are_broken_by_name_and_the_rest_by_priority() -> None:

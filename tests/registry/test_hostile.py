@@ -171,7 +171,7 @@ def test_hostile_twins_conflict_and_each_can_be_asked_for(run_with_plugins: RunW
     assert_others_work(found)
 
 
-@pytest.mark.parametrize("name", ["TWIN@attnplug-bad-twin-a", "TWIN@attnplug_bad_twin_a", "TWIN@bad-twin-a"])
+@pytest.mark.parametrize("name", ["TWIN@attnplug-bad-twin-a", "TWIN@attnplug_bad_twin_a"])
 def test_one_of_hostile_twins_is_picked_by_who_ships_it(name: str, run_with_plugins: RunWithPlugins) -> None:
     found = ask(run_with_plugins, "bad-twin-a", "bad-twin-b", by_name=name)
     assert found["by_name"] == "TWIN"
