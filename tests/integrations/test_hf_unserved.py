@@ -302,3 +302,15 @@ def test_a_copied_or_pickled_model_is_still_checked() -> None:
         assert [
             len(part._forward_hooks) for part in (again, again.model, again.model.layers[0].self_attn)
         ] == [1] * 3
+
+
+def test_a_model_whose_configuration_was_assigned_is_watched_too() -> None:
+    model = DECODERS["llama"].build(DECODERS["llama"].make_config(), "eager")
+    model.config._attn_implementation = "attnplug"
+    ids, _ = prompts()
+    model(ids)
+    assert {decision.layer_name for decision in attention_decisions(model).values()} == {
+        f"model.layers.{i}.self_attn" for i in range(4)
+    }
+    with pytest.raises(BatchError, match="asked of LlamaForCausalLM"):
+        model(ids, output_attentions=True)

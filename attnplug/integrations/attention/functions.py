@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from attnplug.integrations.attention.calls import AttentionCall, read_keywords
 from attnplug.integrations.attention.forward_pass import forward_pass
 from attnplug.integrations.attention.layers import LayerState, layer_state, name_in_model, set_state
 from attnplug.integrations.attention.mask_functions import read_mask_function
+from attnplug.integrations.attention.model_hooks import watch_running_model
 from attnplug.integrations.attention.step_mask import PatternMask, StepMask
 from attnplug.integrations.reader.mask_pattern import UnknownMaskError
 
@@ -87,7 +89,9 @@ def attention(
     """
     forward_pass.calls += 1
     layer = layer_state(module) or set_state(module, LayerState())
-    layer.name = layer.name or name_in_model(module, forward_pass.root)
+    if not layer.name:
+        model = forward_pass.root or watch_running_model(sys._getframe(1))
+        layer.name = name_in_model(module, model)
     where = f"{layer.name} ({type(module).__name__})"
     if getattr(getattr(module, "config", None), "output_attentions", False):
         keywords["output_attentions"] = True

@@ -7,6 +7,7 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -62,6 +63,22 @@ def watch(model: PreTrainedModel) -> None:
     for module in model.modules():
         if (state := layer_state(module)) is not None:
             state.decision = None
+
+
+def watch_running_model(frame: FrameType | None) -> PreTrainedModel | None:
+    """Watch the outermost model that runs at `frame`, whose configuration named attnplug after it was built."""
+    models: list[PreTrainedModel] = []
+    while frame is not None:
+        # Reading f_locals builds a dictionary, so frames other than methods are skipped.
+        if frame.f_code.co_varnames[:1] == ("self",):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, PreTrainedModel):
+                models.append(owner)
+        frame = frame.f_back
+    for model in models:
+        if uses_attnplug(model, model) and not hasattr(model, _WATCHED):
+            watch(model)
+    return models[-1] if models else None
 
 
 def uses_attnplug(module: torch.nn.Module, owner: PreTrainedModel | None) -> bool:
