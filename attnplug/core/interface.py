@@ -23,6 +23,7 @@ from attnplug.core.ported_names import (
     PORTED_PARAMETERS,
     PortedName,
 )
+from attnplug.core.signatures import cannot_take, definition_of, methods_of, signature_of
 from attnplug.core.spec import Phase
 from attnplug.core.text import shown
 
@@ -59,7 +60,7 @@ def impl_faults(impl: type, base: type) -> tuple[str, ...]:
     if single:
         faults.append(
             f"{impl.__name__}.forward writes the KV cache and attends in one; "
-            f"write {' and '.join(_definition(name, vars(base)[name]) for name in ('update_kv_cache', 'attend'))}"
+            f"write {' and '.join(definition_of(name, vars(base)[name]) for name in ('update_kv_cache', 'attend'))}"
         )
     elif missing:
         faults.append(f"{impl.__name__} lacks {', '.join(missing)}")
@@ -175,17 +176,17 @@ def _entry(field: str, value: object) -> str | None:
 
 def _signatures(cls: type, base: type, *, on_class: bool, skipped: Collection[str] = ()) -> Iterator[str]:
     """Overrides that do not take the arguments that attnplug gives."""
-    for name, theirs in _methods(cls, base).items():
+    for name, theirs in methods_of(cls, base).items():
         owner = owner_of(cls, name)
         if owner is None or not _is_of_plugin(owner) or name in skipped:
             continue
         raw, title = vars(owner)[name], f"{cls.__name__}.{name}"
-        expected = _signature(theirs, on_class=False)
-        write = f"write {_definition(name, theirs)}"
+        expected = signature_of(theirs, on_class=False)
+        write = f"write {definition_of(name, theirs)}"
         if on_class and not callable(raw) and not isinstance(raw, (staticmethod, classmethod)):
             yield f"{title} is {_kind(raw)}; it must be a class method: {write}"
             continue
-        found = _signature(raw, on_class=on_class)
+        found = signature_of(raw, on_class=on_class)
         if found is None or expected is None:
             continue
         ported = [each for each in found.parameters if each in PORTED_PARAMETERS]
@@ -193,70 +194,18 @@ def _signatures(cls: type, base: type, *, on_class: bool, skipped: Collection[st
             yield f"{title} has vLLM's arguments; {write}, and read spec and device"
         elif ported:
             yield f"{title} has the parameter {ported[0]}; {PORTED_PARAMETERS[ported[0]]}"
-        elif why := _cannot_take(found, expected):
+        elif why := cannot_take(found, expected):
             yield f"{title} does not take what attnplug gives ({why}); {write}"
-
-
-def _methods(cls: type, base: type) -> dict[str, Any]:
-    """The methods of the interface by name, as the nearest class of attnplug defines them; `__init__` too."""
-    found: dict[str, Any] = {}
-    for each in cls.__mro__:
-        if each.__module__.startswith("attnplug.core.") and issubclass(each, base):
-            for name, value in vars(each).items():
-                is_method = isinstance(value, (staticmethod, classmethod, types.FunctionType))
-                if is_method and (not name.startswith("_") or name == "__init__"):
-                    found.setdefault(name, value)
-    return found
-
-
-def _signature(raw: Any, *, on_class: bool) -> inspect.Signature | None:
-    """The parameters that a caller gives; None where they cannot be known without a call."""
-    function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
-    bound = isinstance(raw, classmethod) or (isinstance(raw, types.FunctionType) and not on_class)
-    if not callable(function):
-        return None
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
-    parameters = list(signature.parameters.values())
-    # A leading *args takes the class or the instance, and the rest too.
-    if bound and parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
-        parameters = parameters[1:]
-    return signature.replace(parameters=parameters)
-
-
-def _cannot_take(found: inspect.Signature, expected: inspect.Signature) -> str | None:
-    by_name = [p.name for p in expected.parameters.values() if p.kind is p.KEYWORD_ONLY]
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    in_place = [p.name for p in expected.parameters.values() if p.kind in kinds]
-    try:
-        found.bind(*in_place, **dict.fromkeys(by_name))
-    except TypeError as error:
-        return str(error)
-    return None
-
-
-def _definition(name: str, method: Any) -> str:
-    """The line with which a class of its own defines a method of the interface."""
-    signature, words = _signature(method, on_class=False), ["self"]
-    if isinstance(method, (staticmethod, classmethod)):
-        words = ["cls"]
-    for each in () if signature is None else signature.parameters.values():
-        if each.kind is each.KEYWORD_ONLY and "*" not in words:
-            words.append("*")
-        words.append(each.name if each.default is each.empty else f"{each.name}={each.default!r}")
-    return f"def {name}({', '.join(words)})"
 
 
 def _constructor(impl: type, base: type) -> Iterator[str]:
     """Whether an impl's constructor takes the keywords that `from_spec` gives."""
     owner = owner_of(impl, "__init__")
-    expected = _signature(vars(base)["__init__"], on_class=False)
+    expected = signature_of(vars(base)["__init__"], on_class=False)
     found = (
         None
         if owner is None or not _is_of_plugin(owner)
-        else _signature(vars(owner)["__init__"], on_class=False)
+        else signature_of(vars(owner)["__init__"], on_class=False)
     )
     if found is None or expected is None:
         return

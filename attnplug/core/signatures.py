@@ -1,0 +1,60 @@
+"""The parameters of methods that a class overrides, against those that attnplug gives; nothing is called."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+
+def methods_of(cls: type, base: type) -> dict[str, Any]:
+    """The methods of the interface by name, as the nearest class of attnplug defines them; `__init__` too."""
+    found: dict[str, Any] = {}
+    for each in cls.__mro__:
+        if each.__module__.startswith("attnplug.core.") and issubclass(each, base):
+            for name, value in vars(each).items():
+                is_method = isinstance(value, (staticmethod, classmethod, types.FunctionType))
+                if is_method and (not name.startswith("_") or name == "__init__"):
+                    found.setdefault(name, value)
+    return found
+
+
+def signature_of(raw: Any, *, on_class: bool) -> inspect.Signature | None:
+    """The parameters that a caller gives; None where they cannot be known without a call."""
+    function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
+    bound = isinstance(raw, classmethod) or (isinstance(raw, types.FunctionType) and not on_class)
+    if not callable(function):
+        return None
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    parameters = list(signature.parameters.values())
+    # A leading *args takes the class or the instance, and the rest too.
+    if bound and parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        parameters = parameters[1:]
+    return signature.replace(parameters=parameters)
+
+
+def cannot_take(found: inspect.Signature, expected: inspect.Signature) -> str | None:
+    """Why a method with the parameters `found` cannot be called as `expected` is; None if it can."""
+    by_name = [p.name for p in expected.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    in_place = [p.name for p in expected.parameters.values() if p.kind in kinds]
+    try:
+        found.bind(*in_place, **dict.fromkeys(by_name))
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def definition_of(name: str, method: Any) -> str:
+    """The line with which a class of its own defines a method of the interface."""
+    signature, words = signature_of(method, on_class=False), ["self"]
+    if isinstance(method, (staticmethod, classmethod)):
+        words = ["cls"]
+    for each in () if signature is None else signature.parameters.values():
+        if each.kind is each.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
+        words.append(each.name if each.default is each.empty else f"{each.name}={each.default!r}")
+    return f"def {name}({', '.join(words)})"
