@@ -132,7 +132,7 @@ def test_a_mask_in_torchs_own_module_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("udop", "relative position bias"),
+        ("udop", "UdopAttention"),
         ("pix2struct", "relative position bias"),
         ("wav2vec2-bert", "relative position bias"),
         ("swin", "adds a bias of its own"),
@@ -140,7 +140,8 @@ def test_a_mask_in_torchs_own_module_is_refused(monkeypatch):
         ("blip", "BlipTextSelfAttention computes attention of its own"),
         ("convnext", "ConvNextModel has no attention layer"),
         ("sam3_geometry_encoder", "has no model class for sam3_geometry_encoder; read the configuration of"),
-        ("bark", "BarkModel"),
+        ("bark", "BarkModel has no forward to run; read the configurations inside it"),
+        ("sam2_video", "needs the input inference_session, a Sam2VideoInferenceSession"),
         ("dots1", "cannot build Dots1ForCausalLM"),
     ],
 )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
+from attnplug.core.errors import ModelConfigError
 from attnplug.integrations.reader.input_sizes import Sizes, read_sizes
 
 ENCODER_LENGTH = 43
 """Tokens of an encoder whose output a decoder reads."""
-_GRID = (8, 12)
+_GRID = (12, 12)
 """Patches of an image given as patches: whole windows and merged squares of every known family."""
 _FRAMES = 400
 """Frames of audio for models without a number of their own."""
@@ -122,6 +124,7 @@ _ONES: Table = {
     "patch_attention_mask": lambda s: [(1, s.height // s.patch, s.width // s.patch)],
     "input_features_mask": _feature_masks,
     "feature_attention_mask": _feature_masks,
+    "mask": _feature_masks,
     "audio_mel_mask": _feature_masks,
     "padding_mask": _samples,
     "past_values_padding": _series,
@@ -166,19 +169,24 @@ def input_attempts(part: Any, is_whole: bool) -> Iterator[dict[str, Any]]:
     The main input and what the signature requires come first, then every input of the signature whose shape
     is known. Other inputs have several layouts. `is_whole` is False for a tower of a larger model.
     """
-    accepted = inspect.signature(part.forward).parameters
+    accepted = {
+        name: parameter
+        for name, parameter in inspect.signature(part.forward).parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD or parameter.kind is parameter.KEYWORD_ONLY
+    }
     config = part.config
     sizes = read_sizes(part)
     dtype = next((p.dtype for p in part.parameters() if p.is_floating_point()), torch.float32)
     main = part.main_input_name
     needed = {main} if isinstance(main, str) else set(main)
-    needed |= {
-        name
-        for name, parameter in accepted.items()
-        if parameter.default is parameter.empty
-        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        and name != "self"
-    }
+    needed |= {name for name, parameter in accepted.items() if parameter.default is parameter.empty}
+    for name in needed & set(accepted):
+        annotation = accepted[name].annotation
+        if not re.search("Tensor|_empty|tuple|list", str(annotation)):
+            kind = getattr(annotation, "__name__", annotation)
+            raise ModelConfigError(
+                f"{type(part).__name__} needs the input {name}, a {kind}, which the reader cannot make"
+            )
     tried: set[str] = set()
     choices = [needed, needed | set(accepted) - {"inputs_embeds"}]
     if "inputs_embeds" in accepted:
@@ -231,6 +239,8 @@ def _inputs(
             given[name] = torch.tensor(value(sizes))
     if "input_ids" in given and "decoder_input_ids" in given:
         given["input_ids"] = _ids(min(ENCODER_LENGTH, sizes.tokens - 2))
+        if "bbox" in given:
+            given["bbox"] = torch.zeros(1, given["input_ids"].shape[1], 4, dtype=torch.int64)
     return given
 
 

@@ -35,6 +35,8 @@ from attnplug.integrations.reader.trace import (
     record_run,
 )
 
+_BUDGET = 12_000
+"""Runs of modules, over all attempts for one model. A model that fails late would take minutes otherwise."""
 _OWN_ATTENTION = {
     # Bloom adds slope * key_pos, which differs from -slope * (query_pos - key_pos) by a constant per row.
     "BloomAttention": ("bloom", "num_heads", "num_heads", "inv_norm_factor"),
@@ -76,16 +78,25 @@ def _runs(model: PreTrainedModel, part: PreTrainedModel) -> Iterator[Trace]:
     possible = {read_sizes(part).tokens, ENCODER_LENGTH, getattr(config, "max_source_positions", None)}
     lengths = frozenset(length for length in possible if isinstance(length, int))
     failures: list[RunFailedError] = []
+    if type(part).forward is torch.nn.Module.forward:
+        raise ModelConfigError(
+            f"{type(part).__name__} has no forward to run; read the configurations inside it one by one"
+        )
     succeeded = False
+    spent = 0
     for inputs in input_attempts(part, part is model):
         try:
             with _failing_parts_skipped(part):
                 trace = record_run(model, part, inputs, lengths)
         except RunFailedError as error:
             failures.append(error)
+            spent += error.trace.visits
         else:
             succeeded = True
+            spent += trace.visits
             yield trace
+        if spent > _BUDGET:
+            break
     if not succeeded:
         raise _failure(part, failures)
 

@@ -49,7 +49,7 @@ class AttentionCall:
 
 
 class Trace:
-    """Record of one run: `calls` in order, paths of `own_attention`, and the modules that ran (`executed`)."""
+    """Record of one run: `calls` in order, paths of `own_attention`, the modules that ran (`executed`, `visits`)."""
 
     def __init__(self, model: PreTrainedModel, lengths: frozenset[int]) -> None:
         self.model = model
@@ -58,7 +58,7 @@ class Trace:
         self.own_attention: dict[str, None] = {}
         self.executed: set[str] = set()
         self.stack: list[tuple[str, int, set[float]]] = []
-        self._visits = 0
+        self.visits = 0
         self._masks: dict[int, tuple[torch.Tensor, MaskPattern | str]] = {}
         self._paths: dict[int, list[str]] = {}
         # Some layers share one module, which then has a path for each layer.
@@ -74,9 +74,9 @@ class Trace:
         parent = self.stack[-1][0] if self.stack else ""
         inside = [path for path in paths if path.startswith(f"{parent}.")] or paths
         path = inside[0] if len(inside) < len(paths) else paths[min(run, len(paths) - 1)]
-        self._visits += 1
+        self.visits += 1
         self.executed.add(path)
-        self.stack.append((path, self._visits, set()))
+        self.stack.append((path, self.visits, set()))
 
     def leave(self) -> None:
         """Note that the innermost forward ends."""
