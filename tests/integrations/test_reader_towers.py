@@ -132,7 +132,7 @@ def test_a_mask_in_torchs_own_module_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("udop", "UdopAttention"),
+        ("switch_transformers", "relative position bias"),
         ("pix2struct", "relative position bias"),
         ("wav2vec2-bert", "relative position bias"),
         ("swin", "adds a bias of its own"),

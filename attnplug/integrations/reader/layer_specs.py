@@ -21,7 +21,6 @@ _UNDERSTOOD = frozenset({"sliding_window", "softcap", "s_aux", "is_causal", "ind
 _BOOKKEEPING = frozenset(
     {
         "cache_position",
-        "kwargs",
         "layer_idx",
         "logits_to_keep",
         "past_key_values",
