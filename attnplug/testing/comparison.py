@@ -49,10 +49,10 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, bound: float, name
     """AssertionError unless `found [n, H, D]` is within `bound` of `expected`, by element and as a whole.
 
     An element's error is relative to the largest magnitude in its row (the last dimension); a row
-    of zeros must be zeros. NaN never passes. A row that is not zero may also be off by the step between the
-    smallest numbers of its dtype, such as 6e-8 in float16: no result can be nearer.
+    of zeros must be zeros. NaN never passes. A row below the smallest normal number of the dtype of `found`, such as
+    6e-5 in float16, has that magnitude: its numbers are stored with less precision.
     """
-    least = torch.finfo(found.dtype).smallest_normal * torch.finfo(found.dtype).eps
+    least = torch.finfo(found.dtype).smallest_normal if found.is_floating_point() else 0.0
     found, expected = _as_float64(found, expected, name)
     if found.numel() == 0:
         return
@@ -60,7 +60,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, bound: float, name
         raise AssertionError(f"{name}: {int((~found.isfinite()).sum())} elements are NaN or infinite")
     error = (found - expected).abs()
     magnitude = expected.abs().amax(-1, keepdim=True)
-    worst = error - bound * magnitude - least * (magnitude > 0)
+    worst = error - bound * torch.where(magnitude > 0, magnitude.clamp_min(least), 0.0)
     # The negated comparison also fails for NaN.
     if not bool((worst <= 0).all()):
         place = tuple(int(index) for index in torch.unravel_index(worst.argmax(), worst.shape))

@@ -103,3 +103,14 @@ def test_minus_infinity_equals_only_itself(pair: tuple[float, float]) -> None:
     with pytest.raises(AssertionError):
         assert_lse_close(found, expected, 1e-3)
     assert_lse_close(torch.tensor([[-math.inf]]), torch.tensor([[-math.inf]]), 1e-3)
+
+
+def test_numbers_below_the_smallest_normal_one_may_be_off_by_a_step() -> None:
+    least = torch.finfo(torch.float16).smallest_normal
+    step = least * torch.finfo(torch.float16).eps
+    expected = torch.full((1, 1, 4), 0.5 * step, dtype=torch.float64)
+    assert_close(torch.full((1, 1, 4), step, dtype=torch.float16), expected * 2.002, 2e-3)
+    with pytest.raises(AssertionError, match=r"within 0\.002 of its row's magnitude"):
+        assert_close(torch.full((1, 1, 4), 4 * step, dtype=torch.float16), expected, 2e-3)
+    with pytest.raises(AssertionError, match="is not 0 within"):
+        assert_close(torch.full((1, 1, 4), step, dtype=torch.float16), torch.zeros(1, 1, 4), 2e-3)
