@@ -202,7 +202,8 @@ def test_a_composite_that_fits_no_other_layer_of_its_group_gives_way():
     assert "cannot be agreed on by layers with like caches: ALIBI+DECODER (layer layers.0) takes HND" in note
 
 
-def test_phases_that_nobody_serves_together_are_refused_with_what_keeps_them_apart():
+def test_phases_that_nobody_serves_together_are_refused_with_what_keeps_them_apart(monkeypatch):
+    monkeypatch.setenv("ATTNPLUG_BLOCK_PLUGINS", "torch,triton")
     prefiller = backend(
         "PREFILLER",
         supported_phases=(Phase.PREFILL,),
