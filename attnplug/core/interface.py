@@ -11,7 +11,7 @@ import inspect
 import types
 from abc import ABC
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, Protocol, TypeGuard
 
 from attnplug.core.dtypes import DTYPES, bare_dtype_name
 from attnplug.core.features import Feature
@@ -137,7 +137,7 @@ def _declarations(backend: Any) -> Iterator[str]:
         if isinstance(raw, (property, staticmethod, classmethod, types.FunctionType)):
             yield f"{title}.{field} is a method; attnplug reads a class attribute: write {field} = ..."
             continue
-        value: object = getattr(backend, field)
+        value: Any = getattr(backend, field)
         if field == "features" and not isinstance(value, Feature):
             yield f"{title}.features is {shown(value)}; it must be a Feature, such as Feature.SINKS | Feature.ALIBI"
         elif field == "step_safe" and not isinstance(value, bool):
@@ -145,8 +145,7 @@ def _declarations(backend: Any) -> Iterator[str]:
         elif field == "accept_output_buffer" and value is not True:
             yield f"{title}.accept_output_buffer is {shown(value)}; attend always writes the output that it is given"
         elif field in _SEQUENCES:
-            # Exactly these types: a class of the plugin's own may be endless, or different each time.
-            if type(value) not in (tuple, list, set, frozenset) or len(value) > _MOST_VALUES:
+            if not _is_plain(value):
                 limit = f"it must be a sequence: a tuple or list of at most {_MOST_VALUES} values"
                 yield f"{title}.{field} is {shown(value)}; {limit}"
             else:
@@ -155,6 +154,12 @@ def _declarations(backend: Any) -> Iterator[str]:
                     for each in value
                     if (why := _entry(field, each))
                 )
+
+
+def _is_plain(value: object) -> TypeGuard[Collection[Any]]:
+    """Whether a value is a short sequence of exactly a built-in type: another may be endless, or change."""
+    sequences = (tuple, list, set, frozenset)
+    return isinstance(value, sequences) and type(value) in sequences and len(value) <= _MOST_VALUES
 
 
 def _entry(field: str, value: object) -> str | None:

@@ -8,13 +8,13 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+from attnplug.core.reasons import Reason
 from attnplug.registry.gates import import_parts
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from attnplug.core.backend import AttentionBackend
-    from attnplug.core.reasons import Reason
 
 WAIT_IN_IMPORT: Final = 10.0
 """Seconds for which a thread that imports a module itself waits for an import in another thread."""
@@ -43,17 +43,11 @@ class PartImports:
         `WAIT_IN_IMPORT` seconds at most, because the first thread may be waiting for that module. It then
         gets PENDING, as does a call by the parts themselves while they are imported.
         """
-        me = threading.get_ident()
+        me, mine = threading.get_ident(), Future[Reason | None]()
         with self._lock:
-            found = self._found.get(backend)
-            if found is None:
-                result: Future[Reason | None] = Future()
-                self._found[backend] = (me, result)
-        if found is not None:
-            owner, result = found
-            if result.done():
-                return result.result()
-            if owner == me:
+            owner, result = self._found.setdefault(backend, (me, mine))
+        if result is not mine:
+            if owner == me and not result.done():
                 return PENDING
             try:
                 return result.result(WAIT_IN_IMPORT if is_importing() else None)
