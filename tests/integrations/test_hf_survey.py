@@ -7,7 +7,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from tiny_models import first_tensor, model_class, tiny_config, tiny_inputs, tiny_model
+from tiny_models import first_tensor, is_tiny, model_class, tiny_config, tiny_inputs, tiny_model
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from attnplug.errors import AttnplugError
@@ -43,6 +43,12 @@ def test_a_class_gives_eagers_numbers_or_is_refused(name: str) -> None:
     try:
         cls = model_class(name)
         config = tiny_config(cls)
+        is_small = is_tiny(cls, config)
+    except Exception as error:  # a class may build no model from its defaults
+        pytest.skip(f"cannot be built: {error}")
+    if not is_small:
+        pytest.skip("small numbers do not make it small")
+    try:
         eager = tiny_model(cls, config, "eager")
         inputs = tiny_inputs(eager)
         expected, again = first_tensor(eager(**inputs)), first_tensor(eager(**inputs))

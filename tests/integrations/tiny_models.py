@@ -53,6 +53,13 @@ def _shrink(config: PreTrainedConfig) -> None:
         config.pad_token_id = 0
 
 
+def is_tiny(cls: type[PreTrainedModel], config: PreTrainedConfig, limit: int = 50_000_000) -> bool:
+    """Whether the model has at most `limit` parameters; nothing is allocated."""
+    with torch.device("meta"):
+        model = cls._from_config(copy.deepcopy(config), attn_implementation="eager")
+    return sum(weight.numel() for weight in model.parameters()) <= limit
+
+
 def tiny_model(cls: type[PreTrainedModel], config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     """The model of a copy of `config`, with weights that make attention matter."""
     torch.manual_seed(0)
