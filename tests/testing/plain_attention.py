@@ -11,6 +11,7 @@ import torch
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.ops.calls import check_spans_given
+from attnplug.testing.oracle import chosen_keys
 
 __all__ = ["PlainImpl"]
 
@@ -51,6 +52,8 @@ class PlainImpl(TorchImpl):
                 seen |= self.together(
                     torch.from_numpy(attn_metadata.spans[start:stop]), at[:, None], held[None, :]
                 )
+            if self.spec.sparse is not None:
+                seen &= chosen_keys(self.spec, attn_metadata.selection[start:stop], held)
             scores = self.score(raw, at[:, None], held[None, :], seen)
             sinks = self.sinks()[:, None, None].expand(-1, stop - start, 1)
             out, lse = self.weigh(scores, (values.double() * v_scale)[heads], sinks)

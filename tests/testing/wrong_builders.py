@@ -327,7 +327,7 @@ WRONG = (
     wrong(
         "UPDATES_UNDECLARED", "builder/update_block_table", "must raise TypeError", builder=UpdatesUndeclared
     ),
-    wrong("DROPS_PREFIX", "builder/common-prefix", "shared prefix not attended", builder=DropsPrefix),
+    wrong("DROPS_PREFIX", "builder/common-prefix-full", "shared prefix not attended", builder=DropsPrefix),
     wrong("REPEATS_PREFIX", "builder/common-prefix-full", "requests with [1, 1", impl=RepeatsPrefix),
     wrong("CANNOT_ANSWER", "builder/common-prefix", "raised TypeError", builder=CannotAnswer),
     wrong("ANSWERS_NOTHING", "builder/common-prefix", "must give True or False", builder=AnswersNothing),

@@ -249,7 +249,7 @@ WRONG_NUMBERS = (
     _wrong(
         "gives-the-sink-a-value",
         GivesTheSinkAValue,
-        "sinks*",
+        "NHD-sinks*",
         "-sinks",
         "sink in the numerator, with the first key's value",
     ),

@@ -11,7 +11,7 @@ import pytest
 import attnplug
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.triton import TritonBackend
-from attnplug.core import Device, LayerSpec
+from attnplug.core import Device, Feature, LayerSpec
 
 SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
 H200 = Device.parse("sm90")
@@ -32,8 +32,8 @@ def test_a_cpu_is_served_by_torch_even_where_triton_is_interpreted():
     assert attnplug.select(SPEC, device="cpu").backend == "TORCH"
 
 
-def test_everything_that_torch_honours_is_honoured():
-    assert TritonBackend.features == TorchBackend.features
+def test_everything_that_torch_honours_is_honoured_but_sparse_layers():
+    assert TritonBackend.features == TorchBackend.features & ~Feature.SPARSE
     assert TritonBackend.supported_dtypes == TorchBackend.supported_dtypes
 
 
