@@ -1,0 +1,36 @@
+"""Random specs, devices and policies: only documented errors, and one answer under every hash seed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("random_selections.py")
+
+
+def answers(seed: int, count: int, hash_seed: int) -> str:
+    """The digest of all answers, and the number of errors among them."""
+    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+    command = [sys.executable, str(SCRIPT), str(seed), str(count)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    digest, errors = ran.stdout.split()
+    assert 0 < int(errors) < count
+    return digest
+
+
+def check(count: int) -> None:
+    assert len({answers(1, count, hash_seed) for hash_seed in (0, 1, 2)}) == 1
+
+
+def test_random_selections_have_one_answer_or_a_documented_error() -> None:
+    check(300)
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_selections() -> None:
+    check(10_000)
