@@ -13,8 +13,9 @@ import torch
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, PluginError, SpecError
-from attnplug.core.interface import impl_faults
+from attnplug.core.interface import constructor_faults, impl_faults
 from attnplug.core.metadata import AttentionMetadata
+from attnplug.core.ported_names import IMPL_NAMES
 from attnplug.core.spec import AttentionType, LayerSpec
 
 _M = TypeVar("_M", bound=AttentionMetadata)
@@ -219,6 +220,7 @@ class AttentionImpl(ABC, Generic[_M]):
         self.backend = backend
         self._set_ranks(dcp or ContextParallel(), pcp or ContextParallel())
         self._bind(spec, layer_name, tensors, kv_sharing_target_layer_name, options)
+        before = dict(vars(self))
         cls.__init__(
             self,
             num_heads=spec.num_heads,
@@ -233,6 +235,9 @@ class AttentionImpl(ABC, Generic[_M]):
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             **extra,
         )
+        if unread := constructor_faults(self, IMPL_NAMES, before):
+            name = backend.get_name() or backend.__name__
+            raise PluginError(f"{name} cannot run layer {layer_name}: {unread}")
         return self
 
     def _bind(

@@ -87,6 +87,23 @@ def builder_faults(builder: type, base: type) -> tuple[str, ...]:
     return (*faults, *_signatures(builder, base, on_class=False))
 
 
+def constructor_faults(made: object, ported: Mapping[str, PortedName], before: Mapping[str, object]) -> str:
+    """What the constructor of an impl or a builder has set that attnplug would not read; "" for nothing.
+
+    Args:
+        made: the new impl or builder.
+        ported: the names that attnplug does not read from such an instance.
+        before: the attributes that the framework had set before.
+    """
+    title, faults = type(made).__name__, []
+    for name, value in vars(made).items():
+        known = ported.get(name)
+        if known is None or before.get(name, made) is value or any(value is each for each in known.harmless):
+            continue
+        faults.append(f"{title}.__init__ sets {name}, which is not read by attnplug; {known.write}")
+    return "; ".join(faults)
+
+
 def _unread_names(cls: type, base: type, ported: Mapping[str, PortedName]) -> Iterator[str]:
     interface = {name for each in base.__mro__ if each is not object for name in _names(each)}
     # A class without an abstract method is refused for that, so such a name is never a misspelt one.

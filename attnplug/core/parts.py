@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import PluginError
 from attnplug.core.impl import AttentionImpl
-from attnplug.core.interface import builder_faults, impl_faults
+from attnplug.core.interface import builder_faults, constructor_faults, impl_faults
 from attnplug.core.metadata import AttentionMetadataBuilder
+from attnplug.core.ported_names import BUILDER_INSTANCE_NAMES
 
 if TYPE_CHECKING:
     import torch
@@ -57,13 +58,16 @@ def make_builder(
     if faults := builder_faults(builder, AttentionMetadataBuilder):
         raise PluginError(f"{backend.get_name()} cannot build metadata: {'; '.join(faults)}")
     try:
-        return builder(kv_cache_spec, layer_names, config, device)
+        made = builder(kv_cache_spec, layer_names, config, device)
     except (AttributeError, TypeError) as error:
         fields = ", ".join(field.name for field in dataclasses.fields(BuilderConfig))
         raise PluginError(
             f"{backend.get_name()} cannot build metadata: {builder.__name__} raised {type(error).__name__}: {error}; "
             f"its third argument is attnplug's BuilderConfig, with {fields}"
         ) from error
+    if unread := constructor_faults(made, BUILDER_INSTANCE_NAMES, {}):
+        raise PluginError(f"{backend.get_name()} cannot build metadata: {unread}")
+    return made
 
 
 def _check_base(backend: type[AttentionBackend], getter: str, part: object, base: type) -> None:

@@ -133,6 +133,14 @@ BUILDER_NAMES: Mapping[str, PortedName] = {
 }
 """On the builder class."""
 
+BUILDER_INSTANCE_NAMES: Mapping[str, PortedName] = {
+    **BUILDER_NAMES,
+    **_all(
+        "set it on the class, or override get_cudagraph_support", "cudagraph_support", "_cudagraph_support"
+    ),
+}
+"""On a builder: the level of graphs is read from its class."""
+
 PORTED_PARAMETERS: Mapping[str, str] = {
     "vllm_config": "name it config: it is attnplug's BuilderConfig, with layers, num_speculative_tokens and limits",
     "use_mla": "read spec.mla",

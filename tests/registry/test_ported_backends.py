@@ -346,6 +346,35 @@ class TestParts:
         with pytest.raises(PluginError, match=r"Acme\._cudagraph_support is not its cudagraph_support"):
             make_builder(made(builder=late), CACHE, ["l"], BuilderConfig(), torch.device("cpu"))
 
+    @pytest.mark.parametrize(
+        ("base", "name", "value", "remedy"),
+        [
+            (TORCH_IMPL, "lse_base_on_e", False, "write natural logarithms to output_lse"),
+            (TORCH_IMPL, "dcp_world_size", 8, "the groups dcp and pcp given to from_spec set it"),
+            (TORCH_BUILDER, "cudagraph_support", AttentionCGSupport.ALWAYS, "set it on the class"),
+            (TORCH_BUILDER, "_cudagraph_support", AttentionCGSupport.ALWAYS, "set it on the class"),
+            (TORCH_BUILDER, "supports_uniform_spec_as_decode", True, "_init_reorder_batch_threshold("),
+        ],
+    )
+    def test_what_a_constructor_sets_is_read_or_refused(
+        self, base: Any, name: str, value: Any, remedy: str
+    ) -> None:
+        def construct(self: Any, *args: Any, **rest: Any) -> None:
+            base.__init__(self, *args, **rest)
+            setattr(self, name, value)
+
+        part = type("Acme", (base,), {"__init__": construct})
+        make = {
+            TORCH_IMPL: lambda: make_impl(made(impl=part), SPEC, layer_name="l"),
+            TORCH_BUILDER: lambda: make_builder(
+                made(builder=part), CACHE, ["l"], BuilderConfig(), torch.device("cpu")
+            ),
+        }[base]
+        with pytest.raises(PluginError) as caught:
+            make()
+        assert f"Acme.__init__ sets {name}, which is not read by attnplug; " in str(caught.value)
+        assert remedy in str(caught.value)
+
     def test_a_builder_that_reads_the_engines_configuration_is_named(self) -> None:
         class Builder(TORCH_BUILDER):  # type: ignore[misc, valid-type]
             def __init__(self, kv_cache_spec: Any, layer_names: Any, config: Any, device: Any) -> None:
