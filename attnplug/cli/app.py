@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 from importlib.metadata import version
@@ -16,6 +17,8 @@ from attnplug.cli.list import list_backends, show
 from attnplug.cli.matrix import matrix_app
 from attnplug.cli.new_backend import new_backend
 from attnplug.cli.output import error
+from attnplug.cli.own_output import apart_from_plugins, is_own_process, reserve_standard_output
+from attnplug.cli.own_process import can_watch, run_watched
 from attnplug.cli.select import select
 from attnplug.core.errors import (
     AttnplugError,
@@ -40,14 +43,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("list")(list_backends)
-app.command("show")(show)
-app.command("select")(select)
-app.command("explain")(explain)
-app.command("doctor")(doctor)
-app.command("conformance")(conformance)
+app.command("list")(apart_from_plugins(list_backends))
+app.command("show")(apart_from_plugins(show))
+app.command("select")(apart_from_plugins(select))
+app.command("explain")(apart_from_plugins(explain))
+app.command("doctor")(apart_from_plugins(doctor))
+app.command("conformance")(apart_from_plugins(conformance))
 app.add_typer(matrix_app, name="matrix")
-app.command("new-backend")(new_backend)
+app.command("new-backend")(apart_from_plugins(new_backend))
 
 
 def _print_version(wanted: bool) -> None:
@@ -67,7 +70,28 @@ def _root(
 
 
 def main() -> None:
-    """Run the program; each AttnplugError becomes one message and an exit code."""
+    """Run the program, in a process of its own if it can be watched there."""
+    if not is_own_process():
+        _program()
+    elif can_watch():
+        run_watched(_with_own_output)
+    else:
+        _with_own_output()
+
+
+def _with_own_output() -> None:
+    own = reserve_standard_output()
+    try:
+        _program()
+    finally:
+        # Flushed here, because a plugin may end the process at its exit.
+        with contextlib.suppress(BrokenPipeError):
+            own.flush()
+        sys.stdout = sys.__stdout__
+
+
+def _program() -> None:
+    """Run a command; each AttnplugError becomes one message and an exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A name that the terminal's encoding lacks must not end a listing.

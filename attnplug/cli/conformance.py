@@ -73,8 +73,9 @@ def conformance(
         raise PolicyError("--level", level, "must be smoke or full")
     part = None if shard is None else Shard.parse(shard)
     memory_bytes = None if memory is None else parse_memory(memory)
-    if junit is not None and (junit.is_dir() or not junit.parent.is_dir()):
-        why = "is a folder" if junit.is_dir() else "is in no folder that exists"
+    if junit is not None and (not junit.parent.is_dir() or (junit.exists() and not junit.is_file())):
+        why = "is a folder" if junit.is_dir() else "is not a regular file"
+        why = why if junit.exists() else "is in no folder that exists"
         raise PolicyError("--junit", str(junit), why)
     request = SuiteRequest(backend, device, level, None if known_failures is None else str(known_failures))
     report = Report(verbose)

@@ -13,6 +13,7 @@ from attnplug.cli.conformance import require_the_extra
 from attnplug.cli.matrix_cells import declared_cells, pairs_of
 from attnplug.cli.matrix_files import Outputs, diff, merge, show
 from attnplug.cli.output import error
+from attnplug.cli.own_output import apart_from_plugins
 from attnplug.core.errors import PolicyError
 from attnplug.matrix.model import Matrix
 
@@ -26,6 +27,7 @@ matrix_app = typer.Typer(add_completion=False, subcommand_metavar="[COMMAND]")
 
 
 @matrix_app.callback(invoke_without_command=True)
+@apart_from_plugins
 def matrix(
     context: typer.Context,
     backend: Annotated[
@@ -116,5 +118,5 @@ def matrix(
     raise typer.Exit(code)
 
 
-matrix_app.command("merge")(merge)
-matrix_app.command("diff")(diff)
+matrix_app.command("merge")(apart_from_plugins(merge))
+matrix_app.command("diff")(apart_from_plugins(diff))

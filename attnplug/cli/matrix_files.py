@@ -38,6 +38,8 @@ class Outputs:
                 continue
             if path.is_dir():
                 raise PolicyError(name, str(path), "is a folder", "name a file in it")
+            if path.exists() and not path.is_file():
+                raise PolicyError(name, str(path), "is not a regular file", "name another one")
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as problem:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from attnplug.cli.own_output import own_stream
 from attnplug.core.features import Feature
 from attnplug.core.safe_console import SafeConsole
 from attnplug.core.spec import AttentionType, LayerSpec
@@ -19,12 +20,12 @@ from attnplug.core.text import safe_text
 
 def console() -> Console:
     """Standard output; rich prints no colour outside a terminal or with NO_COLOR set."""
-    return SafeConsole(highlight=False, markup=False, soft_wrap=False)
+    return SafeConsole(file=own_stream(), highlight=False, markup=False, soft_wrap=False)
 
 
 def echo(text: str, *, err: bool = False) -> None:
     """Print a line that is safe on a terminal, to standard error with `err`."""
-    typer.echo(safe_text(text), err=err)
+    typer.echo(safe_text(text), None if err else own_stream(), err=err)
 
 
 def table(columns: Sequence[str], right: Sequence[str] = (), fixed: Sequence[str] = ()) -> Table:
@@ -40,7 +41,7 @@ def table(columns: Sequence[str], right: Sequence[str] = (), fixed: Sequence[str
 def print_json(data: Any) -> None:
     """Print `data` as JSON."""
     # json writes every character beyond ASCII as an escape.
-    typer.echo(json.dumps(data, indent=2))
+    typer.echo(json.dumps(data, indent=2), own_stream())
 
 
 def error(problem: object, code: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -29,8 +28,6 @@ class RunReport:
     def __init__(self, verbose: bool) -> None:
         self._verbose = verbose
         self._out = console()
-        # Fixed here: rich looks sys.stdout up at each print, and pytest replaces it while it runs.
-        self._out.file = sys.stdout
         self._live = self._out.is_terminal
         self._verdicts: dict[str, enum.StrEnum] = {}
         self._total = 0

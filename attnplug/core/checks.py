@@ -29,7 +29,7 @@ def check_size(field: str, value: object, least: int = 1, most: int = MOST) -> i
     if number < least:
         raise SpecError(field, value, f"must be an integer of at least {least}")
     if number > most:
-        raise SpecError(field, _short(number), f"must be an integer of at most {most}")
+        raise SpecError(field, short_number(number), f"must be an integer of at most {most}")
     return number
 
 
@@ -74,7 +74,7 @@ def check_window(window: Sequence[int], sliding_window: int | None, causal: bool
         raise SpecError("window", (left, right), "must not go below -1, which means no limit")
     if max(left, right) > MOST_TOKENS:
         limit = f"must not exceed {MOST_TOKENS}"
-        raise SpecError("window", (_short(left), _short(right)), limit, "-1 means no limit")
+        raise SpecError("window", (short_number(left), short_number(right)), limit, "-1 means no limit")
     if sliding_window is not None:
         if not causal:
             remedy = "state both sides: window=(left, right)"
@@ -87,7 +87,7 @@ def check_window(window: Sequence[int], sliding_window: int | None, causal: bool
     return left, 0 if causal else right
 
 
-def _short(number: int) -> object:
+def short_number(number: int) -> object:
     """`number` for an error message: Python refuses to write out integers of thousands of digits."""
     return number if number.bit_length() < 256 else f"an integer of {number.bit_length()} bits"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -41,3 +43,25 @@ def texts(data: Mapping[str, Any], name: str) -> tuple[str, ...]:
     if not all(type(value) is str for value in values):
         raise TypeError(f"{name} must be a list of text")
     return tuple(values)
+
+
+def parse_json(text: str, *, strict: bool = True) -> Any:
+    """The value of JSON text; ValueError for every fault, too deep nesting and too long integers included.
+
+    With `strict`, NaN and Infinity are faults, because JSON has no such numbers.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant if strict else None)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError as problem:
+        # Python's own message names a function of sys, which no reader of a file can call.
+        if "digits" not in str(problem):
+            raise
+        raise ValueError(f"an integer has more than {sys.get_int_max_str_digits()} digits") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")

@@ -10,13 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from attnplug.core import files
 from attnplug.core.errors import MatrixFileError
+from attnplug.core.json_reading import parse_json
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
-from attnplug.registry.refuted import write_atomically
 
 SCHEMA = "attnplug.matrix"
 VERSION = 1
 
+_MOST_BYTES = 1 << 29
 _AGAIN = "make it again with attnplug matrix --json"
 _PHASES = ("prefill", "decode", "mixed")
 
@@ -95,9 +97,9 @@ def write_file(path: Path, text: str) -> None:
         MatrixFileError: the file cannot be written; an older one is unchanged.
     """
     try:
-        write_atomically(path, text)
+        files.write_text(path, text)
     except OSError as problem:
-        raise MatrixFileError(path, f"cannot be written: {problem.strerror or problem}") from None
+        raise MatrixFileError(path, f"cannot be written: {files.why(problem)}") from None
 
 
 def read_matrix(path: Path) -> Matrix:
@@ -108,17 +110,16 @@ def read_matrix(path: Path) -> Matrix:
             value; the error names its place.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(files.read_text(path, _MOST_BYTES))
     except OSError as problem:
-        raise MatrixFileError(path, f"cannot be read: {problem.strerror or problem}") from None
+        raise MatrixFileError(path, f"cannot be read: {files.why(problem)}") from None
     except UnicodeDecodeError:
         raise MatrixFileError(path, "is not UTF-8 text", _AGAIN) from None
-    # The parser of Python recurses, so a file with deep nesting raises this error.
-    except RecursionError:
-        raise MatrixFileError(path, "is nested too deeply", _AGAIN) from None
     except json.JSONDecodeError as problem:
         what = f"is half written, or no JSON: {problem.msg} in line {problem.lineno}"
         raise MatrixFileError(path, what, _AGAIN) from None
+    except ValueError as problem:
+        raise MatrixFileError(path, f"cannot be read: {problem}", _AGAIN) from None
     return _Reader(path).matrix(data)
 
 

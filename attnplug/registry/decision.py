@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attnplug.core.device import Device
 from attnplug.core.errors import NoBackendError, PluginError
-from attnplug.core.json_reading import reading, texts, typed
+from attnplug.core.json_reading import parse_json, reading, texts, typed
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
 
@@ -283,7 +283,7 @@ class Decision:
     def from_json(cls, text: str) -> Self:
         """The decision that `to_json` wrote. SpecError as `from_dict`."""
         with reading("decision"):
-            return cls.from_dict(json.loads(text))
+            return cls.from_dict(parse_json(text))
 
 
 def check_schema(data: Mapping[str, Any]) -> None:

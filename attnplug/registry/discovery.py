@@ -22,7 +22,7 @@ from attnplug.core.interface import backend_faults
 from attnplug.core.text import shown
 from attnplug.registry.hookspecs import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendHooks
 from attnplug.registry.installed import missing_requirements
-from attnplug.registry.plugin_calls import describe, guarded_call
+from attnplug.registry.plugin_calls import announce, describe, guarded_call
 from attnplug.registry.records import Offer, PluginRecord, PluginStatus, canonical_name
 
 RESERVED_NAMES = frozenset(
@@ -159,7 +159,9 @@ class Host:
             return _broken(found.record, limit)
         # A module that was imported earlier is not charged to this plugin.
         before = {name for name in _HEAVY if name in sys.modules}
+        announce(f"while it imported the plugin {found.record.name}")
         plugin, error = guarded_call(found.entry_point.load)
+        announce()
         if error is not None:
             return _broken(found.record, f"raised {describe(error)} when imported")
         loaded = self.admit(found.record, plugin)
@@ -171,7 +173,9 @@ class Host:
 
     def admit(self, record: PluginRecord, plugin: object) -> Loaded:
         """Check a plugin object against the interface and get its backends."""
+        announce(f"while it examined the plugin {record.name}")
         offers, error = guarded_call(self._offers, record, plugin)
+        announce()
         if isinstance(error, _Rejected):
             return _broken(record, str(error), plugin, error.status)
         if error is not None:

@@ -13,7 +13,7 @@ from attnplug.registry.decision import Candidate, Gate, Placement
 from attnplug.registry.hookspecs import PROJECT
 from attnplug.registry.installed import Assumed, missing_requirements
 from attnplug.registry.options import build_options
-from attnplug.registry.plugin_calls import describe, guarded_call, listed, plain_text
+from attnplug.registry.plugin_calls import announce, describe, guarded_call, listed, plain_text
 from attnplug.registry.records import COMPOSITE_SEPARATOR, Offer, PluginRecord, PluginStatus
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def conflicting(offer: Offer, rivals: Sequence[Offer]) -> Candidate:
 def examine(offer: Offer, placement: Placement, assumed: Assumed) -> Candidate:
     """Gates 2 and 3, and the priority. Both gates record their reasons, the configuration's first."""
     backend = offer.backend
+    announce(f"while it examined the backend {offer.name}")
     configuration = configuration_reasons(backend, placement)
     installed, error = guarded_call(missing_requirements, backend.requires, assumed)
     if error is not None:
@@ -56,6 +57,7 @@ def examine(offer: Offer, placement: Placement, assumed: Assumed) -> Candidate:
     if isinstance(priority, Reason):
         configuration.append(priority)
     configuration += () if configuration else _declaration_faults(backend, placement)
+    announce()
     refused_at = Gate.INSTALLED if installed else Gate.CONFIGURATION if configuration else None
     return Candidate(
         offer.name,
@@ -71,7 +73,9 @@ def import_parts(backend: type[AttentionBackend]) -> Reason | None:
     """The last gate: import the impl and the builder and check both classes; the reason for a failure, or None."""
     parts: list[type] = []
     for getter in ("get_impl_cls", "get_builder_cls"):
+        announce(f"in {getter} of {backend.__module__}.{backend.__qualname__}")
         part, error = guarded_call(getattr(backend, getter))
+        announce()
         if error is not None or not isinstance(part, type):
             did = (
                 f"returned {shown(part)}, which is no class" if error is None else f"raised {describe(error)}"

@@ -9,6 +9,23 @@ from typing import Any
 from attnplug.core.text import safe_text, shown
 
 
+class _Watcher:
+    """The function that hears what plugin code runs next; one process has one."""
+
+    hears: Callable[[str], None] | None = None
+
+
+def watch_plugins(hears: Callable[[str], None]) -> None:
+    """Call `hears` with "while it imported the plugin ..." before such code runs, and with "" after it."""
+    _Watcher.hears = hears
+
+
+def announce(step: str = "") -> None:
+    """Tell the watcher, if there is one, what the process does next; "" for attnplug's own code."""
+    if _Watcher.hears is not None:
+        _Watcher.hears(step)
+
+
 def guarded_call(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, BaseException | None]:
     """The result of a call and None, or None and the exception that it raised, SystemExit included.
 

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnplug.core import files
 from attnplug.core.device import Device
 from attnplug.core.errors import MatrixFileError
+from attnplug.core.json_reading import parse_json
 from attnplug.registry.evidence import Cell, Evidence, RefutedCell, Subject
 from attnplug.registry.switches import EVIDENCE
 
@@ -125,9 +127,12 @@ def forget(backend: str | None = None) -> int:
 def _locked(path: Path) -> AbstractContextManager[object]:
     from filelock import FileLock, Timeout
 
+    lock = path.with_name(f"{path.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return FileLock(path.with_name(f"{path.name}.lock")).acquire(timeout=_LOCK_SECONDS)
+        # A link planted there would make the lock empty the file to which it points.
+        files.check_lock(lock)
+        return FileLock(lock).acquire(timeout=_LOCK_SECONDS)
     except Timeout:
         what = f"is still being written by another process after {_LOCK_SECONDS} s"
         raise MatrixFileError(path, what, "try again") from None
@@ -139,31 +144,13 @@ def _write(path: Path, known: Cells) -> None:
     runs = [_text(subject, cells) for subject, cells in known.items() if cells]
     listed = "\n" + ",\n".join(runs) + "\n" if runs else ""
     try:
-        write_atomically(path, f'{{"schema": "{SCHEMA}", "version": {VERSION}, "runs": [{listed}]}}\n')
+        files.write_text(path, f'{{"schema": "{SCHEMA}", "version": {VERSION}, "runs": [{listed}]}}\n')
     except OSError as problem:
         raise _unwritable(path, problem) from None
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write UTF-8 text to a file beside `path`, then rename it; OSError leaves `path` as it was.
-
-    A reader finds the old text or the new one, even if the writer is killed.
-    """
-    # The process id keeps writers apart. The same folder is needed: a rename works within one file system.
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            # The text must be on disk before the rename, or a crash could leave an empty file.
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
 def _unwritable(path: Path, problem: OSError) -> MatrixFileError:
-    what = f"cannot be written: {problem.strerror or problem}"
+    what = f"cannot be written: {files.why(problem)}"
     return MatrixFileError(path, what, f"name another file in {EVIDENCE}")
 
 
@@ -184,12 +171,12 @@ def _text(subject: Subject, cells: Mapping[Cell, RefutedCell]) -> str:
 def _read(path: Path) -> Cells:
     """The contents of a file, empty if there is no file; MatrixFileError for other contents."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(files.read_text(path))
     except FileNotFoundError:
         return {}
     except OSError as problem:
-        raise MatrixFileError(path, f"cannot be read: {problem.strerror or problem}", _DELETE) from None
-    except (ValueError, RecursionError) as problem:
+        raise MatrixFileError(path, f"cannot be read: {files.why(problem)}", _DELETE) from None
+    except ValueError as problem:
         raise MatrixFileError(path, f"is half written, or no JSON: {problem}", _DELETE) from None
     about = (data.get("schema"), data.get("version")) if isinstance(data, dict) else (None, None)
     if about != (SCHEMA, VERSION):

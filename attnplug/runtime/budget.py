@@ -8,6 +8,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from attnplug.core.checks import short_number
 from attnplug.core.errors import LayoutError
 from attnplug.core.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
@@ -20,6 +21,8 @@ from attnplug.runtime.grouping import num_padding_layers
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _ANY_LENGTH = 1 << 62
+_MOST_MEMORY = 1 << 60
+_MEMORY_LIMIT = "must be from 1 byte to 1048576 TiB"
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -75,12 +78,18 @@ class MemoryBudget:
 
 
 def parse_memory(text: str | int) -> int:
-    """The bytes in "80GiB", "80 GB", "512MiB" or a number; LayoutError for other text."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(text).strip().lower())
+    """The bytes in "80GiB", "80 GB", "512MiB" or a number, from 1 to 2**60; LayoutError for anything else."""
+    # A longer number is above the limit, and Python refuses to write out integers of thousands of digits.
+    if isinstance(text, int) and not 0 < text <= _MOST_MEMORY:
+        raise LayoutError("memory", short_number(text), _MEMORY_LIMIT)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(text).strip().lower(), re.ASCII)
     if match is None:
         raise LayoutError("memory", text, "must be bytes, or a number with KiB, MiB, GiB, GB, ...")
     unit = match[2] or ""
-    return int(Decimal(match[1]) * (_BINARY.get(unit) or _UNITS[unit]))
+    size = Decimal(match[1]) * (_BINARY.get(unit) or _UNITS[unit])
+    if not 1 <= size <= _MOST_MEMORY:
+        raise LayoutError("memory", text, _MEMORY_LIMIT)
+    return int(size)
 
 
 def bytes_per_block(config: KVCacheConfig) -> int:

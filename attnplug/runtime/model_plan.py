@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attnplug.core.device import Device
 from attnplug.core.hyperparameters import PerLayerParameters, group_by_hyperparameters
-from attnplug.core.json_reading import reading, texts, typed
+from attnplug.core.json_reading import parse_json, reading, texts, typed
 from attnplug.core.kv_cache_spec import KVCacheConfig
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.decision import SCHEMA, Decision, as_text, check_schema
@@ -199,4 +199,4 @@ class ModelPlan:
     def from_json(cls, text: str, registry: Registry | None = None) -> Self:
         """The plan that `to_json` wrote; see `from_dict`."""
         with reading("plan"):
-            return cls.from_dict(json.loads(text), registry)
+            return cls.from_dict(parse_json(text), registry)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 import logging
 import os
 import warnings
@@ -18,8 +17,11 @@ from typing import Any
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
+from attnplug.core import files
 from attnplug.core.errors import ModelConfigError
+from attnplug.core.json_reading import parse_json
 
+_MOST_BYTES = 16 << 20
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
 
@@ -56,10 +58,10 @@ def load_config(source: str | os.PathLike[str] | PreTrainedConfig) -> PreTrained
 
 def _config_path(path: Path) -> Path:
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not os.path.lexists(path / "config.json"):
             raise ModelConfigError(f"{path}: the folder has no config.json")
         return path / "config.json"
-    if not path.exists():
+    if not os.path.lexists(path):  # what lies behind a link is read, or named, later
         raise ModelConfigError(
             f"{path}: no such file; give the path of a config.json (nothing is downloaded)"
         )
@@ -68,14 +70,17 @@ def _config_path(path: Path) -> Path:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = files.read_text(path, _MOST_BYTES)
+    except OSError as error:
+        raise ModelConfigError(f"{path}: cannot be read: {files.why(error)}") from error
+    except UnicodeDecodeError as error:
         raise ModelConfigError(f"{path}: cannot be read as text: {one_line(error)}") from error
     if not text.strip():
         raise ModelConfigError(f"{path}: the file is empty; a model configuration is a JSON object")
     try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        # transformers writes Infinity for limits of some families, such as Mamba's time steps.
+        data = parse_json(text, strict=False)
+    except ValueError as error:
         raise ModelConfigError(f"{path}: not JSON: {one_line(error)}") from error
     if not isinstance(data, dict):
         kind = {list: "list", str: "string", type(None): "null", bool: "boolean"}.get(type(data), "number")

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from attnplug.core import files
 from attnplug.core.errors import PolicyError
 
 _TABLE = "known_failures"
@@ -82,13 +83,14 @@ def read_known_failures(path: Path) -> dict[str, str]:
     """
     source = "--known-failures"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.read_text(path)
     except (OSError, UnicodeDecodeError) as problem:
         why = getattr(problem, "strerror", None) or "it is not UTF-8 text"
         raise PolicyError(source, str(path), f"cannot be read: {why}") from None
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as problem:
+    # Besides its own error, tomllib raises these for too long integers and too deep nesting.
+    except (ValueError, RecursionError) as problem:
         raise PolicyError(source, str(path), f"is not TOML: {problem}") from None
     for key in data:
         if key != _TABLE:

@@ -7,13 +7,18 @@ import dataclasses
 import enum
 import hashlib
 import json
-import tempfile
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from attnplug.core import files
+from attnplug.core.json_reading import parse_json
+
 if TYPE_CHECKING:
     from attnplug.testing.isolation.listing import Listing
+
+_NO_TRAP = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class Outcome(enum.StrEnum):
@@ -75,9 +80,9 @@ class SavedResults:
         """The last result of each check; incomplete lines are ignored."""
         results: dict[str, Result] = {}
         with contextlib.suppress(OSError):
-            for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    data = json.loads(line)
+            for line in files.read_bytes(self.path).decode("utf-8", "replace").splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+                    data = parse_json(line)
                     outcome, seconds = Outcome(data["outcome"]), float(data["seconds"])
                     results[str(data["id"])] = Result(str(data["id"]), outcome, seconds, str(data["cause"]))
         return results
@@ -96,13 +101,13 @@ class SavedResults:
         removed = set(ids)
         kept = [result for check, result in self.load().items() if check not in removed]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("wb", dir=self.path.parent, delete=False) as file:
-            file.writelines(map(_line, kept))
-        Path(file.name).replace(self.path)
+        files.write_bytes(self.path, b"".join(map(_line, kept)))
 
     def add(self, result: Result) -> None:
         """Append one result, so that it survives the end of this process."""
-        with self.path.open("ab", buffering=0) as file:
+        # A file that replaced ours meanwhile is not followed, and a FIFO not waited for.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | _NO_TRAP
+        with os.fdopen(os.open(self.path, flags, 0o666), "ab", buffering=0) as file:
             file.write(_line(result))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import attnplug
+from attnplug.core import files
 from attnplug.testing.isolation.controller import Controller
 from attnplug.testing.isolation.listing import Listing
 from attnplug.testing.isolation.results import Observer, Result
@@ -117,15 +118,10 @@ def run_checks(
         if controller.interrupted:
             raise KeyboardInterrupt
         if junit is not None and xml.exists():
-            # Renaming is atomic only within a folder.
-            beside = junit.with_name(f".{junit.name}.{os.getpid()}")
             try:
-                beside.write_bytes(xml.read_bytes())
-                beside.replace(junit)
+                files.write_bytes(junit, xml.read_bytes())
             except OSError as problem:
-                return f"{junit} could not be written: {problem}"
-            finally:
-                beside.unlink(missing_ok=True)
+                return f"{junit} could not be written: {files.why(problem)}"
     if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         return None
     return controller.stopped or "\n".join(output.getvalue().strip().splitlines()[-_LAST_LINES:])

@@ -1,0 +1,108 @@
+"""Runs the program in a child process, so that a plugin that ends the process cannot pass for a success."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+from attnplug.cli.output import error
+from attnplug.registry.plugin_calls import watch_plugins
+
+_FAILED = 1
+_SIZE = 1024
+_ENDED = b"\n"
+"""Marks the code of an orderly end; no name of a plugin has this character."""
+_REMEDY = "attnplug doctor tries each plugin in a process of its own, and attnplug list --no-load runs none"
+_PR_SET_PDEATHSIG = 1
+_SI_USER = 0
+"""Signals of the kernel, such as those of a terminal, have a code above this; the whole group has received them."""
+
+
+def can_watch() -> bool:
+    """Whether a child can be forked and watched here: on Linux, before threads and torch."""
+    is_linux = sys.platform == "linux" and hasattr(os, "fork")
+    return is_linux and threading.active_count() == 1 and "torch" not in sys.modules
+
+
+def run_watched(program: Callable[[], None]) -> NoReturn:
+    """Run `program` in a child, and exit with its code; with an error if it did not end by itself."""
+    parent = os.getpid()
+    # Memory that both processes see. A pipe could fill up, and a plugin could close it.
+    report = mmap.mmap(-1, _SIZE)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED | {signal.SIGCHLD})
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        _end_with(parent)
+        _run(program, report)
+    _leave(_wait(child), report[:].rstrip(b"\x00"))
+
+
+_FORWARDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent is killed."""
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(_FAILED)
+
+
+def _run(program: Callable[[], None], report: mmap.mmap) -> NoReturn:
+    def note(text: bytes) -> None:
+        report[:] = text[:_SIZE].ljust(_SIZE, b"\x00")
+
+    watch_plugins(lambda text: note(text.encode(errors="replace")))
+    code: object = _FAILED
+    try:
+        program()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+        raise
+    finally:
+        number = code if isinstance(code, int) else _FAILED if code else 0
+        note(_ENDED + str(number).encode())
+    sys.exit(0)
+
+
+def _wait(child: int) -> int:
+    """The status of the child when it ends; signals sent to this process alone are sent on to it."""
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status
+        found = signal.sigwaitinfo(_FORWARDED | {signal.SIGCHLD})
+        if found.si_signo != signal.SIGCHLD and found.si_code <= _SI_USER:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, found.si_signo)
+
+
+def _leave(status: int, last: bytes) -> NoReturn:
+    code = os.waitstatus_to_exitcode(status)
+    if last.startswith(_ENDED):
+        orderly = int(last[1:])
+        # A crash while the interpreter ends is a crash all the same.
+        sys.exit(orderly if code >= 0 else 128 - code)
+    step = last.decode(errors="replace")
+    how = f"with exit code {code}" if code >= 0 else f"by {_name(-code)}"
+    if -code in _FORWARDED:
+        sys.exit(128 - code)
+    error(f"the process was ended {how} {step or 'by code of a plugin'}; {_REMEDY}", _FAILED)
+    sys.exit(_FAILED if code >= 0 else 128 - code)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have numbers without names
+        return f"signal {number}"

@@ -1,0 +1,224 @@
+"""Files in shared folders: no read blocks, no write follows a trap, and a link's target is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from attnplug.core import files
+from attnplug.core.errors import MatrixFileError, ModelConfigError, PolicyError, SpecError
+from attnplug.core.json_reading import parse_json
+from attnplug.matrix.results import read_matrix, write_file
+from attnplug.registry import refuted
+from attnplug.registry.decision import Decision
+from attnplug.testing.conformance.selection import read_known_failures
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
+
+LONG = f"[{'9' * 5000}]"
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+TRAPS = {
+    "FIFO": (fifo, "it is a FIFO, not a regular file"),
+    "device": (device, "it is a device, not a regular file"),
+    "huge": (huge, "it has more than"),
+    "folder": (folder, "Is a directory|config.json"),
+    "loop": (loop, "Too many levels of symbolic links"),
+}
+
+
+@pytest.fixture(params=TRAPS.values(), ids=TRAPS)
+def trap(request, tmp_path):
+    """A path at which no file can be read, and the cause."""
+    make, cause = request.param
+    path = tmp_path / "refuted.json"
+    make(path)
+    return path, cause
+
+
+def test_evidence_that_cannot_be_read_is_named_at_once(trap, monkeypatch):
+    path, cause = trap
+    monkeypatch.setenv("ATTNPLUG_EVIDENCE", str(path) if not path.is_dir() else str(path.parent))
+    error = refuted.read_evidence().read_error
+    assert str(path) in error
+    with pytest.raises(MatrixFileError, match=cause):
+        refuted.forget()
+
+
+def test_a_matrix_that_cannot_be_read_is_named_at_once(trap):
+    path, cause = trap
+    with pytest.raises(MatrixFileError, match=cause):
+        read_matrix(path)
+
+
+def test_a_list_of_known_failures_that_cannot_be_read_is_named_at_once(trap):
+    path, cause = trap
+    with pytest.raises(PolicyError, match=cause):
+        read_known_failures(path)
+
+
+def test_a_configuration_that_cannot_be_read_is_named_at_once(trap):
+    load_config = pytest.importorskip("attnplug.integrations.reader.config_file").load_config
+    path, cause = trap
+    with pytest.raises(ModelConfigError, match=cause):
+        load_config(path)
+
+
+def test_a_configuration_of_a_folder_may_be_a_fifo_too(tmp_path):
+    load_config = pytest.importorskip("attnplug.integrations.reader.config_file").load_config
+    fifo(tmp_path / "config.json")
+    with pytest.raises(ModelConfigError, match="it is a FIFO"):
+        load_config(tmp_path)
+
+
+def test_select_ends_with_a_message(run, tmp_path):
+    fifo(tmp_path / "config.json")
+    outcome = run("select", tmp_path)
+    assert (outcome.code, outcome.out) == (1, "")
+    assert "it is a FIFO, not a regular file" in outcome.err
+
+
+@pytest.mark.parametrize(("make", "kind"), [(fifo, "a FIFO"), (device, "a device")])
+def test_nothing_is_written_into_what_is_no_file(tmp_path, make, kind):
+    path = tmp_path / "m.json"
+    make(path)
+    with pytest.raises(MatrixFileError, match=f"cannot be written: it is {kind}"):
+        write_file(path, "text")
+    assert not path.is_file()
+
+
+def test_a_link_remains_and_its_target_is_written(tmp_path):
+    target, link = tmp_path / "data" / "m.json", tmp_path / "m.json"
+    target.parent.mkdir()
+    target.write_text("old")
+    link.symlink_to("data/m.json")
+    write_file(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert sorted(each.name for each in tmp_path.rglob("*")) == ["data", "m.json", "m.json"]
+
+
+def test_a_link_to_a_file_that_does_not_exist_makes_it(tmp_path):
+    link = tmp_path / "m.json"
+    link.symlink_to("other.json")
+    write_file(link, "new")
+    assert (link.is_symlink(), (tmp_path / "other.json").read_text()) == (True, "new")
+
+
+def test_an_output_that_is_no_file_is_refused_before_the_run(run, tmp_path):
+    fifo(tmp_path / "m.json")
+    outcome = run("matrix", "--verify", "--device", "cpu", "--json", tmp_path / "m.json")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "--json=" in outcome.err
+    assert "is not a regular file" in outcome.err
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o444])
+def test_a_file_keeps_its_permissions(tmp_path, mode):
+    path = tmp_path / "m.json"
+    path.write_text("old")
+    path.chmod(mode)
+    write_file(path, "new")
+    assert (stat.S_IMODE(path.stat().st_mode), path.read_text()) == (mode, "new")
+
+
+def test_a_new_file_has_the_permissions_of_any_new_file(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_file(tmp_path / "m.json", "new")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "m.json").stat().st_mode) == 0o640
+
+
+def test_a_planted_temporary_file_is_not_written(tmp_path, monkeypatch):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    monkeypatch.setattr("attnplug.core.files.secrets.token_hex", lambda count: "known")
+    (tmp_path / ".attnplug-known").symlink_to(victim)
+    with pytest.raises(OSError, match="File exists"):
+        files.write_text(tmp_path / "m.json", "new")
+    assert victim.read_text() == "mine"
+    assert not (tmp_path / "m.json").exists()
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "m.json"
+    path.write_text("old")
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("attnplug.core.files.os.fsync", full)
+    with pytest.raises(MatrixFileError, match="No space left"):
+        write_file(path, "new")
+    assert [each.name for each in tmp_path.iterdir()] == ["m.json"]
+    assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("make", [fifo, lambda path: path.symlink_to("victim")])
+def test_a_planted_lock_is_not_opened(tmp_path, monkeypatch, make):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    make(tmp_path / "refuted.json.lock")
+    monkeypatch.setenv("ATTNPLUG_EVIDENCE", str(tmp_path))
+    with pytest.raises(MatrixFileError, match="not a regular file"):
+        refuted._locked(tmp_path / "refuted.json")
+    assert victim.read_text() == "mine"
+
+
+def test_a_lock_left_by_an_earlier_run_is_used(tmp_path):
+    with FileLock(tmp_path / "refuted.json.lock"):
+        pass
+    with refuted._locked(tmp_path / "refuted.json"):
+        assert (tmp_path / "refuted.json.lock").is_file()
+
+
+DAMAGED = {
+    "integer": (LONG, "more than 4300 digits"),
+    "NaN": ("[NaN]", "NaN is no JSON number"),
+    "Infinity": ('{"runs": -Infinity}', "-Infinity is no JSON number"),
+    "deep": ("[" * 200_000, "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize(("text", "cause"), DAMAGED.values(), ids=DAMAGED)
+def test_json_that_python_cannot_hold_is_refused_by_its_cause(tmp_path, monkeypatch, text, cause):
+    path = tmp_path / "refuted.json"
+    path.write_text(text)
+    monkeypatch.setenv("ATTNPLUG_EVIDENCE", str(path))
+    assert cause in refuted.read_evidence().read_error
+    with pytest.raises(MatrixFileError, match=cause):
+        read_matrix(path)
+    with pytest.raises(SpecError, match=cause):
+        Decision.from_json(text)
+
+
+def test_the_infinity_that_transformers_writes_is_read():
+    assert parse_json(json.dumps([0.0, float("inf")]), strict=False) == [0.0, float("inf")]
