@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from attnplug.core.checks import check_size
+from attnplug.core.errors import SpecError
 
 if TYPE_CHECKING:
     from attnplug.core.impl import AttentionLayer
@@ -26,7 +27,7 @@ class BuilderConfig:
         cudagraph_batch_sizes: batch sizes that will be captured; empty without CUDA graphs.
 
     Raises:
-        SpecError: a count below its limit.
+        SpecError: a count below its limit, or a value of another type.
     """
 
     layers: Mapping[str, AttentionLayer] = dataclasses.field(default_factory=dict)
@@ -38,11 +39,16 @@ class BuilderConfig:
     cudagraph_batch_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.layers, Mapping):
+            raise SpecError("layers", self.layers, "must be a mapping of names to layers")
         for name in (field.name for field in dataclasses.fields(self)[1:-1]):
             value = getattr(self, name)
             if value is not None or name != "max_model_len":
                 least = 0 if name == "num_speculative_tokens" else 1
                 object.__setattr__(self, name, check_size(name, value, least))
         # With a list, the caller could change this frozen value later.
-        sizes = tuple(check_size("cudagraph_batch_sizes", size) for size in self.cudagraph_batch_sizes)
+        given = self.cudagraph_batch_sizes
+        if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+            raise SpecError("cudagraph_batch_sizes", given, "must be a sequence of integers")
+        sizes = tuple(check_size("cudagraph_batch_sizes", size) for size in given)
         object.__setattr__(self, "cudagraph_batch_sizes", sizes)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 
 from attnplug.core.backend import AttentionBackend
+from attnplug.core.checks import check_positive
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, PluginError, SpecError
 from attnplug.core.interface import constructor_faults, impl_faults
@@ -49,22 +49,29 @@ class LayerTensors:
                 raise SpecError(field, None, f"is required: the spec says {flag}=True")
             if tensor is None:
                 continue
-            if not isinstance(tensor, torch.Tensor):
+            if not isinstance(tensor, torch.Tensor) or tensor.is_nested or tensor.layout != torch.strided:
                 raise SpecError(field, tensor, f"must be a float32 tensor of {spec.num_heads} elements")
+            if tensor.is_meta:
+                raise SpecError(f"{field}.device", "meta", "has no values")
             if not asked:
                 raise SpecError(field, tuple(tensor.shape), f"was given but the spec says {flag}=False")
             if tensor.dtype != torch.float32 or tensor.shape != (spec.num_heads,):
                 found = f"{tensor.dtype} {tuple(tensor.shape)}"
                 raise SpecError(field, found, f"must be torch.float32 ({spec.num_heads},)")
         for field, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
-            if isinstance(scale, torch.Tensor):
-                if scale.numel() != 1:
-                    raise SpecError(field, tuple(scale.shape), "must have one element: scales are per tensor")
-            elif not isinstance(scale, (int, float)) or not (math.isfinite(scale) and scale > 0):
-                raise SpecError(field, scale, "must be a finite number above 0")
-            elif scale != 1 and not spec.has_quantized_kv_cache:
-                limit = f"would be ignored: kv_cache_dtype={spec.kv_cache_dtype!r} stores values as they are"
-                raise SpecError(field, scale, limit, "leave it at 1.0")
+            _check_scale(field, scale, spec)
+
+
+def _check_scale(field: str, scale: object, spec: LayerSpec) -> None:
+    if isinstance(scale, torch.Tensor):
+        if scale.is_meta or scale.is_complex() or scale.dtype == torch.bool:
+            found = f"{scale.dtype} on {scale.device}"
+            raise SpecError(field, found, "must be a number: one element, with a value")
+        if scale.numel() != 1:
+            raise SpecError(field, tuple(scale.shape), "must have one element: scales are per tensor")
+    elif check_positive(field, scale) != 1 and not spec.has_quantized_kv_cache:
+        limit = f"would be ignored: kv_cache_dtype={spec.kv_cache_dtype!r} stores values as they are"
+        raise SpecError(field, scale, limit, "leave it at 1.0")
 
 
 @runtime_checkable

@@ -12,12 +12,13 @@ import torch
 
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.config import BuilderConfig
-from attnplug.core.errors import BatchError, LayoutError, PolicyError
+from attnplug.core.errors import BatchError, LayoutError, PolicyError, SpecError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.kv_cache_spec import KVCacheSpec, kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.core.parts import make_builder
 from attnplug.runtime.allocation import init_kv_cache
+from attnplug.runtime.arguments import instance, integer, torch_device
 from attnplug.runtime.attention_groups import (
     AttentionGroup,
     build_attn_metadata,
@@ -95,7 +96,10 @@ class AttentionRuntime:
         kv_caches: Mapping[str, torch.Tensor] | None = None,
         allocator: Allocator | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan = instance("plan", plan, ModelPlan, LayoutError, "make one by attnplug.plan")
+        instance("kv_sharing_fast_prefill", kv_sharing_fast_prefill, bool, LayoutError)
+        if debug is not None:
+            instance("debug", debug, bool, LayoutError)
         self.fast_prefill_layers = _last_readers(plan) if kv_sharing_fast_prefill else ()
         """The layers of fast prefill, in the order of the plan."""
         self.device = _device(plan, device)
@@ -106,14 +110,16 @@ class AttentionRuntime:
         groups = self.kv_cache_config.kv_cache_groups
         if groups and plan.num_blocks is None:
             raise LayoutError("plan.num_blocks", None, "is required", "plan with num_blocks or memory")
-        config = config or BuilderConfig()
+        config = BuilderConfig() if config is None else instance("config", config, BuilderConfig, SpecError)
         ranks = config.decode_context_parallel_size
         if ranks > 1:
             limit = "must be 1: this runtime keeps all KV of a request on one device"
             raise PolicyError("config.decode_context_parallel_size", ranks, limit)
         self.layers = {
             name: RuntimeLayer(name, plan.decisions[name], tensors, self.device, plan.kv_sharing.get(name))
-            for name, tensors in tensors_of_layers(plan, layer_tensors or {}).items()
+            for name, tensors in tensors_of_layers(
+                plan, {} if layer_tensors is None else layer_tensors
+            ).items()
         }
         self.config = dataclasses.replace(config, layers=self.layers)
         paged = {n: d for n, d in plan.decisions.items() if not d.spec.direct_kv}
@@ -236,12 +242,7 @@ class AttentionRuntime:
         """
         self._check_open()
         self._step = {}
-        if batch is None and direct is None:
-            raise BatchError("batch", None, "is required: give batch, direct, or both")
-        if direct is not None and not self._direct_groups:
-            raise BatchError(
-                "direct", direct.num_reqs, "requests, and no layer of the plan has direct K and V"
-            )
+        self._check_kinds(batch, direct)
         self._check_draft(draft_index, metadata)
         check_device(batch, direct, self._home)
         step: dict[str, _LayerStep] = {}
@@ -256,9 +257,10 @@ class AttentionRuntime:
             # Builders of fast prefill never see a step without tokens.
             wanted = None if draft_index is not None else batch.common.num_logits_indices
             groups = [g for g in self.attention_groups if not (g.fast_prefill and wanted == 0)]
-            built = metadata or build_attn_metadata(
-                groups, batch, self.kv_cache_config, draft_index=draft_index
-            )
+            if metadata is None:
+                built = build_attn_metadata(groups, batch, self.kv_cache_config, draft_index=draft_index)
+            else:
+                built = _built(metadata, groups)
             for group in self.attention_groups:
                 written = batch.num_slots[group.kv_cache_group_id]
                 tokens = batch.common.num_actual_tokens
@@ -319,7 +321,7 @@ class AttentionRuntime:
             BackendFaultError: in debug mode, if a backend gives another shape or dtype, or NaN.
         """
         self._check_open()
-        layer = self.layers.get(layer_name)
+        layer = self.layers.get(layer_name) if isinstance(layer_name, str) else None
         if layer is None:
             raise BatchError("layer_name", layer_name, f"is not one of the plan's {len(self.layers)} layers")
         step = self._step.get(layer_name)
@@ -407,6 +409,16 @@ class AttentionRuntime:
                 )
                 raise LayoutError("kv_sharing", name, limit, "choose one backend for both")
 
+    def _check_kinds(self, batch: StepBatch | None, direct: CommonAttentionMetadata | None) -> None:
+        if batch is None and direct is None:
+            raise BatchError("batch", None, "is required: give batch, direct, or both")
+        if batch is not None:
+            instance("batch", batch, StepBatch, remedy="make it by StepBatchBuilder.step")
+        if direct is not None:
+            reqs = instance("direct", direct, CommonAttentionMetadata).num_reqs
+            if not self._direct_groups:
+                raise BatchError("direct", reqs, "requests, and no layer of the plan has direct K and V")
+
     def _check_order(self, batch: StepBatch) -> None:
         """Refuse decodes behind longer queries, which a composite would serve by its prefilling half."""
         # Read from the host's copy, so that the check does not wait for the device.
@@ -427,6 +439,7 @@ class AttentionRuntime:
             return
         if metadata is not None:
             raise BatchError("draft_index", index, "has no effect on metadata that is already built")
+        index = integer("draft_index", index)
         drafts = self.config.num_speculative_tokens
         if not 0 <= index < drafts:
             limit = f"must lie in 0 .. {drafts - 1}, below config.num_speculative_tokens={drafts}"
@@ -442,6 +455,22 @@ class AttentionRuntime:
 def _first_with_spans(groups: Iterable[AttentionGroup]) -> str | None:
     """A layer that needs multimodal spans."""
     return next((g.layer_names[0] for g in groups if any(spec.mm_prefix for spec in g.specs)), None)
+
+
+def _built(
+    metadata: Mapping[str, AttentionMetadata], groups: Iterable[AttentionGroup]
+) -> Mapping[str, AttentionMetadata]:
+    """`metadata`; BatchError if a layer of the groups has none, because its output would stay unwritten."""
+    instance("metadata", metadata, Mapping)
+    for name in itertools.chain.from_iterable(group.layer_names for group in groups):
+        made = metadata.get(name)
+        # Those of ported backends are dataclasses of their own.
+        if isinstance(made, type) or not (
+            isinstance(made, AttentionMetadata) or dataclasses.is_dataclass(made)
+        ):
+            limit = "must be the metadata that the layer's builder made"
+            raise BatchError(f"metadata[{name!r}]", made, limit, "build it by build_attn_metadata")
+    return metadata
 
 
 def _check_spans(field: str, common: CommonAttentionMetadata, layer: str | None) -> None:
@@ -475,6 +504,8 @@ def longest_sequence(config: BuilderConfig, max_model_len: int | None) -> int:
         BatchError: both are None, or the length is above the configuration's.
     """
     limit = config.max_model_len
+    if max_model_len is not None:
+        max_model_len = integer("max_model_len", max_model_len)
     if max_model_len is None:
         if limit is None:
             raise BatchError("max_model_len", None, "is required: config.max_model_len is None too")
@@ -487,7 +518,7 @@ def longest_sequence(config: BuilderConfig, max_model_len: int | None) -> int:
 def _device(plan: ModelPlan, device: torch.device | str | None) -> torch.device:
     # torch names ROCm devices "cuda".
     planned = {"rocm": "cuda"}.get(plan.device.type, plan.device.type)
-    where = torch.device(planned if device is None else device)
+    where = torch_device("device", planned if device is None else device, LayoutError)
     if where.type != planned:
         raise LayoutError(
             "device", str(where), f"is not the device of the plan: {plan.device}", "plan for it"

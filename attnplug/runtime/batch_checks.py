@@ -58,6 +58,8 @@ def check_device(
             tensors[f"{name}.query_start_loc"] = common.query_start_loc
             tensors[f"{name}.seq_lens"] = common.seq_lens
     for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise BatchError(name, tensor, "must be a torch.Tensor", _REMEDY)
         if tensor.device != device:
             raise BatchError(
                 f"{name}.device", str(tensor.device), f"must be {device}, the runtime's", _REMEDY

@@ -26,7 +26,7 @@ def block_numbers(field: str, given: object, num_blocks: int | None) -> npt.NDAr
         blocks = np.asarray(given)
         # numpy reads True among integers as 1, so the types of a plain sequence are checked one by one.
         kinds = set() if hasattr(given, "dtype") or blocks.ndim != 1 else set(map(type, given))  # type: ignore[call-overload]
-    except (TypeError, ValueError, RuntimeError):
+    except Exception:  # noqa: BLE001  (`__array__` and `__len__` are code of the caller)
         raise _refused(field, given) from None
     if blocks.ndim != 1 or any(issubclass(kind, (bool, np.bool_)) for kind in kinds):
         raise _refused(field, given)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 from attnplug.core.errors import BatchError
+from attnplug.runtime.arguments import integer, listed
+from attnplug.runtime.block_numbers import INT32_MAX
 
 
 class BlockPool:
@@ -19,12 +20,15 @@ class BlockPool:
         num_blocks: blocks of the pool, the null block included.
 
     Raises:
-        BatchError: fewer than one block.
+        BatchError: fewer than one block, or more than an int32 block table can name.
     """
 
     def __init__(self, num_blocks: int) -> None:
+        num_blocks = integer("num_blocks", num_blocks)
         if num_blocks < 1:
             raise BatchError("num_blocks", num_blocks, "must be at least 1: block 0 is the null block")
+        if num_blocks > INT32_MAX:
+            raise BatchError("num_blocks", num_blocks, f"must be at most {INT32_MAX}: block tables are int32")
         self.num_blocks = num_blocks
         self._users = [0] * num_blocks
         # An ordered dict, because `share` removes blocks from the middle of the queue.
@@ -41,6 +45,7 @@ class BlockPool:
         Raises:
             BatchError: fewer are free. Free some, or preempt a request.
         """
+        count = integer("count", count)
         if not 0 <= count <= len(self._free):
             limit = f"must lie in 0 .. {len(self._free)}, the free blocks of {self.num_blocks}"
             raise BatchError("count", count, limit, "free blocks of another request first")
@@ -85,19 +90,15 @@ class BlockPool:
         Raises:
             BatchError: the number is not a block of the pool.
         """
-        return sum(self._users[number] for number in self._checked([block]))
+        return sum(self._users[number] for number in self._checked([block], "block"))
 
-    def _checked(self, blocks: Iterable[int]) -> list[int]:
+    def _checked(self, blocks: Iterable[int], field: str = "blocks") -> list[int]:
         """The blocks as ints, without null blocks."""
-        given = []
-        for block in blocks:
-            try:
-                # operator.index reads True as 1, and no block is named so.
-                number = -1 if isinstance(block, bool) else operator.index(block)
-            except TypeError:
-                number = -1
+        given, limit = [], f"must be integers in 0 .. {self.num_blocks - 1}"
+        for block in listed(field, blocks, "block numbers"):
+            number = integer(field, block, limit)
             if not 0 <= number < self.num_blocks:
-                raise BatchError("blocks", block, f"must be integers in 0 .. {self.num_blocks - 1}")
+                raise BatchError(field, block, limit)
             if number:
                 given.append(number)
         return given

@@ -85,8 +85,9 @@ def engine_memory(
     raw: dict[str, torch.Tensor] = {}
     for tensor in config.kv_cache_tensors:
         made = allocator(tensor.size, device)
-        found = (made.dtype, *made.shape) if isinstance(made, torch.Tensor) else made
-        if found not in ((torch.uint8, tensor.size), (torch.int8, tensor.size)):
+        is_plain = isinstance(made, torch.Tensor) and not made.is_nested
+        found = (made.dtype, *made.shape) if is_plain else made
+        if not is_plain or found not in ((torch.uint8, tensor.size), (torch.int8, tensor.size)):
             limit = (
                 f"must be {tensor.size} bytes, 1-D uint8 or int8, for layers {', '.join(tensor.shared_by)}"
             )

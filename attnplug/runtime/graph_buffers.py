@@ -9,6 +9,7 @@ import torch
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID
 from attnplug.core.selection import Selection
+from attnplug.runtime.arguments import integer
 from attnplug.runtime.step_batch import StepBatch
 
 
@@ -79,6 +80,7 @@ class GraphInputBuffers:
         Raises:
             BatchError: a size is below 1 or above the allocated one.
         """
+        batch_size, query_len = integer("batch_size", batch_size), integer("query_len", query_len)
         if not 1 <= batch_size <= self.batch_size:
             raise BatchError("batch_size", batch_size, f"must lie in 1 .. {self.batch_size}")
         if not 1 <= query_len <= self.query_len:

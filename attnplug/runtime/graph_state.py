@@ -11,6 +11,7 @@ import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadata, CommonAttentionMetadata
+from attnplug.runtime.arguments import instance, integer
 from attnplug.runtime.attention_groups import build_attn_metadata
 from attnplug.runtime.attention_runtime import AttentionRuntime, longest_sequence
 from attnplug.runtime.batch_checks import check_groups
@@ -55,14 +56,16 @@ class GraphState:
         max_query_len: int | None = None,
         max_encoder_len: int = 0,
     ) -> None:
-        config = runtime.config
+        config = instance("runtime", runtime, AttentionRuntime).config
         self.batch_sizes = tuple(sorted(set(config.cudagraph_batch_sizes)))
         """The batch sizes of graphs, in ascending order."""
         if not self.batch_sizes:
             remedy = "give AttentionRuntime a BuilderConfig that names them"
             raise BatchError("config.cudagraph_batch_sizes", (), "names no size", remedy)
         self.max_model_len = longest_sequence(config, max_model_len)
-        self.max_query_len = 1 + config.num_speculative_tokens if max_query_len is None else max_query_len
+        if max_query_len is None:
+            max_query_len = 1 + config.num_speculative_tokens
+        self.max_query_len = integer("max_query_len", max_query_len)
         if not 1 <= self.max_query_len <= self.max_model_len:
             raise BatchError("max_query_len", self.max_query_len, f"must lie in 1 .. {self.max_model_len}")
         self._runtime = runtime
@@ -70,7 +73,8 @@ class GraphState:
         self._cross = cross_groups(runtime.kv_cache_config)
         if not groups:
             raise BatchError("runtime.plan", len(runtime.layers), "layers keep no pages: nothing to capture")
-        if (max_encoder_len < 1) is bool(self._cross):
+        max_encoder_len = integer("max_encoder_len", max_encoder_len)
+        if max_encoder_len < 0 or (max_encoder_len == 0) is bool(self._cross):
             limit = "must be at least 1 with cross-attention layers, and 0 without"
             raise BatchError("max_encoder_len", max_encoder_len, limit)
         self.max_encoder_len = max_encoder_len
@@ -95,7 +99,13 @@ class GraphState:
         return min((level for level, _ in self._levels()), default=AttentionCGSupport.NEVER)
 
     def batch_size_for(self, num_reqs: int) -> int | None:
-        """The smallest captured batch size of at least `num_reqs` requests; None if there is none."""
+        """The smallest captured batch size of at least `num_reqs` requests; None if there is none.
+
+        Raises:
+            BatchError: not an integer of at least 0.
+        """
+        if (num_reqs := integer("num_reqs", num_reqs)) < 0:
+            raise BatchError("num_reqs", num_reqs, "must be at least 0")
         return next((size for size in self.batch_sizes if size >= num_reqs), None)
 
     @contextlib.contextmanager
@@ -131,6 +141,7 @@ class GraphState:
         Raises:
             BatchError: see `capture`.
         """
+        batch_size, query_len = integer("batch_size", batch_size), integer("query_len", query_len)
         self._check_support(batch_size, query_len)
         buffers = self.get_graph_input_buffers(batch_size, query_len)
         buffers.clear()
@@ -147,6 +158,7 @@ class GraphState:
         Raises:
             BatchError: the batch size is not one to be captured, or `query_len` is above `max_query_len`.
         """
+        batch_size = integer("batch_size", batch_size)
         if batch_size not in self.batch_sizes:
             sizes = ", ".join(map(str, self.batch_sizes))
             limit = f"must be one of config.cudagraph_batch_sizes: {sizes}"
@@ -173,6 +185,8 @@ class GraphState:
         Raises:
             BatchError: the step does not fit the graph; then nothing is copied.
         """
+        instance("input_buffers", input_buffers, GraphInputBuffers, remedy="take them from this GraphState")
+        instance("batch", batch, StepBatch, remedy="make it by StepBatchBuilder.step")
         self._check_fits(input_buffers, batch)
         input_buffers.copy_from(batch)
         padded = self._padded(input_buffers, batch)

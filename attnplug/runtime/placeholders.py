@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from attnplug.core.errors import BatchError
+from attnplug.runtime.arguments import instance, integer, listed
 from attnplug.runtime.staging import PackedBuffer
 
 PlaceholderRanges: TypeAlias = Mapping[str, Sequence[tuple[int, int]]]
@@ -60,18 +61,27 @@ def check_placeholders(ranges: PlaceholderRanges, max_model_len: int) -> tuple[P
     """The items of a request in the order of their tokens.
 
     Raises:
-        BatchError: a range is empty, outside the sequence, out of order, or overlaps another.
+        BatchError: a range is not two integers, empty, outside the sequence, out of order, or overlaps another.
     """
     items = []
+    if not isinstance(ranges, Mapping):
+        raise BatchError("placeholders", ranges, "must be a mapping of modalities to (offset, length) pairs")
     for modality, pairs in ranges.items():
-        for number, (offset, length) in enumerate(pairs):
+        instance("placeholders", modality, str)
+        before = 0
+        for number, pair in enumerate(listed(f"placeholders[{modality!r}]", pairs, "(offset, length) pairs")):
             field = f"placeholders[{modality!r}][{number}]"
+            both = listed(field, pair, "two integers, (offset, length)")
+            if len(both) != 2:
+                raise BatchError(field, pair, "must be two integers, (offset, length)")
+            offset, length = (integer(field, each) for each in both)
             if length < 1 or not 0 <= offset <= max_model_len - length:
                 limit = f"(offset, length) must lie within max_model_len={max_model_len} and not be empty"
                 raise BatchError(field, (offset, length), limit)
-            if number and offset < pairs[number - 1][0]:
+            if offset < before:
                 raise BatchError(field, (offset, length), "must come after the item before it")
-            items.append(Placeholder(modality, number, int(offset), int(length)))
+            before = offset
+            items.append(Placeholder(modality, number, offset, length))
     items.sort(key=lambda item: item.offset)
     for one, other in itertools.pairwise(items):
         if other.offset < one.offset + one.length:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import SupportsIndex
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +12,7 @@ from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import KVCacheSpec
 from attnplug.core.selection import Selection
 from attnplug.ops.buffers import StagingRing
+from attnplug.runtime.arguments import instance, integer, integers, listed, torch_device
 from attnplug.runtime.block_numbers import INT32_MAX, block_numbers
 from attnplug.runtime.mm_prefix import MMPrefix
 from attnplug.runtime.null_blocks import first_attended, reach
@@ -48,22 +48,25 @@ class RequestTable:
         kv_cache_specs: Sequence[KVCacheSpec] = (),
         cascade_groups: Collection[int] | None = None,
     ) -> None:
-        self.device = torch.device(device)
-        self.reorder_batch_thresholds = tuple(sorted(set(reorder_batch_thresholds)))
-        self.max_num_seqs = max_num_seqs
+        self.device = torch_device("device", device)
+        thresholds = integers("reorder_batch_thresholds", reorder_batch_thresholds)
+        self.reorder_batch_thresholds = tuple(sorted(set(thresholds)))
+        self.max_num_seqs = max_num_seqs = integer("max_num_seqs", max_num_seqs)
+        max_num_batched_tokens = integer("max_num_batched_tokens", max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
-        self.max_encoder_len = max_encoder_len
-        self.block_sizes = tuple(block_sizes)
-        self.num_blocks = num_blocks
-        self.kv_cache_specs = tuple(kv_cache_specs)
-        self.cross_groups = frozenset(cross_groups)
-        self._check_sizes()
-        if mm_prefix_modalities is not None and not mm_prefix:
-            found = sorted(mm_prefix_modalities)
-            raise BatchError("mm_prefix_modalities", found, "is for builders of layers with mm_prefix")
-        self._mm_prefix = MMPrefix(mm_prefix_modalities, max_num_batched_tokens) if mm_prefix else None
+        self.max_model_len = max_model_len = integer("max_model_len", max_model_len)
+        self.max_encoder_len = max_encoder_len = integer("max_encoder_len", max_encoder_len)
+        self.block_sizes = tuple(integers("block_sizes", block_sizes))
+        self.num_blocks = None if num_blocks is None else integer("num_blocks", num_blocks)
+        specs = listed("kv_cache_specs", kv_cache_specs, "KVCacheSpecs")
+        self.kv_cache_specs = tuple(instance("kv_cache_specs", spec, KVCacheSpec) for spec in specs)
         groups = len(self.block_sizes)
+        self.cross_groups = _numbers("cross_groups", cross_groups, "KV groups", groups)
+        if cascade_groups is not None:
+            cascade_groups = _numbers("cascade_groups", cascade_groups, "KV groups", groups)
+        sparse_topk = integer("sparse_topk", sparse_topk)
+        self._check_sizes(sparse_topk)
+        self._mm_prefix = _spans_of(mm_prefix, mm_prefix_modalities, max_num_batched_tokens)
         self._self_groups = [g for g in range(groups) if g not in self.cross_groups]
         self._cascade_groups = [g for g in self._self_groups if cascade_groups is None or g in cascade_groups]
         lengths = [max_encoder_len if g in self.cross_groups else max_model_len for g in range(groups)]
@@ -93,7 +96,8 @@ class RequestTable:
         slots = max(max_num_batched_tokens, max_num_seqs * max_encoder_len)
         sizes = max_num_seqs, max_num_batched_tokens, slots, self._tables.shape
         # Two sets: the host fills one while the device may still copy from the other.
-        self._ring = StagingRing([StepStaging(*sizes, self.device, mm_prefix) for _ in range(2)], self.device)
+        staging = [StepStaging(*sizes, self.device, mm_prefix) for _ in range(2)]
+        self._ring = StagingRing(staging, self.device)
         # One buffer is enough: the indexer writes it on the device, in the order of the steps.
         self._selection = (
             Selection.allocate(max_num_batched_tokens, sparse_topk, self.device) if sparse_topk else None
@@ -134,12 +138,13 @@ class RequestTable:
                 as a whole, or a number is not a block of the pool.
         """
         index = self.num_reqs
+        instance("req_id", req_id, str)
         if req_id in self._index:
             raise BatchError("req_id", req_id, "is in flight already")
         if index == self.max_num_seqs:
             raise BatchError("num_reqs", index + 1, f"must not pass max_num_seqs={self.max_num_seqs}")
-        num_computed_tokens = _integer("num_computed_tokens", num_computed_tokens)
-        encoder_len = _integer("encoder_len", encoder_len)
+        num_computed_tokens = integer("num_computed_tokens", num_computed_tokens)
+        encoder_len = integer("encoder_len", encoder_len)
         if not 0 <= num_computed_tokens < self.max_model_len:
             limit = f"must lie in 0 .. {self.max_model_len - 1}"
             raise BatchError("num_computed_tokens", num_computed_tokens, limit)
@@ -147,7 +152,7 @@ class RequestTable:
             raise BatchError("encoder_len", encoder_len, "needs a builder with cross_groups")
         if not 0 <= encoder_len <= self.max_encoder_len:
             raise BatchError("encoder_len", encoder_len, f"must lie in 0 .. {self.max_encoder_len}")
-        items = check_placeholders(placeholders or {}, self.max_model_len)
+        items = check_placeholders({} if placeholders is None else placeholders, self.max_model_len)
         if self._mm_prefix is not None:
             self._mm_prefix.check_request(items, num_computed_tokens)
         # The pages are checked before the first write, because a call that raises changes nothing.
@@ -188,7 +193,7 @@ class RequestTable:
                 are not yet computed or are still attended.
         """
         index = self._at(req_id)
-        group, num_blocks = _integer("group", group), _integer("num_blocks", num_blocks)
+        group, num_blocks = integer("group", group), integer("num_blocks", num_blocks)
         if group not in self._self_groups:
             raise BatchError("group", group, f"must be a KV group of decoder tokens: {self._self_groups}")
         passed, which = self._computed[index : index + 1], "the pages computed in full"
@@ -215,6 +220,7 @@ class RequestTable:
 
     def swap_states(self, i: int, j: int) -> None:
         """Exchange two requests; BatchError for an index without a request."""
+        i, j = integer("i", i), integer("j", j)
         for name, index in (("i", i), ("j", j)):
             if not 0 <= index < self.num_reqs:
                 raise BatchError(name, index, f"must be the index of one of {self.num_reqs} requests")
@@ -258,7 +264,7 @@ class RequestTable:
             self.req_ids[target] = name
             self._index[name] = target
 
-    def _check_sizes(self) -> None:
+    def _check_sizes(self, sparse_topk: int) -> None:
         if self.reorder_batch_thresholds and self.reorder_batch_thresholds[0] < 1:
             limit = "must be query lengths of at least 1"
             raise BatchError("reorder_batch_thresholds", self.reorder_batch_thresholds, limit)
@@ -269,17 +275,16 @@ class RequestTable:
             "block_sizes": min(self.block_sizes, default=0),
             "num_blocks": 1 if self.num_blocks is None else self.num_blocks,
         }
-        for name, value in sizes.items():
+        largest = max(self.block_sizes, default=0)
+        for name, value in (*sizes.items(), ("block_sizes", largest)):
             if not 1 <= value <= INT32_MAX:
                 raise BatchError(name, value, f"must lie in 1 .. {INT32_MAX}")
         sizes_of_specs = tuple(spec.block_size for spec in self.kv_cache_specs)
         if sizes_of_specs and sizes_of_specs != self.block_sizes:
             limit = f"must have the block sizes {self.block_sizes}"
             raise BatchError("kv_cache_specs", sizes_of_specs, limit)
-        groups = len(self.block_sizes)
-        if not self.cross_groups <= set(range(groups)):
-            found = sorted(self.cross_groups)
-            raise BatchError("cross_groups", found, f"must be indices of {groups} KV groups")
+        if not 0 <= sparse_topk <= INT32_MAX:
+            raise BatchError("sparse_topk", sparse_topk, f"must lie in 0 .. {INT32_MAX}")
         if self.cross_groups and not 1 <= self.max_encoder_len <= INT32_MAX:
             limit = f"must lie in 1 .. {INT32_MAX} with cross_groups"
             raise BatchError("max_encoder_len", self.max_encoder_len, limit)
@@ -287,7 +292,7 @@ class RequestTable:
             raise BatchError("max_encoder_len", self.max_encoder_len, "is for builders with cross_groups")
 
     def _at(self, req_id: str) -> int:
-        index = self._index.get(req_id)
+        index = self._index.get(req_id) if isinstance(req_id, str) else None
         if index is None:
             raise BatchError("req_id", req_id, "is not in flight")
         return index
@@ -300,8 +305,10 @@ class RequestTable:
         limit = f"must have one sequence for each of {groups} KV groups"
         try:
             given = len(block_ids)
-        except TypeError:
+        except Exception:  # noqa: BLE001  (`__len__` is code of the caller, and tensors have limits of their own)
             raise BatchError("block_ids", block_ids, limit) from None
+        if isinstance(block_ids, (str, bytes, Mapping)):
+            raise BatchError("block_ids", block_ids, limit)
         if given == 0 and fresh:
             return []
         if given != groups:
@@ -331,8 +338,23 @@ class RequestTable:
         self._capacity[index] = min(tokens, default=self.max_model_len)
 
 
-def _integer(field: str, value: object) -> int:
-    """`value` as an int; BatchError for a bool or any other type, which numpy would round in silence."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise BatchError(field, value, "must be an integer")
-    return value.__index__()
+def _spans_of(mm_prefix: bool, modalities: Collection[str] | None, longest: int) -> MMPrefix | None:
+    """The spans of layers with mm_prefix; None without such layers."""
+    instance("mm_prefix", mm_prefix, bool)
+    if modalities is None:
+        return MMPrefix(None, longest) if mm_prefix else None
+    names = [
+        instance("mm_prefix_modalities", name, str)
+        for name in listed("mm_prefix_modalities", modalities, "names")
+    ]
+    if not mm_prefix:
+        raise BatchError("mm_prefix_modalities", sorted(names), "is for builders of layers with mm_prefix")
+    return MMPrefix(names, longest)
+
+
+def _numbers(field: str, given: object, what: str, most: int) -> frozenset[int]:
+    """`given` as a set of integers below `most`; BatchError for anything else."""
+    numbers = frozenset(integers(field, given))
+    if not numbers <= set(range(most)):
+        raise BatchError(field, sorted(numbers), f"must be indices of {most} {what}")
+    return numbers

@@ -14,6 +14,7 @@ from attnplug.core.impl import AttentionImpl, LayerTensors
 from attnplug.core.parts import make_impl
 from attnplug.core.spec import LayerSpec
 from attnplug.registry.decision import Decision
+from attnplug.runtime.arguments import instance
 from attnplug.runtime.model_plan import ModelPlan
 
 
@@ -55,13 +56,9 @@ class RuntimeLayer:
         self._output = (self.spec.num_heads, self.spec.head_size_v)
         self._keys = (self.spec.num_kv_heads, self.spec.head_size)
         self._values = (self.spec.num_kv_heads, self.spec.head_size_v)
-        try:
-            # As floats, because check() would skip scales in tensors.
-            k_scale, v_scale = self._k_scale_float, self._v_scale_float
-            dataclasses.replace(tensors, k_scale=k_scale, v_scale=v_scale).check(self.spec)
-        except SpecError as error:
-            field = f"{error.field} of layer {name}"
-            raise SpecError(field, error.value, error.limit, error.remedy) from None
+        # As floats, because check() would skip scales in tensors.
+        k_scale, v_scale = self._k_scale_float, self._v_scale_float
+        _check(name, dataclasses.replace(tensors, k_scale=k_scale, v_scale=v_scale), self.spec)
         both = {"sinks": tensors.sinks, "alibi_slopes": tensors.alibi_slopes}
         moved: dict[str, Any] = {name: t.to(device) for name, t in both.items() if t is not None}
         backend = decision.get_backend_cls()
@@ -94,24 +91,29 @@ class RuntimeLayer:
         self._check("query", query, tokens, self._query, dtype)
         if output is not None:
             self._check("output", output, tokens, self._output, self._dtype)
+            self._check_written("output", output)
+            self._check_apart(output, query=query, key=key, value=value)
         if output_lse is not None:
             if not self.spec.needs_lse:
+                shape = tuple(self._tensor("output_lse", output_lse, "must be None").shape)
                 remedy = "declare the layer with needs_lse=True"
-                raise BatchError(
-                    "output_lse", tuple(output_lse.shape), self._of_layer("must be None"), remedy
-                )
+                raise BatchError("output_lse", shape, self._of_layer("must be None"), remedy)
             self._check("output_lse", output_lse, tokens, self._output[:1], torch.float32)
+            self._check_written("output_lse", output_lse)
         # The layer never writes to the pages that it reads, so keys in the call would be lost.
         if self.target is not None:
             if key is not None or value is not None:
-                limit = self._of_layer(f"must be None, like value: it reads the pages of layer {self.target}")
-                raise BatchError("key", None if key is None else tuple(key.shape), limit)
+                limit = f"must be None, like value: it reads the pages of layer {self.target}"
+                name, found = ("value", value) if key is None else ("key", key)
+                raise BatchError(name, tuple(self._tensor(name, found, limit).shape), self._of_layer(limit))
             return
         if key is None:
             if keys or self.spec.direct_kv:
                 raise BatchError("key", None, self._of_layer(f"is required: the step has {keys} new keys"))
             if value is not None:
-                raise BatchError("value", tuple(value.shape), self._of_layer("must be None if key is None"))
+                limit = "must be None if key is None"
+                shape = tuple(self._tensor("value", value, limit).shape)
+                raise BatchError("value", shape, self._of_layer(limit))
             return
         self._check("key", key, keys, self._keys, self._dtype)
         if value is not None:
@@ -131,6 +133,12 @@ class RuntimeLayer:
         if output is None:
             limit = self._of_layer(f"is required with {name}: its dtype says the quantisation")
             raise BatchError("output", None, limit)
+        self._tensor("output", output)
+        scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
+        for field, scale in scales.items():
+            if scale is not None and self._tensor(field, scale).device != self._device:
+                limit = self._of_layer(f"must be {self._device}")
+                raise BatchError(f"{field}.device", str(scale.device), limit)
         by_block = output_block_scale is not None
         key = output_quant_key(output.dtype, by_block)
         if key is None or not self.impl.fused_output_quant_supported(key):
@@ -146,6 +154,9 @@ class RuntimeLayer:
         # nvfp4 keeps two values in each byte.
         tail = (heads, size // 2) if key == "nvfp4" else (heads, size)
         self._check("output", output, tokens, tail, None)
+        self._check_written("output", output)
+        if output_block_scale is not None:
+            self._check_written("output_block_scale", output_block_scale)
 
     def refuse_nan(self, tokens: int, keys: int, **given: torch.Tensor | None) -> None:
         """BatchError for NaN in the arguments, which would otherwise look like a fault of the backend."""
@@ -179,7 +190,7 @@ class RuntimeLayer:
     def _check(
         self, name: str, tensor: torch.Tensor, rows: int, tail: tuple[int, ...], dtype: torch.dtype | None
     ) -> None:
-        shape = tensor.shape
+        shape = self._tensor(name, tensor).shape
         # More rows are allowed: callers may pass tensors that are padded past the step's tokens.
         if shape[1:] != tail or shape[0] < rows:
             expected = ", ".join(map(str, (f"at least {rows}", *tail)))
@@ -192,6 +203,48 @@ class RuntimeLayer:
         if tensor.device != self._device:
             found = str(tensor.device)
             raise BatchError(f"{name}.device", found, self._of_layer(f"must be {self._device}"))
+
+    def _tensor(self, name: str, given: object, limit: str = "must be a torch.Tensor") -> torch.Tensor:
+        """`given`, if it is a tensor with plain strides, whose shape can be read."""
+        if not isinstance(given, torch.Tensor):
+            raise BatchError(name, given, self._of_layer(limit))
+        if given.layout is not torch.strided or given.is_nested:
+            found = "nested" if given.is_nested else given.layout
+            raise BatchError(f"{name}.layout", found, self._of_layer("must be torch.strided"))
+        return given
+
+    def _check_written(self, name: str, tensor: torch.Tensor) -> None:
+        # torch refuses these writes by errors of its own, from inside a backend.
+        if tensor.requires_grad and torch.is_grad_enabled():
+            limit = self._of_layer("must be False: the layer writes to it")
+            raise BatchError(f"{name}.requires_grad", True, limit, f"pass {name}.detach()")
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            limit = self._of_layer("can only be written under torch.inference_mode()")
+            raise BatchError(name, "an inference tensor", limit)
+
+    def _check_apart(self, output: torch.Tensor, **read: torch.Tensor | None) -> None:
+        for name, tensor in read.items():
+            if isinstance(tensor, torch.Tensor) and _overlap(output, tensor):
+                limit = self._of_layer(f"must not be the memory of {name}, which is read meanwhile")
+                raise BatchError("output", tuple(output.shape), limit)
+
+
+def _check(name: str, tensors: LayerTensors, spec: LayerSpec) -> None:
+    try:
+        tensors.check(spec)
+    except SpecError as error:
+        field = f"{error.field} of layer {name}"
+        raise SpecError(field, error.value, error.limit, error.remedy) from None
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors begin at the same byte, or are contiguous and share bytes."""
+    if one.is_meta or other.is_meta or not one.numel() or not other.numel():
+        return False
+    start, begin = one.data_ptr(), other.data_ptr()
+    if start == begin or not (one.is_contiguous() and other.is_contiguous()):
+        return start == begin
+    return start < begin + other.nbytes and begin < start + one.nbytes
 
 
 def _nan_rows(tensor: torch.Tensor | None, rows: int) -> list[int]:
@@ -209,9 +262,15 @@ def tensors_of_layers(plan: ModelPlan, given: Mapping[str, LayerTensors]) -> dic
     Raises:
         LayoutError: the layer of a tensor is unknown, or its scales differ from those of the pages read.
     """
-    for name in given:
+    instance("layer_tensors", given, Mapping, LayoutError)
+    for name, layer_tensors in given.items():
         if name not in plan.decisions:
             raise LayoutError("layer_tensors", name, f"is not one of the plan's {len(plan.decisions)} layers")
+        _check(
+            name,
+            instance(f"layer_tensors[{name!r}]", layer_tensors, LayerTensors, SpecError),
+            plan.specs[name],
+        )
     tensors = {name: given.get(name, LayerTensors()) for name in plan.decisions}
     for name, target in plan.kv_sharing.items():
         own, writer = tensors[name], tensors[target]

@@ -13,6 +13,7 @@ import torch
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import KVCacheSpec
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attnplug.runtime.arguments import integer
 from attnplug.runtime.cascade import shared_prefix_lens
 from attnplug.runtime.null_blocks import first_attended
 from attnplug.runtime.placeholders import PlaceholderMap, Span, map_placeholders, spans_of
@@ -20,6 +21,7 @@ from attnplug.runtime.requests import RequestTable
 from attnplug.runtime.staging import StepStaging
 
 _Ints = npt.NDArray[np.int64]
+_INT64_MAX = 2**63 - 1
 _Counts = Mapping[str, int] | Sequence[int] | npt.NDArray[Any] | int
 
 
@@ -249,6 +251,7 @@ class StepBatchBuilder(RequestTable):
         """
         if self.num_reqs:
             raise BatchError("num_reqs", self.num_reqs, "requests are in flight", "profile before adding any")
+        num_reqs, num_tokens = integer("num_reqs", num_reqs), integer("num_tokens", num_tokens)
         limit = min(self.max_num_seqs, num_tokens)
         if not 1 <= num_reqs <= limit:
             raise BatchError("num_reqs", num_reqs, f"must lie in 1 .. {limit}")
@@ -291,18 +294,21 @@ class StepBatchBuilder(RequestTable):
                     limit = f"has no count: every request with tokens needs one, and it has {held}"
                     raise BatchError(field, name, limit)
             values = [given.get(name, 0) for name in self.req_ids]
+        # numpy reads True among integers as 1, so values of other types are looked at one by one.
         try:
+            if isinstance(values, (list, tuple)) and set(map(type, values)) - {int, list, tuple}:
+                values = [integer(field, value) for value in values]
             counts = np.asarray(values)
-        except (TypeError, ValueError):
+        except Exception:  # noqa: BLE001  (`__array__` is code of the caller)
             raise BatchError(field, values, "must be integers, one for each request") from None
-        # numpy reads True among integers as 1.
-        has_bool = isinstance(values, (list, tuple)) and bool in set(map(type, values))
-        if has_bool or (counts.dtype.kind not in "iu" and counts.size):
+        if counts.dtype.kind not in "iu" and counts.size:
             raise BatchError(field, values, "must be integers")
+        if counts.ndim and counts.shape != (self.num_reqs,):
+            raise BatchError(field, counts.shape, f"must be one count for each of {self.num_reqs} requests")
+        if counts.dtype.kind == "u" and counts.max(initial=0) > _INT64_MAX:
+            raise BatchError(field, int(counts.max()), f"must not pass {_INT64_MAX}")
         if counts.ndim == 0:
             return np.full(self.num_reqs, counts, dtype=np.int64)
-        if counts.shape != (self.num_reqs,):
-            raise BatchError(field, counts.shape, f"must be one count for each of {self.num_reqs} requests")
         return counts.astype(np.int64, copy=False)
 
     def _check_counts(self, scheduled: _Ints, largest: int) -> None:

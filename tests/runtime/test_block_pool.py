@@ -100,7 +100,7 @@ def test_what_is_no_block_of_the_pool_is_refused_and_nothing_changes(call, wrong
 
 
 def test_users_of_what_is_no_block_are_refused():
-    with pytest.raises(BatchError, match="blocks=9 must be"):
+    with pytest.raises(BatchError, match="block=9 must be"):
         BlockPool(4).users(9)
 
 
