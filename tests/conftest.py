@@ -6,6 +6,7 @@ import contextlib
 import os
 import uuid
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -104,8 +105,28 @@ def run_with_plugins(plugin_environments: PluginEnvironments) -> RunWithPlugins:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none."""
+    """Skip tests marked `gpu` where there is none, and note the group of attacks on their reports."""
+    for item in items:
+        for marker in item.iter_markers("attack"):
+            # Unlike markers, these properties reach the terminal from workers of pytest-xdist.
+            item.user_properties.append(("attack", marker.args[0]))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many attacks of each group held."""
+    held: Counter[str] = Counter()
+    run: Counter[str] = Counter()
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            groups = [value for name, value in report.user_properties if name == "attack"]
+            if report.when == "call":
+                run.update(groups)
+                held.update(groups if outcome == "passed" else [])
+    if run:
+        terminalreporter.section("attacks that held")
+        for group in sorted(run):
+            terminalreporter.write_line(f"{group:20} {held[group]:4} of {run[group]}")

@@ -257,6 +257,7 @@ class AttentionRuntime:
             # Builders of fast prefill never see a step without tokens.
             wanted = None if draft_index is not None else batch.common.num_logits_indices
             groups = [g for g in self.attention_groups if not (g.fast_prefill and wanted == 0)]
+            built: Mapping[str, AttentionMetadata]
             if metadata is None:
                 built = build_attn_metadata(groups, batch, self.kv_cache_config, draft_index=draft_index)
             else:
@@ -461,7 +462,7 @@ def _built(
     metadata: Mapping[str, AttentionMetadata], groups: Iterable[AttentionGroup]
 ) -> Mapping[str, AttentionMetadata]:
     """`metadata`; BatchError if a layer of the groups has none, because its output would stay unwritten."""
-    instance("metadata", metadata, Mapping)
+    instance("metadata", metadata, Mapping)  # type: ignore[type-abstract]
     for name in itertools.chain.from_iterable(group.layer_names for group in groups):
         made = metadata.get(name)
         # Those of ported backends are dataclasses of their own.

@@ -262,7 +262,7 @@ def tensors_of_layers(plan: ModelPlan, given: Mapping[str, LayerTensors]) -> dic
     Raises:
         LayoutError: the layer of a tensor is unknown, or its scales differ from those of the pages read.
     """
-    instance("layer_tensors", given, Mapping, LayoutError)
+    instance("layer_tensors", given, Mapping, LayoutError)  # type: ignore[type-abstract]
     for name, layer_tensors in given.items():
         if name not in plan.decisions:
             raise LayoutError("layer_tensors", name, f"is not one of the plan's {len(plan.decisions)} layers")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import operator
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from attnplug.errors import BatchError
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Request:
-    """`tokens` are prompt and output, which a token of `stop` ends; K and V of `computed` ones are in `pages`.
+    """`tokens` are prompt and output, which a token of `stop` ends, or an `error`; `pages` hold K and V of `computed`.
 
     A step verifies `drafts`, guesses of the next tokens. `places` says what followed a pair of tokens last.
     """
@@ -31,6 +33,7 @@ class Request:
     temperature: float = 0.0
     seed: int = 0
     stop: frozenset[int] = frozenset()
+    error: str = ""
     computed: int = 0
     drafts: list[int] = dataclasses.field(default_factory=list)
     places: dict[tuple[int, ...], int] = dataclasses.field(default_factory=dict)
@@ -46,8 +49,12 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last token drawn ends the output."""
-        return len(self.output) >= self.max_tokens or not self.stop.isdisjoint(self.output[-1:])
+        """Whether the last token drawn, or an error, ends the output."""
+        return (
+            bool(self.error)
+            or len(self.output) >= self.max_tokens
+            or not self.stop.isdisjoint(self.output[-1:])
+        )
 
     def look_up(self, count: int) -> list[int]:
         """`count` tokens that followed the last two tokens before, over and over; none if these are new."""
@@ -94,6 +101,10 @@ class Engine:
         self.pages = Pages(self.runtime.block_pool, self.runtime.kv_cache_config)
         self.builder = self.runtime.step_batch_builder(self.pages.max_tokens)
         self.runtime.warm_up()
+        self.vocab_size = model.get_input_embeddings().weight.shape[0]
+        # Models with an embedding for each position have none past these.
+        positions = getattr(model.config, "max_position_embeddings", None) or self.pages.max_tokens
+        self.longest = min(self.pages.max_tokens, positions)
         self.waiting: deque[Request] = deque()
         self.running: dict[str, Request] = {}
         self.added = self.steps = self.preemptions = self.drawn = self.drafted = self.accepted = 0
@@ -108,28 +119,63 @@ class Engine:
             text += f", {gain:.2f} tokens per step of a request"
         return text
 
-    def add(self, prompt: Sequence[int], **sampling: Any) -> Request:
-        """Queue a prompt; BatchError if it is empty, or if it and its output can never fit."""
-        request = Request(str(self.added), list(prompt), len(prompt), **sampling)
-        room = self.pages.max_tokens - request.max_tokens
-        if not 1 <= len(prompt) <= room:
-            limit = f"must lie in 1 .. {room} with max_tokens={request.max_tokens}"
-            raise BatchError("len(prompt)", len(prompt), limit, "give the engine more blocks")
-        request.generator.manual_seed(request.seed)
-        self.added += 1
+    def add(self, prompt: Iterable[int], **sampling: Any) -> Request:
+        """Queue a prompt with `max_tokens`, `temperature`, `seed` and `stop`, the tokens that end the output.
+
+        Raises:
+            BatchError: an argument no step can serve, or a prompt that can never fit. Nothing is queued.
+        """
+        request = self._request(prompt, **sampling)
         self.waiting.append(request)
         return request
 
-    def stream(self, prompts: Sequence[Sequence[int]] = (), **sampling: Any) -> Iterator[Request]:
-        """Serve prompts, and all that is queued: gives a request each time it has more tokens."""
-        for prompt in prompts:
-            self.add(prompt, **sampling)
+    def _request(
+        self,
+        prompt: Iterable[int],
+        max_tokens: int = 64,
+        temperature: float = 0.0,
+        seed: int = 0,
+        stop: Iterable[int] = (),
+    ) -> Request:
+        """Checked before any step has it, because a step that raises would stop the other requests too."""
+        tokens, last = (
+            integers("prompt", prompt, self.vocab_size),
+            frozenset(integers("stop", stop, self.vocab_size)),
+        )
+        max_tokens = integer("max_tokens", max_tokens, 1, self.longest - 1)
+        room = self.longest - max_tokens
+        if not 1 <= len(tokens) <= room:
+            limit = f"must lie in 1 .. {room} with max_tokens={max_tokens}"
+            raise BatchError("len(prompt)", len(tokens), limit, "give the engine more blocks")
+        if not isinstance(temperature, (int, float)) or not (
+            temperature == 0 or 1e-3 <= temperature < math.inf
+        ):
+            raise BatchError("temperature", temperature, "must be 0, or finite and at least 0.001")
+        seed = integer("seed", seed, 0, 2**63 - 1)
+        request = Request(str(self.added), tokens, len(tokens), max_tokens, float(temperature), seed, last)
+        request.generator.manual_seed(seed)
+        self.added += 1
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Drop a request that is waiting or running; one that is done stays as it is."""
+        if self.running.get(request.name) is request:
+            self._release(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def stream(self, prompts: Iterable[Iterable[int]] = (), **sampling: Any) -> Iterator[Request]:
+        """Serve prompts, all or none, and all that is queued: gives a request each time it has more tokens."""
+        self.waiting.extend([self._request(prompt, **sampling) for prompt in prompts])
         while self.waiting or self.running:
             yield from self.step()
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Run one batch; gives the requests that have more tokens."""
+        """Run one batch; gives the requests that have more tokens, or an error.
+
+        If the model raises, no token is drawn or counted, and the next step runs the same tokens again.
+        """
         counts = self._schedule()
         if self.limits.num_speculative_tokens:
             self._draft(counts)
@@ -150,17 +196,7 @@ class Engine:
         self.runtime.begin_step(batch)
         rows = batch.common.logits_indices_padded
         logits = self.model(ids[None], position_ids=at[None], logits_to_keep=rows, use_cache=False).logits[0]
-        row, likeliest = 0, logits.argmax(-1).tolist()
-        for request in ready:
-            # A draft is kept if it is the token that would be drawn without drafts, from the same random numbers.
-            for kept, draft in enumerate([*request.drafts, None]):
-                if request.draw(likeliest[row + kept], logits[row + kept]) != draft or request.is_done:
-                    break
-            counts[request.name] -= len(request.drafts) - kept
-            row += len(request.drafts) + 1
-            self.drawn += kept + 1
-            self.accepted += kept
-            self.drafted += len(request.drafts)
+        self._draw(ready, logits, counts)
         self.builder.finish_step(counts)
         self.steps += 1
         for name, count in counts.items():
@@ -170,9 +206,31 @@ class Engine:
             for page in range(before, request.computed // self.pages.size):
                 self.pages.store(request.keys[page], request.pages[page])
         for request in ready:
+            if request.error:
+                # Its K and V may be NaN too, so no other request may find them.
+                self.pages.forget(block for page in request.pages for block in page)
             if request.is_done:
                 self._release(request)
         return ready
+
+    def _draw(self, ready: list[Request], logits: torch.Tensor, counts: dict[str, int]) -> None:
+        """Draw the tokens of requests, whose logits are in order, and leave only accepted drafts in `counts`."""
+        row, likeliest, is_finite = 0, logits.argmax(-1).tolist(), logits.amax(-1).isfinite().tolist()
+        for request in ready:
+            end = row + len(request.drafts) + 1
+            if not all(is_finite[row:end]):
+                request.error = "the model gave logits of NaN or infinity"
+                row = end
+                continue
+            # A draft is kept if it is the token that would be drawn without drafts, from the same random numbers.
+            for kept, draft in enumerate([*request.drafts, None]):
+                if request.draw(likeliest[row + kept], logits[row + kept]) != draft or request.is_done:
+                    break
+            counts[request.name] -= len(request.drafts) - kept
+            row = end
+            self.drawn += kept + 1
+            self.accepted += kept
+            self.drafted += len(request.drafts)
 
     def _schedule(self) -> dict[str, int]:
         """How many tokens of each request to run: first of those running, then of whoever still fits."""
@@ -242,3 +300,20 @@ class Engine:
         self._release(request)
         self.waiting.appendleft(request)
         self.preemptions += 1
+
+
+def integer(field: str, value: object, least: int, most: int) -> int:
+    """`value` as an int; BatchError unless it is an integer from `least` to `most`."""
+    try:
+        if not isinstance(value, bool) and least <= (number := operator.index(value)) <= most:
+            return number
+    except TypeError:
+        pass
+    raise BatchError(field, value, f"must be an integer in {least} .. {most}")
+
+
+def integers(field: str, values: Iterable[object], size: int) -> list[int]:
+    """`values` as ints; BatchError unless they are integers below `size`."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise BatchError(field, values, f"must be a sequence of integers in 0 .. {size - 1}")
+    return [integer(field, value, 0, size - 1) for value in values]

@@ -31,11 +31,15 @@ class Pages:
         if count * width > self.pool.num_free:
             return None
         blocks = self.pool.allocate(count * width)
+        self.forget(blocks)
+        return [tuple(blocks[start : start + width]) for start in range(0, len(blocks), width)]
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Let no request find the pages of these blocks any more."""
         for block in blocks:
             key = self._key_of.pop(block, b"")
             if block in self._page_of.get(key, ()):
                 del self._page_of[key]
-        return [tuple(blocks[start : start + width]) for start in range(0, len(blocks), width)]
 
     def free(self, pages: Sequence[Page]) -> None:
         """Take a user from each; the last, least likely to be asked for again, is handed out first."""

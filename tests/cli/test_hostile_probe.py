@@ -11,6 +11,8 @@ import pytest
 
 from attnplug.registry.hookspecs import ENTRY_POINT_GROUP
 
+pytestmark = pytest.mark.attack("doctor")
+
 START = "import json, os, pathlib, shutil, signal, sys\nreport = pathlib.Path(sys.argv[1])\n"
 ATTACKS = {
     "real_time_signal": ("os.kill(os.getpid(), 40)", "crashed importing {}: signal 40"),

@@ -17,6 +17,8 @@ from attnplug.core.text import safe_text, shown
 from attnplug.errors import AttnplugError, BatchError, NoBackendError, PluginError
 from attnplug.registry.hookspecs import ENTRY_POINT_GROUP
 
+pytestmark = pytest.mark.attack("terminal")
+
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202etxt\u2066\u200b\x7f\r\x00\ud800"
 """Sets a title, clears the screen, colours, reorders, hides; and a lone surrogate, which UTF-8 cannot write."""
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ud800-\udfff]")

@@ -14,6 +14,8 @@ from attnplug.core.reasons import Reason
 from attnplug.errors import SpecError
 from attnplug.testing import assert_close, paged_batch, run_batch, tolerance
 
+pytestmark = pytest.mark.attack("numbers")
+
 SIZES: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1, "head_size": 64}
 LONGEST = 2**30
 

@@ -18,6 +18,8 @@ from attnplug.errors import (
 )
 from attnplug.registry import Gate, PluginStatus
 
+pytestmark = pytest.mark.attack("names")
+
 See = Callable[..., None]
 A, B = "attnplug-bad-twin-a", "attnplug-bad-twin-b"
 

@@ -17,6 +17,8 @@ from attnplug import Decision, plan
 from attnplug.errors import PolicyError, SpecError
 from attnplug.runtime import ModelPlan
 
+pytestmark = pytest.mark.attack("JSON")
+
 WRONG = [None, True, -1, 10**400, 1.5, math.nan, "", "\x1b[2J", [], [[1]], {}, {"a": 1}]
 
 

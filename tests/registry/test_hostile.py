@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from plugin_env import RunWithPlugins, distribution_names
 
+pytestmark = pytest.mark.attack("declarations")
+
 GOOD = "attnplug-acme-decode"
 ASK = """
 import json, sys

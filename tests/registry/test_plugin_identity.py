@@ -12,6 +12,8 @@ from attnplug.errors import PluginError, PolicyError, UnknownBackendError
 from attnplug.registry import PluginStatus
 from attnplug.registry.discovery import installed_plugins
 
+pytestmark = pytest.mark.attack("identity")
+
 MODULE = """
 from attnplug import hookimpl
 from attnplug.backends.torch_native.backend import TorchBackend

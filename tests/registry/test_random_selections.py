@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.attack("declarations")
+
 SCRIPT = Path(__file__).with_name("random_selections.py")
 
 

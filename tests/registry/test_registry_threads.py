@@ -14,6 +14,8 @@ from attnplug import Decision, Registry, hookimpl
 from attnplug.errors import PluginError, UnknownBackendError
 from attnplug.registry import part_imports
 
+pytestmark = pytest.mark.attack("deadlock")
+
 
 @pytest.fixture
 def joined() -> object:

@@ -13,6 +13,8 @@ from attnplug import Registry
 from attnplug.core import Reason
 from attnplug.errors import PluginError
 
+pytestmark = pytest.mark.attack("values after the call")
+
 
 class Explodes(str):
     """Text that raises wherever it is used later."""

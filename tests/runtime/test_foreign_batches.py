@@ -18,6 +18,8 @@ from attnplug.core.kv_cache_spec import FullAttentionSpec
 from attnplug.runtime import AttentionRuntime, GraphState, StepBatchBuilder, build_attn_metadata
 from attnplug.testing import direct_batch
 
+pytestmark = pytest.mark.attack("foreign batches")
+
 FULL = layer(dtype="float32")
 WINDOW = layer(dtype="float32", sliding_window=20)
 CHUNKED = layer(dtype="float32", chunk_size=16)
