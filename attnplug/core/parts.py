@@ -12,6 +12,7 @@ from attnplug.core.impl import AttentionImpl
 from attnplug.core.interface import builder_faults, constructor_faults, impl_faults
 from attnplug.core.metadata import AttentionMetadataBuilder
 from attnplug.core.ported_names import BUILDER_INSTANCE_NAMES
+from attnplug.core.text import shown
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.kv_cache_spec import KVCacheSpec
     from attnplug.core.spec import LayerSpec
+
+_HOST_LENGTHS = ("none", "upper_bound", "exact")
 
 
 def part_faults(impl: type, builder: type) -> list[str]:
@@ -65,9 +68,23 @@ def make_builder(
             f"{backend.get_name()} cannot build metadata: {builder.__name__} raised {type(error).__name__}: {error}; "
             f"its third argument is attnplug's BuilderConfig, with {fields}"
         ) from error
-    if unread := constructor_faults(made, BUILDER_INSTANCE_NAMES, {}):
-        raise PluginError(f"{backend.get_name()} cannot build metadata: {unread}")
+    if wrong := constructor_faults(made, BUILDER_INSTANCE_NAMES, {}) or _wrong_value(made):
+        raise PluginError(f"{backend.get_name()} cannot build metadata: {wrong}")
     return made
+
+
+def _wrong_value(builder: AttentionMetadataBuilder[Any]) -> str | None:
+    """What an attribute of a builder is that an engine cannot read, with what to write."""
+    threshold, title = builder.reorder_batch_threshold, type(builder).__name__
+    if threshold is not None and (type(threshold) is not int or threshold < 1):
+        return f"{title}.reorder_batch_threshold is {shown(threshold)}; it must be None, or a query length from 1 on"
+    if type(builder.supports_update_block_table) is not bool:
+        found = shown(builder.supports_update_block_table)
+        return f"{title}.supports_update_block_table is {found}; it must be True or False"
+    if builder.needs_host_seq_lens not in _HOST_LENGTHS:
+        found = shown(builder.needs_host_seq_lens)
+        return f"{title}.needs_host_seq_lens is {found}; it must be one of {', '.join(_HOST_LENGTHS)}"
+    return None
 
 
 def _check_base(backend: type[AttentionBackend], getter: str, part: object, base: type) -> None:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.device import ComputeCapability
 from attnplug.core.dtypes import DtypeName, bare_dtype_name, kv_cache_dtype_name
+from attnplug.core.errors import PluginError
 from attnplug.core.features import Feature
 from attnplug.core.overrides import overrides
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import AttentionType
+from attnplug.core.text import shown
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -186,7 +188,11 @@ def _roles(backend: type[AttentionBackend], spec: LayerSpec, phase: Phase | None
 def _rest(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> Iterator[Reason]:
     """The combination, and the features that `features` alone declares; others have given their reason."""
     why = backend.supports_combination(spec, device)
-    if why:
+    if why is not None:
+        # A porter may mean False as a refusal or as none, so it is read as neither.
+        if not isinstance(why, str) or not why:
+            limit = "it must return None, or why the layer is not served"
+            raise PluginError(f"{backend.__name__}.supports_combination returned {shown(why)}; {limit}")
         yield Reason(f"combination not supported: {why}", code="combination")
     for flag in spec.required_features() & ~backend.features:
         refused_before = (

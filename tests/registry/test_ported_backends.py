@@ -203,6 +203,13 @@ class TestBackend:
             with pytest.raises(NoBackendError, match=r"is not accepted by Acme\.supports_"):
                 registry.select(SPEC.replace(**changes), CPU)
 
+    @pytest.mark.parametrize("answer", [False, True, "", ["no"]], ids=str)
+    def test_a_combination_is_refused_by_a_sentence_alone(self, answer: Any) -> None:
+        backend = made(supports_combination=method(lambda cls, spec, device: answer))
+        with pytest.raises(NoBackendError) as caught:
+            Registry({"acme": plugin(backend)}).select(SPEC, CPU)
+        assert f"Acme.supports_combination returned {answer!r}; it must return None" in str(caught.value)
+
 
 IMPL_TRAPS: dict[str, tuple[dict[str, Any], str]] = {
     "update": ({"do_kv_cache_update": lambda self, *args: None}, "name it update_kv_cache("),
@@ -374,6 +381,23 @@ class TestParts:
             make()
         assert f"Acme.__init__ sets {name}, which is not read by attnplug; " in str(caught.value)
         assert remedy in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("reorder_batch_threshold", 0),
+            ("reorder_batch_threshold", "1"),
+            ("reorder_batch_threshold", True),
+            ("supports_update_block_table", 1),
+            ("needs_host_seq_lens", "always"),
+        ],
+    )
+    def test_a_value_that_an_engine_cannot_read_is_refused(self, name: str, value: Any) -> None:
+        builder = type("Acme", (TORCH_BUILDER,), {name: value})
+        with pytest.raises(
+            PluginError, match=rf"ACME cannot build metadata: Acme\.{name} is {value!r}; it must"
+        ):
+            make_builder(made(builder=builder), CACHE, ["l"], BuilderConfig(), torch.device("cpu"))
 
     def test_a_builder_that_reads_the_engines_configuration_is_named(self) -> None:
         class Builder(TORCH_BUILDER):  # type: ignore[misc, valid-type]
