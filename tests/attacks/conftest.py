@@ -1,8 +1,9 @@
-"""The small runtimes and layers of tests/runtime, importable here."""
+"""The models, layers and plugins of tests/runtime and tests/registry, importable here."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
+for folder in ("runtime", "registry"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
