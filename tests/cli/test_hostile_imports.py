@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a command is watched on Linux only")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="a command is watched on Linux only"),
+    pytest.mark.slow,  # each test starts processes
+]
 
 PLUGIN = """
 {at_import}

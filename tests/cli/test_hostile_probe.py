@@ -11,7 +11,8 @@ import pytest
 
 from attnplug.registry.hookspecs import ENTRY_POINT_GROUP
 
-pytestmark = pytest.mark.attack("doctor")
+# Each attack is a process of its own, so they are slow.
+pytestmark = [pytest.mark.attack("doctor"), pytest.mark.slow]
 
 START = "import json, os, pathlib, shutil, signal, sys\nreport = pathlib.Path(sys.argv[1])\n"
 ATTACKS = {

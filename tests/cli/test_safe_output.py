@@ -106,6 +106,7 @@ def run(site: Path, *command: str) -> bytes:
     return ran.stdout + ran.stderr
 
 
+QUICK = (["list", "--no-load"], ["list"])
 COMMANDS = [
     ["list", "--no-load"],
     ["list"],
@@ -117,7 +118,13 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, id=" ".join(command), marks=() if command in QUICK else pytest.mark.slow)
+        for command in COMMANDS
+    ],
+)
 def test_no_command_prints_what_controls_a_terminal(command: list[str], hostile_site: Path) -> None:
     text = run(hostile_site, *command).decode()
     assert not (found := UNSAFE.search(text)), text[max(0, found.start() - 80) : found.end() + 40].encode()

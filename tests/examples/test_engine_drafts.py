@@ -97,7 +97,9 @@ def test_a_stop_token_among_accepted_drafts_ends_the_output():
     assert inside > 0
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 8])
+@pytest.mark.parametrize(
+    "count", [pytest.param(1, marks=pytest.mark.slow), 2, 5, pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_drafts_never_pass_the_last_token_wanted(count):
     prompt = (prompts_of(12)[0] * 3)[: 32 - count]
     groups = len(engine_of("Gemma3").runtime.kv_cache_config.kv_cache_groups)
@@ -149,6 +151,7 @@ def test_drafts_cause_no_preemption():
     ]
 
 
+@pytest.mark.slow
 def test_one_backend_verifies_what_another_prefilled():
     prompts = [prompts_of(18)[0]]
     plain = serve(engine_of("Llama", 0), prompts, max_tokens=12)

@@ -129,7 +129,7 @@ def make_mask() -> Any:
     return attention_mask(2, 3, 5, 2, 0, masking_utils.causal_mask_function)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", sorted(KEPT))
 def test_a_graph_that_passes_a_mask_on_keeps_its_pattern(name: str, backend: str) -> None:
     def step(mask: Any, values: torch.Tensor) -> Any:

@@ -123,7 +123,15 @@ def test_layers_with_direct_keys_are_built_for_drafting_too():
         assert [call[:2] for call in group.builder.calls] == [("draft", 1)]
 
 
-@pytest.mark.parametrize("rule", ["TORCH", "TRITON", "TRITON,decode=TORCH", "TORCH,decode=TRITON"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "TORCH",
+        pytest.param("TRITON", marks=pytest.mark.slow),
+        pytest.param("TRITON,decode=TORCH", marks=pytest.mark.slow),
+        "TORCH,decode=TRITON",
+    ],
+)
 def test_drafts_are_run_rolled_back_and_verified_with_the_oracles_numbers(rule):
     full = layer(dtype="float32", head_size=16)
     specs = {"sliding": full.replace(sliding_window=9, logits_soft_cap=5.0), "full": full}

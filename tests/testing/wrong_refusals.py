@@ -96,9 +96,7 @@ def hard_coded(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) -> 
 
 
 WRONG_REFUSALS = [
-    wrong(
-        "ignores_mla", "refused/feature-mla", "it would be ignored", validate_configuration=accepts_all
-    ),
+    wrong("ignores_mla", "refused/feature-mla", "it would be ignored", validate_configuration=accepts_all),
     wrong(
         "ignores_a_dtype",
         "refused/dtype",
