@@ -307,6 +307,8 @@ class StepBatchBuilder(RequestTable):
             raise BatchError(field, counts.shape, f"must be one count for each of {self.num_reqs} requests")
         if counts.dtype.kind == "u" and counts.max(initial=0) > _INT64_MAX:
             raise BatchError(field, int(counts.max()), f"must not pass {_INT64_MAX}")
+        if counts.ndim == 0 and counts < 0 and not self.num_reqs:
+            raise BatchError(field, int(counts), "must not be negative")
         if counts.ndim == 0:
             return np.full(self.num_reqs, counts, dtype=np.int64)
         return counts.astype(np.int64, copy=False)
