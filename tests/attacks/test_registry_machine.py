@@ -13,7 +13,7 @@ import pytest
 from fake_plugins import SPEC, backend, plugin, raises
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from attnplug import Decision, Registry
 from attnplug.errors import AttnplugError, PluginError
@@ -172,9 +172,7 @@ class RegistryMachine(RuleBasedStateMachine):
     ) -> None:
         given = {"backend": RULES[rule], "options": options, "assume_installed": assumed}
         with mock.patch.dict(os.environ, env):
-            fresh = Registry({"base": self.base})
-            for name, held in self.registered.items():
-                fresh.register(held, name)
+            fresh = self.fresh()
             for call in ("select", "explain", "select"):
                 asked = (spec, device, phase)
                 one, other = (
@@ -182,6 +180,19 @@ class RegistryMachine(RuleBasedStateMachine):
                     for made in (self.found, fresh)
                 )
                 assert one == other
+
+    def fresh(self) -> Registry:
+        made = Registry({"base": self.base})
+        for name, held in self.registered.items():
+            made.register(held, name)
+        return made
+
+    @invariant()
+    def a_question_that_was_asked_before_has_the_answer_of_now(self) -> None:
+        one, other = (
+            answer(functools.partial(made.explain, SPEC, "cpu")) for made in (self.found, self.fresh())
+        )
+        assert one == other
 
 
 def test_a_registry_answers_as_a_fresh_one_whatever_came_and_went():
