@@ -18,7 +18,10 @@ from attnplug.registry import refuted
 from attnplug.registry.decision import Decision
 from attnplug.testing.conformance.selection import read_known_failures
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
+pytestmark = [
+    pytest.mark.attack("files"),
+    pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here"),
+]
 
 LONG = f"[{'9' * 5000}]"
 
