@@ -147,32 +147,50 @@ def threshold_builder(threshold: int) -> type[TorchMetadataBuilder]:
     return Builder
 
 
-@pytest.mark.parametrize("threshold", [1, 4])
-@pytest.mark.parametrize("rules", ["decode=ACME", "TORCH,decode=ACME", "TORCH+ACME"])
-@settings(max_examples=8, deadline=None)
-@given(data=st.data())
-def test_each_token_is_served_by_the_backend_that_the_plan_names(
-    rules: str, threshold: int, data: st.DataObject
-) -> None:
+def decoder(name: str, threshold: int) -> tuple[type[Any], list[int]]:
+    """A backend for decodes of up to `threshold` tokens, and the lengths of the queries that it serves."""
+
     class Decodes(Recorded):
         served: ClassVar[list[int]] = []
 
     parts = {**with_impl(Decodes), "get_builder_cls": lambda: threshold_builder(threshold)}
-    acme = backend("ACME", 10, supported_phases=(Phase.DECODE,), **parts)
-    with offered(acme):
+    return backend(name, 10, supported_phases=(Phase.DECODE,), **parts), Decodes.served
+
+
+# By rules, the backends of the decodes of the two layers: the first is full, the second slides.
+RULES = {
+    "decode=ACME": ("ACME", "ACME"),
+    "TORCH,decode=ACME": ("ACME", "ACME"),
+    "TORCH+ACME": ("ACME", "ACME"),
+    "decode=ACME,prefill=TORCH,*.1=TORCH": ("ACME", "TORCH"),
+    "sliding=TORCH,decode=OTHER": ("OTHER", "TORCH"),
+    "full=TORCH+ACME,decode=OTHER": ("ACME", "OTHER"),
+    "full=TORCH+OTHER,sliding=TORCH+ACME": ("OTHER", "ACME"),
+}
+
+
+@pytest.mark.parametrize("rules", RULES)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_each_token_is_served_by_the_backend_that_the_plan_names(rules: str, data: st.DataObject) -> None:
+    thresholds = {name: data.draw(st.integers(1, 8)) for name in ("ACME", "OTHER")}
+    made = {name: decoder(name, threshold) for name, threshold in thresholds.items()}
+    with offered(*(cls for cls, _ in made.values())):
         planned = plan(model([FULL, SLIDING]), "cpu", num_blocks=128, backend=rules)
         config = BuilderConfig(max_num_seqs=8, max_num_batched_tokens=256)
         served = ServedModel(planned.specs, planned=planned, config=config)
-    assert planned.backends == ("TORCH+ACME",)
+    assert [each[Phase.DECODE] for each in planned.members.values()] == [*RULES[rules]]
     names = [f"r{number}" for number in range(data.draw(st.integers(2, 5)))]
     for name in names:
         served.add(name)
     for _ in range(3):
-        counts = {name: data.draw(st.sampled_from([1, 1, 2, 4, 5, 11])) for name in names}
-        Decodes.served.clear()
+        counts = {name: data.draw(st.sampled_from([1, 1, 2, 3, 4, 6, 9, 11])) for name in names}
+        for _, lengths in made.values():
+            lengths.clear()
         served.step(**counts)  # each layer of it is compared with the oracle
-        decodes = sorted(count for count in counts.values() if count <= threshold)
-        assert sorted(Decodes.served) == sorted(2 * decodes)  # by two layers
+        for name, (_, lengths) in made.items():
+            decodes = [count for count in counts.values() if count <= thresholds[name]]
+            assert sorted(lengths) == sorted(RULES[rules].count(name) * decodes)
 
 
 def test_a_batch_that_hides_decodes_behind_prefills_is_refused() -> None:
