@@ -56,15 +56,20 @@ AllowRefuted: TypeAlias = Annotated[
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+MOST_SECONDS = 7 * 24 * 3600.0
+"""The longest time limit. The timers of the operating system take no infinity."""
+_MOST_JOBS = 256
+
+
 def timeout_option(panel: str, text: str) -> Any:
     """`--timeout` in seconds, with its help text."""
-    return typer.Option(min=0.1, metavar="SECONDS", help=text, rich_help_panel=panel)
+    return typer.Option(min=0.1, max=MOST_SECONDS, metavar="SECONDS", help=text, rich_help_panel=panel)
 
 
 def jobs_option(panel: str) -> Any:
     """`--jobs` of commands that run workers."""
     text = "Worker processes \\[default: one per core; 2 on a GPU]"
-    return typer.Option(min=1, metavar="N", help=text, rich_help_panel=panel)
+    return typer.Option(min=1, max=_MOST_JOBS, metavar="N", help=text, rich_help_panel=panel)
 
 
 def memory_option(panel: str) -> Any:

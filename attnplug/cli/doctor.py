@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from attnplug.backends.libraries import LIBRARY_RULES
-from attnplug.cli.arguments import AsJson
+from attnplug.cli.arguments import MOST_SECONDS, AsJson
 from attnplug.cli.kernel_libraries import LibraryState, library_states
 from attnplug.cli.output import console, print_json, table
 from attnplug.cli.probe_run import Probe, run_probe
@@ -36,7 +36,8 @@ def doctor(
         list[str] | None, typer.Argument(metavar="BACKEND", help="Check only these backends.")
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="Time limit of each import.")
+        float,
+        typer.Option(min=0.1, max=MOST_SECONDS, metavar="SECONDS", help="Time limit of each import."),
     ] = 60.0,
     as_json: AsJson = False,
 ) -> None:

@@ -84,7 +84,7 @@ class Device:
         # The last digit is the minor version, so sm120 is (12, 0). The letter of sm_90a is not kept.
         if match := re.fullmatch(r"sm_?(\d{1,2})(\d)[a-z]?", word):
             return cls("cuda", (int(match[1]), int(match[2])))
-        if match := re.fullmatch(r"(cuda|rocm|xpu):(\d+)\.(\d+)", word):
+        if match := re.fullmatch(r"(cuda|rocm|xpu):(\d{1,4})\.(\d{1,4})", word):
             return cls(match[1], (int(match[2]), int(match[3])))
         if word in ("cpu", "cuda", "rocm", "mps", "xpu", "hpu", "tpu", "npu"):
             return cls(word)

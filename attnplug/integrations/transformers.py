@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from attnplug.core.checks import MOST, short_number
 from attnplug.core.dtypes import kv_cache_dtype_name
 from attnplug.core.errors import ModelConfigError, SpecError
 from attnplug.integrations.model_spec import ModelSpec
@@ -53,6 +54,10 @@ def read_config(
     """
     if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int):
         raise ModelConfigError(f"tensor_parallel_size={tensor_parallel_size!r}: must be an integer")
+    if tensor_parallel_size > MOST:
+        raise ModelConfigError(
+            f"tensor_parallel_size={short_number(tensor_parallel_size)}: must be at most {MOST}"
+        )
     if tensor_parallel_size < 1:
         raise ModelConfigError(f"tensor_parallel_size={tensor_parallel_size}: must be at least 1")
     try:

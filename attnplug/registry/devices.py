@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import TYPE_CHECKING, TypeAlias
 
 from attnplug.core.device import Device
@@ -30,7 +31,8 @@ def resolve_device(device: DeviceLike) -> Device:
             raise SpecError("device", device, "must be a Device, text, a torch.device or None")
         kind, _, number = text.partition(":")
         index = getattr(device, "index", None) if text is not device else number
-        if kind in ("cuda", "rocm") and str(index).isdigit():
+        # No machine has a million GPUs, and Python refuses to read integers of thousands of digits.
+        if kind in ("cuda", "rocm") and re.fullmatch("[0-9]{1,6}", str(index)):
             return Device.current(int(str(index)))
         # The current GPU may change, so "current" is not cached.
         device = Device.current() if text == "current" else _parse(text)

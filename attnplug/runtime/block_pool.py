@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
+from attnplug.core.checks import short_number
 from attnplug.core.errors import BatchError
 from attnplug.runtime.arguments import integer, listed
-from attnplug.runtime.block_numbers import INT32_MAX
+
+_MOST_BLOCKS = 1 << 24
 
 
 class BlockPool:
@@ -20,15 +22,19 @@ class BlockPool:
         num_blocks: blocks of the pool, the null block included.
 
     Raises:
-        BatchError: fewer than one block, or more than an int32 block table can name.
+        BatchError: fewer than one block, or more than 2**24.
     """
 
     def __init__(self, num_blocks: int) -> None:
         num_blocks = integer("num_blocks", num_blocks)
         if num_blocks < 1:
             raise BatchError("num_blocks", num_blocks, "must be at least 1: block 0 is the null block")
-        if num_blocks > INT32_MAX:
-            raise BatchError("num_blocks", num_blocks, f"must be at most {INT32_MAX}: block tables are int32")
+        if num_blocks > _MOST_BLOCKS:
+            # Each block has entries here, so a larger pool would take gigabytes of host memory.
+            remedy = "use larger blocks, or several pools"
+            raise BatchError(
+                "num_blocks", short_number(num_blocks), f"must be at most {_MOST_BLOCKS}", remedy
+            )
         self.num_blocks = num_blocks
         self._users = [0] * num_blocks
         # An ordered dict, because `share` removes blocks from the middle of the queue.

@@ -20,6 +20,9 @@ from attnplug.runtime.placeholders import Placeholder, PlaceholderRanges, check_
 from attnplug.runtime.staging import StepStaging
 
 _Ints = npt.NDArray[np.int64]
+_MOST_ROWS = 1 << 27
+_MOST_ENTRIES = 1 << 32
+"""Of all block tables: 16 GiB on the host."""
 
 
 class RequestTable:
@@ -71,6 +74,10 @@ class RequestTable:
         self._cascade_groups = [g for g in self._self_groups if cascade_groups is None or g in cascade_groups]
         lengths = [max_encoder_len if g in self.cross_groups else max_model_len for g in range(groups)]
         width = max(-(-length // size) for length, size in zip(lengths, self.block_sizes, strict=True))
+        entries = groups * max_num_seqs * width
+        if entries > _MOST_ENTRIES:
+            limit = f"needs block tables of {entries} entries with max_model_len={max_model_len}; the limit is {_MOST_ENTRIES}"
+            raise BatchError("max_num_seqs", max_num_seqs, limit, "lower one of them, or use larger blocks")
         self._tables = np.zeros((groups, max_num_seqs, width), dtype=np.int32)
         self._flat_tables = self._tables.reshape(groups, -1)
         # On the CPU a batch gets a view of this tensor, so that a step copies no table.
@@ -279,6 +286,15 @@ class RequestTable:
         for name, value in (*sizes.items(), ("block_sizes", largest)):
             if not 1 <= value <= INT32_MAX:
                 raise BatchError(name, value, f"must lie in 1 .. {INT32_MAX}")
+        rows = {
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_num_seqs * max_encoder_len": self.max_num_seqs * self.max_encoder_len,
+        }
+        for name, value in rows.items():
+            if value > _MOST_ROWS:
+                limit = f"must be at most {_MOST_ROWS}"
+                raise BatchError(name, value, limit, "buffers have an entry for each of them")
         sizes_of_specs = tuple(spec.block_size for spec in self.kv_cache_specs)
         if sizes_of_specs and sizes_of_specs != self.block_sizes:
             limit = f"must have the block sizes {self.block_sizes}"

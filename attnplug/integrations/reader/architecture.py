@@ -16,6 +16,7 @@ from transformers.models.auto import modeling_auto
 
 from attnplug.core.errors import ModelConfigError
 from attnplug.integrations.reader.config_file import one_line
+from attnplug.integrations.reader.config_limits import modules_limited
 
 _TOWERS = ("vision_config", "audio_config", "speech_config")
 
@@ -114,7 +115,7 @@ def build_model(config: PreTrainedConfig, attention: str | dict[str, str]) -> Pr
         config = text
     try:
         # Meta tensors have shapes without data, so a model of any size is built without its weights.
-        with torch.device("meta"):
+        with torch.device("meta"), modules_limited():
             model: PreTrainedModel = cls._from_config(
                 config, attn_implementation=attention, dtype=_dtype(config)
             )

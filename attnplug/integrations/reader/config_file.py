@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from attnplug.core import files
 from attnplug.core.errors import ModelConfigError
 from attnplug.core.json_reading import parse_json
+from attnplug.integrations.reader.config_limits import check_numbers
 
 _MOST_BYTES = 16 << 20
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
@@ -32,6 +33,7 @@ def load_config(source: str | os.PathLike[str] | PreTrainedConfig) -> PreTrained
             raise ModelConfigError(
                 f"{type(source).__name__} has no model_type, so no model class belongs to it"
             )
+        check_numbers(type(source).__name__, source.to_dict())
         return source
     if not isinstance(source, (str, os.PathLike)):
         raise ModelConfigError(
@@ -41,6 +43,7 @@ def load_config(source: str | os.PathLike[str] | PreTrainedConfig) -> PreTrained
     path = _config_path(Path(source))
     data = _parse(path)
     _check_model_type(path, data)
+    check_numbers(str(path), data)
     try:
         with quiet_transformers():
             # The reader must neither use the network nor run code from a model's folder.

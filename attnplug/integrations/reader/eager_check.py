@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from attnplug.integrations.reader.trace import AttentionCall
 
 _TOKENS = 6
+_MOST_ELEMENTS = 1 << 23
+"""Elements of one real tensor: 128 heads of 512 have 393,216 here, and more would take seconds."""
 
 
 class CheckFailedError(Exception):
@@ -30,15 +33,17 @@ def check_eager(call: AttentionCall) -> bool:
     size, size_v = call.query.shape[3], call.value.shape[3]
     # Meta tensors have no values to compare, so the check needs real tensors on the CPU.
     with torch.device("cpu"), torch.no_grad():
-        query = torch.randn(1, heads, _TOKENS, size, generator=generator)
-        key = torch.randn(1, kv_heads, _TOKENS, size, generator=generator)
-        value = torch.randn(1, kv_heads, _TOKENS, size_v, generator=generator)
+        query = _random((1, heads, _TOKENS, size), generator)
+        key = _random((1, kv_heads, _TOKENS, size), generator)
+        value = _random((1, kv_heads, _TOKENS, size_v), generator)
         # Some functions that never get a mask would not add one.
         mask = None if call.mask is None else torch.full((_TOKENS, _TOKENS), -1e9).triu(1)[None, None]
         try:
             found, _ = call.eager(
                 module, query, key, value, mask, dropout=0.0, scaling=call.scaling, **keywords
             )
+        except CheckFailedError:
+            raise
         except Exception as error:
             raise CheckFailedError(f"its attention function cannot be run ({error})") from error
         sinks = keywords.get("s_aux")
@@ -49,6 +54,13 @@ def check_eager(call: AttentionCall) -> bool:
     if found.shape != expected.shape or not torch.allclose(found.float(), expected, rtol=1e-3, atol=1e-4):
         raise CheckFailedError("its attention function gives other numbers than its arguments say")
     return sinks is not None
+
+
+def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Random numbers; CheckFailedError for a shape that a configuration with too large sizes gives."""
+    if math.prod(shape) > _MOST_ELEMENTS:
+        raise CheckFailedError(f"a tensor of the shape {shape} has more than {_MOST_ELEMENTS} elements")
+    return torch.randn(shape, generator=generator, device="cpu")
 
 
 def _attention(
@@ -89,7 +101,7 @@ class _Standin:
             return value
         if id(value) not in self._real:
             shape = tuple(value.shape)
-            drawn = torch.randn(shape, generator=self._generator, device="cpu")
+            drawn = _random(shape, self._generator)
             self._real[id(value)] = drawn if value.is_floating_point() else drawn.to(value.dtype)
         return self._real[id(value)]
 

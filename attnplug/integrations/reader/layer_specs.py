@@ -283,10 +283,13 @@ def _latent_dims(call: AttentionCall) -> MLADims | None:
             f"{name} has queries of {call.query.shape[3]} and values of {call.value.shape[3]} elements, "
             f"but latent dimensions of {nope} + {rope} and {size_v}"
         )
-    return MLADims(
-        q_lora_rank=getattr(module, "q_lora_rank", None),
-        kv_lora_rank=rank,
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=rope,
-        v_head_dim=size_v,
-    )
+    try:
+        return MLADims(
+            q_lora_rank=getattr(module, "q_lora_rank", None),
+            kv_lora_rank=rank,
+            qk_nope_head_dim=nope,
+            qk_rope_head_dim=rope,
+            v_head_dim=size_v,
+        )
+    except SpecError as error:
+        raise ModelConfigError(f"{name}: {error}") from error
