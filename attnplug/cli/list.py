@@ -15,6 +15,9 @@ from attnplug.registry.plugin_calls import describe, guarded_call
 if TYPE_CHECKING:
     from attnplug.registry.records import Offer
 
+_MOST_ENTRIES = 100
+_MOST_CHARACTERS = 1000
+
 
 def list_backends(
     as_json: AsJson = False,
@@ -175,12 +178,22 @@ def _facts(offer: Offer) -> dict[str, Any]:
         "name": offer.name,
         "family": backend.family,
         "shipped_by": f"{offer.plugin} {offer.version or ''}".strip(),
-        "class": f"{backend.__module__}.{backend.__qualname__}",
+        "class": _declared(lambda: f"{backend.__module__}.{backend.__qualname__}"),
         **{name: _declared(read) for name, read in declared.items()},
     }
 
 
 def _declared(read: Callable[[], Any]) -> Any:
     """A value that a backend declares, or the error that reading it raised: one of them ends no listing."""
-    value, error = guarded_call(read)
+    value, error = guarded_call(lambda: _short(read()))
     return value if error is None else [f"cannot be read: {describe(error)}"]
+
+
+def _short(value: Any) -> Any:
+    """A declared value with at most `_MOST_ENTRIES` entries of `_MOST_CHARACTERS` each."""
+    if isinstance(value, str):
+        return value if len(value) <= _MOST_CHARACTERS else f"{value[: _MOST_CHARACTERS - 3]}..."
+    if not isinstance(value, list):
+        return value
+    more = [f"... ({len(value)} in all)"] if len(value) > _MOST_ENTRIES else []
+    return [*map(_short, value[:_MOST_ENTRIES]), *more]

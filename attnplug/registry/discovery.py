@@ -30,6 +30,8 @@ RESERVED_NAMES = frozenset(
 )
 """Backend and family names that only attnplug itself may offer."""
 
+_LONGEST_NAME = 100
+
 # Listing imports every plugin, so a plugin that imports one of these slows down every process.
 _HEAVY = ("torch", "triton", "flash_attn", "flashinfer", "jax", "transformers")
 
@@ -262,7 +264,7 @@ def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
     seen: set[str] = set()
     for backend in offered:
         name, family = _backend_name(backend), backend.family
-        if not (family is None or (isinstance(family, str) and family)):
+        if not (family is None or (isinstance(family, str) and 0 < len(family) <= _LONGEST_NAME)):
             raise _Rejected(f"offers {name} of family {shown(family)}, which is no name")
         for each in (name, family or ""):
             if each.upper() in RESERVED_NAMES and not _is_ours(record, backend):
@@ -304,7 +306,7 @@ def _backend_name(backend: object) -> str:
     name, error = guarded_call(backend.get_name)
     if error is not None:
         raise _Rejected(f"raised {describe(error)} in {backend.__name__}.get_name")
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", name):
-        rule = "a name has letters, digits and _ . - and begins with a letter"
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]{0,99}", name):
+        rule = "a name has letters, digits and _ . -, begins with a letter, and is no longer than 100"
         raise _Rejected(f"names a backend {shown(name)}; {rule}")
     return name

@@ -21,8 +21,8 @@ from attnplug.runtime.grouping import num_padding_layers
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _ANY_LENGTH = 1 << 62
-_MOST_MEMORY = 1 << 60
-_MEMORY_LIMIT = "must be from 1 byte to 1048576 TiB"
+_MOST_MEMORY = 1 << 62
+_MEMORY_LIMIT = "must be from 1 byte to 4194304 TiB"
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -78,7 +78,7 @@ class MemoryBudget:
 
 
 def parse_memory(text: str | int) -> int:
-    """The bytes in "80GiB", "80 GB", "512MiB" or a number, from 1 to 2**60; LayoutError for anything else."""
+    """The bytes in "80GiB", "80 GB", "512MiB" or a number, from 1 to 2**62; LayoutError for anything else."""
     # A longer number is above the limit, and Python refuses to write out integers of thousands of digits.
     if isinstance(text, int) and not 0 < text <= _MOST_MEMORY:
         raise LayoutError("memory", short_number(text), _MEMORY_LIMIT)
