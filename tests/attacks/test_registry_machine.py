@@ -201,4 +201,4 @@ def test_a_registry_answers_as_a_fresh_one_whatever_came_and_went():
 
 @pytest.mark.slow
 def test_a_registry_answers_as_a_fresh_one_for_longer():
-    run_state_machine_as_test(RegistryMachine, settings=settings(max_examples=200, stateful_step_count=40))
+    run_state_machine_as_test(RegistryMachine, settings=settings(max_examples=100, stateful_step_count=40))
