@@ -142,7 +142,7 @@ class Engine:
             integers("prompt", prompt, self.vocab_size),
             frozenset(integers("stop", stop, self.vocab_size)),
         )
-        max_tokens = integer("max_tokens", max_tokens, 1, self.longest - 1)
+        max_tokens = integer("max_tokens", max_tokens, 1, self.longest - 1, "give the engine more blocks")
         room = self.longest - max_tokens
         if not 1 <= len(tokens) <= room:
             limit = f"must lie in 1 .. {room} with max_tokens={max_tokens}"
@@ -302,14 +302,14 @@ class Engine:
         self.preemptions += 1
 
 
-def integer(field: str, value: object, least: int, most: int) -> int:
+def integer(field: str, value: object, least: int, most: int, remedy: str | None = None) -> int:
     """`value` as an int; BatchError unless it is an integer from `least` to `most`."""
     try:
         if not isinstance(value, bool) and least <= (number := operator.index(value)) <= most:
             return number
     except TypeError:
         pass
-    raise BatchError(field, value, f"must be an integer in {least} .. {most}")
+    raise BatchError(field, value, f"must be an integer in {least} .. {most}", remedy)
 
 
 def integers(field: str, values: Iterable[object], size: int) -> list[int]:

@@ -12,6 +12,9 @@ from plugin_env import PLUGINS
 
 from attnplug.testing import conformance_checks
 
+# Each test waits for commands that run checks in worker processes.
+pytestmark = pytest.mark.slow
+
 KNOWN = "non_causal"
 """Of these layers the process leaves with exit code 7, and that is known."""
 CAUSES = {

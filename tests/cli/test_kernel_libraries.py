@@ -111,6 +111,7 @@ def test_the_newest_generation_installed_serves(install):
     assert used_by_phase(H200, library_states(H200))["prefill"] == "FLASH_ATTN_4"
 
 
+@pytest.mark.slow
 def test_doctor_reports_the_libraries_of_the_backends_asked_for(run):
     report = run("doctor", "--json", "FLASH_ATTN").json
     assert [state["backend"] for state in report["libraries"]] == [

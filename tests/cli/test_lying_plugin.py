@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# Each test waits for commands that run checks in worker processes.
+pytestmark = pytest.mark.slow
+
 LIAR = ["attnplug-bad-liar"]
 LAYER = ["--head-size", "64", "--dtype", "bfloat16", "--device", "cpu"]
 GPT_OSS = str(Path(__file__).parents[2] / "examples" / "models" / "gpt-oss-20b.json")

@@ -281,6 +281,7 @@ def doctor(run: RunWithPlugins, names: list[str], *options: str) -> dict[str, tu
     return {finding["what"].split(" ")[0]: (finding["state"], finding["detail"]) for finding in findings}
 
 
+@pytest.mark.slow
 def test_doctor_gives_up_on_hostile_plugins_that_hang_and_names_them(
     run_with_plugins: RunWithPlugins,
 ) -> None:
@@ -291,6 +292,7 @@ def test_doctor_gives_up_on_hostile_plugins_that_hang_and_names_them(
     assert found["BAD_DOOR_HANGS"] == ("failed", "hung in get_impl_cls: killed after 2 s")
 
 
+@pytest.mark.slow
 def test_doctor_survives_hostile_doors_and_gives_each_one_line(run_with_plugins: RunWithPlugins) -> None:
     names = ["attnplug-bad-aborts", "attnplug-bad-missing-symbol", "attnplug-bad-exit"]
     found = doctor(run_with_plugins, names)

@@ -200,7 +200,10 @@ WRONG_REFUSALS = [
         "forgets_a_phase", "refused/both-phases", "decode alone is refused", validate_configuration=per_phase
     ),
     wrong(
-        "empty_sentence", "refused/combination", "gave ''", supports_combination=lambda cls, spec, device: ""
+        "empty_sentence",
+        "refused/combination",
+        "returned ''",
+        supports_combination=lambda cls, spec, device: "",
     ),
     wrong(
         "unheeded",
