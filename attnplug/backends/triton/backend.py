@@ -91,7 +91,7 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
-        """Refuse groups larger than a tile, storage that nothing uses, and fp8 that the GPU lacks."""
+        """Refuse groups larger than a tile, storage that nothing uses, and fp8 that GPU or compiler lack."""
         if spec.direct_kv and spec.resolved_kv_cache_dtype != spec.dtype:
             return f"direct_kv stores nothing, so kv_cache_dtype={spec.kv_cache_dtype!r} cannot be honoured"
         if spec.num_heads // spec.num_kv_heads > _MAX_GROUP:
@@ -101,6 +101,15 @@ class TritonBackend(AttentionBackend):
         is_e4m3 = spec.resolved_kv_cache_dtype == "fp8_e4m3"
         if is_e4m3 and device.type == "cuda" and device.capability is not None and device.capability < (8, 9):
             return "fp8_e4m3 needs compute capability 8.9; fp8_e5m2 does not"
+        # Triton 3.6 compiles prefills of such layers to code that reads outside of its tiles: on an H200, value
+        # tiles of 16 and 32 beside wider key tiles gave wrong numbers or illegal addresses, tiles of 64 did not.
+        keys, values = _tile(spec.head_size), _tile(spec.head_size_v)
+        if spec.has_quantized_kv_cache and spec.dtype != "float32" and values < min(keys, 64):
+            least = min(keys, 64) // 2 + 1
+            return (
+                f"head_size_v={spec.head_size_v} with head_size={spec.head_size} over fp8; "
+                f"there value heads have at least {least} elements"
+            )
         return None
 
     @classmethod
@@ -138,3 +147,8 @@ class TritonBackend(AttentionBackend):
         from attnplug.backends.triton.builder import TritonMetadataBuilder
 
         return TritonMetadataBuilder
+
+
+def _tile(size: int) -> int:
+    """The width of a tile of heads: the next power of two."""
+    return 1 << (size - 1).bit_length()

@@ -52,6 +52,32 @@ def test_fp8_e4m3_needs_hardware_that_knows_it_and_e5m2_does_not():
     assert codes(SPEC.replace(kv_cache_dtype="fp8_e4m3"), Device.parse("sm89")) == []
 
 
+@pytest.mark.parametrize(
+    ("head_size", "head_size_v", "served"),
+    [
+        (128, 64, True),
+        (128, 32, False),
+        (64, 48, True),
+        (64, 32, False),
+        (64, 24, False),
+        (32, 16, False),
+        (32, 24, True),
+        (24, 16, False),
+        (16, 16, True),
+        (16, 24, True),
+        (256, 64, True),
+        (192, 128, True),
+    ],
+)
+def test_narrow_values_over_fp8_are_refused_because_they_are_compiled_wrong(head_size, head_size_v, served):
+    layer = SPEC.replace(head_size=head_size, head_size_v=head_size_v)
+    assert codes(layer) == []
+    for storage in ("fp8_e4m3", "fp8_e5m2"):
+        for dtype, expected in (("float16", served), ("bfloat16", served), ("float32", True)):
+            asked = layer.replace(kv_cache_dtype=storage, dtype=dtype)
+            assert codes(asked) == ([] if expected else ["combination"])
+
+
 def test_groups_too_large_for_a_tile_are_refused():
     assert codes(LayerSpec(num_heads=128, num_kv_heads=1, head_size=64)) == []
     assert codes(LayerSpec(num_heads=256, num_kv_heads=1, head_size=64)) == ["combination"]
