@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec
 
+_LONGEST_OWNER = 200
 _LAYOUTS = frozenset({"NHD", "HND"})
 _CODES = {
     PluginStatus.BLOCKED: "blocked",
@@ -169,4 +170,6 @@ def _declaration_faults(backend: type[AttentionBackend], placement: Placement) -
 def fault(backend: type[AttentionBackend], what: str) -> Reason:
     """The reason against a backend that did `what`, which breaks the interface."""
     owner = f"{backend.__module__}.{backend.__qualname__}"
+    # A class can be given a name of any length.
+    owner = owner if len(owner) <= _LONGEST_OWNER else f"{owner[:_LONGEST_OWNER]}..."
     return Reason(f"{owner} {what}", code="plugin_error", remedy="tell its author")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from attnplug.core.errors import PolicyError
@@ -13,6 +14,9 @@ from attnplug.registry.records import canonical_name
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
+
+_MOST, _LONGEST = 100, 500
+"""Requirements of a backend, and characters of each: a parser of text without a limit could take minutes."""
 
 AssumeInstalled: TypeAlias = Mapping[str, str] | Literal["all"] | None
 """Versions to assume for a what-if query: all that count, "all" for any, or None for the installed ones."""
@@ -49,9 +53,7 @@ def missing_requirements(requires: Sequence[str | tuple[str, ...]], assumed: Ass
     if assumed == "all":
         return []
     reasons = []
-    # A plugin may declare one string, which would otherwise be read letter by letter.
-    for entry in (requires,) if isinstance(requires, str) else requires:
-        choices = (entry,) if isinstance(entry, str) else tuple(entry)
+    for choices in _choices(requires):
         found = [_missing(choice, assumed) for choice in choices]
         refused = [reason for reason in found if reason is not None]
         if choices and len(refused) == len(choices):
@@ -62,6 +64,19 @@ def missing_requirements(requires: Sequence[str | tuple[str, ...]], assumed: Ass
                 first = Reason(str(first), code=first.code, field="requires", remedy=f"or {others}")
             reasons.append(first)
     return reasons
+
+
+def _choices(requires: Sequence[str | tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """The alternatives of each requirement; ValueError for more or longer text than any backend needs."""
+    # A plugin may declare one string, which would otherwise be read letter by letter.
+    entries = (requires,) if isinstance(requires, str) else requires
+    for number, entry in enumerate(entries):
+        choices = (entry,) if isinstance(entry, str) else tuple(itertools.islice(entry, _MOST + 1))
+        if number >= _MOST or len(choices) > _MOST or any(len(choice) > _LONGEST for choice in choices):
+            raise ValueError(
+                f"it has more than {_MOST} requirements, or one of more than {_LONGEST} characters"
+            )
+        yield choices
 
 
 def _missing(text: str, assumed: Assumed) -> Reason | None:

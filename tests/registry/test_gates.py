@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -120,6 +121,18 @@ def test_a_declaration_that_cannot_be_used_is_a_reason(attributes: dict[str, Any
     one = judged(backend("ODD", **attributes))
     assert one.codes == ("plugin_error",)
     assert words in one.reasons[0]
+
+
+@pytest.mark.parametrize("requires", [("x" * 10**7,), ("x",) * 101, (("x",) * 101,), itertools.repeat("x")])
+def test_requirements_without_a_limit_are_refused_at_admission(requires: object) -> None:
+    with pytest.raises(PluginError, match="more than 100 requirements, or one of more than 500 characters"):
+        registry(backend("ODD", requires=requires))
+
+
+def test_a_class_with_an_endless_name_is_named_in_short() -> None:
+    bad = backend("ODD", get_priority=raises(ZeroDivisionError("by zero")))
+    bad.__qualname__ = "x" * 10**7
+    assert len(judged(bad).reasons[0]) < 400
 
 
 @pytest.mark.parametrize(
