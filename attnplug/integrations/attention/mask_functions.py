@@ -62,6 +62,8 @@ def read_mask_function(
         ) from error
     if not agrees:
         raise UnknownMaskError("its mask is neither full, causal, a window nor chunks")
+    if walk.positions is not None:
+        _check_positions(walk.positions, walk.segments, pattern.chunk_size)
     pattern = dataclasses.replace(pattern, blockwise=spans is not None)
     return ReadMask(pattern, walk.left_padding, walk.segments, spans)
 
@@ -91,6 +93,7 @@ class _Walk:
         self.has_blocks = False
         self.left_padding: torch.Tensor | None = None
         self.segments: torch.Tensor | None = None
+        self.positions: torch.Tensor | None = None
 
     def visit(self, value: Any, name: str) -> tuple[Hashable, Any]:
         """The cache key of `value`, and `value` with meta tensors."""
@@ -107,10 +110,11 @@ class _Walk:
 
     def _function(self, function: types.FunctionType) -> tuple[Hashable, Any]:
         # A caller's function may treat rows or positions differently, so it is evaluated at all of them.
-        if function.__globals__.get("__name__") != _LIBRARY:
+        is_own = function.__globals__.get("__name__") == _LIBRARY
+        if not is_own:
             self.foreign = True
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        parts = [self.visit(cell.cell_contents, name) for name, cell in cells]
+        parts = [self._cell(cell.cell_contents, name, is_own) for name, cell in cells]
         defaults = self.visit(function.__defaults__, "default")
         plain = types.FunctionType(
             function.__code__,
@@ -120,6 +124,13 @@ class _Walk:
             tuple(types.CellType(part) for _, part in parts),
         )
         return (function.__code__, defaults[0], tuple(key for key, _ in parts)), plain
+
+    def _cell(self, value: Any, name: str, is_own: bool) -> tuple[Hashable, Any]:
+        # Newer transformers (seen in 5.23) ask the mask of packed rows for the positions in each sequence.
+        if is_own and name == "position_ids" and isinstance(value, torch.Tensor):
+            self.positions = value
+            return name, _OwnPositions()
+        return self.visit(value, name)
 
     def _tensor(self, tensor: torch.Tensor, name: str) -> Any:
         """A meta tensor in place of one that does not change the pattern; `read_mask` makes it real."""
@@ -141,6 +152,24 @@ class _OneSegment:
 
     def __getitem__(self, index: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return torch.zeros_like(index[-1])
+
+
+class _OwnPositions:
+    """Positions that are each token's place in its row, so that a pattern is read as of one sequence."""
+
+    def __getitem__(self, index: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return index[-1]
+
+
+def _check_positions(positions: torch.Tensor, segments: torch.Tensor | None, chunk: int | None) -> None:
+    """UnknownMaskError unless positions ascend by one in each sequence, and chunks begin where it begins."""
+    where = segments.expand_as(positions) if segments is not None else torch.zeros_like(positions)
+    continues = where[:, 1:] == where[:, :-1]
+    if bool((continues & (positions.diff(dim=-1) != 1)).any()):
+        raise UnknownMaskError("its position_ids do not ascend by one in each sequence")
+    begins = torch.nn.functional.pad(~continues, (1, 0), value=True)
+    if chunk is not None and bool((begins & (positions % chunk != 0)).any()):
+        raise UnknownMaskError(f"its position_ids begin inside a chunk of {chunk}")
 
 
 def _agrees(
