@@ -23,7 +23,7 @@ from attnplug.core.ported_names import (
     PORTED_PARAMETERS,
     PortedName,
 )
-from attnplug.core.signatures import cannot_take, definition_of, methods_of, signature_of
+from attnplug.core.signatures import cannot_take, definition_of, interface_signature, methods_of, signature_of
 from attnplug.core.spec import Phase
 from attnplug.core.text import shown
 
@@ -105,18 +105,25 @@ def constructor_faults(made: object, ported: Mapping[str, PortedName], before: M
 
 
 def _unread_names(cls: type, base: type, ported: Mapping[str, PortedName]) -> Iterator[str]:
-    interface = {name for each in base.__mro__ if each is not object for name in _names(each)}
+    interface = _interface_names(base)
     # A class without an abstract method is refused for that, so such a name is never a misspelt one.
     likely = (interface | ported.keys()) - getattr(base, "__abstractmethods__", frozenset())
-    for name in dict.fromkeys(name for each in cls.__mro__ for name in vars(each)):
-        owner = owner_of(cls, name)
-        if owner is None or not _is_of_plugin(owner):
-            continue
-        known = ported.get(name)
-        if known is None and name not in interface and not name.startswith("_"):
-            known = _misspelt(owner, name, likely, ported)
-        if known is not None and not any(vars(owner)[name] is each for each in known.harmless):
-            yield f"{cls.__name__}.{name} is not read by attnplug; {known.write}"
+    seen: set[str] = set()
+    for owner in cls.__mro__:
+        # The first class that has a name is the one that it comes from.
+        own = [name for name in vars(owner) if name not in seen]
+        seen.update(own)
+        for name in own if _is_of_plugin(owner) else ():
+            known = ported.get(name)
+            if known is None and name not in interface and not name.startswith("_"):
+                known = _misspelt(owner, name, likely, ported)
+            if known is not None and not any(vars(owner)[name] is each for each in known.harmless):
+                yield f"{cls.__name__}.{name} is not read by attnplug; {known.write}"
+
+
+@functools.lru_cache(maxsize=16)
+def _interface_names(base: type) -> frozenset[str]:
+    return frozenset(name for each in base.__mro__ if each is not object for name in _names(each))
 
 
 def _misspelt(
@@ -203,21 +210,19 @@ def _signatures(cls: type, base: type, *, on_class: bool, skipped: Collection[st
         if owner is None or not _is_of_plugin(owner) or name in skipped:
             continue
         raw, title = vars(owner)[name], f"{cls.__name__}.{name}"
-        expected = signature_of(theirs, on_class=False)
-        write = f"write {definition_of(name, theirs)}"
         if on_class and not callable(raw) and not isinstance(raw, (staticmethod, classmethod)):
-            yield f"{title} is {_kind(raw)}; it must be a class method: {write}"
+            yield f"{title} is {_kind(raw)}; it must be a class method: write {definition_of(name, theirs)}"
             continue
-        found = signature_of(raw, on_class=on_class)
+        expected, found = interface_signature(theirs), signature_of(raw, on_class=on_class)
         if found is None or expected is None:
             continue
         ported = [each for each in found.parameters if each in PORTED_PARAMETERS]
         if "head_size" in found.parameters and "head_size" not in expected.parameters:
-            yield f"{title} has vLLM's arguments; {write}, and read spec and device"
+            yield f"{title} has vLLM's arguments; write {definition_of(name, theirs)}, and read spec and device"
         elif ported:
             yield f"{title} has the parameter {ported[0]}; {PORTED_PARAMETERS[ported[0]]}"
         elif why := cannot_take(found, expected):
-            yield f"{title} does not take what attnplug gives ({why}); {write}"
+            yield f"{title} does not take what attnplug gives ({why}); write {definition_of(name, theirs)}"
 
 
 def _constructor(impl: type, base: type) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from typing import Any
@@ -9,14 +10,26 @@ from typing import Any
 
 def methods_of(cls: type, base: type) -> dict[str, Any]:
     """The methods of the interface by name, as the nearest class of attnplug defines them; `__init__` too."""
+    ours = (each for each in cls.__mro__ if each.__module__.startswith("attnplug.core."))
+    return _methods(tuple(each for each in ours if issubclass(each, base)))
+
+
+# Almost all plugins have the same few classes of attnplug above them.
+@functools.lru_cache(maxsize=64)
+def _methods(classes: tuple[type, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for each in cls.__mro__:
-        if each.__module__.startswith("attnplug.core.") and issubclass(each, base):
-            for name, value in vars(each).items():
-                is_method = isinstance(value, (staticmethod, classmethod, types.FunctionType))
-                if is_method and (not name.startswith("_") or name == "__init__"):
-                    found.setdefault(name, value)
+    for each in classes:
+        for name, value in vars(each).items():
+            is_method = isinstance(value, (staticmethod, classmethod, types.FunctionType))
+            if is_method and (not name.startswith("_") or name == "__init__"):
+                found.setdefault(name, value)
     return found
+
+
+@functools.lru_cache(maxsize=256)
+def interface_signature(method: Any) -> inspect.Signature | None:
+    """`signature_of` a method of the interface."""
+    return signature_of(method, on_class=False)
 
 
 def signature_of(raw: Any, *, on_class: bool) -> inspect.Signature | None:

@@ -21,7 +21,7 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.interface import backend_faults
 from attnplug.core.text import shown
 from attnplug.registry.hookspecs import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendHooks
-from attnplug.registry.installed import missing_requirements
+from attnplug.registry.installed import check_requirements
 from attnplug.registry.plugin_calls import announce, describe, guarded_call
 from attnplug.registry.records import Offer, PluginRecord, PluginStatus, canonical_name
 
@@ -70,9 +70,7 @@ def installed_plugins() -> list[Installed]:
     found: dict[str, Installed] = {}
     seen: set[str] = set()
     for dist in importlib.metadata.distributions():
-        text, error = guarded_call(dist.read_text, "entry_points.txt")
-        if isinstance(error, UnicodeDecodeError):
-            text = error.object.decode("latin-1")
+        text, error = _read(dist, "entry_points.txt")
         # Most distributions have no plugin, and an unreadable file of another one is not an error here.
         if not text or ENTRY_POINT_GROUP not in text:
             continue
@@ -114,15 +112,19 @@ def _is_own_module(name: str) -> bool:
     return name.startswith(f"{ENTRY_POINT_GROUP}.")
 
 
+def _read(dist: importlib.metadata.Distribution, file: str) -> tuple[str, BaseException | None]:
+    """The text of a file of metadata, "" without one, and the error; bytes that are no UTF-8 are read as Latin-1."""
+    text, error = guarded_call(dist.read_text, file)
+    if isinstance(error, UnicodeDecodeError):
+        text = error.object.decode("latin-1")
+    return text or "", error
+
+
 def _identity(dist: importlib.metadata.Distribution) -> tuple[str, str | None]:
     """Name and version, from the head of the metadata; parsing all of it is slower than all other steps."""
-    head = ""
     # A wheel has METADATA. What setuptools installs for development has PKG-INFO, in an .egg-info.
-    for file in ("METADATA", "PKG-INFO"):
-        text, error = guarded_call(dist.read_text, file)
-        if isinstance(error, UnicodeDecodeError):
-            text = error.object.decode("latin-1")
-        head = head or (text or "").partition("\n\n")[0]
+    text = _read(dist, "METADATA")[0] or _read(dist, "PKG-INFO")[0]
+    head = text.partition("\n\n")[0]
     name, version = (re.search(rf"^{field}: *(\S.*)", head, re.MULTILINE) for field in ("Name", "Version"))
     return name[1].strip() if name else "unknown", version[1].strip() if version else None
 
@@ -300,7 +302,7 @@ def _backend_name(backend: object) -> str:
     # Backends are keys of dictionaries, and a selection must give the same answer every time.
     if type(backend).__hash__ is not type.__hash__ or type(backend).__eq__ is not type.__eq__:
         raise _Rejected(f"offers {backend.__name__}, whose metaclass defines how classes compare")
-    _, error = guarded_call(missing_requirements, backend.requires)
+    _, error = guarded_call(check_requirements, backend.requires)
     if error is not None:
         raise _Rejected(f"offers {backend.__name__}, whose requires cannot be read: {describe(error)}")
     name, error = guarded_call(backend.get_name)

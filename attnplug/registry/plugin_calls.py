@@ -44,7 +44,7 @@ def describe(error: BaseException) -> str:
     """An exception in one line that is safe to print: its type and its message."""
     text, failure = guarded_call(lambda: " ".join(str(error).split()))
     words = text if failure is None else "its message cannot be read"
-    name = safe_text(type.__dict__["__name__"].__get__(type(error)))
+    name = type.__dict__["__name__"].__get__(type(error))
     return safe_text(f"{name}: {words}" if words else name)
 
 

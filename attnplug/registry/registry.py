@@ -147,8 +147,7 @@ class Registry:
         **kwargs: Unpack[SelectKwargs],
     ) -> Decision:
         """As `attnplug.select`, among the backends of this registry."""
-        _refuse_phase_rule({layer_name: spec}, phase, kwargs.get("backend"))
-        decision, rule = self._decision(spec, device, phase, layer_name, True, **kwargs)
+        decision, rule = self._decision(spec, device, phase, layer_name, usable=True, is_whole=True, **kwargs)
         if decision.backend is None:
             raise refusal(decision, rule, self.plugins)
         return decision
@@ -163,8 +162,7 @@ class Registry:
         **kwargs: Unpack[SelectKwargs],
     ) -> Decision:
         """As `attnplug.explain`, among the backends of this registry."""
-        _refuse_phase_rule({layer_name: spec}, phase, kwargs.get("backend"))
-        return self._decision(spec, device, phase, layer_name, False, **kwargs)[0]
+        return self._decision(spec, device, phase, layer_name, usable=False, is_whole=True, **kwargs)[0]
 
     def decide(
         self,
@@ -176,7 +174,7 @@ class Registry:
         **kwargs: Unpack[SelectKwargs],
     ) -> Decision:
         """As `select`, for a layer of a model, but does not raise for lack of a backend."""
-        return self._decision(spec, device, phase, layer_name, True, **kwargs)[0]
+        return self._decision(spec, device, phase, layer_name, usable=True, is_whole=False, **kwargs)[0]
 
     def select_layers(
         self,
@@ -187,11 +185,13 @@ class Registry:
     ) -> dict[str, Decision]:
         """As `attnplug.select_layers`, among the backends of this registry."""
         when = None if phase is None else check_member(Phase, "phase", phase)
-        _refuse_phase_rule(specs, when, kwargs.get("backend"))
         decisions = self.decide_layers(specs, device, (when,), **kwargs)[when]
+        sets = rule_sets(kwargs.get("backend"))
         for name, decision in decisions.items():
+            if when is None:
+                _refuse_phase_rule(sets, decision.spec, name)
             if decision.backend is None:
-                rule = rule_for(rule_sets(kwargs.get("backend")), decision.spec, when, name)
+                rule = rule_for(sets, decision.spec, when, name)
                 raise refusal(decision, rule, self.plugins)
         return decisions
 
@@ -217,7 +217,7 @@ class Registry:
                 _check_matches(rule, specs)
         where = resolve_device(device)
         every = {
-            (phase, name): self._decision(spec, where, phase, name, True, **kwargs)[0]
+            (phase, name): self._decision(spec, where, phase, name, usable=True, is_whole=False, **kwargs)[0]
             for phase in phases
             for name, spec in specs.items()
         }
@@ -242,6 +242,7 @@ class Registry:
         spec: LayerSpec,
         phase: Phase | None,
         layer_name: str | None,
+        is_whole: bool,
         backend: Rules = None,
         options: Any = None,
         assume_installed: AssumeInstalled = None,
@@ -250,6 +251,8 @@ class Registry:
         sets = rule_sets(backend)
         if layer_name is None:
             _refuse_layer_rules(sets[0])
+        if is_whole and phase is None:
+            _refuse_phase_rule(sets, spec, layer_name)
         merged: dict[str, Any] = {}
         asked_here = ((sets[0], options), *((block.rules, block.options) for block in USE_BLOCKS.get()))
         # The argument comes last, so that its options replace those of the blocks around it.
@@ -267,9 +270,12 @@ class Registry:
         device: DeviceLike,
         phase: Phase | str | None,
         layer_name: str | None,
+        *,
         usable: bool,
+        is_whole: bool,
         **kwargs: Unpack[SelectKwargs],
     ) -> tuple[Decision, Rule | None]:
+        # `is_whole`: this one decision is the answer, so without a phase no rule for one phase may be ignored.
         if not isinstance(spec, LayerSpec):
             raise SpecError("spec", spec, "must be a LayerSpec")
         where = resolve_device(device)
@@ -281,7 +287,7 @@ class Registry:
             if unknown := kwargs.keys() - _UNSET:
                 known = ", ".join(_UNSET)
                 raise TypeError(f"unexpected keyword argument {min(unknown)!r}; settings are {known}")
-            policy = self._policy(spec, when, layer_name, **kwargs)
+            policy = self._policy(spec, when, layer_name, is_whole, **kwargs)
         # A plain tuple, since a Placement for each look-up would take 0.5 us more than the 1.3 us of today.
         key = (spec, where, when, policy, usable)
         decision = self._cache.get(key)
@@ -322,21 +328,12 @@ def _refuse_layer_rules(rules: Sequence[Rule]) -> None:
             raise PolicyError(rule.source, str(rule), limit)
 
 
-def _refuse_phase_rule(
-    specs: Mapping[str, LayerSpec] | Mapping[None, LayerSpec] | Mapping[str | None, LayerSpec],
-    phase: Phase | str | None,
-    backend: Rules,
-) -> None:
+def _refuse_phase_rule(sets: Sequence[tuple[Rule, ...]], spec: LayerSpec, layer_name: str | None) -> None:
     """PolicyError where a choice for both phases would ignore a rule for one of them."""
-    if phase is not None or not (backend or USE_BLOCKS.get() or os.environ.get(ENVIRONMENT)):
-        return
-    sets = rule_sets(backend)
-    for name, spec in specs.items():
-        # Something else than a LayerSpec is refused later, with its own error.
-        rule = phase_rule_for(sets, spec, name) if isinstance(spec, LayerSpec) else None
-        if rule is not None:
-            limit = "is a rule for one phase, and this choice is for both"
-            raise PolicyError(rule.source, str(rule), limit, _PHASE_REMEDY)
+    rule = phase_rule_for(sets, spec, layer_name)
+    if rule is not None:
+        limit = "is a rule for one phase, and this choice is for both"
+        raise PolicyError(rule.source, str(rule), limit, _PHASE_REMEDY)
 
 
 def _check_matches(rule: Rule, specs: Mapping[str, LayerSpec]) -> None:
