@@ -108,17 +108,23 @@ def _unread_names(cls: type, base: type, ported: Mapping[str, PortedName]) -> It
     interface = _interface_names(base)
     # A class without an abstract method is refused for that, so such a name is never a misspelt one.
     likely = (interface | ported.keys()) - getattr(base, "__abstractmethods__", frozenset())
+    for owner, name in _written_names(cls):
+        known = ported.get(name)
+        if known is None and name not in interface and not name.startswith("_"):
+            known = _misspelt(owner, name, likely, ported)
+        if known is not None and not any(vars(owner)[name] is each for each in known.harmless):
+            yield f"{cls.__name__}.{name} is not read by attnplug; {known.write}"
+
+
+def _written_names(cls: type) -> Iterator[tuple[type, str]]:
+    """The names that `cls` has from a plugin's class or mixin, and that class."""
     seen: set[str] = set()
     for owner in cls.__mro__:
         # The first class that has a name is the one that it comes from.
         own = [name for name in vars(owner) if name not in seen]
         seen.update(own)
-        for name in own if _is_of_plugin(owner) else ():
-            known = ported.get(name)
-            if known is None and name not in interface and not name.startswith("_"):
-                known = _misspelt(owner, name, likely, ported)
-            if known is not None and not any(vars(owner)[name] is each for each in known.harmless):
-                yield f"{cls.__name__}.{name} is not read by attnplug; {known.write}"
+        if _is_of_plugin(owner):
+            yield from ((owner, name) for name in own)
 
 
 @functools.lru_cache(maxsize=16)
@@ -205,10 +211,11 @@ def _entry(field: str, value: object) -> str | None:
 
 def _signatures(cls: type, base: type, *, on_class: bool, skipped: Collection[str] = ()) -> Iterator[str]:
     """Overrides that do not take the arguments that attnplug gives."""
-    for name, theirs in methods_of(cls, base).items():
-        owner = owner_of(cls, name)
-        if owner is None or not _is_of_plugin(owner) or name in skipped:
+    methods = methods_of(cls, base)
+    for owner, name in _written_names(cls):
+        if name not in methods or name in skipped:
             continue
+        theirs = methods[name]
         raw, title = vars(owner)[name], f"{cls.__name__}.{name}"
         if on_class and not callable(raw) and not isinstance(raw, (staticmethod, classmethod)):
             yield f"{title} is {_kind(raw)}; it must be a class method: write {definition_of(name, theirs)}"

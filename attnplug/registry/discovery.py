@@ -77,9 +77,10 @@ def installed_plugins() -> list[Installed]:
         distribution, version = _identity(dist)
         # Python imports the first on sys.path, so a later distribution of the name is not the one installed.
         # Another one that calls itself attnplug must not hide attnplug's own.
-        if canonical_name(distribution) in seen - {PROJECT}:
+        canonical = canonical_name(distribution)
+        if canonical in seen and canonical != PROJECT:
             continue
-        seen.add(canonical_name(distribution))
+        seen.add(canonical)
         points: Any = ()
         if error is None:
             points, error = guarded_call(lambda: list(dist.entry_points.select(group=ENTRY_POINT_GROUP)))  # noqa: B023
