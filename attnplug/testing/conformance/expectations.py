@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import torch
 
+from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.testing.batches import Batch
 from attnplug.testing.comparison import assert_close, assert_lse_close, tolerance
@@ -72,6 +73,18 @@ def expect_correct_step(
         return next((name for name in given if _gives(target, make(), given[name], found)), None)
 
     expect_correct(make(), found, what, mistake)
+
+
+def expect_batch_refused(target: Target, batch: Batch, what: str) -> None:
+    """Raise ConformanceError, which begins with `what`, unless the backend refuses the step with a BatchError."""
+    try:
+        Harness.of(target, batch).forward(batch)
+    except ConformanceError as problem:
+        # Any other error may come from the kernel, which is a crash and no refusal.
+        if isinstance(problem.__cause__, BatchError):
+            return
+        raise ConformanceError(f"{what} must raise a BatchError: {problem}") from problem
+    raise ConformanceError(f"{what} was accepted; it must raise a BatchError")
 
 
 def expect_own_slots(metadata: AttentionMetadata, common: CommonAttentionMetadata, what: str) -> None:

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 
 import torch
 
-from attnplug.core.errors import BatchError
 from attnplug.core.features import Feature
 from attnplug.core.spec import Phase
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckTable, ConformanceError, checks_from
-from attnplug.testing.conformance.expectations import difference, expect_correct
+from attnplug.testing.conformance.expectations import difference, expect_batch_refused, expect_correct
 from attnplug.testing.conformance.guarded_cache import GuardedCache, slots_of
 from attnplug.testing.conformance.harness import Answer, Harness, blank_answer
 from attnplug.testing.conformance.steps import (
@@ -183,14 +182,14 @@ def _check_narrowed(target: Target, scenario: str) -> None:
 
 def _check_widened(target: Target, scenario: str) -> None:
     batch = _causal(scenario_factory(target, scenario)(), False)
-    _expect_refusal(target, batch, "causal=False for a causal layer")
+    expect_batch_refused(target, batch, "causal=False for a causal layer")
 
 
 def _check_no_spans(target: Target, scenario: str) -> None:
     batch = scenario_factory(target, scenario, mm_prefix=True)()
     common = dataclasses.replace(batch.common, mm_prefix_spans=None, mm_prefix_spans_cpu=None)
     batch = dataclasses.replace(batch, common=common)
-    _expect_refusal(target, batch, "mm_prefix_spans=None for a layer with mm_prefix")
+    expect_batch_refused(target, batch, "mm_prefix_spans=None for a layer with mm_prefix")
 
 
 def _check_text(target: Target, scenario: str) -> None:
@@ -202,17 +201,6 @@ def _check_text(target: Target, scenario: str) -> None:
     text = dataclasses.replace(batch, common=common, spans=[[] for _ in batch.seq_lens])
     what = "with a step of text for a layer with mm_prefix"
     expect_correct(text, Harness.of(target, text).forward(text, what=what), what)
-
-
-def _expect_refusal(target: Target, batch: Batch, what: str) -> None:
-    try:
-        Harness.of(target, batch).forward(batch)
-    except ConformanceError as problem:
-        # Any other error may come from the kernel, which is a crash and no refusal.
-        if isinstance(problem.__cause__, BatchError):
-            return
-        raise ConformanceError(f"{what} must raise a BatchError: {problem}") from problem
-    raise ConformanceError(f"{what} was accepted; it must raise a BatchError")
 
 
 def _causal(batch: Batch, causal: bool) -> Batch:
