@@ -11,16 +11,12 @@ import torch
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
-from attnplug.core.selection import Selection
 from attnplug.core.spec import AttentionType, LayerSpec
-from attnplug.ops.storage import STORAGE_DTYPES
+from attnplug.testing.drawn_selections import random_selection
+from attnplug.testing.drawn_values import draw_tokens, layer_tensors
 from attnplug.testing.oracle import OracleResult, Spans, attention_oracle, stored_values
+from attnplug.testing.pages import block_table, poisoned_cache, put
 from attnplug.testing.spans import default_spans, rows_of_spans
-
-_WIDER = 3
-"""Columns of a selection beyond the layer's topk."""
-_ROUND, _FEWER, _NONE = 7, 4, 2
-"""Of so many queries in a row, this one chooses half as many keys as it may, and this one none."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -77,22 +73,6 @@ class Batch:
         )
 
 
-def layer_tensors(
-    spec: LayerSpec, *, seed: int = 0, k_scale: float = 1.0, v_scale: float = 1.0, device: str = "cpu"
-) -> LayerTensors:
-    """The tensors that `spec` needs: sinks around 1, the usual geometric slopes, scales of fp8."""
-    generator = torch.Generator().manual_seed(seed)
-    # Sinks near 1 are different for each head, so swapped heads change the result.
-    sinks = torch.randn(spec.num_heads, generator=generator) + 1 if spec.has_sinks else None
-    slopes = 2.0 ** (-8.0 * torch.arange(1, spec.num_heads + 1) / spec.num_heads) if spec.has_alibi else None
-    return LayerTensors(
-        sinks=None if sinks is None else sinks.to(device),
-        alibi_slopes=None if slopes is None else slopes.float().to(device),
-        k_scale=k_scale if spec.has_quantized_kv_cache else 1.0,
-        v_scale=v_scale if spec.has_quantized_kv_cache else 1.0,
-    )
-
-
 def paged_batch(
     spec: LayerSpec,
     query_lens: Sequence[int],
@@ -135,9 +115,9 @@ def paged_batch(
     cross = spec.attn_type is AttentionType.ENCODER_DECODER
     # A cross layer stores all tokens of the encoder in this step, whatever the number of queries.
     new_lens = list(seq_lens) if cross else list(query_lens)
-    queries, keys, values = _draw(spec, query_lens, seq_lens, generator)
-    table, num_blocks = _block_table(seq_lens, size, generator)
-    cache = _poisoned_cache(spec, num_blocks, size, layout, backend)
+    queries, keys, values = draw_tokens(spec, query_lens, seq_lens, generator)
+    table, num_blocks = block_table(seq_lens, size, generator)
+    cache = poisoned_cache(spec, num_blocks, size, layout, backend)
     k_pages, v_pages = backend.split_kv(cache, spec)
     chosen = _chosen_spans(spec, spans, query_lens, seq_lens)
 
@@ -151,13 +131,12 @@ def paged_batch(
         slots += [missing, (blocks * size + positions % size)[old.stop :]]
         for pages, tokens, scale in ((k_pages, keys[row], k_scale), (v_pages, values[row], v_scale)):
             stored = stored_values(tokens[old], spec, scale) / (scale if spec.has_quantized_kv_cache else 1.0)
-            _put(pages, blocks[old], positions[old] % size, stored)
+            put(pages, blocks[old], positions[old] % size, stored)
         if drop_window and spec.causal and spec.window[0] >= 0:
             # Only pages that no new query can see, in its window or span, are dropped.
             begun = [start for start, stop in (chosen[row] if chosen else ()) if stop > seq_len - new]
             table[row, : max(min([seq_len - new - spec.window[0], *begun]), 0) // size] = 0
 
-    is_causal = spec.causal if causal is None else causal
     new_keys = [_last(tokens, new) for tokens, new in zip(keys, new_lens, strict=True)]
     new_values = [_last(tokens, new) for tokens, new in zip(values, new_lens, strict=True)]
     pad_slots = torch.full((padding,), PAD_SLOT_ID)
@@ -165,23 +144,16 @@ def paged_batch(
     return Batch(
         spec=spec,
         common=_common(
+            spec,
             query_lens,
             seq_lens,
             table,
             torch.cat([torch.empty(0, dtype=torch.int64), *slots, pad_slots]),
-            is_causal,
-            device,
+            causal,
             chosen,
-            random_selection(
-                spec,
-                query_lens,
-                seq_lens,
-                causal=is_causal,
-                spans=chosen,
-                padding=padding,
-                seed=seed,
-                device=device,
-            ),
+            padding,
+            seed,
+            device,
         ),
         query=_pack(queries, spec.num_heads, spec.head_size, padding, spec).to(device),
         key=_pack(new_keys, spec.num_kv_heads, spec.head_size, padding, spec).to(device),
@@ -215,28 +187,20 @@ def direct_batch(
     """
     generator = torch.Generator().manual_seed(seed)
     counts = list(query_lens) if key_lens is None else list(key_lens)
-    queries, keys, values = _draw(spec, query_lens, counts, generator)
+    queries, keys, values = draw_tokens(spec, query_lens, counts, generator)
     chosen = _chosen_spans(spec, spans, query_lens, seq_lens)
-    is_causal = spec.causal if causal is None else causal
     common = _common(
+        spec,
         query_lens,
         seq_lens,
         # Direct KV has no pages, so the block table must not be followed at all.
         torch.randint(-(2**30), 2**30, (len(seq_lens), 1), generator=generator).int(),
         torch.full((sum(query_lens) + padding,), PAD_SLOT_ID),
-        is_causal,
-        device,
+        causal,
         chosen,
-        random_selection(
-            spec,
-            query_lens,
-            seq_lens,
-            causal=is_causal,
-            spans=chosen,
-            padding=padding,
-            seed=seed,
-            device=device,
-        ),
+        padding,
+        seed,
+        device,
     )
     if key_lens is not None:
         common.key_start_loc_cpu = _starts(key_lens)
@@ -265,110 +229,6 @@ def _chosen_spans(
     return default_spans(query_lens, seq_lens) if given is None else [list(spans) for spans in given]
 
 
-def random_selection(
-    spec: LayerSpec,
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    *,
-    causal: bool,
-    spans: Sequence[Spans] | None = None,
-    padding: int = 0,
-    seed: int = 0,
-    device: str = "cpu",
-) -> Selection | None:
-    """A selection for a sparse layer, in no order; None for other layers.
-
-    Most queries choose as many keys as they may, or all where these are fewer. Some choose fewer, and some none. The
-    buffer is wider than the layer's topk, as if another layer chooses more keys.
-
-    Args:
-        spec: the layer.
-        query_lens: new tokens of each request.
-        seq_lens: all tokens of each request.
-        causal: whether queries choose no key after their own position, but for the rest of their span.
-        spans: the multimodal spans of each request.
-        padding: rows past the batch's tokens, which are not given.
-        seed: of the random choice.
-        device: of the tensors.
-    """
-    sparse = spec.sparse
-    if sparse is None:
-        return None
-    # Not the seed of the keys, so that both can change alone.
-    generator = torch.Generator().manual_seed(seed + 7919)
-    chosen = Selection.allocate(sum(query_lens) + padding, sparse.topk + _WIDER, "cpu")
-    inside = [(0, 0)] * sum(query_lens)
-    if spans is not None:
-        inside = [(start, stop) for start, stop in rows_of_spans(spans, query_lens, seq_lens).tolist()]
-    token = 0
-    for new, length in zip(query_lens, seq_lens, strict=True):
-        for position in range(length - new, length):
-            end = max(position + 1, inside[token][1]) if causal else length
-            among = -(-max(end, 0) // sparse.block)
-            most = min(among, sparse.topk)
-            count = {_FEWER: (most + 1) // 2, _NONE: 0}.get(token % _ROUND, most)
-            chosen.positions[token, :count] = torch.randperm(among, generator=generator)[:count].int()
-            chosen.counts[token] = count
-            token += 1
-    return Selection(chosen.positions.to(device), chosen.counts.to(device))
-
-
-def _draw(
-    spec: LayerSpec, query_lens: Sequence[int], key_lens: Sequence[int], generator: torch.Generator
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Random queries, keys and values of each request."""
-    dtype = getattr(torch, spec.dtype)
-
-    def tokens(count: int, heads: int, size: int) -> torch.Tensor:
-        return torch.randn(count, heads, size, generator=generator).to(dtype)
-
-    return (
-        # The factor 2 is near the norms of trained projections. It makes the weights sharp, so that each key matters.
-        [2 * tokens(count, spec.num_heads, spec.head_size) for count in query_lens],
-        [tokens(count, spec.num_kv_heads, spec.head_size) for count in key_lens],
-        [tokens(count, spec.num_kv_heads, spec.head_size_v) for count in key_lens],
-    )
-
-
-def _block_table(
-    seq_lens: Sequence[int], block_size: int, generator: torch.Generator
-) -> tuple[torch.Tensor, int]:
-    counts = [-(-seq_len // block_size) for seq_len in seq_lens]
-    # Blocks are shuffled and never 0, so a kernel that assumes consecutive blocks reads wrong rows.
-    blocks = torch.randperm(sum(counts) + 3, generator=generator)[: sum(counts)] + 1
-    # Two entries beyond the longest request give each row a tail, even the longest one.
-    width = max(counts, default=0) + 2
-    # Tails hold numbers far outside the cache, so a backend that follows one fails.
-    table = torch.randint(-(2**30), 2**30, (len(counts), width), generator=generator).int()
-    for row, count in enumerate(counts):
-        table[row, :count], blocks = blocks[:count].int(), blocks[count:]
-    return table, sum(counts) + 4
-
-
-def _poisoned_cache(
-    spec: LayerSpec, num_blocks: int, block_size: int, layout: str, backend: type[AttentionBackend]
-) -> torch.Tensor:
-    shape = backend.get_kv_cache_shape(
-        num_blocks, block_size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype, spec.head_size_v
-    )
-    order = backend.get_kv_cache_stride_order(layout=layout, spec=spec)
-    dtype = STORAGE_DTYPES[spec.resolved_kv_cache_dtype]
-    # NaN in unused rows reaches the output of a backend that reads them.
-    physical = torch.full([shape[dim] for dim in order], torch.nan).to(dtype)
-    cache = physical.permute([order.index(dim) for dim in range(len(order))])
-    # Block 0 holds zeros because table entries of dropped pages point to it.
-    cache[0].zero_() if dtype.itemsize > 1 else cache.view(torch.uint8)[0].zero_()
-    return cache
-
-
-def _put(pages: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, stored: torch.Tensor) -> None:
-    tokens = stored.to(pages.dtype)
-    # The assignment copies the bytes of fp8 values, which are already rounded.
-    if pages.dtype.itemsize == 1:
-        pages, tokens = pages.view(torch.uint8), tokens.view(torch.uint8)
-    pages[blocks, offsets] = tokens
-
-
 def _last(tokens: torch.Tensor, count: int) -> torch.Tensor:
     """The last `count` tokens; tokens that a padding request does not have are NaN."""
     missing = tokens.new_full((max(count - tokens.shape[0], 0), *tokens.shape[1:]), torch.nan)
@@ -388,15 +248,18 @@ def _starts(lengths: Sequence[int]) -> torch.Tensor:
 
 
 def _common(
+    spec: LayerSpec,
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
     table: torch.Tensor,
     slots: torch.Tensor,
-    causal: bool,
-    device: str,
+    causal: bool | None,
     spans: Sequence[Spans] | None,
-    selection: Selection | None,
+    padding: int,
+    seed: int,
+    device: str,
 ) -> CommonAttentionMetadata:
+    is_causal = spec.causal if causal is None else causal
     # The device tensor gets a copy, so that it and the host array share no memory.
     host = np.asarray(seq_lens, dtype=np.int32)
     starts = _starts(query_lens)
@@ -411,10 +274,19 @@ def _common(
         max_seq_len=max(seq_lens, default=0),
         block_table_tensor=table.to(device),
         slot_mapping=slots.to(device),
-        causal=causal,
+        causal=is_causal,
         seq_lens_host=host,
         mm_prefix_spans=None if rows is None else rows.to(device),
         # The device tensor gets a copy, so that it and the host tensor share no memory.
         mm_prefix_spans_cpu=None if rows is None else rows.clone(),
-        selection=selection,
+        selection=random_selection(
+            spec,
+            query_lens,
+            seq_lens,
+            causal=is_causal,
+            spans=spans,
+            padding=padding,
+            seed=seed,
+            device=device,
+        ),
     )

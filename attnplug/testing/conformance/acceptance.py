@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator
 
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.ops.storage import STORAGE_DTYPES
-from attnplug.testing.batches import direct_batch, layer_tensors
+from attnplug.testing.batches import direct_batch
 from attnplug.testing.conformance.check import (
     Check,
     CheckSkipped,
@@ -21,6 +21,7 @@ from attnplug.testing.conformance.harness import Harness, make_impl
 from attnplug.testing.conformance.refusals import reasons_for
 from attnplug.testing.conformance.spec_grid import PHASES, devices, grid
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.drawn_values import layer_tensors
 
 _MAX_COMPILE_KEYS = {Level.SMOKE: 3, Level.FULL: 12}
 

@@ -20,8 +20,8 @@ from attnplug.runtime.attention_runtime import AttentionRuntime
 from attnplug.runtime.model_plan import ModelPlan
 from attnplug.runtime.plan_pages import with_equal_pages
 from attnplug.runtime.step_batch import StepBatch
-from attnplug.testing.batches import layer_tensors
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.drawn_values import layer_tensors
 from attnplug.testing.oracle import Spans, attention_oracle, stored_values
 from attnplug.testing.spans import default_spans
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from attnplug.testing.batches import Batch, layer_tensors
+from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.builders import stale_mistakes
 from attnplug.testing.conformance.check import Check, error_context
 from attnplug.testing.conformance.expectations import (
@@ -19,6 +19,7 @@ from attnplug.testing.conformance.expectations import (
 from attnplug.testing.conformance.harness import Answer, Harness
 from attnplug.testing.conformance.steps import layer_kinds, layer_of_kind, long_decodes, mixed, step_factory
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.drawn_values import layer_tensors
 
 
 def checks(target: Target) -> Iterator[Check]:

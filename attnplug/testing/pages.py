@@ -1,0 +1,53 @@
+"""Pages with traps: shuffled blocks, NaN in unused rows, table tails that must not be followed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from attnplug.core.backend import AttentionBackend
+from attnplug.core.spec import LayerSpec
+from attnplug.ops.storage import STORAGE_DTYPES
+
+
+def block_table(
+    seq_lens: Sequence[int], block_size: int, generator: torch.Generator
+) -> tuple[torch.Tensor, int]:
+    """The shuffled pages of each request, int32 `[R, width]`, and the number of blocks that they need."""
+    counts = [-(-seq_len // block_size) for seq_len in seq_lens]
+    # Blocks are shuffled and never 0, so a kernel that assumes consecutive blocks reads wrong rows.
+    blocks = torch.randperm(sum(counts) + 3, generator=generator)[: sum(counts)] + 1
+    # Two entries beyond the longest request give each row a tail, even the longest one.
+    width = max(counts, default=0) + 2
+    # Tails hold numbers far outside the cache, so a backend that follows one fails.
+    table = torch.randint(-(2**30), 2**30, (len(counts), width), generator=generator).int()
+    for row, count in enumerate(counts):
+        table[row, :count], blocks = blocks[:count].int(), blocks[count:]
+    return table, sum(counts) + 4
+
+
+def poisoned_cache(
+    spec: LayerSpec, num_blocks: int, block_size: int, layout: str, backend: type[AttentionBackend]
+) -> torch.Tensor:
+    """The logical view of a cache of NaN, but for the null block, which holds zeros."""
+    shape = backend.get_kv_cache_shape(
+        num_blocks, block_size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype, spec.head_size_v
+    )
+    order = backend.get_kv_cache_stride_order(layout=layout, spec=spec)
+    dtype = STORAGE_DTYPES[spec.resolved_kv_cache_dtype]
+    # NaN in unused rows reaches the output of a backend that reads them.
+    physical = torch.full([shape[dim] for dim in order], torch.nan).to(dtype)
+    cache = physical.permute([order.index(dim) for dim in range(len(order))])
+    # Block 0 holds zeros because table entries of dropped pages point to it.
+    cache[0].zero_() if dtype.itemsize > 1 else cache.view(torch.uint8)[0].zero_()
+    return cache
+
+
+def put(pages: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, stored: torch.Tensor) -> None:
+    """Write tokens `[n, Hkv, D]`, already rounded or quantised, to rows of the pages."""
+    tokens = stored.to(pages.dtype)
+    # The assignment copies the bytes of fp8 values, which are already rounded.
+    if pages.dtype.itemsize == 1:
+        pages, tokens = pages.view(torch.uint8), tokens.view(torch.uint8)
+    pages[blocks, offsets] = tokens
