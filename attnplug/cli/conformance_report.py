@@ -46,7 +46,8 @@ class Report(RunReport):
         self._verdicts = {check: result.outcome for check, result in earlier.items()}
         self._total = len(ids) + len(earlier)
         checks = counted(self._total, "check")
-        if self._total < len(listing.ids):
+        # With `only`, the listing need not have all checks.
+        if self._total < len(listing.ids) and listing.request.only == ("*",):
             checks = f"{self._total} of {counted(len(listing.ids), 'check')}"
         parts = [checks, f"level {listing.request.level}", *([f"shard {shard}"] if shard else [])]
         self.say(f"{_subject(listing)}: {', '.join([*parts, counted(limits.jobs, 'worker')])}")

@@ -17,7 +17,6 @@ from string import Template
 from typing import Annotated
 
 import typer
-from packaging.version import Version
 
 from attnplug.cli.arguments import AsJson
 from attnplug.cli.output import echo, print_json
@@ -141,6 +140,8 @@ def _write(target: Path, names: PackageNames) -> list[str]:
 def _rendered(names: PackageNames) -> dict[str, str]:
     """The text of each file of the package, by relative path."""
     known = dataclasses.asdict(names)
+    from packaging.version import Version
+
     known["attnplug_version"] = Version(version("attnplug")).public
     rendered = {}
     for place, template in _templates(files("attnplug") / "templates" / "backend", PurePosixPath()):

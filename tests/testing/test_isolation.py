@@ -16,7 +16,7 @@ from catching import variant
 from attnplug.core.device import Device
 from attnplug.core.errors import SpecError
 from attnplug.registry.records import Offer
-from attnplug.testing.conformance import suites
+from attnplug.testing.conformance import conformance_checks, suites
 from attnplug.testing.isolation import listing as listing_module
 from attnplug.testing.isolation import run
 from attnplug.testing.isolation.controller import Controller
@@ -381,6 +381,29 @@ def test_the_list_is_made_in_a_child():
     assert (listing.name, listing.shipped_by, listing.device_type) == ("TORCH", "attnplug", "cpu")
     assert len(set(listing.ids)) == len(listing.ids) > 50
     assert {"Python", "attnplug", "torch"} <= set(listing.versions)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "has_cases"),
+    [
+        (("declaration/name",), False),
+        (("declaration/*", "merge/*"), False),
+        (("declaration/name", "correct/*"), True),
+        (("corr*/*",), True),
+        (("*mixed*",), True),
+        (("listed/*",), True),
+    ],
+)
+def test_cases_are_searched_only_if_a_pattern_may_match_one(patterns, has_cases):
+    ids = [each.id for each in conformance_checks(variant("PLAIN"), device="cpu", only=patterns)]
+    assert any(each.startswith("correct/") for each in ids) is has_cases
+    assert "declaration/name" in ids
+
+
+def test_a_pattern_that_matches_nothing_brings_the_whole_list_for_the_message():
+    listing = list_checks(SuiteRequest("TORCH", "cpu", only=("declaration/nme",)), 120)
+    assert isinstance(listing, Listing)
+    assert any(each.startswith("correct/") for each in listing.ids)
 
 
 def test_another_list_of_checks_may_be_asked_for():

@@ -8,8 +8,6 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from packaging.requirements import InvalidRequirement, Requirement
-
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.device import Device
@@ -45,6 +43,9 @@ def _check_name(target: Target) -> None:
 
 
 def _check_requires(target: Target) -> None:
+    # Each worker imports this module, and packaging takes as long as a third of it.
+    from packaging.requirements import InvalidRequirement, Requirement
+
     for entry in _sequence(target, "requires"):
         for each in entry if isinstance(entry, tuple) else (entry,):
             try:

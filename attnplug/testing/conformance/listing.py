@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import SpecError
@@ -43,10 +44,16 @@ _IN_ORDER = (
 )
 GROUPS: tuple[Callable[[Target], Iterator[Check]], ...] = tuple(module.checks for module in _IN_ORDER)
 """Functions that list the checks of a target, always the same in the same order."""
+_SLOW_TO_LIST = {correctness.checks: "correct"}
+"""The area, the first word of all ids, of groups that search for their checks."""
 
 
 def conformance_checks(
-    backend: type[AttentionBackend], *, device: DeviceLike = None, level: Level | str = Level.SMOKE
+    backend: type[AttentionBackend],
+    *,
+    device: DeviceLike = None,
+    level: Level | str = Level.SMOKE,
+    only: Iterable[str] = ("*",),
 ) -> list[Check]:
     """Every check of `backend` on a device of this machine, always the same in the same order.
 
@@ -54,6 +61,8 @@ def conformance_checks(
         backend: the class.
         device: as `attnplug.select` takes it; default the current one.
         level: "smoke" or "full".
+        only: patterns of the ids that are wanted. Groups that are slow to list are left out if none of theirs is
+            wanted; other checks are listed even if they match no pattern.
 
     Raises:
         SpecError: an unknown level or device.
@@ -61,7 +70,14 @@ def conformance_checks(
     if level not in {*Level}:
         raise SpecError("level", level, f"must be one of {', '.join(Level)}")
     target = Target(backend, resolve_device(device), Level(level))
-    return [check for group in GROUPS for check in listed(group, target)]
+    areas = {pattern.partition("/")[0] if "/" in pattern else "*" for pattern in only}
+
+    def may_be_wanted(group: Callable[[Target], Iterator[Check]]) -> bool:
+        area = _SLOW_TO_LIST.get(group)
+        # A group that cannot be listed has one check, "listed/GROUP".
+        return area is None or "listed" in areas or any(fnmatch.fnmatch(area, each) for each in areas)
+
+    return [check for group in GROUPS if may_be_wanted(group) for check in listed(group, target)]
 
 
 def listed(group: Callable[[Target], Iterator[Check]], target: Target) -> list[Check]:

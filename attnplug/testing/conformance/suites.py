@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,7 @@ def load_suite(
     known_failures: Path | None = None,
     source: str = "NAME",
     checks_of: str | None = None,
+    only: Iterable[str] = ("*",),
 ) -> Suite:
     """The checks of an installed or registered backend.
 
@@ -61,6 +62,7 @@ def load_suite(
         known_failures: a TOML file; an id in it may belong to either level.
         source: the option or argument that gave the name, for messages.
         checks_of: "module:function" that lists the checks of a Target; default the kit's checks.
+        only: patterns of the wanted ids; other checks of the kit may be left out of the suite to save time.
 
     Raises:
         PolicyError: an unknown name, a family's name, a known failure that matches no check, or no function.
@@ -74,7 +76,9 @@ def load_suite(
     if reasons:
         raise BackendUnavailableError(f"{offer.name} does not run here on {where}: {'; '.join(reasons)}")
     _make_current(device)
-    checks_at = _checks_function(checks_of, offer.backend, where)
+    # A known failure may belong to any check.
+    wanted = tuple(only) if known_failures is None else ("*",)
+    checks_at = _checks_function(checks_of, offer.backend, where, wanted)
     checks = checks_at(level)
     chosen = Level(level)
     known: dict[str, str] = {}
@@ -90,11 +94,11 @@ def load_suite(
 
 
 def _checks_function(
-    checks_of: str | None, backend: type[AttentionBackend], device: Device
+    checks_of: str | None, backend: type[AttentionBackend], device: Device, only: Iterable[str]
 ) -> Callable[[Level | str], list[Check]]:
     """A function of a level that lists the checks: the kit's, or the named one; PolicyError if there is none."""
     if checks_of is None:
-        return lambda level: conformance_checks(backend, device=device, level=level)
+        return lambda level: conformance_checks(backend, device=device, level=level, only=only)
     try:
         function = pkgutil.resolve_name(checks_of)
     except (ImportError, AttributeError, ValueError) as problem:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
 import hashlib
 import importlib.util
 import json
+import os
 import platform
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,13 +35,18 @@ main(sys.argv[1], json.loads(sys.argv[3]))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SuiteRequest:
-    """The arguments of `attnplug.testing.conformance.suites.load_suite`, as text."""
+    """The arguments of `attnplug.testing.conformance.suites.load_suite`, as text.
+
+    Args:
+        only: patterns of the ids that are wanted. If each matches, checks that nobody wants may be left out.
+    """
 
     name: str
     device: str | None = None
     level: str = "smoke"
     known_failures: str | None = None
     checks_of: str | None = None
+    only: Sequence[str] = ("*",)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,23 +86,30 @@ class ListingFailure:
     usage: bool
 
 
-def list_checks(request: SuiteRequest, timeout: float) -> Listing | ListingFailure:
-    """List the checks in a child process, which is killed after `timeout` seconds."""
+def list_checks(
+    request: SuiteRequest, timeout: float, meanwhile: Callable[[], object] = lambda: None
+) -> Listing | ListingFailure:
+    """List the checks in a child process, which is killed after `timeout` seconds; `meanwhile` is called beside it."""
     with tempfile.TemporaryDirectory(prefix="attnplug-conformance-") as folder:
         report, log = Path(folder, "report"), Path(folder, "log")
         arguments = [str(report), json.dumps(sys.path), json.dumps(dataclasses.asdict(request))]
         try:
             # The output is a file, because a grandchild that outlives the child would keep a pipe open.
-            with log.open("wb") as output:
-                code = subprocess.run(  # noqa: S603  (our own interpreter on our own code)
+            with (
+                log.open("wb") as output,
+                subprocess.Popen(  # noqa: S603  (our own interpreter on our own code)
                     [sys.executable, "-c", _CHILD, *arguments],
                     # A backend that reads the standard input would otherwise wait for the user.
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    timeout=timeout,
-                    check=False,
-                ).returncode
+                ) as child,
+            ):
+                try:
+                    meanwhile()
+                    code = child.wait(timeout)
+                finally:
+                    child.kill()
         except subprocess.TimeoutExpired:
             problem = f"took longer than {timeout:g} s"
         else:
@@ -115,9 +129,13 @@ def main(report: str, request: dict[str, Any]) -> None:
     from attnplug.testing.conformance.suites import load_suite
 
     known = request.get("known_failures")
+    arguments = {**request, "known_failures": None if known is None else Path(known)}
     facts: dict[str, Any]
     try:
-        suite = load_suite(**{**request, "known_failures": None if known is None else Path(known)})
+        suite = load_suite(**arguments)
+        if not all(fnmatch.filter(suite.ids, pattern) for pattern in request["only"]):
+            # The message about a pattern without a match names the nearest of all ids.
+            suite = load_suite(**{**arguments, "only": ("*",)})
         backend = suite.offer.backend
         halves = backend.members().values() if issubclass(backend, CompositeBackend) else (backend,)
         facts = {
@@ -135,6 +153,10 @@ def main(report: str, request: dict[str, Any]) -> None:
         facts = {"text": str(problem), "usage": True}
     # The report has a file of its own, because a backend may print while it is imported.
     Path(report).write_text(json.dumps(facts), encoding="utf-8")
+    # The modules of torch take a tenth of a second to end, and those of a backend may hang.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def versions(offer: Offer) -> dict[str, str]:

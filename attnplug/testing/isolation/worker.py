@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from attnplug.testing.conformance.suites import load_suite
 
     try:
-        suite = load_suite(**settings["suite"])
+        suite = load_suite(**{**settings["suite"], "only": settings["ids"]})
     except Exception as problem:
         # pytest-xdist ends the run without the reason after any other exception of a worker that starts.
         raise pytest.UsageError(f"{type(problem).__name__}: {problem}") from problem
