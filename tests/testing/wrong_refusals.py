@@ -44,6 +44,22 @@ class NoLatents(TorchImpl):
             raise NotImplementedError("mla")
 
 
+class IgnoresCapBesideSinks(TorchImpl):
+    """Accepts a soft cap beside sinks, and drops it."""
+
+    @classmethod
+    def from_spec(cls, spec: LayerSpec, **given: Any) -> Any:
+        return super().from_spec(spec.replace(logits_soft_cap=None) if spec.has_sinks else spec, **given)
+
+
+class NeedsWideHeads(TorchImpl):
+    """Reads at least two elements of each head."""
+
+    def attend(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().attend(*args, **kwargs)
+        return found.mul_(2) if self.spec.head_size == 1 else found
+
+
 def accepts_all(cls: Any, spec: LayerSpec, device: Device, phase: Any = None) -> list[Reason]:
     return []
 
@@ -243,5 +259,17 @@ WRONG_REFUSALS = [
         "from_spec: raised NotImplementedError: mla",
         impl=NoLatents,
         validate_configuration=takes_mla,
+    ),
+    wrong(
+        "accepts_and_ignores",
+        "refused/never-after-acceptance",
+        "the numbers of a known mistake: soft cap ignored",
+        impl=IgnoresCapBesideSinks,
+    ),
+    wrong(
+        "accepts_tiny_heads",
+        "refused/never-after-acceptance",
+        "head_size=1 is accepted, and then runs with wrong numbers: output",
+        impl=NeedsWideHeads,
     ),
 ]

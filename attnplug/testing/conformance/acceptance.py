@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterator
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.testing.batches import direct_batch
+from attnplug.testing.comparison import assert_close, tolerance
 from attnplug.testing.conformance.check import (
     Check,
     CheckSkipped,
@@ -17,12 +18,17 @@ from attnplug.testing.conformance.check import (
     checks_from,
     error_context,
 )
+from attnplug.testing.conformance.expectations import expect_correct
 from attnplug.testing.conformance.harness import Harness, make_impl
+from attnplug.testing.conformance.mistake_recognition import recognise
 from attnplug.testing.conformance.refusals import reasons_for
 from attnplug.testing.conformance.spec_grid import PHASES, devices, grid
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import layer_tensors
+from attnplug.testing.oracle import COMPUTED
 
+_FEWEST_ELEMENTS = 8
+"""Elements of an output row that can be compared with the row's own magnitude."""
 _MAX_COMPILE_KEYS = {Level.SMOKE: 3, Level.FULL: 12}
 
 
@@ -95,7 +101,9 @@ def _check_served(target: Target) -> None:
 
 
 def _serve(target: Target, spec: LayerSpec, keys: set[Hashable]) -> None:
-    """Make, build and run an accepted layer; only make it where a run would compile too many kernels.
+    """Make, build and run an accepted layer, and compare its numbers with the oracle's.
+
+    The layer is only made where a run would compile too many kernels.
 
     `keys` collects the compile keys of the layers that were run.
     """
@@ -103,19 +111,31 @@ def _serve(target: Target, spec: LayerSpec, keys: set[Hashable]) -> None:
     is_known = stored is not None and stored.is_floating_point
     key = target.backend.compile_key(spec)
     few = key is None or key in keys or len(keys) < _MAX_COMPILE_KEYS[target.level]
-    # Batches of the kit lack the inputs of MLA layers, and other storage types.
-    if spec.mla is not None or not is_known or not few:
+    # The kit has no inputs for other storage types, and none for features that the oracle does not compute.
+    if spec.required_features() & ~COMPUTED or not is_known or not few:
         with error_context("from_spec"):
             make_impl(target.backend, spec, layer_tensors(spec, device=target.torch_device))
         return
     keys.add(key)
     if spec.is_encoder:
-        batch = direct_batch(spec, [3, 9], [3, 9], device=target.torch_device)
+        batch = direct_batch(spec, [3, 9], [3, 9], padding=1, device=target.torch_device)
     else:
-        batch = target.batch(spec, [1, 5], [9, 5])
-    harness = Harness.of(target, batch)
-    harness.build(batch)
-    harness.forward(batch)
+        batch = target.batch(spec, [1, 5], [29, 14], padding=1)
+    found, what = Harness.of(target, batch).forward(batch), "runs with wrong numbers"
+    tokens = batch.common.num_actual_tokens
+    if spec.head_size_v < _FEWEST_ELEMENTS:
+        # Rounding errors are relative to a row's magnitude, and a row of one element may be near 0.
+        numbers, expected = found.output[:tokens].flatten(1), batch.oracle().output.flatten(1)
+        try:
+            assert_close(numbers[:, None], expected[:, None], tolerance(spec).output)
+        except AssertionError as problem:
+            raise ConformanceError(f"{what}: {problem}") from None
+        return
+
+    def mistake() -> str | None:
+        return recognise(batch, found.output[:tokens], None if found.lse is None else found.lse[:tokens])
+
+    expect_correct(batch, found, what, mistake)
 
 
 _CHECKS: CheckTable = {
@@ -130,5 +150,5 @@ _CHECKS: CheckTable = {
         _check_combination,
         "supports_combination gives None or a sentence, and validate_configuration includes it",
     ),
-    "never-after-acceptance": (_check_served, "from_spec, build and forward do not refuse an accepted layer"),
+    "never-after-acceptance": (_check_served, "an accepted layer is served, with the numbers of the oracle"),
 }
