@@ -44,7 +44,7 @@ _IN_ORDER = (
 )
 GROUPS: tuple[Callable[[Target], Iterator[Check]], ...] = tuple(module.checks for module in _IN_ORDER)
 """Functions that list the checks of a target, always the same in the same order."""
-_SLOW_TO_LIST = {correctness.checks: "correct"}
+_SLOW_TO_LIST: dict[Callable[[Target], Iterator[Check]], str] = {correctness.checks: "correct"}
 """The area, the first word of all ids, of groups that search for their checks."""
 
 
