@@ -23,7 +23,14 @@ from attnplug.core.ported_names import (
     PORTED_PARAMETERS,
     PortedName,
 )
-from attnplug.core.signatures import cannot_take, definition_of, interface_signature, methods_of, signature_of
+from attnplug.core.signatures import (
+    cannot_take,
+    definition_of,
+    interface_signature,
+    is_alike,
+    methods_of,
+    signature_of,
+)
 from attnplug.core.spec import Phase
 from attnplug.core.text import shown
 
@@ -215,8 +222,10 @@ def _signatures(cls: type, base: type, *, on_class: bool, skipped: Collection[st
     for owner, name in _written_names(cls):
         if name not in methods or name in skipped:
             continue
-        theirs = methods[name]
-        raw, title = vars(owner)[name], f"{cls.__name__}.{name}"
+        raw, theirs = vars(owner)[name], methods[name]
+        if is_alike(raw, theirs):
+            continue
+        title = f"{cls.__name__}.{name}"
         if on_class and not callable(raw) and not isinstance(raw, (staticmethod, classmethod)):
             yield f"{title} is {_kind(raw)}; it must be a class method: write {definition_of(name, theirs)}"
             continue

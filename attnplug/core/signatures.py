@@ -49,6 +49,26 @@ def signature_of(raw: Any, *, on_class: bool) -> inspect.Signature | None:
     return signature.replace(parameters=parameters)
 
 
+def is_alike(raw: Any, theirs: Any) -> bool:
+    """Whether two methods have equal parameters; found without their signatures, which take 20 us to make."""
+    if type(raw) is not type(theirs):
+        return False
+    found, expected = (getattr(each, "__func__", each) for each in (raw, theirs))
+    # A wrapper's parameters are those of the function that it wraps.
+    return (
+        isinstance(found, types.FunctionType)
+        and not vars(found)
+        and _parameters(found) == _parameters(expected)
+    )
+
+
+def _parameters(function: types.FunctionType) -> tuple[object, ...]:
+    code = function.__code__
+    has_rest = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return names, code.co_posonlyargcount, code.co_kwonlyargcount, has_rest
+
+
 def cannot_take(found: inspect.Signature, expected: inspect.Signature) -> str | None:
     """Why a method with the parameters `found` cannot be called as `expected` is; None if it can."""
     by_name = [p.name for p in expected.parameters.values() if p.kind is p.KEYWORD_ONLY]

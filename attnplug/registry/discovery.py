@@ -139,6 +139,11 @@ class _OnePlugin(pluggy.PluginManager):
         self.plugin = plugin
         self.name = name
 
+    def parse_hookspec_opts(self, module_or_class: Any, name: str) -> Any:
+        """The options of a hook's specification; None for the names that every class has."""
+        # Each plugin has a manager, and pluggy reads these names with the slow getattr_static.
+        return None if name.startswith("__") else super().parse_hookspec_opts(module_or_class, name)
+
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
         """The options of a hook's decorator; None where `name` is not a function of the plugin."""
         # Older pluggy reads every attribute, which runs the lazy exports of a plugin's package.
