@@ -154,14 +154,14 @@ def test_lengths_are_those_of_requests(shape: str, kind: str, block_size: int) -
     assert len(new) == len(tokens) > 0
     assert max(new) > 0
     assert min(*new, *tokens, 0) == 0
-    if kind == "encoder":
+    if spec.is_encoder:
         assert new == tokens
     elif kind != "cross":
         # A query whose request is empty stands for one with nothing to see.
         assert all(
             count <= every or (count, every) == (1, 0) for count, every in zip(new, tokens, strict=True)
         )
-    assert ((1, 0) in zip(new, tokens, strict=True)) == (shape == "idle" and kind != "encoder")
+    assert ((1, 0) in zip(new, tokens, strict=True)) == (shape == "idle" and not spec.is_encoder)
 
 
 def test_lengths_lie_around_the_ends_of_pages_windows_and_chunks() -> None:

@@ -17,6 +17,7 @@ from attnplug.testing.conformance.target import Target, of_phase
 from attnplug.testing.design.compiling import compile_key, most_adding
 from attnplug.testing.design.packing import packed_rows, served_pairs
 from attnplug.testing.design.search import Row, Search
+from attnplug.testing.design.sizes import spread
 from attnplug.testing.oracle import COMPUTED
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -25,6 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "narrowed": {"causal": False},
     "direct": {"direct_kv": True},
     "encoder": {"attn_type": "encoder_only", "direct_kv": True},
+    "encoder_half": {"attn_type": "encoder", "direct_kv": True},
     "cross": {"attn_type": "encoder_decoder"},
 }
 """The roles of queries and keys, and the place of K and V. A narrowed layer is not causal, but its batch is."""
@@ -161,7 +163,7 @@ def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], li
     return mixed, all_tokens
 
 
-class _CaseSearch(Search):
+class CaseSearch(Search):
     """Asks one target about cases."""
 
     def __init__(self, target: Target) -> None:
@@ -209,8 +211,8 @@ class _CaseSearch(Search):
             raise SpecError("window", row["window"], "limits nothing in a causal layer")
         if row["mm_prefix"] and row["kind"] == "cross":
             raise SpecError("mm_prefix", True, "is for layers whose keys are their own tokens")
-        if row["kind"] == "encoder" and self._target.phase is Phase.DECODE:
-            raise SpecError("kind", "encoder", "has no tokens to decode")
+        if row["kind"] in ("encoder", "encoder_half") and self._target.phase is Phase.DECODE:
+            raise SpecError("kind", row["kind"], "has no tokens to decode")
         return spec
 
 
@@ -223,11 +225,11 @@ def axes(target: Target) -> dict[str, list[Any]]:
             kind for kind, fields in KINDS.items() if small.replace(**fields).required_features() in tried
         ],
         "shape": list(_OF_PHASE[target.phase]),
-        "head_size": _spread(target.head_sizes, 4 if few else 12),
+        "head_size": spread(target.head_sizes, 4 if few else 12),
         "heads": list(_HEADS[:5] if few else _HEADS),
         "dtype": target.dtypes,
         "kv_cache_dtype": target.kv_cache_dtypes,
-        "block_size": _spread(target.block_sizes, 3 if few else 12),
+        "block_size": spread(target.block_sizes, 3 if few else 12),
         "layout": list(target.backend.supported_kv_cache_layouts()),
         # The default of no head size above, so that a case fails if the backend takes a default instead.
         "scale": [None, 0.15],
@@ -249,7 +251,7 @@ def designed_cases(target: Target) -> list[Case]:
     which differ in the values that go with a pair. If the backend has compile keys, only the cases of those
     keys are kept that cover most pairs: 6 keys, at the full level 24.
     """
-    search = _CaseSearch(target)
+    search = CaseSearch(target)
     few = target.level is Level.SMOKE
     shapes = [shape for shape in ("mixed", "decode", "speculative") if shape in search.axes["shape"]]
     # A mixed batch in no order leaves no work for the decoding half of a composite.
@@ -284,10 +286,3 @@ def _within_keys(target: Target, designed: Sequence[tuple[Case, Row]]) -> list[C
     covered = pairs.pop(plainest, set())
     chosen = {None, plainest, *most_adding(pairs, covered)[: _MAX_COMPILE_KEYS[target.level] - 1]}
     return [case for key, (case, _) in zip(keys, designed, strict=True) if key in chosen]
-
-
-def _spread(values: list[Any], count: int) -> list[Any]:
-    """At most `count` values: the first, the extremes, one that is not a power of 2, then others."""
-    ordered = sorted(values)
-    middle = [value for value in values if value & (value - 1)]
-    return list(dict.fromkeys([values[0], ordered[0], ordered[-1], *middle[:1], *values]))[:count]

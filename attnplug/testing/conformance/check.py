@@ -41,6 +41,10 @@ class CheckSkipped(AttnplugError):  # noqa: N818 - not an error: the check does 
     """A check does not apply to this backend or this machine; the text says why."""
 
 
+class CheckUntested(CheckSkipped):
+    """A declaration cannot be tried on this machine; the text names it and says why. Reports end with it."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Check:
     """One requirement on a backend.

@@ -18,6 +18,7 @@ from attnplug.testing.conformance import (
     cache_writes,
     correctness,
     declaration,
+    declared,
     gpu,
     graphs,
     inputs,
@@ -38,7 +39,7 @@ from attnplug.testing.conformance.check import Check, ConformanceError, Level
 from attnplug.testing.conformance.target import Target
 
 _IN_ORDER = (
-    *(declaration, pages, interface, lightness, refusals, limits, acceptance, inputs, outputs),
+    *(declaration, pages, interface, lightness, refusals, limits, acceptance, declared, inputs, outputs),
     *(cache_writes, cache_reads, cache_layouts, requests, correctness),
     *(builders, builder_inputs, shared_prefix, selections, sharing, merging, runtimes, gpu, graphs),
 )

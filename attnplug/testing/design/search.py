@@ -69,6 +69,10 @@ class Search(abc.ABC):
             found = self._answers[key] = self.ask(row)
         return found
 
+    def plainest(self, fixed: Mapping[str, Any]) -> Row | None:
+        """The first served row with the `fixed` values that the search finds; None if it finds none."""
+        return self._served(fixed, [fixed], twice=True)
+
     def pairs(self) -> Iterator[tuple[Pair, Row]]:
         """Each two values of two axes that have a meaning together, with the plainest row that has them.
 

@@ -22,3 +22,10 @@ def sizes_to_try(allowed: Sequence[int | MultipleOf], samples: Sequence[int]) ->
     sampled = [size for size in samples if MultipleOf.allows([*listed, *multiples], size)]
     least = [item.from_on(1) for item in multiples if not any(size in item for size in samples)]
     return list(dict.fromkeys([*sampled, *listed, *least]))
+
+
+def spread(values: Sequence[int], count: int) -> list[int]:
+    """At most `count` values: the first, the extremes, one that is not a power of 2, then others."""
+    ordered = sorted(values)
+    middle = [value for value in values if value & (value - 1)]
+    return list(dict.fromkeys([values[0], ordered[0], ordered[-1], *middle[:1], *values]))[:count]

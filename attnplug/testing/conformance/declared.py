@@ -1,0 +1,126 @@
+"""Every declared value is run: a layer that asks for it is served, and is as the oracle has it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from attnplug.core.device import Device
+from attnplug.testing.conformance.cases import Case, CaseSearch
+from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested, ConformanceError
+from attnplug.testing.conformance.claims import Claim, claims_of
+from attnplug.testing.conformance.correctness import check_case
+from attnplug.testing.conformance.target import Target
+from attnplug.testing.design.search import Row
+
+_SHAPES = ("mixed", "decode")
+_CAPABILITIES = {
+    "cuda": ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)),
+    "rocm": ((9, 0), (9, 4), (9, 5), (12, 0)),
+}
+_REASONS = 4
+
+
+def checks(target: Target) -> Iterator[Check]:
+    """One check that any layer is served, and one for each declared value."""
+    summary = "the backend serves some layer, and its numbers are right"
+    yield Check.of("declared/any-layer", summary, _check_claim, target, Claim("layers", [{}]))
+    for claim in claims_of(target):
+        summary = f"a layer with the declared {claim.words} is served, and its numbers are right"
+        check_id = f"declared/{re.sub(r'[^A-Za-z0-9._-]', '_', claim.name)}"
+        yield Check.of(check_id, summary, _check_claim, target, claim)
+
+
+def _check_claim(target: Target, claim: Claim) -> None:
+    if claim.problem is not None:
+        raise ConformanceError(f"declares {claim.words}, and {claim.problem}")
+    if not claim.rows:
+        why = f"serves {target.phase} only, and no step of that phase has a layer with {claim.words}"
+        raise CheckSkipped(f"{target.name} {why}")
+    if not _serves_any(target):
+        raise ConformanceError(f"declares {claim.words}, and serves no layer at all: {_words(target, [{}])}")
+    for case in _cases(target, claim):
+        try:
+            check_case(target, case)
+        except CheckSkipped:
+            raise
+        except Exception as problem:
+            raise ConformanceError(
+                f"declares {claim.words}, and the case {case.id} is wrong: {problem}",
+                getattr(problem, "named", None),
+            ) from problem
+
+
+def _cases(target: Target, claim: Claim) -> list[Case]:
+    """The cases of the plainest served layer with the declared value.
+
+    Raises:
+        ConformanceError: no layer with it is served.
+        CheckUntested: only devices that are not here serve it.
+        CheckSkipped: it is a default of AttentionBackend, which the author did not declare.
+    """
+    search = _search(target)
+    row = _served_row(search, claim)
+    if row is not None:
+        shapes = [shape for shape in _SHAPES if shape in search.axes["shape"]]
+        rows = (
+            [row]
+            if any("shape" in each for each in claim.rows)
+            else [{**row, "shape": each} for each in shapes]
+        )
+        return [search.case(each) for each in rows]
+    why = _words(target, claim.rows)
+    elsewhere = next((device for device in _others(target) if _serves_on(target, claim, device)), None)
+    if elsewhere is not None:
+        raise CheckUntested(f"{claim.words}: served on {elsewhere}, and not on {target.device}: {why}")
+    if not claim.is_own:
+        raise CheckSkipped(f"{target.name} does not declare {claim.words} itself, and refuses it: {why}")
+    raise ConformanceError(
+        f"declares {claim.words}, and no case ran with it: every candidate layer was refused: {why}"
+    )
+
+
+def _served_row(search: CaseSearch, claim: Claim) -> Row | None:
+    for fixed in claim.rows:
+        row = search.plainest(fixed)
+        if row is not None and claim.asks(search.case(row).spec):
+            return row
+    return None
+
+
+def _search(target: Target, *, deep: bool = True) -> CaseSearch:
+    search = CaseSearch(target)
+    # Some values go only with two other ones, such as a head size and a dtype.
+    search.joined = search.order if deep else ()
+    return search
+
+
+@functools.lru_cache(maxsize=8)
+def _serves_any(target: Target) -> bool:
+    return _search(target).plainest({}) is not None
+
+
+def _others(target: Target) -> list[Device]:
+    """Devices of the declared types that need not be here."""
+    found: list[Device] = []
+    for kind in target.backend.device_types:
+        if kind != target.device.type or kind in _CAPABILITIES:
+            found += [Device(kind, each) for each in _CAPABILITIES.get(kind, (None,))]
+    return [device for device in found if not device.matches(target.device)]
+
+
+def _serves_on(target: Target, claim: Claim, device: Device) -> bool:
+    search = _search(dataclasses.replace(target, device=device), deep=False)
+    return _served_row(search, claim) is not None
+
+
+def _words(target: Target, rows: Sequence[Any]) -> str:
+    """The reasons against the plainest layers of the rows."""
+    search = CaseSearch(target)
+    made = [row for fixed in rows if (row := search.complete(fixed)) is not None]
+    found = list(dict.fromkeys(str(reason) for row in made for reason in search.reasons(row)))
+    more = f"; and {len(found) - _REASONS} more reasons" if len(found) > _REASONS else ""
+    return ("; ".join(found[:_REASONS]) or "no layer of the kit asks for it") + more
