@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -32,8 +33,7 @@ class Claim:
 
     Args:
         name: its name in ids, such as "kv_cache_dtype-fp8_e5m2".
-        rows: values of axes that make a layer ask for it; one such layer has to be served. Empty where no step of
-            the backend's one phase has such a layer.
+        rows: values of axes that make a layer ask for it; one such layer has to be served.
         is_own: whether the author declares it, not a default of AttentionBackend.
         asks: whether a layer of such a row does ask for it.
         problem: why the kit cannot try it at all.
@@ -104,18 +104,26 @@ def _kinds(target: Target, has: Callable[[LayerSpec], bool]) -> list[Fixed]:
 
 def _features(target: Target) -> Iterator[Claim]:
     for flag in target.backend.features & COMPUTED:
-        field, values = flag.ask.field, flag.ask.values
-        name = flag.names()[0]
-        rows = _kinds(target, lambda spec, flag=flag: flag in spec.required_features())  # type: ignore[misc]
-        if flag is Feature.HEAD_SIZE_V:
-            rows = [{"values": "smaller"}, {"values": "larger"}]
-        elif flag is Feature.SPARSE:
+        if flag is Feature.SPARSE:
             yield from _sparse(target)
-            continue
-        elif flag is not Feature.ENCODER and not rows:
-            rows = [{field: value} for value in values]
-        asks = lambda spec, flag=flag: flag in spec.required_features()  # noqa: E731
-        yield Claim(f"feature-{name}", rows, asks=asks)
+        # No step of a backend that only decodes has an encoder.
+        elif rows := _rows_of(target, flag):
+            yield Claim(f"feature-{flag.names()[0]}", rows, asks=functools.partial(_asks, flag))
+
+
+def _asks(flag: Feature, spec: LayerSpec) -> bool:
+    return flag in spec.required_features()
+
+
+def _rows_of(target: Target, flag: Feature) -> list[Fixed]:
+    if flag is Feature.HEAD_SIZE_V:
+        return [{"values": "smaller"}, {"values": "larger"}]
+    by_kind = _kinds(target, functools.partial(_asks, flag))
+    return (
+        by_kind
+        if by_kind or flag is Feature.ENCODER
+        else [{flag.ask.field: value} for value in flag.ask.values]
+    )
 
 
 def _sparse(target: Target) -> Iterator[Claim]:
@@ -135,8 +143,8 @@ def _attn_types(target: Target) -> Iterator[Claim]:
     # By default the features say which types are served, so that a class need not refuse the others.
     is_own = overrides(backend, "supports_attn_type")
     for kind in AttentionType:
-        if backend.supports_attn_type(kind):
-            rows = _kinds(target, lambda spec, kind=kind: spec.attn_type == kind)  # type: ignore[misc]
+        rows = _kinds(target, lambda spec, kind=kind: spec.attn_type == kind)  # type: ignore[misc]
+        if rows and backend.supports_attn_type(kind):
             yield Claim(f"attn_type-{kind}", rows, is_own)
 
 
