@@ -1,9 +1,10 @@
-"""Compares results with the oracle, within a tolerance for each dtype."""
+"""Compares results with the oracle, within a tolerance for each dtype and size of logits."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Generic, TypeVar, overload
 
 import torch
 
@@ -16,41 +17,83 @@ _LSE = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 2.0**-9}
 """Kernels may sum weights that are rounded for the product with V: to 8 bits in bfloat16."""
 _APPROXIMATE_TANH = 2.0**-11
 """Relative error of the hardware's tanh, with which kernel libraries cap logits."""
+_SUMMED = 8 * 2.0**-24
+"""Error of a logit summed in float32 in any order, relative to its size: 8 roundings of 2**-24."""
+_ROUNDED = 3 * 0.5
+"""Error of a logit whose query was rounded once, in units of the dtype's eps and the size by the root of head_size."""
+_IN_OUTPUT = 0.5
+"""An error of a logit moves at most a quarter of it in weight, between values that differ by at most twice the largest."""
+_IN_WHOLE = 1 / 16
+"""The same of a whole result of many rows, in which few errors are as large as their bound; one row has all of it."""
+_FLUSHED = torch.finfo(torch.float32).smallest_normal
+"""Hardware may replace smaller numbers by zero."""
+
+_Bound = TypeVar("_Bound", float, torch.Tensor)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tolerance:
-    """Bounds of the error against the oracle.
+class Tolerance(Generic[_Bound]):
+    """Bounds of the error against the oracle: floats, or float64 tensors `[T, H]` with a bound for each row.
 
     Args:
-        output: of each element relative to its row's magnitude, and of `||out - ref|| / ||ref||`.
+        output: of each element, relative to its row's magnitude.
         lse: of each log-sum-exp, absolute up to 1 and relative above.
+        whole: of the norm of the whole output, relative to that of its rows.
     """
 
-    output: float
-    lse: float
+    output: _Bound
+    lse: _Bound
+    whole: _Bound
 
 
-def tolerance(spec: LayerSpec) -> Tolerance:
-    """The bounds for a layer: those of its dtype, or of fp8 if the cache stores fp8.
+@overload
+def tolerance(spec: LayerSpec) -> Tolerance[float]: ...
+@overload
+def tolerance(spec: LayerSpec, logit_size: torch.Tensor) -> Tolerance[torch.Tensor]: ...
+def tolerance(
+    spec: LayerSpec, logit_size: torch.Tensor | None = None
+) -> Tolerance[torch.Tensor] | Tolerance[float]:
+    """The bounds for a layer: those of its dtype, or of fp8 if the cache stores fp8, and the error of the logits.
 
-    In half precision a soft cap adds the error of an approximate tanh: 2**-11 of the largest logit, which is the
-    cap. An error of a logit is a relative error of its weight, and an error of the LSE.
+    `logit_size` is `OracleResult.logit_size`; the default is about the largest size in batches of `paged_batch`.
+    An error of a logit is a relative error of its weight, and an error of the LSE. It has these parts:
+
+    * a sum of `head_size` products in float32, in any order;
+    * in half precision, one rounding of the query or the key, for kernels that multiply it with the scale;
+    * in half precision, a soft cap with an approximate tanh: 2**-11 of the largest logit, which is the cap.
     """
     stored = spec.resolved_kv_cache_dtype
     output = _FP8 if stored.startswith("fp8") else _OUTPUT[spec.dtype]
     cap = spec.logits_soft_cap if spec.dtype != "float32" else None
     # Float32 gets no extra bound: only half precision is expected to use the hardware's tanh.
     more = 0.0 if cap is None else _APPROXIMATE_TANH * cap
-    return Tolerance(output + more, _LSE[spec.dtype] + more)
+    eps = torch.finfo(getattr(torch, spec.dtype)).eps
+    output, lse = output + more, _LSE[spec.dtype] + more
+    relative = _SUMMED + _ROUNDED * eps * spec.head_size**-0.5
+    if logit_size is None:
+        # Queries are drawn with a factor of 2. Few of many random vectors are longer than the root of their size + 2.
+        error = relative * 2 * spec.scale * (spec.head_size**0.5 + 2) ** 2
+        return Tolerance(output + _IN_OUTPUT * error, lse + error, output + _IN_OUTPUT * error)
+    errors = relative * logit_size
+    share = min(_IN_WHOLE + _IN_OUTPUT * max(logit_size.numel(), 1) ** -0.5, _IN_OUTPUT)
+    return Tolerance(output + _IN_OUTPUT * errors, lse + errors, output + share * errors)
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, bound: float, name: str = "output") -> None:
+def assert_close(
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    bound: float | torch.Tensor,
+    name: str = "output",
+    *,
+    whole: float | torch.Tensor | None = None,
+) -> None:
     """AssertionError unless `found [n, H, D]` is within `bound` of `expected`, by element and as a whole.
 
-    An element's error is relative to the largest magnitude in its row (the last dimension); a row
-    of zeros must be zeros. NaN never passes. A row below the smallest normal number of the dtype of `found`, such as
-    6e-5 in float16, has that magnitude: its numbers are stored with less precision.
+    `bound` is a number, or a tensor `[n, H]` with one for each row. An element's error is relative to the largest
+    magnitude in its row (the last dimension); a row of zeros must be zeros. As a whole, `norm(found - expected)` is
+    at most the norm of all rows times `whole`, by default `bound`. NaN never passes. A row below the smallest normal
+    number of the dtype of `found`, such as 6e-5 in float16, has that magnitude: its numbers are stored with less
+    precision.
     """
     least = torch.finfo(found.dtype).smallest_normal if found.is_floating_point() else 0.0
     found, expected = _as_float64(found, expected, name)
@@ -60,20 +103,27 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, bound: float, name
         raise AssertionError(f"{name}: {int((~found.isfinite()).sum())} elements are NaN or infinite")
     error = (found - expected).abs()
     magnitude = expected.abs().amax(-1, keepdim=True)
-    worst = error - bound * torch.where(magnitude > 0, magnitude.clamp_min(least), 0.0)
+    bounds = _of_rows(bound, found)
+    allowed = (bounds * magnitude.clamp_min(least)).clamp_min(_FLUSHED).masked_fill(magnitude == 0, 0.0)
+    worst = error - allowed
     # The negated comparison also fails for NaN.
     if not bool((worst <= 0).all()):
         place = tuple(int(index) for index in torch.unravel_index(worst.argmax(), worst.shape))
         values = f"{found[place].item():.6g} is not {expected[place].item():.6g}"
-        raise AssertionError(f"{name}{list(place)}: {values} within {bound} of its row's magnitude")
-    relative = float(error.norm() / expected.norm()) if bool(expected.any()) else 0.0
+        within = f"within {float(bounds[place[:-1]]):.3g} of its row's magnitude"
+        raise AssertionError(f"{name}{list(place)}: {values} {within}")
     # The second bound holds for the result as a whole, where errors of single elements add up.
-    if not relative <= bound:
-        raise AssertionError(f"{name}: relative error {relative:.3g} is above {bound}")
+    shares = bounds if whole is None else _of_rows(whole, found)
+    limit = float((shares * expected).norm()) + _FLUSHED * expected.numel() ** 0.5
+    if not float(error.norm()) <= limit:
+        relative, most = (float(number / expected.norm()) for number in (error.norm(), limit))
+        raise AssertionError(f"{name}: relative error {relative:.3g} is above {most:.3g}")
 
 
-def assert_lse_close(found: torch.Tensor, expected: torch.Tensor, bound: float, name: str = "lse") -> None:
-    """AssertionError unless `found [n, H]` is within `bound` of `expected`; -inf equals only -inf."""
+def assert_lse_close(
+    found: torch.Tensor, expected: torch.Tensor, bound: float | torch.Tensor, name: str = "lse"
+) -> None:
+    """AssertionError unless `found [n, H]` is within `bound`, a number or `[n, H]`; -inf equals only -inf."""
     found, expected = _as_float64(found, expected, name)
     empty = expected == -math.inf
     if not bool(((found == -math.inf) == empty).all()):
@@ -82,8 +132,16 @@ def assert_lse_close(found: torch.Tensor, expected: torch.Tensor, bound: float, 
     found, expected = found.masked_fill(empty, 0.0), expected.masked_fill(empty, 0.0)
     # The clamp keeps the bound absolute for an LSE near 0, where a relative error has no meaning.
     error = (found - expected).abs() / expected.abs().clamp_min(1.0)
-    if not bool((error <= bound).all()):
-        raise AssertionError(f"{name}: error {float(error.max()):.3g} is above {bound}")
+    bounds = torch.as_tensor(bound, dtype=torch.float64).expand(error.shape)
+    if not bool((error <= bounds).all()):
+        worst = int((error - bounds).argmax())
+        above = f"{float(error.flatten()[worst]):.3g} is above {float(bounds.flatten()[worst]):.3g}"
+        raise AssertionError(f"{name}: error {above}")
+
+
+def _of_rows(bound: float | torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The bound of each of the rows, `[..., 1]` in float64."""
+    return torch.as_tensor(bound, dtype=torch.float64).expand(rows.shape[:-1])[..., None]
 
 
 def _as_float64(found: torch.Tensor, expected: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -46,10 +46,13 @@ class OracleResult:
     Args:
         output: float64 `[T, H, Dv]`.
         lse: float64 `[T, H]`, natural log; -inf if the query sees no key and the layer has no sinks.
+        logit_size: float64 `[T, H]`, the largest `scale * norm(query) * norm(key)` over the keys that a query sees,
+            and how far a sink exceeds their logits. Rounding errors of logits are proportional to it.
     """
 
     output: torch.Tensor
     lse: torch.Tensor
+    logit_size: torch.Tensor
 
 
 def visible_keys(
@@ -157,15 +160,20 @@ def request_oracle(
             raise BatchError("selection", found, f"must have a row for each of {q.shape[1]} queries")
         seen &= chosen_keys(spec, selection, key_positions)
     logits = logits.masked_fill(~seen, -math.inf)
+    sizes = q.norm(dim=2)[:, :, None] * k.norm(dim=2)[:, None, :] * spec.scale
+    # A column of zeros is the size for queries without keys.
+    logit_size = torch.nn.functional.pad(sizes.masked_fill(~seen, 0.0), (0, 1)).amax(2)
     terms = logits
     # A sink enters the denominator only: it has a logit and no value.
     if tensors.sinks is not None and use_sinks:
         sinks = tensors.sinks.cpu().double()[:, None, None].expand(-1, q.shape[1], 1)
         terms = torch.cat([logits, sinks], dim=2)
+        if k.shape[1]:
+            logit_size = logit_size + (sinks[:, :, 0] - logits.amax(2)).clamp_min(0).nan_to_num(posinf=0.0)
     lse = torch.logsumexp(terms, dim=2)
     # A query without keys has an LSE of -inf; 0 in its place gives weights of 0 instead of NaN.
     weights = torch.exp(logits - lse[:, :, None].nan_to_num(neginf=0.0))
-    return OracleResult((weights @ v).transpose(0, 1), lse.transpose(0, 1))
+    return OracleResult((weights @ v).transpose(0, 1), lse.transpose(0, 1), logit_size.transpose(0, 1))
 
 
 def attention_oracle(
@@ -214,6 +222,7 @@ def attention_oracle(
     return OracleResult(
         torch.cat([nothing, *(part.output for part in parts)]),
         torch.cat([nothing[:, :, 0], *(part.lse for part in parts)]),
+        torch.cat([nothing[:, :, 0], *(part.logit_size for part in parts)]),
     )
 
 

@@ -40,7 +40,8 @@ def recognise(batch: Batch, output: torch.Tensor, lse: torch.Tensor | None) -> s
     must differ clearly from the right answer in some row. The nearest mistake is named; if several are
     equally near, the simplest.
     """
-    truth, bound = batch.oracle(), tolerance(batch.spec)
+    truth = batch.oracle()
+    bound = tolerance(batch.spec, truth.logit_size)
     found = (output.detach().cpu().double(), None if lse is None else lse.detach().cpu().double())
     right = (truth.output, None if lse is None else truth.lse)
     wrong = _error(right, found, bound) > 1
@@ -78,17 +79,18 @@ def _fit(
     wrong: torch.Tensor,
     right: _Numbers,
     found: _Numbers,
-    bound: Tolerance,
+    bound: Tolerance[torch.Tensor],
 ) -> float | None:
     """The largest error of a mistake in wrong rows; None unless it explains every request and is clear in one."""
     worst, is_clear = 0.0, False
     for index, span in suspects.items():
         given = numbers(index)
-        error = float(_error(given, _rows(found, span), bound)[wrong[span]].max())
+        bounds = Tolerance(bound.output[span], bound.lse[span], bound.whole[span])
+        error = float(_error(given, _rows(found, span), bounds)[wrong[span]].max())
         if not error <= _SAME:
             return None
         worst = max(worst, error)
-        is_clear |= bool((_error(given, _rows(right, span), bound)[wrong[span]] > _CLEAR).any())
+        is_clear |= bool((_error(given, _rows(right, span), bounds)[wrong[span]] > _CLEAR).any())
     return worst if is_clear else None
 
 
@@ -113,7 +115,7 @@ def _spans(batch: Batch) -> list[slice]:
     return [slice(start, stop) for start, stop in itertools.pairwise(starts)]
 
 
-def _error(expected: _Numbers, found: _Numbers, bound: Tolerance) -> torch.Tensor:
+def _error(expected: _Numbers, found: _Numbers, bound: Tolerance[torch.Tensor]) -> torch.Tensor:
     """The error of each row `[n, H]` in multiples of the bound: 0 for unknown values, inf for a found NaN."""
     output = _multiple((found[0] - expected[0]).abs().amax(-1), bound.output * expected[0].abs().amax(-1))
     output = output.masked_fill(expected[0].isnan().any(-1), 0.0)
