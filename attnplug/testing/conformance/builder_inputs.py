@@ -107,7 +107,8 @@ def _check_host_form(target: Target, make: BatchFactory, form: str, bounds: npt.
 
 def _check_longest_bound(target: Target, kind: str) -> None:
     spec, size = layer_of_kind(target, kind)
-    for lengths in (mixed(size), decodes(size)):
+    alone = ([1], [size + 1]), ([size + 3], [size + 3])
+    for lengths in (mixed(size), decodes(size), *alone):
         make, longest = step_factory(target, spec, lengths), max(lengths[1])
         for bound in (-(-longest // size) * size, longest + size):
             batch, what = make(), "with max_seq_len above the longest sequence, which is allowed"

@@ -19,6 +19,7 @@ from attnplug.testing.conformance import (
     correctness,
     declaration,
     declared,
+    engine_scales,
     gpu,
     graphs,
     inputs,
@@ -39,7 +40,19 @@ from attnplug.testing.conformance.check import Check, ConformanceError, Level
 from attnplug.testing.conformance.target import Target
 
 _IN_ORDER = (
-    *(declaration, pages, interface, lightness, refusals, limits, acceptance, declared, inputs, outputs),
+    *(
+        declaration,
+        pages,
+        interface,
+        lightness,
+        refusals,
+        limits,
+        acceptance,
+        declared,
+        inputs,
+        engine_scales,
+        outputs,
+    ),
     *(cache_writes, cache_reads, cache_layouts, requests, correctness),
     *(builders, builder_inputs, shared_prefix, selections, sharing, merging, runtimes, gpu, graphs),
 )
