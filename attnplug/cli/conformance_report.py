@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING
 
 from attnplug.cli.run_report import CAUSE_LINES, RunReport, counted
 from attnplug.testing.isolation.results import Outcome, Result, SavedResults
+from attnplug.testing.skips import skip_counts, untested_words
 
 if TYPE_CHECKING:
     from attnplug.testing.conformance.selection import Shard
     from attnplug.testing.isolation.listing import Listing
     from attnplug.testing.isolation.run import Limits
 
-_MARKS = {Outcome.PASSED: "green", Outcome.FAILED: "red", Outcome.SKIPPED: "yellow", Outcome.KNOWN: "yellow"}
+_MARKS = {
+    Outcome.PASSED: "green",
+    Outcome.FAILED: "red",
+    Outcome.SKIPPED: "yellow",
+    Outcome.UNTESTED: "bold yellow",
+    Outcome.KNOWN: "yellow",
+}
 
 
 class Report(RunReport):
@@ -31,7 +38,7 @@ class Report(RunReport):
     @property
     def failed(self) -> list[Result]:
         """The checks that failed."""
-        return [result for result in self._results.values() if result.outcome is Outcome.FAILED]
+        return self._with(Outcome.FAILED)
 
     def begin(
         self,
@@ -101,7 +108,16 @@ class Report(RunReport):
         if self._listing is not None:
             versions = ", ".join(f"{name} {version}" for name, version in self._listing.versions.items())
             self.say(f"{_subject(self._listing)} with {versions}")
-        self.say(self._sum() + f" in {time.monotonic() - self._start:.0f} s")
+        if skipped := skip_counts(result.cause for result in self._with(Outcome.SKIPPED)):
+            self.say(f"skipped: {skipped}")
+        untested = sorted(self._with(Outcome.UNTESTED), key=lambda each: each.id)
+        for result in untested if not self._verbose else ():
+            self._show(result)
+        last = untested_words(result.cause for result in untested)
+        self.say(self._sum() + f" in {time.monotonic() - self._start:.0f} s{last}")
+
+    def _with(self, outcome: Outcome) -> list[Result]:
+        return [result for result in self._results.values() if result.outcome is outcome]
 
     def _show_name(self, result: Result) -> None:
         self._say_verdict(result.outcome, 7, result.id, result.seconds, _MARKS[result.outcome])
@@ -126,7 +142,7 @@ class Report(RunReport):
         counts = Counter(self._verdicts.values())
         failed = [f"{counted(counts[Outcome.FAILED], 'check')} failed"] if counts[Outcome.FAILED] else []
         parts = [*failed, f"{counted(counts[Outcome.PASSED], 'check')} passed"]
-        rest = {Outcome.SKIPPED: "skipped", Outcome.KNOWN: "failed as known"}
+        rest = {Outcome.SKIPPED: "skipped", Outcome.UNTESTED: "untested", Outcome.KNOWN: "failed as known"}
         return ", ".join(
             [*parts, *(f"{counts[each]} {words}" for each, words in rest.items() if counts[each])]
         )

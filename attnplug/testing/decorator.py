@@ -95,4 +95,4 @@ def _run(check: Check) -> None:
     try:
         check()
     except CheckSkipped as why:
-        pytest.skip(str(why))
+        pytest.skip(why.text)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from attnplug.core.errors import AttnplugError
+from attnplug.testing.conformance.check import SkipKind
+from attnplug.testing.skips import skip_counts, untested_words
 
 if TYPE_CHECKING:
     from attnplug.testing.conformance.suites import Suite
@@ -65,6 +67,41 @@ def pytest_report_header(config: pytest.Config) -> str | None:
         return None
     by = f"{suite.offer.distribution} {suite.offer.version}" if suite.offer.distribution else "this process"
     return f"attnplug: {suite.offer.name} ({by}) on {suite.device}, {suite.level}, {len(suite.checks)} checks"
+
+
+def pytest_report_teststatus(
+    report: pytest.TestReport,
+) -> tuple[str, str, tuple[str, dict[str, bool]]] | None:
+    """Count declarations that could not be tried apart from other skips, so that the last line has them."""
+    if report.when == "setup" or _skip_kind(report) is not SkipKind.UNTESTED:
+        return None
+    return "untested", "u", ("UNTESTED", {"yellow": True, "bold": True})
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Explain skips by their kinds, and name each declaration that could not be tried."""
+    stats: dict[str, list[pytest.TestReport]] = terminalreporter.stats
+    untested = [SkipKind.read(_skip_text(report))[1] for report in stats.get("untested", ())]
+    texts = [_skip_text(report) for report in stats.get("skipped", ())]
+    kinds = {SkipKind.read(text)[0] for text in texts} - {SkipKind.OTHER}
+    if kinds or untested:
+        terminalreporter.section("attnplug")
+    if kinds:
+        terminalreporter.line(f"skipped: {skip_counts(texts)}")
+    for cause in untested:
+        terminalreporter.line(f"{SkipKind.UNTESTED}: {cause}")
+    if untested:
+        terminalreporter.line(untested_words(untested).removeprefix("; "), yellow=True, bold=True)
+
+
+def _skip_kind(report: pytest.TestReport) -> SkipKind | None:
+    is_skip = getattr(report, "skipped", False) and not hasattr(report, "wasxfail")
+    return SkipKind.read(_skip_text(report))[0] if is_skip else None
+
+
+def _skip_text(report: pytest.TestReport) -> str:
+    found = report.longrepr
+    return found[2].removeprefix("Skipped: ") if isinstance(found, tuple) else str(found)
 
 
 def _load(config: pytest.Config, name: str) -> Suite:

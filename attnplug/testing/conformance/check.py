@@ -37,12 +37,49 @@ class ConformanceError(AssertionError):
         self.named = named
 
 
+class SkipKind(enum.StrEnum):
+    """Why checks are skipped, in the words of a summary."""
+
+    LAYER = "layer not served"
+    """The backend refuses the layers that the check needs."""
+    PHASE = "phase not served"
+    """The backend serves one phase, and the check needs steps of the other."""
+    ALLOWED = "refused as allowed"
+    """The backend refuses what it may refuse, such as strided tensors."""
+    UNTESTED = "untested here"
+    """A declaration cannot be tried on this machine."""
+    OTHER = "does not apply"
+
+    @classmethod
+    def read(cls, text: str) -> tuple[SkipKind, str]:
+        """The kind and the cause in the text of a skip."""
+        name, _, cause = text.partition(": ")
+        return (cls(name), cause) if name in {*cls} else (cls.OTHER, text)
+
+
 class CheckSkipped(AttnplugError):  # noqa: N818 - not an error: the check does not apply
-    """A check does not apply to this backend or this machine; the text says why."""
+    """A check does not apply to this backend or this machine; the text says why.
+
+    Args:
+        cause: why, as a sentence.
+        kind: its kind in summaries.
+    """
+
+    def __init__(self, cause: str, kind: SkipKind = SkipKind.OTHER) -> None:
+        super().__init__(cause)
+        self.kind = kind
+
+    @property
+    def text(self) -> str:
+        """The cause after its kind; `SkipKind.read` reads it."""
+        return str(self) if self.kind is SkipKind.OTHER else f"{self.kind}: {self}"
 
 
 class CheckUntested(CheckSkipped):
     """A declaration cannot be tried on this machine; the text names it and says why. Reports end with it."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause, SkipKind.UNTESTED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -22,7 +22,8 @@ from attnplug.testing.oracle import COMPUTED
 Fixed: TypeAlias = Mapping[str, Any]
 """Values of some axes of the cases."""
 
-_MOST_SIZES = {Level.SMOKE: 24, Level.FULL: 200}
+_MOST_SIZES = {Level.SMOKE: 16, Level.FULL: 200}
+_SHAPES_OF_SIZES = ("mixed",)
 _MOST_COMPILED = {Level.SMOKE: 3, Level.FULL: 24}
 _SMALL = LayerSpec(num_heads=1, num_kv_heads=1, head_size=2)
 
@@ -37,6 +38,7 @@ class Claim:
         is_own: whether the author declares it, not a default of AttentionBackend.
         asks: whether a layer of such a row does ask for it.
         problem: why the kit cannot try it at all.
+        shapes: the shapes of its batches.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Claim:
     is_own: bool = True
     asks: Callable[[LayerSpec], bool] = lambda spec: True
     problem: str | None = None
+    shapes: tuple[str, ...] = ("mixed", "decode")
 
     @property
     def words(self) -> str:
@@ -64,7 +67,8 @@ def claims_of(target: Target) -> Iterator[Claim]:
     sizes, blocks = head_sizes(target), block_sizes(target)
     yield from (_head_size(target, size) for size in sizes)
     own_blocks = overrides(backend, "get_supported_kernel_block_sizes")
-    yield from (Claim(f"block_size-{size}", [{"block_size": size}], own_blocks) for size in blocks)
+    for size in blocks:
+        yield Claim(f"block_size-{size}", [{"block_size": size}], own_blocks, shapes=_SHAPES_OF_SIZES)
     own_layouts = overrides(backend, "supported_kv_cache_layouts")
     for layout in backend.supported_kv_cache_layouts():
         yield Claim(f"layout-{layout}", [{"layout": layout}], own_layouts)
@@ -170,4 +174,8 @@ def _head_size(target: Target, size: int) -> Claim:
         others = [each for each in target.head_sizes if each != size][:8]
         rows += [{"head_size": each, "values": "larger" if size > each else "smaller"} for each in others]
     is_own = overrides(target.backend, "get_supported_head_sizes")
-    return Claim(f"head_size-{size}", rows, is_own, lambda spec: size in (spec.head_size, spec.head_size_v))
+
+    def asks(spec: LayerSpec) -> bool:
+        return size in (spec.head_size, spec.head_size_v)
+
+    return Claim(f"head_size-{size}", rows, is_own, asks, shapes=_SHAPES_OF_SIZES)

@@ -16,7 +16,6 @@ from attnplug.testing.conformance.correctness import check_case
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.search import Row
 
-_SHAPES = ("mixed", "decode")
 _CAPABILITIES = {
     "cuda": ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)),
     "rocm": ((9, 0), (9, 4), (9, 5), (12, 0)),
@@ -62,13 +61,11 @@ def _cases(target: Target, claim: Claim) -> list[Case]:
     search = _search(target)
     row = _served_row(search, claim)
     if row is not None:
-        shapes = [shape for shape in _SHAPES if shape in search.axes["shape"]]
-        rows = (
-            [row]
-            if any("shape" in each for each in claim.rows)
-            else [{**row, "shape": each} for each in shapes]
-        )
-        return [search.case(each) for each in rows]
+        known = search.axes["shape"]
+        shapes = [shape for shape in claim.shapes if shape in known] or known[:1]
+        if any("shape" in fixed for fixed in claim.rows):
+            shapes = [row["shape"]]
+        return [search.case({**row, "shape": shape}) for shape in shapes]
     why = _words(target, claim.rows)
     elsewhere = next((device for device in _others(target) if _serves_on(target, claim, device)), None)
     if elsewhere is not None:

@@ -11,7 +11,13 @@ from attnplug.core.features import Feature
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadata
 from attnplug.runtime.graph_state import GraphState
 from attnplug.testing.comparison import assert_close, tolerance
-from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, error_context
+from attnplug.testing.conformance.check import (
+    Check,
+    CheckSkipped,
+    CheckUntested,
+    ConformanceError,
+    error_context,
+)
 from attnplug.testing.conformance.gpu import GPU_TYPES
 from attnplug.testing.conformance.runtimes import model_of, wrong_layers
 from attnplug.testing.conformance.serving import Call, ServedModel
@@ -38,7 +44,10 @@ def checks(target: Target) -> Iterator[Check]:
 
 def _check_level(target: Target, name: str) -> None:
     level, queries, _ = _LEVELS[name]
-    specs, kv_sharing = model_of(target)
+    try:
+        specs, kv_sharing = model_of(target)
+    except CheckSkipped as why:
+        raise CheckUntested(f"CUDA graphs: {why}") from None
     served = ServedModel(
         target, specs, kv_sharing, cudagraph_batch_sizes=_SIZES, num_speculative_tokens=queries - 1
     )

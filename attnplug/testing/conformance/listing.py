@@ -35,6 +35,7 @@ from attnplug.testing.conformance import (
     selections,
     shared_prefix,
     sharing,
+    untested,
 )
 from attnplug.testing.conformance.check import Check, ConformanceError, Level
 from attnplug.testing.conformance.target import Target
@@ -49,6 +50,7 @@ _IN_ORDER = (
         limits,
         acceptance,
         declared,
+        untested,
         inputs,
         engine_scales,
         outputs,

@@ -14,7 +14,7 @@ from attnplug.core.metadata import PAD_SLOT_ID
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.merging import merge_attn_states
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import Check, CheckSkipped, error_context
+from attnplug.testing.conformance.check import Check, CheckSkipped, SkipKind, error_context
 from attnplug.testing.conformance.expectations import difference, expect_correct, wrong_answer
 from attnplug.testing.conformance.harness import Answer, Harness
 from attnplug.testing.conformance.steps import with_lengths, with_pages
@@ -67,7 +67,9 @@ def _check_context(target: Target, has_sinks: bool) -> None:
     spec, size = _layer(target, has_sinks)
     free = spec.replace(causal=False)
     if reasons := target.reasons(free):
-        raise CheckSkipped(f"{target.name} serves no such layer without a causal mask: {'; '.join(reasons)}")
+        raise CheckSkipped(
+            f"{target.name} serves no such layer without a causal mask: {'; '.join(reasons)}", SkipKind.LAYER
+        )
     context, new = [2 * size, 3 * size, 0, size], [3, 5, 4, 1]
     lengths = [old + more for old, more in zip(context, new, strict=True)]
     whole = target.batch(spec, new, lengths, exact=True)

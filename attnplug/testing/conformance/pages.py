@@ -19,6 +19,7 @@ from attnplug.testing.conformance.check import (
     CheckSkipped,
     CheckTable,
     ConformanceError,
+    SkipKind,
     checks_from,
     error_context,
 )
@@ -68,7 +69,9 @@ def _layer(target: Target, kind: str) -> LayerSpec:
         if not served:
             # A size that the backend lists tells most: the first one may just be unlisted.
             reason = target.reasons(options[-1])[0]
-            raise CheckSkipped(f"{target.name} serves no layer of another head_size_v: {reason}")
+            raise CheckSkipped(
+                f"{target.name} serves no layer of another head_size_v: {reason}", SkipKind.LAYER
+            )
         spec = served[0]
     return spec.replace(block_size=target.block_size(spec))
 

@@ -11,7 +11,14 @@ import torch
 from attnplug.core.features import Feature
 from attnplug.core.spec import Phase
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import Check, CheckSkipped, CheckTable, ConformanceError, checks_from
+from attnplug.testing.conformance.check import (
+    Check,
+    CheckSkipped,
+    CheckTable,
+    ConformanceError,
+    SkipKind,
+    checks_from,
+)
 from attnplug.testing.conformance.expectations import difference, expect_batch_refused, expect_correct
 from attnplug.testing.conformance.guarded_cache import GuardedCache, slots_of
 from attnplug.testing.conformance.harness import Answer, Harness, blank_answer
@@ -97,7 +104,9 @@ def _check_idle(target: Target, scenario: str) -> None:
 
 def _check_no_requests(target: Target, scenario: str) -> None:
     if target.phase is Phase.PREFILL:
-        raise CheckSkipped(f"{target.name} serves prefill only, and a step without requests is not one")
+        raise CheckSkipped(
+            f"{target.name} serves prefill only, and a step without requests is not one", SkipKind.PHASE
+        )
     whole = scenario_factory(target, scenario)()
     guarded = GuardedCache.of(target.backend, whole)
     empty = select_requests(guarded.batch, [])

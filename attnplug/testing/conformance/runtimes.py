@@ -15,6 +15,7 @@ from attnplug.testing.conformance.check import (
     CheckTable,
     ConformanceError,
     Level,
+    SkipKind,
     checks_from,
     error_context,
 )
@@ -37,7 +38,7 @@ def model_of(target: Target) -> tuple[dict[str, LayerSpec], dict[str, str]]:
     """
     if target.phase is not None:
         why = "the steps of a model have both; check it as a half of PREFILL+DECODE"
-        raise CheckSkipped(f"{target.name} serves {target.phase} only: {why}")
+        raise CheckSkipped(f"{target.name} serves {target.phase} only: {why}", SkipKind.PHASE)
     full = target.spec()
     fields_of: Mapping[str, Mapping[str, object]] = {
         "window": {"window": (19, 0)},

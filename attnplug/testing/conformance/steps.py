@@ -14,7 +14,7 @@ from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.selection import Selection
 from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import CheckSkipped
+from attnplug.testing.conformance.check import CheckSkipped, SkipKind
 from attnplug.testing.conformance.target import Target
 
 BatchFactory: TypeAlias = Callable[[], Batch]
@@ -60,7 +60,9 @@ def with_pages(target: Target, spec: LayerSpec) -> tuple[LayerSpec, int]:
     size = target.block_size(spec)
     chosen = spec.replace(block_size=size)
     if reasons := target.reasons(chosen):
-        raise CheckSkipped(f"{target.name} refuses the block size that it prefers: {'; '.join(reasons)}")
+        raise CheckSkipped(
+            f"{target.name} refuses the block size that it prefers: {'; '.join(reasons)}", SkipKind.LAYER
+        )
     return chosen, size
 
 

@@ -15,7 +15,7 @@ from attnplug.core.errors import SpecError
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.batches import Batch, direct_batch, paged_batch
-from attnplug.testing.conformance.check import CheckSkipped, Level
+from attnplug.testing.conformance.check import CheckSkipped, Level, SkipKind
 from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try
 
 _LONGER = 3
@@ -97,7 +97,9 @@ class Target:
             if not reasons:
                 return spec
             refusals += reasons
-        raise CheckSkipped(f"{self.name} serves no layer with {fields}: {'; '.join(dict.fromkeys(refusals))}")
+        raise CheckSkipped(
+            f"{self.name} serves no layer with {fields}: {'; '.join(dict.fromkeys(refusals))}", SkipKind.LAYER
+        )
 
     def block_size(self, spec: LayerSpec) -> int:
         """Tokens per page: of `spec`, or the backend's preferred number."""
@@ -129,7 +131,8 @@ class Target:
             if not in_phase(self.phase, new) or (exact and changed) or partial:
                 queries = ", ".join(map(str, query_lens))
                 raise CheckSkipped(
-                    f"{self.name} serves {self.phase} only: no step with queries of {queries} tokens"
+                    f"{self.name} serves {self.phase} only: no step with queries of {queries} tokens",
+                    SkipKind.PHASE,
                 )
             query_lens, seq_lens = new, tokens
             if key_lens:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadGroupScheduling  # type: ignore[import-untyped]
 
+from attnplug.testing.conformance.check import SkipKind
 from attnplug.testing.isolation.deaths import cause_of_death
 from attnplug.testing.isolation.results import Observer, Outcome, Result
 from attnplug.testing.isolation.worker import SETTINGS
@@ -101,7 +102,10 @@ class Controller:
         outcome = Outcome(report.outcome)
         if report.skipped and hasattr(report, "wasxfail"):
             outcome = Outcome.KNOWN
-        self._observer.finished(Result(check, outcome, report.duration, *_cause_and_detail(report)))
+        cause, detail = _cause_and_detail(report)
+        if outcome is Outcome.SKIPPED and SkipKind.read(cause)[0] is SkipKind.UNTESTED:
+            outcome, cause = Outcome.UNTESTED, SkipKind.read(cause)[1]
+        self._observer.finished(Result(check, outcome, report.duration, cause, detail))
 
     def _log_of(self, node: Any) -> Path:
         return Path(self._settings["log"], f"{node.gateway.id}.log")

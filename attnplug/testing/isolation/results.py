@@ -28,6 +28,8 @@ class Outcome(enum.StrEnum):
     FAILED = "failed"
     SKIPPED = "skipped"
     """It does not apply to this backend on this device."""
+    UNTESTED = "untested"
+    """It is about a declaration that cannot be tried on this machine."""
     KNOWN = "known"
     """It failed, and the list of known failures has it."""
 
@@ -38,9 +40,9 @@ class Result:
 
     Args:
         id: the check's id.
-        outcome: passed, failed, skipped or failed as known.
+        outcome: passed, failed, skipped, untested or failed as known.
         seconds: its duration.
-        cause: why it failed, is skipped, or is known to fail; "" if it passed.
+        cause: why it failed, is skipped or untested, or is known to fail; "" if it passed.
         detail: the traceback, or what a worker wrote before it died; may be "".
     """
 
@@ -92,7 +94,7 @@ class SavedResults:
         return {
             check: result
             for check, result in self.load().items()
-            if result.outcome is Outcome.SKIPPED
+            if result.outcome in (Outcome.SKIPPED, Outcome.UNTESTED)
             or result.outcome is (Outcome.KNOWN if check in known else Outcome.PASSED)
         }
 
