@@ -22,6 +22,7 @@ from attnplug.testing.conformance import (
     engine_scales,
     gpu,
     graphs,
+    host_copies,
     inputs,
     interface,
     lightness,
@@ -56,7 +57,18 @@ _IN_ORDER = (
         outputs,
     ),
     *(cache_writes, cache_reads, cache_layouts, requests, correctness),
-    *(builders, builder_inputs, shared_prefix, selections, sharing, merging, runtimes, gpu, graphs),
+    *(
+        builders,
+        builder_inputs,
+        host_copies,
+        shared_prefix,
+        selections,
+        sharing,
+        merging,
+        runtimes,
+        gpu,
+        graphs,
+    ),
 )
 GROUPS: tuple[Callable[[Target], Iterator[Check]], ...] = tuple(module.checks for module in _IN_ORDER)
 """Functions that list the checks of a target, always the same in the same order."""

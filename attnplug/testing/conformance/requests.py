@@ -92,6 +92,8 @@ def _check_idle(target: Target, scenario: str) -> None:
     last = 1 if scenario == "decode" else size + 3
     for new, all_tokens in (
         ([0, 1, 0, 1, last], [size, size + 3, 0, 5, 2 * size]),
+        # As many tokens as requests, though they are no decodes.
+        ([0, 2, 1, 1], [size, size + 3, 5, 2 * size]),
         ([0, 0], [size, 2 * size + 1]),
         ([0], [0]),
     ):
