@@ -146,6 +146,9 @@ def _check_order(target: Target, kind: str, speculative: int) -> None:
         target, step_factory(target, spec, mixed(size))(), num_speculative_tokens=speculative
     )
     threshold = harness.builder.reorder_batch_threshold
+    if threshold is not None and (type(threshold) is not int or threshold < 1):
+        limit = "must be None or an integer of at least 1"
+        raise ConformanceError(f"reorder_batch_threshold={threshold!r} {limit}")
     edge = 1 + speculative if threshold is None else threshold
     new = [size + 3, 1, edge + 1, edge, edge + 4, 1, edge]
     rows = _Rows(
@@ -163,6 +166,11 @@ def _check_order(target: Target, kind: str, speculative: int) -> None:
     with error_context(what):
         found = harness.run(batch, harness.builder.build(0, batch.common))
     expect_correct_step(target, make, found, f"{what}, with {ordered} new tokens")
+    if harness.builder.reorder_batch_threshold != threshold:
+        now = harness.builder.reorder_batch_threshold
+        raise ConformanceError(
+            f"a build changed reorder_batch_threshold from {threshold} to {now}; an engine reads it before"
+        )
 
 
 _CHECKS: CheckTable = {

@@ -1,4 +1,7 @@
-"""On a GPU: steps up to the declared level are captured in CUDA graphs and replayed with other lengths."""
+"""Steps up to the declared level are captured in CUDA graphs and replayed with other lengths.
+
+Without a GPU the layers run again with the metadata of the capture, over its buffers: what a graph would read.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from attnplug.core.features import Feature
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadata
 from attnplug.runtime.graph_state import GraphState
+from attnplug.runtime.step_batch import StepBatch
 from attnplug.testing.comparison import assert_close, tolerance
 from attnplug.testing.conformance.check import (
     Check,
@@ -34,12 +38,14 @@ _LEVELS = {
 
 
 def checks(target: Target) -> Iterator[Check]:
-    """One check for each level of CUDA-graph support, if the device is a GPU."""
-    if target.device.type not in GPU_TYPES:
-        return
+    """One check for each level of CUDA-graph support."""
+    on_gpu = target.device.type in GPU_TYPES
     for name, (_, _, steps) in _LEVELS.items():
         summary = f"{steps} are captured once and replayed with other lengths"
-        yield Check.of(f"gpu/graph-{name}", summary, _check_level, target, name)
+        if not on_gpu:
+            summary = f"metadata built for a capture of {steps} serves later steps in the same buffers"
+        check_id = f"gpu/graph-{name}" if on_gpu else f"builder/captured-{name}"
+        yield Check.of(check_id, summary, _check_level, target, name)
 
 
 def _check_level(target: Target, name: str) -> None:
@@ -105,7 +111,10 @@ def record(work: Callable[[], None]) -> Callable[[], None]:
 
 
 class _Graphs:
-    """A model with its small steps in graphs, one for each batch size, over fixed inputs and outputs."""
+    """A model with its small steps in graphs, one for each batch size, over fixed inputs and outputs.
+
+    Without a GPU a replay runs the layers again, with the metadata that was built for the capture.
+    """
 
     def __init__(self, served: ServedModel, state: GraphState, queries: int) -> None:
         self._served, self._state, self._queries = served, state, queries
@@ -115,6 +124,7 @@ class _Graphs:
         rows = _SIZES[-1] * queries
         self._inputs: dict[str, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = {}
         self._outputs: dict[str, torch.Tensor] = {}
+        self._padded: StepBatch
         for name, spec in served.plan.specs.items():
             query, self._outputs[name], key, value = (
                 torch.zeros(
@@ -132,7 +142,10 @@ class _Graphs:
             with error_context(what), state.capture(size, queries) as metadata:
                 self._captured.append(metadata)
                 layers()
-                self._replays[size] = record(layers)
+                if served.runtime.device.type != "cuda":
+                    self._replays[size] = functools.partial(self._run_again, layers, metadata)
+                else:
+                    self._replays[size] = record(layers)
 
     def eager(self, **tokens: int) -> None:
         """Run a step without a graph; ConformanceError if its answer is wrong."""
@@ -160,7 +173,7 @@ class _Graphs:
             self._outputs[name].fill_(torch.nan)
         with error_context(what):
             buffers = self._state.get_graph_input_buffers(size, self._queries)
-            self._state.prepare_graph_input_buffers(buffers, batch)
+            self._padded = self._state.prepare_graph_input_buffers(buffers, batch)
             self._replays[size]()
         problem = self._problem(calls)
         if problem:
@@ -170,6 +183,10 @@ class _Graphs:
             why = f"; {eager}" if eager else f"; without the graph it is right: {_KEPT}"
             raise ConformanceError(f"{what}: {problem}{why}", None if eager else _KEPT)
         self._served.finish()
+
+    def _run_again(self, layers: Callable[[], None], metadata: dict[str, AttentionMetadata]) -> None:
+        self._served.runtime.begin_step(self._padded, metadata=metadata)
+        layers()
 
     def _calls(self) -> dict[str, Call]:
         return {name: self._served.call(name) for name in self._inputs}

@@ -11,6 +11,7 @@ from attnplug.registry.devices import DeviceLike, resolve_device
 from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.testing.conformance import (
     acceptance,
+    answers,
     builder_inputs,
     builders,
     cache_layouts,
@@ -20,6 +21,7 @@ from attnplug.testing.conformance import (
     declaration,
     declared,
     engine_scales,
+    engine_tensors,
     gpu,
     graphs,
     host_copies,
@@ -36,26 +38,15 @@ from attnplug.testing.conformance import (
     selections,
     shared_prefix,
     sharing,
+    unlike_layers,
     untested,
 )
 from attnplug.testing.conformance.check import Check, ConformanceError, Level
 from attnplug.testing.conformance.target import Target
 
 _IN_ORDER = (
-    *(
-        declaration,
-        pages,
-        interface,
-        lightness,
-        refusals,
-        limits,
-        acceptance,
-        declared,
-        untested,
-        inputs,
-        engine_scales,
-        outputs,
-    ),
+    *(declaration, answers, pages, interface, lightness, refusals, limits, acceptance, declared, untested),
+    *(inputs, engine_scales, outputs, engine_tensors, unlike_layers),
     *(cache_writes, cache_reads, cache_layouts, requests, correctness),
     *(
         builders,

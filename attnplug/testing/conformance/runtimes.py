@@ -163,6 +163,12 @@ def _check_threads(target: Target) -> None:
             raise _compared_alone(target, problem) from problem
 
 
+def _check_other_thread(target: Target) -> None:
+    served = _served(target, 1)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(_serve, [served], _no_barrier, "made in one thread and run in another, ").result()
+
+
 def _in_thread(target: Target, seed: int, wait: Callable[[], object], barrier: threading.Barrier) -> None:
     try:
         _serve([_served(target, seed)], wait, "two threads, ")
@@ -175,4 +181,5 @@ _CHECKS: CheckTable = {
     "steps": (_check_steps, "several layers and KV groups give right answers in several steps"),
     "two-runtimes": (_check_two, "a runtime gives right answers though another begins its step first"),
     "threads": (_check_threads, "two runtimes in two threads give the answers that each gives alone"),
+    "other-thread": (_check_other_thread, "a runtime that one thread made gives right answers in another"),
 }

@@ -12,6 +12,7 @@ import numpy as np
 from attnplug.core.features import Feature
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.sparse import SparseSpec
+from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, ConformanceError, error_context
 from attnplug.testing.conformance.expectations import StepMistake, expect_correct_step
@@ -51,8 +52,7 @@ def _check_prefix(target: Target, **fields: Any) -> None:
         blocks = min(length - count for count, length in zip(lens, lengths, strict=True)) // size
 
         def make(lens: list[int] = lens, lengths: list[int] = lengths, blocks: int = blocks) -> Batch:
-            scales: dict[str, Any] = {"k_scale": 0.5, "v_scale": 2.0} if spec.has_quantized_kv_cache else {}
-            return share_prefix(target.batch(spec, lens, lengths, padding=3, **scales), blocks, size)
+            return share_prefix(target.batch(spec, lens, lengths, padding=3, **_scales(spec)), blocks, size)
 
         # Builders must also take fewer blocks than the requests share.
         for shared in range(size, blocks * size + 1, size):
@@ -66,14 +66,32 @@ def _check_prefix(target: Target, **fields: Any) -> None:
                 "the shared prefix not attended": functools.partial(_without, shared // size, shared)
             }
             expect_correct_step(target, make, found, what, mistakes)
+        _check_after(target, spec, harness, lens, lengths)
+
+
+def _check_after(
+    target: Target, spec: LayerSpec, harness: Harness, lens: list[int], lengths: list[int]
+) -> None:
+    """A step without a shared prefix is right after one with it."""
+    after = functools.partial(target.batch, spec, lens, lengths, padding=3, **_scales(spec))
+    batch, what = after(), "build(common_prefix_len=0) after a step with a shared prefix"
+    with error_context(what):
+        found = harness.run(batch, harness.builder.build(0, batch.common))
+    expect_correct_step(target, after, found, what)
+
+
+def _scales(spec: LayerSpec) -> dict[str, Any]:
+    return {"k_scale": 0.5, "v_scale": 2.0} if spec.has_quantized_kv_cache else {}
 
 
 def _ask(harness: Harness, batch: Batch, shared: int) -> None:
     spec, builder = batch.spec, harness.builder
+    query_lens = np.diff(batch.common.query_start_loc_cpu.numpy())
+    given = query_lens.copy()
     with error_context("use_cascade_attention"):
         wants: object = builder.use_cascade_attention(
             common_prefix_len=shared,
-            query_lens=np.diff(batch.common.query_start_loc_cpu.numpy()),
+            query_lens=given,
             num_query_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             use_alibi=spec.has_alibi,
@@ -84,6 +102,9 @@ def _ask(harness: Harness, batch: Batch, shared: int) -> None:
         )
     if not isinstance(wants, (bool, np.bool_)):
         raise ConformanceError(f"use_cascade_attention gave {wants!r}; it must give True or False")
+    if not np.array_equal(given, query_lens):
+        found = f"{query_lens.tolist()} became {given.tolist()}"
+        raise ConformanceError(f"use_cascade_attention modified query_lens: {found}")
 
 
 def share_prefix(batch: Batch, blocks: int, size: int) -> Batch:

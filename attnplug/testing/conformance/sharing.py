@@ -83,6 +83,7 @@ def _layers_over(target: Target, batch: Batch) -> dict[str, Batch]:
         "another scale": {"scale": batch.spec.scale / 2},
         "a soft cap": {"logits_soft_cap": 3.0},
         "sinks": {"has_sinks": True},
+        "other sinks": {"has_sinks": True},
         "ALiBi": {"has_alibi": True},
         **({"no spans": {"mm_prefix": False}} if batch.spec.mm_prefix else {}),
     }

@@ -98,8 +98,10 @@ def scenarios(target: Target) -> list[str]:
     return [*PAGED_SCENARIOS, *direct, *(["encoder"] if _ENCODER in features else [])]
 
 
-def scenario_factory(target: Target, scenario: str, **fields: Any) -> BatchFactory:
+def scenario_factory(target: Target, scenario: str, *, seed: int = 0, **fields: Any) -> BatchFactory:
     """Batches of one of `scenarios` with padding rows, for a layer with `fields` of a LayerSpec.
+
+    Another `seed` gives other values.
 
     Raises:
         CheckSkipped: the backend serves no such layer.
@@ -108,13 +110,13 @@ def scenario_factory(target: Target, scenario: str, **fields: Any) -> BatchFacto
         spec = target.spec(direct_kv=True, **fields)
         # Two requests have keys of their last tokens only, one as many keys as queries.
         lens = [1, 1, 5, 33], [40, 9, 60, 33]
-        return functools.partial(target.batch, spec, *lens, key_lens=[40, 5, 50, 33], padding=3)
+        return functools.partial(target.batch, spec, *lens, key_lens=[40, 5, 50, 33], padding=3, seed=seed)
     if scenario == "encoder":
         spec = target.spec(attn_type="encoder_only", direct_kv=True, **fields)
-        return functools.partial(target.batch, spec, [1, 5, 33], [1, 5, 33], padding=3)
+        return functools.partial(target.batch, spec, [1, 5, 33], [1, 5, 33], padding=3, seed=seed)
     spec = target.spec(**fields)
     lengths = (decodes if scenario == "decode" else mixed)(target.block_size(spec))
-    return step_factory(target, spec, lengths)
+    return step_factory(target, spec, lengths, seed)
 
 
 def with_lengths(common: CommonAttentionMetadata, lengths: torch.Tensor) -> CommonAttentionMetadata:
