@@ -1,7 +1,4 @@
-"""Steps up to the declared level are captured in CUDA graphs and replayed with other lengths.
-
-Without a GPU the layers run again with the metadata of the capture, over its buffers: what a graph would read.
-"""
+"""On a GPU: steps up to the declared level are captured in CUDA graphs and replayed with other lengths."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from attnplug.testing.conformance.target import Target
 _SIZES = (2, 4)
 _KEPT = "a graph that keeps what was captured"
 
-_LEVELS = {
+LEVELS = {
     "single": (AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, 1, "decodes of one token"),
     "uniform": (AttentionCGSupport.UNIFORM_BATCH, 3, "decodes of three tokens"),
     "any": (AttentionCGSupport.ALWAYS, 3, "batches of up to three tokens a request"),
@@ -38,18 +35,17 @@ _LEVELS = {
 
 
 def checks(target: Target) -> Iterator[Check]:
-    """One check for each level of CUDA-graph support."""
-    on_gpu = target.device.type in GPU_TYPES
-    for name, (_, _, steps) in _LEVELS.items():
+    """One check for each level of CUDA-graph support, if the device is a GPU."""
+    if target.device.type not in GPU_TYPES:
+        return
+    for name, (_, _, steps) in LEVELS.items():
         summary = f"{steps} are captured once and replayed with other lengths"
-        if not on_gpu:
-            summary = f"metadata built for a capture of {steps} serves later steps in the same buffers"
-        check_id = f"gpu/graph-{name}" if on_gpu else f"builder/captured-{name}"
-        yield Check.of(check_id, summary, _check_level, target, name)
+        yield Check.of(f"gpu/graph-{name}", summary, check_level, target, name)
 
 
-def _check_level(target: Target, name: str) -> None:
-    level, queries, _ = _LEVELS[name]
+def check_level(target: Target, name: str) -> None:
+    """Capture the steps of one of LEVELS and replay them; CheckSkipped if the backend declares less."""
+    level, queries, _ = LEVELS[name]
     try:
         specs, kv_sharing = model_of(target)
     except CheckSkipped as why:

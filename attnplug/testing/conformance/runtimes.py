@@ -27,7 +27,10 @@ _BETWEEN = "state shared between two runtimes"
 
 def checks(target: Target) -> Iterator[Check]:
     """The checks of whole runtimes."""
-    return checks_from(_CHECKS, "runtime", target)
+    yield from checks_from(_CHECKS, "runtime", target)
+    if target.phase is None:
+        summary = "a runtime that one thread made gives right answers in another"
+        yield Check.of("runtime/other-thread", summary, _check_other_thread, target)
 
 
 def model_of(target: Target) -> tuple[dict[str, LayerSpec], dict[str, str]]:
@@ -181,5 +184,4 @@ _CHECKS: CheckTable = {
     "steps": (_check_steps, "several layers and KV groups give right answers in several steps"),
     "two-runtimes": (_check_two, "a runtime gives right answers though another begins its step first"),
     "threads": (_check_threads, "two runtimes in two threads give the answers that each gives alone"),
-    "other-thread": (_check_other_thread, "a runtime that one thread made gives right answers in another"),
 }
