@@ -340,7 +340,7 @@ WRONG_LAYERS = [
     wrong(
         "needs_loading",
         "layers/unlike",
-        "the layer with dtype=float16, among layers with dtype=bfloat16",
+        "among layers with dtype=bfloat16, dtype=float16",
         impl=NeedsLoading,
     ),
     wrong("writes_later", "cache/stored-auto", "gives back nan for", impl=WritesLater),
