@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from attnplug.cli.arguments import jobs_option, memory_option, timeout_option
+from attnplug.cli.arguments import CHECK_SECONDS, jobs_option, memory_option, timeout_option
 from attnplug.cli.output import echo, error
 from attnplug.core.errors import PolicyError
 
@@ -45,7 +45,7 @@ def conformance(
             help="TOML: a table \\[known_failures] of id or pattern = reason. These must fail.",
         ),
     ] = None,
-    timeout: Annotated[float, timeout_option(_LIMITS, "Time limit of a check.")] = 120.0,
+    timeout: Annotated[float, timeout_option(_LIMITS, "Time limit of a check.")] = CHECK_SECONDS,
     jobs: Annotated[int | None, jobs_option(_LIMITS)] = None,
     memory: Annotated[str | None, memory_option(_LIMITS)] = None,
     show_ids: Annotated[

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from attnplug.cli.run_report import CAUSE_LINES, RunReport, counted
+from attnplug.cli.arguments import CHECK_SECONDS
+from attnplug.cli.run_report import RunReport, counted
+from attnplug.testing.isolation.rerun import cli_command
 from attnplug.testing.isolation.results import Outcome, Result, SavedResults
 from attnplug.testing.skips import skip_counts, untested_words
 
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     from attnplug.testing.conformance.selection import Shard
     from attnplug.testing.isolation.listing import Listing
     from attnplug.testing.isolation.run import Limits
+
+_CAUSE_LINES = 12
+"""The lines of a failure's cause that are shown."""
 
 _MARKS = {
     Outcome.PASSED: "green",
@@ -34,6 +39,7 @@ class Report(RunReport):
         self._tenths_printed = 0
         self._saved: SavedResults | None = None
         self._listing: Listing | None = None
+        self._limits: dict[str, str | None] = {}
 
     @property
     def failed(self) -> list[Result]:
@@ -50,6 +56,7 @@ class Report(RunReport):
     ) -> None:
         """Print the backend, the device, and the number of checks and workers."""
         self._listing, self._results = listing, dict(earlier)
+        self._limits = {} if limits.timeout == CHECK_SECONDS else {"--timeout": f"{limits.timeout:g}"}
         self._verdicts = {check: result.outcome for check, result in earlier.items()}
         self._total = len(ids) + len(earlier)
         checks = counted(self._total, "check")
@@ -126,10 +133,12 @@ class Report(RunReport):
         self._show_name(result)
         full = self._verbose and result.outcome is Outcome.FAILED
         lines = (result.detail if full and result.detail else result.cause).splitlines()
-        for line in lines if full else lines[:CAUSE_LINES]:
+        for line in lines if full else lines[:_CAUSE_LINES]:
             self.say(f"        {line}")
-        if not full and len(lines) > CAUSE_LINES:
+        if not full and len(lines) > _CAUSE_LINES:
             self.say("        ... (--verbose shows all)")
+        if result.outcome is Outcome.FAILED and self._listing is not None:
+            self.say(f"        rerun: {cli_command(self._listing.request, result.id, self._limits)}")
 
     def _print_progress(self) -> None:
         """Print a line for each tenth of the run, unless a terminal shows the bar."""

@@ -190,7 +190,8 @@ def _updated(declared: Finding, result: Result) -> Finding:
         return dataclasses.replace(declared, status=Status.UNCLAIMED) if passed else declared
     if passed:
         return Finding(declared.cell, Status.VERIFIED)
-    why = result.cause or "it failed and did not say why"
+    # The first line names the mistake; the others help an author of the backend.
+    why = result.cause.partition("\n")[0] or "it failed and did not say why"
     # Lack of time or memory, or a missing library, says nothing about the numbers.
     no_verdict = result.outcome is Outcome.SKIPPED or _NO_VERDICT.match(why)
     return Finding(declared.cell, Status.NOT_RUN if no_verdict else Status.REFUTED, (why,))

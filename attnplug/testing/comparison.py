@@ -111,7 +111,9 @@ def assert_close(
         place = tuple(int(index) for index in torch.unravel_index(worst.argmax(), worst.shape))
         values = f"{found[place].item():.6g} is not {expected[place].item():.6g}"
         within = f"within {float(bounds[place[:-1]]):.3g} of its row's magnitude"
-        raise AssertionError(f"{name}{list(place)}: {values} {within}")
+        row = float(magnitude[place[:-1]])
+        by = f", it is off by {float(error[place]) / row:.2g}" if row else ""
+        raise AssertionError(f"{name}{list(place)}: {values} {within}{by}")
     # The second bound holds for the result as a whole, where errors of single elements add up.
     shares = bounds if whole is None else _of_rows(whole, found)
     limit = float((shares * expected).norm()) + _FLUSHED * expected.numel() ** 0.5

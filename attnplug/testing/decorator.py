@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.backend import AttentionBackend
@@ -14,6 +14,7 @@ from attnplug.testing.conformance.check import Check, CheckSkipped, Level
 from attnplug.testing.conformance.listing import conformance_checks
 from attnplug.testing.conformance.selection import checked_reasons, known_reasons
 from attnplug.testing.conformance.suites import refusals
+from attnplug.testing.isolation.rerun import node_command
 
 if TYPE_CHECKING:
     import pytest
@@ -72,8 +73,15 @@ def parametrize_with_checks(
     return pytest.mark.parametrize("check", as_parameters(checks, by_id))
 
 
-def as_parameters(checks: list[Check] | tuple[Check, ...], known: Mapping[str, str]) -> list[Any]:
-    """Checks as pytest parameters: CheckSkipped becomes a pytest skip, and checks of `known` must fail."""
+def as_parameters(
+    checks: list[Check] | tuple[Check, ...],
+    known: Mapping[str, str],
+    rerun: Callable[[str], str | None] = lambda check: node_command(),
+) -> list[Any]:
+    """Checks as pytest parameters: CheckSkipped becomes a pytest skip, and checks of `known` must fail.
+
+    A failure has a note with the line that `rerun` gives for the id, which runs the check again.
+    """
     import pytest
 
     def marks(check: Check) -> list[pytest.MarkDecorator]:
@@ -82,13 +90,15 @@ def as_parameters(checks: list[Check] | tuple[Check, ...], known: Mapping[str, s
 
     return [
         pytest.param(
-            dataclasses.replace(check, run=functools.partial(_run, check)), id=check.id, marks=marks(check)
+            dataclasses.replace(check, run=functools.partial(_run, check, rerun)),
+            id=check.id,
+            marks=marks(check),
         )
         for check in checks
     ]
 
 
-def _run(check: Check) -> None:
+def _run(check: Check, rerun: Callable[[str], str | None]) -> None:
     import pytest
 
     __tracebackhide__ = True
@@ -96,3 +106,7 @@ def _run(check: Check) -> None:
         check()
     except CheckSkipped as why:
         pytest.skip(why.text)
+    except Exception as problem:
+        if line := rerun(check.id):
+            problem.add_note(f"rerun: {line}")
+        raise

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 SUITE: pytest.StashKey[Suite] = pytest.StashKey()
 """The key of the checks for attnplug.testing.suite."""
+
+RERUN: pytest.StashKey[Callable[[str], str]] = pytest.StashKey()
+"""The key of a function of a check's id, which gives the line that runs the check again."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     try:
         config.stash[SUITE] = _load(config, name)
+        config.stash[RERUN] = _rerun(config)
     except AttnplugError as problem:
         raise pytest.UsageError(str(problem)) from None
 
@@ -122,6 +128,16 @@ def _load(config: pytest.Config, name: str) -> Suite:
         return suite
     chosen = set(part.of(suite.ids))
     return dataclasses.replace(suite, checks=tuple(check for check in suite.checks if check.id in chosen))
+
+
+def _rerun(config: pytest.Config) -> Callable[[str], str]:
+    from attnplug.testing.isolation.rerun import suite_command
+
+    names = ("--attn-backend", "--attn-device", "--known-failures", "--level", "--attn-checks")
+    given = {name: config.getoption(name) for name in names}
+    return functools.partial(
+        suite_command, options={name: None if value is None else str(value) for name, value in given.items()}
+    )
 
 
 def _is_the_suite(argument: str) -> bool:

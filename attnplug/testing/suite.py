@@ -10,7 +10,7 @@ import pytest
 
 from attnplug.testing.conformance.check import Check, ConformanceError
 from attnplug.testing.decorator import as_parameters
-from attnplug.testing.plugin import SUITE
+from attnplug.testing.plugin import RERUN, SUITE
 
 _SHOWN = 200
 
@@ -23,7 +23,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             "attnplug.testing.suite needs a backend: pytest -p attnplug.testing.plugin "
             "--pyargs attnplug.testing.suite --attn-backend NAME"
         )
-    metafunc.parametrize("check", as_parameters(suite.checks, suite.known))
+    # Workers of `attnplug conformance` have none: the command prints a line of its own.
+    rerun = metafunc.config.stash.get(RERUN, lambda check: None)
+    metafunc.parametrize("check", as_parameters(suite.checks, suite.known, rerun))
 
 
 def test_conformance(check: Check, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> None:

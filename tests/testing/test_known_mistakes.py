@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -11,10 +12,15 @@ import torch
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import Device, LayerSpec
 from attnplug.testing import Batch, assert_close, assert_lse_close, direct_batch, paged_batch
+from attnplug.testing.conformance import mistake_recognition
 from attnplug.testing.conformance.cases import Case, designed_cases
+from attnplug.testing.conformance.deviation import deviation_of
 from attnplug.testing.conformance.known_mistakes import KNOWN_MISTAKES, LSE_MISTAKES
 from attnplug.testing.conformance.mistake_oracle import attend, requests_of, rules_of
-from attnplug.testing.conformance.mistake_recognition import NAN_FOR_EMPTY_ROWS, mistaken_answers, recognise
+from attnplug.testing.conformance.mistake_recognition import (
+    NAN_FOR_EMPTY_ROWS,
+    mistaken_answers,
+)
 from attnplug.testing.conformance.target import Target
 
 NAMES = [mistake.name for mistake in (*KNOWN_MISTAKES, *LSE_MISTAKES)]
@@ -32,15 +38,36 @@ def smoke_cases() -> list[Case]:
     return designed_cases(target())
 
 
+def with_scales() -> Batch:
+    """Scales that are no powers of two, and not inverse to each other."""
+    return paged_batch(SPEC.replace(kv_cache_dtype="fp8_e4m3"), *LENGTHS, k_scale=0.37, v_scale=1.9)
+
+
+def with_slopes() -> Batch:
+    """Slopes of no formula."""
+    batch = paged_batch(SPEC.replace(has_alibi=True), *LENGTHS)
+    slopes = torch.tensor([0.9, 0.05, 0.3, 0.6])
+    return dataclasses.replace(batch, tensors=dataclasses.replace(batch.tensors, alibi_slopes=slopes))
+
+
 @functools.cache
 def recognised() -> frozenset[str]:
     """The mistakes that some designed case of TORCH recognises."""
     left = set(NAMES)
-    for case in smoke_cases():
-        batch = case.batch(target())
-        wrong = mistaken_answers(batch, frozenset(left))
-        left -= {name for name, output, lse in wrong if recognise(batch, output, lse) == name}
+    for make in (
+        with_scales,
+        with_slopes,
+        *(functools.partial(case.batch, target()) for case in smoke_cases()),
+    ):
+        if left:
+            batch = make()
+            wrong = mistaken_answers(batch, frozenset(left))
+            left -= {name for name, output, lse in wrong if recognise(batch, output, lse) == name}
     return frozenset(NAMES) - left
+
+
+def recognise(batch: Batch, output: torch.Tensor, lse: torch.Tensor | None) -> str | None:
+    return mistake_recognition.recognise(deviation_of(batch, output, lse, batch.oracle())).name
 
 
 def numbers_of(batch: Batch, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -124,6 +151,23 @@ def test_a_mistake_is_named_only_where_it_can_be_made() -> None:
         "scale left out",
         "scale applied twice",
         "head groups interleaved",
+        "KV head 0 for all heads",
+        "K and V swapped",
+        "mask after the softmax, not normalised again",
+        "last key missed",
+        "first key missed",
+        "new tokens missed: only keys of earlier steps are read",
+        "keys of earlier steps missed: only new tokens are read",
+        "keys in a partial last block missed",
+        "keys past the first block missed",
+        "lengths without the new tokens",
+        "length of the next request",
+        "length of the request before",
+        "length of the first request",
+        "blocks of half the size",
+        "blocks of twice the size",
+        "half of each block read",
+        "blocks taken as consecutive",
         "pages of the next request",
         "pages of the request before",
         "pages of the first request",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attnplug.core.errors import AttnplugError
+from attnplug.testing.conformance.origins import origin
 
 if TYPE_CHECKING:
     from attnplug.testing.conformance.target import Target
@@ -127,4 +128,5 @@ def error_context(what: str) -> Iterator[None]:
     except (CheckSkipped, ConformanceError):
         raise
     except Exception as error:
-        raise ConformanceError(f"{what}: raised {type(error).__name__}: {error}") from error
+        text = f"{what}: raised {type(error).__name__}: {error}"
+        raise ConformanceError("\n".join([text, *origin(error)])) from error

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attnplug.testing.conformance.cases import Case, designed_cases
-from attnplug.testing.conformance.check import Check, ConformanceError
-from attnplug.testing.conformance.expectations import difference, wrong_answer
+from attnplug.testing.conformance.check import Check, ConformanceError, error_context
+from attnplug.testing.conformance.deviation import deviation
+from attnplug.testing.conformance.expectations import wrong_answer
 from attnplug.testing.conformance.harness import Answer, run_batch
-from attnplug.testing.conformance.mistake_recognition import recognise
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import COMPUTED
 
@@ -33,10 +33,11 @@ def _check_untried(name: str) -> None:
 def check_case(target: Target, case: Case) -> None:
     """Run the case and compare; a wrong answer is compared with those of known mistakes."""
     batch = case.batch(target)
-    output, lse = run_batch(target.backend, batch)
+    with error_context(f"a {case.shape} batch"):
+        output, lse = run_batch(target.backend, batch)
     tokens = batch.common.num_actual_tokens
-    if problem := difference(batch, Answer(output, lse)):
-        raise wrong_answer(problem, recognise(batch, output[:tokens], None if lse is None else lse[:tokens]))
+    if wrong := deviation(batch, Answer(output, lse)):
+        raise wrong_answer(wrong.problem, None, wrong)
     for name, found in (("output", output), ("LSE", lse)):
         if found is not None and not found[tokens:].isnan().all():
             raise ConformanceError(f"{name} rows past num_actual_tokens={tokens} were written")

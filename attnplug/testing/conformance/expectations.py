@@ -11,10 +11,13 @@ import torch
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.testing.batches import Batch
-from attnplug.testing.comparison import assert_close, assert_lse_close, tolerance
+from attnplug.testing.comparison import tolerance
 from attnplug.testing.conformance.check import ConformanceError
+from attnplug.testing.conformance.deviation import Deviation, deviation
 from attnplug.testing.conformance.harness import Answer, Harness
+from attnplug.testing.conformance.mistake_recognition import recognise
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.wrong_answers import description
 
 StepMistake: TypeAlias = Callable[[CommonAttentionMetadata], CommonAttentionMetadata]
 """Gives the step as a backend with a known mistake reads it."""
@@ -22,22 +25,24 @@ StepMistake: TypeAlias = Callable[[CommonAttentionMetadata], CommonAttentionMeta
 
 def difference(batch: Batch, found: Answer, *, use_sinks: bool = True) -> str | None:
     """The first difference of the batch's own rows of `found` from the oracle's answer; None if they agree."""
-    expected = batch.oracle(use_sinks=use_sinks)
-    bound = tolerance(batch.spec, expected.logit_size)
-    tokens = batch.common.num_actual_tokens
-    try:
-        assert_close(found.output[:tokens], expected.output, bound.output, whole=bound.whole)
-        if found.lse is not None:
-            assert_lse_close(found.lse[:tokens], expected.lse, bound.lse)
-    except AssertionError as problem:
-        return str(problem)
-    return None
+    wrong = deviation(batch, found, use_sinks=use_sinks)
+    return None if wrong is None else wrong.problem
 
 
-def wrong_answer(problem: str, mistake: str | None) -> ConformanceError:
-    """The error for a wrong answer, which names the known mistake that gives the same numbers."""
-    hint = f"; these are the numbers of a known mistake: {mistake}" if mistake else ""
-    return ConformanceError(f"{problem}{hint}", mistake)
+def wrong_answer(problem: str, mistake: str | None, wrong: Deviation | None = None) -> ConformanceError:
+    """The error for a wrong answer, which names the known mistake that gives the same numbers.
+
+    Without a `mistake` the known ones are tried on `wrong`, which is described in some lines.
+    """
+    lines, hint = [] if wrong is None else description(wrong), ""
+    if mistake is None and wrong is not None:
+        found = recognise(wrong)
+        mistake = found.name
+        if mistake is None and found.tried < found.of:
+            lines.append(f"time was over after {found.tried} of {found.of} known mistakes: none of them fits")
+    if mistake is not None:
+        hint = f"; these are the numbers of a known mistake: {mistake}"
+    return ConformanceError("\n".join([f"{problem}{hint}", *lines]), mistake)
 
 
 def expect_correct(
@@ -50,10 +55,10 @@ def expect_correct(
 ) -> None:
     """Raise ConformanceError, which begins with `what`, unless `found` is the oracle's answer but for padding.
 
-    `mistake` is called for a wrong answer; it returns the name of the known mistake that explains it.
+    `mistake` is called for a wrong answer; it returns the name of the mistake of this check that explains it.
     """
-    if problem := difference(batch, found, use_sinks=use_sinks):
-        raise wrong_answer(f"{what}: {problem}", mistake())
+    if wrong := deviation(batch, found, use_sinks=use_sinks):
+        raise wrong_answer(f"{what}: {wrong.problem}", mistake(), wrong)
 
 
 def expect_correct_step(

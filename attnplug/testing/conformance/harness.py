@@ -10,13 +10,16 @@ import torch
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.config import BuilderConfig
+from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.impl import AttentionImpl, LayerTensors
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder
 from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import error_context
+from attnplug.testing.conformance.origins import calling
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.wording import layer_words
 
 
 class Answer(NamedTuple):
@@ -29,13 +32,14 @@ class Answer(NamedTuple):
 class HarnessLayer:
     """A layer as its impl sees it, the AttentionLayer protocol, with the spec and tensors of a batch."""
 
-    def __init__(self, target: Target, name: str, batch: Batch) -> None:
+    def __init__(self, target: Target, name: str, batch: Batch, **shared: Any) -> None:
         self._q_scale_float = self._prob_scale_float = 1.0
         self._k_scale_float, self._v_scale_float = float(batch.tensors.k_scale), float(batch.tensors.v_scale)
         self._q_scale = self._prob_scale = torch.ones((), device=batch.query.device)
         self._k_scale = torch.tensor(self._k_scale_float, device=batch.query.device)
         self._v_scale = torch.tensor(self._v_scale_float, device=batch.query.device)
-        self.impl = make_impl(target.backend, batch.spec, batch.tensors, name)
+        self.words = f"{name} ({layer_words(batch.spec)})"
+        self.impl = make_impl(target.backend, batch.spec, batch.tensors, name, **shared)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -46,15 +50,22 @@ class Harness:
     builder: AttentionMetadataBuilder[Any]
 
     @classmethod
-    def of(cls, target: Target, *batches: Batch, **config: Any) -> Harness:
+    def of(
+        cls, target: Target, *batches: Batch, dcp: ContextParallel | None = None, **config: Any
+    ) -> Harness:
         """A layer for each batch and one builder for all; `config` has fields of BuilderConfig.
+
+        The layers are those of a rank of `dcp`, if it is given.
 
         Raises:
             ConformanceError: the backend raises.
         """
         with error_context("from_spec, of a layer that validate_configuration accepts"):
+            # An impl of its own from_spec need not know the argument.
+            shared = {} if dcp is None else {"dcp": dcp}
             named = {
-                f"layers.{i}": HarnessLayer(target, f"layers.{i}", batch) for i, batch in enumerate(batches)
+                f"layers.{i}": HarnessLayer(target, f"layers.{i}", batch, **shared)
+                for i, batch in enumerate(batches)
             }
         with error_context("making the builder"):
             builder = _make_builder(target.backend, batches[0], named, **config)
@@ -80,7 +91,8 @@ class Harness:
         """
         into, tokens = blank_answer(batch), batch.common.num_actual_tokens
         given, driven = _arguments(batch, metadata, into.output, writes), self.layers[layer]
-        driven.impl.forward(driven, *given, output_lse=into.lse, use_sinks=use_sinks)
+        with calling("forward", driven.words):
+            driven.impl.forward(driven, *given, output_lse=into.lse, use_sinks=use_sinks)
         return Answer(into.output[:tokens], None if into.lse is None else into.lse[:tokens])
 
     def build(self, batch: Batch) -> AttentionMetadata:
@@ -93,7 +105,7 @@ class Harness:
         """Write the batch's new keys and values with the first layer's `update_kv_cache`."""
         assert batch.kv_cache is not None  # noqa: S101 - called only for batches over pages
         slots = self.build(batch).slot_mapping
-        with error_context("update_kv_cache"):
+        with error_context("update_kv_cache"), calling("update_kv_cache", self.layers[0].words):
             self.impl.update_kv_cache(self.layers[0], batch.key, batch.value, batch.kv_cache, slots)
 
     def forward(self, batch: Batch, into: Answer | None = None, what: str = "forward") -> Answer:
@@ -101,7 +113,8 @@ class Harness:
         into = into or blank_answer(batch)
         with error_context(what):
             given = _arguments(batch, self.builder.build(0, batch.common), into.output)
-            self.impl.forward(self.layers[0], *given, output_lse=into.lse)
+            with calling("forward", self.layers[0].words):
+                self.impl.forward(self.layers[0], *given, output_lse=into.lse)
         return into
 
     def attend(self, batch: Batch, *, with_keys: bool = True) -> Answer:
@@ -109,7 +122,8 @@ class Harness:
         into = blank_answer(batch)
         with error_context("attend" if with_keys else "attend without key and value, which the pages hold"):
             given = _arguments(batch, self.builder.build(0, batch.common), into.output, with_keys)
-            self.impl.attend(self.layers[0], *given, output_lse=into.lse)
+            with calling("attend", self.layers[0].words):
+                self.impl.attend(self.layers[0], *given, output_lse=into.lse)
         return into
 
 
@@ -132,10 +146,13 @@ def make_impl(
     `shared` has further arguments of `from_spec`.
     """
     options = None if backend.Options is None else backend.Options()
-    impl: AttentionImpl[Any] = backend.get_impl_cls().from_spec(
-        spec, backend=backend, layer_name=name, tensors=tensors, options=options, **shared
-    )
-    impl.process_weights_after_loading(getattr(torch, spec.dtype))
+    words = f"{name} ({layer_words(spec)})"
+    with calling("from_spec", words):
+        impl: AttentionImpl[Any] = backend.get_impl_cls().from_spec(
+            spec, backend=backend, layer_name=name, tensors=tensors, options=options, **shared
+        )
+    with calling("process_weights_after_loading", words):
+        impl.process_weights_after_loading(getattr(torch, spec.dtype))
     return impl
 
 
@@ -153,7 +170,8 @@ def run_batch(
     builder = _make_builder(backend, batch, {"layer": types.SimpleNamespace(impl=impl)})
     into = blank_answer(batch)
     given = _arguments(batch, builder.build(0, batch.common), into.output)
-    impl.forward(layer, *given, output_lse=into.lse, use_sinks=use_sinks)
+    with calling("forward", f"layer ({layer_words(batch.spec)})"):
+        impl.forward(layer, *given, output_lse=into.lse, use_sinks=use_sinks)
     return into
 
 

@@ -116,12 +116,13 @@ def _merge(target: Target, whole: Batch, parts: Sequence[Batch]) -> None:
         problem = f"{len(parts)} parts, merged: {problem}"
         for index, (part, answer) in enumerate(zip(parts, found, strict=True)):
             if wrong := difference(part, answer, use_sinks=index == 0):
-                mistake = _part_mistake(part, answer, use_sinks=index == 0)
+                mistake = part_mistake(part, answer, index == 0)
                 raise wrong_answer(f"{problem}; part {index + 1} alone: {wrong}", mistake)
         raise wrong_answer(f"{problem}; each part alone is within its tolerance", None)
 
 
-def _part_mistake(part: Batch, answer: Answer, use_sinks: bool) -> str | None:
+def part_mistake(part: Batch, answer: Answer, use_sinks: bool) -> str | None:
+    """The mistake of partial results that gives an answer: sinks in every part, or a wrong LSE of empty rows."""
     if part.spec.has_sinks and not use_sinks and not difference(part, answer, use_sinks=True):
         return "sink counted twice in a merge"
     expected = part.oracle(use_sinks=use_sinks).lse

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -29,10 +29,16 @@ class AttentionRules:
         bias: the factor of a slope, from query and key positions that broadcast.
         sinks: float64 `[H]`.
         sink_value: the seen key (0 or -1) with the value for the sink's weight; None for no value.
+        cap_of: the capped scores, from scores and the cap.
         order: of the operations on scores: "scale", "cap", "bias" (ALiBi) and "mask".
+        renormalised: whether weights of hidden keys stay out of the denominator.
         kv_heads: the KV head of each query head, int64 `[H]`.
-        from_start: whether the queries have the positions 0, 1, ...
+        places: by limit ("causal", "window", "chunk", "spans", "bias"), the place of a query if it is not its own: "local",
+            counted from the request's first new token, or that of the "first" or "last" new token.
+        chunk_start: the position at which the first chunk of a request begins.
         shift: added to the positions of the queries.
+        length: the tokens of a request, from its index and all requests.
+        cut: the keys of a request that are missed at its start and end.
         rows: the request whose pages a request reads, from its index and the number of requests.
         key_factors: of the keys stored before this step, and of the new ones.
         value_factors: likewise.
@@ -41,7 +47,9 @@ class AttentionRules:
         sparse: of a sparse layer.
         picks: the positions that queries attend, int64 `[n, K]`, from the positions that the step selects (-1 for
             none), the request, and the positions of the queries `[n, 1]`; -1 for none.
-        by_slot: whether a position is read as the number of a slot.
+        swapped: whether keys are taken as values and values as keys.
+        read_slots: the slots that are read for some positions; None for those of the positions.
+        head_size_v: elements per value head.
         k_scale: stored key x k_scale = key.
         v_scale: likewise.
     """
@@ -59,20 +67,27 @@ class AttentionRules:
     k_scale: float
     v_scale: float
     bias: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda query, key: -(key - query).abs()
+    cap_of: Callable[[torch.Tensor, float], torch.Tensor] = lambda scores, cap: cap * torch.tanh(scores / cap)
     sink_value: int | None = None
     order: tuple[str, ...] = ("scale", "cap", "bias", "mask")
-    from_start: bool = False
+    renormalised: bool = True
+    places: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    chunk_start: Callable[[Request], int] = lambda request: 0
     shift: int = 0
+    length: Callable[[int, Sequence[Request]], int] = lambda index, requests: requests[index].seq_len
+    cut: Callable[[Request], tuple[int, int]] = lambda request: (0, 0)
     rows: Callable[[int, int], int] = lambda request, requests: request
     key_factors: tuple[float, float] = (1.0, 1.0)
     value_factors: tuple[float, float] = (1.0, 1.0)
+    swapped: bool = False
     spans: Callable[[Spans], Spans] | None = None
     lifted: frozenset[str] = frozenset({"causal", "near"})
     sparse: SparseSpec | None = None
     picks: Callable[[torch.Tensor, Request, torch.Tensor], torch.Tensor] = lambda chosen, request, query: (
         chosen
     )
-    by_slot: bool = False
+    read_slots: Callable[[Request, torch.Tensor], torch.Tensor] | None = None
+    head_size_v: int = 0
 
     @property
     def features(self) -> frozenset[str]:
@@ -96,6 +111,14 @@ class AttentionRules:
             "scale": self.scale != float(self.head_size**-0.5),
             "fp8": (self.k_scale, self.v_scale) != (1.0, 1.0),
             "head groups": 1 < kv_heads < len(self.kv_heads),
+            "shared KV heads": kv_heads < len(self.kv_heads),
+            "several KV heads": kv_heads > 1,
+            "sinks of groups": self.sinks is not None and kv_heads < len(self.kv_heads),
+            "alibi of groups": alibi and kv_heads < len(self.kv_heads),
+            "two sides": not self.causal and window and self.left != self.right,
+            "other value size": self.head_size_v != self.head_size,
+            "hiding": self.causal or window or self.chunk is not None or self.sparse is not None,
+            "same value size": self.head_size_v == self.head_size,
         }
         return frozenset(name for name, is_present in present.items() if is_present)
 
@@ -113,6 +136,7 @@ class Request:
         spans: its multimodal spans.
         chosen: int64 `[n, K]`, the positions that the step selects for each query of a sparse layer, then -1.
         slots: int64 `[m]`, where each of the keys is stored.
+        table: int64, the pages of the keys.
         page: tokens of a page; the slots of the first page hold zeros.
     """
 
@@ -124,6 +148,7 @@ class Request:
     spans: Spans = ()
     chosen: torch.Tensor | None = None
     slots: torch.Tensor | None = None
+    table: torch.Tensor | None = None
     page: int = 0
 
 
@@ -147,6 +172,7 @@ def rules_of(batch: Batch) -> AttentionRules:
         v_scale=float(tensors.v_scale),
         spans=list if spec.mm_prefix else None,
         sparse=spec.sparse,
+        head_size_v=spec.head_size_v,
     )
 
 
@@ -157,16 +183,18 @@ def requests_of(batch: Batch) -> list[Request]:
     for row, parts in enumerate(zip(batch.queries, batch.keys, batch.values, batch.seq_lens, strict=True)):
         query, key, value = (part.detach().cpu().double() for part in parts[:3])
         written = key.shape[0] if batch.spec.attn_type == "encoder_decoder" else query.shape[0]
-        slots, size = None, 0
+        slots, table, size = None, None, 0
         if batch.kv_cache is not None and key.shape[0]:
             size = batch.spec.block_size or batch.kv_cache.shape[-3]
-            pages = batch.common.block_table_tensor[row].cpu()[torch.arange(key.shape[0]) // size]
-            slots = pages.long() * size + torch.arange(key.shape[0]) % size
+            table = batch.common.block_table_tensor[row].cpu().long()
+            pages = table[torch.arange(key.shape[0]) // size]
+            slots = pages * size + torch.arange(key.shape[0]) % size
             freed = (pages == 0)[:, None, None]
             key, value = key.masked_fill(freed, 0.0), value.masked_fill(freed, 0.0)
         spans = batch.spans[row] if batch.spans else ()
         rows = slice(start, start := start + query.shape[0])
-        found.append(Request(query, key, value, parts[3], written, spans, _chosen(batch, rows), slots, size))
+        chosen = _chosen(batch, rows)
+        found.append(Request(query, key, value, parts[3], written, spans, chosen, slots, table, size))
     return found
 
 
@@ -181,48 +209,71 @@ def _chosen(batch: Batch, rows: slice) -> torch.Tensor | None:
 
 
 def attend(
-    rules: AttentionRules, requests: Sequence[Request], index: int
+    rules: AttentionRules,
+    requests: Sequence[Request],
+    index: int,
+    rows: torch.Tensor | None = None,
+    heads: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The answer to request `index`: output `[n, H, Dv]` and LSE `[n, H]`.
+    """The answer to request `index`: output `[n, H, Dv]` and LSE `[n, H]`; only of some rows and heads if given.
 
     A request that reads the pages of a shorter one has NaN for the keys past its length.
     """
-    request = requests[index]
+    request, length = requests[index], rules.length(index, requests)
+    rows = torch.arange(request.query.shape[0]) if rows is None else rows
+    heads = torch.arange(request.query.shape[1]) if heads is None else heads
     key, value = _stored(rules, requests, index)
-    query = request.query.transpose(0, 1)
-    count, keys = query.shape[1], key.shape[0]
-    start = 0 if rules.from_start else request.seq_len - count
-    at = (torch.arange(count) + start + rules.shift)[:, None]
-    held = (torch.arange(keys) + request.seq_len - keys)[None, :]
-    seen = _seen(rules, request.spans, at, held)
+    if rules.swapped:
+        key, value = value, key
+    query, kv_heads = request.query[rows][:, heads].transpose(0, 1), rules.kv_heads[heads]
+    count, keys = len(rows), key.shape[0]
+    at = (rows + length - request.query.shape[0] + rules.shift)[:, None]
+    held = (torch.arange(keys) + length - keys)[None, :]
+    seen = _seen(rules, request, length, at, held)
     times = None
     if rules.sparse is not None and request.chosen is not None:
-        times = _times(rules.picks(request.chosen, request, at), request.seq_len - keys, keys)
+        times = _times(rules.picks(request.chosen[rows], request, at), length - keys, keys)
         seen &= times > 0
 
-    scores = query @ key[:, rules.kv_heads].permute(1, 2, 0)
+    scores = query @ key[:, kv_heads].permute(1, 2, 0)
     for step in rules.order:
         if step == "scale":
             scores = scores * rules.scale
         elif step == "cap" and rules.cap is not None:
-            scores = rules.cap * torch.tanh(scores / rules.cap)
+            scores = rules.cap_of(scores, rules.cap)
         elif step == "bias" and rules.slopes is not None:
-            scores = scores + rules.slopes[:, None, None] * rules.bias(at, held)
-        elif step == "mask":
+            bias = rules.bias(_place(rules, "bias", request, length, at), held)
+            scores = scores + rules.slopes[heads, None, None] * bias
+        elif step == "mask" and rules.renormalised:
             scores = scores.masked_fill(~seen, -math.inf)
             # A key that is gathered several times counts as often.
             scores = scores if times is None else scores + times.clamp(min=1).log()
     terms = scores
-    sinks = None if rules.sinks is None else rules.sinks[:, None, None].expand(-1, count, 1)
+    sinks = None if rules.sinks is None else rules.sinks[heads, None, None].expand(-1, count, 1)
     if sinks is not None:
         terms = torch.cat([scores, sinks], dim=2)
     lse = torch.logsumexp(terms, dim=2)
     total = lse[:, :, None].nan_to_num(neginf=0.0, nan=math.nan)
     weights = torch.exp(scores - total)
+    if not rules.renormalised:
+        weights = weights.masked_fill(~seen, 0.0)
     if sinks is not None and rules.sink_value is not None and keys:
         weights = weights + torch.exp(sinks - total) * _end_of(seen, rules.sink_value)
-    output = weights @ value[:, rules.kv_heads].transpose(0, 1).nan_to_num(0.0 if rules.by_slot else math.nan)
-    return output.transpose(0, 1), lse.transpose(0, 1)
+    values = value[:, kv_heads].transpose(0, 1)
+    # A gather by slots reads no row of a key that is not chosen.
+    values = values if rules.read_slots is None else values.nan_to_num(0.0)
+    return (weights @ values).transpose(0, 1), lse.transpose(0, 1)
+
+
+def _place(
+    rules: AttentionRules, limit: str, request: Request, length: int, at: torch.Tensor
+) -> torch.Tensor:
+    """The positions of the queries `[n, 1]` by which a limit hides keys."""
+    first = length - request.query.shape[0] + rules.shift
+    way = rules.places.get(limit)
+    if way == "local":
+        return at - first
+    return at if way is None else torch.full_like(at, first if way == "first" else length - 1 + rules.shift)
 
 
 def _stored(
@@ -230,30 +281,39 @@ def _stored(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values that the request reads, multiplied by the factors of wrong scales."""
     request, other = requests[index], requests[rules.rows(index, len(requests))]
-    if rules.by_slot:
-        return _at_slots(requests, request.key.shape[0])
-    count = request.key.shape[0]
+    # A request of another length reads other keys only if it has all of its own.
+    own = request.key.shape[0]
+    count = own if own < request.seq_len else max(rules.length(index, requests), 0)
+    if rules.read_slots is not None:
+        return _at_slots(requests, rules.read_slots(request, torch.arange(count)))
     is_new = (torch.arange(other.key.shape[0]) >= other.key.shape[0] - other.new)[:, None, None]
     tensors = []
     for tokens, (before, now) in ((other.key, rules.key_factors), (other.value, rules.value_factors)):
-        held = torch.where(is_new, tokens * now, tokens * before)[:count]
+        # Most mistakes have no factors, and long requests are large.
+        held = tokens if before == now == 1.0 else torch.where(is_new, tokens * now, tokens * before)
+        held = held[:count]
         missing = held.new_full((count - held.shape[0], *held.shape[1:]), math.nan)
-        tensors.append(torch.cat([held, missing]))
+        tensors.append(torch.cat([held, missing]) if len(missing) else held)
     return tensors[0], tensors[1]
 
 
-def _at_slots(requests: Sequence[Request], count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of the slots 0 .. count - 1: NaN in slots of no request."""
+def _at_slots(requests: Sequence[Request], slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of some slots: NaN in slots of no request."""
+    most = max(
+        (int(each.slots.max()) for each in requests if each.slots is not None and len(each.slots)), default=0
+    )
+    most = max(most, requests[0].page)
+    # Slots of no request have a row of their own, the last.
+    places = torch.where((slots < 0) | (slots > most), most + 1, slots)
     tensors = []
     for name in ("key", "value"):
-        rows = getattr(requests[0], name)
-        held = rows.new_full((count, *rows.shape[1:]), math.nan)
+        tokens = getattr(requests[0], name)
+        held = tokens.new_full((most + 2, *tokens.shape[1:]), math.nan)
         held[: requests[0].page] = 0.0
         for request in requests:
             if request.slots is not None:
-                inside = request.slots < count
-                held[request.slots[inside]] = getattr(request, name)[inside]
-        tensors.append(held)
+                held[request.slots] = getattr(request, name)
+        tensors.append(held[places])
     return tensors[0], tensors[1]
 
 
@@ -267,20 +327,27 @@ def _times(chosen: torch.Tensor, first: int, keys: int) -> torch.Tensor:
     return found[:, :keys]
 
 
-def _seen(rules: AttentionRules, spans: Spans, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    ordered = key <= query if rules.causal else torch.ones_like(query + key, dtype=torch.bool)
-    near = (query - key <= rules.left) & (key - query <= rules.right)
+def _seen(
+    rules: AttentionRules, request: Request, length: int, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor:
+    """Whether each query `[n, 1]` sees each key `[1, m]`."""
+    at = {limit: _place(rules, limit, request, length, query) for limit in ("causal", "window", "chunk")}
+    ordered = key <= at["causal"] if rules.causal else torch.ones_like(query + key, dtype=torch.bool)
+    near = (at["window"] - key <= rules.left) & (key - at["window"] <= rules.right)
     if rules.chunk is not None:
-        near &= query // rules.chunk == key // rules.chunk
+        start = rules.chunk_start(request)
+        near &= (at["chunk"] - start) // rules.chunk == (key - start) // rules.chunk
     seen = ordered & near
-    for start, stop in rules.spans(spans) if rules.spans is not None else ():
-        together = (query >= start) & (query < stop) & (key >= start) & (key < stop)
+    for begin, end in rules.spans(request.spans) if rules.spans is not None else ():
+        own = _place(rules, "spans", request, length, query)
+        together = (own >= begin) & (own < end) & (key >= begin) & (key < end)
         if "causal" not in rules.lifted:
             together &= ordered
         if "near" not in rules.lifted:
             together &= near
         seen |= together
-    return seen
+    before, after = rules.cut(request)
+    return seen & (key >= before) & (key < length - after)
 
 
 def _end_of(seen: torch.Tensor, which: int) -> torch.Tensor:

@@ -1,20 +1,20 @@
-"""Find the known mistake that gives the numbers of a wrong answer."""
+"""Find the known mistake that gives the numbers of a wrong answer, within a budget of time."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TypeAlias
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from attnplug.testing.batches import Batch
-from attnplug.testing.comparison import Tolerance, tolerance
+from attnplug.testing.conformance.deviation import Deviation, lse_errors, output_errors, rows_of_requests
 from attnplug.testing.conformance.known_mistakes import KNOWN_MISTAKES, LSE_MISTAKES
-from attnplug.testing.conformance.mistake_oracle import attend, requests_of, rules_of
+from attnplug.testing.conformance.mistake_oracle import AttentionRules, Request, attend, requests_of, rules_of
+from attnplug.testing.conformance.time_limit import naming_seconds
 from attnplug.testing.oracle import OracleResult
 
 NAN_FOR_EMPTY_ROWS = "NaN where nothing is seen"
@@ -26,40 +26,78 @@ _CLEAR = 4.0
 """A mistake must differ from the right answer by this multiple of the tolerance."""
 _NOTHING = 1e-2
 """Two mistakes count as equal within this multiple of the tolerance."""
+_SCORES = 2**18
+"""Scores of a request that are computed for a mistake: a sample of its rows and heads is enough to exclude it."""
+_LEAST_ROWS, _MOST_HEADS, _MOST_REQUESTS = 6, 8, 16
 
 _Numbers: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 """Output `[n, H, Dv]` and LSE `[n, H]`, float64."""
-_Mistake: TypeAlias = tuple[str, Callable[[int], _Numbers]]
-"""A name, and the numbers that the mistake gives for a request; NaN for unknown values."""
 
 
-def recognise(batch: Batch, output: torch.Tensor, lse: torch.Tensor | None) -> str | None:
-    """The name of the known mistake that gives `output [T, H, Dv]` and `lse [T, H]`, or None.
+class Recognition(NamedTuple):
+    """The known mistake that gives the numbers of an answer, if there is one.
 
-    A backend may make a mistake in one code path only, so each row may be right or mistaken. The mistake
-    must differ clearly from the right answer in some row. The nearest mistake is named; if several are
-    equally near, the simplest.
+    Args:
+        name: of the mistake.
+        tried: mistakes that were tried before the time was over.
+        of: mistakes that apply to the layer.
     """
-    truth = batch.oracle()
-    bound = tolerance(batch.spec, truth.logit_size)
-    found = (output.detach().cpu().double(), None if lse is None else lse.detach().cpu().double())
-    right = (truth.output, None if lse is None else truth.lse)
-    wrong = _error(right, found, bound) > 1
-    if not bool(wrong.any()):
-        return None
-    empty = batch.oracle(use_sinks=False).lse.isneginf()
-    if bool(found[0].isnan().any(-1)[wrong].all()) and bool(empty[wrong].all()):
-        return NAN_FOR_EMPTY_ROWS
-    spans = [(index, span) for index, span in enumerate(_spans(batch)) if bool(wrong[span].any())]
-    # One request excludes most mistakes; short ones come first, since they are cheap.
-    suspects = dict(sorted(spans, key=lambda item: batch.seq_lens[item[0]]))
+
+    name: str | None
+    tried: int = 0
+    of: int = 0
+
+
+class _Sample(NamedTuple):
+    """Some wrong rows and heads of a request."""
+
+    index: int
+    span: slice
+    rows: torch.Tensor
+    heads: torch.Tensor
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sample of a tensor `[T, H, ...]`."""
+        return tensor[self.span][self.rows][:, self.heads]
+
+
+_Mistake: TypeAlias = tuple[str, Callable[[_Sample], _Numbers]]
+"""A name, and the numbers that the mistake gives for a sample; NaN for unknown values."""
+
+
+def recognise(wrong: Deviation, seconds: float | None = None) -> Recognition:
+    """The known mistake that gives the numbers of a wrong answer.
+
+    A backend may make a mistake in one code path only, so each row may be right or mistaken. The mistake must
+    differ clearly from the right answer in some row. The nearest mistake is named; if several are equally near, the
+    simplest. Long requests are compared in a sample of their wrong rows.
+
+    Args:
+        wrong: the answer.
+        seconds: the time that the search may take; by default a share of what is left to the check.
+    """
+    end = time.monotonic() + (naming_seconds() if seconds is None else seconds)
+    bad = wrong.wrong
+    if wrong.output.shape != wrong.expected.output.shape or not bool(bad.any()):
+        return Recognition(None)
+    requests = requests_of(wrong.batch)
+    if bool(wrong.output.isnan().any(-1)[bad].all()) and _see_nothing(wrong, requests):
+        return Recognition(NAN_FOR_EMPTY_ROWS)
+    parts = _parts(wrong)
+    samples = _samples(wrong, requests)
+    mistakes = list(_mistakes(wrong.batch, wrong.expected, with_lse=wrong.lse is not None))
     fits: dict[str, float] = {}
-    for name, numbers in _mistakes(batch, truth, with_lse=lse is not None):
-        error = _fit(numbers, suspects, wrong, right, found, bound)
+    tried = 0
+    for name, numbers in mistakes:
+        if time.monotonic() > end:
+            break
+        tried += 1
+        error = _fit(numbers, samples, wrong, parts)
         if error is not None:
-            fits[name] = error
+            fits.setdefault(name, error)
     nearest = min(fits.values(), default=0.0)
-    return next((name for name, error in fits.items() if error <= 2 * nearest + _NOTHING), None)
+    name = next((name for name, error in fits.items() if error <= 2 * nearest + _NOTHING), None)
+    return Recognition(name, tried, len(mistakes))
 
 
 def mistaken_answers(
@@ -67,66 +105,111 @@ def mistaken_answers(
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
     """The mistakes that apply to the batch, with the output and LSE of each; only those of `names` if given."""
     with_lse = batch.spec.needs_lse
+    heads = torch.arange(batch.spec.num_heads)
+    whole = [
+        _Sample(index, span, torch.arange(span.stop - span.start), heads)
+        for index, span in enumerate(rows_of_requests(batch))
+    ]
     for name, numbers in _mistakes(batch, batch.oracle(), with_lse=with_lse):
         if names is None or name in names:
-            outputs, lses = zip(*map(numbers, range(len(batch.seq_lens))), strict=True)
+            outputs, lses = zip(*map(numbers, whole), strict=True)
             yield name, torch.cat(outputs), torch.cat(lses) if with_lse else None
 
 
+def _parts(wrong: Deviation) -> frozenset[str]:
+    """The parts of the answer that are compared: an LSE that is right everywhere may come from elsewhere."""
+    errors = wrong.lse_errors
+    return frozenset({"output"} if errors is None or bool((errors <= 1).all()) else {"output", "lse"})
+
+
+def _see_nothing(wrong: Deviation, requests: Sequence[Request]) -> bool:
+    """Whether all wrong rows belong to queries that see no key."""
+    plain = dataclasses.replace(rules_of(wrong.batch), sinks=None)
+    for index, span in enumerate(wrong.spans):
+        rows = wrong.wrong[span].any(1).nonzero().flatten()
+        one = torch.zeros(1, dtype=torch.int64)
+        if len(rows) and not bool(attend(plain, requests, index, rows, one)[1].isneginf().all()):
+            return False
+    return True
+
+
+def _samples(wrong: Deviation, requests: Sequence[Request]) -> list[_Sample]:
+    """Samples of the wrong requests, the short ones first: one excludes most mistakes, and they are cheap."""
+    samples = []
+    for index, span in enumerate(wrong.spans):
+        rows = wrong.wrong[span].any(1).nonzero().flatten()
+        if len(rows):
+            heads = _spread(wrong.wrong[span].any(0).nonzero().flatten(), _MOST_HEADS)
+            keys = max(requests[index].key.shape[0], 1)
+            most = max(_SCORES // (keys * len(heads)), _LEAST_ROWS)
+            samples.append(_Sample(index, span, _spread(rows, most), heads))
+    samples.sort(key=lambda sample: wrong.batch.seq_lens[sample.index])
+    return [samples[place] for place in _spread(torch.arange(len(samples)), _MOST_REQUESTS).tolist()]
+
+
+def _spread(numbers: torch.Tensor, most: int) -> torch.Tensor:
+    """At most `most` of the numbers, with the first and the last."""
+    if len(numbers) <= most:
+        return numbers
+    return numbers[torch.linspace(0, len(numbers) - 1, most).round().long()]
+
+
 def _fit(
-    numbers: Callable[[int], _Numbers],
-    suspects: Mapping[int, slice],
-    wrong: torch.Tensor,
-    right: _Numbers,
-    found: _Numbers,
-    bound: Tolerance[torch.Tensor],
+    numbers: Callable[[_Sample], _Numbers],
+    samples: Sequence[_Sample],
+    wrong: Deviation,
+    parts: Collection[str],
 ) -> float | None:
     """The largest error of a mistake in wrong rows; None unless it explains every request and is clear in one."""
     worst, is_clear = 0.0, False
-    for index, span in suspects.items():
-        given = numbers(index)
-        bounds = Tolerance(bound.output[span], bound.lse[span], bound.whole[span])
-        error = float(_error(given, _rows(found, span), bounds)[wrong[span]].max())
+    for sample in samples:
+        given, bad = numbers(sample), sample.of(wrong.wrong)
+        error = (
+            float(_errors(given, (wrong.output, wrong.lse), wrong, sample, parts)[bad].amax())
+            if bad.any()
+            else 0.0
+        )
         if not error <= _SAME:
             return None
         worst = max(worst, error)
-        is_clear |= bool((_error(given, _rows(right, span), bounds)[wrong[span]] > _CLEAR).any())
+        right = (wrong.expected.output, wrong.expected.lse)
+        is_clear |= bool((_errors(given, right, wrong, sample, parts)[bad] > _CLEAR).any())
     return worst if is_clear else None
 
 
-def _rows(numbers: _Numbers, span: slice) -> _Numbers:
-    return numbers[0][span], None if numbers[1] is None else numbers[1][span]
+def _errors(
+    given: _Numbers, whole: _Numbers, wrong: Deviation, sample: _Sample, parts: Collection[str]
+) -> torch.Tensor:
+    """The errors `[n, H]` of the sample of a whole answer from `given`, in multiples of the bounds."""
+    errors = torch.zeros(len(sample.rows), len(sample.heads), dtype=torch.float64)
+    if "output" in parts:
+        errors = output_errors(
+            sample.of(whole[0]), given[0], sample.of(wrong.bound.output), wrong.batch.spec.dtype
+        )
+    if "lse" in parts and given[1] is not None and whole[1] is not None:
+        errors = torch.maximum(errors, lse_errors(sample.of(whole[1]), given[1], sample.of(wrong.bound.lse)))
+    return errors
 
 
 def _mistakes(batch: Batch, truth: OracleResult, *, with_lse: bool) -> Iterator[_Mistake]:
-    right, requests, spans = rules_of(batch), requests_of(batch), _spans(batch)
+    right, requests = rules_of(batch), requests_of(batch)
+    features = right.features | ({"pages"} if batch.kv_cache is not None else frozenset())
     for mistake in KNOWN_MISTAKES:
-        if mistake.feature is None or mistake.feature in right.features:
-            rules = dataclasses.replace(right, **mistake.changes(right))
-            yield mistake.name, functools.partial(attend, rules, requests)
+        applies = mistake.feature is None or mistake.feature in features
+        if not applies or (mistake.only == "lse" and not with_lse):
+            continue
+        rules = dataclasses.replace(right, **mistake.changes(right))
+        yield mistake.name, functools.partial(_answer, rules, requests, truth, mistake.only)
     for lse_mistake in LSE_MISTAKES if with_lse else ():
-        lse = lse_mistake.lse_of(batch, truth)
-        parts = [(truth.output[span], lse[span]) for span in spans]
-        yield lse_mistake.name, parts.__getitem__
+        yield lse_mistake.name, functools.partial(_with_lse, truth.output, lse_mistake.lse_of(batch, truth))
 
 
-def _spans(batch: Batch) -> list[slice]:
-    starts = batch.common.query_start_loc_cpu.tolist()
-    return [slice(start, stop) for start, stop in itertools.pairwise(starts)]
+def _answer(
+    rules: AttentionRules, requests: Sequence[Request], truth: OracleResult, only: str | None, sample: _Sample
+) -> _Numbers:
+    output, lse = attend(rules, requests, sample.index, sample.rows, sample.heads)
+    return (sample.of(truth.output) if only else output), lse
 
 
-def _error(expected: _Numbers, found: _Numbers, bound: Tolerance[torch.Tensor]) -> torch.Tensor:
-    """The error of each row `[n, H]` in multiples of the bound: 0 for unknown values, inf for a found NaN."""
-    output = _multiple((found[0] - expected[0]).abs().amax(-1), bound.output * expected[0].abs().amax(-1))
-    output = output.masked_fill(expected[0].isnan().any(-1), 0.0)
-    if expected[1] is None or found[1] is None:
-        return output
-    lse = _multiple((found[1] - expected[1]).abs(), bound.lse * expected[1].abs().clamp_min(1.0))
-    lse = lse.masked_fill((found[1] == expected[1]) | expected[1].isnan(), 0.0)
-    return torch.maximum(output, lse)
-
-
-def _multiple(error: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    multiple = torch.where(error == 0, 0.0, error / bound)
-    # An expected infinity gives an infinite bound, which must not accept finite values.
-    return multiple.masked_fill(~error.isfinite(), math.inf)
+def _with_lse(output: torch.Tensor, lse: torch.Tensor, sample: _Sample) -> _Numbers:
+    return sample.of(output), sample.of(lse)

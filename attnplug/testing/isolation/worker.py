@@ -15,6 +15,7 @@ from types import FrameType
 import pytest
 
 from attnplug.testing.conformance.check import ConformanceError
+from attnplug.testing.conformance.time_limit import time_limit
 from attnplug.testing.isolation.deaths import GPU_LOST
 from attnplug.testing.plugin import SUITE
 
@@ -80,7 +81,8 @@ class Worker:
         """Log standard error, because pytest's capture dies with the process; only SIGINT interrupts the run."""
         os.dup2(self._log, 2)
         try:
-            return (yield)
+            with time_limit(self._timeout):
+                return (yield)
         except KeyboardInterrupt:
             if self._interrupted:
                 raise
