@@ -32,7 +32,7 @@ def command(run, torch_checks, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(listing_module, "list_checks", lambda request, timeout: torch_checks)
+    monkeypatch.setattr(listing_module, "list_checks", lambda request, timeout, **rest: torch_checks)
     return lambda *args: run("conformance", "TORCH", "--device", "cpu", *args)
 
 
@@ -121,7 +121,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(command, torch_checks, monk
 
 def test_a_known_failure_that_passes_fails_and_says_so(command, torch_checks, monkeypatch):
     known = dataclasses.replace(torch_checks, known={torch_checks.ids[0]: "acme#12"})
-    monkeypatch.setattr(listing_module, "list_checks", lambda request, timeout: known)
+    monkeypatch.setattr(listing_module, "list_checks", lambda request, timeout, **rest: known)
     outcome = command(*first(torch_checks, 2), "--known-failures", "known.toml", "--junit", "report.xml")
     assert outcome.code == 1
     assert "passed, though it is known to fail: acme#12; take it off the list" in outcome.out
@@ -187,17 +187,21 @@ def test_failures_are_told_with_their_first_lines_and_a_check_unheard_of_failed(
     def run_checks(listing, ids, limits, observer, **rest):
         observer.started(ids[0])
         observer.finished(Result(ids[0], Outcome.PASSED, 2.0))
-        observer.finished(Result(ids[0], Outcome.FAILED, 2.0, "1\n2\n3\n4", "the whole\ntraceback"))
+        observer.finished(
+            Result(ids[0], Outcome.FAILED, 2.0, "\n".join(map(str, range(1, 14))), "the whole\ntraceback")
+        )
         observer.finished(Result(ids[1], Outcome.KNOWN, 0.0, "acme#12"))
         return "all workers are gone"
 
     monkeypatch.setattr(run_module, "run_checks", run_checks)
     outcome = command(*first(torch_checks, 3))
     assert outcome.code == 1
-    assert (
-        f"failed  {torch_checks.ids[0]} (2.0 s)\n        1\n        2\n        3\n        ..." in outcome.out
+    shown = "".join(f"        {line}\n" for line in [*range(1, 13), "... (--verbose shows all)"])
+    again = (
+        f"        rerun: attnplug conformance TORCH --only {torch_checks.ids[0]} --level smoke --device cpu"
     )
-    assert "        4\n" not in outcome.out
+    assert f"failed  {torch_checks.ids[0]} (2.0 s)\n{shown}{again} --jobs 1\n" in outcome.out
+    assert "        13\n" not in outcome.out
     assert f"failed  {torch_checks.ids[2]}\n        did not run\n" in outcome.out
     assert "the run stopped:\nall workers are gone\n" in outcome.out
     assert "2 checks failed, 0 checks passed, 1 failed as known in " in outcome.out
@@ -254,13 +258,13 @@ def test_a_backend_or_device_that_is_not_here_is_bad_usage(run, args, said):
 
 def test_a_list_that_cannot_be_made_is_a_failure(command, monkeypatch):
     trouble = listing_module.ListingFailure("listing the checks of TORCH crashed: SIGSEGV", usage=False)
-    monkeypatch.setattr(listing_module, "list_checks", lambda request, timeout: trouble)
+    monkeypatch.setattr(listing_module, "list_checks", lambda request, timeout, **rest: trouble)
     outcome = command()
     assert (outcome.code, outcome.err) == (1, "attnplug: listing the checks of TORCH crashed: SIGSEGV\n")
 
 
 def test_an_interrupt_while_listing_ends_it(command, monkeypatch):
-    def interrupted(request, timeout):
+    def interrupted(request, timeout, **rest):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(listing_module, "list_checks", interrupted)

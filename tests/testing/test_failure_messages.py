@@ -51,7 +51,7 @@ def text_of(change: Callable[[torch.Tensor, torch.Tensor], object], **fields: ob
 def test_requests_rows_and_heads_are_counted() -> None:
     text = text_of(lambda output, lse: output[2:5, 4:].add_(1.0))
     assert "wrong: 1 of 5 requests, 3 of 80 rows, heads 4-7 of 8; output error" in text
-    assert ", bound 1e-05, LSE is right" in text
+    assert ", bound 1.2e-05, LSE is right" in text
     assert "request 2 (extend, 5 new of 37 tokens): rows 0-2 of 5, heads 4-7 of 8" in text
     assert "layer: full, 8 heads over 2 KV heads of 16, float32, LSE" in text
 
@@ -167,13 +167,13 @@ def test_naming_takes_a_share_of_the_time_that_is_left() -> None:
 
 
 def test_a_long_request_is_compared_in_a_sample() -> None:
-    spec = SPEC.replace(sliding_window=9, num_heads=32, num_kv_heads=8)
-    batch = paged_batch(spec, [1, 600], [5000, 1200])
+    spec = SPEC.replace(sliding_window=9, num_heads=16, num_kv_heads=2)
+    batch = paged_batch(spec, [1, 200], [5000, 700])
     ((_, output, lse),) = mistaken_answers(batch, {"window off by one: a key too few before the query"})
     wrong = deviation_of(batch, output, lse, batch.oracle())
     samples = mistake_recognition._samples(wrong, mistake_recognition.requests_of(batch))
     for sample in samples:
-        assert len(sample.rows) * len(sample.heads) * batch.seq_lens[sample.index] <= 2**18
+        assert len(sample.rows) * len(sample.heads) * batch.seq_lens[sample.request] <= 2**18
     begin = time.process_time()
     assert recognise(wrong).name == "window off by one: a key too few before the query"
     assert time.process_time() - begin < 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -103,7 +104,11 @@ def _check_steps(target: Target, kind: str, fast: bool) -> None:
 
 def _check_capture(target: Target, kind: str) -> None:
     spec, size = layer_of_kind(target, kind)
-    settings = {"num_speculative_tokens": 2, "cudagraph_batch_sizes": (4,), "max_model_len": 4 * size}
+    settings: dict[str, Any] = {
+        "num_speculative_tokens": 2,
+        "cudagraph_batch_sizes": (4,),
+        "max_model_len": 4 * size,
+    }
     harness = Harness.of(target, step_factory(target, spec, decodes(size))(), **settings)
     builder = harness.builder
     with error_context("get_cudagraph_support"):

@@ -51,7 +51,7 @@ class Recognition(NamedTuple):
 class _Sample(NamedTuple):
     """Some wrong rows and heads of a request."""
 
-    index: int
+    request: int
     span: slice
     rows: torch.Tensor
     heads: torch.Tensor
@@ -96,8 +96,8 @@ def recognise(wrong: Deviation, seconds: float | None = None) -> Recognition:
         if error is not None:
             fits.setdefault(name, error)
     nearest = min(fits.values(), default=0.0)
-    name = next((name for name, error in fits.items() if error <= 2 * nearest + _NOTHING), None)
-    return Recognition(name, tried, len(mistakes))
+    named = next((name for name, error in fits.items() if error <= 2 * nearest + _NOTHING), None)
+    return Recognition(named, tried, len(mistakes))
 
 
 def mistaken_answers(
@@ -143,7 +143,7 @@ def _samples(wrong: Deviation, requests: Sequence[Request]) -> list[_Sample]:
             keys = max(requests[index].key.shape[0], 1)
             most = max(_SCORES // (keys * len(heads)), _LEAST_ROWS)
             samples.append(_Sample(index, span, _spread(rows, most), heads))
-    samples.sort(key=lambda sample: wrong.batch.seq_lens[sample.index])
+    samples.sort(key=lambda sample: wrong.batch.seq_lens[sample.request])
     return [samples[place] for place in _spread(torch.arange(len(samples)), _MOST_REQUESTS).tolist()]
 
 
@@ -207,7 +207,7 @@ def _mistakes(batch: Batch, truth: OracleResult, *, with_lse: bool) -> Iterator[
 def _answer(
     rules: AttentionRules, requests: Sequence[Request], truth: OracleResult, only: str | None, sample: _Sample
 ) -> _Numbers:
-    output, lse = attend(rules, requests, sample.index, sample.rows, sample.heads)
+    output, lse = attend(rules, requests, sample.request, sample.rows, sample.heads)
     return (sample.of(truth.output) if only else output), lse
 
 
