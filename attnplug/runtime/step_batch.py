@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,9 @@ from attnplug.runtime.arguments import integer
 from attnplug.runtime.cascade import shared_prefix_lens
 from attnplug.runtime.null_blocks import first_attended
 from attnplug.runtime.placeholders import PlaceholderMap, Span, map_placeholders, spans_of
+from attnplug.runtime.request_counts import Counts, Ints, check_at_most, counts_of
 from attnplug.runtime.requests import RequestTable
 from attnplug.runtime.staging import StepStaging
-
-_Ints = npt.NDArray[np.int64]
-_INT64_MAX = 2**63 - 1
-_Counts = Mapping[str, int] | Sequence[int] | npt.NDArray[Any] | int
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -57,7 +54,7 @@ class StepBatch:
     req_ids: tuple[str, ...]
     block_sizes: tuple[int, ...]
     placeholders: Mapping[str, PlaceholderMap] = dataclasses.field(default_factory=dict)
-    order: _Ints | None = None
+    order: Ints | None = None
     shared_prefix_lens: tuple[int, ...] = ()
     kv_cache_specs: tuple[KVCacheSpec, ...] = ()
 
@@ -107,7 +104,7 @@ class StepBatchBuilder(RequestTable):
 
     _stepped: tuple[str, ...] | None = None
 
-    def step(self, num_scheduled_tokens: _Counts = 1, num_logits: _Counts | None = None) -> StepBatch:
+    def step(self, num_scheduled_tokens: Counts = 1, num_logits: Counts | None = None) -> StepBatch:
         """The batch that runs the scheduled tokens of every request.
 
         Each request in flight is in the batch. One without scheduled tokens has a query of length 0 and no rows.
@@ -127,21 +124,23 @@ class StepBatchBuilder(RequestTable):
                 them, or a multimodal span is split.
         """
         reqs = self.num_reqs
-        scheduled = self._counts("num_scheduled_tokens", num_scheduled_tokens)
+        scheduled = counts_of("num_scheduled_tokens", num_scheduled_tokens, self.req_ids)
         computed = self._computed[:reqs]
         max_query = int(scheduled.max(initial=0))
         self._check_counts(scheduled, max_query)
         lengths = computed + scheduled
         longest = int(lengths.max(initial=0))
         self._check_lengths(lengths, longest)
-        wanted = None if num_logits is None else self._wanted(num_logits, scheduled)
+        wanted = None if num_logits is None else counts_of("num_logits", num_logits, self.req_ids)
+        if wanted is not None:
+            check_at_most("num_logits", wanted, scheduled, self.req_ids, "scheduled tokens")
         if self.cross_groups:
             self._check_encoder_pages(scheduled)
         self._check_null_blocks(scheduled, lengths)
         if self._mm_prefix is not None and self._placeholders:
             for row in self._rows_with_placeholders(scheduled, computed):
-                name, counts_of = self.req_ids[row], (int(computed[row]), int(scheduled[row]))
-                self._mm_prefix.check_step(name, self._placeholders[name], *counts_of)
+                name, tokens_of = self.req_ids[row], (int(computed[row]), int(scheduled[row]))
+                self._mm_prefix.check_step(name, self._placeholders[name], *tokens_of)
         # All checks come before this line, because a step that is refused moves nothing.
         order = self._put_in_order(scheduled)
         if order is not None:
@@ -176,7 +175,7 @@ class StepBatchBuilder(RequestTable):
         logits = None if wanted is None else int(wanted.sum())
         return self._batch(staging, names, counts, max_query, longest, width, maps, order, shared, logits)
 
-    def finish_step(self, accepted: _Counts | None = None) -> None:
+    def finish_step(self, accepted: Counts | None = None) -> None:
         """Count the last step's tokens as computed: all, or only the accepted speculative ones.
 
         If requests were added, removed or swapped since the step, `accepted` must be a mapping by request. A mapping
@@ -196,18 +195,14 @@ class StepBatchBuilder(RequestTable):
                 limit = "has no order: requests changed since the step"
                 remedy = "give the counts by request, as a mapping"
                 raise BatchError("accepted", accepted, limit, remedy)
-            counts = self._counts("accepted", accepted, scheduled)
-            bad = (counts > scheduled) | (counts < 0)
-            if bad.any():
-                worst = int(bad.argmax())
-                limit = f"of request {self.req_ids[worst]} must lie in 0 .. {scheduled[worst]}, its scheduled tokens"
-                raise BatchError("accepted", int(counts[worst]), limit)
+            counts = counts_of("accepted", accepted, self.req_ids, scheduled)
+            check_at_most("accepted", counts, scheduled, self.req_ids, "scheduled tokens")
         # Set here and not in `step`: a step that was not finished writes the encoder again.
         self._encoder_written[:reqs] |= scheduled > 0
         self._computed[:reqs] += counts
         self._stepped = None
 
-    def rollback(self, num_tokens: _Counts) -> None:
+    def rollback(self, num_tokens: Counts) -> None:
         """Count the last computed tokens of requests as not computed, so that later steps write them again.
 
         It is for tokens of several finished steps, such as the draft steps of a draft model whose drafts were
@@ -224,14 +219,8 @@ class StepBatchBuilder(RequestTable):
         if self._stepped is not None:
             raise BatchError("step", "not finished", "cannot be rolled back", "call finish_step first")
         computed, served = self._computed[: self.num_reqs], self._first_served[: self.num_reqs]
-        counts = self._counts("num_tokens", num_tokens, computed)
-        bad = (counts < 0) | (counts > computed)
-        if bad.any():
-            worst = int(bad.argmax())
-            limit = (
-                f"of request {self.req_ids[worst]} must lie in 0 .. {computed[worst]}, its computed tokens"
-            )
-            raise BatchError("num_tokens", int(counts[worst]), limit)
+        counts = counts_of("num_tokens", num_tokens, self.req_ids, computed)
+        check_at_most("num_tokens", counts, computed, self.req_ids, "computed tokens")
         bad = (counts > 0) & (computed - counts < served)
         if bad.any():
             worst = int(bad.argmax())
@@ -279,41 +268,7 @@ class StepBatchBuilder(RequestTable):
         groups = range(len(self.block_sizes))
         return tuple(encoder_tokens if g in self.cross_groups else tokens for g in groups)
 
-    def _counts(self, field: str, given: _Counts, tokens: _Ints | None = None) -> _Ints:
-        """One integer per request, in order of requests.
-
-        A mapping may leave out requests, which get 0; with `tokens`, only those of 0 tokens.
-        """
-        values: Any = given
-        if isinstance(given, Mapping):
-            if unknown := given.keys() - self._index.keys():
-                raise BatchError(field, sorted(unknown, key=str), "are not in flight")
-            for name, held in zip(self.req_ids, () if tokens is None else tokens.tolist(), strict=False):
-                # With 0 or all tokens as the default, a forgotten request would go on with wrong ones.
-                if held and name not in given:
-                    limit = f"has no count: every request with tokens needs one, and it has {held}"
-                    raise BatchError(field, name, limit)
-            values = [given.get(name, 0) for name in self.req_ids]
-        # numpy reads True among integers as 1, so values of other types are looked at one by one.
-        try:
-            if isinstance(values, (list, tuple)) and set(map(type, values)) - {int, list, tuple}:
-                values = [integer(field, value) for value in values]
-            counts = np.asarray(values)
-        except Exception:  # noqa: BLE001  (`__array__` is code of the caller)
-            raise BatchError(field, values, "must be integers, one for each request") from None
-        if counts.dtype.kind not in "iu" and counts.size:
-            raise BatchError(field, values, "must be integers")
-        if counts.ndim and counts.shape != (self.num_reqs,):
-            raise BatchError(field, counts.shape, f"must be one count for each of {self.num_reqs} requests")
-        if counts.dtype.kind == "u" and counts.max(initial=0) > _INT64_MAX:
-            raise BatchError(field, int(counts.max()), f"must not pass {_INT64_MAX}")
-        if counts.ndim == 0 and counts < 0 and not self.num_reqs:
-            raise BatchError(field, int(counts), "must not be negative")
-        if counts.ndim == 0:
-            return np.full(self.num_reqs, counts, dtype=np.int64)
-        return counts.astype(np.int64, copy=False)
-
-    def _check_counts(self, scheduled: _Ints, largest: int) -> None:
+    def _check_counts(self, scheduled: Ints, largest: int) -> None:
         if scheduled.min(initial=0) < 0:
             worst = int(scheduled.argmin())
             limit = f"of request {self.req_ids[worst]} must not be negative"
@@ -324,19 +279,7 @@ class StepBatchBuilder(RequestTable):
             limit = f"in all must not pass max_num_batched_tokens={self.max_num_batched_tokens}"
             raise BatchError("num_scheduled_tokens", total, limit)
 
-    def _wanted(self, num_logits: _Counts, scheduled: _Ints) -> _Ints:
-        """The wanted logits of each request; BatchError if they are more than its tokens."""
-        wanted = self._counts("num_logits", num_logits)
-        bad = (wanted > scheduled) | (wanted < 0)
-        if bad.any():
-            worst = int(bad.argmax())
-            limit = (
-                f"of request {self.req_ids[worst]} must lie in 0 .. {scheduled[worst]}, its scheduled tokens"
-            )
-            raise BatchError("num_logits", int(wanted[worst]), limit)
-        return wanted
-
-    def _check_lengths(self, lengths: _Ints, longest: int) -> None:
+    def _check_lengths(self, lengths: Ints, longest: int) -> None:
         if longest > self.max_model_len:
             name = self.req_ids[int(lengths.argmax())]
             limit = f"of request {name} is past max_model_len={self.max_model_len}"
@@ -344,11 +287,11 @@ class StepBatchBuilder(RequestTable):
         if (lengths > self._capacity[: lengths.size]).any():
             self._refuse_short("seq_len", lengths, self._self_groups)
 
-    def _check_encoder_pages(self, scheduled: _Ints) -> None:
+    def _check_encoder_pages(self, scheduled: Ints) -> None:
         lengths = np.where(scheduled > 0, self._encoder_lens[: scheduled.size], 0)
         self._refuse_short("encoder_len", lengths, self.cross_groups)
 
-    def _check_null_blocks(self, scheduled: _Ints, lengths: _Ints) -> None:
+    def _check_null_blocks(self, scheduled: Ints, lengths: Ints) -> None:
         """Refuse requests with null blocks among the pages of tokens that they attend or write."""
         reqs = scheduled.size
         if not self._null_ends[:, :reqs].any():
@@ -370,7 +313,7 @@ class StepBatchBuilder(RequestTable):
                     limit = f"of request {self.req_ids[row]} in KV group {group} is null, and token {token} is attended"
                     raise BatchError("block", start + int(nulls[0]), limit, "give it a block of the pool")
 
-    def _unwritten(self, scheduled: _Ints) -> _Ints:
+    def _unwritten(self, scheduled: Ints) -> Ints:
         """Encoder tokens of each request that this step writes."""
         lengths = self._encoder_lens[: scheduled.size]
         kept = self._encoder_written[: scheduled.size] | (scheduled == 0)
@@ -388,7 +331,7 @@ class StepBatchBuilder(RequestTable):
                 raise BatchError(field, int(needed[worst]), limit, "append_blocks first")
 
     def _fill_slots(
-        self, slots: _Ints, starts: _Ints, scheduled: _Ints, computed: _Ints, tokens: int, max_query: int
+        self, slots: Ints, starts: Ints, scheduled: Ints, computed: Ints, tokens: int, max_query: int
     ) -> None:
         reqs = scheduled.size
         # Both tests: with two tokens for one request and none for another, the sum is equal too.
@@ -411,7 +354,7 @@ class StepBatchBuilder(RequestTable):
             # These slots lie in block 0, the null block, which no request may write.
             slots[slots < size] = PAD_SLOT_ID
 
-    def _put_slots(self, out: _Ints, group: int, rows: _Ints, positions: _Ints) -> None:
+    def _put_slots(self, out: Ints, group: int, rows: Ints, positions: Ints) -> None:
         size = self.block_sizes[group]
         page, offset = np.divmod(positions, size)
         np.multiply(self._tables[group, rows, page], size, out=out, dtype=np.int64)
@@ -420,19 +363,19 @@ class StepBatchBuilder(RequestTable):
             # These slots lie in block 0, the null block, which no request may write.
             out[out < size] = PAD_SLOT_ID
 
-    def _fill_encoder_slots(self, slots: _Ints, unwritten: _Ints, count: int) -> None:
+    def _fill_encoder_slots(self, slots: Ints, unwritten: Ints, count: int) -> None:
         rows = np.repeat(self._rows[: unwritten.size], unwritten)
         positions = self._rows[:count] - np.repeat(np.cumsum(unwritten) - unwritten, unwritten)
         for group in self.cross_groups:
             self._put_slots(slots[group, :count], group, rows, positions)
 
-    def _rows_with_placeholders(self, scheduled: _Ints, computed: _Ints) -> list[int]:
+    def _rows_with_placeholders(self, scheduled: Ints, computed: Ints) -> list[int]:
         """The requests that may have placeholders among their scheduled tokens."""
         ahead = (self._placeholder_end[: scheduled.size] > computed) & (scheduled > 0)
         rows: list[int] = np.flatnonzero(ahead).tolist()
         return rows
 
-    def _spans(self, starts: npt.NDArray[Any], scheduled: _Ints, computed: _Ints) -> list[Span]:
+    def _spans(self, starts: npt.NDArray[Any], scheduled: Ints, computed: Ints) -> list[Span]:
         """The placeholders among the scheduled tokens, in order of tokens."""
         spans: list[Span] = []
         for row in self._rows_with_placeholders(scheduled, computed):
@@ -450,7 +393,7 @@ class StepBatchBuilder(RequestTable):
         longest: int,
         width: int,
         placeholders: Mapping[str, PlaceholderMap],
-        order: _Ints | None = None,
+        order: Ints | None = None,
         shared: tuple[int, ...] = (),
         logits: int | None = None,
     ) -> StepBatch:
