@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.integrations.attention.spans import read_spans
+from attnplug.integrations.attention.spans import read_spans, seen_by
 from attnplug.integrations.reader.mask_pattern import MaskFunction, MaskPattern, UnknownMaskError, read_mask
 
 _LIBRARY = "transformers.masking_utils"
@@ -180,8 +180,5 @@ def _agrees(
     keys: range,
     device: torch.device,
 ) -> bool:
-    query = torch.arange(queries.start, queries.stop, device=device)[None, None, :, None]
-    key = torch.arange(keys.start, keys.stop, device=device)[None, None, None, :]
-    rows = torch.arange(batch, device=device)[:, None, None, None]
-    found = function(rows, torch.zeros_like(rows[:1]), query, key).to(torch.bool)
-    return bool((found == pattern.seen(query, key)).all())
+    found, expected = seen_by(function, pattern, batch, queries, keys, device)
+    return bool((found == expected).all())

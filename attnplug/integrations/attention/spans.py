@@ -56,18 +56,30 @@ def _ranges(
     device: torch.device,
 ) -> tuple[_Ints, _Ints]:
     """The range of keys of each query, and the one that `pattern` gives: int64 `[B, n, 2]`."""
-    query = torch.arange(queries.start, queries.stop, device=device)[None, None, :, None]
-    key = torch.arange(keys.start, keys.stop, device=device)[None, None, None, :]
-    rows = torch.arange(batch, device=device)[:, None, None, None]
-    shape = batch, 1, len(queries), len(keys)
-    seen = function(rows, torch.zeros_like(rows[:1]), query, key).to(torch.bool).expand(shape)[:, 0]
-    plain = pattern.seen(query, key).expand(shape)[:, 0]
+    seen, plain = seen_by(function, pattern, batch, queries, keys, device)
     if bool((plain & ~seen).any()):
         raise UnknownMaskError("tokens of a block do not see all that the rest of the mask shows them")
     found, is_one = _range_of(seen, keys.start)
     if not is_one:
         raise UnknownMaskError("a token sees keys that are not one range")
     return found, _range_of(plain, keys.start)[0]
+
+
+def seen_by(
+    function: MaskFunction,
+    pattern: MaskPattern,
+    batch: int,
+    queries: range,
+    keys: range,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys that each query sees, and those that `pattern` shows it: bool `[B, Lq, Lk]`."""
+    query = torch.arange(queries.start, queries.stop, device=device)[None, None, :, None]
+    key = torch.arange(keys.start, keys.stop, device=device)[None, None, None, :]
+    rows = torch.arange(batch, device=device)[:, None, None, None]
+    shape = batch, 1, len(queries), len(keys)
+    seen = function(rows, torch.zeros_like(rows[:1]), query, key).to(torch.bool)
+    return seen.expand(shape)[:, 0], pattern.seen(query, key).expand(shape)[:, 0]
 
 
 def _range_of(seen: torch.Tensor, start: int) -> tuple[_Ints, bool]:
