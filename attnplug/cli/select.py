@@ -25,6 +25,7 @@ from attnplug.cli.memory import budget_for, print_budget
 from attnplug.cli.output import console, features_in_words, layers_in_words, print_json, table
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import LayerSpec
+from attnplug.integrations.model_spec import Client
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,6 +42,10 @@ def select(
         Path, typer.Argument(metavar="CONFIG", help="A Hugging Face config.json, or its folder.")
     ],
     device: DeviceText = "current",
+    client: Annotated[
+        Client,
+        typer.Option("--for", help="The program that runs the model: an engine with pages, or transformers."),
+    ] = Client.ENGINE,
     tp: Annotated[int, typer.Option("--tp", metavar="N", help="Tensor-parallel size.")] = 1,
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = None,
@@ -71,7 +76,9 @@ def select(
         raise PolicyError(
             "--per-phase", True, f"cannot be combined with --phase {phase}", "give one of the two"
         )
-    model = read_config(config, tensor_parallel_size=tp, kv_cache_dtype=kv_cache_dtype)
+    if client is Client.TRANSFORMERS:
+        _refuse_pages(kv_cache_dtype, block_size, memory)
+    model = read_config(config, tensor_parallel_size=tp, kv_cache_dtype=kv_cache_dtype, client=client)
     specs = dict(model.layers)
     if block_size is not None:
         for name, spec in model.layers.items():
@@ -94,6 +101,7 @@ def select(
     if as_json:
         data: dict[str, Any] = {
             "model_type": model.model_type,
+            "for": str(client),
             "decisions": [decision.to_dict() for decision in every],
             "other_layers": dict(model.other_layers),
             "kv_sharing": dict(model.kv_sharing),
@@ -105,10 +113,23 @@ def select(
             data["budget"] = None if budget is None else budget.to_dict()
         print_json(data)
     else:
-        _print(config, model, every, resolve_device(device), by_phase, notes, why)
+        title = f"{config} ({model.model_type}){' in transformers' if client is Client.TRANSFORMERS else ''}"
+        _print(title, model, every, resolve_device(device), by_phase, notes, why)
         if memory:
             print_budget(budget, memory)
     raise typer.Exit(0 if all(every) else 3)
+
+
+def _refuse_pages(kv_cache_dtype: str, block_size: int | None, memory: str | None) -> None:
+    """PolicyError for options of paged KV caches."""
+    given = {"--block-size": block_size, "--memory": memory}
+    given["--kv-cache-dtype"] = None if kv_cache_dtype == "auto" else kv_cache_dtype
+    for option, value in given.items():
+        if value is not None:
+            limit = (
+                "cannot be combined with --for transformers, which keeps keys and values in caches of its own"
+            )
+            raise PolicyError(option, value, limit, f"leave {option} out")
 
 
 def _phase_by_phase(
@@ -125,7 +146,7 @@ def _phase_by_phase(
 
 
 def _print(
-    config: Path,
+    title: str,
     model: ModelSpec,
     decisions: Sequence[Decision],
     device: Device,
@@ -134,7 +155,7 @@ def _print(
     why: bool,
 ) -> None:
     out = console()
-    out.print(f"{config} ({model.model_type}) on {device}{f' ({device.name})' if device.name else ''}\n")
+    out.print(f"{title} on {device}{f' ({device.name})' if device.name else ''}\n")
     groups = _groups(decisions)
     out.print(_table(groups, split=by_phase is not None))
     _print_rest(model)

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from attnplug.core.spec import LayerSpec
+
+
+class Client(enum.StrEnum):
+    """The program that runs a model with attnplug's backends."""
+
+    ENGINE = "engine"
+    """An engine that keeps keys and values in pages."""
+    TRANSFORMERS = "transformers"
+    """transformers with `attn_implementation="attnplug"`: its own caches give each call the keys and values."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,20 +12,22 @@ from typing import TYPE_CHECKING, Any
 from attnplug.core.checks import MOST, short_number
 from attnplug.core.dtypes import kv_cache_dtype_name
 from attnplug.core.errors import ModelConfigError, SpecError
-from attnplug.integrations.model_spec import ModelSpec
+from attnplug.core.text import shown
+from attnplug.integrations.model_spec import Client, ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from attnplug.integrations.attention.registration import attention_decisions, register, set_attention
 
-__all__ = ["ModelSpec", "attention_decisions", "read_config", "register", "set_attention"]
+__all__ = ["Client", "ModelSpec", "attention_decisions", "read_config", "register", "set_attention"]
 
 
 def read_config(
     path_or_config: str | os.PathLike[str] | PreTrainedConfig,
     tensor_parallel_size: int = 1,
     kv_cache_dtype: str = "auto",
+    client: Client | str = Client.ENGINE,
 ) -> ModelSpec:
     """The attention layers that a model configuration asks for, per tensor-parallel rank.
 
@@ -36,6 +38,9 @@ def read_config(
             every rank has at least one.
         kv_cache_dtype: storage of paged KV caches. Encoder layers, which receive keys and values with the
             call, keep "auto".
+        client: "engine", or "transformers" for the layers as transformers itself runs them with
+            `attn_implementation="attnplug"`: each has `direct_kv=True` and the heads and scale of its call, latent
+            attention has expanded keys and values, and no layer shares a cache.
 
     A configuration without a dtype is read as bfloat16, LayerSpec's default, because the checkpoint that
     determines it is not read.
@@ -50,7 +55,8 @@ def read_config(
 
     Raises:
         ModelConfigError: the file cannot be read, transformers cannot build the model, the ranks do not divide
-            the heads, or a LayerSpec cannot describe a layer's attention (the message names it).
+            the heads, or a LayerSpec cannot describe a layer's attention (the message names it). For transformers
+            also: a layer computes attention of its own, or attends chosen keys only.
     """
     if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int):
         raise ModelConfigError(f"tensor_parallel_size={tensor_parallel_size!r}: must be an integer")
@@ -64,6 +70,12 @@ def read_config(
         cache_dtype = kv_cache_dtype_name(kv_cache_dtype)
     except SpecError as error:
         raise ModelConfigError(str(error)) from error
+    if client not in {*Client}:
+        raise ModelConfigError(f"client={shown(client)}: must be one of {', '.join(Client)}")
+    if client == Client.TRANSFORMERS and cache_dtype != "auto":
+        raise ModelConfigError(
+            f"kv_cache_dtype={cache_dtype!r}: transformers keeps keys and values in its own caches, in the dtype of the layer"
+        )
     try:
         import transformers as _  # noqa: F401
     except ImportError as error:
@@ -73,7 +85,7 @@ def read_config(
     from attnplug.integrations.reader.config_file import load_config
     from attnplug.integrations.reader.model_reading import read_model
 
-    return read_model(load_config(path_or_config), tensor_parallel_size, cache_dtype)
+    return read_model(load_config(path_or_config), tensor_parallel_size, cache_dtype, Client(client))
 
 
 def __getattr__(name: str) -> Any:

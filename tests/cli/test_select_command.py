@@ -74,6 +74,59 @@ def test_kv_dtype_and_block_size_reach_the_layers_that_have_pages(run):
     assert asked == {("encoder", "auto", None), ("decoder", "fp8", 32), ("encoder_decoder", "fp8", 32)}
 
 
+@pytest.mark.parametrize("model", ["bloom-7b1", "gpt-oss-20b", "llama-4-scout-text", "whisper-large-v3"])
+def test_a_model_is_tried_as_transformers_runs_it(run, model):
+    outcome = run("select", MODELS / f"{model}.json", "--device", "cpu", "--for", "transformers", "--json")
+    if model == "bloom-7b1":
+        assert (outcome.code, outcome.out) == (1, "")
+        assert "transformer.h.0.self_attention: BloomAttention computes attention of its own" in outcome.err
+        return
+    assert (outcome.code, outcome.json["for"], outcome.json["kv_sharing"]) == (0, "transformers", {})
+    decisions = outcome.json["decisions"]
+    assert len(decisions) == LAYERS[model]
+    assert {(d["backend"], d["spec"]["direct_kv"], d["block_size"]) for d in decisions} == {
+        ("TORCH", True, None)
+    }
+
+
+def test_a_backend_without_direct_kv_says_so_for_transformers(run):
+    options = ("--device", "sm90", "--assume-installed", "all", "--backend", "FLASHINFER")
+    assert run("select", LLAMA, *options).code == 0
+    outcome = run("select", LLAMA, *options, "--for", "transformers")
+    assert outcome.code == 3
+    assert "(llama) in transformers on sm90" in " ".join(outcome.out.split())
+    assert "direct_kv not supported" in outcome.out
+    assert "No backend for 32 of 32 layers." in outcome.out
+
+
+def test_latent_attention_is_expanded_by_transformers(run):
+    options = ("--device", "cpu", "--for", "transformers", "--json")
+    spec = run("select", MODELS / "deepseek-v3.json", *options).json["decisions"][0]["spec"]
+    assert (spec["num_kv_heads"], spec["head_size"], spec["head_size_v"], spec["mla"]) == (
+        128,
+        192,
+        128,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--block-size", "16"), ("--kv-cache-dtype", "fp8"), ("--memory", "1GiB")]
+)
+def test_options_of_pages_are_refused_for_transformers(run, option, value):
+    outcome = run("select", LLAMA, "--device", "cpu", "--for", "transformers", option, value)
+    assert outcome.code == 2
+    assert f"{option}=" in outcome.err
+    assert "cannot be combined with --for transformers" in outcome.err
+
+
+def test_an_unknown_program_is_refused_with_the_list(run):
+    outcome = run("select", LLAMA, "--for", "vllm")
+    assert outcome.code == 2
+    words = " ".join(outcome.err.replace("│", " ").split())
+    assert "'vllm' is not one of 'engine', 'transformers'" in words
+
+
 def test_a_rule_for_a_phase_asks_both_phases(run):
     outcome = run("select", LLAMA, "--device", "cpu", "--backend", "decode=TORCH", "--json").json
     asked = list(outcome["by_phase"].values())

@@ -13,6 +13,7 @@ from attnplug.core.errors import ModelConfigError, SpecError
 from attnplug.core.mla import MLADims
 from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.integrations.model_spec import Client
 from attnplug.integrations.reader.eager_check import CheckFailedError, check_eager
 from attnplug.integrations.reader.mask_pattern import MaskPattern
 from attnplug.integrations.reader.trace import AttentionCall
@@ -53,6 +54,7 @@ class SpecMaker:
     query_length: int
     ranks: int
     kv_cache_dtype: str
+    client: Client
     _checked: dict[object, bool] = dataclasses.field(default_factory=dict, init=False)
 
     def spec(self, call: AttentionCall) -> LayerSpec:
@@ -61,11 +63,17 @@ class SpecMaker:
         _check_shapes(call)
         pattern = _pattern(call)
         kind = self._kind(call, pattern)
-        paged = self._is_paged(call, kind)
+        expands = self.client is Client.TRANSFORMERS
+        paged = not expands and self._is_paged(call, kind)
+        if expands and call.keywords.get("indices") is not None:
+            name = type(call.module).__name__
+            raise ModelConfigError(
+                f"{call.path}: {name} attends chosen keys only, and sparse attention is not served through transformers"
+            )
         if paged and call.query.shape[0] != 1:
             raise _refused(call, f"folds other dimensions into its batch of {call.query.shape[0]}")
         has_sinks = self._check_for_sinks(call)
-        mla = _latent_dims(call)
+        mla = None if expands else _latent_dims(call)
         sizes = {"head_size": call.query.shape[3], "head_size_v": call.value.shape[3]}
         if mla is not None:
             sizes = {"head_size": mla.kv_lora_rank + mla.qk_rope_head_dim}
@@ -79,7 +87,7 @@ class SpecMaker:
             kv_cache_dtype=self.kv_cache_dtype if paged else "auto",
             attn_type=kind,
             causal=pattern.causal,
-            scale=_scale(call),
+            scale=call.scaling if expands else _scale(call),
             window=pattern.window,
             chunk_size=pattern.chunk_size,
             logits_soft_cap=call.keywords.get("softcap"),

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnplug.core.errors import ModelConfigError
 from attnplug.core.spec import LayerSpec
-from attnplug.integrations.model_spec import ModelSpec
+from attnplug.integrations.model_spec import Client, ModelSpec
 from attnplug.integrations.reader.architecture import build_model
 from attnplug.integrations.reader.config_file import one_line, quiet_transformers
 from attnplug.integrations.reader.input_sizes import read_sizes
@@ -47,7 +47,7 @@ _OWN_ATTENTION = {
 """Classes without transformers' attention interface: family, attributes with heads, KV heads and scale."""
 
 
-def read_model(config: PreTrainedConfig, ranks: int, kv_cache_dtype: str) -> ModelSpec:
+def read_model(config: PreTrainedConfig, ranks: int, kv_cache_dtype: str, client: Client) -> ModelSpec:
     """The layers of the model of `config`. ModelConfigError if one cannot be read."""
     position = getattr(config.get_text_config(), "position_embedding_type", None)
     if isinstance(position, str) and position.startswith("relative"):
@@ -56,7 +56,7 @@ def read_model(config: PreTrainedConfig, ranks: int, kv_cache_dtype: str) -> Mod
             "which a LayerSpec cannot describe"
         )
     with quiet_transformers(), probe_registered():
-        return _read_whole(_probed_model(config), ranks, kv_cache_dtype)
+        return _read_whole(_probed_model(config), ranks, kv_cache_dtype, client)
 
 
 def _probed_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -107,7 +107,7 @@ def _failure(part: PreTrainedModel, failures: list[RunFailedError]) -> ModelConf
     farthest = max(failures, key=lambda failure: len(failure.trace.executed))
     cause = farthest.__cause__ or farthest
     try:
-        _layers(farthest.trace, part, 1, "auto")
+        _layers(farthest.trace, part, 1, "auto", Client.ENGINE)
     except ModelConfigError as error:
         return error
     for frame, _ in reversed(list(traceback.walk_tb(cause.__traceback__))):
@@ -152,11 +152,11 @@ def _input_on_failure(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward_or_input
 
 
-def _read_whole(model: PreTrainedModel, ranks: int, kv_cache_dtype: str) -> ModelSpec:
+def _read_whole(model: PreTrainedModel, ranks: int, kv_cache_dtype: str, client: Client) -> ModelSpec:
     unreached: list[UnreachedError] = []
     for trace in _runs(model, model):
         try:
-            layers, sharing = _layers(trace, model, ranks, kv_cache_dtype)
+            layers, sharing = _layers(trace, model, ranks, kv_cache_dtype, client)
         except ModelConfigError:
             if not unreached:
                 raise
@@ -165,7 +165,7 @@ def _read_whole(model: PreTrainedModel, ranks: int, kv_cache_dtype: str) -> Mode
         for path, tower in _unreached_towers(trace):
             try:
                 tower_trace = next(_runs(model, tower))
-                found, shared = _layers(tower_trace, tower, ranks, kv_cache_dtype)
+                found, shared = _layers(tower_trace, tower, ranks, kv_cache_dtype, client)
                 find_other_layers(tower_trace, frozenset(name.partition("#")[0] for name in found))
             except ModelConfigError as error:
                 unread[path] = str(error)
@@ -202,7 +202,7 @@ def _unreached_towers(trace: Trace) -> Iterator[tuple[str, PreTrainedModel]]:
 
 
 def _layers(
-    trace: Trace, part: PreTrainedModel, ranks: int, kv_cache_dtype: str
+    trace: Trace, part: PreTrainedModel, ranks: int, kv_cache_dtype: str, client: Client
 ) -> tuple[dict[str, LayerSpec], dict[str, str]]:
     """Layers of one run, and the layers whose keys and values some of them read."""
     config: Any = part.config
@@ -213,6 +213,7 @@ def _layers(
         query_length=read_sizes(part).tokens,
         ranks=ranks,
         kv_cache_dtype=kv_cache_dtype,
+        client=client,
     )
     layers: dict[str, LayerSpec] = {}
     sharing: dict[str, str] = {}
@@ -244,6 +245,12 @@ def _layers(
             sharing[name] = owner
         layers[name] = spec
     for path in trace.own_attention:
+        if client is Client.TRANSFORMERS:
+            name = type(trace.model.get_submodule(path)).__name__
+            raise ModelConfigError(
+                f"{path}: {name} computes attention of its own and would never call attnplug; leave the model's "
+                "attn_implementation unchanged"
+            )
         fields = _own_attention(path, trace.model.get_submodule(path), config)
         dtype = str(trace.model.dtype).removeprefix("torch.")
         layers[path] = make_spec(path, ranks=ranks, dtype=dtype, kv_cache_dtype=kv_cache_dtype, **fields)
