@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -85,16 +86,15 @@ def _expect_each(
             continue  # each such layer compiles kernels of its own
         keys.add(key)
 
-        def again(spec: LayerSpec = spec, seed: int = seed) -> Batch:
-            return make(spec, seed)
-
+        again = functools.partial(make, spec, seed)
+        # The harness is made now, so that all layers are made before any runs.
         made[name] = Harness.of(target, again()), again
     if not made:
         raise CheckSkipped(f"{target.name} serves none of these layers: {', '.join(layers)}")
     for name in (*made, *reversed(made)):
-        harness, again = made[name]
-        batch, what = again(), f"the layer with {name}, among layers with {', '.join(made)}"
+        harness, fresh = made[name]
+        batch, what = fresh(), f"the layer with {name}, among layers with {', '.join(made)}"
         found = harness.forward(batch, what=what)
         if problem := difference(batch, found):
-            alone = Harness.of(target, again()).forward(again())
-            raise wrong_answer(f"{what}: {problem}", None if difference(again(), alone) else _LATER)
+            alone = Harness.of(target, fresh()).forward(fresh())
+            raise wrong_answer(f"{what}: {problem}", None if difference(fresh(), alone) else _LATER)
