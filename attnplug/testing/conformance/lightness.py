@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -26,25 +27,64 @@ _SECONDS = 120
 
 
 def checks(target: Target) -> Iterator[Check]:
-    """Two checks, each in a child process with the same import path."""
+    """The checks of the module, each in child processes with the same import path."""
     for name, call_methods, summary in (
         ("light-import", False, "importing the module loads no torch and no kernel library"),
         ("light-methods", True, "calling all declaring methods of the class loads none either"),
     ):
         yield Check.of(f"declaration/{name}", summary, _check, target, call_methods)
+    summary = "importing the module and calling the declaring methods changes nothing in the process"
+    yield Check.of("declaration/no-effects", summary, _check_effects, target)
+    summary = "the declaring methods give the same answers in each process"
+    yield Check.of("declaration/each-process", summary, _check_processes, target)
 
 
 def _check(target: Target, call_methods: bool) -> None:
-    backend = target.backend
+    answer = _ask(target.backend, call_methods=call_methods)
+    module = target.backend.__module__
+    found: dict[str, str] = answer["loaded"]
+    if found:
+        what = ", ".join(f"{each} ({where})" if where else each for each, where in found.items())
+        did = "calling the methods of the class" if call_methods else f"importing {module}"
+        raise ConformanceError(f"{did} loads {what}; move that behind get_impl_cls and get_builder_cls")
+    if answer["raised"]:
+        raise ConformanceError(
+            f"calling the methods of the class, in a process without torch, raised {answer['raised']}"
+        )
+
+
+def _check_effects(target: Target) -> None:
+    effects: list[str] = _ask(target.backend, call_methods=True, effects=True)["effects"]
+    if effects:
+        did = f"importing {target.backend.__module__} or calling the declaring methods of the class"
+        raise ConformanceError(f"{did} {'; '.join(effects)}; a declaration must leave the process as it is")
+
+
+def _check_processes(target: Target) -> None:
+    # Another seed gives other hashes of text, as each process of an engine has them.
+    one, other = (
+        _ask(target.backend, call_methods=True, effects=True, hash_seed=seed)["values"] for seed in (1, 2)
+    )
+    for name in sorted(one.keys() - {"compile_key"}):
+        for value, another in zip(one[name], other[name], strict=True):
+            if value != another:
+                raise ConformanceError(
+                    f"{name} is {value} in one process and {another} in another; all ranks must agree"
+                )
+
+
+def _ask(backend: type[AttentionBackend], hash_seed: int | None = None, **asked: bool) -> dict[str, Any]:
+    """The answer of a child process that imports the backend's module."""
     module, name = _home(backend)
     watched = [*_HEAVY.split(), *_required_modules(backend.requires)]
-    request = {"module": module, "name": name, "watched": watched, "call_methods": call_methods}
+    request = {"module": module, "name": name, "watched": watched, **asked}
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+    hashes = {} if hash_seed is None else {"PYTHONHASHSEED": str(hash_seed)}
     try:
         done = subprocess.run(
             [sys.executable, "-m", "attnplug.testing.conformance.lightness_child"],
             input=json.dumps(request),
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": path, **hashes},
             capture_output=True,
             text=True,
             timeout=_SECONDS,
@@ -61,16 +101,8 @@ def _check(target: Target, call_methods: bool) -> None:
     answers = [line for line in done.stdout.splitlines() if line.startswith('{"loaded"')]
     if not answers:
         raise ConformanceError(f"importing {module} ended the child process before it could answer")
-    answer = json.loads(answers[-1])
-    found: dict[str, str] = answer["loaded"]
-    if found:
-        what = ", ".join(f"{each} ({where})" if where else each for each, where in found.items())
-        did = "calling the methods of the class" if call_methods else f"importing {module}"
-        raise ConformanceError(f"{did} loads {what}; move that behind get_impl_cls and get_builder_cls")
-    if answer["raised"]:
-        raise ConformanceError(
-            f"calling the methods of the class, in a process without torch, raised {answer['raised']}"
-        )
+    answer: dict[str, Any] = json.loads(answers[-1])
+    return answer
 
 
 def _home(backend: type[AttentionBackend]) -> tuple[str, str]:

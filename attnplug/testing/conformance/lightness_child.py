@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.abc
+import io
 import json
 import operator
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -16,8 +18,10 @@ from typing import Any
 import attnplug.registry  # noqa: F401
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.device import Device
+from attnplug.core.features import Feature
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.registry.plugin_calls import describe, guarded_call
+from attnplug.testing.conformance.import_effects import ImportEffects
 
 _ATTRIBUTES = (
     *("family", "requires", "device_types", "supported_dtypes", "supported_kv_cache_dtypes"),
@@ -70,6 +74,13 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, (tuple, list)) else value
 
 
+def _text(value: Any) -> str:
+    """A value as text that is the same in each process: sets in order, objects without their addresses."""
+    if isinstance(value, (set, frozenset)):
+        return repr(sorted(map(repr, value)))
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
 class _Watch(importlib.abc.MetaPathFinder):
     """Records where each module is first imported, and leaves finding it to others."""
 
@@ -89,18 +100,27 @@ def main() -> None:
     watch = _Watch(request["watched"])
     before = set(sys.modules)
     sys.meta_path.insert(0, watch)
-    raised = None
-    with contextlib.redirect_stdout(sys.stderr):
+    raised, printed = None, io.StringIO()
+    effects = ImportEffects() if request.get("effects") else None
+    values: dict[str, list[Any]] = {}
+    with contextlib.redirect_stdout(printed):
         backend = operator.attrgetter(request["name"])(importlib.import_module(request["module"]))
         if request["call_methods"]:
             spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64)
+            asked = [spec.replace(**flag.fields(64, None)) for flag in Feature] if effects else []
             layers = [(spec, Device.parse(name)) for name in ("cpu", "sm90", "rocm:9.4")]
-            _, error = guarded_call(declarations, backend, layers)
+            layers += [(each, Device("cpu")) for each in asked]
+            answers, error = guarded_call(declarations, backend, layers)
             raised = None if error is None else describe(error)
+            values = {name: [_text(each) for each in found] for name, found in (answers or {}).items()}
     loaded = {
         name: where for name, where in watch.places.items() if name in sys.modules and name not in before
     }
-    print("\n" + json.dumps({"loaded": loaded, "raised": raised}))  # noqa: T201 - the answer to the parent
+    answer: dict[str, Any] = {"loaded": loaded, "raised": raised}
+    if effects is not None:
+        answer["effects"] = [*effects.found(), *(["prints to stdout"] if printed.getvalue() else [])]
+        answer["values"] = values
+    print("\n" + json.dumps(answer))  # noqa: T201 - the answer to the parent
 
 
 if __name__ == "__main__":
