@@ -136,7 +136,10 @@ def choose_backends(
         NoBackendError, BackendUnavailableError, PolicyError, PluginError: as `attnplug.plan`.
     """
     # None is always asked, for layers whose phases cannot share one KV cache.
-    phases = (None, *Phase) if per_phase or has_phase_rules(kwargs.get("backend")) else (None,)
+    # Most backends of latent attention decode only, so these layers are always decided by phase.
+    by_phases = per_phase or has_phase_rules(kwargs.get("backend"))
+    by_phases = by_phases or any(spec.mla is not None for spec in specs.values())
+    phases = (None, *Phase) if by_phases else (None,)
     # The plan uses only some of these decisions, so the others must not take part in agreeing on pages.
     found = registry.decide_layers(specs, device, phases, negotiate=False, **kwargs)
     by_phase = (

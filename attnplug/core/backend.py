@@ -92,6 +92,15 @@ class AttentionBackend(ABC):
         """Its rank in automatic selection, 1 to 999, higher first. TORCH has 0, TRITON 100, vendor libraries 200 and up."""
         return 50
 
+    @classmethod
+    def for_layer(cls, spec: LayerSpec) -> type[AttentionBackend]:
+        """The class that serves a layer under this name; by default this one.
+
+        A backend that serves two kinds of layers by separate impls overrides it, such as for latent attention. The
+        other class has the same name, is never offered by a plugin, and returns itself.
+        """
+        return cls
+
     # Limits
 
     @classmethod
@@ -196,8 +205,11 @@ class AttentionBackend(ABC):
         """Every reason why it does not serve `spec` on `device` in `phase`, in a fixed order.
 
         An empty list promises that the layer is served in full. A feature that the spec asks for and the
-        class does not declare is refused. `phase=None` asks for both phases.
+        class does not declare is refused. `phase=None` asks for both phases. The class that `for_layer` gives answers.
         """
+        serving = cls.for_layer(spec)
+        if serving is not cls:
+            return serving.validate_configuration(spec, device, phase)
         return validate(cls, spec, device, phase)
 
     @classmethod

@@ -24,6 +24,8 @@ class BuilderConfig:
         max_num_seqs: most requests in a step.
         max_num_batched_tokens: most tokens in a step.
         max_model_len: longest sequence; None without limit.
+        context_chunk_rows: computed tokens that a prefill of latent attention expands at once: the rows of its
+            workspace, at least a page.
         cudagraph_batch_sizes: batch sizes that will be captured; empty without CUDA graphs.
 
     Raises:
@@ -36,6 +38,7 @@ class BuilderConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_model_len: int | None = None
+    context_chunk_rows: int = 16_384
     cudagraph_batch_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, PluginError, SpecError
 from attnplug.core.interface import constructor_faults, impl_faults
 from attnplug.core.metadata import AttentionMetadata
+from attnplug.core.mla_weights import LatentProjection, check_projection
 from attnplug.core.ported_names import IMPL_NAMES
 from attnplug.core.spec import AttentionType, LayerSpec
 
@@ -30,13 +31,20 @@ class LayerTensors:
         sinks: float32 `[num_heads]`, in natural logit units.
         alibi_slopes: float32 `[num_heads]`.
         k_scale: stored key x k_scale = key; a one-element tensor or a float, fixed at load.
-        v_scale: the same for values.
+        v_scale: the same for values; with latents `k_scale` is for all elements.
+        w_uk: W_UK of a layer with `mla`, of its dtype, `[num_heads, nope, kv_lora_rank]`.
+        w_uv: its W_UV, `[num_heads, kv_lora_rank, v_head_dim]`.
+        kv_b_proj: both as the model's weight `[num_heads * (nope + v_head_dim), kv_lora_rank]`, or the products with
+            them as a LatentProjection, such as for a weight that the model quantises.
     """
 
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     k_scale: torch.Tensor | float = 1.0
     v_scale: torch.Tensor | float = 1.0
+    w_uk: torch.Tensor | None = None
+    w_uv: torch.Tensor | None = None
+    kv_b_proj: torch.Tensor | LatentProjection | None = None
 
     def check(self, spec: LayerSpec) -> None:
         """SpecError unless these are exactly the tensors that `spec` requires, in their shapes.
@@ -60,6 +68,12 @@ class LayerTensors:
                 raise SpecError(field, found, f"must be torch.float32 ({spec.num_heads},)")
         for field, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
             _check_scale(field, scale, spec)
+        check_projection(spec, self.w_uk, self.w_uv, self.kv_b_proj)
+
+    @property
+    def has_projection(self) -> bool:
+        """Whether the weights of latent attention are given."""
+        return self.w_uk is not None or self.kv_b_proj is not None
 
 
 def _check_scale(field: str, scale: object, spec: LayerSpec) -> None:
@@ -357,7 +371,7 @@ class AttentionImpl(ABC, Generic[_M]):
             PluginError: metadata without slots.
         """
         if output is None:
-            output = query.new_empty(query.shape[0], self.spec.num_heads, self.spec.head_size_v)
+            output = query.new_empty(query.shape[0], self.spec.num_heads, self.spec.output_size)
         # The target layer has written these pages; a second write would replace its K and V.
         if kv_cache is not None and key is not None and self.kv_sharing_target_layer_name is None:
             written = key[..., : self.spec.head_size_v] if value is None and self.spec.mla else value
@@ -386,8 +400,9 @@ class AttentionImpl(ABC, Generic[_M]):
 class MLAAttentionImpl(AttentionImpl[_M], Generic[_M]):
     """Runs a layer of multi-head latent attention.
 
-    `attend` takes absorbed queries `[T, H, kv_lora_rank + rope]` and gives `[T, H, kv_lora_rank]`;
-    `key` is the latent `[T, 1, kv_lora_rank + rope]` and `value` None.
+    `attend` takes queries `[T, H, nope + rope]` and gives `[T, H, v_head_dim]`; `key` is the latent
+    `[T, 1, kv_lora_rank + rope]`, its positions rotated, and `value` None. `attnplug.mla.MLADecodeImpl` does all of it
+    but for the decode on the latents.
     """
 
     @abstractmethod
@@ -401,10 +416,20 @@ class MLAAttentionImpl(AttentionImpl[_M], Generic[_M]):
         k_scale: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        """Prefill with K and V expanded: `q [T, H, nope + rope]`, `output [T, H, v_head_dim]`."""
+        """Prefill with K and V expanded: `q [T, H, nope + rope]`, `output [T, H, v_head_dim]`.
+
+        `kv_c_normed [T, kv_lora_rank]` and `k_pe [T, 1, rope]` are the latents of the new tokens.
+        """
 
     @abstractmethod
     def forward_mqa(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: _M, layer: AttentionLayer | None
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        attn_metadata: _M,
+        layer: AttentionLayer | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Decode on the latents: `[T, H, kv_lora_rank]`, and the LSE `[T, H]` if required."""
+        """Decode on the latents: `[T, H, kv_lora_rank]`, and the LSE `[T, H]` if required.
+
+        `q` is the absorbed query `[T, H, kv_lora_rank + rope]`, or its two parts.
+        """

@@ -12,7 +12,15 @@ from attnplug.core.errors import ModelConfigError
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MLADims:
-    """Dimensions of multi-head latent attention, as model configurations name them."""
+    """Dimensions of multi-head latent attention, as model configurations name them.
+
+    Args:
+        q_lora_rank: rank of the queries' projection; None if queries are not compressed.
+        kv_lora_rank: L, elements of a latent that K and V are expanded from.
+        qk_nope_head_dim: P, elements of a query and key head without positions.
+        qk_rope_head_dim: R, elements with positions, which all heads of a key share; 0 without.
+        v_head_dim: V, elements of a value head.
+    """
 
     q_lora_rank: int | None
     kv_lora_rank: int
@@ -24,7 +32,18 @@ class MLADims:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name != "q_lora_rank" or value is not None:
-                object.__setattr__(self, field.name, check_size(f"mla.{field.name}", value))
+                least = 0 if field.name == "qk_rope_head_dim" else 1
+                object.__setattr__(self, field.name, check_size(f"mla.{field.name}", value, least))
+
+    @property
+    def latent_size(self) -> int:
+        """Elements that the cache stores for a token: L + R."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def query_size(self) -> int:
+        """Elements of a query head before absorption, and of an expanded key head: P + R."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 def get_mla_dims(hf_config: Any) -> MLADims:

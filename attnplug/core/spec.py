@@ -84,7 +84,8 @@ class LayerSpec:
         logits_soft_cap: c > 0: logits become c * tanh(logits / c).
         has_sinks: one learned logit per head enters the softmax denominator only.
         has_alibi: `-slope * abs(key_pos - query_pos)` is added to the logits.
-        mla: dimensions of multi-head latent attention.
+        mla: dimensions of multi-head latent attention. A call then passes queries and outputs of `query_size` and
+            `output_size`, and as its key the latent; `head_size` and `head_size_v` are those of absorbed attention.
         sparse: only keys that an indexer picks are seen: their kind and number. They come with each step, as
             `CommonAttentionMetadata.selection`.
         mm_prefix: tokens of a multimodal span also see all of their span, in both directions and past the
@@ -166,7 +167,7 @@ class LayerSpec:
         size_v = scaled = size
         if mla is not None:
             _check_mla(mla, kind, kv_heads, size, head_size_v)
-            size_v, scaled = mla.kv_lora_rank, mla.qk_nope_head_dim + mla.qk_rope_head_dim
+            size_v, scaled = mla.kv_lora_rank, mla.query_size
         chunk = None if chunk_size is None else check_size("chunk_size", chunk_size, most=MOST_TOKENS)
         reach = check_window(window, sliding_window, is_causal)
         if chunk is not None and not is_causal:
@@ -270,6 +271,32 @@ class LayerSpec:
         return tuple(kinds) or ("full",)
 
     @property
+    def query_size(self) -> int:
+        """Elements of a query head that a call passes: `head_size`, with `mla` nope + rope."""
+        return self.head_size if self.mla is None else self.mla.query_size
+
+    @property
+    def output_size(self) -> int:
+        """Elements of an output head that a call returns: `head_size_v`, with `mla` v_head_dim."""
+        return self.head_size_v if self.mla is None else self.mla.v_head_dim
+
+    def expanded(self) -> LayerSpec:
+        """The layer that prefills a layer with `mla`: K and V come with the call, expanded for each head.
+
+        Its keys have nope + rope elements and its values v_head_dim. It is not causal, because queries attend the
+        chunks of computed tokens whole; a batch of new tokens narrows it. Its LSE merges the parts.
+
+        Raises:
+            SpecError: the layer has no `mla`.
+        """
+        if self.mla is None:
+            raise SpecError("mla", None, "is required: other layers have nothing to expand")
+        fields = {"mla": None, "kv_cache_dtype": "auto", "block_size": None, "causal": False}
+        fields |= {"num_kv_heads": self.num_heads, "head_size": self.query_size, "scale": self.scale}
+        fields |= {"head_size_v": self.output_size, "direct_kv": True, "needs_lse": True, "sparse": None}
+        return self.replace(**fields)
+
+    @property
     def is_encoder(self) -> bool:
         """Whether it is self-attention of an encoder, which computes all its tokens at once."""
         return self.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
@@ -334,7 +361,7 @@ def _check_mla(mla: object, kind: AttentionType, kv_heads: int, size: int, size_
         raise SpecError("mla", mla, "must be an MLADims or None")
     if kind is not AttentionType.DECODER:
         raise SpecError("mla", mla, f"is for decoder layers, not {kind}")
-    latent = mla.kv_lora_rank + mla.qk_rope_head_dim
+    latent = mla.latent_size
     if kv_heads != 1:
         raise SpecError("num_kv_heads", kv_heads, "must be 1 with mla: all heads share one latent")
     if size != latent:

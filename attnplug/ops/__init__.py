@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from attnplug.core._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from attnplug.ops.gather import gather_pages as gather_pages
+    from attnplug.ops.gather import gather_slots as gather_slots
     from attnplug.ops.kv_write import write_kv_cache as write_kv_cache
     from attnplug.ops.merging import merge as merge
     from attnplug.ops.merging import merge_attn_states as merge_attn_states
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
+        "gather": "gather_pages gather_slots",
         "kv_write": "write_kv_cache",
         "merging": "merge merge_attn_states",
         "reach": "Reach",

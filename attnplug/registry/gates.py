@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from attnplug.core.composite import CompositeBackend
+from attnplug.core.features import Feature
 from attnplug.core.overrides import overrides
 from attnplug.core.reasons import Reason, as_reason
+from attnplug.core.spec import Phase
 from attnplug.core.text import shown
 from attnplug.registry.decision import Candidate, Gate, Placement
 from attnplug.registry.hookspecs import PROJECT
@@ -46,8 +49,26 @@ def conflicting(offer: Offer, rivals: Sequence[Offer]) -> Candidate:
     return Candidate(offer.full_name, offer.distribution, offer.version, None, Gate.PLUGIN, (reason,))
 
 
+def serving(offer: Offer, placement: Placement) -> tuple[Offer, Placement]:
+    """The offer with the class that serves the layer, and the layer that the class is asked about.
+
+    A backend without latent attention may prefill such a layer, with expanded K and V: it is asked about that layer.
+    """
+    spec = placement.spec
+    backend, error = guarded_call(offer.backend.for_layer, spec)
+    prefills = spec.mla is not None and placement.phase is Phase.PREFILL
+    if error is None and prefills and Feature.MLA not in backend.features:
+        spec = spec.expanded()
+        backend, error = guarded_call(offer.backend.for_layer, spec)
+    if error is not None or (backend is offer.backend and spec is placement.spec):
+        # A for_layer that raises does so again in validate_configuration, whose gate records it.
+        return offer, placement
+    return dataclasses.replace(offer, backend=backend), dataclasses.replace(placement, spec=spec)
+
+
 def examine(offer: Offer, placement: Placement, assumed: Assumed) -> Candidate:
     """Gates 2 and 3, and the priority. Both gates record their reasons, the configuration's first."""
+    offer, placement = serving(offer, placement)
     backend = offer.backend
     announce(f"while it examined the backend {offer.name}")
     configuration = configuration_reasons(backend, placement)

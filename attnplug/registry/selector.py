@@ -11,12 +11,13 @@ from attnplug.core.text import shown
 from attnplug.registry.decision import Candidate, Decision, Gate, Placement
 from attnplug.registry.devices import is_here
 from attnplug.registry.evidence_gate import EvidenceGate
-from attnplug.registry.gates import examine, fault, preferred_pages
+from attnplug.registry.gates import examine, fault, preferred_pages, serving
 from attnplug.registry.options import build_options, options_of
 from attnplug.registry.part_imports import PENDING
 from attnplug.registry.plugin_calls import describe, guarded_call, listed, plain_text
 
 if TYPE_CHECKING:
+    from attnplug.core.backend import AttentionBackend
     from attnplug.core.reasons import Reason
     from attnplug.registry.evidence import Evidence
     from attnplug.registry.installed import Assumed
@@ -54,7 +55,7 @@ def decide(
     Raises:
         PolicyError, PluginError: a rule, options or names that no backend can follow.
     """
-    spec, device = placement.spec, placement.device
+    device = placement.device
     named = None if policy.rule is None else plugins.resolve(policy.rule)
     # A composite or an offer in conflict is examined only if a rule names it.
     offers = dict.fromkeys((*plugins.offers, *(named or ())))
@@ -77,28 +78,31 @@ def decide(
         notes += faults
     else:
         order.sort(key=lambda offer: offer not in named)
-    winner, level, pages = None, "declared", None
+    winner, level, pages, spec = None, "declared", None, placement.spec
+    winning: type[AttentionBackend] | None = None
     # Only down to the first that imports, because importing a kernel library is slow.
     try_parts = usable and policy.assumed is None and bool(order) and is_here(device)
     for offer in order:
         if named is not None and offer not in named:
             break
-        reason = plugins.import_failure(offer.backend) if try_parts else None
+        served, asked = serving(offer, placement)
+        reason = plugins.import_failure(served.backend) if try_parts else None
         if reason is None or reason is PENDING:
-            pages, error = guarded_call(preferred_pages, offer.backend, spec, device)
+            pages, error = guarded_call(preferred_pages, served.backend, asked.spec, device)
             if error is not None:
                 # It gave valid pages a moment ago, when it was examined.
                 what = f"raised {describe(error)} for its block size and layout"
-                reason = fault(offer.backend, what)
+                reason = fault(served.backend, what)
         if reason is None or reason is PENDING:
             winner, level = offer, "usable" if try_parts and reason is None else "declared"
+            winning, spec = served.backend, asked.spec
             break
         failed = dataclasses.replace(candidates[offer], refused_at=Gate.IMPORT, reasons=(reason,))
         candidates[offer] = failed
     automatic = None if winner is None else "rank" if ranked_by else "priority"
     of_winner: dict[str, Any] = {}
     if winner is not None:
-        of_winner = {"options": _options(winner, policy), "backend_cls": winner.backend}
+        of_winner = {"options": _options(winner, policy), "backend_cls": winning}
         if pages is not None:
             of_winner["block_size"], of_winner["kv_cache_layout"] = pages
     return Decision(

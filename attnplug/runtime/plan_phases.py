@@ -50,7 +50,7 @@ def phase_choices(
         both_phases: by layer, the decision for both phases together.
         by_phase: by layer, the decision for each phase alone.
         kwargs: the settings of the user.
-        per_phase: decide all layers by phase; otherwise only those that a phase rule matches.
+        per_phase: decide all layers by phase; otherwise only those that a phase rule matches, and latent attention.
 
     Raises:
         BackendUnavailableError: two backends that rules ask for and that share no KV cache.
@@ -60,7 +60,7 @@ def phase_choices(
     for name, both in both_phases.items():
         rules = {phase: rule_for(sets, both.spec, phase, name) for phase in (Phase.PREFILL, Phase.DECODE)}
         ruled = any(rule is not None and rule.scope == "phase" for rule in rules.values())
-        if not (ruled or per_phase):
+        if not (ruled or per_phase or both.spec.mla is not None):
             decisions[name] = both
             continue
         layer = _Layer(registry, kwargs, name, both, by_phase[name], rules if ruled else None)

@@ -57,6 +57,8 @@ class Batch:
         tensors = LayerTensors(
             sinks=self.tensors.sinks if spec.has_sinks else None,
             alibi_slopes=self.tensors.alibi_slopes if spec.has_alibi else None,
+            w_uk=self.tensors.w_uk,
+            w_uv=self.tensors.w_uv,
         )
         return attention_oracle(
             spec,

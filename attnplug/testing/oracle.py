@@ -21,6 +21,7 @@ COMPUTED = (
     | Feature.SOFT_CAP
     | Feature.SINKS
     | Feature.ALIBI
+    | Feature.MLA
     | Feature.MM_PREFIX
     | Feature.SPARSE
     | Feature.LSE
@@ -44,7 +45,7 @@ class OracleResult:
     """The reference result, packed like the queries.
 
     Args:
-        output: float64 `[T, H, Dv]`.
+        output: float64 `[T, H, Dv]`; with MLA `[T, H, v_head_dim]`.
         lse: float64 `[T, H]`, natural log; -inf if the query sees no key and the layer has no sinks.
         logit_size: float64 `[T, H]`, the largest `scale * norm(query) * norm(key)` over the keys that a query sees,
             and how far a sink exceeds their logits. Rounding errors of logits are proportional to it.
@@ -98,6 +99,30 @@ def chosen_keys(spec: LayerSpec, selection: Selection, key_positions: torch.Tens
     return torch.stack(rows) if rows else torch.empty(0, key_positions.shape[0], dtype=torch.bool)
 
 
+def expanded_latents(
+    spec: LayerSpec, latent: torch.Tensor, tensors: LayerTensors
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys `[m, H, nope + rope]` and values `[m, H, v_head_dim]` of latents `[m, 1, rank + rope]`, in float64.
+
+    Raises:
+        SpecError: the layer has no `mla`, or `tensors` no weights as tensors.
+    """
+    dims, heads = spec.mla, spec.num_heads
+    if dims is None:
+        raise SpecError("mla", None, "is required: other layers have no latents")
+    rows, rank = latent[:, 0].detach().cpu().double(), dims.kv_lora_rank
+    if isinstance(tensors.kv_b_proj, torch.Tensor):
+        weight = tensors.kv_b_proj.detach().cpu().double().view(heads, -1, rank)
+        up_key, up_value = weight[:, : dims.qk_nope_head_dim], weight[:, dims.qk_nope_head_dim :].mT
+    elif tensors.w_uk is not None and tensors.w_uv is not None:
+        up_key, up_value = (each.detach().cpu().double() for each in (tensors.w_uk, tensors.w_uv))
+    else:
+        raise SpecError("tensors", "no weights", "must have w_uk and w_uv, or kv_b_proj as a tensor")
+    positions = rows[:, None, rank:].expand(-1, heads, -1)
+    keys = torch.cat([torch.einsum("sl,hpl->shp", rows[:, :rank], up_key), positions], dim=2)
+    return keys, torch.einsum("sl,hlv->shv", rows[:, :rank], up_value)
+
+
 def request_oracle(
     spec: LayerSpec,
     query: torch.Tensor,
@@ -116,7 +141,8 @@ def request_oracle(
     Args:
         spec: the layer; its dtypes do not matter here.
         query: `[n, H, D]`; row j has position `seq_len - n + j`.
-        key: `[m, Hkv, D]`, the last m keys; key j has position `seq_len - m + j`.
+        key: `[m, Hkv, D]`, the last m keys; key j has position `seq_len - m + j`. With MLA the latents, and queries
+            of nope + rope elements: the oracle expands them.
         value: `[m, Hkv, Dv]`, dequantised by `stored_values` if the cache is quantised.
         seq_len: tokens of the request, with dropped ones.
         tensors: sinks and slopes, if the spec has them.
@@ -137,6 +163,8 @@ def request_oracle(
     tensors = tensors or LayerTensors()
     tensors.check(spec)
     groups = spec.num_heads // spec.num_kv_heads
+    if spec.mla is not None:
+        (key, value), groups = expanded_latents(spec, key, tensors), 1
     q = query.detach().cpu().double().transpose(0, 1)
     k, v = (
         # Consecutive query heads share a KV head; interleaved groups are a known mistake.
@@ -218,7 +246,7 @@ def attention_oracle(
                 selection=None if selection is None else selection[rows],
             )
         )
-    nothing = torch.empty(0, spec.num_heads, spec.head_size_v, dtype=torch.float64)
+    nothing = torch.empty(0, spec.num_heads, spec.output_size, dtype=torch.float64)
     return OracleResult(
         torch.cat([nothing, *(part.output for part in parts)]),
         torch.cat([nothing[:, :, 0], *(part.lse for part in parts)]),

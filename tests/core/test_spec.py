@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from spec_strategies import MLA_SIZES, SIZES, spec_arguments
 
-from attnplug.core import AttentionType, LayerSpec, MLADims, Phase, SparseSpec
+from attnplug.core import AttentionType, Feature, LayerSpec, MLADims, Phase, SparseSpec
 from attnplug.core.checks import check_positive
 from attnplug.errors import SpecError
 
@@ -242,9 +242,28 @@ class TestMLA:
 
     @pytest.mark.parametrize("field", MLADims.__slots__)
     @pytest.mark.parametrize("value", [0, -1, 1.5, True])
-    def test_dimensions_are_integers_of_at_least_one(self, field: str, value: object) -> None:
-        with pytest.raises(SpecError, match=rf"mla\.{field}=.*at least 1"):
+    def test_dimensions_are_integers_of_at_least_one_but_for_positions_of_none(self, field: str, value: object) -> None:
+        least = 0 if field == "qk_rope_head_dim" else 1
+        if value == least and value is not True:
+            assert dataclasses.replace(MLA_SIZES["mla"], qk_rope_head_dim=0).latent_size == 512
+            return
+        with pytest.raises(SpecError, match=rf"mla\.{field}=.*at least {least}"):
             dataclasses.replace(MLA_SIZES["mla"], **{field: value})
+
+    def test_a_call_passes_queries_and_outputs_of_heads_and_the_expanded_layer_has_their_sizes(self) -> None:
+        spec = LayerSpec(**MLA_SIZES, kv_cache_dtype="fp8", block_size=64, scale=0.25)
+        assert (spec.query_size, spec.output_size) == (192, 128)
+        expanded = spec.expanded()
+        assert (expanded.num_kv_heads, expanded.head_size, expanded.head_size_v) == (16, 192, 128)
+        assert (expanded.scale, expanded.dtype, expanded.kv_cache_dtype) == (0.25, spec.dtype, "auto")
+        asked = Feature.DIRECT_KV | Feature.LSE | Feature.NON_CAUSAL | Feature.HEAD_SIZE_V
+        assert expanded.required_features() == asked
+
+    def test_layers_of_other_kinds_have_nothing_to_expand(self) -> None:
+        spec = LayerSpec(**SIZES)
+        assert (spec.query_size, spec.output_size) == (spec.head_size, spec.head_size_v)
+        with pytest.raises(SpecError, match="mla=None is required"):
+            spec.expanded()
 
     def test_only_the_query_rank_may_be_none(self) -> None:
         dims = MLA_SIZES["mla"]

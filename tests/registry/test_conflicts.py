@@ -89,7 +89,7 @@ def test_a_plugin_that_did_not_load_is_named_where_nobody_else_has_the_name(twin
         twins.select(SPEC, CPU, backend="BAD_EXIT_BACKEND")
     assert "not loaded: attnplug-bad-exit:bad-exit raised SystemExit: 0 when imported" in str(error.value)
     with pytest.raises(NoBackendError, match="attnplug-bad-exit:bad-exit: attnplug-bad-exit:bad-exit raised"):
-        twins.select(SPEC.replace(**Feature.MLA.fields(576)), CPU)
+        twins.select(SPEC.replace(**Feature.MLA.fields(576), has_sinks=True), CPU)
 
 
 def test_a_conflict_does_not_keep_a_registered_plugin_out(twins: Registry) -> None:

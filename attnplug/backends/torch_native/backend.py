@@ -1,4 +1,4 @@
-"""The declaration of TORCH: everything except MLA."""
+"""The declarations of TORCH: every feature, those of latent attention in a class of its own."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.features import Feature
+from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
+from attnplug.core.spec import LayerSpec, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attnplug.backends.torch_native.builder import TorchMetadataBuilder
     from attnplug.backends.torch_native.impl import TorchImpl
+    from attnplug.backends.torch_native.latent import TorchMLABuilder, TorchMLAImpl
     from attnplug.core.device import Device
-    from attnplug.core.spec import LayerSpec, Phase
 
 
 class TorchBackend(AttentionBackend):
@@ -59,6 +61,11 @@ class TorchBackend(AttentionBackend):
         return "TORCH"
 
     @classmethod
+    def for_layer(cls, spec: LayerSpec) -> type[AttentionBackend]:
+        """TorchMLABackend for latent attention; a subclass serves it by a class of its own or not at all."""
+        return TorchMLABackend if spec.mla is not None and cls is TorchBackend else cls
+
+    @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
         """0: every other backend that serves the layer comes first."""
         return 0
@@ -83,3 +90,41 @@ class TorchBackend(AttentionBackend):
         from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 
         return TorchMetadataBuilder
+
+
+class TorchMLABackend(MLADecodeBackend):
+    """Latent attention in plain PyTorch: any dimensions, any number of heads, any block size."""
+
+    device_types: ClassVar[Sequence[str]] = TorchBackend.device_types
+    supported_dtypes: ClassVar[Sequence[object]] = TorchBackend.supported_dtypes
+    supported_kv_cache_dtypes: ClassVar[Sequence[str]] = TorchBackend.supported_kv_cache_dtypes
+    supported_phases: ClassVar[Sequence[Phase | str]] = tuple(Phase)
+    features: ClassVar[Feature] = Feature.MLA | Feature.LSE | Feature.FP8_KV
+    prefill: ClassVar[type[AttentionBackend] | None] = TorchBackend
+
+    query_lens: ClassVar[QueryLens | str] = QueryLens.ANY
+    decode_threshold: ClassVar[int] = 16
+
+    @staticmethod
+    def get_name() -> str:
+        """The name, "TORCH"."""
+        return TorchBackend.get_name()
+
+    @classmethod
+    def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
+        """0: every other backend that serves the layer comes first."""
+        return 0
+
+    @classmethod
+    def get_impl_cls(cls) -> type[TorchMLAImpl]:
+        """TorchMLAImpl."""
+        from attnplug.backends.torch_native.latent import TorchMLAImpl
+
+        return TorchMLAImpl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[TorchMLABuilder]:
+        """TorchMLABuilder."""
+        from attnplug.backends.torch_native.latent import TorchMLABuilder
+
+        return TorchMLABuilder

@@ -13,6 +13,7 @@ from attnplug.core.composite.options import composite_options
 from attnplug.core.dtypes import bare_dtype_name
 from attnplug.core.errors import LayoutError
 from attnplug.core.features import Feature
+from attnplug.core.mla_backend import MLADecodeBackend
 from attnplug.core.reasons import Reason, as_reason
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.core.validation import accepts_blocks, reads_blocks, stored_dtypes, validate
@@ -37,6 +38,14 @@ class CompositeBackend(AttentionBackend):
     def members(cls) -> Mapping[Phase, type[AttentionBackend]]:
         """The backend of each phase."""
         return {Phase.PREFILL: cls.prefill, Phase.DECODE: cls.decode}
+
+    @classmethod
+    def for_layer(cls, spec: LayerSpec) -> type[AttentionBackend]:
+        """With latent attention, the decoding member with the other for its expanded prefill."""
+        decode = cls.decode.for_layer(spec)
+        if spec.mla is None or not issubclass(decode, MLADecodeBackend):
+            return cls
+        return decode.with_prefill(cls.prefill.for_layer(spec.expanded()))
 
     @classmethod
     def get_impl_cls(cls) -> type[CompositeImpl]:
@@ -118,6 +127,9 @@ class CompositeBackend(AttentionBackend):
         cls, spec: LayerSpec, device: Device, phase: Phase | None = None
     ) -> list[Reason]:
         """Each member's reasons in its phase, with its name, then the reasons why they cannot share a cache."""
+        serving = cls.for_layer(spec)
+        if serving is not cls:
+            return serving.validate_configuration(spec, device, phase)
         causes: dict[tuple[str, str | None], dict[str, Reason]] = {}
         for own, member in cls.members().items():
             if phase is None or own == phase:

@@ -36,12 +36,27 @@ def cut_step(common: CommonAttentionMetadata, threshold: int, is_cross: bool) ->
     Raises:
         BatchError: start locations that decrease or pass `num_actual_tokens`.
     """
-    reqs, rest, tokens, rest_tokens = split_decodes_and_prefills(common, threshold)
+    reqs, rest, tokens, _ = split_decodes_and_prefills(common, threshold)
     if not rest:
         return Cut(reqs, tokens, common, None)
     if not reqs:
         return Cut(0, 0, None, common)
+    return cut_at(common, reqs, tokens, is_cross, longest=1 if threshold == 1 else None)
+
+
+def cut_at(
+    common: CommonAttentionMetadata,
+    reqs: int,
+    tokens: int,
+    is_cross: bool = False,
+    longest: int | None = None,
+) -> Cut:
+    """Cut the step after `reqs` requests, which have `tokens` queries; both parts have requests. See `cut_step`.
+
+    `longest` is the longest query of the first part; None if it must be computed.
+    """
     end = common.num_reqs
+    rest, rest_tokens = end - reqs, common.num_actual_tokens - tokens
     start_locs, start_locs_cpu = common.query_start_loc, common.query_start_loc_cpu
     slots = (common.slot_mapping, common.slot_mapping)
     if not is_cross:
@@ -69,7 +84,7 @@ def cut_step(common: CommonAttentionMetadata, threshold: int, is_cross: bool) ->
         common.seq_lens[:reqs],
         reqs,
         tokens,
-        1 if threshold == 1 else int(start_locs_cpu[: reqs + 1].diff().max()),
+        int(start_locs_cpu[: reqs + 1].diff().max()) if longest is None else longest,
         _longest(first, common),
         common.block_table_tensor[:reqs],
         slots[0],

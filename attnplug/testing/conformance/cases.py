@@ -59,7 +59,7 @@ _TOGETHER: tuple[dict[str, Any], ...] = (
     {"kind": "non_causal", "window": (40, 40)},
 )
 """Values whose order or scale a convention fixes, tried with plain values of all other axes."""
-_OWN_AXES = {"head_size_v", "kv_cache_dtype", "causal", "direct_kv", "attn_type"}
+_OWN_AXES = {"mla", "head_size_v", "kv_cache_dtype", "causal", "direct_kv", "attn_type"}
 """Fields that ask for a feature and have no axis of their name: `values`, the storage types and KINDS try them."""
 _MAX_COMPILE_KEYS = {Level.SMOKE: 6, Level.FULL: 24}
 
@@ -235,7 +235,8 @@ def axes(target: Target) -> dict[str, list[Any]]:
         "scale": [None, 0.15],
         "values": [None, *(["smaller", "larger"] if Feature.HEAD_SIZE_V in tried else [])],
     }
-    for flag in COMPUTED:
+    # Latent attention has cases of its own.
+    for flag in COMPUTED & ~Feature.MLA:
         field, samples = flag.ask.field, flag.ask.values
         if field not in _OWN_AXES:
             most = max(len(samples) // 2, 1) if few else len(samples)

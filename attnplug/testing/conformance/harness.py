@@ -189,7 +189,7 @@ def _make_builder(
 def blank_answer(batch: Batch, fill: float = torch.nan) -> Answer:
     """Output `[T + padding, H, Dv]` and, if the spec needs it, LSE `[T + padding, H]`, all `fill`."""
     spec, query = batch.spec, batch.query
-    output = query.new_full((query.shape[0], spec.num_heads, spec.head_size_v), fill)
+    output = query.new_full((query.shape[0], spec.num_heads, spec.output_size), fill)
     lse = torch.full(output.shape[:2], fill, device=query.device) if spec.needs_lse else None
     return Answer(output, lse)
 

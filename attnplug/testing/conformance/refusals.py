@@ -9,7 +9,7 @@ from attnplug.core.features import Feature
 from attnplug.core.reasons import REASON_CODES, Reason
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.conformance.check import Check, ConformanceError, error_context
-from attnplug.testing.conformance.spec_grid import asking_for
+from attnplug.testing.conformance.spec_grid import asking_for, plainest
 from attnplug.testing.conformance.target import Target
 
 _KNOWN_CODES = frozenset(REASON_CODES) - {"feature"} | {f"feature.{name}" for name in (~Feature(0)).names()}
@@ -20,14 +20,22 @@ def checks(target: Target) -> Iterator[Check]:
     backend = target.backend
     for feature in Feature:
         name = feature.names()[0]
-        if feature not in backend.features:
+        if feature not in backend.features and not _served_by_another(target, feature):
             summary = f"a layer that asks for {name}, which is not declared, is refused"
             yield Check.of(f"refused/feature-{name}", summary, _check_feature, target, feature)
-        elif feature.ask.declared_by is None:  # else a method of the class admits it
+        elif (
+            feature in backend.features and feature.ask.declared_by is None
+        ):  # else a method of the class admits it
             summary = (
                 f"without {name} in its features the same class refuses it: nothing is served by default"
             )
             yield Check.of(f"refused/withdrawn-{name}", summary, _check_withdrawn, target, feature)
+
+
+def _served_by_another(target: Target, feature: Feature) -> bool:
+    """Whether another class serves layers with the feature under the backend's name, which is checked by itself."""
+    serving = target.backend.for_layer(asking_for(plainest(target), feature))
+    return serving is not target.backend and feature in serving.features
 
 
 def reasons_for(

@@ -1,0 +1,148 @@
+"""The declaration of a backend that decodes multi-head latent attention. It imports no torch."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from attnplug.core.backend import AttentionBackend
+from attnplug.core.blocks import MultipleOf
+from attnplug.core.features import Feature
+from attnplug.core.reasons import Reason, as_reason
+from attnplug.core.spec import LayerSpec, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attnplug.core.device import Device
+
+_SERVED = Feature.MLA | Feature.LSE | Feature.FP8_KV
+"""The features that the base of latent attention carries out, in the decode and in the expanded prefill."""
+
+
+class QueryLens(enum.StrEnum):
+    """The query lengths of the decodes that one call of `decode` takes."""
+
+    SINGLE = "single"
+    """One query of each request."""
+    UNIFORM = "uniform"
+    """The same number of queries of each request, at least one."""
+    ANY = "any"
+    """Any number of queries of each request, also none."""
+
+
+class MLADecodeBackend(AttentionBackend):
+    """Declares a backend whose impl writes only `decode`; `attnplug.mla` has the bases of impl and builder.
+
+    The base writes the latents, multiplies by W_UK and W_UV, and prefills with expanded K and V on another backend.
+    A class that serves `MLADecodeBackend` alone decodes. `with_prefill` gives the backend for both phases.
+    """
+
+    supported_phases: ClassVar[Sequence[Phase | str]] = (Phase.DECODE,)
+    features: ClassVar[Feature] = Feature.MLA | Feature.LSE
+    prefill: ClassVar[type[AttentionBackend] | None] = None
+    """The backend that attends expanded K and V: any that serves `LayerSpec.expanded()`. None: decodes only."""
+
+    latent_sizes: ClassVar[Sequence[tuple[int, int]]] = ()
+    """The pairs (kv_lora_rank, qk_rope_head_dim) that it serves; empty for any."""
+    query_layout: ClassVar[Literal["split", "packed"]] = "split"
+    """The queries of `decode`: "split" in two contiguous tensors, "packed" in adjacent views of one buffer."""
+    query_lens: ClassVar[QueryLens | str] = QueryLens.SINGLE
+    """The query lengths of one call of `decode`."""
+    decode_threshold: ClassVar[int] = 1
+    """The longest query that is decoded on the latents; longer ones are prefilled."""
+
+    @classmethod
+    def padded_heads(cls, num_heads: int) -> int:
+        """The number of heads that `decode` gets for a layer of `num_heads`: at least as many.
+
+        The added heads have queries of zeros, and their outputs are dropped. The result is exact.
+        """
+        return num_heads
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
+        """The sums of `latent_sizes`."""
+        return tuple(dict.fromkeys(rank + rope for rank, rope in cls.latent_sizes))
+
+    @classmethod
+    def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
+        """Refuse a pair that is not one of `latent_sizes`."""
+        if spec.mla is None or not cls.latent_sizes:
+            return None
+        pair = (spec.mla.kv_lora_rank, spec.mla.qk_rope_head_dim)
+        if pair in map(tuple, cls.latent_sizes):
+            return None
+        pairs = ", ".join(f"{rank}+{rope}" for rank, rope in cls.latent_sizes)
+        return f"kv_lora_rank + qk_rope_head_dim of {pair[0]}+{pair[1]} is not one of {pairs}"
+
+    @classmethod
+    def validate_configuration(
+        cls, spec: LayerSpec, device: Device, phase: Phase | None = None
+    ) -> list[Reason]:
+        """The reasons against the decode, then those of the prefill half against the expanded layer."""
+        reasons = super().validate_configuration(spec, device, phase)
+        told = {reason.code for reason in reasons}
+        # A declared feature that the base does not carry out would be ignored.
+        for flag in spec.required_features() & cls.features & ~_SERVED:
+            if flag.code not in told:
+                what = f"{flag.refusal} with MLA"
+                reasons.append(Reason(what, code=flag.code, field=flag.ask.field))
+        if spec.mla is None or cls.prefill is None or phase is Phase.DECODE or reasons:
+            return reasons
+        who = f"expanded prefill on {cls.prefill.get_name()}"
+        for each in cls.prefill.validate_configuration(spec.expanded(), device, Phase.PREFILL):
+            reason = as_reason(each)
+            reasons.append(Reason.from_dict({**reason.to_dict(), "text": f"{who}: {reason}"}))
+        return reasons
+
+    @classmethod
+    def notes(cls, spec: LayerSpec) -> tuple[str, ...]:
+        """Facts about serving the layer that `attnplug explain` shows: padded heads."""
+        padded = cls.padded_heads(spec.num_heads)
+        return (f"{spec.num_heads} heads padded to {padded}",) if padded != spec.num_heads else ()
+
+    @classmethod
+    def compile_key(cls, spec: LayerSpec) -> Hashable | None:
+        """The key of the prefill half; a decode that compiles adds its own."""
+        if cls.prefill is None or spec.mla is None:
+            return None
+        return cls.prefill.compile_key(spec.expanded())
+
+    @classmethod
+    def watch_compiling(cls) -> AbstractContextManager[list[str]]:
+        """The kernels of the prefill half; a decode that compiles adds its own."""
+        return _watch(cls.prefill)
+
+    @classmethod
+    def with_prefill(cls, prefill: type[AttentionBackend]) -> type[MLADecodeBackend]:
+        """This backend with `prefill` for the expanded prefill, always the same class, for both phases."""
+        return cls if prefill is cls.prefill else _with_prefill(vars(cls).get("_decodes", cls), prefill)
+
+
+@contextmanager
+def _watch(prefill: type[AttentionBackend] | None) -> Iterator[list[str]]:
+    with ExitStack() as stack:
+        yield [] if prefill is None else stack.enter_context(prefill.watch_compiling())
+
+
+@functools.cache
+def _with_prefill(decode: type[MLADecodeBackend], prefill: type[AttentionBackend]) -> type[MLADecodeBackend]:
+    names = prefill.get_name(), decode.get_name()
+    name = names[0] if names[0] == names[1] else "+".join(names)
+    types = tuple(each for each in decode.device_types if each in prefill.device_types)
+    namespace: dict[str, Any] = {
+        "__doc__": f"Decodes latents on {names[1]} and prefills expanded K and V on {names[0]}.",
+        "__module__": decode.__module__,
+        "_decodes": decode,
+        "prefill": prefill,
+        "get_name": staticmethod(lambda: name),
+        "requires": tuple(dict.fromkeys((*prefill.requires, *decode.requires))),
+        "device_types": types,
+        "supported_phases": tuple(Phase),
+        "step_safe": prefill.step_safe and decode.step_safe,
+    }
+    return type(f"{prefill.__name__}And{decode.__name__}", (decode,), namespace)

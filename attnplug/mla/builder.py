@@ -1,0 +1,243 @@
+"""The base of builders of latent attention: it splits a step and plans the chunks of its prefills."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attnplug.core.batch.host import query_spans
+from attnplug.core.composite.cut import Cut, cut_at
+from attnplug.core.config import BuilderConfig
+from attnplug.core.errors import BatchError, PluginError
+from attnplug.core.kv_cache_spec import KVCacheSpec, kv_cache_spec_for
+from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
+from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
+from attnplug.core.parts import make_builder
+from attnplug.mla.chunks import ContextChunk, plan_context_chunks
+from attnplug.mla.impl import MLADecodeImpl
+from attnplug.mla.metadata import ChunkMetadata, MLAMetadata, MLAPrefillMetadata
+
+_Ints = npt.NDArray[np.int64]
+
+
+class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
+    """Builds MLAMetadata; a subclass may override `build_decode`.
+
+    Decodes are the requests at the front whose queries are no longer than the backend's `decode_threshold`, and whose
+    lengths its `query_lens` allows. The others are prefilled.
+    """
+
+    needs_host_seq_lens: ClassVar[Literal["none", "upper_bound", "exact"]] = "exact"
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: Sequence[str],
+        config: BuilderConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, config, device)
+        impl = _impl_of(config, layer_names)
+        self.backend: type[MLADecodeBackend] = impl.backend
+        self.query_lens = QueryLens(self.backend.query_lens)
+        single = self.query_lens is QueryLens.SINGLE
+        threshold = 1 if single else self.backend.decode_threshold
+        self._init_reorder_batch_threshold(threshold, supports_spec_as_decode=not single)
+        self.prefill: AttentionMetadataBuilder[Any] | None = None
+        if self.backend.prefill is not None:
+            # The expanded layer has no pages, but builders read the heads of a layer from a page spec.
+            pages = cast(KVCacheSpec, kv_cache_spec_for(impl.spec.expanded().replace(direct_kv=False), 1))
+            layers = _PrefillLayers(config.layers, layer_names)
+            own = dataclasses.replace(config, layers=layers)
+            self.prefill = make_builder(self.backend.prefill, pages, layer_names, own, device)
+
+    def build_decode(self, common: CommonAttentionMetadata) -> Any:
+        """What `decode` gets as metadata, from the step of the decodes; by default that step itself."""
+        return common
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> MLAMetadata:
+        """The metadata of one step; a common prefix is ignored.
+
+        Raises:
+            BatchError: start locations that decrease or pass `num_actual_tokens`, a batch that is not causal, or one
+                with prefills and without exact host lengths.
+        """
+        common = common_attn_metadata
+        if not common.causal:
+            raise BatchError("causal", False, "cannot widen layers with mla, which are causal")
+        starts, lens = query_spans(common)
+        tokens = common.num_actual_tokens
+        cut = self._cut(common, starts.astype(np.int64), lens.astype(np.int64))
+        decode = None
+        if cut.decode is not None and cut.num_tokens:
+            decode = self.build_decode(self._without_idle(cut.decode, lens[: cut.num_reqs]))
+        prefill = None
+        if cut.prefill is not None:
+            prefill = self._prefill_metadata(cut.prefill, lens[cut.num_reqs :].astype(np.int64))
+        slots = common.slot_mapping
+        slots = slots if slots.shape[0] == tokens else slots[:tokens]
+        return MLAMetadata(slots, tokens, cut.num_tokens, decode, prefill)
+
+    def _cut(self, common: CommonAttentionMetadata, starts: _Ints, lens: _Ints) -> Cut:
+        longer = lens > (self.reorder_batch_threshold or 1)
+        if self.query_lens is QueryLens.UNIFORM:
+            lengths = lens[lens > 0]
+            # Requests without queries are left out before the decode.
+            longer |= (lens > 0) & (lens != (lengths[0] if lengths.size else 0))
+        reqs = int(longer.argmax()) if longer.any() else lens.size
+        tokens = int(starts[reqs])
+        if reqs == lens.size:
+            if tokens != common.num_actual_tokens:
+                common = dataclasses.replace(common, num_actual_tokens=tokens)
+            return Cut(reqs, tokens, common, None)
+        return cut_at(common, reqs, tokens) if tokens else Cut(0, 0, None, common)
+
+    def _without_idle(self, common: CommonAttentionMetadata, lens: _Ints) -> CommonAttentionMetadata:
+        """The decodes without requests that have no queries, unless any query length is allowed."""
+        if self.query_lens is QueryLens.ANY or lens.all():
+            return common
+        kept = np.flatnonzero(lens)
+        on_device = torch.from_numpy(kept).to(common.seq_lens.device, non_blocking=True)
+        starts = torch.from_numpy(np.cumsum([0, *lens[kept]]).astype(np.int32))
+        host = common.seq_lens_host
+        return dataclasses.replace(
+            common,
+            num_reqs=kept.size,
+            query_start_loc_cpu=starts,
+            query_start_loc=starts.to(common.seq_lens.device, non_blocking=True),
+            seq_lens=common.seq_lens[on_device],
+            block_table_tensor=common.block_table_tensor[on_device],
+            seq_lens_host=None if host is None else host[kept],
+            _seq_lens_cpu=None,
+            _num_computed_tokens_cpu=None,
+        )
+
+    def _prefill_metadata(self, common: CommonAttentionMetadata, lens: _Ints) -> MLAPrefillMetadata:
+        if common.seq_lens_host is None or not common.seq_lens_host_exact:
+            found = "none" if common.seq_lens_host is None else "an upper bound"
+            raise BatchError("seq_lens_host", found, "must be the exact lengths: the step has prefills")
+        if self.prefill is None:
+            limit = f"is past the {self.reorder_batch_threshold} of a decode, and {self.backend.get_name()}"
+            remedy = "plan the layer, or bind a prefill backend by with_prefill"
+            raise BatchError("max_query_len", int(lens.max()), f"{limit} decodes only", remedy)
+        seq_lens = common.seq_lens_host[: lens.size].astype(np.int64)
+        keys = np.minimum(lens, seq_lens)
+        tokens = int(lens.sum())
+        # Requests without queries need no context.
+        context = np.where(lens > 0, np.maximum(seq_lens - lens, 0), 0)
+        key_rows = None
+        if (keys < lens).any():
+            ends = np.cumsum(lens)
+            rows = [np.arange(end - count, end) for end, count in zip(ends, keys, strict=True)]
+            key_rows = torch.from_numpy(np.concatenate(rows)).to(self.device, non_blocking=True)
+        new = self._step(common, slice(0, lens.size), lens, keys, keys, causal=True)
+        block_size = self.kv_cache_spec.block_size
+        chunks = plan_context_chunks(
+            context.tolist(), max(self.config.context_chunk_rows, block_size), block_size
+        )
+        return MLAPrefillMetadata(
+            tokens,
+            self.prefill.build(0, new),
+            key_rows,
+            common.slot_mapping[:tokens],
+            tuple(self._chunk(common, chunk, lens) for chunk in chunks),
+        )
+
+    def _chunk(self, common: CommonAttentionMetadata, chunk: ContextChunk, lens: _Ints) -> ChunkMetadata:
+        assert self.prefill is not None  # noqa: S101 - asked before
+        requests = slice(chunk.first, chunk.first + len(chunk.lengths))
+        counts, own = np.array(chunk.lengths, dtype=np.int64), lens[requests]
+        # Keys are the last tokens of a sequence: here the queries come after them.
+        step = self._step(common, requests, own, counts, counts + own, causal=False)
+        first = int(lens[: chunk.first].sum())
+        assert step.key_start_loc is not None  # noqa: S101 - chunks have lengths of their own
+        return ChunkMetadata(
+            slice(first, first + int(own.sum())),
+            chunk.rows,
+            common.block_table_tensor[requests],
+            step.key_start_loc,
+            self._on_device(np.array(chunk.starts)),
+            self.prefill.build(0, step),
+        )
+
+    def _step(
+        self,
+        common: CommonAttentionMetadata,
+        requests: slice,
+        lens: _Ints,
+        key_lens: _Ints,
+        seq_lens: _Ints,
+        *,
+        causal: bool,
+    ) -> CommonAttentionMetadata:
+        """A step of the prefill backend for some requests, with the last `key_lens` tokens of each as keys."""
+        host = seq_lens.astype(np.int32)
+        starts, key_starts = (torch.from_numpy(_starts(each)) for each in (lens, key_lens))
+        is_packed_alike = causal and bool((lens == key_lens).all())
+        tokens = int(lens.sum())
+        return CommonAttentionMetadata(
+            query_start_loc=starts.to(self.device, non_blocking=True),
+            query_start_loc_cpu=starts,
+            seq_lens=self._on_device(host),
+            num_reqs=lens.size,
+            num_actual_tokens=tokens,
+            max_query_len=int(lens.max(initial=0)),
+            max_seq_len=int(host.max(initial=0)),
+            block_table_tensor=common.block_table_tensor[requests],
+            slot_mapping=common.slot_mapping[:tokens],
+            causal=causal,
+            key_start_loc=None if is_packed_alike else key_starts.to(self.device, non_blocking=True),
+            key_start_loc_cpu=None if is_packed_alike else key_starts,
+            seq_lens_host=host,
+        )
+
+    def _on_device(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int32)).to(self.device, non_blocking=True)
+
+
+def _starts(lengths: _Ints) -> npt.NDArray[np.int32]:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def _impl_of(config: BuilderConfig, layer_names: Sequence[str]) -> MLADecodeImpl:
+    """The impl of the first layer; PluginError unless it is one of latent attention."""
+    layer = config.layers.get(layer_names[0]) if layer_names else None
+    impl = getattr(layer, "impl", None)
+    if not isinstance(impl, MLADecodeImpl):
+        limit = "make the layers' impls first, of subclasses of MLADecodeImpl, and give them in BuilderConfig.layers"
+        raise PluginError(f"MLADecodeBuilder cannot read the layer of {list(layer_names)}: {limit}")
+    return impl
+
+
+class _PrefillLayers(Mapping[str, Any]):
+    """The layers of a builder with the impls of their prefill half."""
+
+    def __init__(self, layers: Mapping[str, Any], names: Sequence[str]) -> None:
+        self._layers, self._names = layers, list(names)
+
+    def __getitem__(self, name: str) -> Any:
+        return _PrefillLayer(self._layers[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class _PrefillLayer:
+    """A layer with the impl of its prefill half; all other attributes are the layer's own."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self.impl = layer.impl.prefill_impl
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)

@@ -1,0 +1,334 @@
+"""The base of impls of latent attention: it does everything but the decode on the latents."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnplug.core.errors import BatchError, LayoutError, PluginError, SpecError
+from attnplug.core.impl import AttentionImpl, AttentionLayer, LayerTensors, MLAAttentionImpl
+from attnplug.core.mla import MLADims
+from attnplug.core.mla_weights import LatentProjection, projection_of
+from attnplug.core.parts import make_impl
+from attnplug.core.spec import LayerSpec
+from attnplug.mla.metadata import MLAMetadata, MLAPrefillMetadata
+from attnplug.ops.calls import check_rows, kv_scales, refuse_output_scales
+from attnplug.ops.gather import gather_pages, gather_slots
+from attnplug.ops.kv_write import bound_kv_write
+from attnplug.ops.merging import merge_attn_states
+from attnplug.ops.storage import compute_dtype, typed_view
+
+if TYPE_CHECKING:
+    from attnplug.core.mla_backend import MLADecodeBackend
+
+
+class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
+    """Runs a layer of latent attention; a subclass writes `decode`.
+
+    The base writes the latents, absorbs W_UK into the queries, multiplies attended latents by W_UV, and prefills on
+    `backend.prefill`: new tokens causally, computed ones in chunks, merged by their LSE.
+    """
+
+    backend: type[MLADecodeBackend]
+    dims: MLADims
+    softmax_scale: float
+    """The factor of logits, for `decode`: the layer's scale times the scale of stored latents."""
+    projection: LatentProjection
+    """The products with the layer's W_UK and W_UV."""
+
+    @abstractmethod
+    def decode(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+        output_lse: torch.Tensor | None,
+    ) -> None:
+        """Attend absorbed queries over latents: keys are whole latents, values their first L elements.
+
+        Row j of a request with q queries and s tokens sees the first `s - q + j + 1` of them. A row that sees none
+        has output 0 and LSE -inf. Stored values are used as they are: the base applies their scale.
+
+        Args:
+            q_nope: `[T, N, L]`, with the declared `padded_heads` as N.
+            q_pe: `[T, N, R]`; with the layout "packed", `packed_query` gives both as one tensor.
+            kv_cache: `[num_blocks, block_size, L + R]` in the stored dtype, of any block stride.
+            metadata: what the builder's `build_decode` returned, by default the CommonAttentionMetadata of the
+                decodes.
+            output: `[T, N, L]`, written.
+            output_lse: float32 `[T, N]`, written where given; natural log.
+        """
+
+    def _bind(
+        self,
+        spec: LayerSpec,
+        layer_name: str,
+        tensors: LayerTensors,
+        kv_sharing_target_layer_name: str | None = None,
+        options: Any = None,
+    ) -> None:
+        super()._bind(spec, layer_name, tensors, kv_sharing_target_layer_name, options)
+        if spec.mla is None:
+            raise SpecError("mla", None, f"is required by {type(self).__name__}")
+        if not hasattr(self.backend, "padded_heads"):
+            name = self.backend.__name__
+            raise PluginError(
+                f"{name} has an impl of MLADecodeImpl; subclass MLADecodeBackend of attnplug.core"
+            )
+        self.dims = spec.mla
+        self.projection = projection_of(spec, tensors)
+        self._dtype = compute_dtype(spec)
+        self._heads = self.backend.padded_heads(spec.num_heads)
+        if self._heads < spec.num_heads:
+            limit = f"of {self.backend.get_name()} must be at least {spec.num_heads}"
+            raise SpecError("padded_heads", self._heads, limit)
+        self._own_scale: float | None = None
+        self.softmax_scale = spec.scale
+        self.prefill_impl: AttentionImpl[Any] | None = None
+        prefill = self.backend.prefill
+        if prefill is not None:
+            self.prefill_impl = make_impl(
+                prefill,
+                spec.expanded(),
+                layer_name=layer_name,
+                options=None if prefill.Options is None else prefill.Options(),
+            )
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """As AttentionImpl.process_weights_after_loading, also of the prefill half."""
+        if self.prefill_impl is not None:
+            self.prefill_impl.process_weights_after_loading(act_dtype)
+
+    def update_kv_cache(
+        self,
+        layer: AttentionLayer | None,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write latents `key [T, 1, L + R]` to their slots; `value` is part of them and not read."""
+        pages = self._latents(kv_cache)[:, :, None]
+        rows = slot_mapping.shape[0]
+        check_rows("key", key, rows, (1, self.dims.latent_size), self._dtype)
+        scale = self._stored_scale(layer, pages.dtype)
+        rank = self.dims.kv_lora_rank
+        # The kernels write keys and values, and the value of a latent is its first part.
+        given = key, key[..., :rank], pages, pages[..., :rank], slot_mapping
+        bound_kv_write(*given, (scale, scale))(*given)
+
+    @torch.no_grad()
+    def attend(
+        self,
+        layer: AttentionLayer | None,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+        attn_metadata: MLAMetadata,
+        output: torch.Tensor,
+        *,
+        output_lse: torch.Tensor | None = None,
+        use_sinks: bool = True,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As AttentionImpl.attend, with queries `[T, H, nope + rope]` and outputs `[T, H, v_head_dim]`."""
+        meta, spec = attn_metadata, self.spec
+        tokens = meta.num_actual_tokens
+        check_rows("query", query, tokens, (spec.num_heads, spec.query_size), self._dtype)
+        check_rows("output", output, tokens, (spec.num_heads, spec.output_size), self._dtype)
+        refuse_output_scales(output_scale=output_scale, output_block_scale=output_block_scale)
+        if output_lse is not None:
+            if not spec.needs_lse:
+                remedy = "declare the layer with needs_lse=True"
+                raise BatchError("output_lse", tuple(output_lse.shape), "must be None", remedy)
+            check_rows("output_lse", output_lse, tokens, (spec.num_heads,), torch.float32)
+        if kv_cache is None:
+            raise LayoutError("kv_cache", None, "is required: latents are attended in pages")
+        cut = meta.num_decode_tokens
+        if cut:
+            self._decode_rows(layer, query[:cut], kv_cache, meta, output[:cut], _cut(output_lse, 0, cut))
+        if meta.prefill is not None:
+            end = cut + meta.prefill.num_tokens
+            latent = self._new_latents(layer, key, kv_cache, meta.prefill, cut)
+            rank = self.dims.kv_lora_rank
+            self.forward_mha(
+                query[cut:end],
+                latent[:, :rank],
+                latent[:, None, rank:],
+                kv_cache,
+                meta,
+                torch.tensor(self._stored_scale(layer, self._latents(kv_cache).dtype)),
+                output[cut:end],
+                output_lse=_cut(output_lse, cut, end),
+            )
+        return output
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        attn_metadata: MLAMetadata,
+        layer: AttentionLayer | None,
+        *,
+        wants_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As MLAAttentionImpl.forward_mqa, by `decode`: latents `[T, H, L]`, scaled, and the LSE if wanted."""
+        if isinstance(q, torch.Tensor):
+            q = q[..., : self.dims.kv_lora_rank], q[..., self.dims.kv_lora_rank :]
+        pages = self._latents(kv_cache)
+        scale = self._stored_scale(layer, pages.dtype)
+        self.softmax_scale = self.spec.scale * scale
+        q_nope, q_pe = self._queries(*q)
+        output = q_nope.new_empty(*q_nope.shape[:2], self.dims.kv_lora_rank)
+        lse = q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32) if wants_lse else None
+        self.decode(q_nope, q_pe, pages, attn_metadata.decode, output, lse)
+        if scale != 1.0:
+            output.mul_(scale)
+        heads = self.spec.num_heads
+        return output[:, :heads], None if lse is None else lse[:, :heads]
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: MLAMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        *,
+        output_lse: torch.Tensor | None = None,
+    ) -> None:
+        """As MLAAttentionImpl.forward_mha, on the prefill backend; `output_lse [T, H]` is written if given.
+
+        Raises:
+            BatchError: the step has prefills, and no backend is there to prefill.
+        """
+        meta = attn_metadata.prefill
+        if meta is None:
+            return
+        impl = self.prefill_impl
+        if impl is None:
+            remedy = "plan the layer, or bind a prefill backend by with_prefill"
+            raise BatchError(
+                "max_query_len", meta.num_tokens, f"{self.backend.get_name()} decodes only", remedy
+            )
+        lse = output_lse
+        if lse is None and meta.chunks:
+            lse = torch.empty(output.shape[:2], dtype=torch.float32, device=output.device)
+        key, value = self._expanded(kv_c_normed, k_pe[:, 0])
+        impl.attend(None, q, key, value, None, meta.new, output, output_lse=lse)
+        if not meta.chunks or lse is None:
+            return
+        pages, scale = self._latents(kv_cache), float(k_scale)
+        workspace = q.new_empty(max(chunk.rows for chunk in meta.chunks), self.dims.latent_size)
+        for chunk in meta.chunks:
+            latent = workspace[: chunk.rows]
+            gather_pages(pages, chunk.block_table, chunk.cu_lens, chunk.starts, latent, scale)
+            key, value = self._expanded(*latent.split(_parts(self.dims), dim=1))
+            queries, into = q[chunk.queries], output[chunk.queries]
+            part, part_lse = torch.empty_like(into), torch.empty_like(lse[chunk.queries])
+            impl.attend(None, queries, key, value, None, chunk.attend, part, output_lse=part_lse)
+            parts = (into, part), (lse[chunk.queries], part_lse)
+            merge_attn_states(*parts, into, lse[chunk.queries])
+
+    def _decode_rows(
+        self,
+        layer: AttentionLayer | None,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: MLAMetadata,
+        output: torch.Tensor,
+        output_lse: torch.Tensor | None,
+    ) -> None:
+        nope, rope = query.split((self.dims.qk_nope_head_dim, self.dims.qk_rope_head_dim), dim=2)
+        q = self.projection.absorb(nope), rope
+        latent, lse = self.forward_mqa(q, kv_cache, metadata, layer, wants_lse=output_lse is not None)
+        output.copy_(self.projection.project(latent))
+        if output_lse is not None and lse is not None:
+            output_lse.copy_(lse)
+
+    def _queries(self, q_nope: torch.Tensor, q_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The absorbed queries in the declared layout, with the padded heads."""
+        tokens, heads = q_nope.shape[:2]
+        sizes = _parts(self.dims)
+        if self.backend.query_layout == "packed":
+            packed = q_nope.new_empty(tokens, self._heads, self.dims.latent_size)
+            parts: Any = packed.split(sizes, dim=2)
+        elif self._heads == heads:
+            return q_nope.contiguous(), q_pe.contiguous()
+        else:
+            parts = [q_nope.new_empty(tokens, self._heads, size) for size in sizes]
+        for part, given in zip(parts, (q_nope, q_pe), strict=True):
+            part[:, :heads] = given
+            part[:, heads:] = 0
+        return parts[0], parts[1]
+
+    def _new_latents(
+        self,
+        layer: AttentionLayer | None,
+        key: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        prefill: MLAPrefillMetadata,
+        first: int,
+    ) -> torch.Tensor:
+        """The latents of the prefilled tokens that are keys, `[S, L + R]`, from the call or from the pages.
+
+        Quantised ones are read back from the pages: then an answer does not depend on how a prompt was cut.
+        """
+        size, end = self.dims.latent_size, first + prefill.num_tokens
+        is_given = key is not None and self.kv_sharing_target_layer_name is None
+        if key is not None and is_given and not self.spec.has_quantized_kv_cache:
+            check_rows("key", key, end, (1, size), self._dtype)
+            latent = key[first:end, 0]
+            return latent if prefill.key_rows is None else latent[prefill.key_rows]
+        slots = prefill.slots if prefill.key_rows is None else prefill.slots[prefill.key_rows]
+        pages = self._latents(kv_cache)
+        into = torch.empty(slots.shape[0], size, dtype=self._dtype, device=kv_cache.device)
+        return gather_slots(pages, slots, into, self._stored_scale(layer, pages.dtype))
+
+    def _expanded(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys `[S, H, nope + rope]` and values `[S, H, v_head_dim]`, contiguous."""
+        nope, value = self.projection.expand(kv_c)
+        rope = k_pe[:, None].expand(-1, nope.shape[1], -1)
+        return torch.cat((nope, rope), dim=2), value.contiguous()
+
+    def _latents(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The pages in their stored dtype; LayoutError unless they are the layer's."""
+        limits = (self.spec.block_size, self.dims.latent_size)
+        shape = kv_cache.shape
+        if len(shape) != 3 or shape[2] != limits[1] or limits[0] not in (None, shape[1]):
+            expected = f"(num_blocks, {limits[0] or 'block_size'}, {limits[1]})"
+            raise LayoutError("kv_cache", tuple(shape), f"must have the shape {expected}")
+        return typed_view(kv_cache, self.spec)
+
+    def _stored_scale(self, layer: AttentionLayer | None, stored: torch.dtype) -> float:
+        """The scale of stored latents, of the engine's layer or of the layer's tensors."""
+        if stored.itemsize > 1:
+            return 1.0
+        if layer is not None:
+            return kv_scales(layer, self.tensors)[0]
+        if self._own_scale is None:
+            self._own_scale = kv_scales(None, self.tensors)[0]
+        return self._own_scale
+
+
+def packed_query(q_nope: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
+    """`[T, N, L + R]` of which `q_nope` and `q_pe` are adjacent views, as the layout "packed" gives them."""
+    tokens, heads, rank = q_nope.shape
+    size = (tokens, heads, rank + q_pe.shape[2])
+    return q_nope.as_strided(size, (*q_nope.stride()[:2], 1))
+
+
+def _parts(dims: MLADims) -> list[int]:
+    return [dims.kv_lora_rank, dims.qk_rope_head_dim]
+
+
+def _cut(tensor: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
+    return None if tensor is None else tensor[start:stop]
