@@ -108,7 +108,7 @@ class MLADecodeBackend(AttentionBackend):
     @classmethod
     def compile_key(cls, spec: LayerSpec) -> Hashable | None:
         """The key of the prefill half; a decode that compiles adds its own."""
-        if cls.prefill is None or spec.mla is None:
+        if cls.prefill is None or spec.mla is None or spec.required_features() & ~_SERVED:
             return None
         return cls.prefill.compile_key(spec.expanded())
 

@@ -287,13 +287,14 @@ class LayerSpec:
         chunks of computed tokens whole; a batch of new tokens narrows it. Its LSE merges the parts.
 
         Raises:
-            SpecError: the layer has no `mla`.
+            SpecError: the layer has no `mla`, or has chunks, which only causal layers can have.
         """
         if self.mla is None:
             raise SpecError("mla", None, "is required: other layers have nothing to expand")
-        fields = {"mla": None, "kv_cache_dtype": "auto", "block_size": None, "causal": False}
+        fields: dict[str, Any] = {"window": self.window if self.is_windowed else (-1, -1)}
+        fields |= {"mla": None, "kv_cache_dtype": "auto", "block_size": None, "causal": False}
         fields |= {"num_kv_heads": self.num_heads, "head_size": self.query_size, "scale": self.scale}
-        fields |= {"head_size_v": self.output_size, "direct_kv": True, "needs_lse": True, "sparse": None}
+        fields |= {"head_size_v": self.output_size, "direct_kv": True, "needs_lse": True}
         return self.replace(**fields)
 
     @property

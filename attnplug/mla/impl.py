@@ -280,11 +280,11 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
     ) -> torch.Tensor:
         """The latents of the prefilled tokens that are keys, `[S, L + R]`, from the call or from the pages.
 
-        Quantised ones are read back from the pages: then an answer does not depend on how a prompt was cut.
+        Those that are stored rounded are read back from the pages: an answer does not depend on how a prompt was cut.
         """
         size, end = self.dims.latent_size, first + prefill.num_tokens
         is_given = key is not None and self.kv_sharing_target_layer_name is None
-        if key is not None and is_given and not self.spec.has_quantized_kv_cache:
+        if key is not None and is_given and self.spec.resolved_kv_cache_dtype == self.spec.dtype:
             check_rows("key", key, end, (1, size), self._dtype)
             latent = key[first:end, 0]
             return latent if prefill.key_rows is None else latent[prefill.key_rows]

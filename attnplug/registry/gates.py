@@ -58,8 +58,10 @@ def serving(offer: Offer, placement: Placement) -> tuple[Offer, Placement]:
     backend, error = guarded_call(offer.backend.for_layer, spec)
     prefills = spec.mla is not None and placement.phase is Phase.PREFILL
     if error is None and prefills and Feature.MLA not in backend.features:
-        spec = spec.expanded()
-        backend, error = guarded_call(offer.backend.for_layer, spec)
+        expanded, error = guarded_call(spec.expanded)
+        if error is None:
+            spec = expanded
+            backend, error = guarded_call(offer.backend.for_layer, spec)
     if error is not None or (backend is offer.backend and spec is placement.spec):
         # A for_layer that raises does so again in validate_configuration, whose gate records it.
         return offer, placement

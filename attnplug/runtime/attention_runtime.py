@@ -299,12 +299,12 @@ class AttentionRuntime:
 
         Args:
             layer_name: a layer of the plan.
-            query: `[T, H, D]`; rows past the step's tokens are not read. A layer of fast prefill takes the rows of
+            query: `[T, H, D]`, with MLA of nope + rope elements; rows past the step's tokens are not read. A layer of fast prefill takes the rows of
                 the wanted logits, so T is `batch.common.num_logits_indices` if the step has it.
             key: `[T, Hkv, D]`; None for layers that share the KV of another layer, and for cross attention after
                 the encoder's tokens are written.
-            value: like `key`, with head size Dv.
-            output: `[T, H, Dv]` to write to; by default a new tensor.
+            value: like `key`, with head size Dv; with MLA None, since the key is the latent.
+            output: `[T, H, Dv]` to write to, with MLA of v_head_dim elements; by default a new tensor.
             output_lse: float32 `[T, H]` to write to, if given.
             output_scale: one float32, to get an `output` of 8 bits: written x output_scale = output. The dtype of
                 `output` says the quantisation, which the layer's impl must support.

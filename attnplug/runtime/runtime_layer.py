@@ -17,6 +17,9 @@ from attnplug.registry.decision import Decision
 from attnplug.runtime.arguments import instance
 from attnplug.runtime.model_plan import ModelPlan
 
+_LEARNED = ("sinks", "alibi_slopes", "w_uk", "w_uv", "kv_b_proj")
+"""The fields of LayerTensors that are moved to the runtime's device."""
+
 
 class RuntimeLayer:
     """One layer as its impl sees it: implements the AttentionLayer protocol, and has the cache.
@@ -52,15 +55,18 @@ class RuntimeLayer:
         # "cuda" means the current GPU, which only a tensor's device tells.
         self._device = self._k_scale.device
         self._dtype: torch.dtype = getattr(torch, self.spec.dtype)
-        self._query = (self.spec.num_heads, self.spec.head_size)
-        self._output = (self.spec.num_heads, self.spec.head_size_v)
+        self._query = (self.spec.num_heads, self.spec.query_size)
+        self._output = (self.spec.num_heads, self.spec.output_size)
         self._keys = (self.spec.num_kv_heads, self.spec.head_size)
         self._values = (self.spec.num_kv_heads, self.spec.head_size_v)
         # As floats, because check() would skip scales in tensors.
         k_scale, v_scale = self._k_scale_float, self._v_scale_float
         _check(name, dataclasses.replace(tensors, k_scale=k_scale, v_scale=v_scale), self.spec)
-        both = {"sinks": tensors.sinks, "alibi_slopes": tensors.alibi_slopes}
-        moved: dict[str, Any] = {name: t.to(device) for name, t in both.items() if t is not None}
+        given = {each: getattr(tensors, each) for each in _LEARNED}
+        # A model's own projection is on the device already.
+        moved: dict[str, Any] = {
+            field: tensor.to(device) for field, tensor in given.items() if isinstance(tensor, torch.Tensor)
+        }
         backend = decision.get_backend_cls()
         self.impl: AttentionImpl[Any] = make_impl(
             backend,

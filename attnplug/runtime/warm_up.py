@@ -160,7 +160,7 @@ def _run(
     spec, device = layer.spec, runtime.device
     rows = shape.requests * shape.query_len
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    query = torch.zeros(rows, spec.num_heads, spec.head_size, dtype=dtype, device=device)
+    query = torch.zeros(rows, spec.num_heads, spec.query_size, dtype=dtype, device=device)
     key = value = None
     if layer.target is None:
         key = torch.zeros(rows, spec.num_kv_heads, spec.head_size, dtype=dtype, device=device)

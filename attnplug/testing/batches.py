@@ -26,7 +26,7 @@ class Batch:
     Args:
         spec: the layer.
         common: the step.
-        query: `[T + padding, H, D]`; padding rows are NaN.
+        query: `[T + padding, H, D]`, with MLA of nope + rope elements; padding rows are NaN.
         key: new keys, or all keys with direct KV; padded like `query`.
         value: values of `key`.
         kv_cache: logical view with the computed tokens, unused rows NaN; None with direct KV.
@@ -59,6 +59,7 @@ class Batch:
             alibi_slopes=self.tensors.alibi_slopes if spec.has_alibi else None,
             w_uk=self.tensors.w_uk,
             w_uv=self.tensors.w_uv,
+            kv_b_proj=self.tensors.kv_b_proj,
         )
         return attention_oracle(
             spec,
@@ -105,7 +106,7 @@ def paged_batch(
         padding: rows past the batch's tokens, NaN in the queries, keys and values.
         drop_window: free the pages that a causal window has passed, like an engine.
         k_scale: scale of fp8 keys.
-        v_scale: scale of fp8 values.
+        v_scale: scale of fp8 values; with MLA `k_scale` is theirs too.
         spans: for a layer with mm_prefix, the multimodal spans of each request as positions `[start, stop)`;
             default those of `attnplug.testing.spans.default_spans`.
         seed: of all random values.
@@ -114,6 +115,7 @@ def paged_batch(
     """
     generator = torch.Generator().manual_seed(seed)
     size = block_size or spec.block_size or 16
+    v_scale = v_scale if spec.mla is None else k_scale
     cross = spec.attn_type is AttentionType.ENCODER_DECODER
     # A cross layer stores all tokens of the encoder in this step, whatever the number of queries.
     new_lens = list(seq_lens) if cross else list(query_lens)
@@ -157,7 +159,7 @@ def paged_batch(
             seed,
             device,
         ),
-        query=_pack(queries, spec.num_heads, spec.head_size, padding, spec).to(device),
+        query=_pack(queries, spec.num_heads, spec.query_size, padding, spec).to(device),
         key=_pack(new_keys, spec.num_kv_heads, spec.head_size, padding, spec).to(device),
         value=_pack(new_values, spec.num_kv_heads, spec.head_size_v, padding, spec).to(device),
         kv_cache=on_device.copy_(cache),
@@ -210,7 +212,7 @@ def direct_batch(
     return Batch(
         spec=spec,
         common=common,
-        query=_pack(queries, spec.num_heads, spec.head_size, padding, spec).to(device),
+        query=_pack(queries, spec.num_heads, spec.query_size, padding, spec).to(device),
         key=_pack(keys, spec.num_kv_heads, spec.head_size, padding, spec).to(device),
         value=_pack(values, spec.num_kv_heads, spec.head_size_v, padding, spec).to(device),
         kv_cache=None,

@@ -9,7 +9,7 @@ import pytest
 
 from attnplug.backends import torch_native
 from attnplug.backends.torch_native import TorchBackend
-from attnplug.core import Device, Feature, LayerSpec, MLADims, SparseSpec
+from attnplug.core import Device, Feature, LayerSpec, MLADims, Phase, SparseSpec
 
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_size": 80}
 
@@ -51,23 +51,39 @@ def test_everything_it_honours_is_accepted(asked: dict[str, object], device: str
     assert TorchBackend.validate_configuration(LayerSpec(**SIZES, **asked), Device.parse(device)) == []
 
 
+LATENT: dict[str, object] = {
+    "num_heads": 4,
+    "num_kv_heads": 1,
+    "head_size": 40,
+    "mla": MLADims(q_lora_rank=None, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16),
+}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"needs_lse": True}, {"kv_cache_dtype": "fp8"}, {"dtype": "float32"}, {"num_heads": 3}],
+    ids=str,
+)
+@pytest.mark.parametrize("phase", [None, *Phase])
+def test_latent_attention_is_served_by_a_class_of_its_own(
+    asked: dict[str, object], phase: Phase | None
+) -> None:
+    spec = LayerSpec(**LATENT | asked)
+    assert TorchBackend.validate_configuration(spec, Device("cpu"), phase) == []
+    assert TorchBackend.for_layer(spec).get_name() == "TORCH"
+    assert TorchBackend.for_layer(LayerSpec(**SIZES)) is TorchBackend
+
+
 @pytest.mark.parametrize(
     ("spec", "code"),
     [
         (LayerSpec(**SIZES, mm_prefix=True, attn_type="encoder_decoder"), "mm_prefix"),
         (LayerSpec(**SIZES, kv_cache_dtype="int8"), "kv_cache_dtype"),
         (LayerSpec(**SIZES, direct_kv=True, kv_cache_dtype="fp8"), "combination"),
-        (
-            LayerSpec(
-                num_heads=4,
-                num_kv_heads=1,
-                head_size=40,
-                mla=MLADims(
-                    q_lora_rank=None, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
-                ),
-            ),
-            "mla",
-        ),
+        (LayerSpec(**LATENT, has_sinks=True), "sink"),
+        (LayerSpec(**LATENT, sliding_window=5), "feature.sliding_window"),
+        (LayerSpec(**LATENT, logits_soft_cap=3.0), "feature.soft_cap"),
+        (LayerSpec(**LATENT, has_alibi=True), "feature.alibi"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -84,7 +84,7 @@ def test_explain_takes_a_layer_by_flags(run):
 
 
 def test_explain_without_a_backend_exits_with_3(run):
-    outcome = run("explain", "--mla", "1536,512,128,64,128", "--device", "sm90")
+    outcome = run("explain", "--mla", "1536,512,128,64,128", "--sinks", "--device", "sm90")
     assert outcome.code == 3
     assert "MLA not supported" in outcome.out
 

@@ -37,12 +37,8 @@ def test_every_layer_of_a_model_is_listed(run, model):
     outcome = run("select", MODELS / f"{model}.json", "--device", "cpu", "--json")
     decisions = [Decision.from_dict(item) for item in outcome.json["decisions"]]
     assert len({decision.layer_name for decision in decisions}) == LAYERS[model]
-    if model == "deepseek-v3":
-        assert outcome.code == 3
-        assert all("mla" in candidate.codes for d in decisions for candidate in d.refused)
-    else:
-        assert outcome.code == 0
-        assert {decision.backend for decision in decisions} == {"TORCH"}
+    assert outcome.code == 0
+    assert {decision.backend for decision in decisions} == {"TORCH"}
 
 
 def test_the_table_groups_like_layers_and_fits_80_columns(run):
@@ -55,10 +51,18 @@ def test_the_table_groups_like_layers_and_fits_80_columns(run):
 
 
 def test_a_refused_layer_shows_its_reasons_without_being_asked(run):
-    outcome = run("select", MODELS / "deepseek-v3.json", "--device", "cpu")
+    outcome = run("select", MODELS / "deepseek-v3.json", "--device", "cpu", "--backend", "TRITON")
     assert outcome.code == 3
     assert "MLA not supported" in outcome.out
     assert "No backend for 61 of 61 layers." in outcome.out
+
+
+def test_latent_attention_names_the_backends_of_both_phases(run):
+    model = MODELS / "deepseek-v3.json"
+    rows = [line.split() for line in run("select", model, "--device", "cpu", "--per-phase").out.splitlines()]
+    assert ["61", "0-60", "128/1", "576", "MLA", "TORCH", "TORCH", "16"] in rows
+    hopper = run("select", model, "--device", "sm90", "--assume-installed", "all")
+    assert "FLASH_ATTN_4  TORCH" in hopper.out or "FLASH_ATTN_4+TORCH" in hopper.out
 
 
 def test_tensor_parallelism_divides_the_heads(run):

@@ -242,7 +242,9 @@ class TestMLA:
 
     @pytest.mark.parametrize("field", MLADims.__slots__)
     @pytest.mark.parametrize("value", [0, -1, 1.5, True])
-    def test_dimensions_are_integers_of_at_least_one_but_for_positions_of_none(self, field: str, value: object) -> None:
+    def test_dimensions_are_integers_of_at_least_one_but_for_positions_of_none(
+        self, field: str, value: object
+    ) -> None:
         least = 0 if field == "qk_rope_head_dim" else 1
         if value == least and value is not True:
             assert dataclasses.replace(MLA_SIZES["mla"], qk_rope_head_dim=0).latent_size == 512

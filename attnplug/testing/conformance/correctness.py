@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
+from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases import Case, designed_cases
 from attnplug.testing.conformance.check import Check, ConformanceError, error_context
 from attnplug.testing.conformance.deviation import deviation
 from attnplug.testing.conformance.expectations import wrong_answer
 from attnplug.testing.conformance.harness import Answer, run_batch
+from attnplug.testing.conformance.latent_cases import LatentCase, latent_cases
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import COMPUTED
 
@@ -19,6 +23,11 @@ def checks(target: Target) -> Iterator[Check]:
         name = flag.names()[0]
         summary = f"a layer that asks for {name} is as the float64 oracle has it"
         yield Check.of(f"correct/untried-{name}", summary, _check_untried, name)
+    if target.is_latent:
+        for latent in latent_cases(target):
+            summary = f"latent attention of a {latent.shape} batch is as the expanded float64 oracle has it"
+            yield Check.of(f"correct/{latent.id}", summary, check_latent_case, target, latent)
+        return
     for case in designed_cases(target):
         summary = f"a {case.shape} batch is as the float64 oracle has it"
         yield Check.of(f"correct/{case.id}", summary, check_case, target, case)
@@ -34,7 +43,20 @@ def check_case(target: Target, case: Case) -> None:
     """Run the case and compare; a wrong answer is compared with those of known mistakes."""
     batch = case.batch(target)
     with error_context(f"a {case.shape} batch"):
-        output, lse = run_batch(target.backend, batch)
+        found = run_batch(target.backend, batch)
+    _check_answer(batch, *found)
+
+
+def check_latent_case(target: Target, case: LatentCase) -> None:
+    """As `check_case`, with computed tokens expanded in chunks of the case's rows."""
+    batch, rows = case.batch(target), case.chunk_rows
+    config = {} if rows is None else {"context_chunk_rows": rows}
+    with error_context(f"a {case.shape} batch"):
+        found = run_batch(target.backend, batch, **config)
+    _check_answer(batch, *found)
+
+
+def _check_answer(batch: Batch, output: torch.Tensor, lse: torch.Tensor | None) -> None:
     tokens = batch.common.num_actual_tokens
     if wrong := deviation(batch, Answer(output, lse)):
         raise wrong_answer(wrong.problem, None, wrong)

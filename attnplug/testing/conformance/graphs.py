@@ -126,8 +126,12 @@ class _Graphs:
                 torch.zeros(
                     (rows, heads, size), dtype=getattr(torch, spec.dtype), device=served.runtime.device
                 )
-                for heads in (spec.num_heads, spec.num_kv_heads)
-                for size in (spec.head_size, spec.head_size_v)
+                for heads, size in (
+                    (spec.num_heads, spec.query_size),
+                    (spec.num_heads, spec.output_size),
+                    (spec.num_kv_heads, spec.head_size),
+                    (spec.num_kv_heads, spec.head_size_v),
+                )
             )
             # A layer that shares another layer's cache gets no keys and values of its own.
             shares = name in served.plan.kv_sharing

@@ -157,9 +157,9 @@ def make_impl(
 
 
 def run_batch(
-    backend: type[AttentionBackend], batch: Batch, *, use_sinks: bool = True, layer: Any = None
+    backend: type[AttentionBackend], batch: Batch, *, use_sinks: bool = True, layer: Any = None, **config: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Build the metadata, write the cache and attend.
+    """Build the metadata, write the cache and attend; `config` has fields of BuilderConfig.
 
     Returns:
         Output `[T + padding, H, Dv]` and, if the spec needs it, LSE `[T + padding, H]`. Rows that the backend
@@ -167,7 +167,7 @@ def run_batch(
     """
     impl = make_impl(backend, batch.spec, batch.tensors)
     # Builders that plan read the features to plan for from the impl of their layers.
-    builder = _make_builder(backend, batch, {"layer": types.SimpleNamespace(impl=impl)})
+    builder = _make_builder(backend, batch, {"layer": types.SimpleNamespace(impl=impl)}, **config)
     into = blank_answer(batch)
     given = _arguments(batch, builder.build(0, batch.common), into.output)
     with calling("forward", f"layer ({layer_words(batch.spec)})"):

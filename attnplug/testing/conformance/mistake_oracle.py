@@ -10,7 +10,7 @@ import torch
 
 from attnplug.core.sparse import SparseSpec
 from attnplug.testing.batches import Batch
-from attnplug.testing.oracle import Spans
+from attnplug.testing.oracle import Spans, expanded_latents
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -156,9 +156,10 @@ def rules_of(batch: Batch) -> AttentionRules:
     """The right rules for the batch's layer."""
     spec, tensors = batch.spec, batch.tensors
     left, right = (math.inf if side < 0 else side for side in spec.window)
-    group = spec.num_heads // spec.num_kv_heads
+    # Latents are expanded: then each head has keys of its own.
+    group = spec.num_heads // spec.num_kv_heads if spec.mla is None else 1
     return AttentionRules(
-        head_size=spec.head_size,
+        head_size=spec.query_size,
         scale=spec.scale,
         causal=spec.causal or batch.common.causal,
         left=left,
@@ -177,7 +178,7 @@ def rules_of(batch: Batch) -> AttentionRules:
 
 
 def requests_of(batch: Batch) -> list[Request]:
-    """The batch's requests, with zeros for pages in the null block."""
+    """The batch's requests, with zeros for pages in the null block, and with latents expanded."""
     found: list[Request] = []
     start = 0
     for row, parts in enumerate(zip(batch.queries, batch.keys, batch.values, batch.seq_lens, strict=True)):
@@ -185,12 +186,14 @@ def requests_of(batch: Batch) -> list[Request]:
         written = key.shape[0] if batch.spec.attn_type == "encoder_decoder" else query.shape[0]
         slots, table, size = None, None, 0
         if batch.kv_cache is not None and key.shape[0]:
-            size = batch.spec.block_size or batch.kv_cache.shape[-3]
+            size = batch.spec.block_size or batch.kv_cache.shape[-3 if batch.spec.mla is None else 1]
             table = batch.common.block_table_tensor[row].cpu().long()
             pages = table[torch.arange(key.shape[0]) // size]
             slots = pages * size + torch.arange(key.shape[0]) % size
             freed = (pages == 0)[:, None, None]
             key, value = key.masked_fill(freed, 0.0), value.masked_fill(freed, 0.0)
+        if batch.spec.mla is not None:
+            key, value = expanded_latents(batch.spec, key, batch.tensors)
         spans = batch.spans[row] if batch.spans else ()
         rows = slice(start, start := start + query.shape[0])
         chosen = _chosen(batch, rows)

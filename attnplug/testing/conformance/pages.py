@@ -34,7 +34,7 @@ def checks(target: Target) -> Iterator[Check]:
     """The checks of layouts, and of each kind of page that the backend declares."""
     summary = "the layouts are known, and agree with the required one"
     yield Check.of("declaration/kv-layouts", summary, _check_layouts, target)
-    yield from checks_from(_CHECKS, "declaration", target, "plain")
+    yield from checks_from(_CHECKS, "declaration", target, "latent" if target.is_latent else "plain")
     if Feature.HEAD_SIZE_V in target.backend.features:
         yield from checks_from(_CHECKS, "declaration", target, "head_size_v")
 
@@ -82,6 +82,8 @@ def _check_shape(target: Target, kind: str) -> None:
     expected: tuple[int, ...] = (_BLOCKS, 2, size, spec.num_kv_heads, spec.head_size)
     if kind == "head_size_v":
         expected = (_BLOCKS, size, spec.num_kv_heads, spec.head_size + spec.head_size_v)
+    elif kind == "latent":
+        expected = (_BLOCKS, size, spec.head_size)
     for name in target.kv_cache_dtypes:
         heads = f"{spec.num_kv_heads} heads of {spec.head_size}"
         call = f"get_kv_cache_shape of {_BLOCKS} blocks of {size} tokens, {heads}, cache_dtype={name!r}"
@@ -95,7 +97,7 @@ def _check_shape(target: Target, kind: str) -> None:
 
 def _check_stride_order(target: Target, kind: str) -> None:
     spec, backend = _layer(target, kind), target.backend
-    dims = 4 if kind == "head_size_v" else 5
+    dims = {"head_size_v": 4, "latent": 3}.get(kind, 5)
     token, head = dims - 3, dims - 2
     for layout in backend.supported_kv_cache_layouts():
         for layers in (False, True):
@@ -105,7 +107,10 @@ def _check_stride_order(target: Target, kind: str) -> None:
             if sorted(order) != list(range(dims + layers)):
                 raise ConformanceError(f"{call} is {order}, not a permutation of them")
             inner = "head" if layout == "NHD" else "token"
-            if (order.index(token + layers) < order.index(head + layers)) != (layout == "NHD"):
+            # Latents have no dimension of heads.
+            if kind != "latent" and (order.index(token + layers) < order.index(head + layers)) != (
+                layout == "NHD"
+            ):
                 raise ConformanceError(f"{call} is {order}; {layout} has the {inner} inside")
             if layers and order.index(0) < order.index(1):
                 raise ConformanceError(
@@ -148,6 +153,10 @@ def _check_split(target: Target, spec: LayerSpec, cache: torch.Tensor) -> None:
     k, v = parts
     k.fill_(1.0)
     v.fill_(2.0)
+    if spec.mla is not None:
+        if not bool((k[..., : spec.head_size_v] == 2).all()):
+            raise ConformanceError("V of split_kv is not the first part of the latents")
+        return
     if not (bool((k == 1).all()) and bool((v == 2).all())):
         raise ConformanceError("K and V of split_kv overlap: writing V changed K")
 

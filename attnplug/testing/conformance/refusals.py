@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from attnplug.core.device import Device
+from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.reasons import REASON_CODES, Reason
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.testing.conformance.check import Check, ConformanceError, error_context
+from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, error_context
 from attnplug.testing.conformance.spec_grid import asking_for, plainest
 from attnplug.testing.conformance.target import Target
 
@@ -34,6 +35,8 @@ def checks(target: Target) -> Iterator[Check]:
 
 def _served_by_another(target: Target, feature: Feature) -> bool:
     """Whether another class serves layers with the feature under the backend's name, which is checked by itself."""
+    if target.is_latent:
+        return False
     serving = target.backend.for_layer(asking_for(plainest(target), feature))
     return serving is not target.backend and feature in serving.features
 
@@ -84,8 +87,13 @@ def expect_refused(
 
 
 def _check_feature(target: Target, feature: Feature) -> None:
-    name = feature.names()[0]
-    spec = asking_for(target.spec(), feature)
+    name, plain = feature.names()[0], target.spec()
+    try:
+        spec = asking_for(plain, feature)
+    except SpecError as problem:
+        raise CheckSkipped(f"no layer of latent attention asks for {name}: {problem}") from None
+    if feature not in spec.required_features():
+        raise CheckSkipped(f"a layer of latent attention asks for no {name}")
     # A backend that does not store fp8 refuses the storage dtype, and says no more.
     codes = (feature.code, *(("kv_cache_dtype",) if feature is Feature.FP8_KV else ()))
     expect_refused(target, spec, f"a layer that asks for {name}", codes)

@@ -158,11 +158,14 @@ class ServedModel:
         queries, given, known = [], [], []
         for name in self.batches.req_ids:
             request, count = self._requests[name], self.num_scheduled_tokens[name]
-            queries.append(2 * self._draw(spec, count, spec.num_heads, spec.head_size))
+            queries.append(2 * self._draw(spec, count, spec.num_heads, spec.query_size))
             if target is None:
+                drawn = self._draw(spec, count, spec.num_kv_heads, spec.head_size)
                 new = (
-                    self._draw(spec, count, spec.num_kv_heads, spec.head_size),
-                    self._draw(spec, count, spec.num_kv_heads, spec.head_size_v),
+                    drawn,
+                    self._draw(spec, count, spec.num_kv_heads, spec.head_size_v)
+                    if spec.mla is None
+                    else drawn[..., : spec.head_size_v].contiguous(),
                 )
                 old = request.keys.get(layer, (new[0][:0], new[1][:0]))
                 request.keys[layer] = torch.cat([old[0], new[0]]), torch.cat([old[1], new[1]])

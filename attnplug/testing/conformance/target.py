@@ -12,10 +12,12 @@ from attnplug.core.blocks import MultipleOf
 from attnplug.core.device import Device
 from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name
 from attnplug.core.errors import SpecError
+from attnplug.core.features import Feature
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.batches import Batch, direct_batch, paged_batch
 from attnplug.testing.conformance.check import CheckSkipped, Level, SkipKind
+from attnplug.testing.conformance.latent_sizes import latent_fields
 from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try
 
 _LONGER = 3
@@ -73,6 +75,11 @@ class Target:
         served = [phase for phase in Phase if phase in map(str, self.backend.supported_phases)]
         return served[0] if len(served) == 1 else None
 
+    @property
+    def is_latent(self) -> bool:
+        """Whether the backend serves latent attention, and so no other layers."""
+        return Feature.MLA in self.backend.features
+
     def reasons(self, spec: LayerSpec) -> list[Reason]:
         """Why the backend refuses `spec`, in its one phase if it has one; empty if it serves it."""
         return self.backend.validate_configuration(spec, self.device, self.phase)
@@ -80,14 +87,19 @@ class Target:
     def spec(self, **fields: Any) -> LayerSpec:
         """A small layer that the backend serves: 4 heads, 2 KV heads, a common head size and dtype, and `fields`.
 
+        For a backend of latent attention it has 4 heads and small dimensions that the backend serves.
+
         Raises:
             CheckSkipped: the backend serves no such layer; the text has the reasons.
         """
         refusals: list[str] = []
-        heads = ((4, 2), (4, 4))
-        for dtype, head_size, (num_heads, kv_heads) in itertools.product(self.dtypes, self.head_sizes, heads):
-            base: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": kv_heads}
-            base |= {"head_size": head_size, "dtype": dtype}
+        sizes: list[dict[str, Any]] = [
+            {"head_size": size, "num_kv_heads": kv_heads} for size in self.head_sizes for kv_heads in (2, 4)
+        ]
+        if self.is_latent:
+            sizes = latent_fields(self.backend)
+        for dtype, size in itertools.product(self.dtypes, sizes):
+            base: dict[str, Any] = {"num_heads": 4, "dtype": dtype, **size}
             try:
                 spec = LayerSpec(**{**base, **fields})
             except SpecError as problem:
