@@ -90,8 +90,9 @@ def select(
     }
     by_phase: ByPhase | None = None
     notes: tuple[str, ...] = ()
-    # A rule for one phase asks for both phases, unless the user chose one with --phase.
-    if per_phase or (phase is None and has_phase_rules(backend)):
+    # A rule for one phase asks for both phases, unless the user chose one with --phase; so does latent attention.
+    has_latents = any(spec.mla is not None for spec in specs.values())
+    if per_phase or (phase is None and (has_phase_rules(backend) or has_latents)):
         by_phase, decisions, notes = _phase_by_phase(specs, device, asked, per_phase)
     else:
         decisions = get_registry().decide_layers(specs, device, (phase,), **asked)[phase]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -66,7 +67,8 @@ def _shapes(cell: Cell, spec: LayerSpec, backend: type[AttentionBackend]) -> tup
 
 def _check(target: Target, cell: Cell) -> None:
     for case in cases_of(cell, target.backend):
+        serving = dataclasses.replace(target, backend=target.backend.for_layer(case.spec))
         try:
-            check_case(target, case)
+            check_case(serving, case)
         except ConformanceError as problem:
             raise ConformanceError(f"{case.id}: {problem}", problem.named) from problem

@@ -25,6 +25,8 @@ _IN_OUTPUT = 0.5
 """An error of a logit moves at most a quarter of it in weight, between values that differ by at most twice the largest."""
 _IN_WHOLE = 1 / 16
 """The same of a whole result of many rows, in which few errors are as large as their bound; one row has all of it."""
+_PRODUCT = 2.0
+"""Latent attention multiplies by W_UK and W_UV, and rounds expanded keys and values, or absorbed queries, once more."""
 _FLUSHED = torch.finfo(torch.float32).smallest_normal
 """Hardware may replace smaller numbers by zero."""
 
@@ -60,6 +62,7 @@ def tolerance(
 
     * a sum of `head_size` products in float32, in any order;
     * in half precision, one rounding of the query or the key, for kernels that multiply it with the scale;
+    * in half precision, twice the bounds of latent attention, whose products with weights are rounded once more;
     * in half precision, a soft cap with an approximate tanh: 2**-11 of the largest logit, which is the cap.
     """
     stored = spec.resolved_kv_cache_dtype
@@ -68,11 +71,13 @@ def tolerance(
     # Float32 gets no extra bound: only half precision is expected to use the hardware's tanh.
     more = 0.0 if cap is None else _APPROXIMATE_TANH * cap
     eps = torch.finfo(getattr(torch, spec.dtype)).eps
-    output, lse = output + more, _LSE[spec.dtype] + more
-    relative = _SUMMED + _ROUNDED * eps * spec.head_size**-0.5
+    times = 1.0 if spec.mla is None or spec.dtype == "float32" else _PRODUCT
+    output, lse = times * output + more, times * _LSE[spec.dtype] + more
+    size = spec.query_size
+    relative = _SUMMED + _ROUNDED * eps * size**-0.5
     if logit_size is None:
         # Queries are drawn with a factor of 2. Few of many random vectors are longer than the root of their size + 2.
-        error = relative * 2 * spec.scale * (spec.head_size**0.5 + 2) ** 2
+        error = relative * 2 * spec.scale * (size**0.5 + 2) ** 2
         return Tolerance(output + _IN_OUTPUT * error, lse + error, output + _IN_OUTPUT * error)
     errors = relative * logit_size
     share = min(_IN_WHOLE + _IN_OUTPUT * max(logit_size.numel(), 1) ** -0.5, _IN_OUTPUT)

@@ -99,28 +99,44 @@ def chosen_keys(spec: LayerSpec, selection: Selection, key_positions: torch.Tens
     return torch.stack(rows) if rows else torch.empty(0, key_positions.shape[0], dtype=torch.bool)
 
 
-def expanded_latents(
-    spec: LayerSpec, latent: torch.Tensor, tensors: LayerTensors
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys `[m, H, nope + rope]` and values `[m, H, v_head_dim]` of latents `[m, 1, rank + rope]`, in float64.
+def latent_weights(spec: LayerSpec, tensors: LayerTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """W_UK `[H, nope, rank]` and W_UV `[H, rank, v_head_dim]` of a layer with MLA, in float64.
 
     Raises:
         SpecError: the layer has no `mla`, or `tensors` no weights as tensors.
     """
-    dims, heads = spec.mla, spec.num_heads
+    dims = spec.mla
     if dims is None:
         raise SpecError("mla", None, "is required: other layers have no latents")
-    rows, rank = latent[:, 0].detach().cpu().double(), dims.kv_lora_rank
     if isinstance(tensors.kv_b_proj, torch.Tensor):
-        weight = tensors.kv_b_proj.detach().cpu().double().view(heads, -1, rank)
-        up_key, up_value = weight[:, : dims.qk_nope_head_dim], weight[:, dims.qk_nope_head_dim :].mT
-    elif tensors.w_uk is not None and tensors.w_uv is not None:
-        up_key, up_value = (each.detach().cpu().double() for each in (tensors.w_uk, tensors.w_uv))
-    else:
+        weight = tensors.kv_b_proj.detach().cpu().double().view(spec.num_heads, -1, dims.kv_lora_rank)
+        return weight[:, : dims.qk_nope_head_dim], weight[:, dims.qk_nope_head_dim :].mT
+    if tensors.w_uk is None or tensors.w_uv is None:
         raise SpecError("tensors", "no weights", "must have w_uk and w_uv, or kv_b_proj as a tensor")
-    positions = rows[:, None, rank:].expand(-1, heads, -1)
+    return tensors.w_uk.detach().cpu().double(), tensors.w_uv.detach().cpu().double()
+
+
+def expanded_latents(
+    spec: LayerSpec, latent: torch.Tensor, tensors: LayerTensors
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys `[m, H, nope + rope]` and values `[m, H, v_head_dim]` of latents `[m, 1, rank + rope]`, in float64."""
+    up_key, up_value = latent_weights(spec, tensors)
+    rows, rank = latent[:, 0].detach().cpu().double(), up_key.shape[2]
+    positions = rows[:, None, rank:].expand(-1, spec.num_heads, -1)
     keys = torch.cat([torch.einsum("sl,hpl->shp", rows[:, :rank], up_key), positions], dim=2)
     return keys, torch.einsum("sl,hlv->shv", rows[:, :rank], up_value)
+
+
+def _absorbed_sizes(
+    spec: LayerSpec, query: torch.Tensor, latent: torch.Tensor, tensors: LayerTensors
+) -> torch.Tensor:
+    """The sizes `[H, n, m]` of the logits of absorbed queries, which are sums of other terms than the expanded ones."""
+    up_key, _ = latent_weights(spec, tensors)
+    nope = up_key.shape[1]
+    wide = query.detach().cpu().double()
+    absorbed = torch.einsum("thp,hpl->thl", wide[..., :nope], up_key).square().sum(2)
+    norms = (absorbed + wide[..., nope:].square().sum(2)).sqrt()
+    return norms.T[:, :, None] * latent[:, 0].detach().cpu().double().norm(dim=1) * spec.scale
 
 
 def request_oracle(
@@ -163,6 +179,7 @@ def request_oracle(
     tensors = tensors or LayerTensors()
     tensors.check(spec)
     groups = spec.num_heads // spec.num_kv_heads
+    latent = key
     if spec.mla is not None:
         (key, value), groups = expanded_latents(spec, key, tensors), 1
     q = query.detach().cpu().double().transpose(0, 1)
@@ -189,6 +206,8 @@ def request_oracle(
         seen &= chosen_keys(spec, selection, key_positions)
     logits = logits.masked_fill(~seen, -math.inf)
     sizes = q.norm(dim=2)[:, :, None] * k.norm(dim=2)[:, None, :] * spec.scale
+    if spec.mla is not None:
+        sizes = sizes.maximum(_absorbed_sizes(spec, query, latent, tensors))
     # A column of zeros is the size for queries without keys.
     logit_size = torch.nn.functional.pad(sizes.masked_fill(~seen, 0.0), (0, 1)).amax(2)
     terms = logits

@@ -14,12 +14,14 @@ import pytest
 from typer.main import get_command
 
 from attnplug.backends.torch_native import TorchBackend
+from attnplug.backends.torch_native.backend import TorchMLABackend
 from attnplug.cli.app import app
 from attnplug.core import Device, Feature, LayerSpec
 from attnplug.core.reasons import REASON_CODES
 from attnplug.matrix.words import value_in_words
 from attnplug.testing.conformance import ConformanceError, conformance_checks, correctness, refusals
 from attnplug.testing.conformance.cases import designed_cases
+from attnplug.testing.conformance.latent_cases import latent_cases
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import COMPUTED
 
@@ -66,7 +68,9 @@ def test_a_row_has_a_refusal_case_in_the_kit(flag: Feature) -> None:
 
 @functools.cache
 def asked_by_the_cases() -> Feature:
-    cases = designed_cases(Target(TorchBackend, Device("cpu")))
+    target = Target(TorchBackend, Device("cpu"))
+    latent = dataclasses.replace(target, backend=TorchMLABackend)
+    cases = [*designed_cases(target), *latent_cases(latent)]
     return Feature(
         functools.reduce(lambda asked, case: asked | case.spec.required_features(), cases, Feature(0))
     )

@@ -256,7 +256,7 @@ def test_a_latent_comes_without_a_value():
     batches = model.step_batch_builder(16)
     batches.add_request("a", [model.block_pool.allocate(1)])
     model.begin_step(batches.step(3))
-    assert model.forward("0", torch.zeros(3, 2, 10), torch.zeros(3, 1, 10)).shape == (3, 2, 8)
+    assert model.forward("0", torch.zeros(3, 2, 6), torch.zeros(3, 1, 10)).shape == (3, 2, 4)
     assert written == [[(3, 1, 10), (3, 1, 8), (4, 16, 10)]]
 
 

@@ -21,7 +21,7 @@ from attnplug.core.errors import (
 from attnplug.core.features import Feature
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
-LATENT = Feature.MLA.fields(576)
+LATENT = Feature.MLA.fields(576) | {"logits_soft_cap": 3.0}
 """Fields of a layer that no backend here serves."""
 TWO_KINDS = model([SLIDING, FULL])
 FIRST, SECOND = backend("FIRST", 60), backend("SECOND", 55)
@@ -168,7 +168,7 @@ def test_layers_without_a_backend_are_listed_by_kind_with_every_reason():
         plan(unserved, "cpu")
     text = str(caught.value)
     assert text.startswith("no backend on cpu serves\n  layer layers.0 and 1 like it\n")
-    assert text.count("\n    TORCH: MLA not supported") == 1
+    assert text.count("\n    TORCH: soft_cap not supported") == 1
     assert "layer layers.3\n" in text
     assert text.count("\n    TORCH: kv_cache_dtype not supported") == 1
     assert "layers.2" not in text
@@ -223,7 +223,7 @@ def test_uniform_names_each_backend_and_the_layer_it_refuses():
     assert text.startswith("no one backend serves every layer, as uniform=True asks")
     assert "PLAIN does not serve layer layers.1: sliding_window" in text
     assert "WINDOWED does not serve layer layers.0: " in text
-    assert "TORCH does not serve layer layers.2: MLA" in text
+    assert "TORCH does not serve layer layers.2: soft_cap" in text
 
 
 def _only_windows(spec, device):

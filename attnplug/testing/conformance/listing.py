@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator
 
@@ -43,6 +44,7 @@ from attnplug.testing.conformance import (
     untested,
 )
 from attnplug.testing.conformance.check import Check, ConformanceError, Level
+from attnplug.testing.conformance.latent_targets import latent_targets
 from attnplug.testing.conformance.target import Target
 
 _IN_ORDER = (
@@ -65,6 +67,14 @@ _IN_ORDER = (
 )
 GROUPS: tuple[Callable[[Target], Iterator[Check]], ...] = tuple(module.checks for module in _IN_ORDER)
 """Functions that list the checks of a target, always the same in the same order."""
+_OF_LATENTS = tuple(
+    module.checks
+    for module in (
+        *(pages, refusals, inputs, outputs, cache_writes, cache_reads, cache_layouts, requests, correctness),
+        *(builders, builder_inputs, sharing, merging, runtimes, gpu, graphs),
+    )
+)
+"""The groups that check the class of latent attention of a backend, whose declarations are checked by GROUPS."""
 _SLOW_TO_LIST: dict[Callable[[Target], Iterator[Check]], str] = {correctness.checks: "correct"}
 """The area, the first word of all ids, of groups that search for their checks."""
 
@@ -98,7 +108,12 @@ def conformance_checks(
         # A group that cannot be listed has one check, "listed/GROUP".
         return area is None or "listed" in areas or any(fnmatch.fnmatch(area, each) for each in areas)
 
-    return [check for group in GROUPS if may_be_wanted(group) for check in listed(group, target)]
+    checks = [check for group in GROUPS if may_be_wanted(group) for check in listed(group, target)]
+    for prefix, other in latent_targets(target).items():
+        if "listed" in areas or any(fnmatch.fnmatch(prefix, each) for each in areas):
+            named = (check for group in _OF_LATENTS for check in listed(group, other))
+            checks += [dataclasses.replace(check, id=f"{prefix}/{check.id}") for check in named]
+    return checks
 
 
 def listed(group: Callable[[Target], Iterator[Check]], target: Target) -> list[Check]:
