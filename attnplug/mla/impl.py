@@ -227,11 +227,12 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
         if not meta.chunks or lse is None:
             return
         pages, scale = self._latents(kv_cache), float(k_scale)
+        rank = self.dims.kv_lora_rank
         workspace = q.new_empty(max(chunk.rows for chunk in meta.chunks), self.dims.latent_size)
         for chunk in meta.chunks:
             latent = workspace[: chunk.rows]
             gather_pages(pages, chunk.block_table, chunk.cu_lens, chunk.starts, latent, scale)
-            key, value = self._expanded(*latent.split(_parts(self.dims), dim=1))
+            key, value = self._expanded(latent[:, :rank], latent[:, rank:])
             queries, into = q[chunk.queries], output[chunk.queries]
             part, part_lse = torch.empty_like(into), torch.empty_like(lse[chunk.queries])
             impl.attend(None, queries, key, value, None, chunk.attend, part, output_lse=part_lse)
@@ -247,8 +248,8 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
         output: torch.Tensor,
         output_lse: torch.Tensor | None,
     ) -> None:
-        nope, rope = query.split((self.dims.qk_nope_head_dim, self.dims.qk_rope_head_dim), dim=2)
-        q = self.projection.absorb(nope), rope
+        nope = self.dims.qk_nope_head_dim
+        q = self.projection.absorb(query[..., :nope]), query[..., nope:]
         latent, lse = self.forward_mqa(q, kv_cache, metadata, layer, wants_lse=output_lse is not None)
         output.copy_(self.projection.project(latent))
         if output_lse is not None and lse is not None:
@@ -256,15 +257,14 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
 
     def _queries(self, q_nope: torch.Tensor, q_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The absorbed queries in the declared layout, with the padded heads."""
-        tokens, heads = q_nope.shape[:2]
-        sizes = _parts(self.dims)
+        (tokens, heads), rank = q_nope.shape[:2], self.dims.kv_lora_rank
         if self.backend.query_layout == "packed":
             packed = q_nope.new_empty(tokens, self._heads, self.dims.latent_size)
-            parts: Any = packed.split(sizes, dim=2)
+            parts = [packed[..., :rank], packed[..., rank:]]
         elif self._heads == heads:
             return q_nope.contiguous(), q_pe.contiguous()
         else:
-            parts = [q_nope.new_empty(tokens, self._heads, size) for size in sizes]
+            parts = [each.new_empty(tokens, self._heads, each.shape[2]) for each in (q_nope, q_pe)]
         for part, given in zip(parts, (q_nope, q_pe), strict=True):
             part[:, :heads] = given
             part[:, heads:] = 0
@@ -324,10 +324,6 @@ def packed_query(q_nope: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
     tokens, heads, rank = q_nope.shape
     size = (tokens, heads, rank + q_pe.shape[2])
     return q_nope.as_strided(size, (*q_nope.stride()[:2], 1))
-
-
-def _parts(dims: MLADims) -> list[int]:
-    return [dims.kv_lora_rank, dims.qk_rope_head_dim]
 
 
 def _cut(tensor: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:

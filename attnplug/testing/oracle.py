@@ -135,8 +135,9 @@ def _absorbed_sizes(
     nope = up_key.shape[1]
     wide = query.detach().cpu().double()
     absorbed = torch.einsum("thp,hpl->thl", wide[..., :nope], up_key).square().sum(2)
-    norms = (absorbed + wide[..., nope:].square().sum(2)).sqrt()
-    return norms.T[:, :, None] * latent[:, 0].detach().cpu().double().norm(dim=1) * spec.scale
+    norms: torch.Tensor = (absorbed + wide[..., nope:].square().sum(2)).sqrt()
+    sizes: torch.Tensor = norms.T[:, :, None] * latent[:, 0].detach().cpu().double().norm(dim=1) * spec.scale
+    return sizes
 
 
 def request_oracle(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ def check_case(target: Target, case: Case) -> None:
 def check_latent_case(target: Target, case: LatentCase) -> None:
     """As `check_case`, with computed tokens expanded in chunks of the case's rows."""
     batch, rows = case.batch(target), case.chunk_rows
-    config = {} if rows is None else {"context_chunk_rows": rows}
+    config: dict[str, Any] = {} if rows is None else {"context_chunk_rows": rows}
     with error_context(f"a {case.shape} batch"):
         found = run_batch(target.backend, batch, **config)
     _check_answer(batch, *found)

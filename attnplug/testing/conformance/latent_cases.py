@@ -88,7 +88,7 @@ def _blocks_apart(batch: Batch) -> Batch:
     assert cache is not None  # noqa: S101 - latents are in pages
     elements = cache[0].numel()
     nan = torch.full((cache.shape[0], elements + _BETWEEN), torch.nan, device=cache.device)
-    apart = nan.to(cache.dtype)[:, :elements].unflatten(1, cache.shape[1:])
+    apart = nan.to(cache.dtype)[:, :elements].view(cache.shape)
     return dataclasses.replace(batch, kv_cache=apart.copy_(cache))
 
 
@@ -105,8 +105,8 @@ def joint_weights(batch: Batch) -> Batch:
 def latent_cases(target: Target) -> list[LatentCase]:
     """The cases to run, equal in every process: each value alone with plain ones, and pairs of those that interact."""
     few = target.level is Level.SMOKE
-    backend, found = target.backend, {}
-    pairs, sizes = latent_pairs(backend), target.block_sizes
+    found: dict[str, LatentCase] = {}
+    pairs, sizes = latent_pairs(target.backend), target.block_sizes
     block = sizes[0]
     shapes = _OF_PHASE[target.phase]
     both = [shape for shape in ("ordered", "context", "decode") if shape in shapes]

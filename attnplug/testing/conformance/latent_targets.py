@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from attnplug.core.backend import AttentionBackend
 from attnplug.core.features import Feature
 from attnplug.core.mla_backend import MLADecodeBackend
 from attnplug.core.spec import LayerSpec
@@ -25,7 +26,7 @@ def latent_targets(target: Target) -> Mapping[str, Target]:
     backend = target.backend
     layer = LayerSpec(num_heads=4, **fields_of((512, 64), 128, 128))
     serving, error = guarded_call(backend.for_layer, layer)
-    if error is not None or not isinstance(serving, type) or Feature.MLA not in serving.features:
+    if error is not None or not issubclass(serving, AttentionBackend) or Feature.MLA not in serving.features:
         return {}
     if issubclass(serving, MLADecodeBackend) and serving.prefill is None:
         reference = get_registry().backends().get(_REFERENCE)
