@@ -55,7 +55,8 @@ class PlainImpl(TorchImpl):
             if self.spec.sparse is not None:
                 seen &= chosen_keys(self.spec, attn_metadata.selection[start:stop], held)
             scores = self.score(raw, at[:, None], held[None, :], seen)
-            sinks = self.sinks()[:, None, None].expand(-1, stop - start, 1)
+            sinks = self.sinks() if use_sinks else torch.full_like(self.sinks(), -math.inf)
+            sinks = sinks[:, None, None].expand(-1, stop - start, 1)
             out, lse = self.weigh(scores, (values.double() * v_scale)[heads], sinks)
             output[start:stop] = out.transpose(0, 1).to(output.dtype)
             lses[start:stop] = lse[:, :, 0].T

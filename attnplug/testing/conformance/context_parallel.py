@@ -218,9 +218,10 @@ def _length_mistake(part: _Part, answer: Answer, sharing: _Sharing, tokens: Sequ
         )
     }
     others["local lengths of rank 0"] = [len(sharing.positions(n, 0)) for n in tokens]
-    others["local lengths shared among the ranks again"] = [
-        len(sharing.positions(n, rank)) for n in batch.seq_lens
-    ]
+    again = "local lengths shared among the ranks again"
+    others[again] = [len(sharing.positions(n, rank)) for n in batch.seq_lens]
+    single = _Sharing(sharing.ranks, 1)
+    others[f"{again}, token by token"] = [len(single.positions(n, rank)) for n in batch.seq_lens]
     for name, lengths in others.items():
         # Keys past a rank's own are in no page.
         fewer = [min(pair) for pair in zip(lengths, batch.seq_lens, strict=True)]

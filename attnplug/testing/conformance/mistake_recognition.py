@@ -83,6 +83,8 @@ def recognise(wrong: Deviation, seconds: float | None = None) -> Recognition:
     requests = requests_of(wrong.batch)
     if bool(wrong.output.isnan().any(-1)[bad].all()) and _see_nothing(wrong, requests):
         return Recognition(NAN_FOR_EMPTY_ROWS)
+    if rounded := _rounded_lse(wrong):
+        return Recognition(rounded)
     parts = _parts(wrong)
     samples = _samples(wrong, requests)
     mistakes = list(_mistakes(wrong.batch, wrong.expected, with_lse=wrong.lse is not None))
@@ -114,6 +116,19 @@ def mistaken_answers(
         if names is None or name in names:
             outputs, lses = zip(*map(numbers, whole), strict=True)
             yield name, torch.cat(outputs), torch.cat(lses) if with_lse else None
+
+
+def _rounded_lse(wrong: Deviation) -> str | None:
+    """The name of an LSE that was stored in half precision: its numbers are, and are near the right ones."""
+    found, errors = wrong.lse, wrong.lse_errors
+    if found is None or errors is None or bool((wrong.output_errors > 1).any()):
+        return None
+    for dtype in (torch.float16, torch.bfloat16):
+        # Numbers of a bit less are a rounding of sums that differ a bit.
+        near = errors * wrong.bound.lse <= 2 * torch.finfo(dtype).eps
+        if bool((found == found.to(dtype).double()).all()) and bool(near.all()):
+            return f"LSE rounded to {str(dtype).removeprefix('torch.')}"
+    return None
 
 
 def _parts(wrong: Deviation) -> frozenset[str]:
