@@ -35,9 +35,11 @@ class HarnessLayer:
     def __init__(self, target: Target, name: str, batch: Batch, **shared: Any) -> None:
         self._q_scale_float = self._prob_scale_float = 1.0
         self._k_scale_float, self._v_scale_float = float(batch.tensors.k_scale), float(batch.tensors.v_scale)
-        self._q_scale = self._prob_scale = torch.ones((), device=batch.query.device)
-        self._k_scale = torch.tensor(self._k_scale_float, device=batch.query.device)
-        self._v_scale = torch.tensor(self._v_scale_float, device=batch.query.device)
+        # The default dtype belongs to the process, and checks change it.
+        form: dict[str, Any] = {"dtype": torch.float32, "device": batch.query.device}
+        self._q_scale = self._prob_scale = torch.ones((), **form)
+        self._k_scale = torch.tensor(self._k_scale_float, **form)
+        self._v_scale = torch.tensor(self._v_scale_float, **form)
         self.words = f"{name} ({layer_words(batch.spec)})"
         self.impl = make_impl(target.backend, batch.spec, batch.tensors, name, **shared)
 
@@ -190,7 +192,8 @@ def blank_answer(batch: Batch, fill: float = torch.nan) -> Answer:
     """Output `[T + padding, H, Dv]` and, if the spec needs it, LSE `[T + padding, H]`, all `fill`."""
     spec, query = batch.spec, batch.query
     output = query.new_full((query.shape[0], spec.num_heads, spec.output_size), fill)
-    lse = torch.full(output.shape[:2], fill, device=query.device) if spec.needs_lse else None
+    form: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
+    lse = torch.full(output.shape[:2], fill, **form) if spec.needs_lse else None
     return Answer(output, lse)
 
 

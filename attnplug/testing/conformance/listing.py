@@ -29,11 +29,14 @@ from attnplug.testing.conformance import (
     host_copies,
     inputs,
     interface,
+    layer_state,
     lightness,
     limits,
     merging,
     outputs,
     pages,
+    process_memory,
+    process_state,
     refusals,
     requests,
     runtimes,
@@ -48,13 +51,17 @@ from attnplug.testing.conformance.latent_targets import latent_targets
 from attnplug.testing.conformance.target import Target
 
 _IN_ORDER = (
-    *(declaration, answers, pages, interface, lightness, refusals, limits, acceptance, declared, untested),
+    *(declaration, answers, pages, interface, lightness),
+    # Before other checks, because a backend may change the process when its first layer is made.
+    *(process_state, refusals, limits, acceptance, declared, untested),
     *(inputs, engine_scales, outputs, engine_tensors, unlike_layers),
     *(cache_writes, cache_reads, cache_layouts, requests, correctness),
     *(
         builders,
         builder_inputs,
         host_copies,
+        layer_state,
+        process_memory,
         shared_prefix,
         selections,
         sharing,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-_MANY_STEPS = ("builder/", "runtime/", "merge/context", "refused/never-after-acceptance")
+_MANY_STEPS = ("builder/", "runtime/", "merge/context", "refused/never-after-acceptance", "state/")
 
 
 @pytest.hookimpl(tryfirst=True)

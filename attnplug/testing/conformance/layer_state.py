@@ -1,0 +1,178 @@
+"""Layers, steps and outputs that look alike are kept apart: by no shape, address or number of a dropped object."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnplug.core.errors import SpecError
+from attnplug.testing.batches import Batch
+from attnplug.testing.conformance.builders import stale_mistakes
+from attnplug.testing.conformance.check import Check, ConformanceError, error_context
+from attnplug.testing.conformance.expectations import expect_correct, expect_correct_step, expect_own_slots
+from attnplug.testing.conformance.harness import Harness, raw_bytes
+from attnplug.testing.conformance.steps import (
+    PAGED_SCENARIOS,
+    decodes,
+    layer_kinds,
+    layer_of_kind,
+    mixed,
+    scenario_factory,
+    scenarios,
+    step_factory,
+)
+from attnplug.testing.conformance.target import Target
+
+_OUTPUTS = 10
+_ROUNDS = 12
+_KEYS = 4
+"""Kernels to compile at most for layers that look alike."""
+
+_LIKE: tuple[dict[str, Any], ...] = (
+    {},
+    {"scale": 0.07},
+    {"window": (6, 0)},
+    {"window": (19, 0)},
+    {"chunk_size": 16},
+    {"logits_soft_cap": 3.7},
+    {"logits_soft_cap": 11.5},
+    {"has_sinks": True},
+    {"has_alibi": True},
+    {"causal": False},
+    {"needs_lse": True},
+)
+"""Layers of one shape."""
+
+
+def checks(target: Target) -> Iterator[Check]:
+    """The checks of outputs in each scenario, of layers over pages, and of buffers for each kind of layer."""
+    for scenario in scenarios(target):
+        summary = "an output stays as it is when later steps run"
+        yield Check.of(f"state/outputs-apart-{scenario}", summary, _check_outputs, target, scenario)
+    for scenario in PAGED_SCENARIOS:
+        summary = "layers of one shape that ask for different things share no state"
+        yield Check.of(f"state/like-layers-{scenario}", summary, _check_like, target, scenario)
+        summary = "nothing of a dropped layer, step or cache is taken for that of a later one"
+        yield Check.of(f"state/dropped-layers-{scenario}", summary, _check_dropped, target, scenario)
+    for kind in layer_kinds(target):
+        summary = "a step in the buffers of the last step, filled again, is a step of its own"
+        yield Check.of(f"state/refilled-buffers-{kind}", summary, _check_refilled, target, kind)
+
+
+def _check_outputs(target: Target, scenario: str) -> None:
+    batches = [scenario_factory(target, scenario, seed=seed)() for seed in range(3)]
+    harness = Harness.of(target, *batches)
+    kept: list[tuple[Batch, torch.Tensor, torch.Tensor]] = []
+    for number in range(_OUTPUTS):
+        batch, layer = batches[number % 3], harness.layers[number % 2]
+        metadata = harness.build(batch)
+        with error_context("forward without output"):
+            made = layer.impl.forward(
+                layer, batch.query, batch.key, batch.value, batch.kv_cache, metadata, **_lse(batch)
+            )
+        kept.append((batch, made, raw_bytes(made)))
+    for number, (_, made, before) in enumerate(kept):
+        if not torch.equal(raw_bytes(made), before):
+            raise ConformanceError(f"the output of step {number + 1} changed when later steps ran")
+        for later, (_, other, _) in enumerate(kept[number + 1 :], number + 1):
+            if made.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and made.numel():
+                raise ConformanceError(
+                    f"the outputs of steps {number + 1} and {later + 1} are one memory: "
+                    "forward without output must make a new tensor in each call"
+                )
+
+
+def _lse(batch: Batch) -> dict[str, torch.Tensor]:
+    if not batch.spec.needs_lse:  # layers of the scenarios need none
+        return {}
+    form: dict[str, Any] = {"dtype": torch.float32, "device": batch.query.device}
+    return {"output_lse": torch.empty(batch.query.shape[:2], **form)}
+
+
+def _check_like(target: Target, scenario: str) -> None:
+    made: list[tuple[str, Batch]] = []
+    keys: set[Hashable] = set()
+    size = target.block_size(target.spec())
+    lengths = (decodes if scenario == "decode" else mixed)(size)
+    for seed, fields in enumerate(_LIKE):
+        try:
+            spec = target.spec().replace(**fields)
+        except SpecError:
+            continue
+        if fields.get("chunk_size"):
+            spec = spec.replace(chunk_size=2 * size)
+        key = target.backend.compile_key(spec)
+        if target.reasons(spec) or (key is not None and key not in keys and len(keys) >= _KEYS):
+            continue
+        keys.add(key)
+        name = ", ".join(f"{field}={value}" for field, value in fields.items()) or "nothing more"
+        made.append((name, step_factory(target, spec, lengths, seed)()))
+    # In both orders, since a cache may take the first layer's state or the last one's.
+    for name, batch in (*made, *reversed(made)):
+        what = f"a layer with {name}, after layers of the same shape that ask for other things"
+        expect_correct(batch, Harness.of(target, batch).forward(batch, what=what), what)
+
+
+def _check_dropped(target: Target, scenario: str) -> None:
+    base = target.spec()
+    lengths = (decodes if scenario == "decode" else mixed)(target.block_size(base))
+    for number in range(_ROUNDS):
+        # Python and torch give the memory of what was dropped in the last round to this one.
+        spec = base.replace(scale=base.scale * (1 + number % 3))
+        batch = step_factory(target, spec, lengths, number)()
+        what = f"layer {number + 1}, made after a layer of its shape was dropped"
+        found = Harness.of(target, batch).forward(batch, what=what)
+        expect_correct(batch, found, what)
+        del spec, batch, found
+
+
+def _check_refilled(target: Target, kind: str) -> None:
+    spec, size = layer_of_kind(target, kind)
+    forwards, backwards = decodes(size), decodes(size, 2)
+    backwards = backwards[0], backwards[1][::-1]
+    for steps in (
+        (mixed(size), mixed(size, 2), mixed(size), mixed(size, 1)),
+        (forwards, decodes(size, 1), backwards, forwards),
+    ):
+        first = step_factory(target, spec, steps[0])()
+        harness, before = Harness.of(target, first), first
+        for number, lengths in enumerate(steps):
+            make = step_factory(target, spec, lengths, number)
+            fresh = make()
+            batch, what = _refill(first, fresh), f"step {number + 1} in the same buffers"
+            with error_context(what):
+                metadata = harness.builder.build(0, batch.common)
+                expect_own_slots(metadata, fresh.common, what)
+                found = harness.run(batch, metadata)
+            mistakes = stale_mistakes(before.common) if number else {}
+            expect_correct_step(target, make, found, what, mistakes)
+            before = fresh
+
+
+def _refill(batch: Batch, fresh: Batch) -> Batch:
+    """The step `fresh` in the memory of `batch`, which has the same shapes."""
+    common: dict[str, Any] = {}
+    for field in dataclasses.fields(fresh.common):
+        value, buffer = getattr(fresh.common, field.name), getattr(batch.common, field.name)
+        if not field.name.startswith("_"):
+            common[field.name] = _filled(buffer, value)
+    inputs = {
+        name: _filled(getattr(batch, name), getattr(fresh, name))
+        for name in ("query", "key", "value", "kv_cache")
+    }
+    return dataclasses.replace(fresh, common=dataclasses.replace(fresh.common, **common), **inputs)
+
+
+def _filled(buffer: Any, value: Any) -> Any:
+    """`buffer` with the contents of `value`; `value` itself if it is no tensor or array of that shape."""
+    if not isinstance(value, (torch.Tensor, np.ndarray)) or buffer is None or buffer.shape != value.shape:
+        return value
+    if isinstance(value, torch.Tensor):
+        buffer.copy_(value)
+    else:
+        buffer[...] = value
+    return buffer

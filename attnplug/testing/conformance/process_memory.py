@@ -1,0 +1,164 @@
+"""Steps and layers that come and go leave no memory behind; a bounded cache may grow to its bound."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from attnplug.core.spec import Phase
+from attnplug.testing.conformance.check import Check, ConformanceError, checks_from
+from attnplug.testing.conformance.harness import Harness, blank_answer
+from attnplug.testing.conformance.steps import step_factory, with_lengths
+from attnplug.testing.conformance.target import Target
+
+_STEPS, _LAYERS = 200, 50
+_MOST_ROUNDS = 8
+"""Rounds until a cache must have reached its bound: 1,600 steps."""
+_STEP_SLACK, _LAYER_SLACK = 20, 320
+"""Bytes that each step or layer may keep: Python's own tables grow now and then."""
+_NOISE = 4096
+"""Bytes that a round may keep, however few steps it has: Python reuses the memory of small objects."""
+_LONGEST = 2048
+"""The longest sequence. So many lengths are not all used in these rounds, so a cache by length grows throughout."""
+_SECONDS, _SLOW = 1.0, 0.02
+"""Time of a round and of a slow step; slow backends, such as interpreted ones, run fewer steps with fewer keys."""
+
+
+def checks(target: Target) -> Iterator[Check]:
+    """The checks of memory."""
+    return checks_from(_CHECKS, "state", target)
+
+
+class _Memory(NamedTuple):
+    """Bytes of what is alive, by kind, and the Python objects by place of their allocation."""
+
+    bytes: dict[str, int]
+    objects: tracemalloc.Snapshot
+
+    @classmethod
+    def now(cls) -> _Memory:
+        """What is alive now."""
+        gc.collect()
+        objects = tracemalloc.take_snapshot().filter_traces(_HIDDEN)
+        storages: dict[int, int] = {}
+        for each in gc.get_objects():
+            # A proxy object may run code when its class is asked for, so the type is read instead.
+            if issubclass(type(each), torch.Tensor):
+                with contextlib.suppress(Exception):  # fake tensors have no storage
+                    storage: Any = each.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+        device = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+        held = sum(trace.size for trace in objects.traces)
+        sizes = {"Python objects and arrays": held, "tensors": sum(storages.values()), "GPU memory": device}
+        return cls(sizes, objects)
+
+    def place(self, before: _Memory) -> str:
+        """Where most of the objects were allocated since `before`."""
+        found = self.objects.compare_to(before.objects, "lineno")
+        if not found or found[0].size_diff <= 0:
+            return ""
+        frame = found[0].traceback[0]
+        return f"; most Python objects come from {frame.filename}:{frame.lineno}"
+
+
+_TORCH = str(Path(torch.__file__).parent / "*")
+_HIDDEN = [
+    tracemalloc.Filter(False, name) for name in (tracemalloc.__file__, __file__, _TORCH, functools.__file__)
+]
+"""Allocations that are not the backend's: torch keeps some bytes of each call of its compiler for ever."""
+
+
+def _check_steps(target: Target) -> None:
+    spec = target.spec()
+    generator = torch.Generator().manual_seed(0)
+    new = 3 if target.phase is Phase.PREFILL else 1
+    batch = step_factory(target, spec, ([new] * 2, [new] * 2))()
+    assert batch.kv_cache is not None  # noqa: S101 - the layer has pages
+    batch.kv_cache.fill_(0.5)
+    harness, size = Harness.of(target, batch), target.block_size(spec)
+    # All requests use one page, since only sizes matter here.
+    table = batch.common.block_table_tensor[:, :1].repeat(1, _LONGEST // size + 2)
+    longest = _LONGEST
+
+    def run(lengths: torch.Tensor) -> None:
+        # A step's lengths and table are its own, as an engine's are.
+        common = with_lengths(batch.common, lengths)
+        common.block_table_tensor = table.clone()
+        harness.run(batch, harness.builder.build(0, common))
+
+    def step() -> None:
+        long = torch.randint(new, longest + 1, (1,), generator=generator)
+        run(torch.cat([long, long % size + new]))
+
+    step()
+    if _seconds(step) > _SLOW:
+        longest = 4 * size
+    # Workspaces that grow with the longest sequence are as large as they get before the first round.
+    run(torch.full((2,), longest))
+    _expect_bounded(step, _STEPS, _STEP_SLACK, "step")
+
+
+def _check_layers(target: Target) -> None:
+    make = step_factory(target, target.spec(), ([1, 5], [9, 21]))
+    batch = make()
+
+    def layer() -> None:
+        Harness.of(target, batch).forward(batch, blank_answer(batch))
+
+    _expect_bounded(layer, _LAYERS, _LAYER_SLACK, "layer that was made, run and dropped")
+
+
+def _expect_bounded(work: Callable[[], None], count: int, slack: int, what: str) -> None:
+    """Raise ConformanceError if every round of `count` calls leaves more than `slack` bytes a call behind."""
+    with _tracing():
+        seconds = min(_seconds(work) for _ in range(20))  # first calls import, compile and allocate
+        count = max(min(count, int(_SECONDS / max(seconds, 1e-6))), 20)
+        before = _Memory.now()
+        for _ in range(_MOST_ROUNDS):
+            for _ in range(count):
+                work()
+            after = _Memory.now()
+            grown = {name: after.bytes[name] - before.bytes[name] for name in after.bytes}
+            most = max(slack * count, _NOISE)
+            if max(grown.values()) <= most:
+                return
+            last, before = before, after
+    kept = ", ".join(f"{size // count:,} bytes of {name}" for name, size in grown.items() if size > most)
+    raise ConformanceError(
+        f"each {what} keeps {kept}, still after {_MOST_ROUNDS * count:,} of them: "
+        f"memory grows without bound{after.place(last)}"
+    )
+
+
+@contextlib.contextmanager
+def _tracing() -> Iterator[None]:
+    """Trace Python's allocations, with those of numpy."""
+    was_tracing = tracemalloc.is_tracing()
+    if not was_tracing:
+        tracemalloc.start()
+    try:
+        yield
+    finally:
+        if not was_tracing:
+            tracemalloc.stop()
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    # Time of this process, because other processes must not change what is tried.
+    begin = time.process_time()
+    work()
+    return time.process_time() - begin
+
+
+_CHECKS = {
+    "memory-steps": (_check_steps, "steps leave no memory behind, but for caches with a bound"),
+    "memory-layers": (_check_layers, "layers that are dropped leave no memory behind"),
+}

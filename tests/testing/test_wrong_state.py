@@ -1,0 +1,56 @@
+"""Each backend that changes the process, keeps memory or mixes up layers fails the check for its mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from catching import Wrong, failures
+from wrong_state import RIGHT_STATE, WRONG_STATE
+
+from attnplug.core import AttentionBackend
+from attnplug.testing.conformance import layer_state, process_memory, process_state
+from attnplug.testing.conformance.check import Check
+from attnplug.testing.conformance.process_settings import read_settings, restore_settings
+from attnplug.testing.conformance.target import Target
+
+GROUPS = (process_state, layer_state, process_memory)
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong caches grow at once, and the right ones are small."""
+    monkeypatch.setattr(process_memory, "_STEPS", 40)
+    monkeypatch.setattr(process_memory, "_LAYERS", 20)
+    monkeypatch.setattr(process_memory, "_MOST_ROUNDS", 4)
+
+
+@pytest.fixture(autouse=True)
+def process() -> Iterator[None]:
+    """Wrong backends change the process outside of the check of settings too."""
+    before, softmax = read_settings(), torch.softmax
+    yield
+    torch.softmax = softmax
+    restore_settings(before)
+
+
+def of(start: str) -> Callable[[Target], Iterator[Check]]:
+    def checks(target: Target) -> Iterator[Check]:
+        return (check for group in GROUPS for check in group.checks(target) if check.id.startswith(start))
+
+    return checks
+
+
+@pytest.mark.parametrize("wrong", WRONG_STATE, ids=lambda wrong: wrong.name)
+def test_a_wrong_backend_is_caught_by_its_check_and_named(wrong: Wrong) -> None:
+    check = "state/settings-kept-decode" if wrong.check == "state/settings-kept" else wrong.check
+    found = failures(wrong.backend, of(check))
+    assert found
+    assert [str(problem) for problem in found.values() if wrong.says not in str(problem)] == []
+
+
+@pytest.mark.parametrize("start", ["state/memory", "state/settings-kept-decode", "state/like-layers-decode"])
+@pytest.mark.parametrize("backend", RIGHT_STATE, ids=lambda backend: backend.get_name())
+def test_caches_with_a_bound_and_workspaces_are_right(backend: type[AttentionBackend], start: str) -> None:
+    assert failures(backend, of(start)) == {}
