@@ -51,9 +51,9 @@ from attnplug.testing.conformance.latent_targets import latent_targets
 from attnplug.testing.conformance.target import Target
 
 _IN_ORDER = (
-    *(declaration, answers, pages, interface, lightness),
-    # Before other checks, because a backend may change the process when its first layer is made.
-    *(process_state, refusals, limits, acceptance, declared, untested),
+    # The first, because a backend may change the process once, when its parts are first asked for.
+    process_state,
+    *(declaration, answers, pages, interface, lightness, refusals, limits, acceptance, declared, untested),
     *(inputs, engine_scales, outputs, engine_tensors, unlike_layers),
     *(cache_writes, cache_reads, cache_layouts, requests, correctness),
     *(
