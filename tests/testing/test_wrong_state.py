@@ -21,9 +21,9 @@ GROUPS = (process_state, layer_state, process_memory)
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrong caches grow at once, and the right ones are small."""
-    monkeypatch.setattr(process_memory, "_STEPS", 40)
+    monkeypatch.setattr(process_memory, "_STEPS", 100)
     monkeypatch.setattr(process_memory, "_LAYERS", 20)
-    monkeypatch.setattr(process_memory, "_MOST_ROUNDS", 4)
+    monkeypatch.setattr(process_memory, "_MOST_ROUNDS", 3)
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ _MOST_ROUNDS = 8
 """Rounds until a cache must have reached its bound: 1,600 steps."""
 _STEP_SLACK, _LAYER_SLACK = 20, 320
 """Bytes that each step or layer may keep: Python's own tables grow now and then."""
-_NOISE = 4096
+_NOISE = 16384
 """Bytes that a round may keep, however few steps it has: Python reuses the memory of small objects."""
 _LONGEST = 2048
 """The longest sequence. So many lengths are not all used in these rounds, so a cache by length grows throughout."""
