@@ -97,4 +97,4 @@ def test_of_triton_and_torch_under_the_interpreter(name: str, tmp_path: Path) ->
 def test_every_group_of_checks_asks_composites_something() -> None:
     target = Target(composite_backend(PREFILLS, DECODES), Device("cpu"))
     silent = [group.__module__.rpartition(".")[2] for group in GROUPS if not list(group(target))]
-    assert silent == ["gpu", "graphs"]
+    assert silent == ["options", "gpu", "graphs"]

@@ -22,6 +22,7 @@ from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.core import AttentionBackend, Device, Feature, MultipleOf
 from attnplug.core.errors import BatchError, LayoutError
+from attnplug.ops.output_quant import FP8_OUTPUTS
 from attnplug.testing.conformance import (
     acceptance,
     cache_layouts,
@@ -35,6 +36,7 @@ from attnplug.testing.conformance import (
     limits,
     outputs,
     pages,
+    quantised_outputs,
     refusals,
     requests,
 )
@@ -43,7 +45,18 @@ from attnplug.testing.conformance.listing import GROUPS, listed
 from attnplug.testing.conformance.target import Target
 
 STRUCTURAL = (
-    *(declaration, pages, interface, lightness, refusals, limits, acceptance, inputs, outputs),
+    *(
+        declaration,
+        pages,
+        interface,
+        lightness,
+        refusals,
+        limits,
+        acceptance,
+        inputs,
+        outputs,
+        quantised_outputs,
+    ),
     *(cache_writes, cache_reads, cache_layouts, requests),
 )
 """All groups of checks but those of numbers, builders, runtimes and GPUs."""
@@ -96,7 +109,7 @@ class Refuses(Around):
             raise LayoutError("kv_cache", call.kv_cache.stride(), "must be dense")
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        return True
+        return quant_key in FP8_OUTPUTS
 
 
 STRICT = variant(

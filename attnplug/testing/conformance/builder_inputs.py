@@ -15,6 +15,7 @@ import torch
 from attnplug.core.batch import reorder_batch_to_split_decodes_and_prefills
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
+from attnplug.core.selection import Selection
 from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
 from attnplug.testing.conformance.expectations import StepMistake, expect_correct_step
 from attnplug.testing.conformance.harness import Harness
@@ -65,6 +66,8 @@ def _snapshot(common: CommonAttentionMetadata) -> dict[str, Any]:
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
+    if isinstance(one, Selection) and isinstance(other, Selection):
+        return torch.equal(one.positions, other.positions) and torch.equal(one.counts, other.counts)
     return bool(np.array_equal(one, other))
 
 

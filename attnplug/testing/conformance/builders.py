@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from attnplug.core.metadata import PAD_SLOT_ID, AttentionCGSupport, CommonAttentionMetadata
+from attnplug.core.selection import Selection
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
 from attnplug.testing.conformance.expectations import StepMistake, expect_correct_step, expect_own_slots
 from attnplug.testing.conformance.harness import Harness
 from attnplug.testing.conformance.steps import (
+    BatchFactory,
     decodes,
     layer_kinds,
     layer_of_kind,
@@ -44,8 +46,11 @@ def stale_mistakes(other: CommonAttentionMetadata) -> dict[str, StepMistake]:
 
 def _check_update(target: Target, kind: str) -> None:
     spec, size = layer_of_kind(target, kind)
-    first, second = (step_factory(target, spec, mixed(size), seed) for seed in (0, 1))
-    one, other = first(), second()
+    first, drawn = (step_factory(target, spec, mixed(size), seed) for seed in (0, 1))
+    one = first()
+    # The other KV group is of the same step, so it has the same selection.
+    second = functools.partial(_selecting, drawn, one.common.selection)
+    other = second()
     first_harness, second_harness = Harness.of(target, one), Harness.of(target, other)
     given = other.common.block_table_tensor, other.common.slot_mapping
     with error_context("a build before update_block_table"):
@@ -68,6 +73,11 @@ def _check_update(target: Target, kind: str) -> None:
         expect_own_slots(metadata, one.common, what)
         found = first_harness.run(one, metadata)
     expect_correct_step(target, first, found, what, stale_mistakes(other.common))
+
+
+def _selecting(make: BatchFactory, selection: Selection | None) -> Batch:
+    batch = make()
+    return dataclasses.replace(batch, common=dataclasses.replace(batch.common, selection=selection))
 
 
 def _check_drafting(target: Target, kind: str) -> None:

@@ -21,7 +21,7 @@ from attnplug.testing.conformance.check import (
 from attnplug.testing.conformance.expectations import expect_correct
 from attnplug.testing.conformance.guarded_cache import cache_of, pages_of, slots_of
 from attnplug.testing.conformance.harness import Harness, raw_bytes
-from attnplug.testing.conformance.steps import PAGED_SCENARIOS, decodes, mixed
+from attnplug.testing.conformance.steps import decodes, mixed, paged_scenarios
 from attnplug.testing.conformance.target import Target
 
 _LAYERS = 3
@@ -30,7 +30,7 @@ _LAYERS = 3
 def checks(target: Target) -> Iterator[Check]:
     """The checks of layouts and of block sizes; at level smoke the first three sizes."""
     for layout in target.backend.supported_kv_cache_layouts():
-        for scenario in PAGED_SCENARIOS:
+        for scenario in paged_scenarios(target):
             yield from checks_from(_CHECKS, "cache", target, layout, scenario)
     sizes = target.block_sizes
     for size in sizes[:3] if target.level is Level.SMOKE else sizes:

@@ -12,7 +12,7 @@ from attnplug.testing.conformance.check import Check, CheckTable, ConformanceErr
 from attnplug.testing.conformance.expectations import expect_correct
 from attnplug.testing.conformance.guarded_cache import fill_blocks, fill_unused, pages_of
 from attnplug.testing.conformance.harness import Harness, raw_bytes
-from attnplug.testing.conformance.steps import PAGED_SCENARIOS, scenario_factory
+from attnplug.testing.conformance.steps import paged_scenarios, scenario_factory
 from attnplug.testing.conformance.target import Target
 
 _HUGE = (2**31 - 1, -(2**31), -1, 2**30)
@@ -21,7 +21,7 @@ _LARGEST = {torch.float16: 6e4, torch.float8_e4m3fn: 448.0}
 
 def checks(target: Target) -> Iterator[Check]:
     """The checks of reads, in each scenario over pages."""
-    for scenario in PAGED_SCENARIOS:
+    for scenario in paged_scenarios(target):
         for name, (run, summary) in _CHECKS.items():
             if name != "null-block" or Feature.SLIDING_WINDOW in target.backend.features:
                 yield Check.of(f"cache/{name}-{scenario}", summary, run, target, scenario)

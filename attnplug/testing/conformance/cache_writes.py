@@ -15,7 +15,7 @@ from attnplug.testing.conformance.check import Check, CheckTable, ConformanceErr
 from attnplug.testing.conformance.expectations import expect_correct, wrong_answer
 from attnplug.testing.conformance.guarded_cache import GuardedCache, pages_of, slots_of
 from attnplug.testing.conformance.harness import Harness, make_impl
-from attnplug.testing.conformance.steps import PAGED_SCENARIOS, scenario_factory
+from attnplug.testing.conformance.steps import paged_scenarios, scenario_factory
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import stored_values
 
@@ -25,7 +25,7 @@ _STEP = {name: 2.0**-2 if "e5m2" in str(name) else 2.0**-3 for name in STORAGE_D
 
 def checks(target: Target) -> Iterator[Check]:
     """The checks of writes, in each scenario over pages, and of each declared storage type."""
-    for scenario in PAGED_SCENARIOS:
+    for scenario in paged_scenarios(target):
         yield from checks_from(_CHECKS, "cache", target, scenario)
     if Feature.CROSS | Feature.NON_CAUSAL in target.backend.features:
         summary = "a cross layer writes the slots of the encoder's tokens and nothing else"

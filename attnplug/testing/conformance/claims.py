@@ -37,6 +37,7 @@ class Claim:
         rows: values of axes that make a layer ask for it; one such layer has to be served.
         is_own: whether the author declares it, not a default of AttentionBackend.
         asks: whether a layer of such a row does ask for it.
+        is_listed: whether the author names this value, not a range that has it.
         problem: why the kit cannot try it at all.
         shapes: the shapes of its batches.
     """
@@ -44,6 +45,7 @@ class Claim:
     name: str
     rows: Sequence[Fixed] = ()
     is_own: bool = True
+    is_listed: bool = True
     asks: Callable[[LayerSpec], bool] = lambda spec: True
     problem: str | None = None
     shapes: tuple[str, ...] = ("mixed", "decode")
@@ -68,7 +70,9 @@ def claims_of(target: Target) -> Iterator[Claim]:
     yield from (_head_size(target, size) for size in sizes)
     own_blocks = overrides(backend, "get_supported_kernel_block_sizes")
     for size in blocks:
-        yield Claim(f"block_size-{size}", [{"block_size": size}], own_blocks, shapes=_SHAPES_OF_SIZES)
+        is_listed = size in backend.get_supported_kernel_block_sizes()
+        rows = [{"block_size": size}]
+        yield Claim(f"block_size-{size}", rows, own_blocks, is_listed, shapes=_SHAPES_OF_SIZES)
     own_layouts = overrides(backend, "supported_kv_cache_layouts")
     for layout in backend.supported_kv_cache_layouts():
         yield Claim(f"layout-{layout}", [{"layout": layout}], own_layouts)
@@ -174,8 +178,9 @@ def _head_size(target: Target, size: int) -> Claim:
         others = [each for each in target.head_sizes if each != size][:8]
         rows += [{"head_size": each, "values": "larger" if size > each else "smaller"} for each in others]
     is_own = overrides(target.backend, "get_supported_head_sizes")
+    is_listed = size in target.backend.get_supported_head_sizes()
 
     def asks(spec: LayerSpec) -> bool:
         return size in (spec.head_size, spec.head_size_v)
 
-    return Claim(f"head_size-{size}", rows, is_own, asks, shapes=_SHAPES_OF_SIZES)
+    return Claim(f"head_size-{size}", rows, is_own, is_listed, asks, shapes=_SHAPES_OF_SIZES)

@@ -75,6 +75,10 @@ def _layer(
 ) -> tuple[LayerSpec, LayerSpec, int, _Sharing]:
     """The layer, the same without a causal mask, the block size, and how tokens are shared."""
     spec, size = with_pages(target, target.spec(needs_lse=True, has_sinks=has_sinks))
+    if spec.sparse is not None:
+        raise CheckSkipped(
+            "the selection of a sparse layer is for all keys of a request, not for parts of them"
+        )
     free = spec.replace(causal=False)
     if reasons := target.reasons(free):
         raise CheckSkipped(f"{target.name} serves no such layer without a causal mask: {'; '.join(reasons)}")

@@ -143,15 +143,16 @@ def make_impl(
     name: str = "layer",
     **shared: Any,
 ) -> AttentionImpl[Any]:
-    """The impl of a layer with the backend's default options, ready to run.
+    """The impl of a layer, ready to run; `shared` has further arguments of `from_spec`.
 
-    `shared` has further arguments of `from_spec`.
+    Without `options` among them they are the backend's defaults.
     """
-    options = None if backend.Options is None else backend.Options()
+    if shared.get("options") is None:
+        shared["options"] = None if backend.Options is None else backend.Options()
     words = f"{name} ({layer_words(spec)})"
     with calling("from_spec", words):
         impl: AttentionImpl[Any] = backend.get_impl_cls().from_spec(
-            spec, backend=backend, layer_name=name, tensors=tensors, options=options, **shared
+            spec, backend=backend, layer_name=name, tensors=tensors, **shared
         )
     with calling("process_weights_after_loading", words):
         impl.process_weights_after_loading(getattr(torch, spec.dtype))
@@ -159,15 +160,21 @@ def make_impl(
 
 
 def run_batch(
-    backend: type[AttentionBackend], batch: Batch, *, use_sinks: bool = True, layer: Any = None, **config: Any
+    backend: type[AttentionBackend],
+    batch: Batch,
+    *,
+    use_sinks: bool = True,
+    layer: Any = None,
+    options: Any = None,
+    **config: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Build the metadata, write the cache and attend; `config` has fields of BuilderConfig.
+    """Build the metadata, write the cache and attend; `config` has fields of BuilderConfig, `options` those of the impl.
 
     Returns:
         Output `[T + padding, H, Dv]` and, if the spec needs it, LSE `[T + padding, H]`. Rows that the backend
         did not write are NaN.
     """
-    impl = make_impl(backend, batch.spec, batch.tensors)
+    impl = make_impl(backend, batch.spec, batch.tensors, options=options)
     # Builders that plan read the features to plan for from the impl of their layers.
     builder = _make_builder(backend, batch, {"layer": types.SimpleNamespace(impl=impl)}, **config)
     into = blank_answer(batch)

@@ -9,9 +9,9 @@ from attnplug.core.blocks import MultipleOf
 from attnplug.core.device import Device
 from attnplug.core.dtypes import DTYPES
 from attnplug.core.spec import AttentionType, Phase
-from attnplug.testing.conformance.check import Check, ConformanceError
+from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, SkipKind
 from attnplug.testing.conformance.refusals import expect_refused, reasons_for
-from attnplug.testing.conformance.spec_grid import devices
+from attnplug.testing.conformance.spec_grid import devices, plainest
 from attnplug.testing.conformance.target import Target
 
 _KV_DTYPES = ("unheard_of_3bit", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "int8", "nvfp4")
@@ -54,7 +54,9 @@ def _undeclared_values(target: Target) -> dict[str, list[Any]]:
 
 
 def _check_field(target: Target, field: str, values: Sequence[Any]) -> None:
-    spec = target.spec()
+    spec = plainest(target)
+    if field == "block_size" and spec.direct_kv:
+        raise CheckSkipped(f"{target.name} serves no layer with pages", SkipKind.LAYER)
     for value in values:
         # A layer of latents that is no decoder cannot be asked for at all.
         if field == "attn_type" and target.is_latent:
@@ -63,14 +65,14 @@ def _check_field(target: Target, field: str, values: Sequence[Any]) -> None:
 
 
 def _check_device_type(target: Target) -> None:
-    spec = target.spec()
+    spec = plainest(target)
     for device in devices(target):
         if device.type not in target.backend.device_types:
             expect_refused(target, spec, f"the device {device}", ("device_type",), device)
 
 
 def _check_capability(target: Target, incapable: Sequence[Device]) -> None:
-    spec, codes = target.spec(), ("compute_capability",)
+    spec, codes = plainest(target), ("compute_capability",)
     for device in incapable:
         expect_refused(target, spec, f"the device {device}", codes, device)
         bare = Device(device.type)
@@ -78,7 +80,7 @@ def _check_capability(target: Target, incapable: Sequence[Device]) -> None:
 
 
 def _check_phase(target: Target, unserved: Sequence[Phase]) -> None:
-    spec = target.spec()
+    spec = plainest(target)
     for phase in unserved:
         expect_refused(target, spec, f"the phase {phase}", ("phase",), phase=phase)
         if "phase" not in {reason.code for reason in reasons_for(target, spec, "both phases")}:

@@ -33,10 +33,12 @@ from attnplug.testing.conformance import (
     lightness,
     limits,
     merging,
+    options,
     outputs,
     pages,
     process_memory,
     process_state,
+    quantised_outputs,
     refusals,
     requests,
     runtimes,
@@ -54,7 +56,7 @@ _IN_ORDER = (
     # The first, because a backend may change the process once, when its parts are first asked for.
     process_state,
     *(declaration, answers, pages, interface, lightness, refusals, limits, acceptance, declared, untested),
-    *(inputs, engine_scales, outputs, engine_tensors, unlike_layers),
+    *(options, inputs, engine_scales, outputs, quantised_outputs, engine_tensors, unlike_layers),
     *(cache_writes, cache_reads, cache_layouts, requests, correctness),
     *(
         builders,
@@ -77,7 +79,18 @@ GROUPS: tuple[Callable[[Target], Iterator[Check]], ...] = tuple(module.checks fo
 _OF_LATENTS = tuple(
     module.checks
     for module in (
-        *(pages, refusals, inputs, outputs, cache_writes, cache_reads, cache_layouts, requests, correctness),
+        *(
+            pages,
+            refusals,
+            declared,
+            inputs,
+            outputs,
+            cache_writes,
+            cache_reads,
+            cache_layouts,
+            requests,
+            correctness,
+        ),
         *(builders, builder_inputs, sharing, merging, runtimes, gpu, graphs),
     )
 )

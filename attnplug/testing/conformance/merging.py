@@ -44,7 +44,12 @@ def checks(target: Target) -> Iterator[Check]:
 
 
 def _layer(target: Target, has_sinks: bool) -> tuple[LayerSpec, int]:
-    return with_pages(target, target.spec(needs_lse=True, has_sinks=has_sinks))
+    spec, size = with_pages(target, target.spec(needs_lse=True, has_sinks=has_sinks))
+    if spec.sparse is not None:
+        raise CheckSkipped(
+            "the selection of a sparse layer is for all keys of a request, not for parts of them"
+        )
+    return spec, size
 
 
 def _check_parts(target: Target, count: int, has_sinks: bool, short: bool = False) -> None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
 from attnplug.core.errors import AttnplugError
 from attnplug.core.features import Feature
-from attnplug.ops.output_quant import FP8_OUTPUTS
-from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.testing.batches import Batch
-from attnplug.testing.comparison import tolerance
 from attnplug.testing.conformance.check import (
     Check,
     CheckSkipped,
@@ -25,7 +20,7 @@ from attnplug.testing.conformance.check import (
 )
 from attnplug.testing.conformance.expectations import expect_correct
 from attnplug.testing.conformance.harness import Answer, Harness, blank_answer, raw_bytes
-from attnplug.testing.conformance.steps import scenario_factory, scenarios
+from attnplug.testing.conformance.steps import plain_scenario, scenario_factory, scenarios
 from attnplug.testing.conformance.target import Target
 
 _REFUSALS = (AttnplugError, TypeError, ValueError, NotImplementedError)
@@ -45,9 +40,6 @@ def checks(target: Target) -> Iterator[Check]:
             summary = "a layer with needs_lse may be run without output_lse"
             yield Check.of(f"tensors/lse-left-out-{scenario}", summary, _check_lse_left_out, target, scenario)
     yield from checks_from(_ONCE, "tensors", target)
-    for key in FP8_OUTPUTS:
-        summary = "an output of fp8 is divided by its scale, clamped and rounded, or refused"
-        yield Check.of(f"tensors/quantised-output-{key}", summary, _check_quantised, target, key)
     for name, needed, make in (
         ("cross", Feature.CROSS | Feature.NON_CAUSAL, _without_encoder_tokens),
         ("direct", Feature.DIRECT_KV, _with_fewer_keys),
@@ -162,15 +154,15 @@ def _check_deterministic(target: Target, scenario: str) -> None:
 
 
 def _check_lse_undeclared(target: Target) -> None:
-    batch = scenario_factory(target, "mixed")()
+    batch = scenario_factory(target, plain_scenario(target))()
     output = blank_answer(batch).output
     lse = torch.full(output.shape[:2], torch.nan, device=batch.query.device)
     _, error = guarded_call(_forward, Harness.of(target, batch), batch, output, lse)
-    _expect_refusal(error, "output_lse, given to a layer with needs_lse=False,")
+    expect_refusal(error, "output_lse, given to a layer with needs_lse=False,")
 
 
 def _check_output_scale(target: Target) -> None:
-    batch = scenario_factory(target, "mixed")()
+    batch = scenario_factory(target, plain_scenario(target))()
     harness = Harness.of(target, batch)
     with error_context("fused_output_quant_supported(None)"):
         if harness.impl.fused_output_quant_supported(None):
@@ -180,58 +172,11 @@ def _check_output_scale(target: Target) -> None:
     scale = torch.tensor(0.5, device=batch.query.device)
     for name in ("output_scale", "output_block_scale"):
         _, error = guarded_call(harness.impl.forward, harness.layers[0], *given, **{name: scale})
-        _expect_refusal(error, f"{name}, given where fused_output_quant_supported says False,")
+        expect_refusal(error, f"{name}, given where fused_output_quant_supported says False,")
 
 
-def _check_quantised(target: Target, key: str) -> None:
-    dtype = STORAGE_DTYPES[key]
-    limit = torch.finfo(dtype).max
-    # The second scale makes values beyond half of the largest one leave the range.
-    for scenario, reach in itertools.product(("mixed", "decode"), (1.5, 0.5)):
-        batch = scenario_factory(target, scenario)()
-        harness = Harness.of(target, batch)
-        expected, rows = batch.oracle().output, batch.common.num_actual_tokens
-        scale = float(expected.abs().max()) / (limit * reach)
-        output = blank_answer(batch).output.to(dtype)
-        given = (batch.query, batch.key, batch.value, batch.kv_cache, harness.build(batch), output)
-        scales: dict[str, Any] = {
-            "output_scale": torch.tensor([scale], dtype=torch.float32, device=batch.query.device)
-        }
-        with error_context(f"fused_output_quant_supported({key!r})"):
-            declared = harness.impl.fused_output_quant_supported(key)
-        what = f"output_scale for an output of {dtype}"
-        if not declared:
-            _, error = guarded_call(harness.impl.forward, harness.layers[0], *given, **scales)
-            _expect_refusal(error, f"{what}, given where fused_output_quant_supported({key!r}) says False,")
-            continue
-        with error_context(what):
-            harness.impl.forward(harness.layers[0], *given, **scales)
-        found = output[:rows].cpu().double() * scale
-        _expect_quantised(
-            found, expected.double().clamp(-limit * scale, limit * scale), batch, dtype, scale, what
-        )
-        if not bool(output[rows:].float().isnan().all()):
-            raise ConformanceError(f"{what}: rows past the step's tokens were written")
-
-
-def _expect_quantised(
-    found: torch.Tensor, expected: torch.Tensor, batch: Batch, dtype: torch.dtype, scale: float, what: str
-) -> None:
-    size = expected.abs()
-    # torch gives the eps of float8_e5m2fnuz as that of a type with three bits of mantissa.
-    step = 2.0**-2 if "e5m2" in str(dtype) else 2.0**-3
-    bound = tolerance(batch.spec).output * size.amax(-1, keepdim=True)
-    # Half a step of the type around a value that has an error of its own.
-    least = torch.finfo(dtype).smallest_normal * scale
-    allowed = bound + step / 2 * torch.clamp(size + bound, min=least)
-    wrong = ~((found - expected).abs() <= allowed)
-    if bool(wrong.any()):
-        place = tuple(int(index) for index in wrong.nonzero()[0])
-        values = f"times the scale is {found[place].item():.6g}, not {expected[place].item():.6g}"
-        raise ConformanceError(f"{what}: {int(wrong.sum())} elements are wrong; output{list(place)} {values}")
-
-
-def _expect_refusal(error: BaseException | None, what: str) -> None:
+def expect_refusal(error: BaseException | None, what: str) -> None:
+    """ConformanceError unless `error`, or its cause, refuses `what`: an argument that the backend cannot serve."""
     # The harness wraps errors of the backend, whose own error is the cause.
     cause = error.__cause__ if isinstance(error, ConformanceError) else error
     if cause is None:

@@ -9,7 +9,7 @@ from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.reasons import REASON_CODES, Reason
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, error_context
+from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, SkipKind, error_context
 from attnplug.testing.conformance.spec_grid import asking_for, plainest
 from attnplug.testing.conformance.target import Target
 
@@ -86,14 +86,20 @@ def expect_refused(
         raise ConformanceError(f"{what} is refused, but not with the code {' or '.join(codes)}: {found}")
 
 
-def _check_feature(target: Target, feature: Feature) -> None:
-    name, plain = feature.names()[0], target.spec()
+def _asking(target: Target, feature: Feature) -> LayerSpec:
+    name, kind = feature.names()[0], f"no layer of the kind that {target.name} serves"
     try:
-        spec = asking_for(plain, feature)
+        spec = asking_for(plainest(target), feature)
     except SpecError as problem:
-        raise CheckSkipped(f"no layer of latent attention asks for {name}: {problem}") from None
+        raise CheckSkipped(f"{kind} can ask for {name}: {problem}", SkipKind.LAYER) from None
     if feature not in spec.required_features():
-        raise CheckSkipped(f"a layer of latent attention asks for no {name}")
+        raise CheckSkipped(f"{kind} asks for {name}", SkipKind.LAYER)
+    return spec
+
+
+def _check_feature(target: Target, feature: Feature) -> None:
+    name = feature.names()[0]
+    spec = _asking(target, feature)
     # A backend that does not store fp8 refuses the storage dtype, and says no more.
     codes = (feature.code, *(("kv_cache_dtype",) if feature is Feature.FP8_KV else ()))
     expect_refused(target, spec, f"a layer that asks for {name}", codes)
@@ -101,7 +107,7 @@ def _check_feature(target: Target, feature: Feature) -> None:
 
 def _check_withdrawn(target: Target, feature: Feature) -> None:
     backend, name = target.backend, feature.names()[0]
-    spec = asking_for(target.spec(), feature)
+    spec = _asking(target, feature)
     without = type(backend.__name__, (backend,), {"features": backend.features & ~feature})
     narrowed = Target(without, target.device, target.level)
     expect_refused(

@@ -43,6 +43,8 @@ def model_of(target: Target) -> tuple[dict[str, LayerSpec], dict[str, str]]:
         why = "the steps of a model have both; check it as a half of PREFILL+DECODE"
         raise CheckSkipped(f"{target.name} serves {target.phase} only: {why}", SkipKind.PHASE)
     full = target.spec()
+    if full.sparse is not None:
+        raise CheckSkipped("the kit's models have no indexer, which sparse layers need")
     fields_of: Mapping[str, Mapping[str, object]] = {
         "window": {"window": (19, 0)},
         "capped": {"logits_soft_cap": 3.0},

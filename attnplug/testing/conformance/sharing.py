@@ -85,7 +85,7 @@ def _layers_over(target: Target, batch: Batch) -> dict[str, Batch]:
         "sinks": {"has_sinks": True},
         "other sinks": {"has_sinks": True},
         "ALiBi": {"has_alibi": True},
-        **({"no spans": {"mm_prefix": False}} if batch.spec.mm_prefix else {}),
+        **({"no spans": {"mm_prefix": False}} if batch.spec.mm_prefix and batch.spec.sparse is None else {}),
     }
     for seed, (name, fields) in enumerate(features.items(), 1):
         spec = batch.spec.replace(**fields)

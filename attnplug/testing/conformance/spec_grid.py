@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -32,12 +33,12 @@ _OTHERS: tuple[dict[str, Any], ...] = (
 
 def plainest(target: Target) -> LayerSpec:
     """The plainest layer that the backend serves; where it serves none so plain, one that anybody might ask for."""
-    try:
-        return target.spec()
-    except CheckSkipped:
-        plain = [name for name in target.dtypes if name in ("float32", "bfloat16", "float16")]
-        dtype = plain[0] if plain else "bfloat16"
-        return LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype=dtype)
+    for kind in ({}, {"direct_kv": True}, {"attn_type": "encoder_only", "direct_kv": True}):
+        with contextlib.suppress(CheckSkipped):
+            return target.spec(**kind)
+    plain = [name for name in target.dtypes if name in ("float32", "bfloat16", "float16")]
+    dtype = plain[0] if plain else "bfloat16"
+    return LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype=dtype)
 
 
 def asking_for(spec: LayerSpec, feature: Feature) -> LayerSpec:

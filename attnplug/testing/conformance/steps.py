@@ -12,7 +12,7 @@ import torch
 from attnplug.core.features import Feature
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.selection import Selection
-from attnplug.core.spec import LayerSpec
+from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import CheckSkipped, SkipKind
 from attnplug.testing.conformance.target import Target
@@ -34,9 +34,27 @@ PAGED_SCENARIOS = ("decode", "mixed")
 _ENCODER = Feature.ENCODER | Feature.DIRECT_KV | Feature.NON_CAUSAL
 
 
+def paged_scenarios(target: Target) -> tuple[str, ...]:
+    """PAGED_SCENARIOS; none if the backend serves no layer with K and V in pages, such as one for encoders alone."""
+    return PAGED_SCENARIOS if _serves(target) or not _serves_unpaged(target) else ()
+
+
+def _serves_unpaged(target: Target) -> bool:
+    return _serves(target, direct_kv=True) or _serves(target, attn_type="encoder_only", direct_kv=True)
+
+
+def _serves(target: Target, **fields: Any) -> bool:
+    try:
+        target.spec(**fields)
+    except CheckSkipped:
+        return False
+    return True
+
+
 def layer_kinds(target: Target) -> list[str]:
-    """The kinds of LAYER_KINDS that the backend declares."""
-    return [kind for kind, feature in LAYER_KINDS.items() if feature in target.backend.features]
+    """The kinds of LAYER_KINDS that the backend declares; none if it serves no layer with K and V in pages."""
+    kinds = LAYER_KINDS.items() if paged_scenarios(target) else ()
+    return [kind for kind, feature in kinds if feature in target.backend.features]
 
 
 def layer_of_kind(target: Target, kind: str) -> tuple[LayerSpec, int]:
@@ -95,7 +113,15 @@ def scenarios(target: Target) -> list[str]:
     """The scenarios that the backend declares: "decode" and "mixed" over pages, "direct" and "encoder" without."""
     features = target.backend.features
     direct = ["direct"] if Feature.DIRECT_KV in features else []
-    return [*PAGED_SCENARIOS, *direct, *(["encoder"] if _ENCODER in features else [])]
+    # No step of a backend that only decodes has an encoder.
+    has_encoders = _ENCODER in features and target.phase is not Phase.DECODE
+    return [*paged_scenarios(target), *direct, *(["encoder"] if has_encoders else [])]
+
+
+def plain_scenario(target: Target) -> str:
+    """The scenario for checks that need only one: "mixed", or without pages the first."""
+    found = scenarios(target)
+    return "mixed" if "mixed" in found else found[0]
 
 
 def scenario_factory(target: Target, scenario: str, *, seed: int = 0, **fields: Any) -> BatchFactory:

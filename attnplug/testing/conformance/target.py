@@ -92,6 +92,7 @@ class Target:
         Raises:
             CheckSkipped: the backend serves no such layer; the text has the reasons.
         """
+        fields = {**self._selecting(), **fields}
         refusals: list[str] = []
         sizes: list[dict[str, Any]] = [
             {"head_size": size, "num_kv_heads": kv_heads} for size in self.head_sizes for kv_heads in (2, 4)
@@ -112,6 +113,14 @@ class Target:
         raise CheckSkipped(
             f"{self.name} serves no layer with {fields}: {'; '.join(dict.fromkeys(refusals))}", SkipKind.LAYER
         )
+
+    def _selecting(self) -> dict[str, Any]:
+        """The fields of a sparse layer if the backend serves only those."""
+        flag, backend = Feature.SPARSE, self.backend
+        if flag not in backend.features or backend.serves_dense:
+            return {}
+        served = [value for value in flag.ask.values if value.kind in backend.supported_sparse_kinds]
+        return {flag.ask.field: served[0]} if served else {}
 
     def block_size(self, spec: LayerSpec) -> int:
         """Tokens per page: of `spec`, or the backend's preferred number."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder
 from attnplug.core.overrides import overrides
@@ -55,7 +56,7 @@ def _alternatives(target: Target) -> list[str]:
     return [name for group in groups for name in group if missing_requirements((name,))]
 
 
-def _may_capture(builder: type[AttentionMetadataBuilder[object]]) -> bool:
+def _may_capture(builder: type[AttentionMetadataBuilder[Any]]) -> bool:
     if overrides(builder, "get_cudagraph_support"):
         return True
     return isinstance(builder.cudagraph_support, AttentionCGSupport) and builder.cudagraph_support > 0

@@ -1,0 +1,124 @@
+"""Every option is run with several values: those of its type, and those that its field lists for the kit."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from attnplug.core.errors import AttnplugError
+from attnplug.core.text import shown
+from attnplug.registry.plugin_calls import guarded_call
+from attnplug.testing.conformance.check import Check, CheckUntested, ConformanceError, Level
+from attnplug.testing.conformance.expectations import difference, wrong_answer
+from attnplug.testing.conformance.harness import Answer, run_batch
+from attnplug.testing.conformance.single_cases import single_cases
+from attnplug.testing.conformance.target import Target
+
+LISTED = "conformance"
+"""The key of a field's metadata for more values to try: `field(default=0, metadata={"conformance": (1, 8)})`."""
+
+_MOST_PRODUCT = 64
+
+
+def checks(target: Target) -> Iterator[Check]:
+    """One check for each value of an option that is no default, one for each option of which no more is known.
+
+    Level full tries the products of all values too.
+    """
+    given, _ = guarded_call(lambda: values_of(target.backend.Options))
+    values = given or {}
+    for name, tried in values.items():
+        for value in tried:
+            summary = f"with the option {name}={shown(value)} the numbers are right"
+            check_id = f"options/{name}={re.sub(r'[^A-Za-z0-9._-]', '_', str(value))}"
+            yield Check.of(check_id, summary, _check_options, target, {name: value})
+        if not tried:
+            text = f"option {name}: only its default was tried; list values in field(metadata={{{LISTED!r}: (...)}})"
+            yield Check.of(
+                f"options/{name}", f"several values of the option {name} are tried", _untested, text
+            )
+    several = {name: tried for name, tried in values.items() if tried}
+    if target.level is Level.FULL and len(several) > 1:
+        summary = "options set together give right numbers"
+        yield Check.of("options/together", summary, _check_together, target, several)
+
+
+def values_of(options: type[Any] | None) -> dict[str, list[Any]]:
+    """By option, the values to try besides its default: of flags, Literals and enumerations, and listed ones."""
+    if options is None or not dataclasses.is_dataclass(options):
+        return {}
+    hints, default = typing.get_type_hints(options), options()
+    found: dict[str, list[Any]] = {}
+    for field in dataclasses.fields(options):
+        if field.init:
+            usual = getattr(default, field.name)
+            every = [*_of_type(hints[field.name]), *field.metadata.get(LISTED, ())]
+            # 1 == True, so the types are compared too.
+            kinds = {
+                (type(value), value): value for value in every if (type(value), value) != (type(usual), usual)
+            }
+            found[field.name] = list(kinds.values())
+    return found
+
+
+def _of_type(hint: Any) -> list[Any]:
+    hint = getattr(hint, "__supertype__", hint)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _of_type(arguments[0])
+    if origin is typing.Literal:
+        return list(arguments)
+    if origin in (typing.Union, types.UnionType):
+        return [value for each in arguments for value in _of_type(each)]
+    if hint is bool:
+        return [False, True]
+    if hint is type(None):
+        return [None]
+    return list(hint) if isinstance(hint, type) and issubclass(hint, enum.Enum) else []
+
+
+def _untested(text: str) -> None:
+    raise CheckUntested(text)
+
+
+def _check_together(target: Target, values: Mapping[str, Sequence[Any]]) -> None:
+    sets = [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
+    for given in sets[:: -(-len(sets) // _MOST_PRODUCT)]:
+        try:
+            _check_options(target, given)
+        except CheckUntested:
+            continue  # values may exclude each other
+
+
+def _check_options(target: Target, given: Mapping[str, Any]) -> None:
+    words = f"option {', '.join(f'{name}={shown(value)}' for name, value in given.items())}"
+    declared: Any = target.backend.Options
+    try:
+        options = declared(**given)
+    except (AttnplugError, ValueError) as problem:
+        raise CheckUntested(f"{words}: {declared.__qualname__} refuses it: {problem}") from problem
+    refused: Exception | None = None
+    ran = False
+    for case in single_cases(target):
+        batch = case.batch(target)
+        try:
+            found = Answer(*run_batch(target.backend, batch, options=options))
+        except AttnplugError as problem:
+            # No declaration says which layers an option goes with, so the backend may refuse some.
+            refused = problem
+            continue
+        except Exception as problem:
+            raise ConformanceError(
+                f"with the {words}, {case.id} raised {type(problem).__name__}: {problem}"
+            ) from problem
+        ran = True
+        if wrong := difference(batch, found):
+            raise wrong_answer(f"with the {words}, {case.id} is wrong: {wrong}", None)
+    if not ran:
+        raise CheckUntested(f"{words}: refused for every layer on {target.device}: {refused}")
