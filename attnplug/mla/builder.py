@@ -66,12 +66,15 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         """The metadata of one step; a common prefix is ignored.
 
         Raises:
-            BatchError: start locations that decrease or pass `num_actual_tokens`, a batch that is not causal, or one
-                with prefills and without exact host lengths.
+            BatchError: start locations that decrease or pass `num_actual_tokens`, a batch that is not causal or without
+                exact host lengths, or prefills without a backend for them.
         """
         common = common_attn_metadata
         if not common.causal:
             raise BatchError("causal", False, "cannot widen layers with mla, which are causal")
+        if common.seq_lens_host is None or not common.seq_lens_host_exact:
+            found = "none" if common.seq_lens_host is None else "an upper bound"
+            raise BatchError("seq_lens_host", found, "must be the exact lengths of the requests")
         starts, lens = query_spans(common)
         tokens = common.num_actual_tokens
         cut = self._cut(common, starts.astype(np.int64), lens.astype(np.int64))
@@ -120,13 +123,11 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         )
 
     def _prefill_metadata(self, common: CommonAttentionMetadata, lens: _Ints) -> MLAPrefillMetadata:
-        if common.seq_lens_host is None or not common.seq_lens_host_exact:
-            found = "none" if common.seq_lens_host is None else "an upper bound"
-            raise BatchError("seq_lens_host", found, "must be the exact lengths: the step has prefills")
         if self.prefill is None:
             limit = f"is past the {self.reorder_batch_threshold} of a decode, and {self.backend.get_name()}"
             remedy = "plan the layer, or bind a prefill backend by with_prefill"
             raise BatchError("max_query_len", int(lens.max()), f"{limit} decodes only", remedy)
+        assert common.seq_lens_host is not None  # noqa: S101 - `build` has refused such a batch
         seq_lens = common.seq_lens_host[: lens.size].astype(np.int64)
         keys = np.minimum(lens, seq_lens)
         tokens = int(lens.sum())

@@ -11,6 +11,7 @@ import torch
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attnplug.core.mla_backend import MLADecodeBackend
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.testing.drawn_selections import random_selection
 from attnplug.testing.drawn_values import draw_tokens, layer_tensors
@@ -111,9 +112,10 @@ def paged_batch(
             default those of `attnplug.testing.spans.default_spans`.
         seed: of all random values.
         device: of the tensors.
-        backend: gives the cache's shape and stride order.
+        backend: gives the cache's shape and stride order; by default the contract's.
     """
     generator = torch.Generator().manual_seed(seed)
+    backend = MLADecodeBackend if spec.mla and backend is AttentionBackend else backend.for_layer(spec)
     size = block_size or spec.block_size or 16
     v_scale = v_scale if spec.mla is None else k_scale
     cross = spec.attn_type is AttentionType.ENCODER_DECODER

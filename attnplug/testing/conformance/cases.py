@@ -13,6 +13,7 @@ from attnplug.core.features import Feature
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Level
+from attnplug.testing.conformance.latent_sizes import fields_of, pair_of
 from attnplug.testing.conformance.target import Target, of_phase
 from attnplug.testing.design.compiling import compile_key, most_adding
 from attnplug.testing.design.packing import packed_rows, served_pairs
@@ -206,7 +207,10 @@ class CaseSearch(Search):
             if not sizes:
                 raise SpecError("values", row["values"], f"needs a head size other than {size}")
             fields["head_size_v"] = sizes[0]
-        spec = LayerSpec(num_heads=heads[0], num_kv_heads=heads[1], **fields)
+        fields |= {"num_heads": heads[0], "num_kv_heads": heads[1]}
+        if self._target.is_latent:
+            fields |= fields_of(pair_of(self._target.backend, size))
+        spec = LayerSpec(**fields)
         if row["window"] is not None and not spec.is_windowed:
             raise SpecError("window", row["window"], "limits nothing in a causal layer")
         if row["mm_prefix"] and row["kind"] == "cross":
@@ -235,7 +239,8 @@ def axes(target: Target) -> dict[str, list[Any]]:
         "scale": [None, 0.15],
         "values": [None, *(["smaller", "larger"] if Feature.HEAD_SIZE_V in tried else [])],
     }
-    # Latent attention has cases of its own.
+    if target.is_latent:
+        values["heads"] = [(count, 1) for count in (4, 1, 12, 16, 20)]
     for flag in COMPUTED & ~Feature.MLA:
         field, samples = flag.ask.field, flag.ask.values
         if field not in _OWN_AXES:

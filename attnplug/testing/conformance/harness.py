@@ -174,6 +174,7 @@ def run_batch(
         Output `[T + padding, H, Dv]` and, if the spec needs it, LSE `[T + padding, H]`. Rows that the backend
         did not write are NaN.
     """
+    backend = backend.for_layer(batch.spec)
     impl = make_impl(backend, batch.spec, batch.tensors, options=options)
     # Builders that plan read the features to plan for from the impl of their layers.
     builder = _make_builder(backend, batch, {"layer": types.SimpleNamespace(impl=impl)}, **config)

@@ -17,6 +17,12 @@ def latent_pairs(backend: type[AttentionBackend]) -> list[tuple[int, int]]:
     return [(int(rank), int(rope)) for rank, rope in declared] or list(_PAIRS)
 
 
+def pair_of(backend: type[AttentionBackend], head_size: int) -> tuple[int, int]:
+    """A pair to try whose sum is `head_size`; a quarter of it for positions if no listed pair has that sum."""
+    rope = min(head_size // 4, 64)
+    return next((pair for pair in latent_pairs(backend) if sum(pair) == head_size), (head_size - rope, rope))
+
+
 def fields_of(pair: tuple[int, int], nope: int = 32, value: int = 24) -> dict[str, Any]:
     """The arguments of a LayerSpec with latents of a pair; keys and values of sizes that no other size equals."""
     rank, rope = pair

@@ -10,6 +10,7 @@ from attnplug.core.device import Device
 from attnplug.core.dtypes import DTYPES
 from attnplug.core.spec import AttentionType, Phase
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, SkipKind
+from attnplug.testing.conformance.latent_sizes import fields_of, pair_of
 from attnplug.testing.conformance.refusals import expect_refused, reasons_for
 from attnplug.testing.conformance.spec_grid import devices, plainest
 from attnplug.testing.conformance.target import Target
@@ -61,7 +62,10 @@ def _check_field(target: Target, field: str, values: Sequence[Any]) -> None:
         # A layer of latents that is no decoder cannot be asked for at all.
         if field == "attn_type" and target.is_latent:
             continue
-        expect_refused(target, spec.replace(**{field: value}), f"{field}={value!r}", (field,))
+        changed = {field: value}
+        if field == "head_size" and target.is_latent:
+            changed = fields_of(pair_of(target.backend, value))
+        expect_refused(target, spec.replace(**changed), f"{field}={value!r}", (field,))
 
 
 def _check_device_type(target: Target) -> None:
