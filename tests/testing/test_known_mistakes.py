@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnplug.backends.torch_native import TorchBackend
-from attnplug.core import Device, LayerSpec
+from attnplug.core import Device, LayerSpec, MLADims
 from attnplug.testing import Batch, assert_close, assert_lse_close, direct_batch, paged_batch
 from attnplug.testing.conformance import mistake_recognition
 from attnplug.testing.conformance.cases import Case, designed_cases
@@ -50,6 +50,19 @@ def with_slopes() -> Batch:
     return dataclasses.replace(batch, tensors=dataclasses.replace(batch.tensors, alibi_slopes=slopes))
 
 
+def with_latents(dtype: str = "auto", k_scale: float = 1.0) -> Batch:
+    """Latents of 32 + 8 elements, in 8 bits with a scale if asked."""
+    dims = MLADims(q_lora_rank=None, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
+    spec = LayerSpec(
+        num_heads=4, num_kv_heads=1, head_size=40, mla=dims, dtype="float32", kv_cache_dtype=dtype
+    )
+    return paged_batch(spec, *LENGTHS, backend=TorchBackend.for_layer(spec), k_scale=k_scale)
+
+
+def with_scaled_latents() -> Batch:
+    return with_latents("fp8_e4m3", 0.02)
+
+
 @functools.cache
 def recognised() -> frozenset[str]:
     """The mistakes that some designed case of TORCH recognises."""
@@ -57,6 +70,8 @@ def recognised() -> frozenset[str]:
     for make in (
         with_scales,
         with_slopes,
+        with_latents,
+        with_scaled_latents,
         *(functools.partial(case.batch, target()) for case in smoke_cases()),
     ):
         if left:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Iterator
 
@@ -106,6 +107,9 @@ def _serve(target: Target, spec: LayerSpec, keys: set[Hashable]) -> None:
 
     `keys` collects the compile keys of the layers that were run.
     """
+    with error_context("for_layer"):
+        # Another class may serve a kind of layer under the backend's name, with pages of its own.
+        target = dataclasses.replace(target, backend=target.backend.for_layer(spec))
     stored = STORAGE_DTYPES.get(spec.resolved_kv_cache_dtype)
     is_known = stored is not None and stored.is_floating_point
     key = target.backend.compile_key(spec)

@@ -41,6 +41,9 @@ def stale_mistakes(other: CommonAttentionMetadata) -> dict[str, StepMistake]:
         "another step's spans": lambda c: dataclasses.replace(c, **spans),
         "another step's block table": lambda c: dataclasses.replace(c, block_table_tensor=table),
         "another step's lengths": lambda c: with_lengths(c, lengths),
+        "another step's block table and lengths": lambda c: dataclasses.replace(
+            with_lengths(c, lengths), block_table_tensor=table
+        ),
     }
 
 

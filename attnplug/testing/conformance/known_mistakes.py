@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from attnplug.testing.batches import Batch
+from attnplug.testing.conformance import latent_mistakes as latent
 from attnplug.testing.conformance.mistake_oracle import AttentionRules, Request
 from attnplug.testing.oracle import OracleResult, Spans
 
@@ -366,16 +367,18 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     KnownMistake("selection one position late", "sparse", _shifted(1)),
     KnownMistake("selection one position early", "sparse", _shifted(-1)),
     KnownMistake("selection taken as the last keys", "sparse", _last_keys),
-    KnownMistake("k_scale ignored", "fp8", _scaled(*[lambda rules: (1 / rules.k_scale, 1.0)] * 2)),
-    KnownMistake("v_scale ignored", "fp8", _scaled(*[lambda rules: (1.0, 1 / rules.v_scale)] * 2)),
-    KnownMistake("k_scale and v_scale swapped", "fp8", _scaled(_swapped, _swapped)),
+    KnownMistake("k_scale ignored", "two fp8 scales", _scaled(*[lambda rules: (1 / rules.k_scale, 1.0)] * 2)),
+    KnownMistake("v_scale ignored", "two fp8 scales", _scaled(*[lambda rules: (1.0, 1 / rules.v_scale)] * 2)),
+    KnownMistake("k_scale and v_scale swapped", "two fp8 scales", _scaled(_swapped, _swapped)),
     KnownMistake(
         "k_scale used for values too",
-        "fp8",
+        "two fp8 scales",
         _scaled(*[lambda rules: (1.0, rules.k_scale / rules.v_scale)] * 2),
     ),
     KnownMistake(
-        "v_scale used for keys too", "fp8", _scaled(*[lambda rules: (rules.v_scale / rules.k_scale, 1.0)] * 2)
+        "v_scale used for keys too",
+        "two fp8 scales",
+        _scaled(*[lambda rules: (rules.v_scale / rules.k_scale, 1.0)] * 2),
     ),
     KnownMistake("fp8 scales applied twice", "fp8", _scaled(_twice, _twice)),
     KnownMistake("fp8 scales divide where keys are read", "fp8", _scaled(_inverse, _inverse)),
@@ -394,6 +397,15 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     ),
     KnownMistake("half of each block read", "pages", _in_pages(lambda size: size / 2, lambda size: size)),
     KnownMistake("blocks taken as consecutive", "pages", _set(read_slots=_consecutive)),
+    # Latent attention.
+    KnownMistake("scale of the latent, not of the query before absorption", "latent", latent.latent_scale),
+    KnownMistake("values from the last elements of the latent", "latent", latent.values_at_the_end),
+    KnownMistake("rotated part of the latent taken first", "latent", latent.rotated_latent_first),
+    KnownMistake("rotated part of the query taken first", "latent", latent.rotated_query_first),
+    KnownMistake("rotated part left out", "latent", latent.without_rotated_part),
+    KnownMistake("W_UV of the next head", "latent", latent.next_heads_values),
+    KnownMistake("k_scale left out for the rotated part", "latent fp8", latent.unscaled_rotated_part),
+    KnownMistake("k_scale left out for values", "latent fp8", latent.unscaled_values),
     # A right output with the LSE of other rules.
     KnownMistake("LSE before the soft cap", "cap", _set(cap=None), "lse"),
     KnownMistake("LSE without ALiBi", "alibi", _set(slopes=None), "lse"),

@@ -5,12 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from attnplug.core.sparse import SparseSpec
 from attnplug.testing.batches import Batch
-from attnplug.testing.oracle import Spans, expanded_latents
+from attnplug.testing.oracle import Spans, expanded_latents, latent_weights
+
+
+class LatentWeights(NamedTuple):
+    """The weights of a layer with MLA, float64: W_UK `[H, nope, rank]` and W_UV `[H, rank, v_head_dim]`."""
+
+    up_key: torch.Tensor
+    up_value: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +58,8 @@ class AttentionRules:
         swapped: whether keys are taken as values and values as keys.
         read_slots: the slots that are read for some positions; None for those of the positions.
         head_size_v: elements per value head.
+        weights: of a layer with MLA.
+        expand: the request with other queries, or keys and values expanded otherwise; None as they are.
         k_scale: stored key x k_scale = key.
         v_scale: likewise.
     """
@@ -88,6 +98,8 @@ class AttentionRules:
     )
     read_slots: Callable[[Request, torch.Tensor], torch.Tensor] | None = None
     head_size_v: int = 0
+    weights: LatentWeights | None = None
+    expand: Callable[[Request], Request] | None = None
 
     @property
     def features(self) -> frozenset[str]:
@@ -110,6 +122,7 @@ class AttentionRules:
             "cap and alibi": cap and alibi,
             "scale": self.scale != float(self.head_size**-0.5),
             "fp8": (self.k_scale, self.v_scale) != (1.0, 1.0),
+            "two fp8 scales": self.weights is None and (self.k_scale, self.v_scale) != (1.0, 1.0),
             "head groups": 1 < kv_heads < len(self.kv_heads),
             "shared KV heads": kv_heads < len(self.kv_heads),
             "several KV heads": kv_heads > 1,
@@ -118,6 +131,8 @@ class AttentionRules:
             "two sides": not self.causal and window and self.left != self.right,
             "other value size": self.head_size_v != self.head_size,
             "hiding": self.causal or window or self.chunk is not None or self.sparse is not None,
+            "latent": self.weights is not None,
+            "latent fp8": self.weights is not None and self.k_scale != 1.0,
             "same value size": self.head_size_v == self.head_size,
         }
         return frozenset(name for name, is_present in present.items() if is_present)
@@ -138,6 +153,7 @@ class Request:
         slots: int64 `[m]`, where each of the keys is stored.
         table: int64, the pages of the keys.
         page: tokens of a page; the slots of the first page hold zeros.
+        latent: `[m, rank + rope]`, from which keys and values are expanded; None without MLA.
     """
 
     query: torch.Tensor
@@ -150,6 +166,7 @@ class Request:
     slots: torch.Tensor | None = None
     table: torch.Tensor | None = None
     page: int = 0
+    latent: torch.Tensor | None = None
 
 
 def rules_of(batch: Batch) -> AttentionRules:
@@ -173,7 +190,8 @@ def rules_of(batch: Batch) -> AttentionRules:
         v_scale=float(tensors.v_scale),
         spans=list if spec.mm_prefix else None,
         sparse=spec.sparse,
-        head_size_v=spec.head_size_v,
+        head_size_v=spec.head_size_v if spec.mla is None else spec.mla.v_head_dim,
+        weights=None if spec.mla is None else LatentWeights(*latent_weights(spec, tensors)),
     )
 
 
@@ -192,12 +210,14 @@ def requests_of(batch: Batch) -> list[Request]:
             slots = pages * size + torch.arange(key.shape[0]) % size
             freed = (pages == 0)[:, None, None]
             key, value = key.masked_fill(freed, 0.0), value.masked_fill(freed, 0.0)
+        latent = None
         if batch.spec.mla is not None:
+            latent = key[:, 0]
             key, value = expanded_latents(batch.spec, key, batch.tensors)
         spans = batch.spans[row] if batch.spans else ()
         rows = slice(start, start := start + query.shape[0])
         chosen = _chosen(batch, rows)
-        found.append(Request(query, key, value, parts[3], written, spans, chosen, slots, table, size))
+        found.append(Request(query, key, value, parts[3], written, spans, chosen, slots, table, size, latent))
     return found
 
 
@@ -222,6 +242,8 @@ def attend(
 
     A request that reads the pages of a shorter one has NaN for the keys past its length.
     """
+    if rules.expand is not None:
+        requests = [*requests[:index], rules.expand(requests[index]), *requests[index + 1 :]]
     request, length = requests[index], rules.length(index, requests)
     rows = torch.arange(request.query.shape[0]) if rows is None else rows
     heads = torch.arange(request.query.shape[1]) if heads is None else heads

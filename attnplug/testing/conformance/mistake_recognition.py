@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -94,9 +95,11 @@ def recognise(wrong: Deviation, seconds: float | None = None) -> Recognition:
         if time.monotonic() > end:
             break
         tried += 1
-        error = _fit(numbers, samples, wrong, parts)
-        if error is not None:
-            fits.setdefault(name, error)
+        # Naming is a help: a mistake whose numbers cannot be computed for a batch explains nothing.
+        with contextlib.suppress(RuntimeError, IndexError):
+            error = _fit(numbers, samples, wrong, parts)
+            if error is not None:
+                fits.setdefault(name, error)
     nearest = min(fits.values(), default=0.0)
     named = next((name for name, error in fits.items() if error <= 2 * nearest + _NOTHING), None)
     return Recognition(named, tried, len(mistakes))

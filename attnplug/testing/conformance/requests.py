@@ -11,6 +11,7 @@ import torch
 from attnplug.core.features import Feature
 from attnplug.core.spec import Phase
 from attnplug.testing.batches import Batch
+from attnplug.testing.conformance.builders import stale_mistakes
 from attnplug.testing.conformance.check import (
     Check,
     CheckSkipped,
@@ -19,7 +20,13 @@ from attnplug.testing.conformance.check import (
     SkipKind,
     checks_from,
 )
-from attnplug.testing.conformance.expectations import difference, expect_batch_refused, expect_correct
+from attnplug.testing.conformance.expectations import (
+    StepMistake,
+    difference,
+    expect_batch_refused,
+    expect_correct,
+    expect_correct_step,
+)
 from attnplug.testing.conformance.guarded_cache import GuardedCache, slots_of
 from attnplug.testing.conformance.harness import Answer, Harness, blank_answer
 from attnplug.testing.conformance.steps import (
@@ -133,10 +140,16 @@ def _check_state(target: Target, scenario: str) -> None:
     makes = [step_factory(target, spec, lengths, seed) for seed, lengths in enumerate(steps)]
     makes.append(lambda: select_requests(makes[2](), [0 if target.phase is Phase.PREFILL else 1]))
     harness = Harness.of(target, makes[0]())
+    mistakes: dict[str, StepMistake] = {}
     for number, make in enumerate(makes, 1):
         batch = make()
         what = f"in step {number} of one impl and builder, after other batches"
-        expect_correct(batch, harness.forward(batch, what=what), what)
+        found, tokens = harness.forward(batch, what=what), batch.common.num_actual_tokens
+        own_rows = Answer(found.output[:tokens], None if found.lse is None else found.lse[:tokens])
+        expect_correct_step(target, make, own_rows, what, mistakes)
+        # A builder may keep the first step, or the one before.
+        kept = {f"{name}, of step {number}": change for name, change in stale_mistakes(batch.common).items()}
+        mistakes = kept | {name: mistakes[name] for name in mistakes if name.endswith("of step 1")}
 
 
 def _check_pieces(target: Target, kind: str) -> None:

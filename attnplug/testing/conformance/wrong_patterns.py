@@ -158,4 +158,5 @@ def _of_elements(wrong: Deviation) -> Iterator[str]:
 
 def _block_size(wrong: Deviation) -> int:
     cache, spec = wrong.batch.kv_cache, wrong.batch.spec
-    return spec.block_size or (16 if cache is None or cache.dim() < 3 else int(cache.shape[-3]))
+    # Pages of latents have no dimension of heads.
+    return spec.block_size or (16 if cache is None else int(cache.shape[-3 if spec.mla is None else 1]))
