@@ -12,6 +12,7 @@ from attnplug.core.overrides import overrides
 from attnplug.core.sparse import SPARSE_KINDS
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.ops.storage import STORAGE_DTYPES
+from attnplug.registry.plugin_calls import guarded_call
 from attnplug.testing.conformance.cases import KINDS
 from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target
@@ -25,6 +26,7 @@ Fixed: TypeAlias = Mapping[str, Any]
 _MOST_SIZES = {Level.SMOKE: 16, Level.FULL: 200}
 _SHAPES_OF_SIZES = ("mixed",)
 _MOST_COMPILED = {Level.SMOKE: 3, Level.FULL: 24}
+_NO_CASE = "the kit has no numeric case for it: nothing proves that it is honoured"
 _SMALL = LayerSpec(num_heads=1, num_kv_heads=1, head_size=2)
 
 
@@ -62,6 +64,7 @@ def claims_of(target: Target) -> Iterator[Claim]:
     yield from (Claim(f"phase-{phase}", [{"shape": str(phase)}]) for phase in _phases(target))
     yield from _features(target)
     yield from _attn_types(target)
+    yield from _impl_flags(target)
     for dtype in target.dtypes:
         yield Claim(f"dtype-{dtype}", [{"dtype": dtype}], overrides(backend, "supported_dtypes"))
     for name in _storage_types(target):
@@ -156,6 +159,15 @@ def _attn_types(target: Target) -> Iterator[Claim]:
             yield Claim(f"attn_type-{kind}", rows, is_own)
 
 
+def _impl_flags(target: Target) -> Iterator[Claim]:
+    impl, _ = guarded_call(target.backend.get_impl_cls)
+    for name in ("supports_pcp", "supports_quant_query_input"):
+        if getattr(impl, name, False):
+            yield Claim(name, problem=_NO_CASE)
+    if getattr(impl, "can_return_lse_for_decode", False) and target.phase is not Phase.PREFILL:
+        yield Claim("can_return_lse_for_decode", [{"needs_lse": True, "shape": "decode"}])
+
+
 def _storage_types(target: Target) -> list[str]:
     listed, backend = target.kv_cache_dtypes, target.backend
     if not overrides(backend, "supports_kv_cache_dtype"):
@@ -167,7 +179,7 @@ def _storage_types(target: Target) -> list[str]:
 def _storage(name: str) -> Claim:
     dtype = STORAGE_DTYPES.get(name)
     is_known = name == "auto" or (dtype is not None and dtype.is_floating_point)
-    problem = None if is_known else "the kit has no numeric case for it: nothing proves that it is honoured"
+    problem = None if is_known else _NO_CASE
     return Claim(f"kv_cache_dtype-{name}", [{"kv_cache_dtype": name}], problem=problem)
 
 
