@@ -347,6 +347,13 @@ WRONG_STATE = [
         "floating-point errors of numpy divide",
         impl=when_run(lambda: np.seterr(all="raise")),
     ),
+    wrong("sets_umask", _KEPT, "changes file mode mask", impl=when_made(lambda: os.umask(0o077))),
+    wrong(
+        "leaves_descriptors",
+        "state/memory-steps",
+        "file descriptors are left",
+        impl=when_run(lambda: os.dup(0)),
+    ),
     wrong("needs_float32", "state/default-dtype-float64", "raised RuntimeError: expected", impl=DefaultDtype),
     wrong("follows_dtype", "state/default-dtype-bfloat16", "default-dtype-bfloat16, ", impl=LowDefaultDtype),
     wrong("reads_versions", "state/all-in-inference-mode", "version counter", impl=ReadsVersions),

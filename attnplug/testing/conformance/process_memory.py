@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -38,9 +39,10 @@ def checks(target: Target) -> Iterator[Check]:
 
 
 class _Memory(NamedTuple):
-    """Bytes of what is alive, by kind, and the Python objects by place of their allocation."""
+    """Bytes and numbers of what is alive, by kind, and the Python objects by place of their allocation."""
 
     bytes: dict[str, int]
+    counts: dict[str, int]
     objects: tracemalloc.Snapshot
 
     @classmethod
@@ -58,7 +60,9 @@ class _Memory(NamedTuple):
         device = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
         held = sum(trace.size for trace in objects.traces)
         sizes = {"Python objects and arrays": held, "tensors": sum(storages.values()), "GPU memory": device}
-        return cls(sizes, objects)
+        descriptors = Path("/proc/self/fd")
+        opened = sum(1 for _ in descriptors.iterdir()) if descriptors.is_dir() else 0
+        return cls(sizes, {"threads": threading.active_count(), "file descriptors": opened}, objects)
 
     def place(self, before: _Memory) -> str:
         """Where most of the objects were allocated since `before`."""
@@ -128,6 +132,13 @@ def _expect_bounded(work: Callable[[], None], count: int, slack: int, what: str)
             after = _Memory.now()
             grown = {name: after.bytes[name] - before.bytes[name] for name in after.bytes}
             most = max(slack * count, _NOISE)
+            opened = {name: after.counts[name] - before.counts[name] for name in after.counts}
+            if max(opened.values()) >= count // 2:
+                # A pool of threads or files with a bound is smaller than this number of steps.
+                names = " and ".join(name for name, more in opened.items() if more >= count // 2)
+                raise ConformanceError(
+                    f"{names} are left behind: {max(opened.values())} by {count} calls, one {what} each"
+                )
             if max(grown.values()) <= most:
                 return
             last, before = before, after

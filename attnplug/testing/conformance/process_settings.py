@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import gc
 import locale
@@ -211,7 +212,8 @@ def _signals() -> dict[str, Any]:
 def _root_logger() -> dict[str, Any]:
     root = logging.getLogger()
     handlers = [type(each).__name__ for each in root.handlers]
-    return {"level": root.level, "handlers": handlers, "disabled below": logging.root.manager.disable}
+    found = {"level": root.level, "handlers": handlers, "filters": len(root.filters)}
+    return found | {"disabled below": logging.root.manager.disable}
 
 
 def _set_root_logger(values: Mapping[str, Any]) -> None:
@@ -227,6 +229,13 @@ def _set_filters(values: _Opaque) -> None:
     warnings.filters[:] = values.value  # type: ignore[index]
     # Without this, warnings that the old filters hid stay hidden.
     warnings._filters_mutated()  # type: ignore[attr-defined]
+
+
+def _umask() -> int:
+    # The system gives the mask only where it is set.
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def _affinity() -> Any:
@@ -288,6 +297,8 @@ _SETTINGS = (
     ),
     Setting("public functions of torch:", _functions, by_imports=True),
     Setting("environment variable", _environment, _set_environment, by_imports=True),
+    Setting("file mode mask", _umask, os.umask),
+    Setting("functions to run at exit", atexit._ncallbacks, by_imports=True),
     Setting("working directory", os.getcwd, os.chdir),
     Setting(
         "locale", lambda: locale.setlocale(locale.LC_ALL), lambda it: locale.setlocale(locale.LC_ALL, it)
