@@ -21,6 +21,7 @@ from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core import CommonAttentionMetadata
+from attnplug.core.kv_cache_spec import CrossAttentionSpec
 
 __all__ = ["RIGHT_STATE", "WRONG_STATE"]
 
@@ -284,6 +285,43 @@ class KeepsPages(Around):
             call.kv_cache = self.copies[call.kv_cache.data_ptr()][1]
 
 
+class ForgetsEncoder(Altered):
+    """Reads a cross layer's tokens only in the steps that write some."""
+
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
+        if isinstance(self.kv_cache_spec, CrossAttentionSpec) and not common.slot_mapping.numel():
+            return dataclasses.replace(made, seq_lens=np.zeros_like(made.seq_lens))
+        return made
+
+
+class WritesOnce(TorchImpl):
+    """Writes each slot of a cache only once."""
+
+    written: Any = None
+
+    def update_kv_cache(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+        self.written = set() if self.written is None else self.written
+        slots = [-1 if slot in self.written else slot for slot in slot_mapping.tolist()]
+        self.written.update(slots)
+        super().update_kv_cache(layer, key, value, kv_cache, torch.tensor(slots))
+
+
+class HalfPairs(Around):
+    """Leaves out the newest key of two queries, in half precision only."""
+
+    def after(self, call: Call) -> None:
+        if call.query.dtype == torch.float16 and call.metadata.query_lens.tolist() == [2]:
+            call.rows[1] = call.rows[0]
+
+
+class RepeatsLongPrefix(TorchImpl):
+    """Attends a long prefix of many requests twice."""
+
+    def _attend_cascade(self, query: Any, source: Any, rest: Any, metadata: Any, *given: Any) -> None:
+        many = metadata.seq_lens.size >= 8 and metadata.common_prefix_len >= 256
+        super()._attend_cascade(query, source, source if many else rest, metadata, *given)
+
+
 _ENV = functools.partial(os.environ.__setitem__, "ACME_TUNED")
 _KEPT = "state/settings-kept"
 
@@ -369,6 +407,11 @@ WRONG_STATE = [
     wrong("window_by_name", "state/like-layers", "after layers of the same shape", impl=WindowByName),
     wrong("scale_by_number", "state/dropped-layers", "made after a layer", impl=ScaleByNumber),
     wrong("table_by_address", "state/refilled-buffers", "another step's block table", builder=TableByAddress),
+    wrong("forgets_encoder", "batch/cross-steps", "step 3 of a cross layer", builder=ForgetsEncoder),
+    wrong("writes_once", "batch/chain-full", "drafts that were rejected", impl=WritesOnce),
+    wrong("writes_once_too", "runtime/drafts", "drafts were rejected in part", impl=WritesOnce),
+    wrong("half_pairs", "batch/chain-float16", "then decodes", impl=HalfPairs),
+    wrong("repeats_long_prefix", "builder/common-prefix-full", "of 9 requests", impl=RepeatsLongPrefix),
     wrong("keeps_pages", "state/refilled-buffers", "in the same buffers", impl=KeepsPages),
 ]
 

@@ -45,6 +45,7 @@ from attnplug.testing.conformance import (
     selections,
     shared_prefix,
     sharing,
+    step_chains,
     unlike_layers,
     untested,
 )
@@ -57,7 +58,7 @@ _IN_ORDER = (
     process_state,
     *(declaration, answers, pages, interface, lightness, refusals, limits, acceptance, declared, untested),
     *(options, inputs, engine_scales, outputs, quantised_outputs, engine_tensors, unlike_layers),
-    *(cache_writes, cache_reads, cache_layouts, requests, correctness),
+    *(cache_writes, cache_reads, cache_layouts, requests, step_chains, correctness),
     *(
         builders,
         builder_inputs,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import sys
 import warnings
@@ -31,8 +30,6 @@ def checks(target: Target) -> Iterator[Check]:
         yield from checks_from({"settings-kept": (_check_kept, _KEPT)}, "state", target, scenario)
     for name, (context, begin, summary) in _GIVEN.items():
         yield Check.of(f"state/{name}", summary, _check_given, target, name, context, begin)
-    summary = "layers that one thread makes are run by another"
-    yield Check.of("state/other-thread", summary, _check_other_thread, target)
 
 
 _KEPT = "no method of the backend changes a setting of the process"
@@ -151,17 +148,6 @@ def _scenarios(target: Target) -> Iterator[tuple[str, BatchFactory]]:
         if target.backend.compile_key(make().spec) is not None:
             # Compiled kernels are compiled again under other settings.
             return
-
-
-def _check_other_thread(target: Target) -> None:
-    for scenario, make in _scenarios(target):
-        batch = make()
-        harness = Harness.of(target, batch)
-        first = harness.forward(batch)
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            second = pool.submit(harness.forward, batch).result()
-        for place, found in (("the thread that made the layer", first), ("another thread", second)):
-            expect_correct(batch, found, f"{scenario} batch in {place}")
 
 
 @contextlib.contextmanager

@@ -162,12 +162,12 @@ def _check_pieces(target: Target, kind: str) -> None:
     whole = target.batch(spec, [total], [total], exact=True, spans=spans)
     harness = Harness.of(target, whole)
     what = f"prefilling {total} tokens in pieces that end at {', '.join(map(str, ends))}"
-    pieces = (_piece(whole, start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True))
+    pieces = (piece(whole, start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True))
     outputs = [harness.forward(piece, what=what).output for piece in pieces]
     expect_correct(whole, Answer(torch.cat(outputs), None), what)
 
 
-def _piece(whole: Batch, start: int, end: int) -> Batch:
+def piece(whole: Batch, start: int, end: int) -> Batch:
     """The step of the tokens `start .. end - 1` of a batch of one request, after the earlier ones."""
     device, rows = whole.query.device, slice(start, end)
     starts = torch.tensor([0, end - start], dtype=torch.int32)

@@ -137,6 +137,34 @@ def _check_steps(target: Target) -> None:
     _serve([_served(target, 0)], _no_barrier, "")
 
 
+def _check_drafts(target: Target) -> None:
+    served = ServedModel(target, *model_of(target), seed=0, num_speculative_tokens=2)
+    size = served.block_size
+    script: list[tuple[dict[str, int], dict[str, int]]] = [
+        ({"a": size - 2, "b": size + 9}, {}),
+        ({"a": 2, "b": 2}, {"a": 1, "b": 2}),
+        ({"a": 2, "b": 2}, {"a": 2, "b": 1}),
+        ({"a": 3, "b": 3}, {"a": 1, "b": 2}),
+        ({"a": 3, "b": 3, "c": size + 1}, {"a": 3, "b": 1}),
+        ({"a": 2, "b": 1, "c": 2}, {"a": 1, "c": 1}),
+        ({"a": 2, "b": 2, "c": 2}, {"b": 1}),
+        ({"a": 1, "b": 1, "c": 1}, {}),
+    ]
+    added: set[str] = set()
+    for number, (tokens, accepted) in enumerate(script, 1):
+        for name in tokens.keys() - added:
+            served.add(name, tokens[name])
+            added.add(name)
+        what = f"step {number} with new tokens {tokens}, after steps whose drafts were rejected in part"
+        with error_context(what):
+            served.begin(**tokens)
+            calls = {layer: served.call(layer) for layer in served.plan.specs}
+            wrong = wrong_layers(served, calls, what)
+        if wrong:
+            raise ConformanceError(wrong)
+        served.finish(**accepted)
+
+
 def _check_two(target: Target) -> None:
     try:
         _serve([_served(target, 1), _served(target, 2)], _no_barrier, "two runtimes at once, ")
@@ -184,6 +212,7 @@ def _in_thread(target: Target, seed: int, wait: Callable[[], object], barrier: t
 
 _CHECKS: CheckTable = {
     "steps": (_check_steps, "several layers and KV groups give right answers in several steps"),
+    "drafts": (_check_drafts, "several tokens a request are verified, and those rejected are written again"),
     "two-runtimes": (_check_two, "a runtime gives right answers though another begins its step first"),
     "threads": (_check_threads, "two runtimes in two threads give the answers that each gives alone"),
 }

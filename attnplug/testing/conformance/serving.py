@@ -187,12 +187,18 @@ class ServedModel:
         output = torch.full_like(call.expected, torch.nan, dtype=call.query.dtype, device=call.query.device)
         return self.runtime.forward(layer, call.query, call.key, call.value, output)
 
-    def finish(self) -> None:
-        """Count the new tokens, and free the pages that windows no longer reach."""
-        self.batches.finish_step()
-        for name, count in self.num_scheduled_tokens.items():
+    def finish(self, **accepted: int) -> None:
+        """Count the new tokens, and free the pages that windows no longer reach.
+
+        Of a request in `accepted`, only so many tokens count; later steps write the others again.
+        """
+        counts = self.num_scheduled_tokens | accepted
+        self.batches.finish_step(counts)
+        for name, count in counts.items():
             request = self._requests[name]
             request.computed += count
+            kept = slice(request.computed)
+            request.keys = {layer: (k[kept], v[kept]) for layer, (k, v) in request.keys.items()}
             for index, group in enumerate(self.groups):
                 if isinstance(group.kv_cache_spec, SlidingWindowSpec):
                     passed = request.computed - group.kv_cache_spec.sliding_window + 1

@@ -20,6 +20,8 @@ from attnplug.testing.conformance.harness import Harness
 from attnplug.testing.conformance.steps import with_lengths, with_pages
 from attnplug.testing.conformance.target import Target, of_phase
 
+_LONG = 272
+"""Tokens of a long prefix."""
 _LAYERS: dict[str, tuple[Feature, dict[str, Any]]] = {
     "full": (Feature(0), {}),
     "window": (Feature.SLIDING_WINDOW, {"window": (1 << 14, 0)}),
@@ -45,8 +47,14 @@ def checks(target: Target) -> Iterator[Check]:
 
 def _check_prefix(target: Target, **fields: Any) -> None:
     spec, size = with_pages(target, target.spec(**fields))
-    for new in ([1, 1, 1, 1], [1, 1, 5, size + 3], [1, 3]):
-        context = [2 * size, 2 * size + 3, 3 * size, 4 * size + 1][: len(new)]
+    long = -(-_LONG // size) * size
+    for new, context in (
+        ([1, 1, 1, 1], [2 * size, 2 * size + 3, 3 * size, 4 * size + 1]),
+        ([1, 1, 5, size + 3], [2 * size, 2 * size + 3, 3 * size, 4 * size + 1]),
+        ([1, 3], [2 * size, 2 * size + 3]),
+        # Libraries attend a prefix once only where it is long and shared by many requests.
+        ([1, 2, *[1] * 7], [long + 3 * more for more in range(9)]),
+    ):
         lens, lengths = of_phase(target.phase, new, [a + b for a, b in zip(context, new, strict=True)])
         # A one-phase backend may have got longer queries, so fewer computed tokens.
         blocks = min(length - count for count, length in zip(lens, lengths, strict=True)) // size
@@ -55,7 +63,7 @@ def _check_prefix(target: Target, **fields: Any) -> None:
             return share_prefix(target.batch(spec, lens, lengths, padding=3, **_scales(spec)), blocks, size)
 
         # Builders must also take fewer blocks than the requests share.
-        for shared in range(size, blocks * size + 1, size):
+        for shared in sorted({size, blocks // 2 * size, (blocks - 1) * size, blocks * size} - {0}):
             batch = make()
             harness = Harness.of(target, batch)
             _ask(harness, batch, shared)
