@@ -10,6 +10,8 @@ import typer
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import Phase
 from attnplug.registry.installed import AssumeInstalled
+from attnplug.registry.option_texts import parse_options
+from attnplug.registry.policy import parse_rules
 
 DeviceText: TypeAlias = Annotated[
     str, typer.Option("--device", metavar="DEVICE", help="Target device: current, cpu, sm90, rocm:9.4, ...")
@@ -53,6 +55,14 @@ AllowRefuted: TypeAlias = Annotated[
         help="Allow these backends despite wrong results on this machine; may be repeated.",
     ),
 ]
+OptionTexts: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="NAME.OPTION=VALUE",
+        help="Set an option of a backend; may be repeated. NAME. is not needed with one --backend.",
+    ),
+]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -85,6 +95,14 @@ def memory_option(panel: str) -> Any:
 def allowed(given: Sequence[str] | None) -> str | None:
     """The names in `--allow-refuted`; None without any."""
     return ",".join(given) if given else None
+
+
+def options(given: Sequence[str] | None, backend: str | None) -> dict[str, dict[str, Any]] | None:
+    """The options in `--option`; PolicyError for text of another form. `backend` is the text of `--backend`."""
+    if not given:
+        return None
+    rules = parse_rules(backend, "--backend")
+    return parse_options(given, "--option", rules[0].backend if len(rules) == 1 else None)
 
 
 def assumed(given: Sequence[str] | None) -> AssumeInstalled:

@@ -17,9 +17,11 @@ from attnplug.cli.arguments import (
     BlockSize,
     DeviceText,
     KVCacheDtype,
+    OptionTexts,
     PhaseChoice,
     allowed,
     assumed,
+    options,
 )
 from attnplug.cli.output import console, print_json
 from attnplug.core.errors import SpecError
@@ -43,6 +45,7 @@ def explain(
     device: DeviceText = "current",
     phase: PhaseChoice = None,
     backend: BackendRules = None,
+    option: OptionTexts = None,
     assume_installed: AssumedVersions = None,
     allow_refuted: AllowRefuted = None,
     as_json: AsJson = False,
@@ -72,6 +75,7 @@ def explain(
         device,
         phase,
         backend=backend,
+        options=options(option, backend),
         assume_installed=assumed(assume_installed),
         allow_refuted=allowed(allow_refuted),
     )

@@ -17,9 +17,11 @@ from attnplug.cli.arguments import (
     BlockSize,
     DeviceText,
     KVCacheDtype,
+    OptionTexts,
     PhaseChoice,
     allowed,
     assumed,
+    options,
 )
 from attnplug.cli.memory import budget_for, print_budget
 from attnplug.cli.output import console, features_in_words, layers_in_words, print_json, table
@@ -50,6 +52,7 @@ def select(
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = None,
     backend: BackendRules = None,
+    option: OptionTexts = None,
     phase: PhaseChoice = None,
     per_phase: Annotated[
         bool,
@@ -85,6 +88,7 @@ def select(
             specs[name] = spec if spec.direct_kv else spec.replace(block_size=block_size)
     asked: SelectKwargs = {
         "backend": backend,
+        "options": options(option, backend),
         "assume_installed": assumed(assume_installed),
         "allow_refuted": allowed(allow_refuted),
     }

@@ -329,7 +329,8 @@ class AttentionImpl(ABC, Generic[_M]):
             query: rows past the batch's tokens are not read.
             key: the new tokens' keys, or all keys with direct KV; None if they are in the pages.
             value: as `key`.
-            kv_cache: the layer's cache in logical order; None with direct KV.
+            kv_cache: the layer's cache in logical order; None for layers with direct_kv, encoders among them, and a
+                backend refuses a cache there.
             attn_metadata: the step's metadata from this backend's builder.
             output: rows past the batch's tokens are not written.
             output_lse: float32 `[T, H]`, written; allowed only if the spec needs LSE.

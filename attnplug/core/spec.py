@@ -90,7 +90,7 @@ class LayerSpec:
             `CommonAttentionMetadata.selection`.
         mm_prefix: tokens of a multimodal span also see all of their span, in both directions and past the
             window or chunk.
-        direct_kv: K and V come with the call, not from pages.
+        direct_kv: K and V come with the call, not from pages: its calls get no KV cache, also those of an encoder.
         needs_lse: the engine merges partial results and needs the log-sum-exp.
 
     The order is fixed: scale, soft cap, ALiBi, mask, sinks.

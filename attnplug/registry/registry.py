@@ -18,6 +18,8 @@ from attnplug.registry.devices import DeviceLike, is_here, resolve_device
 from attnplug.registry.evidence_gate import AllowRefuted, EvidenceGate, allowed_names
 from attnplug.registry.installed import AssumeInstalled, freeze_assumed
 from attnplug.registry.negotiation import negotiated
+from attnplug.registry.option_texts import VARIABLE as OPTIONS
+from attnplug.registry.option_texts import parse_options, split_options
 from attnplug.registry.options import by_backend, check_options, freeze
 from attnplug.registry.plugins import PluginSet
 from attnplug.registry.policy import USE_BLOCKS, Rule, phase_rule_for, rule_for, rule_sets
@@ -46,7 +48,8 @@ class SelectKwargs(TypedDict, total=False):
     "FLASH_ATTN,sliding=TRITON,decode=FLASHINFER", or a mapping of rules. Comes before `attnplug.use(...)`,
     which comes before ATTNPLUG_BACKEND."""
     options: Any
-    """Options by backend name, or of the one backend asked for; of a composite's halves by their names."""
+    """Options by backend name, or of the one backend asked for; of a composite's halves by their names. They replace
+    those of `attnplug.use(...)` for the same backend, which replace those of ATTNPLUG_OPTIONS."""
     assume_installed: AssumeInstalled
     """"all", or a mapping of distribution to version, to ask for the choice if those, and only those, were
     installed. The answer is "declared", not "usable"."""
@@ -253,7 +256,7 @@ class Registry:
             _refuse_layer_rules(sets[0])
         if is_whole and phase is None:
             _refuse_phase_rule(sets, spec, layer_name)
-        merged: dict[str, Any] = {}
+        merged = self._environment_options(sets[-1])
         asked_here = ((sets[0], options), *((block.rules, block.options) for block in USE_BLOCKS.get()))
         # The argument comes last, so that its options replace those of the blocks around it.
         for rules, given in reversed(asked_here):
@@ -263,6 +266,16 @@ class Registry:
         rule = rule_for(sets, spec, phase, layer_name)
         assumed = freeze_assumed(assume_installed)
         return Policy(rule, freeze(merged), assumed, allowed_names(allow_refuted))
+
+    def _environment_options(self, rules: Sequence[Rule]) -> dict[str, Any]:
+        """The options in ATTNPLUG_OPTIONS, by backend; `rules` are those of ATTNPLUG_BACKEND."""
+        only = rules[0].backend if len(rules) == 1 else None
+        found: dict[str, Any] = dict(parse_options(split_options(os.environ.get(OPTIONS, "")), OPTIONS, only))
+        for name in found:
+            if not self.plugins.find(name):
+                there = ", ".join(self.plugins.names) or "none"
+                raise PolicyError(OPTIONS, name, f"is no backend; there are: {there}")
+        return found
 
     def _decision(
         self,
@@ -283,7 +296,7 @@ class Registry:
         policy = AUTOMATIC
         # Callers may pass every setting on, unset ones as None.
         is_set = kwargs and not kwargs.items() <= _UNSET.items()
-        if is_set or USE_BLOCKS.get() or os.environ.get(ENVIRONMENT):
+        if is_set or USE_BLOCKS.get() or os.environ.get(ENVIRONMENT) or os.environ.get(OPTIONS):
             if unknown := kwargs.keys() - _UNSET:
                 known = ", ".join(_UNSET)
                 raise TypeError(f"unexpected keyword argument {min(unknown)!r}; settings are {known}")

@@ -131,6 +131,18 @@ def test_an_unknown_program_is_refused_with_the_list(run):
     assert "'vllm' is not one of 'engine', 'transformers'" in words
 
 
+def test_options_reach_the_decisions(run):
+    options = ("--device", "sm90", "--assume-installed", "all", "--backend", "FLASHINFER", "--json")
+    for command in (("select", LLAMA), ("explain",)):
+        given = ("--option", "prefill_backend=fa2", "--option", "FLASHINFER.tensor_cores=false")
+        found = run(*command, *options, *given).json
+        decision = found["decisions"][0] if "decisions" in found else found
+        assert (decision["options"]["prefill_backend"], decision["options"]["tensor_cores"]) == ("fa2", False)
+        refused = run(*command, *options, "--option", "nothing=1")
+        assert refused.code == 2
+        assert "FLASHINFER has no such option" in refused.err
+
+
 def test_a_rule_for_a_phase_asks_both_phases(run):
     outcome = run("select", LLAMA, "--device", "cpu", "--backend", "decode=TORCH", "--json").json
     asked = list(outcome["by_phase"].values())

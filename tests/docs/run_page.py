@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 import tomllib
+import types
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ def run_page(page: str, folder: Path) -> None:
     installs = any("pip install" in command.text for f in run for command in commands(f))
     workplace = Workplace(folder / "clone", installs=installs)
     os.chdir(workplace.folder)
-    names: dict[str, Any] = {"__name__": "page"}
+    page_module = types.ModuleType("page")
+    # A dataclass looks up the module that defines it.
+    sys.modules["page"] = page_module
+    names: dict[str, Any] = vars(page_module)
     for fence in blocks:
         if "data-file" in fence.options:
             workplace.write(fence.options["data-file"], fence.code)
@@ -39,7 +43,7 @@ def run_page(page: str, folder: Path) -> None:
             assert not installs, f"{fence.place}: what this page installs is not installed for its sessions"
             run_session(fence, names)
         elif fence.language == "python":
-            exec(compile(fence.code, fence.place, "exec"), names)
+            exec(compile(fence.code, fence.place, "exec", dont_inherit=True), names)
         elif fence.language == "toml":
             check_toml(fence, folder)
         elif fence.language == "yaml":

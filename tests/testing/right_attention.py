@@ -10,13 +10,14 @@ import torch
 
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.ops.calls import check_spans_given
-from attnplug.testing.oracle import chosen_keys, visible_keys
+from attnplug.ops.reach import Reach
+from attnplug.testing.oracle import visible_keys
 
 __all__ = ["RIGHT_IMPLS", "RightImpl"]
 
 
 class RightImpl(TorchImpl):
-    """One request at a time; TORCH checks the calls, writes the cache and finds the keys."""
+    """One request at a time; TORCH checks the calls, writes the cache, finds the keys and serves sparse layers."""
 
     wide = torch.float32
 
@@ -34,6 +35,11 @@ class RightImpl(TorchImpl):
     ) -> None:
         spec, meta = self.spec, attn_metadata
         check_spans_given(meta.spans is not None, spec)
+        Reach.of(spec, meta.causal)  # refuses a step that is not causal for a causal layer
+        if spec.sparse is not None:
+            given = (layer, query, key, value, kv_cache, meta, output, output_lse, use_sinks)
+            super()._attend_call(*given)
+            return
         source = self._source(key, value, kv_cache, meta)
         k_scale, v_scale = self._scales(layer, source.k.dtype)
         heads = torch.arange(spec.num_kv_heads).repeat_interleave(spec.num_heads // spec.num_kv_heads)
@@ -47,8 +53,6 @@ class RightImpl(TorchImpl):
             if spec.mm_prefix:
                 spans = torch.from_numpy(meta.spans[start:stop])
                 seen |= (held >= spans[:, :1]) & (held < spans[:, 1:])
-            if spec.sparse is not None:
-                seen &= chosen_keys(spec, meta.selection[start:stop], held)
             logits = self.logits(query[start:stop].transpose(0, 1), keys[heads], k_scale)
             if spec.logits_soft_cap is not None:
                 logits = spec.logits_soft_cap * self.tanh(logits / spec.logits_soft_cap)

@@ -24,6 +24,7 @@ _NEEDED = {
     Feature.ENCODER: Feature.NON_CAUSAL | Feature.DIRECT_KV,
 }
 """Features without which no layer could ask for another."""
+_OF_ONE_SIZE = TorchBackend.features & ~Feature.HEAD_SIZE_V
 
 
 def alone(feature: Feature) -> type[AttentionBackend]:
@@ -40,8 +41,8 @@ NARROW: dict[str, dict[str, Any]] = {
     "HALF": {"supported_dtypes": ("float16",)},
     "BFLOAT": {"supported_dtypes": ("bfloat16",)},
     "STORED_AS_NAMED": {"supported_kv_cache_dtypes": ("bfloat16",), "features": Feature.SLIDING_WINDOW},
-    "ONE_HEAD_SIZE": {"get_supported_head_sizes": lambda cls: (80,)},
-    "ODD_HEAD_SIZE": {"get_supported_head_sizes": lambda cls: (20,)},
+    "ONE_HEAD_SIZE": {"get_supported_head_sizes": lambda cls: (80,), "features": _OF_ONE_SIZE},
+    "ODD_HEAD_SIZE": {"get_supported_head_sizes": lambda cls: (20,), "features": _OF_ONE_SIZE},
     "ONE_BLOCK_SIZE": {"get_supported_kernel_block_sizes": lambda cls, spec=None, device=None: (24,)},
     "BLOCKS_OF_32": {
         "get_supported_kernel_block_sizes": lambda cls, spec=None, device=None: (MultipleOf(32),)
