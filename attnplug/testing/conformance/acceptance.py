@@ -114,16 +114,18 @@ def _serve(target: Target, spec: LayerSpec, keys: set[Hashable]) -> None:
     is_known = stored is not None and stored.is_floating_point
     key = target.backend.compile_key(spec)
     few = key is None or key in keys or len(keys) < _MAX_COMPILE_KEYS[target.level]
+    with error_context("from_spec"):
+        make_impl(target.backend, spec, layer_tensors(spec, device=target.torch_device))
     # The kit has no inputs for other storage types, and none for features that the oracle does not compute.
     if spec.required_features() & ~COMPUTED or not is_known or not few:
-        with error_context("from_spec"):
-            make_impl(target.backend, spec, layer_tensors(spec, device=target.torch_device))
         return
     keys.add(key)
-    if spec.is_encoder:
-        batch = direct_batch(spec, [3, 9], [3, 9], padding=1, device=target.torch_device)
-    else:
-        batch = target.batch(spec, [1, 5], [29, 14], padding=1)
+    # A backend that accepts a layer without pages for it fails here.
+    with error_context("get_kv_cache_shape and split_kv, for the tokens of a step"):
+        if spec.is_encoder:
+            batch = direct_batch(spec, [3, 9], [3, 9], padding=1, device=target.torch_device)
+        else:
+            batch = target.batch(spec, [1, 5], [29, 14], padding=1)
     found, what = Harness.of(target, batch).forward(batch), "runs with wrong numbers"
     tokens = batch.common.num_actual_tokens
     if spec.head_size_v < _FEWEST_ELEMENTS:
