@@ -106,7 +106,7 @@ class Feature(enum.Flag):
     SLIDING_WINDOW = Ask(
         field="window",
         when=lambda spec: spec.is_windowed,
-        values=((6, 0), (40, 40), (0, 0), (15, -1), (-1, 7)),
+        values=((6, 0), (40, 40), (149, 0), (5, 11), (0, 0), (15, -1), (-1, 7), (150, 3)),
         shown=lambda spec: (
             "window {},{}".format(*spec.window)
             if spec.sliding_window is None
@@ -121,7 +121,7 @@ class Feature(enum.Flag):
     """Only keys within `window` of the query's position are seen."""
     CHUNKED_LOCAL = Ask(
         field="chunk_size",
-        values=(24, 64),
+        values=(24, 129, 64, 16),
         fields=lambda head_size, block_size: {"chunk_size": _whole_pages(block_size)},
         shown=lambda spec: f"chunk {spec.chunk_size}",
         option="--chunk-size",
@@ -131,7 +131,7 @@ class Feature(enum.Flag):
     """Only keys of the query's own chunk are seen."""
     SOFT_CAP = Ask(
         field="logits_soft_cap",
-        values=(3.0,),
+        values=(3.0, 1.7, 30.5, 0.9),
         shown=lambda spec: f"soft cap {spec.logits_soft_cap:g}",
         option="--soft-cap",
         help="Soft cap on the logits.",

@@ -30,7 +30,8 @@ class LayerTensors:
     Args:
         sinks: float32 `[num_heads]`, in natural logit units.
         alibi_slopes: float32 `[num_heads]`.
-        k_scale: stored key x k_scale = key; a one-element tensor or a float, fixed at load.
+        k_scale: stored key x k_scale = key; a one-element tensor or a float, fixed at load. The scales of the
+            engine's layer, if `attend` is given one, count instead.
         v_scale: the same for values; with latents `k_scale` is for all elements.
         w_uk: W_UK of a layer with `mla`, of its dtype, `[num_heads, nope, kv_lora_rank]`.
         w_uv: its W_UV, `[num_heads, kv_lora_rank, v_head_dim]`.
@@ -299,7 +300,7 @@ class AttentionImpl(ABC, Generic[_M]):
     ) -> None:
         """Write `key [T, Hkv, D]` and `value [T, Hkv, Dv]` to the slots (int64 `[T]`); -1 is not written.
 
-        fp8 storage divides by the layer's scales and clamps.
+        fp8 storage divides by the scales of `layer`, or if it is None by those given to `from_spec`, and clamps.
 
         Raises:
             BatchError: key or value of another shape or dtype, or fewer rows than slots.
@@ -325,7 +326,7 @@ class AttentionImpl(ABC, Generic[_M]):
         """Attend `query [T, H, D]` and write `output [T, H, Dv]`; it only reads the KV cache.
 
         Args:
-            layer: the engine's layer, if it has scales of its own.
+            layer: the engine's layer, if it has scales of its own: these count, and not those given to `from_spec`.
             query: rows past the batch's tokens are not read.
             key: the new tokens' keys, or all keys with direct KV; None if they are in the pages.
             value: as `key`.

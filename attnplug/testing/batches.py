@@ -14,9 +14,9 @@ from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attnplug.core.mla_backend import MLADecodeBackend
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.testing.drawn_selections import random_selection
-from attnplug.testing.drawn_values import draw_tokens, layer_tensors
+from attnplug.testing.drawn_values import Numbers, draw_tokens, layer_tensors, strange_requests
 from attnplug.testing.oracle import OracleResult, Spans, attention_oracle, stored_values
-from attnplug.testing.pages import block_table, poisoned_cache, put
+from attnplug.testing.pages import block_table, fill_with_nan, poisoned_cache, put
 from attnplug.testing.spans import default_spans, rows_of_spans
 
 
@@ -37,6 +37,8 @@ class Batch:
         seq_lens: tokens of each request.
         tensors: sinks, slopes and scales.
         spans: for layers with mm_prefix, the multimodal spans of each request, as positions `[start, stop)`.
+        numbers: the sizes of the numbers.
+        strange: requests with keys of NaN or large ones, whose own results are not compared.
     """
 
     spec: LayerSpec
@@ -51,9 +53,23 @@ class Batch:
     seq_lens: list[int]
     tensors: LayerTensors
     spans: list[Spans] | None = None
+    numbers: Numbers = Numbers.PLAIN
+    strange: frozenset[int] = frozenset()
+
+    def compared(self, rows: torch.Tensor) -> torch.Tensor:
+        """The batch's own rows `[T, ...]`, with zeros in those that are not compared: of strange requests."""
+        if not self.strange:
+            return rows
+        rows, starts = rows.clone(), self.common.query_start_loc_cpu.tolist()
+        for request in self.strange:
+            rows[starts[request] : starts[request + 1]] = 0
+        return rows
 
     def oracle(self, spec: LayerSpec | None = None, *, use_sinks: bool = True) -> OracleResult:
-        """The reference result; with another `spec`, the result of a backend that misreads the layer."""
+        """The reference result; with another `spec`, the result of a backend that misreads the layer.
+
+        Rows of strange requests are zeros, as in `compared`.
+        """
         spec = spec or self.spec
         tensors = LayerTensors(
             sinks=self.tensors.sinks if spec.has_sinks else None,
@@ -62,7 +78,7 @@ class Batch:
             w_uv=self.tensors.w_uv,
             kv_b_proj=self.tensors.kv_b_proj,
         )
-        return attention_oracle(
+        result = attention_oracle(
             spec,
             self.queries,
             self.keys,
@@ -75,6 +91,8 @@ class Batch:
             # Read here, because an indexer may write the step's buffers after the batch was made.
             selection=None if spec.sparse is None else self.common.selection,
         )
+        parts = (getattr(result, field.name) for field in dataclasses.fields(result))
+        return OracleResult(*map(self.compared, parts))
 
 
 def paged_batch(
@@ -90,6 +108,8 @@ def paged_batch(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     spans: Sequence[Spans] | None = None,
+    numbers: Numbers = Numbers.PLAIN,
+    skip_blocks: int = 0,
     seed: int = 0,
     device: str = "cpu",
     backend: type[AttentionBackend] = AttentionBackend,
@@ -110,6 +130,8 @@ def paged_batch(
         v_scale: scale of fp8 values; with MLA `k_scale` is theirs too.
         spans: for a layer with mm_prefix, the multimodal spans of each request as positions `[start, stop)`;
             default those of `attnplug.testing.spans.default_spans`.
+        numbers: the sizes of the numbers.
+        skip_blocks: blocks of the cache that no request has, besides the null block; they come first.
         seed: of all random values.
         device: of the tensors.
         backend: gives the cache's shape and stride order; by default the contract's.
@@ -121,8 +143,8 @@ def paged_batch(
     cross = spec.attn_type is AttentionType.ENCODER_DECODER
     # A cross layer stores all tokens of the encoder in this step, whatever the number of queries.
     new_lens = list(seq_lens) if cross else list(query_lens)
-    queries, keys, values = draw_tokens(spec, query_lens, seq_lens, generator)
-    table, num_blocks = block_table(seq_lens, size, generator)
+    queries, keys, values = draw_tokens(spec, query_lens, seq_lens, generator, numbers)
+    table, num_blocks = block_table(seq_lens, size, generator, skip_blocks)
     cache = poisoned_cache(spec, num_blocks, size, layout, backend)
     k_pages, v_pages = backend.split_kv(cache, spec)
     chosen = _chosen_spans(spec, spans, query_lens, seq_lens)
@@ -141,7 +163,9 @@ def paged_batch(
         if drop_window and spec.causal and spec.window[0] >= 0:
             # Only pages that no new query can see, in its window or span, are dropped.
             begun = [start for start, stop in (chosen[row] if chosen else ()) if stop > seq_len - new]
-            table[row, : max(min([seq_len - new - spec.window[0], *begun]), 0) // size] = 0
+            freed = max(min([seq_len - new - spec.window[0], *begun]), 0) // size
+            fill_with_nan(cache, table[row, :freed].long())
+            table[row, :freed] = 0
 
     new_keys = [_last(tokens, new) for tokens, new in zip(keys, new_lens, strict=True)]
     new_values = [_last(tokens, new) for tokens, new in zip(values, new_lens, strict=True)]
@@ -169,8 +193,12 @@ def paged_batch(
         keys=[stored_values(tokens, spec, k_scale) for tokens in keys],
         values=[stored_values(tokens, spec, v_scale) for tokens in values],
         seq_lens=list(seq_lens),
-        tensors=layer_tensors(spec, seed=seed, k_scale=k_scale, v_scale=v_scale, device=device),
+        tensors=layer_tensors(
+            spec, seed=seed, k_scale=k_scale, v_scale=v_scale, numbers=numbers, device=device
+        ),
         spans=chosen,
+        numbers=numbers,
+        strange=frozenset(strange_requests(numbers, query_lens, seq_lens)),
     )
 
 
@@ -183,6 +211,7 @@ def direct_batch(
     causal: bool | None = None,
     padding: int = 0,
     spans: Sequence[Spans] | None = None,
+    numbers: Numbers = Numbers.PLAIN,
     seed: int = 0,
     device: str = "cpu",
 ) -> Batch:
@@ -193,7 +222,7 @@ def direct_batch(
     """
     generator = torch.Generator().manual_seed(seed)
     counts = list(query_lens) if key_lens is None else list(key_lens)
-    queries, keys, values = draw_tokens(spec, query_lens, counts, generator)
+    queries, keys, values = draw_tokens(spec, query_lens, counts, generator, numbers)
     chosen = _chosen_spans(spec, spans, query_lens, seq_lens)
     common = _common(
         spec,
@@ -222,8 +251,10 @@ def direct_batch(
         keys=keys,
         values=values,
         seq_lens=list(seq_lens),
-        tensors=layer_tensors(spec, seed=seed, device=device),
+        tensors=layer_tensors(spec, seed=seed, numbers=numbers, device=device),
         spans=chosen,
+        numbers=numbers,
+        strange=frozenset(strange_requests(numbers, query_lens, counts)),
     )
 
 

@@ -27,7 +27,7 @@ _IN_WHOLE = 1 / 16
 """The same of a whole result of many rows, in which few errors are as large as their bound; one row has all of it."""
 _PRODUCT = 2.0
 """Latent attention multiplies by W_UK and W_UV, and rounds expanded keys and values, or absorbed queries, once more."""
-_FLUSHED = torch.finfo(torch.float32).smallest_normal
+FLUSHED = torch.finfo(torch.float32).smallest_normal
 """Hardware may replace smaller numbers by zero."""
 
 _Bound = TypeVar("_Bound", float, torch.Tensor)
@@ -109,7 +109,7 @@ def assert_close(
     error = (found - expected).abs()
     magnitude = expected.abs().amax(-1, keepdim=True)
     bounds = _of_rows(bound, found)
-    allowed = (bounds * magnitude.clamp_min(least)).clamp_min(_FLUSHED).masked_fill(magnitude == 0, 0.0)
+    allowed = (bounds * magnitude.clamp_min(least)).clamp_min(FLUSHED).masked_fill(magnitude == 0, 0.0)
     worst = error - allowed
     # The negated comparison also fails for NaN.
     if not bool((worst <= 0).all()):
@@ -121,7 +121,7 @@ def assert_close(
         raise AssertionError(f"{name}{list(place)}: {values} {within}{by}")
     # The second bound holds for the result as a whole, where errors of single elements add up.
     shares = bounds if whole is None else _of_rows(whole, found)
-    limit = float((shares * expected).norm()) + _FLUSHED * expected.numel() ** 0.5
+    limit = float((shares * expected).norm()) + FLUSHED * expected.numel() ** 0.5
     if not float(error.norm()) <= limit:
         relative, most = (float(number / expected.norm()) for number in (error.norm(), limit))
         raise AssertionError(f"{name}: relative error {relative:.3g} is above {most:.3g}")

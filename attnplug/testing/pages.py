@@ -12,19 +12,19 @@ from attnplug.ops.storage import STORAGE_DTYPES
 
 
 def block_table(
-    seq_lens: Sequence[int], block_size: int, generator: torch.Generator
+    seq_lens: Sequence[int], block_size: int, generator: torch.Generator, skip: int = 0
 ) -> tuple[torch.Tensor, int]:
-    """The shuffled pages of each request, int32 `[R, width]`, and the number of blocks that they need."""
+    """The shuffled pages of each request, int32 `[R, width]`, and the number of blocks: `skip` more than they need."""
     counts = [-(-seq_len // block_size) for seq_len in seq_lens]
     # Blocks are shuffled and never 0, so a kernel that assumes consecutive blocks reads wrong rows.
-    blocks = torch.randperm(sum(counts) + 3, generator=generator)[: sum(counts)] + 1
+    blocks = torch.randperm(sum(counts) + 3, generator=generator)[: sum(counts)] + 1 + skip
     # Two entries beyond the longest request give each row a tail, even the longest one.
     width = max(counts, default=0) + 2
     # Tails hold numbers far outside the cache, so a backend that follows one fails.
     table = torch.randint(-(2**30), 2**30, (len(counts), width), generator=generator).int()
     for row, count in enumerate(counts):
         table[row, :count], blocks = blocks[:count].int(), blocks[count:]
-    return table, sum(counts) + 4
+    return table, sum(counts) + 4 + skip
 
 
 def poisoned_cache(
@@ -42,6 +42,15 @@ def poisoned_cache(
     # Block 0 holds zeros because table entries of dropped pages point to it.
     cache[0].zero_() if dtype.itemsize > 1 else cache.view(torch.uint8)[0].zero_()
     return cache
+
+
+def fill_with_nan(cache: torch.Tensor, blocks: torch.Tensor) -> None:
+    """Fill whole blocks with NaN."""
+    if cache.dtype.itemsize == 1:
+        # Both types of fp8 have NaN where all bits but the sign are set.
+        cache.view(torch.uint8)[blocks] = 0x7F
+    else:
+        cache[blocks] = torch.nan
 
 
 def put(pages: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, stored: torch.Tensor) -> None:

@@ -104,8 +104,8 @@ def test_the_right_rules_give_the_oracle() -> None:
         batch = case.batch(target())
         right, requests, truth = rules_of(batch), requests_of(batch), batch.oracle()
         outputs, lses = zip(*(attend(right, requests, row) for row in range(len(requests))), strict=True)
-        assert_close(torch.cat(outputs), truth.output, 1e-12)
-        assert_lse_close(torch.cat(lses), truth.lse, 1e-12)
+        assert_close(batch.compared(torch.cat(outputs)), truth.output, 1e-12)
+        assert_lse_close(batch.compared(torch.cat(lses)), truth.lse, 1e-12)
 
 
 def test_right_numbers_have_no_name() -> None:

@@ -17,6 +17,7 @@ from attnplug.testing.conformance.guarded_cache import GuardedCache, pages_of, s
 from attnplug.testing.conformance.harness import Harness, make_impl
 from attnplug.testing.conformance.steps import paged_scenarios, scenario_factory
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.drawn_values import FP8_SCALES
 from attnplug.testing.oracle import stored_values
 
 _STEP = {name: 2.0**-2 if "e5m2" in str(name) else 2.0**-3 for name in STORAGE_DTYPES.values()}
@@ -89,7 +90,7 @@ def _check_sharing(target: Target) -> None:
 
 
 def _check_stored(target: Target, name: str) -> None:
-    batch = _batch(target, name, k_scale=0.5, v_scale=4.0)
+    batch = _batch(target, name, **FP8_SCALES)
     Harness.of(target, batch).write(batch)
     _expect_stored(target, batch)
 

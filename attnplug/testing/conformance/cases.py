@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
+from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.latent_sizes import fields_of, pair_of
+from attnplug.testing.conformance.shapes import FAR_BLOCKS, LONG, SHAPES, lengths
 from attnplug.testing.conformance.target import Target, of_phase
 from attnplug.testing.design.compiling import compile_key, most_adding
 from attnplug.testing.design.packing import packed_rows, served_pairs
 from attnplug.testing.design.search import Row, Search
-from attnplug.testing.design.sizes import spread
+from attnplug.testing.design.sizes import HEAD_SIZES, spread
+from attnplug.testing.drawn_values import FP8_SCALES, Numbers
 from attnplug.testing.oracle import COMPUTED
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -32,20 +36,29 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """The roles of queries and keys, and the place of K and V. A narrowed layer is not causal, but its batch is."""
 
-SHAPES = ("decode", "prefill", "extend", "mixed", "speculative", "one", "alike", "idle")
-"""Kinds of batches. `one` is a single decode. `alike` has requests of equal lengths, so that a kernel that
-swaps their pages fails. `idle` has requests without new tokens, and a query that sees no key. `lengths` knows
-`ordered` too: `mixed` with the decodes first, so that both halves of a composite have work."""
-
-_LONGEST = 300
-_TILE = 128
+_MOST_BYTES = 1 << 29
+"""Of a cache: a larger one takes seconds to fill."""
 _OF_PHASE: dict[Phase | None, tuple[str, ...]] = {
     None: SHAPES,
     Phase.DECODE: ("decode", "one", "alike", "idle"),
-    Phase.PREFILL: ("mixed", "prefill", "extend", "speculative", "alike", "idle"),
+    Phase.PREFILL: ("mixed", "prefill", "extend", "speculative", "draft", "alike", "idle"),
 }
 
-_HEADS = ((4, 2), (2, 2), (4, 1), (8, 1), (5, 1), (16, 1), (6, 2), (8, 8), (32, 8))
+_HEADS = (
+    (4, 2),
+    (2, 2),
+    (9, 3),
+    (14, 2),
+    (4, 1),
+    (8, 1),
+    (5, 1),
+    (9, 9),
+    (27, 9),
+    (16, 1),
+    (21, 3),
+    (8, 8),
+    (32, 8),
+)
 _TOGETHER: tuple[dict[str, Any], ...] = (
     {"shape": "idle", "needs_lse": True},
     {"shape": "alike", "needs_lse": True},
@@ -58,8 +71,27 @@ _TOGETHER: tuple[dict[str, Any], ...] = (
     {"mm_prefix": True, "chunk_size": 24},
     {"mm_prefix": True, "kind": "direct", "window": (6, 0)},
     {"kind": "non_causal", "window": (40, 40)},
+    {"kind": "non_causal", "window": (5, 11)},
+    {"values": "smaller", "layout": "HND"},
+    {"values": "larger", "layout": "HND"},
+    {"numbers": Numbers.FAR, "has_sinks": True, "needs_lse": True},
+    {"numbers": Numbers.SHARP, "has_sinks": True, "needs_lse": True},
+    {"shape": "decode", "numbers": Numbers.FAR, "has_sinks": True},
 )
 """Values whose order or scale a convention fixes, tried with plain values of all other axes."""
+_LONG_WITH: tuple[dict[str, Any], ...] = (
+    {"shape": "long-decode", "window": (149, 0)},
+    {"shape": "long-decode", "chunk_size": 129},
+    {"shape": "long-decode", "logits_soft_cap": 1.7},
+    {"shape": "long-decode", "has_alibi": True},
+    {"shape": "long-decode", "has_sinks": True, "needs_lse": True},
+    {"shape": "long-decode", "kind": "direct"},
+    {"shape": "long-decode", "numbers": Numbers.SHARP},
+    {"shape": "long-prompt", "window": (149, 0)},
+    {"shape": "long-prompt", "kind": "direct"},
+    {"shape": "long-prompt", "numbers": Numbers.SHARP},
+)
+"""Paths that kernels take for long contexts only: decodes that split their keys, prompts of several tiles."""
 _OWN_AXES = {"mla", "head_size_v", "kv_cache_dtype", "causal", "direct_kv", "attn_type"}
 """Fields that ask for a feature and have no axis of their name: `values`, the storage types and KINDS try them."""
 _MAX_COMPILE_KEYS = {Level.SMOKE: 6, Level.FULL: 24}
@@ -67,13 +99,14 @@ _MAX_COMPILE_KEYS = {Level.SMOKE: 6, Level.FULL: 24}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """One layer and one batch of a kind of SHAPES; a `narrowed` batch is causal though the layer is not."""
+    """One layer and one batch of a kind of SHAPES or LONG; a `narrowed` batch is causal though the layer is not."""
 
     spec: LayerSpec
     shape: str
     block_size: int
     layout: str
     narrowed: bool = False
+    numbers: Numbers = Numbers.PLAIN
 
     @property
     def id(self) -> str:
@@ -92,7 +125,8 @@ class Case:
         parts += [str(spec.sparse).replace(" ", "_")] if spec.sparse else []
         flags = {"sinks": spec.has_sinks, "alibi": spec.has_alibi, "lse": spec.needs_lse}
         flags["spans"] = spec.mm_prefix
-        return "-".join([*parts, *(name for name, is_set in flags.items() if is_set)])
+        parts += [name for name, is_set in flags.items() if is_set]
+        return "-".join(parts if self.numbers is Numbers.PLAIN else [*parts, self.numbers])
 
     @property
     def kind(self) -> str:
@@ -111,10 +145,11 @@ class Case:
         new, tokens = of_phase(target.phase, *lengths(self.shape, spec, self.block_size))
         # Padding rows hold NaN, which no answer may contain.
         options: dict[str, Any] = {"padding": 3, "seed": seed, "causal": True if self.narrowed else None}
+        options["numbers"] = self.numbers
         if not spec.direct_kv:
             options |= {"block_size": self.block_size, "layout": self.layout, "drop_window": True}
-            # The scales differ from 1 and from each other, so scales left out or swapped change the answer.
-            options |= {"k_scale": 0.5, "v_scale": 2.0} if spec.has_quantized_kv_cache else {}
+            options |= FP8_SCALES if spec.has_quantized_kv_cache else {}
+            options |= {"skip_blocks": FAR_BLOCKS} if self.shape == "far-blocks" else {}
         elif new != tokens:
             # An engine's own cache drops the keys that a causal window has passed.
             reach = spec.window[0] if spec.causal and spec.window[0] >= 0 else max(tokens, default=0)
@@ -122,46 +157,6 @@ class Case:
                 min(count + reach, every) for count, every in zip(new, tokens, strict=True)
             ]
         return target.batch(spec, new, tokens, **options)
-
-
-def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], list[int]]:
-    """The new tokens and all tokens of each request of a batch of kind `shape`.
-
-    The lengths are near multiples of the block size, of windows, chunks and tiles of 128 keys. For a cross
-    layer the second list counts the encoder's tokens. Encoders compute all their tokens at once.
-    """
-    marks = [block_size, 2 * block_size, _TILE, spec.chunk_size or 0]
-    # A window of `side` keys and the query's own key are `side + 1` keys.
-    marks += [side + 1 for side in spec.window if side >= 0]
-    # Lengths one below, at and one above each mark find off-by-one mistakes at its end.
-    edges = sorted({mark + step for mark in marks if 0 < mark < _LONGEST for step in (-1, 0, 1)} | {1, 40})
-    ends = [edge for edge in edges if edge > 0]
-    if spec.is_encoder:
-        counts = {"one": ends[-1:], "decode": [1, *ends[-2:]], "alike": ends[-1:] * 3, "idle": [*ends[:3], 0]}
-        return counts.get(shape, ends[-5:]), counts.get(shape, ends[-5:])
-    if shape == "decode":
-        return [1] * len(ends), ends
-    if shape == "one":
-        return [1], ends[-1:]
-    if shape == "prefill":
-        return ends[-4:], ends[-4:]
-    if shape == "speculative":
-        # Three drafted tokens follow the verified one, so the first query ends at the edge.
-        return [4] * len(ends), [end + 3 for end in ends]
-    if shape == "alike":
-        return [3] * 4, ends[-1:] * 4
-    new = [max(end // 3, 1) for end in ends]
-    if shape == "extend":
-        return new[-5:], ends[-5:]
-    if shape == "idle":
-        return [0, 1, 0, 1, new[-1], 0], [ends[-1], ends[-2], 0, 0, ends[-1], 1]
-    # Decodes, extends and prefills in no order.
-    mixed = [new[-1], 1, ends[0], 1, new[-2], ends[-1]]
-    all_tokens = [ends[-1], ends[-2], ends[0], ends[-1], ends[-2], ends[-1]]
-    if shape == "ordered":
-        order = sorted(range(len(mixed)), key=lambda request: mixed[request] > 1)
-        return [mixed[request] for request in order], [all_tokens[request] for request in order]
-    return mixed, all_tokens
 
 
 class CaseSearch(Search):
@@ -194,20 +189,18 @@ class CaseSearch(Search):
         target = self._target
         block_size = row["block_size"] or target.block_sizes[0]
         layout = row["layout"] or target.backend.supported_kv_cache_layouts()[0]
-        return Case(self._layer(row), row["shape"], block_size, layout, row["kind"] == "narrowed")
+        narrowed = row["kind"] == "narrowed"
+        return Case(self._layer(row), row["shape"], block_size, layout, narrowed, Numbers(row["numbers"]))
 
     def _layer(self, row: Row) -> LayerSpec:
         """The layer of a row; SpecError if its values exclude each other."""
-        names = self.axes.keys() - {"kind", "shape", "heads", "layout", "values"}
+        names = self.axes.keys() - {"kind", "shape", "heads", "layout", "values", "numbers"}
         fields = {name: row[name] for name in names if row[name] is not None} | KINDS[row["kind"]]
-        size, heads = row["head_size"], row["heads"]
+        size = row["head_size"]
+        heads = dict(zip(("num_heads", "num_kv_heads"), row["heads"], strict=True))
         if row["values"] is not None:
-            smaller = row["values"] == "smaller"
-            sizes = [each for each in self._target.head_sizes if each != size and (each < size) == smaller]
-            if not sizes:
-                raise SpecError("values", row["values"], f"needs a head size other than {size}")
-            fields["head_size_v"] = sizes[0]
-        fields |= {"num_heads": heads[0], "num_kv_heads": heads[1]}
+            fields["head_size_v"] = self._value_size(row["values"], size, {**fields, **heads})
+        fields |= heads
         if self._target.is_latent:
             fields |= fields_of(pair_of(self._target.backend, size))
         spec = LayerSpec(**fields)
@@ -219,6 +212,21 @@ class CaseSearch(Search):
             raise SpecError("kind", row["kind"], "has no tokens to decode")
         return spec
 
+    def _value_size(self, which: str, size: int, fields: Mapping[str, Any]) -> int:
+        """A head size of values "smaller" or "larger" than `size`, if there is one that the backend accepts."""
+        order = operator.lt if which == "smaller" else operator.gt
+        sizes = dict.fromkeys((*self._target.head_sizes, *HEAD_SIZES))
+        candidates = [each for each in sizes if order(each, size)]
+        if not candidates:
+            raise SpecError("values", which, f"needs a head size other than {size}")
+        # Kernels may serve one pair of sizes only, such as 192 and 128.
+        served = (
+            each
+            for each in candidates
+            if not self._target.reasons(LayerSpec(**{**fields, "head_size_v": each}))
+        )
+        return next(served, candidates[0])
+
 
 def axes(target: Target) -> dict[str, list[Any]]:
     """The values of each axis to try with `target`, the plainest first."""
@@ -229,14 +237,15 @@ def axes(target: Target) -> dict[str, list[Any]]:
             kind for kind, fields in KINDS.items() if small.replace(**fields).required_features() in tried
         ],
         "shape": list(_OF_PHASE[target.phase]),
-        "head_size": spread(target.head_sizes, 4 if few else 12),
-        "heads": list(_HEADS[:5] if few else _HEADS),
+        "numbers": list(Numbers),
+        "head_size": spread(target.head_sizes, 6 if few else 12),
+        "heads": list(_HEADS[:8] if few else _HEADS),
         "dtype": target.dtypes,
         "kv_cache_dtype": target.kv_cache_dtypes,
-        "block_size": spread(target.block_sizes, 3 if few else 12),
+        "block_size": spread(target.block_sizes, 4 if few else 12),
         "layout": list(target.backend.supported_kv_cache_layouts()),
         # The default of no head size above, so that a case fails if the backend takes a default instead.
-        "scale": [None, 0.15],
+        "scale": [None, 0.15, *([] if few else [0.07])],
         "values": [None, *(["smaller", "larger"] if Feature.HEAD_SIZE_V in tried else [])],
     }
     if target.is_latent:
@@ -270,6 +279,7 @@ def designed_cases(target: Target) -> list[Case]:
         for value in values
     ]
     alone += [{"shape": shapes[0], **fields} for fields in _TOGETHER]
+    alone += _long_rows(search, few)
     rows = [row for fixed in alone if (row := search.complete(fixed)) and not search.reasons(row)]
     served = served_pairs(search)
     for seed in range(1 if few else 3):
@@ -277,8 +287,35 @@ def designed_cases(target: Target) -> list[Case]:
     cases: dict[str, tuple[Case, Row]] = {}
     for row in rows:
         case = search.case(row)
-        cases.setdefault(case.id, (case, row))
+        if _cache_bytes(case) <= _MOST_BYTES:
+            cases.setdefault(case.id, (case, row))
     return _within_keys(target, list(cases.values()))
+
+
+def _long_rows(search: Search, few: bool) -> list[dict[str, Any]]:
+    """The values to try with LONG: none, those of _LONG_WITH, and at the full level each alone with two of them."""
+    least = min((size for size in search.axes["block_size"] if size), default=None)
+    far = {"shape": "far-blocks", "block_size": least}
+    found: list[dict[str, Any]] = [far if shape == "far-blocks" else {"shape": shape} for shape in LONG]
+    found += _LONG_WITH
+    if not few:
+        found += [
+            {"shape": shape, axis: value}
+            for shape in ("long-decode", "long-prompt")
+            for axis, values in search.axes.items()
+            if axis != "shape"
+            for value in values[1:]
+        ]
+        found += [{**far, "layout": layout} for layout in search.axes["layout"]]
+    return found
+
+
+def _cache_bytes(case: Case) -> int:
+    """The bytes of the cache of a case with far blocks, else 0."""
+    if case.shape != "far-blocks":
+        return 0
+    pages = kv_cache_spec_for(case.spec, case.block_size)
+    return 0 if pages is None else FAR_BLOCKS * pages.page_size_bytes
 
 
 def _within_keys(target: Target, designed: Sequence[tuple[Case, Row]]) -> list[Case]:

@@ -10,7 +10,7 @@ import math
 import torch
 
 from attnplug.testing.batches import Batch
-from attnplug.testing.comparison import Tolerance, assert_close, assert_lse_close, tolerance
+from attnplug.testing.comparison import FLUSHED, Tolerance, assert_close, assert_lse_close, tolerance
 from attnplug.testing.conformance.harness import Answer
 from attnplug.testing.oracle import OracleResult
 
@@ -62,7 +62,8 @@ def deviation(batch: Batch, found: Answer, *, use_sinks: bool = True) -> Deviati
     expected = batch.oracle(use_sinks=use_sinks)
     bound = tolerance(batch.spec, expected.logit_size)
     tokens = batch.common.num_actual_tokens
-    output, lse = found.output[:tokens], None if found.lse is None else found.lse[:tokens]
+    output = batch.compared(found.output[:tokens])
+    lse = None if found.lse is None else batch.compared(found.lse[:tokens])
     try:
         assert_close(output, expected.output, bound.output, whole=bound.whole)
         if lse is not None:
@@ -107,8 +108,8 @@ def output_errors(
         return torch.zeros(found.shape[:2], dtype=torch.float64)
     magnitude = expected.abs().amax(-1)
     least = torch.finfo(getattr(torch, dtype)).smallest_normal
-    magnitude = torch.where(magnitude > 0, magnitude.clamp_min(least), 0.0)
-    errors = _multiple((found - expected).abs().amax(-1), bound * magnitude)
+    allowed = (bound * magnitude.clamp_min(least)).clamp_min(FLUSHED).masked_fill(magnitude == 0, 0.0)
+    errors = _multiple((found - expected).abs().amax(-1), allowed)
     return errors.masked_fill(expected.isnan().any(-1), 0.0)
 
 

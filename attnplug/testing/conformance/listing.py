@@ -42,6 +42,7 @@ from attnplug.testing.conformance import (
     refusals,
     requests,
     runtimes,
+    scales,
     selections,
     shared_prefix,
     sharing,
@@ -58,7 +59,7 @@ _IN_ORDER = (
     process_state,
     *(declaration, answers, pages, interface, lightness, refusals, limits, acceptance, declared, untested),
     *(options, inputs, engine_scales, outputs, quantised_outputs, engine_tensors, unlike_layers),
-    *(cache_writes, cache_reads, cache_layouts, requests, step_chains, correctness),
+    *(cache_writes, scales, cache_reads, cache_layouts, requests, step_chains, correctness),
     *(
         builders,
         builder_inputs,

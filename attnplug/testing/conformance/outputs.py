@@ -169,7 +169,7 @@ def _check_output_scale(target: Target) -> None:
             raise CheckSkipped("fused_output_quant_supported(None) is True: scales may be given")
     metadata, output = harness.build(batch), blank_answer(batch).output
     given = (batch.query, batch.key, batch.value, batch.kv_cache, metadata, output)
-    scale = torch.tensor(0.5, device=batch.query.device)
+    scale = torch.tensor(0.37, device=batch.query.device)
     for name in ("output_scale", "output_block_scale"):
         _, error = guarded_call(harness.impl.forward, harness.layers[0], *given, **{name: scale})
         expect_refusal(error, f"{name}, given where fused_output_quant_supported says False,")

@@ -19,6 +19,7 @@ from attnplug.testing.conformance.expectations import StepMistake, expect_correc
 from attnplug.testing.conformance.harness import Harness
 from attnplug.testing.conformance.steps import with_lengths, with_pages
 from attnplug.testing.conformance.target import Target, of_phase
+from attnplug.testing.drawn_values import FP8_SCALES
 
 _LONG = 272
 """Tokens of a long prefix."""
@@ -89,7 +90,7 @@ def _check_after(
 
 
 def _scales(spec: LayerSpec) -> dict[str, Any]:
-    return {"k_scale": 0.5, "v_scale": 2.0} if spec.has_quantized_kv_cache else {}
+    return dict(FP8_SCALES) if spec.has_quantized_kv_cache else {}
 
 
 def _ask(harness: Harness, batch: Batch, shared: int) -> None:

@@ -199,4 +199,5 @@ def select_requests(batch: Batch, requests: Sequence[int]) -> Batch:
         values=[batch.values[index] for index in requests],
         seq_lens=seq_lens,
         spans=None if batch.spans is None else [batch.spans[index] for index in requests],
+        strange=frozenset(place for place, index in enumerate(requests) if index in batch.strange),
     )

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from attnplug.core.blocks import MultipleOf
 
-HEAD_SIZES: tuple[int, ...] = (128, 64, 16, 32, 80, 96, 112, 192, 256)
-"""The head sizes of models, and the least and the largest of most kernels."""
-BLOCK_SIZES: tuple[int, ...] = (16, 32, 64, 128, 256, 8, 1)
+HEAD_SIZES: tuple[int, ...] = (128, 64, 16, 32, 72, 20, 80, 96, 112, 192, 256, 320)
+"""The head sizes of models, the least and the largest of most kernels, and sizes that fill no tile."""
+BLOCK_SIZES: tuple[int, ...] = (16, 32, 64, 128, 256, 8, 1, 24, 48)
 """Tokens per page."""
 
 
@@ -25,7 +25,7 @@ def sizes_to_try(allowed: Sequence[int | MultipleOf], samples: Sequence[int]) ->
 
 
 def spread(values: Sequence[int], count: int) -> list[int]:
-    """At most `count` values: the first, the extremes, one that is not a power of 2, then others."""
+    """At most `count` values: the first, the extremes, two that are no powers of 2, then others."""
     ordered = sorted(values)
     middle = [value for value in values if value & (value - 1)]
-    return list(dict.fromkeys([values[0], ordered[0], ordered[-1], *middle[:1], *values]))[:count]
+    return list(dict.fromkeys([values[0], ordered[0], ordered[-1], *middle[:2], *values]))[:count]

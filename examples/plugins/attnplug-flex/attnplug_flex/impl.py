@@ -76,6 +76,10 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
         check_queries(query, output, output_lse, tokens, spec, **scales)
         self._check_device(query.device)
         plan, keys, values = self._gather(layer, key, value, kv_cache, metadata)
+        finite = values.isfinite()
+        # One call has several requests, and a weight of 0 times NaN would be NaN in all of them.
+        spoiled = plan.requests[~finite.all(-1).all(-1)].unique().tolist()
+        values = values.where(finite, 0.0) if spoiled else values
 
         rows = slice(0, tokens)
         out = output[rows].zero_()
@@ -99,6 +103,9 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
             # A sink takes part in the denominator only: what was normalised without it shrinks.
             without, lse = lse, torch.logaddexp(lse, sinks)
             out.mul_(torch.exp(without - lse)[..., None])
+        for request in spoiled:
+            start, stop = metadata.query_starts[request : request + 2].tolist()
+            out[start:stop] = torch.nan
         if output_lse is not None:
             output_lse[rows] = lse
         return output

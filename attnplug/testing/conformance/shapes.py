@@ -1,0 +1,73 @@
+"""The kinds of batches that the designed cases try, and the lengths of their requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attnplug.core.spec import LayerSpec
+
+SHAPES = ("decode", "prefill", "extend", "mixed", "speculative", "draft", "one", "alike", "idle")
+"""Kinds of batches. `speculative` verifies three drafted tokens, and `draft` one. `one` is a single decode. `alike` has requests of equal lengths, so that a kernel that
+swaps their pages fails. `idle` has requests without new tokens, and a query that sees no key. `lengths` knows
+`ordered` too: `mixed` with the decodes first, so that both halves of a composite have work."""
+
+LONG: dict[str, tuple[Sequence[int], Sequence[int]]] = {
+    "long-decode": ((1, 1, 1), (5003, 129, 2100)),
+    "long-prompt": ((700, 1), (700, 300)),
+    "many-requests": ([1, 2, 5, 1] * 10, [count + 3 * step for step, count in enumerate([1, 2, 5, 1] * 10)]),
+    "many-rows": ((513, 300, 387), (513, 340, 400)),
+    "far-blocks": ((1, 1, 5), (300, 17, 40)),
+}
+"""Large batches: new and all tokens. They are tried with single values, and not with pairs.
+
+`far-blocks` has block numbers that 16 bits do not hold."""
+
+FAR_BLOCKS = 33_000
+
+_DRAFTED = {"speculative": 3, "draft": 1}
+_LONGEST = 300
+_TILES = (16, 64, 128)
+
+
+def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], list[int]]:
+    """The new tokens and all tokens of each request of a batch of kind `shape`.
+
+    The lengths are near multiples of the block size, of windows, chunks and tiles of 16, 64 and 128 keys. For a cross
+    layer the second list counts the encoder's tokens. Encoders compute all their tokens at once.
+    """
+    if shape in LONG:
+        new, tokens = LONG[shape]
+        return list(new), list(new if spec.is_encoder else tokens)
+    marks = [block_size, 2 * block_size, *_TILES, spec.chunk_size or 0]
+    # A window of `side` keys and the query's own key are `side + 1` keys.
+    marks += [side + 1 for side in spec.window if side >= 0]
+    # Lengths one below, at and one above each mark find off-by-one mistakes at its end.
+    edges = sorted({mark + step for mark in marks if 0 < mark < _LONGEST for step in (-1, 0, 1)} | {1, 40})
+    ends = [edge for edge in edges if edge > 0]
+    if spec.is_encoder:
+        counts = {"one": ends[-1:], "decode": [1, *ends[-2:]], "alike": ends[-1:] * 3, "idle": [*ends[:3], 0]}
+        return counts.get(shape, ends[-5:]), counts.get(shape, ends[-5:])
+    if shape == "decode":
+        return [1] * len(ends), ends
+    if shape == "one":
+        return [1], ends[-1:]
+    if shape == "prefill":
+        return ends[-4:], ends[-4:]
+    if shape in _DRAFTED:
+        # Drafted tokens follow the verified one, so the first query ends at the edge.
+        drafted = _DRAFTED[shape]
+        return [drafted + 1] * len(ends), [end + drafted for end in ends]
+    if shape == "alike":
+        return [3] * 4, ends[-1:] * 4
+    new = [max(end // 3, 1) for end in ends]
+    if shape == "extend":
+        return new[-5:], ends[-5:]
+    if shape == "idle":
+        return [0, 1, 0, 1, new[-1], 0], [ends[-1], ends[-2], 0, 0, ends[-1], 1]
+    # Decodes, extends and prefills in no order.
+    mixed = [new[-1], 1, ends[0], 1, new[-2], ends[-1]]
+    all_tokens = [ends[-1], ends[-2], ends[0], ends[-1], ends[-2], ends[-1]]
+    if shape == "ordered":
+        order = sorted(range(len(mixed)), key=lambda request: mixed[request] > 1)
+        return [mixed[request] for request in order], [all_tokens[request] for request in order]
+    return mixed, all_tokens
