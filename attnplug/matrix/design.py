@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.blocks import MultipleOf
+from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.reasons import Reason
 from attnplug.matrix.axes import FEATURES, PLAIN, axes_of, goes_with, own_latents, phase_of, spec_of
@@ -103,7 +104,12 @@ class _CellSearch(Search):
     def ask(self, row: Row) -> tuple[Reason, ...]:
         """The reasons of `validate_configuration`, and one if the backend cannot read the layout of the pages."""
         cell = Cell(**row)
-        reasons = configuration_reasons(self._backend, Placement(spec_of(cell), self._device, phase_of(cell)))
+        try:
+            spec = spec_of(cell)
+        except SpecError as problem:
+            # A backend may list values that no layer has, and they must not end the matrix of the others.
+            return (fault(self._backend, f"declares a value of no layer: {problem}"),)
+        reasons = configuration_reasons(self._backend, Placement(spec, self._device, phase_of(cell)))
         return (*reasons, *(() if cell.layout is None else self._unread(cell.layout)))
 
     def start_from(self, base: Row) -> None:

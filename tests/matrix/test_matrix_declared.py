@@ -197,3 +197,14 @@ def test_without_git_there_is_no_commit(
     _installed_in(tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert fresh_commit() is None
+
+
+def test_a_size_that_no_layer_has_is_refused_and_ends_no_matrix() -> None:
+    sizes = (2**70 + 1, 64)
+    torch: Any = get_registry().backends()["TORCH"]
+    odd = type("Odd", (torch,), {"get_supported_head_sizes": classmethod(lambda cls: sizes)})
+    found = declare(odd, "cpu").findings
+    assert Status.DECLARED in {each.status for each in found if each.cell.head_size == 64}
+    reasons = [why for each in found if each.cell.head_size > 2**70 for why in each.why]
+    assert reasons
+    assert all("declares a value of no layer" in why for why in reasons)
