@@ -248,9 +248,9 @@ class OwnBuffer(RightImpl):
         use_sinks: bool,
     ) -> None:
         tokens, heads, size = attn_metadata.num_actual_tokens, self.spec.num_heads, self.spec.head_size_v
-        if self._outputs.shape[0] < tokens:
-            self._outputs = torch.empty(2 * tokens, heads, size, dtype=torch.float32)
-            self._lses = torch.empty(2 * tokens, heads, dtype=torch.float32)
+        if self._outputs.shape[0] < max(tokens, 1):
+            self._outputs = torch.empty(2 * tokens + 1, heads, size, dtype=torch.float32)
+            self._lses = torch.empty(2 * tokens + 1, heads, dtype=torch.float32)
         own, lse = self._outputs, self._lses
         super()._attend_call(layer, query, key, value, kv_cache, attn_metadata, own, lse, use_sinks)
         output[:tokens].copy_(own[:tokens])
