@@ -183,6 +183,8 @@ def test_a_mistake_is_named_only_where_it_can_be_made() -> None:
         "blocks of twice the size",
         "half of each block read",
         "blocks taken as consecutive",
+        "pages of HND read as NHD",
+        "pages of NHD read as HND",
         "pages of the next request",
         "pages of the request before",
         "pages of the first request",

@@ -397,6 +397,8 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     ),
     KnownMistake("half of each block read", "pages", _in_pages(lambda size: size / 2, lambda size: size)),
     KnownMistake("blocks taken as consecutive", "pages", _set(read_slots=_consecutive)),
+    KnownMistake("pages of HND read as NHD", "several KV heads", _set(read_as="NHD")),
+    KnownMistake("pages of NHD read as HND", "several KV heads", _set(read_as="HND")),
     # Latent attention.
     KnownMistake("scale of the latent, not of the query before absorption", "latent", latent.latent_scale),
     KnownMistake("values from the last elements of the latent", "latent", latent.values_at_the_end),

@@ -57,6 +57,7 @@ class AttentionRules:
             none), the request, and the positions of the queries `[n, 1]`; -1 for none.
         swapped: whether keys are taken as values and values as keys.
         read_slots: the slots that are read for some positions; None for those of the positions.
+        read_as: the layout, "NHD" or "HND", as which the pages of the other layout are read.
         head_size_v: elements per value head.
         weights: of a layer with MLA.
         expand: the request with other queries, or keys and values expanded otherwise; None as they are.
@@ -97,6 +98,7 @@ class AttentionRules:
         chosen
     )
     read_slots: Callable[[Request, torch.Tensor], torch.Tensor] | None = None
+    read_as: str | None = None
     head_size_v: int = 0
     weights: LatentWeights | None = None
     expand: Callable[[Request], Request] | None = None
@@ -125,7 +127,7 @@ class AttentionRules:
             "two fp8 scales": self.weights is None and (self.k_scale, self.v_scale) != (1.0, 1.0),
             "head groups": 1 < kv_heads < len(self.kv_heads),
             "shared KV heads": kv_heads < len(self.kv_heads),
-            "several KV heads": kv_heads > 1,
+            "several KV heads": kv_heads > 1 and self.weights is None,
             "sinks of groups": self.sinks is not None and kv_heads < len(self.kv_heads),
             "alibi of groups": alibi and kv_heads < len(self.kv_heads),
             "two sides": not self.causal and window and self.left != self.right,
@@ -318,8 +320,25 @@ def _stored(
         held = tokens if before == now == 1.0 else torch.where(is_new, tokens * now, tokens * before)
         held = held[:count]
         missing = held.new_full((count - held.shape[0], *held.shape[1:]), math.nan)
-        tensors.append(torch.cat([held, missing]) if len(missing) else held)
+        held = torch.cat([held, missing]) if len(missing) else held
+        tensors.append(held if rules.read_as is None else _read_as(rules.read_as, held, request.page))
     return tensors[0], tensors[1]
+
+
+def _read_as(layout: str, tokens: torch.Tensor, page: int) -> torch.Tensor:
+    """The tokens `[m, Hkv, D]` that are found if pages of the other layout are read as `layout`."""
+    if not page:
+        return tokens
+    pages, heads = -(-len(tokens) // page), tokens.shape[1]
+    # Rows of a last page that hold no token are NaN.
+    whole = tokens.new_full((pages * page, *tokens.shape[1:]), math.nan)
+    whole[: len(tokens)] = tokens
+    stored = whole.view(pages, page, heads, -1)
+    if layout == "NHD":
+        found = stored.transpose(1, 2).reshape(pages, page, heads, -1)
+    else:
+        found = stored.reshape(pages, heads, page, -1).transpose(1, 2)
+    return found.reshape(whole.shape)[: len(tokens)]
 
 
 def _at_slots(requests: Sequence[Request], slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
