@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from attnplug.cli.output import console, layers_in_words, table
 
 if TYPE_CHECKING:
+    from attnplug.core.spec import LayerSpec
     from attnplug.registry.decision import Decision
     from attnplug.runtime.budget import MemoryBudget
 
@@ -37,6 +38,25 @@ def budget_for(
         return None
     caches = unify_page_sizes(planned_caches(decisions))
     return fit_kv_cache(group_kv_caches(caches, kv_sharing=kv_sharing), size)
+
+
+def workspace_of(specs: Iterable[LayerSpec]) -> dict[str, int] | None:
+    """The rows and bytes of the workspace in which a prefill of latent attention expands K and V; None without."""
+    from attnplug.core.config import CONTEXT_CHUNK_ROWS
+    from attnplug.runtime.budget import most_workspace_bytes
+
+    size = most_workspace_bytes(specs, CONTEXT_CHUNK_ROWS)
+    return {"rows": CONTEXT_CHUNK_ROWS, "bytes": size} if size else None
+
+
+def print_workspace(specs: Iterable[LayerSpec]) -> None:
+    """Print that workspace, if a layer has one."""
+    found = workspace_of(specs)
+    if found is not None:
+        console().print(
+            f"\nPrefill workspace of latent attention: {found['rows']:,} rows of {found['bytes']:,} bytes in all,\n"
+            "besides the KV cache."
+        )
 
 
 def print_budget(budget: MemoryBudget | None, memory: str) -> None:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from attnplug.core.impl import AttentionLayer
 
 
+CONTEXT_CHUNK_ROWS = 16_384
+"""Rows of the workspace of expanded prefills by default: 1.4 GB for 128 heads in 16 bits."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BuilderConfig:
     """The engine's settings, given to a builder's constructor.
@@ -38,7 +42,7 @@ class BuilderConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_model_len: int | None = None
-    context_chunk_rows: int = 16_384
+    context_chunk_rows: int = CONTEXT_CHUNK_ROWS
     cudagraph_batch_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

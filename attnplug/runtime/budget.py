@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
 
@@ -17,6 +18,8 @@ from attnplug.core.kv_cache_spec import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
+from attnplug.core.spec import LayerSpec
+from attnplug.mla.chunks import prefill_workspace_bytes
 from attnplug.runtime.grouping import num_padding_layers
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
@@ -117,6 +120,11 @@ def blocks_needed(spec: KVCacheSpec, num_tokens: int, new_tokens: int = 1) -> in
         into_page = size - math.gcd(spec.chunk, size)
         return min(whole, -(-(into_page + spec.chunk + new_tokens - 1) // size))
     return whole
+
+
+def most_workspace_bytes(specs: Iterable[LayerSpec], rows: int) -> int:
+    """Bytes of the largest workspace in which a layer expands `rows` latents; 0 without latent attention."""
+    return max((prefill_workspace_bytes(spec, rows) for spec in specs if spec.mla is not None), default=0)
 
 
 def fit_kv_cache(config: KVCacheConfig, memory: int, new_tokens: int = 1) -> MemoryBudget:

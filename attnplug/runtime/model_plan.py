@@ -7,13 +7,14 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
+from attnplug.core.config import CONTEXT_CHUNK_ROWS
 from attnplug.core.device import Device
 from attnplug.core.hyperparameters import PerLayerParameters, group_by_hyperparameters
 from attnplug.core.json_reading import parse_json, reading, texts, typed
 from attnplug.core.kv_cache_spec import KVCacheConfig
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.decision import SCHEMA, Decision, as_text, check_schema
-from attnplug.runtime.budget import MemoryBudget, bytes_per_block, fit_kv_cache
+from attnplug.runtime.budget import MemoryBudget, bytes_per_block, fit_kv_cache, most_workspace_bytes
 from attnplug.runtime.grouping import group_kv_caches
 from attnplug.runtime.plan_pages import planned_caches
 
@@ -83,6 +84,13 @@ class ModelPlan:
         """The names of the backends chosen, in layer order."""
         return tuple(dict.fromkeys(str(decision.backend) for decision in self.decisions.values()))
 
+    def prefill_workspace_bytes(self, rows: int = CONTEXT_CHUNK_ROWS) -> int:
+        """Bytes in which prefills of latent attention expand `rows` computed tokens; 0 without such layers.
+
+        `BuilderConfig.context_chunk_rows` sets the rows of a runtime.
+        """
+        return most_workspace_bytes((decision.spec for decision in self.decisions.values()), rows)
+
     @property
     def members(self) -> dict[str, dict[Phase, str]]:
         """The backend of each layer in each phase: a composite's halves, or one backend in both."""
@@ -125,6 +133,8 @@ class ModelPlan:
             tokens = "any number of" if budget.max_tokens is None else f"{budget.max_tokens:,}"
             parts.append(f"{budget.num_blocks:,} blocks of {budget.bytes_per_block:,} bytes")
             parts.append(f"one sequence of {tokens} tokens fits")
+        if workspace := self.prefill_workspace_bytes():
+            parts.append(f"a prefill workspace of {workspace:,} bytes")
         return Group(Text(", ".join(parts)), self.table(), *map(Text, self.notes))
 
     def __str__(self) -> str:
@@ -171,7 +181,7 @@ class ModelPlan:
             read = Decision.from_dict(item)
             # By the backend's own name, not a family's: () where it is not loaded.
             offers = () if registry is None else registry.plugins.find(read.backend or "")
-            found = (offer.backend for offer in offers if offer.name == read.backend)
+            found = (offer.backend.for_layer(read.spec) for offer in offers if offer.name == read.backend)
             return dataclasses.replace(read, backend_cls=next(found, None))
 
         with reading("plan"):

@@ -61,6 +61,8 @@ def test_latent_attention_names_the_backends_of_both_phases(run):
     model = MODELS / "deepseek-v3.json"
     rows = [line.split() for line in run("select", model, "--device", "cpu", "--per-phase").out.splitlines()]
     assert ["61", "0-60", "128/1", "576", "MLA", "TORCH", "TORCH", "16"] in rows
+    memory = run("select", model, "--device", "cpu", "--memory", "80GiB", "--tp", "8")
+    assert "Prefill workspace of latent attention: 16,384 rows of 186,646,528 bytes in all" in memory.out
     hopper = run("select", model, "--device", "sm90", "--assume-installed", "all")
     assert "FLASH_ATTN_4  TORCH" in hopper.out or "FLASH_ATTN_4+TORCH" in hopper.out
 

@@ -12,6 +12,7 @@ from attnplug.core.errors import SpecError
 from attnplug.core.kv_cache_spec import MLAAttentionSpec
 from attnplug.core.mla_weights import DenseProjection
 from attnplug.ops import gather_pages
+from attnplug.registry import get_registry
 from attnplug.runtime import AttentionRuntime
 from attnplug.testing import assert_close
 from attnplug.testing.drawn_values import layer_tensors
@@ -67,6 +68,18 @@ def test_latent_full_and_sliding_layers_of_one_model_are_right_over_several_step
             expected = attention_oracle(spec, queries, keys, values, lens, tensors=given).output
             assert_close(found, expected, 2e-5)
         batches.finish_step()
+
+
+def test_a_plan_tells_the_prefill_workspace_and_finds_its_classes_again_when_it_is_read_back() -> None:
+    made = plan(SPECS, "cpu", num_blocks=64)
+    # 16,384 rows of a latent of 32 and 4 heads of 20 + 10 elements, in float32.
+    assert made.prefill_workspace_bytes() == 16_384 * (32 + 4 * 30) * 4
+    assert made.prefill_workspace_bytes(100) == 100 * (32 + 4 * 30) * 4
+    assert "a prefill workspace of 9,961,472 bytes" in " ".join(str(made).split())
+    assert plan({"b": FULL}, "cpu").prefill_workspace_bytes() == 0
+    again = type(made).from_json(made.to_json(), get_registry())
+    assert again.decisions["a"].get_backend_cls() is TorchMLABackend
+    assert again.decisions["b"].get_backend_cls() is not TorchMLABackend
 
 
 def test_a_layer_whose_weights_are_missing_is_refused() -> None:
