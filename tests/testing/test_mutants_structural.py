@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
+import copy
 import fnmatch
 import functools
+import gc
+import logging
+import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 from catching import Wrong
 from wrong_calls import WRONG_CALLS
 from wrong_claims import WRONG_CLAIMS
+from wrong_edges import WRONG_EDGES
 from wrong_halves import WRONG_HALVES
 from wrong_layers import WRONG_LAYERS
 from wrong_plans import WRONG_PLANS
+from wrong_process import WRONG_PROCESS
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import Device
@@ -20,11 +29,12 @@ from attnplug.testing.conformance.cases import Case, designed_cases
 from attnplug.testing.conformance.check import Check, CheckSkipped
 from attnplug.testing.conformance.correctness import check_case
 from attnplug.testing.conformance.listing import conformance_checks
+from attnplug.testing.conformance.process_settings import read_settings, restore_settings
 from attnplug.testing.conformance.target import Target
 
 ALL = [
     wrong
-    for wrong in (*WRONG_CALLS, *WRONG_CLAIMS, *WRONG_HALVES, *WRONG_LAYERS, *WRONG_PLANS)
+    for wrong in (*WRONG_CALLS, *WRONG_CLAIMS, *WRONG_EDGES, *WRONG_HALVES, *WRONG_LAYERS, *WRONG_PLANS)
     if wrong.check != "*"
 ]
 
@@ -57,6 +67,31 @@ def problem_of(check: Check) -> str | None:
     except Exception as problem:
         return str(problem)
     return None
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leaves the process as it was, also where the kit cannot set a value back."""
+    before, printed = read_settings(), copy.copy(torch._tensor_str.PRINT_OPTS)
+    monkeypatch.setattr(torch.nn.functional, "softmax", torch.nn.functional.softmax)
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.cpu)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(logging.root, "handlers", [*logging.root.handlers])
+    handler = signal.getsignal(signal.SIGUSR1)
+    yield
+    gc.enable()
+    signal.signal(signal.SIGUSR1, handler)
+    torch._tensor_str.PRINT_OPTS = printed
+    atexit.unregister(int)
+    restore_settings(before)
+
+
+@pytest.mark.parametrize("wrong", WRONG_PROCESS, ids=lambda wrong: wrong.name)
+@pytest.mark.usefixtures("process")
+def test_a_change_of_the_process_is_named(wrong: Wrong) -> None:
+    problems = [problem_of(check) for check in named_checks(wrong)]
+    assert [problem for problem in problems if problem is None or wrong.says not in problem] == []
+    assert problems
 
 
 NUMERIC = [wrong for wrong in ALL if wrong.check.startswith("correct/")]

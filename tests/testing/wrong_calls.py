@@ -257,8 +257,13 @@ WRONG_CALLS = [
     wrong("dense_lse", "merge/2-parts", "lse", impl=DenseLse),
     wrong("half_lse", "merge/2-parts", "lse", impl=HalfLse),
     wrong("dense_table", "tensors/strided-table-*", "a part of a wider one", impl=DenseTable),
-    wrong("needs_version", "*", "", impl=NeedsVersion),
-    wrong("needs_grad", "*", "", impl=NeedsGrad),
+    wrong(
+        "needs_version",
+        "state/all-in-inference-mode",
+        "Inference tensors do not track version counter",
+        impl=NeedsVersion,
+    ),
+    wrong("needs_grad", "state/no-grad", "raised RuntimeError", impl=NeedsGrad),
     wrong("keys_like_queries", "tensors/output-returned-direct", "output[", impl=KeysLikeQueries),
     wrong(
         "swallows", "tensors/lse-undeclared", "must be refused with a BatchError, not ignored", impl=Swallows

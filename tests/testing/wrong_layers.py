@@ -327,10 +327,10 @@ WRONG_LAYERS = [
         "kept by the addresses of its tensors",
         impl=KeysByAddress,
     ),
-    wrong("own_buffer", "*", "", impl=OwnBuffer),
+    wrong("own_buffer", "state/outputs-apart-decode", "changed when later steps ran", impl=OwnBuffer),
     wrong("tired", "tensors/same-each-call", "call 25 of one impl with the same inputs", impl=Tired),
     wrong("seldom", "tensors/same-each-call", "call 29 of one impl with the same inputs", impl=Seldom),
-    wrong("own_thread", "runtime/other-thread", "made in one thread and run in another", impl=OwnThread),
+    wrong("own_thread", "runtime/other-thread", "raised AttributeError", impl=OwnThread),
     wrong("one_scratch", "runtime/threads", "state shared between two runtimes", impl=OneScratch),
     wrong(
         "eats_metadata", "builder/several-layers-full", "one metadata for several layers", impl=EatsMetadata

@@ -9,8 +9,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -25,14 +23,6 @@ from attnplug.backends.torch_native.impl import TorchImpl
 __all__ = ["WRONG_PROCESS"]
 
 _OLD_SOFTMAX = torch.nn.functional.softmax
-_LEAK: list[Any] = []
-
-
-class Quiet(logging.Filter):
-    """Lets no record pass."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return False
 
 
 def at_forward(act: Callable[[], object]) -> dict[str, Any]:
@@ -101,19 +91,6 @@ def at_question(act: Callable[[], object]) -> dict[str, Any]:
     return {"get_impl_cls": get_impl_cls}
 
 
-def leaves_file() -> None:
-    _LEAK.append(tempfile.TemporaryFile())  # noqa: SIM115 - that is the mistake
-
-
-def leaves_thread() -> None:
-    thread = threading.Thread(target=threading.Event().wait, args=(30,), daemon=True)
-    thread.start()
-
-
-def leaves_descriptor() -> None:
-    _LEAK.append(os.dup(0))
-
-
 def patches_softmax() -> None:
     torch.nn.functional.softmax = lambda *given, **named: _OLD_SOFTMAX(*given, **named)
 
@@ -122,59 +99,208 @@ def patches_tensor() -> None:
     torch.Tensor.cpu = torch.Tensor.detach  # type: ignore[method-assign]
 
 
-def lets_cpu_alone() -> None:
-    _LEAK.append(torch.empty(1 << 15).fill_(1.0))
-
-
 def writes_to_stdout() -> None:
     os.write(1, b"acme: attend\n")
 
 
 WRONG_PROCESS: list[Wrong] = [
-    wrong("sets_dtype", "*", "", **at_making(lambda: torch.set_default_dtype(torch.float64))),
-    wrong("sets_device", "*", "", **at_loading(lambda: torch.set_default_device("cpu"))),
-    wrong("stops_grad", "*", "", **at_forward(lambda: torch.set_grad_enabled(False))),
-    wrong("seeds", "*", "", **at_making(lambda: torch.manual_seed(0))),
-    wrong("draws", "*", "", **at_forward(lambda: torch.rand(1))),
-    wrong("draws_in_build", "*", "", **at_build(lambda: torch.rand(1))),
-    wrong("draws_numpy", "*", "", **at_write(lambda: np.random.default_rng and np.random.mtrand.random())),
-    wrong("draws_python", "*", "", **at_forward(random.random)),
-    wrong("sets_threads", "*", "", **at_making(lambda: torch.set_num_threads(2))),
-    wrong("sets_precision", "*", "", **at_loading(lambda: torch.set_float32_matmul_precision("medium"))),
-    wrong("silences_warnings", "*", "", **at_making(lambda: warnings.simplefilter("ignore"))),
-    wrong("sets_environment", "*", "", **at_question(lambda: os.environ.update(ACME_CACHE="1"))),
-    wrong("sets_environment_late", "*", "", **at_forward(lambda: os.environ.update(ACME_STEP="1"))),
-    wrong("logs_more", "*", "", **at_making(lambda: logging.getLogger().setLevel(logging.DEBUG))),
     wrong(
-        "adds_handler", "*", "", **at_loading(lambda: logging.getLogger().addHandler(logging.NullHandler()))
+        "sets_dtype",
+        "state/settings-kept-decode",
+        "from_spec changes default dtype",
+        **at_making(lambda: torch.set_default_dtype(torch.float64)),
     ),
-    wrong("disables_logging", "*", "", **at_making(lambda: logging.disable(logging.CRITICAL))),
-    wrong("takes_signal", "*", "", **at_making(lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN))),
-    wrong("changes_folder", "*", "", **at_making(lambda: os.chdir("/"))),
-    wrong("patches_softmax", "*", "", **at_loading(patches_softmax)),
-    wrong("patches_tensor", "*", "", **at_question(patches_tensor)),
+    wrong(
+        "sets_device",
+        "state/settings-kept-decode",
+        "process_weights_after_loading changes number of torch's modes",
+        **at_loading(lambda: torch.set_default_device("cpu")),
+    ),
+    wrong(
+        "stops_grad",
+        "state/settings-kept-decode",
+        "attend changes grad mode",
+        **at_forward(lambda: torch.set_grad_enabled(False)),
+    ),
+    wrong(
+        "seeds",
+        "state/settings-kept-decode",
+        "from_spec changes random state of torch",
+        **at_making(lambda: torch.manual_seed(0)),
+    ),
+    wrong(
+        "draws",
+        "state/settings-kept-decode",
+        "attend changes random state of torch",
+        **at_forward(lambda: torch.rand(1)),
+    ),
+    wrong(
+        "draws_in_build",
+        "state/settings-kept-decode",
+        "build changes random state of torch",
+        **at_build(lambda: torch.rand(1)),
+    ),
+    wrong(
+        "draws_numpy",
+        "state/settings-kept-decode",
+        "update_kv_cache changes random state of numpy",
+        **at_write(lambda: np.random.default_rng and np.random.mtrand.random()),
+    ),
+    wrong(
+        "draws_python",
+        "state/settings-kept-decode",
+        "attend changes random state of Python",
+        **at_forward(random.random),
+    ),
+    wrong(
+        "sets_threads",
+        "state/settings-kept-decode",
+        "from_spec changes threads of torch",
+        **at_making(lambda: torch.set_num_threads(2)),
+    ),
+    wrong(
+        "sets_precision",
+        "state/settings-kept-decode",
+        "changes float32 matmul precision",
+        **at_loading(lambda: torch.set_float32_matmul_precision("medium")),
+    ),
+    wrong(
+        "silences_warnings",
+        "state/settings-kept-decode",
+        "from_spec changes warnings filters",
+        **at_making(lambda: warnings.simplefilter("ignore")),
+    ),
+    wrong(
+        "sets_environment",
+        "state/settings-kept-decode",
+        "changes environment variable ACME_CACHE",
+        **at_making(lambda: os.environ.update(ACME_CACHE="1")),
+    ),
+    wrong(
+        "sets_environment_late",
+        "state/settings-kept-decode",
+        "attend changes environment variable ACME_STEP",
+        **at_forward(lambda: os.environ.update(ACME_STEP="1")),
+    ),
+    wrong(
+        "logs_more",
+        "state/settings-kept-decode",
+        "from_spec changes root logger level",
+        **at_making(lambda: logging.getLogger().setLevel(logging.DEBUG)),
+    ),
+    wrong(
+        "adds_handler",
+        "state/settings-kept-decode",
+        "changes root logger handlers",
+        **at_loading(lambda: logging.getLogger().addHandler(logging.NullHandler())),
+    ),
+    wrong(
+        "disables_logging",
+        "state/settings-kept-decode",
+        "from_spec changes root logger disabled below",
+        **at_making(lambda: logging.disable(logging.CRITICAL)),
+    ),
+    wrong(
+        "takes_signal",
+        "state/settings-kept-decode",
+        "from_spec changes handler of the signal SIGUSR1",
+        **at_making(lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN)),
+    ),
+    wrong(
+        "changes_folder",
+        "state/settings-kept-decode",
+        "from_spec changes working directory",
+        **at_making(lambda: os.chdir("/")),
+    ),
+    wrong(
+        "patches_softmax",
+        "state/settings-kept-decode",
+        "changes public functions of torch: torch.nn.functional.softmax",
+        **at_loading(patches_softmax),
+    ),
+    wrong(
+        "patches_tensor",
+        "state/settings-kept-decode",
+        "changes public functions of torch: torch.Tensor.cpu",
+        **at_making(patches_tensor),
+    ),
     wrong(
         "deterministic",
-        "*",
-        "",
+        "state/settings-kept-decode",
+        "from_spec changes deterministic algorithms",
         **at_making(lambda: torch.use_deterministic_algorithms(True, warn_only=True)),
     ),
-    wrong("stops_gc", "*", "", **at_build(gc.disable)),
-    wrong("grows", "*", "", **at_forward(lets_cpu_alone)),
-    wrong("leaves_files", "*", "", **at_write(leaves_file)),
-    wrong("leaves_descriptors", "*", "", **at_forward(leaves_descriptor)),
-    wrong("leaves_threads", "*", "", **at_forward(leaves_thread)),
-    wrong("prints", "*", "", **at_forward(lambda: print("acme"))),
-    wrong("prints_once", "*", "", **at_making(writes_to_stdout)),
-    wrong("runs_at_exit", "*", "", **at_making(lambda: atexit.register(int))),
-    wrong("recursion", "*", "", **at_making(lambda: sys.setrecursionlimit(5000))),
-    wrong("extends_path", "*", "", **at_question(lambda: sys.path.append("/acme"))),
-    wrong("numpy_errors", "*", "", **at_build(lambda: np.seterr(all="ignore"))),
-    wrong("print_options", "*", "", **at_making(lambda: torch.set_printoptions(precision=2))),
-    wrong("flushes_denormals", "*", "", **at_loading(lambda: torch.set_flush_denormal(True))),
-    wrong("stops_mkldnn", "*", "", **at_loading(lambda: setattr(torch.backends.mkldnn, "enabled", False))),
-    wrong("math_sdp_only", "*", "", **at_forward(lambda: torch.backends.cuda.enable_flash_sdp(False))),
-    wrong("excepthook", "*", "", **at_making(lambda: setattr(sys, "excepthook", lambda *a: None))),
-    wrong("switch_interval", "*", "", **at_making(lambda: sys.setswitchinterval(0.5))),
-    wrong("umask", "*", "", **at_making(lambda: os.umask(0o077))),
+    wrong(
+        "stops_gc", "state/settings-kept-decode", "build changes garbage collector", **at_build(gc.disable)
+    ),
+    wrong("prints", "state/prints-nothing", "print to stdout: 'acme", **at_forward(lambda: print("acme"))),
+    wrong(
+        "prints_once", "state/prints-nothing", "print to stdout: 'acme: attend", **at_making(writes_to_stdout)
+    ),
+    wrong(
+        "runs_at_exit",
+        "state/settings-kept-decode",
+        "from_spec changes functions to run at exit",
+        **at_making(lambda: atexit.register(int)),
+    ),
+    wrong(
+        "recursion",
+        "state/settings-kept-decode",
+        "from_spec changes recursion limit",
+        **at_making(lambda: sys.setrecursionlimit(5000)),
+    ),
+    wrong(
+        "extends_path",
+        "state/settings-kept-decode",
+        "the import of the impl or the builder changes sys.path",
+        **at_question(lambda: sys.path.append("/acme")),
+    ),
+    wrong(
+        "numpy_errors",
+        "state/settings-kept-decode",
+        "build changes floating-point errors of numpy",
+        **at_build(lambda: np.seterr(all="ignore")),
+    ),
+    wrong(
+        "print_options",
+        "state/settings-kept-decode",
+        "from_spec changes print options of torch",
+        **at_making(lambda: torch.set_printoptions(precision=2)),
+    ),
+    wrong(
+        "flushes_denormals",
+        "state/settings-kept-decode",
+        "changes flush of denormal numbers",
+        **at_loading(lambda: torch.set_flush_denormal(True)),
+    ),
+    wrong(
+        "stops_mkldnn",
+        "state/settings-kept-decode",
+        "changes mkldnn: True became False",
+        **at_loading(lambda: setattr(torch.backends.mkldnn, "enabled", False)),
+    ),
+    wrong(
+        "math_sdp_only",
+        "state/settings-kept-decode",
+        "attend changes torch.backends cuda.enable_flash_sdp",
+        **at_forward(lambda: torch.backends.cuda.enable_flash_sdp(False)),
+    ),
+    wrong(
+        "excepthook",
+        "state/settings-kept-decode",
+        "from_spec changes hook sys.excepthook",
+        **at_making(lambda: setattr(sys, "excepthook", lambda *a: None)),
+    ),
+    wrong(
+        "switch_interval",
+        "state/settings-kept-decode",
+        "from_spec changes switch interval",
+        **at_making(lambda: sys.setswitchinterval(0.5)),
+    ),
+    wrong(
+        "umask",
+        "state/settings-kept-decode",
+        "from_spec changes file mode mask",
+        **at_making(lambda: os.umask(0o077)),
+    ),
 ]

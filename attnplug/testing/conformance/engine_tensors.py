@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from attnplug.core.features import Feature
-from attnplug.core.spec import Phase
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance import captures
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckTable, ConformanceError, checks_from
@@ -21,6 +20,7 @@ from attnplug.testing.conformance.steps import (
     BatchFactory,
     decodes,
     mixed,
+    paged_scenarios,
     scenario_factory,
     scenarios,
     step_factory,
@@ -34,13 +34,12 @@ _SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 def checks(target: Target) -> Iterator[Check]:
     """The checks of an engine's tensors, in each scenario that has them."""
     for scenario in scenarios(target):
-        if scenario != "encoder" or target.phase is not Phase.DECODE:
-            yield from checks_from(_CHECKS, "tensors", target, scenario)
-    for scenario in PAGED_SCENARIOS:
+        yield from checks_from(_CHECKS, "tensors", target, scenario)
+    for scenario in paged_scenarios(target):
         yield from checks_from(_PAGED, "tensors", target, scenario)
-    yield Check.of(
-        "tensors/same-each-call", "an impl gives the same bits at each of many calls", _check_calls, target
-    )
+    if paged_scenarios(target):
+        summary = "an impl gives the same bits at each of many calls"
+        yield Check.of("tensors/same-each-call", summary, _check_calls, target)
     if Feature.FP8_KV in target.backend.features:
         summary = "the scales of the engine's layer are not modified"
         yield Check.of("tensors/scales-kept", summary, _check_scales, target)

@@ -12,6 +12,7 @@ from attnplug.registry.devices import DeviceLike, resolve_device
 from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.testing.conformance import (
     acceptance,
+    afterwards,
     answers,
     builder_inputs,
     builders,
@@ -37,6 +38,7 @@ from attnplug.testing.conformance import (
     outputs,
     pages,
     process_memory,
+    process_output,
     process_state,
     quantised_outputs,
     refusals,
@@ -58,7 +60,7 @@ _IN_ORDER = (
     # The first, because a backend may change the process once, when its parts are first asked for.
     process_state,
     *(declaration, answers, pages, interface, lightness, refusals, limits, acceptance, declared, untested),
-    *(options, inputs, engine_scales, outputs, quantised_outputs, engine_tensors, unlike_layers),
+    *(options, inputs, engine_scales, outputs, quantised_outputs, engine_tensors, unlike_layers, afterwards),
     *(cache_writes, scales, cache_reads, cache_layouts, requests, step_chains, correctness),
     *(
         builders,
@@ -66,6 +68,7 @@ _IN_ORDER = (
         host_copies,
         layer_state,
         process_memory,
+        process_output,
         shared_prefix,
         selections,
         sharing,

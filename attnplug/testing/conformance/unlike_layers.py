@@ -9,12 +9,13 @@ from typing import Any
 
 from attnplug.core.features import Feature
 from attnplug.core.spec import LayerSpec
-from attnplug.testing.batches import Batch, layer_tensors
+from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckSkipped
 from attnplug.testing.conformance.expectations import difference, wrong_answer
 from attnplug.testing.conformance.harness import Harness
 from attnplug.testing.conformance.steps import decodes
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.drawn_values import layer_tensors
 
 _MOST_KEYS = 4
 _LATER = "state of a layer that the process served before"

@@ -1,0 +1,238 @@
+"""Backends that go wrong after something unusual: a refusal, a draft step, a flag that changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from catching import wrong
+from wrong_builders import Altered
+from wrong_structure import Around, Call
+
+from attnplug.backends.torch_native.builder import TorchMetadataBuilder
+from attnplug.backends.torch_native.impl import TorchImpl
+from attnplug.backends.torch_native.metadata import TorchMetadata
+from attnplug.core import CommonAttentionMetadata
+from attnplug.errors import BatchError
+
+__all__ = ["WRONG_EDGES"]
+
+
+class BrokenByRefusal(TorchImpl):
+    """Its guard against a second call at once stays locked after a refusal."""
+
+    busy = False
+
+    def attend(self, *given: Any, **asked: Any) -> torch.Tensor:
+        if self.busy:
+            raise RuntimeError("called at once by two threads")
+        self.busy = True
+        found = super().attend(*given, **asked)
+        self.busy = False
+        return found
+
+
+class StaleAfterRefusal(Altered):
+    """Keeps the lengths of a step that was refused."""
+
+    refused: Any = None
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        made = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        self.refused = None if common_attn_metadata.causal else made.query_lens
+        return made
+
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
+        if self.refused is not None and self.refused.size == made.seq_lens.size:
+            return dataclasses.replace(made, seq_lens=self.refused)
+        return made
+
+
+class AfterDrafts(TorchMetadataBuilder):
+    """Takes a plain step after a draft for one more draft."""
+
+    drafted: Any = None
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
+        self.drafted = super().build(0, common_attn_metadata, True)
+        return self.drafted
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        made = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if self.drafted is not None and self.drafted.seq_lens.size == made.seq_lens.size:
+            made = dataclasses.replace(made, block_table=self.drafted.block_table)
+        return made
+
+
+class FirstOfModel(TorchMetadataBuilder):
+    """Plans with the scale of the model's first layer, which may be of another group."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        made = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        first = next(iter(self.config.layers.values())).impl.spec
+        made.plans["window"] = first.window
+        return made
+
+
+class WindowOfPlan(TorchImpl):
+    """Reads the window from the plan."""
+
+    def attend(self, *given: Any, **asked: Any) -> torch.Tensor:
+        own, window = self.spec, given[5].plans.get("window", self.spec.window)
+        if own.causal:
+            self.spec = own.replace(window=window)
+        try:
+            return super().attend(*given, **asked)
+        finally:
+            self.spec = own
+
+
+class EatsScale(Around):
+    """Inverts the scale of the output in place."""
+
+    def after(self, call: Call) -> None:
+        scale = call.more.get("output_scale")
+        if scale is not None:
+            scale.reciprocal_()
+
+
+class LsePadding(Around):
+    """Clears the LSE of padding rows."""
+
+    def after(self, call: Call) -> None:
+        lse = call.more.get("output_lse")
+        if lse is not None:
+            lse[call.metadata.num_actual_tokens :] = 0
+
+
+class FlagWithoutSinks(Around):
+    """Refuses use_sinks=False for a layer that has none, as a merge of partial results may give."""
+
+    def before(self, call: Call) -> None:
+        if not call.more.get("use_sinks", True) and not self.spec.has_sinks:
+            raise BatchError("use_sinks", False, "is for layers with sinks")
+
+
+class FirstEncoder(TorchImpl):
+    """Keeps the pages of an encoder from its first step, for steps that write none."""
+
+    kept: Any = None
+
+    def attend(
+        self,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        cache: Any,
+        metadata: Any,
+        *given: Any,
+        **asked: Any,
+    ) -> torch.Tensor:
+        if self.spec.attn_type == "encoder_decoder":
+            if key is not None or self.kept is None:
+                self.kept = metadata.block_table, metadata.seq_lens
+            elif self.kept[1].size == metadata.seq_lens.size:
+                metadata = dataclasses.replace(metadata, block_table=self.kept[0], seq_lens=self.kept[1])
+        return super().attend(layer, query, key, value, cache, metadata, *given, **asked)
+
+
+class OwnerOfBlock(Altered):
+    """Knows one request for each block, though requests may share blocks."""
+
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
+        table = made.block_table.clone()
+        if not len(table):
+            return made
+        first = table[:, :1]
+        shared = (first == first[0]) & (torch.arange(len(table))[:, None] > 0)
+        lens = np.where(
+            shared[:, 0].numpy() & (made.seq_lens > made.query_lens), made.query_lens, made.seq_lens
+        )
+        return dataclasses.replace(made, seq_lens=lens) if len(table) > 1 else made
+
+
+class ForgetsSlotsOfIdle(Altered):
+    """Drops the slots of a step whose first request is idle."""
+
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
+        if made.query_lens.size and made.query_lens[0] == 0:
+            return dataclasses.replace(made, slot_mapping=torch.full_like(made.slot_mapping, -1))
+        return made
+
+
+class LongestOnly(Altered):
+    """Reads the table of the longest request for requests of its length."""
+
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
+        if made.seq_lens.size < 2:
+            return made
+        longest = int(made.seq_lens.argmax())
+        same = torch.from_numpy(made.seq_lens == made.seq_lens[longest])
+        table = torch.where(same[:, None], made.block_table[longest], made.block_table)
+        return dataclasses.replace(made, block_table=table)
+
+
+class Biggest(Around):
+    """Has room for 64 rows; others see the last of them."""
+
+    def after(self, call: Call) -> None:
+        call.rows[64:] = call.rows[63:64]
+
+
+class HashedNames(Around):
+    """Layers whose names have equal hashes share their sinks."""
+
+    kept: ClassVar[dict[int, Any]] = {}
+
+    def after(self, call: Call) -> None:
+        if self.kept.setdefault(sum(map(ord, self.layer_name)) % 7, self.spec) != self.spec:
+            call.rows.mul_(1.02)
+
+
+WRONG_EDGES = [
+    wrong(
+        "broken_by_refusal",
+        "batch/after-refusal",
+        "after one with causal=False was refused: raised RuntimeError",
+        impl=BrokenByRefusal,
+    ),
+    wrong(
+        "stale_after_refusal",
+        "batch/after-refusal",
+        "after one with causal=False was refused",
+        builder=StaleAfterRefusal,
+    ),
+    wrong("after_drafts", "builder/after-drafts", "a plain build after draft steps", builder=AfterDrafts),
+    wrong(
+        "first_of_model", "runtime/steps", "layer window of KV group", builder=FirstOfModel, impl=WindowOfPlan
+    ),
+    wrong("eats_scale", "tensors/output-scale-kept", "forward modified output_scale", impl=EatsScale),
+    wrong("lse_padding", "tensors/lse-padding", "rows of output_lse past num_actual_tokens", impl=LsePadding),
+    wrong(
+        "flag_without_sinks",
+        "merge/2-parts",
+        "use_sinks=False is for layers with sinks",
+        impl=FlagWithoutSinks,
+    ),
+    wrong(
+        "first_encoder",
+        "cache/cross-later-steps",
+        "a later step of a cross layer without keys",
+        impl=FirstEncoder,
+    ),
+    wrong(
+        "owner_of_block", "builder/common-prefix-full", "build(common_prefix_len=16)", builder=OwnerOfBlock
+    ),
+    wrong(
+        "forgets_slots_of_idle",
+        "batch/idle-decode",
+        "with requests of [0, 1, 0, 1, 1] new tokens",
+        builder=ForgetsSlotsOfIdle,
+    ),
+    wrong("longest_only", "merge/2-parts", "part 1 alone", builder=LongestOnly),
+    wrong("biggest", "cache/block-size-64", "with pages of 64 tokens", impl=Biggest),
+    wrong("hashed_names", "*", "", impl=HashedNames),
+]
