@@ -1,4 +1,4 @@
-"""The declaration of TRITON: all of TORCH on GPUs, except odd page sizes and storage types."""
+"""The declarations of TRITON: all of TORCH on GPUs, except odd page sizes and storage types."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.features import Feature
+from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
 from attnplug.core.spec import Phase
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from attnplug.backends.triton.builder import TritonMetadataBuilder
     from attnplug.backends.triton.impl import TritonImpl
+    from attnplug.backends.triton.latent import TritonMLABuilder, TritonMLAImpl
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 _MAX_GROUP = 128
 """Query heads of one KV head: one tile of the kernels has them all."""
+_WIDEST_LATENT = 512
+"""Elements of a latent without its rope part: the accumulators of a tile are as wide."""
 
 
 class TritonBackend(AttentionBackend):
@@ -57,6 +61,11 @@ class TritonBackend(AttentionBackend):
     def get_name() -> str:
         """The name, "TRITON"."""
         return "TRITON"
+
+    @classmethod
+    def for_layer(cls, spec: LayerSpec) -> type[AttentionBackend]:
+        """TritonMLABackend for latent attention; a subclass serves it by a class of its own or not at all."""
+        return TritonMLABackend if spec.mla is not None and cls is TritonBackend else cls
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
@@ -98,9 +107,8 @@ class TritonBackend(AttentionBackend):
             return (
                 f"{spec.num_heads // spec.num_kv_heads} query heads share a KV head, more than {_MAX_GROUP}"
             )
-        is_e4m3 = spec.resolved_kv_cache_dtype == "fp8_e4m3"
-        if is_e4m3 and device.type == "cuda" and device.capability is not None and device.capability < (8, 9):
-            return "fp8_e4m3 needs compute capability 8.9; fp8_e5m2 does not"
+        if lacks := _lacks_e4m3(spec, device):
+            return lacks
         # Triton 3.6 compiles prefills of such layers to code that reads outside of its tiles: on an H200, value
         # tiles of 16 and 32 beside wider key tiles gave wrong numbers or illegal addresses, tiles of 64 did not.
         keys, values = _tile(spec.head_size), _tile(spec.head_size_v)
@@ -147,6 +155,82 @@ class TritonBackend(AttentionBackend):
         from attnplug.backends.triton.builder import TritonMetadataBuilder
 
         return TritonMetadataBuilder
+
+
+class TritonMLABackend(MLADecodeBackend):
+    """Latent attention in Triton: decodes on the latents, and prefills expanded K and V on TRITON."""
+
+    requires: ClassVar[Sequence[str | tuple[str, ...]]] = TritonBackend.requires
+    device_types: ClassVar[Sequence[str]] = TritonBackend.device_types
+    supported_dtypes: ClassVar[Sequence[object]] = TritonBackend.supported_dtypes
+    supported_kv_cache_dtypes: ClassVar[Sequence[str]] = TritonBackend.supported_kv_cache_dtypes
+    supported_phases: ClassVar[Sequence[Phase | str]] = tuple(Phase)
+    features: ClassVar[Feature] = Feature.MLA | Feature.LSE | Feature.FP8_KV
+    step_safe: ClassVar[bool] = True
+    prefill: ClassVar[type[AttentionBackend] | None] = TritonBackend
+
+    query_lens: ClassVar[QueryLens | str] = QueryLens.ANY
+    decode_threshold: ClassVar[int] = 8
+    """Queries share a tile of latents; with more of them the expanded product has less to compute."""
+
+    @staticmethod
+    def get_name() -> str:
+        """The name, "TRITON"."""
+        return TritonBackend.get_name()
+
+    @classmethod
+    def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
+        """100: after the kernels of vendors, before TORCH; interpreted on a CPU it comes after TORCH."""
+        return 0 if device.type == "cpu" else 100
+
+    @classmethod
+    def get_supported_kernel_block_sizes(
+        cls, spec: LayerSpec | None = None, device: Device | None = None
+    ) -> Sequence[int | MultipleOf]:
+        """Any: each key of a tile has its own page look-up."""
+        return (MultipleOf(1),)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: tuple[int, int]) -> bool:
+        """As TritonBackend."""
+        return TritonBackend.supports_compute_capability(capability)
+
+    @classmethod
+    def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
+        """Refuse latents wider than a tile, and fp8 that the GPU lacks."""
+        if spec.mla is not None and spec.mla.kv_lora_rank > _WIDEST_LATENT:
+            return f"kv_lora_rank={spec.mla.kv_lora_rank} is more than {_WIDEST_LATENT}"
+        return _lacks_e4m3(spec, device)
+
+    @classmethod
+    def compile_key(cls, spec: LayerSpec) -> Hashable | None:
+        """The compiled-in values of the decode, and the key of the prefill half."""
+        prefill = super().compile_key(spec)
+        if _INTERPRETED or prefill is None:
+            return None
+        return (spec.num_heads, spec.head_size, spec.head_size_v, spec.block_size, spec.needs_lse, prefill)
+
+    @classmethod
+    def get_impl_cls(cls) -> type[TritonMLAImpl]:
+        """TritonMLAImpl."""
+        from attnplug.backends.triton.latent import TritonMLAImpl
+
+        return TritonMLAImpl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[TritonMLABuilder]:
+        """TritonMLABuilder."""
+        from attnplug.backends.triton.latent import TritonMLABuilder
+
+        return TritonMLABuilder
+
+
+def _lacks_e4m3(spec: LayerSpec, device: Device) -> str | None:
+    """Why the GPU cannot read fp8_e4m3, if it cannot."""
+    is_e4m3 = spec.resolved_kv_cache_dtype == "fp8_e4m3"
+    if is_e4m3 and device.type == "cuda" and device.capability is not None and device.capability < (8, 9):
+        return "fp8_e4m3 needs compute capability 8.9; fp8_e5m2 does not"
+    return None
 
 
 def _tile(size: int) -> int:

@@ -1,0 +1,57 @@
+"""Tile sizes, warps and stages of the decode over latents."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from attnplug.backends.triton.launch import Gpu, tile_side
+
+
+class LatentLaunch(NamedTuple):
+    """Launch parameters of the decode over latents.
+
+    Args:
+        block_m: rows of queries, tokens times heads, of a program.
+        block_n: latents per tile.
+        num_warps: warps of a program.
+        num_stages: tiles in flight.
+        waves: programs per multiprocessor.
+        least: fewest tiles of a program.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    waves: int
+    least: int
+
+
+def latent_launch(rows: int, size: int, itemsize: int, gpu: Gpu) -> LatentLaunch:
+    """The launch for requests of at most `rows` rows over latents of `size` elements and a rope part.
+
+    Args:
+        rows: queries of the longest request times heads.
+        size: elements of a latent without its rope part.
+        itemsize: bytes of an element as it is computed.
+        gpu: the device.
+    """
+    launch = LatentLaunch(16, 16, 4, 2, 1, 2) if itemsize > 2 else _LAUNCHES[min(tile_side(rows), 64)]
+    width = tile_side(size) * itemsize
+    # Queries and tiles need an eighth more for the rope part.
+    while (launch.block_m + launch.block_n * launch.num_stages) * width * 9 // 8 > gpu.shared_memory:
+        if launch.num_stages > 1:
+            launch = launch._replace(num_stages=launch.num_stages - 1)
+        elif launch.block_n > 16:
+            launch = launch._replace(block_n=launch.block_n // 2)
+        else:
+            break
+    return launch
+
+
+# Measured on an H200 by benchmarks/mla.py, by rows of a tile.
+_LAUNCHES = {
+    16: LatentLaunch(16, 32, 4, 3, 2, 2),
+    32: LatentLaunch(32, 64, 8, 3, 1, 2),
+    64: LatentLaunch(64, 64, 8, 2, 1, 1),
+}
