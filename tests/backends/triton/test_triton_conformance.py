@@ -12,7 +12,7 @@ from attnplug.testing import parametrize_with_checks
 
 ON_GPU = torch.cuda.is_available()
 INTERPRETER = {
-    "runtime/threads": "Triton's interpreter keeps the running program in its modules, for all threads"
+    "*runtime/threads": "Triton's interpreter keeps the running program in its modules, for all threads"
 }
 
 

@@ -1,0 +1,111 @@
+"""TRITON decodes latents: every size, every query length, and requests over the shares of several programs."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from attnplug.backends.triton import latent
+from attnplug.backends.triton.backend import TritonBackend
+from attnplug.backends.triton.latent_launch import LatentLaunch, latent_launch
+from attnplug.backends.triton.launch import Gpu
+from attnplug.core.mla import MLADims
+from attnplug.core.spec import LayerSpec
+from attnplug.testing.batches import paged_batch
+from attnplug.testing.conformance.expectations import difference
+from attnplug.testing.conformance.harness import Answer, run_batch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = "bfloat16" if DEVICE == "cuda" else "float32"
+
+
+def layer(heads, rank, rope, **fields):
+    dims = MLADims(
+        q_lora_rank=None, kv_lora_rank=rank, qk_nope_head_dim=16, qk_rope_head_dim=rope, v_head_dim=16
+    )
+    fields = {"dtype": DTYPE, "needs_lse": True, **fields}
+    return LayerSpec(num_heads=heads, num_kv_heads=1, head_size=rank + rope, mla=dims, **fields)
+
+
+def check(spec, new, tokens, **options):
+    backend = TritonBackend.for_layer(spec)
+    batch = paged_batch(spec, new, tokens, device=DEVICE, backend=backend, **options)
+    assert difference(batch, Answer(*run_batch(backend, batch))) is None
+
+
+@pytest.mark.parametrize("heads", [1, 4, 12, 16, 20, 64, 128])
+@pytest.mark.parametrize(("rank", "rope"), [(512, 64), (256, 64), (512, 0), (256, 32)])
+def test_heads_and_dimensions(heads, rank, rope):
+    check(layer(heads, rank, rope), [1, 1], [40, 7], block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("new", "tokens"),
+    [
+        ([1], [300]),
+        ([1] * 6, [40, 7, 129, 64, 1, 300]),
+        ([1, 0, 1, 1, 0], [33, 50, 0, 16, 1]),
+        ([4] * 3, [4, 90, 33]),
+        ([3, 1, 8, 0, 2], [3, 70, 131, 9, 64]),
+        ([5, 2], [3, 40]),
+    ],
+    ids=["one", "ragged", "idle", "uniform", "lengths", "before-0"],
+)
+@pytest.mark.parametrize("block_size", [1, 16, 48])
+@pytest.mark.parametrize("programs", [1, 3, 40])
+def test_shares_of_programs(new, tokens, block_size, programs, monkeypatch):
+    gpu = Gpu(programs, 1 << 18)
+    monkeypatch.setattr(latent, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(latent, "latent_launch", lambda *sizes: LatentLaunch(16, 16, 4, 1, 1, 1))
+    check(layer(4, 64, 16), new, tokens, block_size=block_size)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_latents_of_8_bits(kv_cache_dtype):
+    check(layer(12, 64, 16, kv_cache_dtype=kv_cache_dtype), [1, 4], [70, 33], k_scale=0.37)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision(dtype):
+    check(layer(20, 64, 16, dtype=dtype), [1, 2], [70, 33])
+
+
+def test_plans_are_made_once_per_step_and_before_the_layers_of_a_graph(monkeypatch):
+    made = []
+    monkeypatch.setattr(latent, "BoundKernel", lambda *args: lambda *call: made.append(call))
+    shares = latent.Shares(8, torch.device("cpu"))
+    lens = torch.tensor([5, 9], dtype=torch.int32)
+
+    def step(number, reqs=2):
+        found = types.SimpleNamespace(num_reqs=reqs, max_query_len=1, number=number)
+        found.query_start_loc = found.seq_lens = found.block_table = lens
+        return found
+
+    launch = LatentLaunch(16, 16, 4, 1, 1, 1)
+    shares.begin_step(step(1))
+    assert not made
+    first = shares.tiles(step(1), launch, 4)
+    assert shares.tiles(step(1), launch, 4) is first
+    assert len(made) == 1
+    shares.begin_step(step(2))
+    assert len(made) == 2
+    assert shares.tiles(step(2), launch, 4) is first
+    assert len(made) == 2
+    # More requests than the builder's limit have buffers of their own: a graph may read the others.
+    assert shares.tiles(step(3, reqs=9), launch, 4) is not first
+
+
+def test_a_launch_fits_the_shared_memory():
+    for rows in (1, 16, 17, 33, 1024):
+        for itemsize in (2, 4):
+            for memory in (48 << 10, 99 << 10, 227 << 10):
+                launch = latent_launch(rows, 512, itemsize, Gpu(100, memory))
+                tile = 512 * itemsize * 9 // 8
+                fits = (launch.block_m + launch.block_n * launch.num_stages) * tile <= memory
+                assert fits or (launch.num_stages, launch.block_n) == (1, 16)
+    assert latent_launch(16, 512, 2, Gpu(132, 227 << 10)).block_m == 16
+    assert latent_launch(64, 512, 2, Gpu(132, 227 << 10)).num_stages == 2
