@@ -19,6 +19,7 @@ from attnplug.testing.conformance.outputs import expect_refusal
 from attnplug.testing.conformance.single_cases import single_cases
 from attnplug.testing.conformance.steps import plain_scenario, scenario_factory, scenarios
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.drawn_values import Numbers
 
 _OTHERS = ("int8", "nvfp4", *(f"{name}_block" for name in FP8_OUTPUTS), "unheard_of_3bit")
 """Quantisations whose numbers the kit does not know."""
@@ -58,6 +59,8 @@ def _check_quantised(target: Target, key: str) -> None:
         else:
             _expect_refused(batch, harness, key)
     for case in single_cases(target, ("mixed",)):
+        if case.numbers is Numbers.STRANGERS:
+            continue  # most of their rows have no result
         batch = case.batch(target)
         harness = Harness.of(target, batch)
         if _declares(harness, key):
