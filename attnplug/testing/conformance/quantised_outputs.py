@@ -92,7 +92,7 @@ def _expect_served(batch: Batch, harness: Harness, key: str, reach: float, where
     with error_context(what):
         harness.impl.forward(harness.layers[0], *given, **scales)
     output = given[-1]
-    found = output[:rows].cpu().double() * scale
+    found = batch.compared(output[:rows].cpu().double()) * scale
     _expect_quantised(
         found, expected.double().clamp(-limit * scale, limit * scale), batch, dtype, scale, what
     )
