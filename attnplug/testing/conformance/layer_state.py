@@ -71,9 +71,7 @@ def _check_outputs(target: Target, scenario: str) -> None:
         batch, layer = batches[number % 3], harness.layers[number % 2]
         metadata = harness.build(batch)
         with error_context("forward without output"):
-            made = layer.impl.forward(
-                layer, batch.query, batch.key, batch.value, batch.kv_cache, metadata, **_lse(batch)
-            )
+            made = layer.impl.forward(layer, batch.query, batch.key, batch.value, batch.kv_cache, metadata)
         kept.append((batch, made, raw_bytes(made)))
     for number, (_, made, before) in enumerate(kept):
         if not torch.equal(raw_bytes(made), before):
@@ -84,13 +82,6 @@ def _check_outputs(target: Target, scenario: str) -> None:
                     f"the outputs of steps {number + 1} and {later + 1} are one memory: "
                     "forward without output must make a new tensor in each call"
                 )
-
-
-def _lse(batch: Batch) -> dict[str, torch.Tensor]:
-    if not batch.spec.needs_lse:  # layers of the scenarios need none
-        return {}
-    form: dict[str, Any] = {"dtype": torch.float32, "device": batch.query.device}
-    return {"output_lse": torch.empty(batch.query.shape[:2], **form)}
 
 
 def _check_like(target: Target, scenario: str) -> None:

@@ -57,7 +57,8 @@ class _Memory(NamedTuple):
                 with contextlib.suppress(Exception):  # fake tensors have no storage
                     storage: Any = each.untyped_storage()
                     storages[storage.data_ptr()] = storage.nbytes()
-        device = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+        has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        device = torch.cuda.memory_allocated() if has_gpu else 0
         held = sum(trace.size for trace in objects.traces)
         sizes = {"Python objects and arrays": held, "tensors": sum(storages.values()), "GPU memory": device}
         descriptors = Path("/proc/self/fd")
@@ -125,13 +126,13 @@ def _expect_bounded(work: Callable[[], None], count: int, slack: int, what: str)
     with _tracing():
         seconds = min(_seconds(work) for _ in range(20))  # first calls import, compile and allocate
         count = max(min(count, int(_SECONDS / max(seconds, 1e-6))), 20)
-        before = _Memory.now()
+        last = before = after = _Memory.now()
+        most, grown = max(slack * count, _NOISE), dict.fromkeys(before.bytes, 0)
         for _ in range(_MOST_ROUNDS):
             for _ in range(count):
                 work()
             after = _Memory.now()
             grown = {name: after.bytes[name] - before.bytes[name] for name in after.bytes}
-            most = max(slack * count, _NOISE)
             opened = {name: after.counts[name] - before.counts[name] for name in after.counts}
             if max(opened.values()) >= count // 2:
                 # A pool of threads or files with a bound is smaller than this number of steps.

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._tensor_str import PRINT_OPTS
 
 _SET_BY_TORCH = ("CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Environment variables that torch itself sets when it initialises CUDA or compiles."""
@@ -101,7 +102,7 @@ def _set_device(device: torch.device) -> None:
 
 def _torch_random() -> _Opaque:
     state = torch.get_rng_state().numpy().tobytes()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state += torch.cuda.get_rng_state().cpu().numpy().tobytes()
     return _Opaque(state)
 
@@ -190,7 +191,8 @@ def _modes() -> tuple[int, int]:
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    return len(_get_current_function_mode_stack()), len(_get_current_dispatch_mode_stack())
+    functions: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return len(functions), len(_get_current_dispatch_mode_stack())
 
 
 def _environment() -> dict[str, str]:
@@ -242,6 +244,11 @@ def _affinity() -> Any:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
+def _set_affinity(cpus: Any) -> None:
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)
+
+
 def _functions() -> dict[str, int]:
     """The identities of torch's public functions, which a backend must not replace."""
     owners = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": torch.Tensor}
@@ -291,7 +298,7 @@ _SETTINGS = (
         "random state of Python", lambda: _Opaque(random.getstate()), lambda it: random.setstate(it.value)
     ),
     Setting("floating-point errors of numpy", np.geterr, lambda values: np.seterr(**values)),
-    Setting("print options of torch", lambda: repr(torch._tensor_str.PRINT_OPTS), by_imports=True),
+    Setting("print options of torch", lambda: repr(PRINT_OPTS), by_imports=True),
     Setting(
         "print options of numpy", np.get_printoptions, lambda it: np.set_printoptions(**it), by_imports=True
     ),
@@ -314,6 +321,6 @@ _SETTINGS = (
     Setting("garbage collector", lambda: (gc.isenabled(), gc.get_threshold())),
     Setting("recursion limit", sys.getrecursionlimit, sys.setrecursionlimit, by_imports=True),
     Setting("switch interval", sys.getswitchinterval, sys.setswitchinterval),
-    Setting("CPU affinity", _affinity, lambda it: it and os.sched_setaffinity(0, it)),
+    Setting("CPU affinity", _affinity, _set_affinity),
     Setting("start method of processes", lambda: multiprocessing.get_start_method(allow_none=True)),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -66,7 +66,7 @@ def _check_kept(target: Target, scenario: str) -> None:
         )
 
 
-def _life(target: Target, make: BatchFactory) -> Iterator[str]:
+def _life(target: Target, make: BatchFactory) -> Generator[str, None, None]:
     """Run the methods of a layer and its builder; yields the name of each after it ran."""
     backend, batch = target.backend, make()
     target.reasons(batch.spec)
@@ -174,18 +174,19 @@ def _threads(count: int) -> Iterator[None]:
 def _unfilled() -> Iterator[None]:
     """torch.empty gives NaN and the largest integers."""
     before = torch.get_deterministic_debug_mode()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    switch: Any = torch.utils.deterministic
+    fills = switch.fill_uninitialized_memory
     with warnings.catch_warnings():
         # Kernels without a deterministic form warn here, and run.
         warnings.simplefilter("ignore")
         # torch.use_deterministic_algorithms does this too, after an import of the compiler.
         torch._C._set_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True
+        switch.fill_uninitialized_memory = True
         try:
             yield
         finally:
             torch._C._set_deterministic_algorithms(before > 0, warn_only=before == 1)
-            torch.utils.deterministic.fill_uninitialized_memory = fills
+            switch.fill_uninitialized_memory = fills
 
 
 _GIVEN: dict[str, tuple[_Context, str, str]] = {
