@@ -16,7 +16,7 @@ from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.latent_sizes import fields_of, pair_of
-from attnplug.testing.conformance.shapes import FAR_BLOCKS, LONG, SHAPES, lengths
+from attnplug.testing.conformance.shapes import LONG, SHAPES, far_blocks, lengths
 from attnplug.testing.conformance.target import Target, of_phase
 from attnplug.testing.design.compiling import compile_key, most_adding
 from attnplug.testing.design.packing import packed_rows, served_pairs
@@ -72,6 +72,9 @@ _TOGETHER: tuple[dict[str, Any], ...] = (
     {"mm_prefix": True, "kind": "direct", "window": (6, 0)},
     {"kind": "non_causal", "window": (40, 40)},
     {"kind": "non_causal", "window": (5, 11)},
+    {"kind": "non_causal", "window": (15, -1)},
+    {"kind": "non_causal", "window": (-1, 7)},
+    {"kind": "direct", "chunk_size": 24},
     {"values": "smaller", "layout": "HND"},
     {"values": "larger", "layout": "HND"},
     {"numbers": Numbers.FAR, "has_sinks": True, "needs_lse": True},
@@ -149,10 +152,12 @@ class Case:
         if not spec.direct_kv:
             options |= {"block_size": self.block_size, "layout": self.layout, "drop_window": True}
             options |= FP8_SCALES if spec.has_quantized_kv_cache else {}
-            options |= {"skip_blocks": FAR_BLOCKS} if self.shape == "far-blocks" else {}
+            options |= {"skip_blocks": far_blocks(self.block_size)} if self.shape == "far-blocks" else {}
         elif new != tokens:
-            # An engine's own cache drops the keys that a causal window has passed.
-            reach = spec.window[0] if spec.causal and spec.window[0] >= 0 else max(tokens, default=0)
+            # An engine's own cache drops the keys that a causal window or a chunk has passed.
+            reach = spec.chunk_size or max(tokens, default=0)
+            if spec.causal and spec.window[0] >= 0:
+                reach = spec.window[0]
             options["key_lens"] = [
                 min(count + reach, every) for count, every in zip(new, tokens, strict=True)
             ]
@@ -278,6 +283,7 @@ def designed_cases(target: Target) -> list[Case]:
         if axis != "shape"
         for value in values
     ]
+    alone += [{"shape": shapes[0], axis: value} for axis, value in _further(target, search)]
     alone += [{"shape": shapes[0], **fields} for fields in _TOGETHER]
     alone += _long_rows(search, few)
     rows = [row for fixed in alone if (row := search.complete(fixed)) and not search.reasons(row)]
@@ -290,6 +296,18 @@ def designed_cases(target: Target) -> list[Case]:
         if _cache_bytes(case) <= _MOST_BYTES:
             cases.setdefault(case.id, (case, row))
     return _within_keys(target, list(cases.values()))
+
+
+def _further(target: Target, search: Search) -> list[tuple[str, Any]]:
+    """Numbers of heads and values of features that no pair has at the smoke level: each is tried alone."""
+    samples = {flag.ask.field: flag.ask.values for flag in target.backend.features & COMPUTED}
+    every = {"heads": (*_HEADS, (1, 1)), **samples}
+    return [
+        (axis, value)
+        for axis, tried in search.axes.items()
+        for value in every.get(axis, ())
+        if value not in tried
+    ]
 
 
 def _long_rows(search: Search, few: bool) -> list[dict[str, Any]]:
@@ -315,7 +333,7 @@ def _cache_bytes(case: Case) -> int:
     if case.shape != "far-blocks":
         return 0
     pages = kv_cache_spec_for(case.spec, case.block_size)
-    return 0 if pages is None else FAR_BLOCKS * pages.page_size_bytes
+    return 0 if pages is None else far_blocks(case.block_size) * pages.page_size_bytes
 
 
 def _within_keys(target: Target, designed: Sequence[tuple[Case, Row]]) -> list[Case]:

@@ -20,13 +20,18 @@ LONG: dict[str, tuple[Sequence[int], Sequence[int]]] = {
 }
 """Large batches: new and all tokens. They are tried with single values, and not with pairs.
 
-`far-blocks` has block numbers that 16 bits do not hold."""
+`far-blocks` has block numbers that 16 bits with a sign do not hold, and slots that 16 bits do not hold."""
 
-FAR_BLOCKS = 33_000
+_FAR_BLOCKS, _FAR_SLOTS = 33_000, 66_000
 
 _DRAFTED = {"speculative": 3, "draft": 1}
 _LONGEST = 300
 _TILES = (16, 64, 128)
+
+
+def far_blocks(block_size: int) -> int:
+    """The blocks in front of those of `far-blocks`."""
+    return max(_FAR_BLOCKS, -(-_FAR_SLOTS // block_size))
 
 
 def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], list[int]]:

@@ -1,0 +1,1 @@
+"""A correct backend in plain torch, and families of backends with one mistake each."""
