@@ -350,6 +350,11 @@ WRONG_LAYERS = [
         "of a layer with kv_sharing_target_layer_name",
         impl=DropsTarget,
     ),
-    wrong("own_scales", "*", "", impl=OwnScales),
+    wrong(
+        "own_scales",
+        "cache/scales-of-layer-fp8",
+        "which differ from those given to from_spec",
+        impl=OwnScales,
+    ),
     wrong("first_scales", "layers/unlike", "the layer with kv_cache_dtype=fp8", impl=FirstScales),
 ]
