@@ -29,7 +29,7 @@ def _has_value(case: LatentCase, axis: str, value: Any) -> bool:
     if axis == "kind":
         return all(getattr(case.spec, name) == each for name, each in KINDS[value].items())
     if axis == "block_size":
-        return case.block_size == value
+        return bool(case.block_size == value)
     # A latent cache has no dimension of heads, so both layouts have the same order.
     if axis == "layout":
         return True
