@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-_MANY_STEPS = ("builder/", "runtime/", "merge/context", "refused/never-after-acceptance", "state/")
+_MANY_STEPS = ("builder/", "runtime/", "merge/context", "refused/never-after-acceptance", "state/", "batch/c")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-_MANY_STEPS = ("builder/", "runtime/", "merge/context", "refused/never-after-acceptance", "state/")
+_MANY_STEPS = ("builder/", "runtime/", "merge/context", "refused/never-after-acceptance", "state/", "batch/c")
 
 
 @pytest.hookimpl(tryfirst=True)
