@@ -66,11 +66,16 @@ class DenseProjection:
     def expand(self, kv_c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As LatentProjection.expand."""
         (heads, nope, _), size_v = self.w_uk.shape, self.w_uv.shape[2]
-        if self.joint is not None:
+        if self.joint is not None and kv_c.is_cuda:
             both = (kv_c @ self.joint.T).view(kv_c.shape[0], heads, nope + size_v)
             return both[..., :nope], both[..., nope:]
-        keys = torch.einsum("sl,npl->snp", kv_c, self.w_uk)
-        return keys, torch.einsum("sl,nlv->snv", kv_c, self.w_uv)
+        rows, parts = kv_c[None], (self.w_uk.mT, self.w_uv)
+        if not kv_c.is_cuda:
+            # On a CPU, products in half precision can let NaN of one row reach other rows.
+            rows, parts = rows.float(), (parts[0].float(), parts[1].float())
+        rows = rows.expand(heads, -1, -1)
+        keys, values = (torch.bmm(rows, part).transpose(0, 1).to(kv_c.dtype) for part in parts)
+        return keys, values
 
 
 def check_projection(spec: LayerSpec, w_uk: object, w_uv: object, kv_b_proj: object) -> None:

@@ -31,7 +31,7 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
     `backend.prefill`: new tokens causally, computed ones in chunks, merged by their LSE.
     """
 
-    backend: type[MLADecodeBackend]
+    backend: type[MLADecodeBackend]  # pyright: ignore[reportIncompatibleVariableOverride]
     dims: MLADims
     softmax_scale: float
     """The factor of logits, for `decode`: the layer's scale times the scale of stored latents."""
