@@ -49,6 +49,31 @@ BY_PROCESS = """    @classmethod
 ANSWERS = {BY_HASH: "get_priority is", BY_SET: "supports_combination is", BY_PROCESS: "get_priority is"}
 
 
+PARTS = {
+    "torch.set_default_dtype(torch.float64)": "changes default dtype: torch.float32 became torch.float64",
+    "torch.set_num_threads(7)": "changes threads of torch: 1 became 7",
+    "torch.manual_seed(7)": "changes random state of torch",
+    "os.environ['ACME_HEAVY'] = '1'": "changes environment variable ACME_HEAVY: unset became '1'",
+    "warnings.simplefilter('ignore')": "changes warnings filters",
+    "print('acme kernels 1.0')": "prints to stdout",
+}
+WITH_PARTS = """    @classmethod
+    def get_impl_cls(cls):
+        import effective_backend_parts
+        return super().get_impl_cls()
+"""
+
+
+@pytest.mark.parametrize("target", [("os", "", WITH_PARTS)], indirect=True)
+def test_what_the_import_of_an_impl_changes_is_named(target: Target, tmp_path: Path) -> None:
+    module = tmp_path / "effective_backend_parts.py"
+    module.write_text("\n".join(["import os, warnings", "import torch", *PARTS, ""]))
+    problem = problem_of(target, "declaration/no-effects-of-parts")
+    assert problem.startswith("the import of the impl or the builder changes")
+    for says in PARTS.values():
+        assert says in problem
+
+
 @pytest.fixture
 def target(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -122,6 +122,28 @@ class DropsOptions(TorchImpl):
         return super().from_spec(spec, options=None, **more)
 
 
+class DefaultOptions(TorchImpl):
+    """from_spec makes options of its own."""
+
+    @classmethod
+    def from_spec(cls, spec: Any, *, options: Any = None, **more: Any) -> Any:
+        return super().from_spec(spec, options=Tiles(), **more)
+
+
+class SharedOptions(TorchImpl):
+    """All layers have the options of the layer made last."""
+
+    kept: ClassVar[Any] = None
+
+    @property
+    def options(self) -> Any:
+        return SharedOptions.kept
+
+    @options.setter
+    def options(self, given: Any) -> None:
+        SharedOptions.kept = given
+
+
 class DropsName(TorchImpl):
     """from_spec forgets the layer's name."""
 
@@ -337,6 +359,54 @@ WRONG_CLAIMS = [
         "with the option precise=False",
         impl=OnlyDefault,
         Options=Tiles,
+    ),
+    wrong(
+        "drops_options",
+        "options/held",
+        "impl.options is None: pass options on",
+        impl=DropsOptions,
+        Options=Tiles,
+    ),
+    wrong(
+        "default_options",
+        "options/precise=False",
+        "impl.options has precise=True, not precise=False",
+        impl=DefaultOptions,
+        Options=Tiles,
+    ),
+    wrong(
+        "refuses_options",
+        "options/tile=128",
+        "raised NotImplementedError: tile",
+        impl=RefusesOptions,
+        Options=Tiles,
+    ),
+    wrong(
+        "last_options",
+        "options/precise=False",
+        "and with the defaults, the one with the option precise=",
+        impl=LastOptions,
+        Options=Tiles,
+    ),
+    wrong(
+        "shared_options",
+        "options/precise=False",
+        "given the option precise=False, and impl.options has precise=True",
+        impl=SharedOptions,
+        Options=Tiles,
+    ),
+    wrong(
+        "changes_options",
+        "options/tile=128",
+        "impl.options has tile=32, not tile=128",
+        impl=ChangesOptions,
+        Options=Tiles,
+    ),
+    wrong(
+        "clamped_options",
+        "options/tile=128",
+        "Clamped given the option tile=128 has tile=64",
+        Options=Clamped,
     ),
     wrong(
         "never_updates", "builder/update_block_table-full", "raised TypeError: not here", builder=NeverUpdates

@@ -53,18 +53,24 @@ class Harness:
 
     @classmethod
     def of(
-        cls, target: Target, *batches: Batch, dcp: ContextParallel | None = None, **config: Any
+        cls,
+        target: Target,
+        *batches: Batch,
+        dcp: ContextParallel | None = None,
+        options: Any = None,
+        **config: Any,
     ) -> Harness:
         """A layer for each batch and one builder for all; `config` has fields of BuilderConfig.
 
-        The layers are those of a rank of `dcp`, if it is given.
+        The layers are those of a rank of `dcp`, if it is given; without `options` they have the defaults.
 
         Raises:
             ConformanceError: the backend raises.
         """
         with error_context("from_spec, of a layer that validate_configuration accepts"):
             # An impl of its own from_spec need not know the argument.
-            shared = {} if dcp is None else {"dcp": dcp}
+            shared: dict[str, Any] = {} if dcp is None else {"dcp": dcp}
+            shared |= {} if options is None else {"options": options}
             named = {
                 f"layers.{i}": HarnessLayer(target, f"layers.{i}", batch, **shared)
                 for i, batch in enumerate(batches)

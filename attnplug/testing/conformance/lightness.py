@@ -35,6 +35,8 @@ def checks(target: Target) -> Iterator[Check]:
         yield Check.of(f"declaration/{name}", summary, _check, target, call_methods)
     summary = "importing the module and calling the declaring methods changes nothing in the process"
     yield Check.of("declaration/no-effects", summary, _check_effects, target)
+    summary = "importing the impl and the builder changes nothing in the process"
+    yield Check.of("declaration/no-effects-of-parts", summary, _check_parts, target)
     summary = "the declaring methods give the same answers in each process"
     yield Check.of("declaration/each-process", summary, _check_processes, target)
 
@@ -58,6 +60,14 @@ def _check_effects(target: Target) -> None:
     if effects:
         did = f"importing {target.backend.__module__} or calling the declaring methods of the class"
         raise ConformanceError(f"{did} {'; '.join(effects)}; a declaration must leave the process as it is")
+
+
+def _check_parts(target: Target) -> None:
+    effects: list[str] = _ask(target.backend, call_methods=False, parts=True)["parts"]
+    if effects:
+        raise ConformanceError(
+            f"the import of the impl or the builder {'; '.join(effects)}; a backend must leave the process as it is"
+        )
 
 
 def _check_processes(target: Target) -> None:

@@ -117,6 +117,12 @@ def main() -> None:
         name: where for name, where in watch.places.items() if name in sys.modules and name not in before
     }
     answer: dict[str, Any] = {"loaded": loaded, "raised": raised}
+    if request.get("parts"):
+        # It imports torch, which the other requests watch for.
+        from attnplug.testing.conformance.part_effects import part_effects
+
+        with contextlib.redirect_stdout(printed):
+            answer["parts"] = part_effects(backend)
     if effects is not None:
         answer["effects"] = [*effects.found(), *(["prints to stdout"] if printed.getvalue() else [])]
         answer["values"] = values

@@ -1,7 +1,8 @@
-"""Every option is run with several values: those of its type, and those that its field lists for the kit."""
+"""Every option is run with several values: those of its type, those that its field lists, and twice a number."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import itertools
@@ -14,9 +15,10 @@ from typing import Any
 from attnplug.core.errors import AttnplugError
 from attnplug.core.text import shown
 from attnplug.registry.plugin_calls import guarded_call
-from attnplug.testing.conformance.check import Check, CheckUntested, ConformanceError, Level
+from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested, ConformanceError, Level
 from attnplug.testing.conformance.expectations import difference, wrong_answer
 from attnplug.testing.conformance.harness import Answer, run_batch
+from attnplug.testing.conformance.held_options import expect_held, expect_independent
 from attnplug.testing.conformance.single_cases import single_cases
 from attnplug.testing.conformance.target import Target
 
@@ -31,15 +33,21 @@ def checks(target: Target) -> Iterator[Check]:
 
     Level full tries the products of all values too.
     """
-    given, _ = guarded_call(lambda: values_of(target.backend.Options))
+    declared = target.backend.Options
+    given, _ = guarded_call(lambda: values_of(declared))
+    if dataclasses.is_dataclass(declared):
+        summary = "the impl of a layer has the options that from_spec was given"
+        yield Check.of("options/held", summary, expect_independent, target, {})
     values = given or {}
     for name, tried in values.items():
-        for value in tried:
+        guesses = [] if tried else _guesses(declared, name)
+        for value in (*tried, *guesses):
             summary = f"with the option {name}={shown(value)} the numbers are right"
             check_id = f"options/{name}={re.sub(r'[^A-Za-z0-9._-]', '_', str(value))}"
             yield Check.of(check_id, summary, _check_options, target, {name: value})
         if not tried:
-            text = f"option {name}: only its default was tried; list values in field(metadata={{{LISTED!r}: (...)}})"
+            some = f" and {', '.join(map(shown, guesses))} were" if guesses else " was"
+            text = f"option {name}: only its default{some} tried; list values in field(metadata={{{LISTED!r}: (...)}})"
             yield Check.of(
                 f"options/{name}", f"several values of the option {name} are tried", _untested, text
             )
@@ -65,6 +73,15 @@ def values_of(options: type[Any] | None) -> dict[str, list[Any]]:
             }
             found[field.name] = list(kinds.values())
     return found
+
+
+def _guesses(options: type[Any] | None, name: str) -> list[Any]:
+    """Twice a default that is a number; none for a field that lists its values, also if it lists none."""
+    if options is None:
+        return []
+    field = next(each for each in dataclasses.fields(options) if each.name == name)
+    usual = getattr(options(), name)
+    return [] if LISTED in field.metadata or type(usual) not in (int, float) else [2 * usual or 1]
 
 
 def _of_type(hint: Any) -> list[Any]:
@@ -103,6 +120,10 @@ def _check_options(target: Target, given: Mapping[str, Any]) -> None:
         options = declared(**given)
     except (AttnplugError, ValueError) as problem:
         raise CheckUntested(f"{words}: {declared.__qualname__} refuses it: {problem}") from problem
+    expect_held(options, given, f"{declared.__qualname__} given the {words}")
+    # Other layers are tried below where the plainest one is not served.
+    with contextlib.suppress(CheckSkipped):
+        expect_independent(target, given)
     refused: Exception | None = None
     ran = False
     for case in single_cases(target):
@@ -115,7 +136,8 @@ def _check_options(target: Target, given: Mapping[str, Any]) -> None:
             continue
         except Exception as problem:
             raise ConformanceError(
-                f"with the {words}, {case.id} raised {type(problem).__name__}: {problem}"
+                f"with the {words}, {case.id} raised {type(problem).__name__}: {problem}; "
+                f"{declared.__qualname__}.__post_init__ or from_spec must refuse a value that cannot be served"
             ) from problem
         ran = True
         if wrong := difference(batch, found):
