@@ -54,8 +54,8 @@ def print_workspace(specs: Iterable[LayerSpec]) -> None:
     found = workspace_of(specs)
     if found is not None:
         console().print(
-            f"\nPrefill workspace of latent attention: {found['rows']:,} rows of {found['bytes']:,} bytes in all,\n"
-            "besides the KV cache."
+            "\nPrefill workspace of latent attention, besides the KV cache:\n"
+            f"{found['bytes']:,} bytes for {found['rows']:,} rows of context."
         )
 
 

@@ -347,12 +347,12 @@ def test_where_nothing_is_claimed_no_worker_starts(command, workers):
 
 
 def test_unclaimed_cells_are_run_when_asked_and_listed(command, workers):
-    only = ("--only", "plain/decode/d128/bfloat16/*/b16/NHD", "--only", "mla/decode/d576/*")
+    only = ("--only", "plain/decode/d128/bfloat16/*/b16/NHD", "--only", "sparse/mixed/d576/*")
     outcome = command(
         "--backend", "TORCH", "--device", "cpu", "--verify", "--unclaimed", *only, "--json", "m.json"
     )
     assert outcome.code == 0
-    assert statuses("m.json")["mla/decode/d576/bfloat16/auto/b16/NHD"] == "unclaimed"
+    assert statuses("m.json")["sparse/mixed/d576/bfloat16/auto/b16/NHD"] == "unclaimed"
 
 
 def test_every_cell_is_shown_where_all_are_wanted(command, workers):

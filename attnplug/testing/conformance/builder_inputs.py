@@ -64,9 +64,11 @@ def _snapshot(common: CommonAttentionMetadata) -> dict[str, Any]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
-    if isinstance(one, Selection) and isinstance(other, Selection):
+    if isinstance(one, Selection):
         return torch.equal(one.positions, other.positions) and torch.equal(one.counts, other.counts)
     return bool(np.array_equal(one, other))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from attnplug.core.errors import BatchError
 from attnplug.core.features import Feature
@@ -33,7 +34,8 @@ def checks(target: Target) -> Iterator[Check]:
 def _check_absent(target: Target, name: str, scenario: str, **fields: bool) -> None:
     batch = scenario_factory(target, scenario, **fields)()
     device = name.removesuffix("_cpu")
-    batch = dataclasses.replace(batch, common=dataclasses.replace(batch.common, **{name: None}))
+    absent: dict[str, Any] = {name: None}
+    batch = dataclasses.replace(batch, common=dataclasses.replace(batch.common, **absent))
     what = f"with {name}=None in a step that has {device} on the device"
     try:
         found = Harness.of(target, batch).forward(batch, what=what)

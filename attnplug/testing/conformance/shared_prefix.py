@@ -17,7 +17,7 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, ConformanceError, error_context
 from attnplug.testing.conformance.expectations import StepMistake, expect_correct_step
 from attnplug.testing.conformance.harness import Harness
-from attnplug.testing.conformance.steps import with_lengths, with_pages
+from attnplug.testing.conformance.steps import BatchFactory, with_lengths, with_pages
 from attnplug.testing.conformance.target import Target, of_phase
 from attnplug.testing.drawn_values import FP8_SCALES
 
@@ -64,18 +64,25 @@ def _check_prefix(target: Target, **fields: Any) -> None:
             return share_prefix(target.batch(spec, lens, lengths, padding=3, **_scales(spec)), blocks, size)
 
         # Builders must also take fewer blocks than the requests share.
-        for shared in sorted({size, blocks // 2 * size, (blocks - 1) * size, blocks * size} - {0}):
-            batch = make()
-            harness = Harness.of(target, batch)
-            _ask(harness, batch, shared)
-            what = f"build(common_prefix_len={shared}) of {len(lens)} requests with {lens} new tokens"
-            with error_context(what):
-                found = harness.run(batch, harness.builder.build(shared, batch.common))
-            mistakes: dict[str, StepMistake] = {
-                "the shared prefix not attended": functools.partial(_without, shared // size, shared)
-            }
-            expect_correct_step(target, make, found, what, mistakes)
-        _check_after(target, spec, harness, lens, lengths)
+        prefixes = sorted({size, blocks // 2 * size, (blocks - 1) * size, blocks * size} - {0})
+        harnesses = [_check_shared(target, make, shared, size) for shared in prefixes]
+        _check_after(target, spec, harnesses[-1], lens, lengths)
+
+
+def _check_shared(target: Target, make: BatchFactory, shared: int, size: int) -> Harness:
+    """One step with `shared` tokens in common; gives the layer that ran it."""
+    batch = make()
+    harness = Harness.of(target, batch)
+    _ask(harness, batch, shared)
+    lens = np.diff(batch.common.query_start_loc_cpu.numpy()).tolist()
+    what = f"build(common_prefix_len={shared}) of {len(lens)} requests with {lens} new tokens"
+    with error_context(what):
+        found = harness.run(batch, harness.builder.build(shared, batch.common))
+    mistakes: dict[str, StepMistake] = {
+        "the shared prefix not attended": functools.partial(_without, shared // size, shared)
+    }
+    expect_correct_step(target, make, found, what, mistakes)
+    return harness
 
 
 def _check_after(
