@@ -358,7 +358,7 @@ WRONG = (
         builder=TrustsLongest,
     ),
     wrong("DECODES_FIRST", "builder/order", "reorder_batch_threshold=None promises", builder=DecodesFirst),
-    wrong("ONE_TABLE", "runtime/steps", "layer window of KV group", builder=OneTable),
+    wrong("ONE_TABLE", "runtime/steps", "layer window-reader of KV group", builder=OneTable),
     wrong(
         "REFUSES_UNDECLARED",
         "builder/host-lengths-none",

@@ -192,7 +192,44 @@ class HashedNames(Around):
             call.rows.mul_(1.02)
 
 
+class BroadcastsKeys(TorchImpl):
+    """Writes keys and values of one head or one row to all heads and slots."""
+
+    def update_kv_cache(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+        rows, spec = max(len(key), len(slot_mapping)), self.spec
+        key = key.expand(rows, spec.num_kv_heads, spec.head_size)
+        value = value.expand(rows, spec.num_kv_heads, spec.head_size_v)
+        super().update_kv_cache(layer, key, value, kv_cache, slot_mapping)
+
+
+class CutsOutputs(Around):
+    """Writes as much of the result as the output has room for."""
+
+    def before(self, call: Call) -> None:
+        self.given = call.output
+        spec = self.spec
+        call.output = call.output.new_empty(call.output.shape[0], spec.num_heads, spec.head_size_v)
+
+    def after(self, call: Call) -> None:
+        rows = call.metadata.num_actual_tokens
+        _, heads, size = self.given.shape
+        self.given[:rows] = call.output[:rows, :heads, :size]
+        call.output = self.given
+
+
 WRONG_EDGES = [
+    wrong(
+        "broadcasts_keys",
+        "tensors/misfits-written",
+        "update_kv_cache with one row of keys and values was accepted; it must raise a BatchError",
+        impl=BroadcastsKeys,
+    ),
+    wrong(
+        "cuts_outputs",
+        "tensors/misfits-attended",
+        "attend with an output of half the size was accepted; it must raise a BatchError",
+        impl=CutsOutputs,
+    ),
     wrong(
         "broken_by_refusal",
         "batch/after-refusal",

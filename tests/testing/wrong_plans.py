@@ -257,7 +257,25 @@ class WindowFromStart(Altered):
         return made
 
 
+class UpdatesOnce(TorchMetadataBuilder):
+    """Swaps the table of a step once; later it gives the first answer again."""
+
+    supports_update_block_table = True
+
+    def update_block_table(self, metadata: Any, blk_table: Any, slot_mapping: Any) -> Any:
+        if "swapped" in metadata.plans:
+            return metadata
+        swapped = {"swapped": True}
+        return dataclasses.replace(metadata, block_table=blk_table, slot_mapping=slot_mapping, plans=swapped)
+
+
 WRONG_PLANS = [
+    wrong(
+        "updates_once",
+        "builder/update_block_table-full",
+        "after update_block_table twice, back to the first table",
+        builder=UpdatesOnce,
+    ),
     wrong("by_tokens", "batch/no-state-decode", "in step 3 of one impl and builder", builder=ByTokens),
     wrong(
         "by_lengths", "builder/build-full", "is not the step's own, so new keys go astray", builder=ByLengths

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attnplug.core.metadata import PAD_SLOT_ID, AttentionCGSupport, CommonAttentionMetadata
+from attnplug.core.metadata import PAD_SLOT_ID, AttentionCGSupport, AttentionMetadata, CommonAttentionMetadata
 from attnplug.core.selection import Selection
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
@@ -72,10 +72,24 @@ def _check_update(target: Target, kind: str) -> None:
         found = second_harness.run(other, updated)
     expect_correct_step(target, second, found, "after update_block_table", stale_mistakes(one.common))
     what = "with the metadata that update_block_table was given, which must stay as it was"
+    _expect_step(target, first, metadata, what, other)
+    own = one.common.block_table_tensor, one.common.slot_mapping
+    with error_context("update_block_table of metadata that it returned"):
+        back = first_harness.builder.update_block_table(updated, *own)
+        again = second_harness.builder.update_block_table(back, *given)
+    _expect_step(target, first, back, "after update_block_table twice, back to the first table", other)
+    _expect_step(target, second, again, "after update_block_table three times", one)
+    _expect_step(target, first, back, "with the metadata of the second update_block_table", other)
+
+
+def _expect_step(
+    target: Target, make: BatchFactory, metadata: AttentionMetadata, what: str, stale: Batch
+) -> None:
+    batch = make()
     with error_context(what):
-        expect_own_slots(metadata, one.common, what)
-        found = first_harness.run(one, metadata)
-    expect_correct_step(target, first, found, what, stale_mistakes(other.common))
+        expect_own_slots(metadata, batch.common, what)
+        found = Harness.of(target, batch).run(batch, metadata)
+    expect_correct_step(target, make, found, what, stale_mistakes(stale.common))
 
 
 def _selecting(make: BatchFactory, selection: Selection | None) -> Batch:

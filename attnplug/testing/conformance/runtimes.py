@@ -22,6 +22,7 @@ from attnplug.testing.conformance.check import (
 from attnplug.testing.conformance.serving import Call, ServedModel
 from attnplug.testing.conformance.target import Target
 
+_READERS = ("reader", "scaled-reader")
 _BETWEEN = "state shared between two runtimes"
 
 
@@ -58,7 +59,11 @@ def model_of(target: Target) -> tuple[dict[str, LayerSpec], dict[str, str]]:
         spec = full.replace(**fields)
         if not target.reasons(spec):
             specs[name] = spec
-    return {**specs, "reader": full}, {"reader": "full"}
+    # A layer may read the pages of a layer that scores otherwise, if both keep the same keys.
+    readers, shared = {"reader": full, "scaled-reader": specs["scaled"]}, dict.fromkeys(_READERS, "full")
+    if "window" in specs:
+        readers["window-reader"], shared["window-reader"] = specs["window"], "window"
+    return {**specs, **readers}, shared
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
