@@ -195,7 +195,9 @@ class AttentionImpl(ABC, Generic[_M]):
             attn_type=attn_type,
             has_alibi=alibi_slopes is not None,
         )
-        slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        slopes = (
+            None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
+        )
         tensors = LayerTensors(alibi_slopes=slopes)
         tensors.check(spec)
         self._bind(spec, "", tensors, kv_sharing_target_layer_name)

@@ -33,6 +33,8 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
     """
 
     needs_host_seq_lens: ClassVar[Literal["none", "upper_bound", "exact"]] = "exact"
+    decode_needs_host_seq_lens: ClassVar[bool] = True
+    """Whether `build_decode` reads exact lengths on the host; a step of a captured graph has none."""
 
     def __init__(
         self,
@@ -66,18 +68,19 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         """The metadata of one step; a common prefix is ignored.
 
         Raises:
-            BatchError: start locations that decrease or pass `num_actual_tokens`, a batch that is not causal or without
-                exact host lengths, or prefills without a backend for them.
+            BatchError: start locations that decrease or pass `num_actual_tokens`, a batch that is not causal, prefills
+                without a backend for them, or prefills, or decodes that need them, without exact host lengths.
         """
         common = common_attn_metadata
         if not common.causal:
             raise BatchError("causal", False, "cannot widen layers with mla, which are causal")
-        if common.seq_lens_host is None or not common.seq_lens_host_exact:
-            found = "none" if common.seq_lens_host is None else "an upper bound"
-            raise BatchError("seq_lens_host", found, "must be the exact lengths of the requests")
         starts, lens = query_spans(common)
         tokens = common.num_actual_tokens
         cut = self._cut(common, starts.astype(np.int64), lens.astype(np.int64))
+        is_known = common.seq_lens_host is not None and common.seq_lens_host_exact
+        if not is_known and (cut.prefill is not None or self.decode_needs_host_seq_lens):
+            found = "none" if common.seq_lens_host is None else "an upper bound"
+            raise BatchError("seq_lens_host", found, "must be the exact lengths of the requests")
         decode = None
         if cut.decode is not None and cut.num_tokens:
             decode = self.build_decode(self._without_idle(cut.decode, lens[: cut.num_reqs]))

@@ -157,13 +157,14 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
             end = cut + meta.prefill.num_tokens
             latent = self._new_latents(layer, key, kv_cache, meta.prefill, cut)
             rank = self.dims.kv_lora_rank
+            stored = self._stored_scale(layer, self._latents(kv_cache).dtype)
             self.forward_mha(
                 query[cut:end],
                 latent[:, :rank],
                 latent[:, None, rank:],
                 kv_cache,
                 meta,
-                torch.tensor(self._stored_scale(layer, self._latents(kv_cache).dtype)),
+                torch.tensor(stored, dtype=torch.float32, device="cpu"),
                 output[cut:end],
                 output_lse=_cut(output_lse, cut, end),
             )

@@ -39,7 +39,7 @@ class CpuGpuBuffer:
         where = torch.device(device)
         # Only copies from pinned memory run without making the host wait.
         pinned = where.type == "cuda"
-        self.cpu = torch.full(size, fill, dtype=dtype, pin_memory=pinned)
+        self.cpu = torch.full(size, fill, dtype=dtype, device="cpu", pin_memory=pinned)
         self.np: npt.NDArray[Any] = self.cpu.numpy()
         self.gpu = self.cpu if where.type == "cpu" else self.cpu.to(where)
 

@@ -250,11 +250,15 @@ class GraphState:
 
     def _capture_batch(self, buffers: GraphInputBuffers) -> StepBatch:
         reqs = buffers.batch_size
-        starts = torch.arange(0, buffers.num_tokens + 1, buffers.query_len, dtype=torch.int32)
+        starts = torch.arange(0, buffers.num_tokens + 1, buffers.query_len, dtype=torch.int32, device="cpu")
         # The longest sequence, so that values which builders derive from it fit every replayed step.
         lengths = np.full(reqs, self.max_model_len, dtype=np.int32)
         encoder = np.full(reqs, self.max_encoder_len, dtype=np.int32) if self._cross else None
-        spans = torch.zeros(buffers.num_tokens, 2, dtype=torch.int32) if self._runtime.has_mm_prefix else None
+        spans = (
+            torch.zeros(buffers.num_tokens, 2, dtype=torch.int32, device="cpu")
+            if self._runtime.has_mm_prefix
+            else None
+        )
         return self._batch(buffers, starts, lengths, False, encoder, spans, ())
 
     def _padded(self, buffers: GraphInputBuffers, batch: StepBatch) -> StepBatch:
@@ -263,7 +267,10 @@ class GraphState:
         if spans is not None:
             rows = buffers.num_tokens - common.num_actual_tokens
             spans = torch.cat([spans[: common.num_actual_tokens], spans.new_zeros(rows, 2)])
-        ends = common.num_actual_tokens + torch.arange(1, padding + 1, dtype=torch.int32) * buffers.query_len
+        ends = (
+            common.num_actual_tokens
+            + torch.arange(1, padding + 1, dtype=torch.int32, device="cpu") * buffers.query_len
+        )
         return self._batch(
             buffers,
             torch.cat([common.query_start_loc_cpu, ends.int()]),

@@ -55,10 +55,10 @@ def check_values(common: CommonAttentionMetadata, spec: LayerSpec) -> None:
     starts = common.query_start_loc_cpu[: common.num_reqs + 1].long()
     lengths = lengths[: common.num_reqs].cpu().long()
     counts = starts.diff()
-    requests = torch.arange(counts.shape[0]).repeat_interleave(counts)
+    requests = torch.arange(counts.shape[0], device="cpu").repeat_interleave(counts)
     ends = lengths[requests]
     if spec.causal or (common.causal and spec.attn_type is not AttentionType.ENCODER_DECODER):
-        ends = torch.arange(requests.shape[0]) + (lengths - starts[1:])[requests] + 1
+        ends = torch.arange(requests.shape[0], device="cpu") + (lengths - starts[1:])[requests] + 1
         if spec.mm_prefix and common.mm_prefix_spans is not None:
             ends = torch.maximum(ends, common.mm_prefix_spans[: ends.shape[0], 1].cpu().long())
     common.selection.check_values(spec.sparse, ends)

@@ -63,7 +63,10 @@ class StepBatch:
         if self.order is None:
             return tokens[: self.common.num_actual_tokens]
         starts: list[int] = self.common.query_start_loc_cpu.tolist()
-        spans = [torch.arange(starts[row], starts[row + 1]) for row in np.argsort(self.order).tolist()]
+        spans = [
+            torch.arange(starts[row], starts[row + 1], device="cpu")
+            for row in np.argsort(self.order).tolist()
+        ]
         return tokens[torch.cat(spans).to(tokens.device)]
 
     def of_group(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:

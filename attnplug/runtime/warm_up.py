@@ -212,7 +212,7 @@ def _batch(runtime: AttentionRuntime, shape: _Shape, *, causal: bool) -> StepBat
     cross = cross_groups(runtime.kv_cache_config)
     length, rows = shape.computed + shape.query_len, reqs * shape.query_len
     smallest = min((group.kv_cache_spec.block_size for group in groups), default=1)
-    starts = torch.arange(0, rows + 1, shape.query_len, dtype=torch.int32)
+    starts = torch.arange(0, rows + 1, shape.query_len, dtype=torch.int32, device="cpu")
     lengths = np.full(reqs, length, dtype=np.int32)
     seq_lens = torch.from_numpy(lengths).to(device)
     tables = torch.zeros(max(len(groups), 1), reqs, -(-length // smallest), dtype=torch.int32, device=device)
@@ -234,7 +234,7 @@ def _batch(runtime: AttentionRuntime, shape: _Shape, *, causal: bool) -> StepBat
         encoder_seq_lens_cpu=lengths if cross else None,
         # Zeros: a step of text. Layers without mm_prefix do not read them.
         mm_prefix_spans=torch.zeros(rows, 2, dtype=torch.int32, device=device),
-        mm_prefix_spans_cpu=torch.zeros(rows, 2, dtype=torch.int32),
+        mm_prefix_spans_cpu=torch.zeros(rows, 2, dtype=torch.int32, device="cpu"),
         # Each query chooses the first key or block. Layers that are not sparse do not read it.
         selection=_first_keys(rows, runtime, device),
     )

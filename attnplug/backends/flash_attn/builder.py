@@ -13,6 +13,7 @@ from attnplug.backends.impl import own_slots
 from attnplug.core.batch.host import IntArray, query_spans
 from attnplug.core.batch.local_attention import make_local_attention_virtual_batches
 from attnplug.core.config import BuilderConfig
+from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import ChunkedLocalAttentionSpec, KVCacheSpec
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
@@ -88,11 +89,10 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
                 block_size = self.kv_cache_spec.block_size
                 cut, pages = make_local_attention_virtual_batches(self._chunk, common, block_size)
             everything, calls = self._requests(cut, captured)
-        keys = common.key_start_loc_cpu
         return FlashAttnMetadata(
             slot_mapping=own_slots(self.kv_cache_spec, common.slot_mapping, tokens),
             num_actual_tokens=tokens,
-            key_tokens=tokens if common.key_start_loc is None else None if keys is None else int(keys[-1]),
+            key_tokens=tokens if common.key_start_loc is None else _last_key(common),
             all_requests=everything,
             calls=calls,
             all_new=known is not None and bool((known == lens).all()),
@@ -148,3 +148,12 @@ def _known(common: CommonAttentionMetadata, captured: bool) -> IntArray | None:
     if common.seq_lens_host is None or not common.seq_lens_host_exact or captured:
         return None
     return common.seq_lens_host[: common.num_reqs]
+
+
+def _last_key(common: CommonAttentionMetadata) -> int:
+    """The number of keys that come with the call; BatchError if only the device knows it."""
+    if common.key_start_loc_cpu is None:
+        # Rows after the last key may be NaN, and the kernels load whole tiles.
+        remedy = "give the locations of key_start_loc on the host too"
+        raise BatchError("key_start_loc_cpu", None, "is required with key_start_loc", remedy)
+    return int(common.key_start_loc_cpu[-1])

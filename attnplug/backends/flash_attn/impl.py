@@ -114,11 +114,10 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
                 return pages.k, pages.v, True
             rows = meta.num_actual_tokens
         else:
-            rows = meta.key_tokens or 0
+            rows = meta.key_tokens
         key, value = check_keys(key, value, rows, self.spec)
         # The kernels load whole tiles. Rows after the last key may be NaN, so they are cut off.
-        end = rows if kv_cache is not None else meta.key_tokens
-        return _aligned(key[:end]), _aligned(value[:end]), False
+        return _aligned(key[:rows]), _aligned(value[:rows]), False
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:

@@ -56,7 +56,7 @@ class FlashAttnMetadata(AttentionMetadata):
     Args:
         slot_mapping: int64, where the new K and V go.
         num_actual_tokens: query rows of the batch.
-        key_tokens: rows of key and value that come with the call, if the host knows them.
+        key_tokens: rows of key and value that come with the call.
         all_requests: all requests as one call; None if none has queries.
         calls: one call for the decodes in front, and one for the others.
         all_new: whether no request has computed tokens, as far as the host knows.
@@ -67,7 +67,7 @@ class FlashAttnMetadata(AttentionMetadata):
 
     slot_mapping: torch.Tensor
     num_actual_tokens: int
-    key_tokens: int | None
+    key_tokens: int
     all_requests: Requests | None
     calls: tuple[Requests, ...]
     all_new: bool

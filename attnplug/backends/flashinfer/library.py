@@ -328,7 +328,7 @@ def _sink_arguments(module: ModuleType, built: Module) -> tuple[list[Any], dict[
         found.append((jit_args, jit_kwargs))
 
     ask = _sinks_naming(module, collect)
-    ask(float_workspace_buffer=torch.empty(0, dtype=torch.uint8), **_sink_keywords(built))
+    ask(float_workspace_buffer=torch.empty(0, dtype=torch.uint8, device="cpu"), **_sink_keywords(built))
     return found[0]
 
 

@@ -74,7 +74,9 @@ class _Slot:
 
     def _make(self, count: int) -> None:
         self._views.clear()
-        self._tensor = torch.zeros(len(_FIELDS) + 1, count + 1, dtype=torch.int32, pin_memory=self._pinned)
+        self._tensor = torch.zeros(
+            len(_FIELDS) + 1, count + 1, dtype=torch.int32, device="cpu", pin_memory=self._pinned
+        )
         self._rows = tuple(self._tensor.numpy())
 
 
@@ -111,7 +113,7 @@ class PlanSpace:
             size = max(there.numel(), self._schedule_bytes)
             if size > there.numel():
                 there = there.new_empty(size)
-                here = torch.empty(size, dtype=here.dtype, pin_memory=self._pinned)
+                here = torch.empty(size, dtype=here.dtype, device="cpu", pin_memory=self._pinned)
             self.schedule, self._slots[0].schedule = there, here
             self._slots[1].schedule = torch.empty_like(here, pin_memory=self._pinned)
         wrapper._int_workspace_buffer = self.schedule

@@ -58,8 +58,8 @@ class Shares:
         self._device = device
         self._plans: dict[tuple[int, int, int, int], _Plan] = {}
         self._asked: dict[tuple[int, int], list[_Plan]] = {}
-        self._partials = torch.empty(0, device=device)
-        self._lses = torch.empty(0, device=device)
+        self._partials = torch.empty(0, dtype=torch.float32, device=device)
+        self._lses = torch.empty(0, dtype=torch.float32, device=device)
         self._outgrown: list[torch.Tensor] = []
         """Kept alive: graphs captured before the batches grew still write there."""
 
@@ -95,8 +95,8 @@ class Shares:
         lses = 2 * programs * rows
         if self._lses.numel() < lses or self._partials.numel() < lses * size:
             self._outgrown += (self._partials, self._lses)
-            self._partials = torch.empty(max(lses * size, self._partials.numel()), device=self._device)
-            self._lses = torch.empty(max(lses, self._lses.numel()), device=self._device)
+            self._partials = self._partials.new_empty(max(lses * size, self._partials.numel()))
+            self._lses = self._lses.new_empty(max(lses, self._lses.numel()))
         return self._partials, self._lses
 
 
@@ -121,6 +121,7 @@ class TritonMLABuilder(MLADecodeBuilder):
     """Builds LatentStep, and reads nothing back from the device."""
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    decode_needs_host_seq_lens: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -53,8 +53,8 @@ class Workspace:
         # One plan serves all layers of a step with the same limits and launch.
         self._splits: dict[tuple[SplitPlan, int], _Splits] = {}
         self._asked: dict[tuple[int, int], list[_Splits]] = {}
-        self._partials = torch.empty(0, device=device)
-        self._partial_lses = torch.empty(0, device=device)
+        self._partials = torch.empty(0, dtype=torch.float32, device=device)
+        self._partial_lses = torch.empty(0, dtype=torch.float32, device=device)
         self._arrived = torch.empty(0, dtype=torch.int32, device=device)
         self._buffers: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._outgrown: list[torch.Tensor] = []
