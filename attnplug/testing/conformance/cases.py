@@ -256,12 +256,23 @@ def axes(target: Target) -> dict[str, list[Any]]:
     if target.is_latent:
         values["heads"] = [(count, 1) for count in (4, 1, 12, 16, 20)]
     for flag in COMPUTED & ~Feature.MLA:
-        field, samples = flag.ask.field, flag.ask.values
+        field, samples = flag.ask.field, samples_of(target, flag)
         if field not in _OWN_AXES:
             most = max(len(samples) // 2, 1) if few else len(samples)
             plain = False if samples[0] is True else None
             values[field] = [plain, *(samples[:most] if flag in tried else ())]
     return values
+
+
+def samples_of(target: Target, flag: Feature) -> tuple[Any, ...]:
+    """Values that ask for a feature: its samples, before them a page of tokens if no sample is whole pages.
+
+    Kernels that read chunks as requests of their own begin each at a page.
+    """
+    samples, size = flag.ask.values, target.block_sizes[0]
+    if flag is Feature.CHUNKED_LOCAL and all(sample % size for sample in samples):
+        return (size, *samples)
+    return samples
 
 
 def designed_cases(target: Target) -> list[Case]:
@@ -300,7 +311,7 @@ def designed_cases(target: Target) -> list[Case]:
 
 def _further(target: Target, search: Search) -> list[tuple[str, Any]]:
     """Numbers of heads and values of features that no pair has at the smoke level: each is tried alone."""
-    samples = {flag.ask.field: flag.ask.values for flag in target.backend.features & COMPUTED}
+    samples = {flag.ask.field: samples_of(target, flag) for flag in target.backend.features & COMPUTED}
     every = {"heads": (*_HEADS, (1, 1)), **samples}
     return [
         (axis, value)

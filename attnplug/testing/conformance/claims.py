@@ -13,7 +13,7 @@ from attnplug.core.sparse import SPARSE_KINDS
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.registry.plugin_calls import guarded_call
-from attnplug.testing.conformance.cases import KINDS
+from attnplug.testing.conformance.cases import KINDS, samples_of
 from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.compiling import compile_key
@@ -128,12 +128,14 @@ def _asks(flag: Feature, spec: LayerSpec) -> bool:
 
 def _rows_of(target: Target, flag: Feature) -> list[Fixed]:
     if flag is Feature.HEAD_SIZE_V:
-        return [{"values": "smaller"}, {"values": "larger"}]
+        sides = ("smaller", "larger")
+        sized = [{"head_size": size, "values": side} for size in target.head_sizes for side in sides]
+        return [*({"values": side} for side in sides), *sized]
     by_kind = _kinds(target, functools.partial(_asks, flag))
     return (
         by_kind
         if by_kind or flag is Feature.ENCODER
-        else [{flag.ask.field: value} for value in flag.ask.values]
+        else [{flag.ask.field: value} for value in samples_of(target, flag)]
     )
 
 

@@ -57,6 +57,8 @@ def restore_settings(values: Mapping[Setting, Any]) -> None:
 
 def change_of(setting: Setting, before: Any, after: Any) -> str:
     """What changed, such as "default dtype: torch.float32 became torch.float64"."""
+    if isinstance(before, _Opaque):
+        return setting.name
     if not isinstance(before, Mapping):
         return f"{setting.name}: {_short(before)} became {_short(after)}"
     names = [name for name in before | after if before.get(name, _UNSET) != after.get(name, _UNSET)]
@@ -89,8 +91,6 @@ _UNSET = _Unset()
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, _Opaque):
-        return "one state"
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
@@ -102,7 +102,8 @@ def _set_device(device: torch.device) -> None:
 
 def _torch_random() -> _Opaque:
     state = torch.get_rng_state().numpy().tobytes()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    # Read before CUDA is initialised too: a backend that initialises it changes no state.
+    if torch.cuda.is_available():
         state += torch.cuda.get_rng_state().cpu().numpy().tobytes()
     return _Opaque(state)
 

@@ -1,0 +1,27 @@
+"""A backend that serves few values of what it declares passes: each declaration is run with one of those."""
+
+from __future__ import annotations
+
+from catching import failures, variant
+
+from attnplug.core.blocks import MultipleOf
+from attnplug.testing.conformance import declared
+
+
+def refuses(cls, spec, device):
+    """As FlashAttention: chunks of whole pages, and values of another size for one head size only."""
+    if spec.chunk_size and spec.chunk_size % 256:
+        return f"chunk_size={spec.chunk_size}"
+    if spec.head_size_v not in (spec.head_size, 128 if spec.head_size == 192 else None):
+        return f"head_size_v={spec.head_size_v}"
+    return None
+
+
+def test_a_layer_is_found_for_chunks_of_large_pages_and_for_one_pair_of_head_sizes():
+    narrow = variant(
+        "NARROW",
+        supports_combination=refuses,
+        get_supported_kernel_block_sizes=lambda cls, spec=None, device=None: (MultipleOf(256),),
+        get_preferred_block_size=lambda cls, spec=None, device=None, default=16: 256,
+    )
+    assert failures(narrow, declared.checks) == {}
