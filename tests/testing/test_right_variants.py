@@ -3,63 +3,53 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 from catching import variant
 from right_attention import RIGHT_IMPLS, RightImpl
+from right_engines import ENGINES
+from right_latent import LATENTS
+from right_narrow import NARROWS
 
 from attnplug.backends.torch_native import TorchBackend
-from attnplug.core import AttentionBackend, Device, Feature
-from attnplug.core.blocks import MultipleOf
-from attnplug.core.spec import Phase
+from attnplug.core import AttentionBackend, Device, Feature, composite_backend
+from attnplug.testing.conformance import declared, options, refusals, untested
 from attnplug.testing.conformance.cases import Case, designed_cases
-from attnplug.testing.conformance.check import CheckSkipped
+from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested
 from attnplug.testing.conformance.correctness import check_case
 from attnplug.testing.conformance.listing import conformance_checks
+from attnplug.testing.conformance.spec_grid import plainest
 from attnplug.testing.conformance.target import Target
 
-_NEEDED = {
-    Feature.CROSS: Feature.NON_CAUSAL,
-    Feature.ENCODER: Feature.NON_CAUSAL | Feature.DIRECT_KV,
-}
-"""Features without which no layer could ask for another."""
-_OF_ONE_SIZE = TorchBackend.features & ~Feature.HEAD_SIZE_V
-
-
-def alone(feature: Feature) -> type[AttentionBackend]:
-    stored = ("auto", "fp8_e4m3") if feature is Feature.FP8_KV else ("auto",)
-    return variant(
-        f"ONLY_{feature.name}",
-        features=feature | _NEEDED.get(feature, Feature(0)),
-        supported_kv_cache_dtypes=stored,
-    )
-
-
-NARROW: dict[str, dict[str, Any]] = {
-    "PLAIN": {"features": Feature(0), "supported_kv_cache_dtypes": ("auto",)},
-    "HALF": {"supported_dtypes": ("float16",)},
-    "BFLOAT": {"supported_dtypes": ("bfloat16",)},
-    "STORED_AS_NAMED": {"supported_kv_cache_dtypes": ("bfloat16",), "features": Feature.SLIDING_WINDOW},
-    "ONE_HEAD_SIZE": {"get_supported_head_sizes": lambda cls: (80,), "features": _OF_ONE_SIZE},
-    "ODD_HEAD_SIZE": {"get_supported_head_sizes": lambda cls: (20,), "features": _OF_ONE_SIZE},
-    "ONE_BLOCK_SIZE": {"get_supported_kernel_block_sizes": lambda cls, spec=None, device=None: (24,)},
-    "BLOCKS_OF_32": {
-        "get_supported_kernel_block_sizes": lambda cls, spec=None, device=None: (MultipleOf(32),)
-    },
-    "HND": {"supported_kv_cache_layouts": lambda cls: ("HND",)},
-    "PREFILL": {"supported_phases": (Phase.PREFILL,)},
-    "DECODE": {"supported_phases": (Phase.DECODE,)},
-}
-NARROWS = {name: variant(name, **declared) for name, declared in NARROW.items()}
-NARROWS |= {f"ONLY_{each.name}": alone(each) for each in TorchBackend.features}
 WIDE = {impl.__name__.upper(): variant(impl.__name__.upper(), impl=impl) for impl in RIGHT_IMPLS}
+COMPOSITES = {"NUMPY_AND_THREADS": composite_backend(ENGINES["INNUMPY"], ENGINES["INTHREADS"])}
+EVERY = WIDE | NARROWS | ENGINES | LATENTS | COMPOSITES
+FEW = {
+    "features": Feature(0),
+    "supported_dtypes": ("float32",),
+    "supported_kv_cache_dtypes": ("auto",),
+    "get_supported_head_sizes": classmethod(lambda cls: (64,)),
+    "get_supported_kernel_block_sizes": classmethod(lambda cls, spec=None, device=None: (16,)),
+    "supported_kv_cache_layouts": classmethod(lambda cls: ("NHD",)),
+}
+"""Declarations that leave few layers."""
+KINDS_ONLY = ("DIRECT_ONLY", "ENCODER_ONLY", "CROSS_ONLY", "ONE_KV_HEAD", "GROUPS_OF_8")
+"""Backends that refuse the plainest layers."""
 
 
 @functools.cache
 def torch_cases() -> list[Case]:
     """The numeric cases of TORCH, whose declarations the variants in `WIDE` share."""
     return designed_cases(Target(TorchBackend, Device("cpu")))
+
+
+def passes(check: Check) -> bool:
+    """Whether a check passes; False if it is skipped."""
+    try:
+        check()
+    except CheckSkipped:
+        return False
+    return True
 
 
 def failures(backend: type[AttentionBackend]) -> dict[str, str]:
@@ -85,7 +75,37 @@ def test_an_unusual_computation_is_right(impl: type[RightImpl]) -> None:
         check_case(target, case)
 
 
+@pytest.mark.parametrize("name", KINDS_ONLY)
+def test_a_backend_that_refuses_the_plainest_layers_is_no_wrong_one(name: str) -> None:
+    target = Target(NARROWS[name], Device("cpu"))
+    assert not target.reasons(plainest(target))
+    for check in refusals.checks(target):
+        passes(check)
+    asked = [check for check in declared.checks(target) if "feature-" in check.id or "any-layer" in check.id]
+    assert asked
+    skipped = [check.id for check in asked if not passes(check)]
+    assert not skipped
+
+
+def test_an_lse_that_no_layer_can_ask_for_is_reported() -> None:
+    target = Target(NARROWS["PLAIN"], Device("cpu"))
+    assert not any("lse" in check.id for check in declared.checks(target))
+    (found,) = (check for check in untested.checks(target) if "lse" in check.id)
+    with pytest.raises(CheckUntested, match="can_return_lse_for_decode: features has no LSE"):
+        found()
+
+
+def test_options_of_every_type_are_tried() -> None:
+    target = Target(type("FEW_OPTIONS", (ENGINES["WITH_OPTIONS"],), FEW), Device("cpu"))
+    found = {check.id: check for check in options.checks(target)}
+    passed = [name for name, check in found.items() if passes(check)]
+    assert {name.partition("=")[0] for name in passed} == {
+        f"options/{name}" for name in ("tile", "shrink", "inside", "order", "splits", "exact")
+    }
+    assert found.keys() - set(passed) == {"options/label", "options/most"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*WIDE, *NARROWS])
+@pytest.mark.parametrize("name", EVERY)
 def test_the_whole_kit_passes(name: str) -> None:
-    assert failures((WIDE | NARROWS)[name]) == {}
+    assert failures(EVERY[name]) == {}

@@ -166,7 +166,9 @@ def _impl_flags(target: Target) -> Iterator[Claim]:
     for name in ("supports_pcp", "supports_quant_query_input"):
         if getattr(impl, name, False):
             yield Claim(name, problem=_NO_CASE)
-    if getattr(impl, "can_return_lse_for_decode", False) and target.phase is not Phase.PREFILL:
+    # An impl may be of several backends, and no layer can ask one for an LSE that does not declare it.
+    has_lse = Feature.LSE in target.backend.features and getattr(impl, "can_return_lse_for_decode", False)
+    if has_lse and target.phase is not Phase.PREFILL:
         yield Claim("can_return_lse_for_decode", [{"needs_lse": True, "shape": "decode"}])
 
 

@@ -37,7 +37,11 @@ def _served_by_another(target: Target, feature: Feature) -> bool:
     """Whether another class serves layers with the feature under the backend's name, which is checked by itself."""
     if target.is_latent:
         return False
-    serving = target.backend.for_layer(asking_for(plainest(target), feature))
+    try:
+        spec = asking_for(plainest(target), feature)
+    except SpecError:
+        return False  # no layer of the kind that it serves can ask for it
+    serving = target.backend.for_layer(spec)
     return serving is not target.backend and feature in serving.features
 
 

@@ -16,6 +16,14 @@ from attnplug.testing.conformance.target import Target
 
 PHASES: tuple[Phase | None, ...] = (None, Phase.DECODE, Phase.PREFILL)
 
+_KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"direct_kv": True},
+    {"attn_type": "encoder_only", "direct_kv": True},
+    {"attn_type": "encoder_decoder"},
+    {"causal": False},
+    {"causal": False, "direct_kv": True},
+)
 _OTHERS: tuple[dict[str, Any], ...] = (
     *({"head_size": size} for size in (1, 16, 80, 96, 128, 256, 576)),
     *({"dtype": name} for name in ("float16", "bfloat16", "float32")),
@@ -33,7 +41,7 @@ _OTHERS: tuple[dict[str, Any], ...] = (
 
 def plainest(target: Target) -> LayerSpec:
     """The plainest layer that the backend serves; where it serves none so plain, one that anybody might ask for."""
-    for kind in ({}, {"direct_kv": True}, {"attn_type": "encoder_only", "direct_kv": True}):
+    for kind in _KINDS:
         with contextlib.suppress(CheckSkipped):
             return target.spec(**kind)
     plain = [name for name in target.dtypes if name in ("float32", "bfloat16", "float16")]

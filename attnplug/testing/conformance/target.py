@@ -20,6 +20,8 @@ from attnplug.testing.conformance.check import CheckSkipped, Level, SkipKind
 from attnplug.testing.conformance.latent_sizes import latent_fields
 from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try
 
+_HEADS = ((4, 2), (4, 4), (4, 1), (8, 1))
+"""Heads and KV heads of small layers: some kernels serve one number of query heads per KV head."""
 _LONGER = 3
 """New tokens of a decode that becomes a prefill."""
 
@@ -87,6 +89,8 @@ class Target:
     def spec(self, **fields: Any) -> LayerSpec:
         """A small layer that the backend serves: 4 heads, 2 KV heads, a common head size and dtype, and `fields`.
 
+        A backend that refuses these numbers of heads gets others.
+
         For a backend of latent attention it has 4 heads and small dimensions that the backend serves.
 
         Raises:
@@ -95,7 +99,9 @@ class Target:
         fields = {**self._selecting(), **fields}
         refusals: list[str] = []
         sizes: list[dict[str, Any]] = [
-            {"head_size": size, "num_kv_heads": kv_heads} for size in self.head_sizes for kv_heads in (2, 4)
+            {"head_size": size, "num_heads": heads, "num_kv_heads": kv_heads}
+            for size in self.head_sizes
+            for heads, kv_heads in _HEADS
         ]
         if self.is_latent:
             sizes = latent_fields(self.backend)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from attnplug.core.features import Feature
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder
 from attnplug.core.overrides import overrides
 from attnplug.registry.installed import missing_requirements
@@ -32,6 +33,9 @@ def checks(target: Target) -> Iterator[Check]:
         if more := len(listed) - len(tried):
             why = f"level {target.level} tries {len(tried)} of the {len(listed)} that are listed"
             yield _untested(f"{field}-others", f"{more} values of {field}", why)
+    impl, _ = guarded_call(backend.get_impl_cls)
+    if Feature.LSE not in backend.features and getattr(impl, "can_return_lse_for_decode", False):
+        yield _untested("can_return_lse_for_decode", "can_return_lse_for_decode", "features has no LSE")
     if here.type in GPU_TYPES:
         return
     if backend.step_safe:

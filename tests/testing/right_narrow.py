@@ -1,0 +1,259 @@
+"""Correct backends that serve little: TORCH with fewer declarations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from catching import variant
+
+from attnplug.backends.torch_native import TorchBackend
+from attnplug.core import AttentionBackend, Device, Feature, LayerSpec, Reason
+from attnplug.core.blocks import MultipleOf
+from attnplug.core.spec import AttentionType, Phase
+
+__all__ = ["NARROWS"]
+
+_PLAIN: dict[str, Any] = {"features": Feature(0), "supported_kv_cache_dtypes": ("auto",)}
+_NEEDED = {
+    Feature.CROSS: Feature.NON_CAUSAL,
+    Feature.ENCODER: Feature.NON_CAUSAL | Feature.DIRECT_KV,
+}
+"""Features without which no layer could ask for another."""
+_OF_ONE_SIZE = TorchBackend.features & ~Feature.HEAD_SIZE_V
+
+
+def alone(feature: Feature) -> type[AttentionBackend]:
+    stored = ("auto", "fp8_e4m3") if feature is Feature.FP8_KV else ("auto",)
+    return variant(
+        f"ONLY_{feature.name}",
+        features=feature | _NEEDED.get(feature, Feature(0)),
+        supported_kv_cache_dtypes=stored,
+    )
+
+
+def blocks(*sizes: int | MultipleOf) -> Any:
+    return lambda cls, spec=None, device=None: sizes
+
+
+def heads(*sizes: int | MultipleOf) -> Any:
+    return lambda cls: sizes
+
+
+def refusing(says: str, when: Any) -> Any:
+    """A `supports_combination` that refuses layers of which `when` is true."""
+
+    def supports_combination(cls: Any, spec: LayerSpec, device: Device) -> str | None:
+        usual = TorchBackend.supports_combination.__func__(cls, spec, device)  # type: ignore[attr-defined]
+        return usual or (says if when(spec) else None)
+
+    return supports_combination
+
+
+def _validate(says: str, when: Any) -> Any:
+    """A `validate_configuration` that adds a reason of the author's own."""
+
+    def validate_configuration(
+        cls: Any, spec: LayerSpec, device: Device, phase: Phase | None = None
+    ) -> list[Reason]:
+        usual = TorchBackend.validate_configuration.__func__(cls, spec, device, phase)  # type: ignore[attr-defined]
+        return [*usual, Reason(says, code="combination")] if when(spec) else usual
+
+    return validate_configuration
+
+
+def _blocks_by_dtype(cls: Any, spec: LayerSpec | None = None, device: Device | None = None) -> Any:
+    if spec is None:
+        return (16, 32)
+    return (32,) if spec.has_quantized_kv_cache else (16, 32)
+
+
+def _blocks_by_head_size(cls: Any, spec: LayerSpec | None = None, device: Device | None = None) -> Any:
+    if spec is None:
+        return (16, 64, 128)
+    return (16,) if spec.head_size > 128 else (64, 128)
+
+
+NARROW: dict[str, dict[str, Any]] = {
+    "PLAIN": _PLAIN,
+    "HALF": {"supported_dtypes": ("float16",)},
+    "BFLOAT": {"supported_dtypes": ("bfloat16",)},
+    "SINGLE": {"supported_dtypes": ("float32",)},
+    "STORED_AS_NAMED": {"supported_kv_cache_dtypes": ("bfloat16",), "features": Feature.SLIDING_WINDOW},
+    "ONE_HEAD_SIZE": {"get_supported_head_sizes": heads(80), "features": _OF_ONE_SIZE},
+    "ODD_HEAD_SIZE": {"get_supported_head_sizes": heads(20), "features": _OF_ONE_SIZE},
+    "HEADS_OF_64": {"get_supported_head_sizes": heads(64), "features": _OF_ONE_SIZE},
+    "HEADS_OF_512": {"get_supported_head_sizes": heads(512), "features": _OF_ONE_SIZE},
+    "ONE_BLOCK_SIZE": {"get_supported_kernel_block_sizes": blocks(24)},
+    "BLOCKS_OF_32": {"get_supported_kernel_block_sizes": blocks(MultipleOf(32))},
+    "BLOCKS_OF_128": {"get_supported_kernel_block_sizes": blocks(128)},
+    "BLOCKS_OF_256": {"get_supported_kernel_block_sizes": blocks(256)},
+    "BLOCKS_OF_1": {"get_supported_kernel_block_sizes": blocks(1)},
+    "BLOCKS_BY_STORAGE": {"features": Feature.FP8_KV, "get_supported_kernel_block_sizes": _blocks_by_dtype},
+    "BLOCKS_BY_HEAD_SIZE": {
+        "features": Feature.HEAD_SIZE_V,
+        "get_supported_kernel_block_sizes": _blocks_by_head_size,
+    },
+    "HND": {"supported_kv_cache_layouts": lambda cls: ("HND",)},
+    "NHD": {"supported_kv_cache_layouts": lambda cls: ("NHD",)},
+    "PREFILL": {"supported_phases": (Phase.PREFILL,)},
+    "DECODE": {"supported_phases": (Phase.DECODE,)},
+    "NO_LSE_NO_FP8": {
+        "features": TorchBackend.features & ~Feature.LSE & ~Feature.FP8_KV,
+        "supported_kv_cache_dtypes": ("auto",),
+    },
+    "SPARSE_ONLY": {**_PLAIN, "features": Feature.SPARSE, "serves_dense": False},
+    "SPARSE_BLOCKS_ONLY": {
+        **_PLAIN,
+        "features": Feature.SPARSE,
+        "serves_dense": False,
+        "supported_sparse_kinds": ("block",),
+    },
+    "SPARSE_DECODE": {
+        **_PLAIN,
+        "features": Feature.SPARSE,
+        "serves_dense": False,
+        "supported_phases": (Phase.DECODE,),
+    },
+    "DIRECT_ONLY": {
+        **_PLAIN,
+        "features": Feature.DIRECT_KV,
+        "supports_combination": refusing("only direct K and V", lambda spec: not spec.direct_kv),
+    },
+    "DIRECT_NON_CAUSAL_ONLY": {
+        **_PLAIN,
+        "features": Feature.DIRECT_KV | Feature.NON_CAUSAL,
+        "supports_combination": refusing(
+            "only direct K and V that are not causal", lambda spec: not spec.direct_kv or spec.causal
+        ),
+    },
+    "ENCODER_ONLY": {
+        **_PLAIN,
+        "features": Feature.ENCODER | Feature.NON_CAUSAL | Feature.DIRECT_KV,
+        "supports_attn_type": lambda cls, attn_type: (
+            attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+        ),
+    },
+    "CROSS_ONLY": {
+        **_PLAIN,
+        "features": Feature.CROSS | Feature.NON_CAUSAL,
+        "supports_attn_type": lambda cls, attn_type: attn_type == AttentionType.ENCODER_DECODER,
+    },
+    "EIGHT_QUERIES_A_KV_HEAD": {
+        **_PLAIN,
+        "features": Feature.CHUNKED_LOCAL,
+        "supports_combination": refusing(
+            "at most 8 query heads per KV head", lambda spec: spec.num_heads > 8 * spec.num_kv_heads
+        ),
+    },
+    "EQUAL_HEADS": {
+        **_PLAIN,
+        "features": Feature.ALIBI,
+        "supports_combination": refusing(
+            "as many KV heads as heads", lambda spec: spec.num_heads != spec.num_kv_heads
+        ),
+    },
+    "SHARED_HEADS": {
+        **_PLAIN,
+        "features": Feature.LSE,
+        "supports_combination": refusing(
+            "fewer KV heads than heads", lambda spec: spec.num_heads == spec.num_kv_heads
+        ),
+    },
+    "WINDOW_OR_CAP": {
+        **_PLAIN,
+        "features": Feature.SLIDING_WINDOW | Feature.SOFT_CAP,
+        "supports_combination": refusing(
+            "a window or a soft cap", lambda spec: spec.is_windowed and spec.logits_soft_cap is not None
+        ),
+    },
+    "FP8_WITHOUT_MORE": {
+        "features": Feature.FP8_KV | Feature.SLIDING_WINDOW | Feature.LSE,
+        "supports_combination": refusing(
+            "fp8 storage of plain layers only",
+            lambda spec: (
+                spec.has_quantized_kv_cache
+                and bool(spec.required_features() & ~Feature.FP8_KV & ~Feature.LSE)
+            ),
+        ),
+    },
+    "ONE_KV_HEAD": {
+        **_PLAIN,
+        "features": Feature.LSE | Feature.SINKS,
+        "supports_combination": refusing("one KV head only", lambda spec: spec.num_kv_heads != 1),
+    },
+    "GROUPS_OF_8": {
+        **_PLAIN,
+        "features": Feature.SOFT_CAP,
+        "supports_combination": refusing(
+            "8 query heads per KV head only", lambda spec: spec.num_heads != 8 * spec.num_kv_heads
+        ),
+    },
+    "WINDOWS_ONLY": {
+        **_PLAIN,
+        "features": Feature.SLIDING_WINDOW,
+        "supports_combination": refusing("windows only", lambda spec: not spec.is_windowed),
+    },
+    "SINKS_ONLY": {
+        **_PLAIN,
+        "features": Feature.SINKS,
+        "supports_combination": refusing("sinks only", lambda spec: not spec.has_sinks),
+    },
+    "CAPS_ONLY": {
+        **_PLAIN,
+        "features": Feature.SOFT_CAP,
+        "supports_combination": refusing("soft caps only", lambda spec: spec.logits_soft_cap is None),
+    },
+    "WINDOW_TO_128": {
+        **_PLAIN,
+        "features": Feature.SLIDING_WINDOW,
+        "supports_combination": refusing("windows up to 128", lambda spec: max(spec.window) > 127),
+    },
+    "LEFT_WINDOWS": {
+        **_PLAIN,
+        "features": Feature.SLIDING_WINDOW | Feature.NON_CAUSAL,
+        "supports_combination": refusing(
+            "windows to the left only", lambda spec: spec.is_windowed and spec.window[1] not in (0, -1)
+        ),
+    },
+    "CHUNKS_OF_PAGES": {
+        **_PLAIN,
+        "features": Feature.CHUNKED_LOCAL | Feature.CROSS,
+        "supports_combination": refusing(
+            "chunks of whole blocks of 16",
+            lambda spec: spec.chunk_size is not None and spec.chunk_size % 16 != 0,
+        ),
+        "get_supported_kernel_block_sizes": blocks(16),
+    },
+    "OWN_REASONS": {
+        "features": Feature.FP8_KV,
+        "validate_configuration": _validate(
+            "no head sizes above 256 with fp8",
+            lambda spec: spec.has_quantized_kv_cache and spec.head_size > 256,
+        ),
+    },
+    "OWN_REASONS_FOR_SINKS": {
+        **_PLAIN,
+        "features": Feature.SINKS | Feature.SLIDING_WINDOW,
+        "validate_configuration": _validate(
+            "no sinks with windows", lambda spec: spec.has_sinks and spec.is_windowed
+        ),
+    },
+    "FP16_DECODE_64": {
+        **_PLAIN,
+        "supported_dtypes": ("float16",),
+        "supported_phases": (Phase.DECODE,),
+        "get_supported_head_sizes": heads(64),
+        "get_supported_kernel_block_sizes": blocks(256),
+        "supported_kv_cache_layouts": lambda cls: ("HND",),
+    },
+    "BF16_PREFILL_128": {
+        **_PLAIN,
+        "supported_dtypes": ("bfloat16",),
+        "supported_phases": (Phase.PREFILL,),
+        "get_supported_head_sizes": heads(128),
+        "get_supported_kernel_block_sizes": blocks(128),
+    },
+    "FP8_ONLY": {"supported_kv_cache_dtypes": ("fp8_e4m3",), "features": Feature.FP8_KV},
+}
+NARROWS = {name: variant(name, **declared) for name, declared in NARROW.items()}
+NARROWS |= {f"ONLY_{each.name}": alone(each) for each in TorchBackend.features}
