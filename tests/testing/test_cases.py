@@ -100,6 +100,7 @@ def test_every_shape_goes_with_every_kind_and_feature(level: Level) -> None:
             assert any(has(case, fields) for case in here), (shape, name)
 
 
+@functools.cache
 def compiled(level: Level, key: str) -> tuple[list[Case], set[Hashable]]:
     def of_spec(cls: type[AttentionBackend], spec: LayerSpec) -> Hashable:
         return (spec.head_size, spec.dtype, spec.required_features()) if key == "all" else spec.head_size
@@ -109,7 +110,9 @@ def compiled(level: Level, key: str) -> tuple[list[Case], set[Hashable]]:
     return found, {backend.compile_key(case.spec) for case in found}
 
 
-@pytest.mark.parametrize(("level", "most"), [(Level.SMOKE, 6), (Level.FULL, 24)])
+@pytest.mark.parametrize(
+    ("level", "most"), [(Level.SMOKE, 6), pytest.param(Level.FULL, 24, marks=pytest.mark.slow)]
+)
 def test_compiled_kernels_are_held_to_a_few_keys(level: Level, most: int) -> None:
     found, keys = compiled(level, "all")
     assert len(keys) == most
@@ -117,6 +120,7 @@ def test_compiled_kernels_are_held_to_a_few_keys(level: Level, most: int) -> Non
     assert [case for case in cases(level) if case in set(found)] == found
 
 
+@pytest.mark.slow
 def test_keys_are_chosen_for_the_pairs_that_they_add() -> None:
     found, _ = compiled(Level.FULL, "all")
     features = Feature(0)

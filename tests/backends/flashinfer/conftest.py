@@ -12,6 +12,18 @@ from flashinfer_signatures import VERSIONS
 import attnplug.backends.flashinfer.library as adapter
 from attnplug.backends.flashinfer.library import Library, library
 
+# Each value of an option runs many cases, of which another option has as many; memory is watched over 200 steps.
+_LONG = ("options/prefill_backend", "state/memory")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        check = getattr(item, "callspec", None) and item.callspec.params.get("check")
+        on_cpu = item.path.name == "test_flashinfer_conformance_cpu.py"
+        if on_cpu and check is not None and check.id.startswith(_LONG):
+            item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture
 def fake_version() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 
 import pytest
@@ -37,8 +38,20 @@ def check(spec, new, tokens, **options):
     assert difference(batch, Answer(*run_batch(backend, batch))) is None
 
 
-@pytest.mark.parametrize("heads", [1, 4, 12, 16, 20, 64, 128])
-@pytest.mark.parametrize(("rank", "rope"), [(512, 64), (256, 64), (512, 0), (256, 32)])
+HEADS = [1, 4, 12, 16, 20, 64, 128]
+RANKS = [(512, 64), (256, 64), (512, 0), (256, 32)]
+QUICK = {*zip(HEADS, itertools.cycle(RANKS))}
+
+
+@pytest.mark.parametrize(
+    ("heads", "rank", "rope"),
+    [
+        pytest.param(
+            heads, *ranks, marks=() if (heads, ranks) in QUICK or DEVICE == "cuda" else pytest.mark.slow
+        )
+        for heads, ranks in itertools.product(HEADS, RANKS)
+    ],
+)
 def test_heads_and_dimensions(heads, rank, rope):
     check(layer(heads, rank, rope), [1, 1], [40, 7], block_size=16)
 
@@ -55,8 +68,13 @@ def test_heads_and_dimensions(heads, rank, rope):
     ],
     ids=["one", "ragged", "idle", "uniform", "lengths", "before-0"],
 )
-@pytest.mark.parametrize("block_size", [1, 16, 48])
-@pytest.mark.parametrize("programs", [1, 3, 40])
+@pytest.mark.parametrize(
+    ("block_size", "programs"),
+    [
+        pytest.param(size, count, marks=() if DEVICE == "cuda" or index % 4 == 0 else pytest.mark.slow)
+        for index, (size, count) in enumerate(itertools.product([1, 16, 48], [1, 3, 40]))
+    ],
+)
 def test_shares_of_programs(new, tokens, block_size, programs, monkeypatch):
     gpu = Gpu(programs, 1 << 18)
     monkeypatch.setattr(latent, "gpu_of", lambda device: gpu)
