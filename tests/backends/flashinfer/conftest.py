@@ -12,8 +12,11 @@ from flashinfer_signatures import VERSIONS
 import attnplug.backends.flashinfer.library as adapter
 from attnplug.backends.flashinfer.library import Library, library
 
-# Each value of an option runs many cases, of which another option has as many; memory is watched over 200 steps.
-_LONG = ("options/prefill_backend", "state/memory")
+# Each runs many cases or steps; a plain run keeps another of its kind.
+_LONG = (
+    *("options/prefill_backend", "state/memory", "state/like-layers-mixed", "state/dropped-layers-mixed"),
+    *(f"builder/common-prefix-{name}" for name in ("fp8", "lse", "full", "cap", "chunk")),
+)
 
 
 @pytest.hookimpl(tryfirst=True)
