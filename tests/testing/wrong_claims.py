@@ -144,14 +144,6 @@ class SharedOptions(TorchImpl):
         SharedOptions.kept = given
 
 
-class DropsName(TorchImpl):
-    """from_spec forgets the layer's name."""
-
-    @classmethod
-    def from_spec(cls, spec: Any, *, layer_name: str = "", **more: Any) -> Any:
-        return super().from_spec(spec, layer_name="layer", **more)
-
-
 class DropsScales(TorchImpl):
     """from_spec takes sinks and slopes, and forgets the scales."""
 
@@ -345,6 +337,8 @@ WRONG_CLAIMS = [
     wrong("rounds_float32", "cache/stored-float32", "gives back", impl=Rounds),
     wrong("one_fp8", "cache/stored-fp8_e5m2", "gives back", impl=OneFp8),
     wrong("drops_scales", "correct/*fp8*", "output[", impl=DropsScales),
+    wrong("even_heads", "declared/head_size-72", "declares head_size 72", impl=EvenHeads),
+    wrong("drops_ranks", "context_parallel/ranks-dcp", "impl.dcp_world_size is 1, not 3", impl=DropsRanks),
     wrong("any_prefill_ranks", "declared/supports_pcp", "declares supports_pcp", impl=AnyPrefillRanks),
     wrong(
         "quantised_queries",

@@ -238,6 +238,7 @@ _SCALES = {"k_scale": 0.37, "v_scale": 1.9}
 
 CONVENTIONS = [
     _of(SlopePerKVHead, "ALiBi slope per KV head", has_alibi=True),
+    _of(UsualSlopes, "ALiBi slopes of the usual formula, not the layer's", has_alibi=True),
     _of(LocalAlibi, "ALiBi of positions counted from the query's first row", has_alibi=True),
     _of(SinkPerKVHead, "sink per KV head", has_sinks=True),
     _of(SymmetricWindow, "symmetric window: keys after the query are seen too", sliding_window=6),

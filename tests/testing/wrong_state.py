@@ -17,7 +17,6 @@ from catching import variant, wrong
 from wrong_builders import Altered
 from wrong_structure import Around, Call
 
-from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core import CommonAttentionMetadata
@@ -45,19 +44,6 @@ def when_run(change: Any) -> type[TorchImpl]:
             change()
 
     return Changes
-
-
-class ReplacesSoftmax(TorchMetadataBuilder):
-    """Replaces a function of torch by one of its own."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        own = torch.softmax
-
-        def softmax(*args: Any, **kwargs: Any) -> Any:
-            return own(*args, **kwargs)
-
-        torch.softmax = softmax
 
 
 class LeavesGradOff(Around):

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
 import torch
 
 from attnplug.core.features import Feature
-from attnplug.testing.batches import Batch
 from attnplug.testing.conformance import captures
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckTable, ConformanceError, checks_from
 from attnplug.testing.conformance.expectations import difference, expect_correct, wrong_answer
 from attnplug.testing.conformance.harness import Answer, Harness, blank_answer, raw_bytes
+from attnplug.testing.conformance.refilling import refill
 from attnplug.testing.conformance.steps import (
     PAGED_SCENARIOS,
     BatchFactory,
@@ -64,7 +62,7 @@ def _check_refilled(target: Target, scenario: str) -> None:
     for tensor in into:
         if tensor is not None:
             tensor.fill_(torch.nan)
-    filled = _filled(batch, other)
+    filled = refill(batch, other)
     what = "the second of two steps, whose values were written to the tensors of the first"
     found = harness.forward(filled, into, what)
     if problem := difference(filled, found):
@@ -75,23 +73,6 @@ def _check_refilled(target: Target, scenario: str) -> None:
 
 def _copied(found: Answer) -> Answer:
     return Answer(found.output.clone(), None if found.lse is None else found.lse.clone())
-
-
-def _filled(batch: Batch, other: Batch) -> Batch:
-    """`other` in the tensors of `batch`, which have its values afterwards; tensors of other shapes stay its own."""
-    names = [field.name for field in dataclasses.fields(other.common) if not field.name.startswith("_")]
-    common = {name: _moved(getattr(batch.common, name), getattr(other.common, name)) for name in names}
-    rows = {name: _moved(getattr(batch, name), getattr(other, name)) for name in ("query", "key", "value")}
-    return dataclasses.replace(other, common=dataclasses.replace(other.common, **common), **rows)
-
-
-def _moved(old: Any, new: Any) -> Any:
-    if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor) and old.shape == new.shape:
-        return old.copy_(new)
-    if isinstance(new, np.ndarray) and isinstance(old, np.ndarray) and old.shape == new.shape:
-        np.copyto(old, new)
-        return old
-    return new
 
 
 def _check_table(target: Target, scenario: str) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from attnplug.core.errors import SpecError
@@ -15,6 +13,7 @@ from attnplug.testing.conformance.builders import stale_mistakes
 from attnplug.testing.conformance.check import Check, ConformanceError, error_context
 from attnplug.testing.conformance.expectations import expect_correct, expect_correct_step, expect_own_slots
 from attnplug.testing.conformance.harness import Harness, raw_bytes
+from attnplug.testing.conformance.refilling import refill
 from attnplug.testing.conformance.steps import (
     PAGED_SCENARIOS,
     decodes,
@@ -56,7 +55,7 @@ def checks(target: Target) -> Iterator[Check]:
     for scenario in PAGED_SCENARIOS:
         summary = "layers of one shape that ask for different things share no state"
         yield Check.of(f"state/like-layers-{scenario}", summary, _check_like, target, scenario)
-        summary = "nothing of a dropped layer, step or cache is taken for that of a later one"
+        summary = "a later layer uses nothing of a dropped layer, step or cache"
         yield Check.of(f"state/dropped-layers-{scenario}", summary, _check_dropped, target, scenario)
     for kind in layer_kinds(target):
         summary = "a step in the buffers of the last step, filled again, is a step of its own"
@@ -134,7 +133,7 @@ def _check_refilled(target: Target, kind: str) -> None:
         for number, lengths in enumerate(steps):
             make = step_factory(target, spec, lengths, number)
             fresh = make()
-            batch, what = _refill(first, fresh), f"step {number + 1} in the same buffers"
+            batch, what = refill(first, fresh), f"step {number + 1} in the same buffers"
             with error_context(what):
                 metadata = harness.builder.build(0, batch.common)
                 expect_own_slots(metadata, fresh.common, what)
@@ -142,28 +141,3 @@ def _check_refilled(target: Target, kind: str) -> None:
             mistakes = stale_mistakes(before.common) if number else {}
             expect_correct_step(target, make, found, what, mistakes)
             before = fresh
-
-
-def _refill(batch: Batch, fresh: Batch) -> Batch:
-    """The step `fresh` in the memory of `batch`, which has the same shapes."""
-    common: dict[str, Any] = {}
-    for field in dataclasses.fields(fresh.common):
-        value, buffer = getattr(fresh.common, field.name), getattr(batch.common, field.name)
-        if not field.name.startswith("_"):
-            common[field.name] = _filled(buffer, value)
-    inputs = {
-        name: _filled(getattr(batch, name), getattr(fresh, name))
-        for name in ("query", "key", "value", "kv_cache")
-    }
-    return dataclasses.replace(fresh, common=dataclasses.replace(fresh.common, **common), **inputs)
-
-
-def _filled(buffer: Any, value: Any) -> Any:
-    """`buffer` with the contents of `value`; `value` itself if it is no tensor or array of that shape."""
-    if not isinstance(value, (torch.Tensor, np.ndarray)) or buffer is None or buffer.shape != value.shape:
-        return value
-    if isinstance(value, torch.Tensor):
-        buffer.copy_(value)
-    else:
-        buffer[...] = value
-    return buffer

@@ -171,6 +171,6 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 _CHECKS = {
-    "memory-steps": (_check_steps, "steps leave no memory behind, but for caches with a bound"),
+    "memory-steps": (_check_steps, "memory does not grow with the steps, except in caches with a bound"),
     "memory-layers": (_check_layers, "layers that are dropped leave no memory behind"),
 }

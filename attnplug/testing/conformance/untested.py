@@ -47,7 +47,9 @@ def checks(target: Target) -> Iterator[Check]:
 
 
 def _untested(name: str, what: str, why: str) -> Check:
-    return Check.of(f"declared/{name}", f"the declared {what} is tried", _raise_untested, f"{what}: {why}")
+    return Check.of(
+        f"declared/{name}", f"another run tries the declared {what}", _raise_untested, f"{what}: {why}"
+    )
 
 
 def _raise_untested(text: str) -> None:
