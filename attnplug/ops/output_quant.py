@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -21,13 +22,20 @@ FP8_OUTPUTS: Mapping[str, torch.dtype] = MappingProxyType(
 
 
 def check_output_scale(output: torch.Tensor, output_scale: torch.Tensor) -> None:
-    """BatchError unless `output` is of 8-bit floats, and `output_scale` is one float32."""
+    """BatchError unless `output` is of 8-bit floats, and `output_scale` is one float32, finite and above 0.
+
+    The value is read only on a CPU, where that waits for no device.
+    """
     if output.dtype not in FP8_OUTPUTS.values():
         limit = f"needs an output of {', '.join(map(str, FP8_OUTPUTS.values()))}, and it is {output.dtype}"
         raise BatchError("output_scale", tuple(output_scale.shape), limit)
     if output_scale.numel() != 1 or output_scale.dtype != torch.float32:
         found = f"{output_scale.dtype} {tuple(output_scale.shape)}"
         raise BatchError("output_scale", found, "must be one torch.float32")
+    if output_scale.device.type == "cpu":
+        value = float(output_scale)
+        if not 0 < value < math.inf:
+            raise BatchError("output_scale", value, "must be finite and above 0: outputs are divided by it")
 
 
 def quantise_output(wide: torch.Tensor, output_scale: torch.Tensor, output: torch.Tensor) -> None:

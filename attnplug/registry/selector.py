@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.errors import BackendUnavailableError, NoBackendError
+from attnplug.core.mla_backend import MLADecodeBackend
 from attnplug.core.text import shown
 from attnplug.registry.decision import Candidate, Decision, Gate, Placement
 from attnplug.registry.devices import is_here
@@ -103,6 +104,9 @@ def decide(
     of_winner: dict[str, Any] = {}
     if winner is not None:
         of_winner = {"options": _options(winner, policy), "backend_cls": winning}
+        if winning is not None and issubclass(winning, MLADecodeBackend):
+            told, error = guarded_call(winning.notes, spec)
+            notes += [f"{winner.name}.notes raised {describe(error)}; ignored"] if error else told or ()
         if pages is not None:
             of_winner["block_size"], of_winner["kv_cache_layout"] = pages
     return Decision(

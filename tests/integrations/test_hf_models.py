@@ -11,6 +11,7 @@ import torch
 from hf_models import DECODERS, WINDOW, Family, assert_same_logits, prompts
 from transformers import DynamicCache, StaticCache, masking_utils
 
+from attnplug.core.errors import ModelConfigError
 from attnplug.integrations.transformers import attention_decisions
 
 Pair = tuple[Any, Any]
@@ -167,3 +168,8 @@ def test_low_precision_stays_near_float32(dtype: torch.dtype) -> None:
     assert {d.spec.dtype for d in attention_decisions(ours).values()} == {str(dtype).removeprefix("torch.")}
     error = (found.float() - expected)[mask.bool()]
     assert error.norm() / expected[mask.bool()].norm() < (0.01 if dtype == torch.float16 else 0.06)
+
+
+def test_decisions_of_no_model_are_refused() -> None:
+    with pytest.raises(ModelConfigError, match=r"model=NoneType: must be a torch\.nn\.Module"):
+        attention_decisions(None)  # type: ignore[arg-type]

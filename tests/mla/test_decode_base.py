@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any
 
 import pytest
 import torch
 
+import attnplug
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import (
     BuilderConfig,
@@ -22,6 +24,7 @@ from attnplug.core import (
 )
 from attnplug.core.errors import BatchError, LayoutError, PluginError, SpecError
 from attnplug.mla import MLADecodeBuilder, MLADecodeImpl, packed_query
+from attnplug.registry import Registry
 from attnplug.testing import assert_close, paged_batch, run_batch, tolerance
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.latent_cases import joint_weights
@@ -231,3 +234,14 @@ def test_a_builder_without_the_layers_impl_says_what_to_give(loop: Any) -> None:
 
 def test_an_author_writes_only_the_decode() -> None:
     assert MLADecodeImpl.__abstractmethods__ == {"decode"}
+
+
+def test_a_decision_says_that_heads_are_padded(loop: Any) -> None:
+    loop.padded_heads = lambda heads: 16
+    hook = attnplug.hookimpl(lambda: [loop])
+    plugin = types.SimpleNamespace(ATTNPLUG_API=(1, 1), attnplug_backends=hook)
+    registry = Registry()
+    registry.register(plugin, name="pads")
+    asked: Any = {"phase": "decode", "backend": "LOOP"}
+    notes = [registry.select(SPEC.replace(num_heads=n), "cpu", **asked).notes for n in (6, 16)]
+    assert notes == [("6 heads padded to 16",), ()]

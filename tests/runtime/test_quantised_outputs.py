@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -76,6 +77,13 @@ def test_torch_quantises_what_it_attended(dtype: str, written: torch.dtype, scal
     torch.testing.assert_close(
         output.float() * factor, expected, rtol=step, atol=2e-2 if dtype != "float32" else scale
     )
+
+
+@pytest.mark.parametrize("value", [0.0, -0.5, math.nan, math.inf])
+def test_a_scale_that_outputs_cannot_be_divided_by_is_refused_by_name(value: float) -> None:
+    model, drawn = begun()
+    with pytest.raises(BatchError, match=r"^output_scale=.* must be finite and above 0"):
+        call(model, drawn, torch.empty(8, 4, 8, dtype=FP8), output_scale=torch.tensor(value))
 
 
 def test_the_plain_output_rounds_to_the_quantised_one() -> None:

@@ -121,7 +121,14 @@ def attention_decisions(model: torch.nn.Module) -> dict[str, Decision]:
     """The decision for each attention layer that has run, by the layer's name in `model`.
 
     Empty before the first forward pass, if no layer calls attnplug, and after another implementation is set.
+
+    Raises:
+        ModelConfigError: `model` is no torch.nn.Module.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise ModelConfigError(
+            f"model={type(model).__name__}: must be a torch.nn.Module, such as the model given to set_attention"
+        )
     layers = {name: (module, layer_state(module)) for name, module in model.named_modules()}
     return {
         name: state.decision

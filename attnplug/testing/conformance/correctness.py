@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases import Case, designed_cases
 from attnplug.testing.conformance.check import Check, ConformanceError, error_context
 from attnplug.testing.conformance.deviation import deviation
+from attnplug.testing.conformance.dropped_chunks import dropped_chunk
 from attnplug.testing.conformance.expectations import wrong_answer
 from attnplug.testing.conformance.guarded_cache import GuardedCache
 from attnplug.testing.conformance.harness import Answer, run_batch
@@ -18,6 +19,9 @@ from attnplug.testing.conformance.inputs import inputs_kept
 from attnplug.testing.conformance.latent_cases import LatentCase, latent_cases
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import COMPUTED
+
+_ROWS = 2**14
+"""Rows of a workspace that has room for all computed tokens of a case."""
 
 
 def checks(target: Target) -> Iterator[Check]:
@@ -60,14 +64,20 @@ def check_latent_case(target: Target, case: LatentCase) -> None:
     batch, rows = case.batch(target), case.chunk_rows
     config: dict[str, Any] = {} if rows is None else {"context_chunk_rows": rows}
     with error_context(f"a {case.shape} batch"):
-        found = run_batch(target.backend, batch, **config)
-    _check_answer(batch, *found)
+        found = Answer(*run_batch(target.backend, batch, **config))
+    threshold = getattr(target.backend, "decode_threshold", 1)
+    _check_answer(batch, *found, lambda: dropped_chunk(batch, found, rows or _ROWS, threshold))
 
 
-def _check_answer(batch: Batch, output: torch.Tensor, lse: torch.Tensor | None) -> None:
+def _check_answer(
+    batch: Batch,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    mistake: Callable[[], str | None] = lambda: None,
+) -> None:
     tokens = batch.common.num_actual_tokens
     if wrong := deviation(batch, Answer(output, lse)):
-        raise wrong_answer(wrong.problem, None, wrong)
+        raise wrong_answer(wrong.problem, mistake(), wrong)
     for name, found in (("output", output), ("LSE", lse)):
         if found is not None and not found[tokens:].isnan().all():
             raise ConformanceError(f"{name} rows past num_actual_tokens={tokens} were written")

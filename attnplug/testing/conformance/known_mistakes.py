@@ -403,6 +403,7 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     KnownMistake("scale of the latent, not of the query before absorption", "latent", latent.latent_scale),
     KnownMistake("values from the last elements of the latent", "latent", latent.values_at_the_end),
     KnownMistake("rotated part of the latent taken first", "latent", latent.rotated_latent_first),
+    KnownMistake("rotated part of the keys taken first", "latent", latent.rotated_key_first),
     KnownMistake("rotated part of the query taken first", "latent", latent.rotated_query_first),
     KnownMistake("rotated part left out", "latent", latent.without_rotated_part),
     KnownMistake("W_UV of the next head", "latent", latent.next_heads_values),

@@ -74,6 +74,11 @@ def rotated_latent_first(rules: AttentionRules) -> dict[str, Any]:
     return _expanded(rules, key=_second_first, value=_second_first)
 
 
+def rotated_key_first(rules: AttentionRules) -> dict[str, Any]:
+    """Keys, and not values, whose rotated part is taken to be the first; so are absorbed queries in that order."""
+    return _expanded(rules, key=_second_first)
+
+
 def rotated_query_first(rules: AttentionRules) -> dict[str, Any]:
     """Queries whose rotated part is taken to be the first."""
     return _expanded(rules, query=_second_first)

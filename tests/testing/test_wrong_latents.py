@@ -1,0 +1,39 @@
+"""Each wrong backend of latent attention fails its checks, with words that name the mistake."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+
+import pytest
+from catching import Wrong
+from wrong_latents import WRONG_LATENTS
+
+from attnplug.core import Device
+from attnplug.testing.conformance import builders
+from attnplug.testing.conformance.check import ConformanceError
+from attnplug.testing.conformance.correctness import check_latent_case
+from attnplug.testing.conformance.latent_cases import latent_cases
+from attnplug.testing.conformance.target import Target
+
+
+def problems(wrong: Wrong) -> list[str]:
+    target, found = Target(wrong.backend, Device("cpu")), []
+    runs = [(check.id, check.run) for check in builders.checks(target)]
+    runs += [
+        (f"correct/{case.id}", functools.partial(check_latent_case, target, case))
+        for case in latent_cases(target)
+    ]
+    for name, run in [each for each in runs if fnmatch.fnmatchcase(each[0], wrong.check)][:3]:
+        try:
+            run()
+        except ConformanceError as problem:
+            found.append(f"{name}: {problem}")
+    return found
+
+
+@pytest.mark.parametrize("wrong", WRONG_LATENTS, ids=lambda wrong: wrong.name)
+def test_a_mistake_of_latent_attention_is_caught_and_named(wrong: Wrong) -> None:
+    found = problems(wrong)
+    assert found
+    assert any(wrong.says in problem for problem in found), found
