@@ -52,6 +52,6 @@ def latent_launch(rows: int, size: int, itemsize: int, gpu: Gpu) -> LatentLaunch
 # Measured on an H200 by benchmarks/mla.py, by rows of a tile.
 _LAUNCHES = {
     16: LatentLaunch(16, 32, 4, 3, 2, 2),
-    32: LatentLaunch(32, 64, 8, 3, 1, 2),
+    32: LatentLaunch(32, 64, 4, 2, 2, 2),
     64: LatentLaunch(64, 64, 8, 2, 1, 1),
 }
