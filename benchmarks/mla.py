@@ -80,7 +80,9 @@ class Latents:
         self.table = (torch.randperm(blocks).int() + 1).view(cell.requests, -1).cuda()
         tokens = cell.requests * cell.queries
         query = torch.randn(tokens, cell.heads, size, device="cuda", dtype=torch.bfloat16)
-        self.q_nope, self.q_pe = (part.contiguous() for part in query.split((DIMS.kv_lora_rank, 64), dim=2))
+        self.q_nope, self.q_pe = (
+            part.contiguous() for part in query.tensor_split((DIMS.kv_lora_rank,), dim=2)
+        )
         self.output, self.scale = torch.empty_like(self.q_nope), 192**-0.5
         starts = torch.arange(cell.requests + 1, dtype=torch.int32) * cell.queries
         lens = np.full(cell.requests, cell.length, dtype=np.int32)
@@ -116,7 +118,8 @@ def triton(latents: Latents) -> Callable[[int], torch.Tensor]:
     )
     backend = TritonBackend.for_layer(spec)
     weights = torch.zeros(cell.heads, 128, DIMS.kv_lora_rank, device="cuda", dtype=torch.bfloat16)
-    impl: Any = make_impl(backend, spec, tensors=LayerTensors(w_uk=weights, w_uv=weights.mT.contiguous()))
+    tensors = LayerTensors(w_uk=weights, w_uv=weights.mT.contiguous())
+    impl: Any = make_impl(backend, spec, layer_name="layer", tensors=tensors)
     impl.softmax_scale = latents.scale
     config = BuilderConfig(max_num_seqs=cell.requests, layers={"layer": types.SimpleNamespace(impl=impl)})
     pages: Any = kv_cache_spec_for(spec, PAGE)
