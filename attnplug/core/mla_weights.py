@@ -57,11 +57,11 @@ class DenseProjection:
 
     def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
         """As LatentProjection.absorb."""
-        return torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)
+        return _product(q_nope.transpose(0, 1), self.w_uk)
 
     def project(self, latent: torch.Tensor) -> torch.Tensor:
         """As LatentProjection.project."""
-        return torch.bmm(latent.transpose(0, 1), self.w_uv).transpose(0, 1)
+        return _product(latent.transpose(0, 1), self.w_uv)
 
     def expand(self, kv_c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As LatentProjection.expand."""
@@ -69,13 +69,16 @@ class DenseProjection:
         if self.joint is not None and kv_c.is_cuda:
             both = (kv_c @ self.joint.T).view(kv_c.shape[0], heads, nope + size_v)
             return both[..., :nope], both[..., nope:]
-        rows, parts = kv_c[None], (self.w_uk.mT, self.w_uv)
-        if not kv_c.is_cuda:
-            # On a CPU, products in half precision can let NaN of one row reach other rows.
-            rows, parts = rows.float(), (parts[0].float(), parts[1].float())
-        rows = rows.expand(heads, -1, -1)
-        keys, values = (torch.bmm(rows, part).transpose(0, 1).to(kv_c.dtype) for part in parts)
-        return keys, values
+        rows = kv_c[None].expand(heads, -1, -1)
+        return _product(rows, self.w_uk.mT), _product(rows, self.w_uv)
+
+
+def _product(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Rows `[N, tokens, in]` times weights `[N, in, out]`, as `[tokens, N, out]`."""
+    if rows.is_cuda or rows.element_size() > 2:
+        return torch.bmm(rows, weights).transpose(0, 1)
+    # On a CPU, products in half precision can let NaN of one row reach other rows.
+    return torch.bmm(rows.float(), weights.float()).transpose(0, 1).to(rows.dtype)
 
 
 def check_projection(spec: LayerSpec, w_uk: object, w_uv: object, kv_b_proj: object) -> None:

@@ -245,3 +245,14 @@ def test_a_decision_says_that_heads_are_padded(loop: Any) -> None:
     asked: Any = {"phase": "decode", "backend": "LOOP"}
     notes = [registry.select(SPEC.replace(num_heads=n), "cpu", **asked).notes for n in (6, 16)]
     assert notes == [("6 heads padded to 16",), ()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_nan_of_one_row_reaches_no_other_row_of_a_projection(dtype: torch.dtype) -> None:
+    weights = DenseProjection(torch.ones(2, 24, 54, dtype=dtype), torch.ones(2, 54, 48, dtype=dtype))
+    latent, queries = torch.ones(30, 2, 54, dtype=dtype), torch.ones(30, 2, 24, dtype=dtype)
+    latent[2] = queries[2] = float("nan")
+    found = (weights.project(latent), weights.absorb(queries), *weights.expand(latent[:, 0]))
+    for each in found:
+        assert each.dtype == dtype
+        assert each.isnan().flatten(1).any(1).nonzero().flatten().tolist() == [2]
