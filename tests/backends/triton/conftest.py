@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+
 import pytest
 import torch
 
-_MANY_STEPS = ("builder/", "runtime/", "merge/context", "refused/never-after-acceptance", "state/", "batch/c")
+# A declared value has its own case among those of `correct/`; the others run many steps.
+_LEFT_OUT = (
+    *("builder/", "runtime/", "merge/context", "refused/never-after-acceptance", "state/", "batch/c"),
+    *(
+        "declared/head",
+        "declared/block",
+        "declared/dtype",
+        "declared/feature",
+        "declared/attn",
+        "declared/kv",
+    ),
+)
+_PLAIN = frozenset(("correct/mixed", "h4x2", "d64", "float32", "b16", "NHD"))
+_SIZES_OF_A_KIND = 2
+
+
+def _sort_of(check_id: str) -> tuple[str, int]:
+    """What a check of numbers is an example of, and how many examples are enough without a GPU."""
+    kind, _, case = check_id.partition("-")
+    if kind.startswith("mla/"):
+        # test_triton_latent.py has small ones of each size.
+        return f"{kind}-{case.partition('-')[0]}", int(kind == "mla/correct/latent")
+    if kind == "correct/mixed":
+        # Mixed batches ask for each feature alone, and for each size in turn.
+        asked = sorted({*check_id.split("-")} - _PLAIN)
+        return re.sub(r"[0-9.]+", "#", f"{kind}-{'-'.join(asked)}"), _SIZES_OF_A_KIND
+    return kind, 1 if kind.startswith("correct/") else 1 << 30
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
-    kept = set()
+    found = Counter[str]()
     for item in items:
         check = getattr(item, "callspec", None) and item.callspec.params.get("check")
         if item.path.parent.name != "triton" or check is None:
             continue
-        if check.id.startswith("mla/"):
-            # One case of each kind of batch; test_triton_latent.py has small ones of each size.
-            shape = "-".join(check.id.split("-")[:2])
-            if shape in kept or not shape.startswith("mla/correct/latent"):
-                item.add_marker(pytest.mark.slow)
-            kept.add(shape)
-            continue
-        # Mixed batches ask for each feature alone; of every other kind of batch one case is enough here.
-        kind = check.id.partition("-")[0]
-        again = kind.startswith("correct/") and kind != "correct/mixed" and kind in kept
-        kept.add(kind)
-        if again or check.id.startswith(_MANY_STEPS):
+        sort, enough = _sort_of(check.id)
+        found[sort] += 1
+        if found[sort] > enough or check.id.startswith(_LEFT_OUT):
             item.add_marker(pytest.mark.slow)
