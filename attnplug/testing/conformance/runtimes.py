@@ -22,7 +22,6 @@ from attnplug.testing.conformance.check import (
 from attnplug.testing.conformance.serving import Call, ServedModel
 from attnplug.testing.conformance.target import Target
 
-_READERS = ("reader", "scaled-reader")
 _BETWEEN = "state shared between two runtimes"
 
 
@@ -60,7 +59,8 @@ def model_of(target: Target) -> tuple[dict[str, LayerSpec], dict[str, str]]:
         if not target.reasons(spec):
             specs[name] = spec
     # A layer may read the pages of a layer that scores otherwise, if both keep the same keys.
-    readers, shared = {"reader": full, "scaled-reader": specs["scaled"]}, dict.fromkeys(_READERS, "full")
+    readers: dict[str, LayerSpec] = {"reader": full, "scaled-reader": specs["scaled"]}
+    shared = dict.fromkeys(readers, "full")
     if "window" in specs:
         readers["window-reader"], shared["window-reader"] = specs["window"], "window"
     return {**specs, **readers}, shared
