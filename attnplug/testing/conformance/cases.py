@@ -12,6 +12,7 @@ from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Level
@@ -88,6 +89,7 @@ _LONG_WITH: tuple[dict[str, Any], ...] = (
     {"shape": "long-decode", "logits_soft_cap": 1.7},
     {"shape": "long-decode", "has_alibi": True},
     {"shape": "long-decode", "has_sinks": True, "needs_lse": True},
+    {"shape": "long-decode", "sparse": SparseSpec("token_topk", 1024)},
     {"shape": "long-decode", "kind": "direct"},
     {"shape": "long-decode", "numbers": Numbers.SHARP},
     {"shape": "long-prompt", "window": (149, 0)},

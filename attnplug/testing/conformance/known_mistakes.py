@@ -163,6 +163,10 @@ def _interleaved(rules: AttentionRules) -> dict[str, Any]:
     return {"kv_heads": torch.arange(heads) % kv_heads}
 
 
+def _capped(sinks: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
+    return sinks if rules.cap is None else rules.cap * (sinks / rules.cap).tanh()
+
+
 def _merged(spans: Spans) -> Spans:
     """The spans of a mask that only says which tokens are in some span."""
     found: list[tuple[int, int]] = []
@@ -274,6 +278,11 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
         _set(spans=lambda spans: [(start, stop - 1) for start, stop in spans]),
     ),
     KnownMistake(
+        "spans with one token more",
+        "spans",
+        _set(spans=lambda spans: [(start, stop + 1) for start, stop in spans if stop > start]),
+    ),
+    KnownMistake(
         "all tokens up to the last span see each other",
         "spans",
         _set(spans=lambda spans: [(0, max(stop for _, stop in spans))] if spans else []),
@@ -295,6 +304,7 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     KnownMistake("sink in the numerator, with the first key's value", "sinks", _set(sink_value=0)),
     KnownMistake("sink in the numerator, with the last key's value", "sinks", _set(sink_value=-1)),
     KnownMistake("sink multiplied by the scale", "sinks", _sinks(lambda sinks, rules: sinks * rules.scale)),
+    KnownMistake("soft cap on the sink too", "cap and sinks", _sinks(_capped)),
     KnownMistake("sink in base 2", "sinks", _sinks(lambda sinks, rules: sinks * math.log(2))),
     KnownMistake("head groups interleaved", "head groups", _interleaved),
     KnownMistake(

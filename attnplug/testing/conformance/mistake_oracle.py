@@ -122,6 +122,7 @@ class AttentionRules:
             "non-causal": not self.causal,
             "non-causal positions": not self.causal and (window or alibi),
             "cap and alibi": cap and alibi,
+            "cap and sinks": cap and self.sinks is not None,
             "scale": self.scale != float(self.head_size**-0.5),
             "fp8": (self.k_scale, self.v_scale) != (1.0, 1.0),
             "two fp8 scales": self.weights is None and (self.k_scale, self.v_scale) != (1.0, 1.0),
