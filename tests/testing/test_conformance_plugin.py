@@ -23,6 +23,7 @@ def suite(pytester, monkeypatch):
     """`suite("--attn-backend", "ACME")` runs the suite here, with a few checks and ACME registered."""
     monkeypatch.setattr(default, "_registry", None)
     monkeypatch.setattr(listing, "GROUPS", (few_checks,))
+    monkeypatch.setattr(listing, "_OF_LATENTS", ())
     fussy = variant("FUSSY", requires=("acme-kernels>=2",))
     broken = variant("BROKEN", get_impl_cls=lambda cls: 1 / 0)
     abroad = variant("ABROAD", device_types=("hpu",))
