@@ -81,7 +81,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     gc.enable()
     signal.signal(signal.SIGUSR1, handler)
-    torch._tensor_str.PRINT_OPTS = printed
+    vars(torch._tensor_str.PRINT_OPTS).update(vars(printed))
     atexit.unregister(int)
     restore_settings(before)
 
