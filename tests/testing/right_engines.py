@@ -19,6 +19,7 @@ from right_attention import RightImpl
 
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
+from attnplug.core.features import Feature
 from attnplug.core.metadata import CommonAttentionMetadata
 
 __all__ = ["ENGINES"]
@@ -174,9 +175,17 @@ class WithOptions(RightImpl):
         return (torch.cat(tiles, 2) * (k_scale / self.options.shrink)).float()
 
 
-ENGINES = {
-    each.__name__.upper(): variant(each.__name__.upper(), impl=each)
-    for each in (InNumpy, InThreads, Compiled, Recent, Workspace, Talkative)
+# What the machinery could break needs few kinds of layers.
+_FEW: dict[str, Any] = {
+    "features": Feature.LSE | Feature.SLIDING_WINDOW | Feature.DIRECT_KV,
+    "supported_kv_cache_dtypes": ("auto",),
 }
-ENGINES["KEEPS_COMMON"] = variant("KEEPS_COMMON", impl=TorchImpl, builder=KeepsCommon)
-ENGINES["WITH_OPTIONS"] = variant("WITH_OPTIONS", impl=WithOptions, Options=ManyOptions)
+ENGINES = {
+    **{each.__name__.upper(): variant(each.__name__.upper(), impl=each) for each in (InNumpy, InThreads)},
+    **{
+        each.__name__.upper(): variant(each.__name__.upper(), impl=each, **_FEW)
+        for each in (Compiled, Recent, Workspace, Talkative)
+    },
+    "KEEPS_COMMON": variant("KEEPS_COMMON", impl=TorchImpl, builder=KeepsCommon, **_FEW),
+    "WITH_OPTIONS": variant("WITH_OPTIONS", impl=WithOptions, Options=ManyOptions, **_FEW),
+}

@@ -17,7 +17,7 @@ __all__ = ["LATENTS"]
 
 
 class OneByOne(TorchMLAImpl):
-    """Each head on its own, in float32."""
+    """Each head on its own, in float32; also those that were added to have a multiple of 16."""
 
     def decode(
         self,
@@ -71,12 +71,12 @@ LATENT: dict[str, dict[str, Any]] = {
     "LATENT_UNIFORM": {
         "query_lens": QueryLens.UNIFORM,
         "decode_threshold": 2,
-        "padded_heads": lambda cls, num_heads: -(-num_heads // 16) * 16,
         "features": Feature.MLA | Feature.LSE,
         "supported_kv_cache_dtypes": ("auto",),
     },
     "LATENT_ONE_BY_ONE": {
         "get_impl_cls": lambda cls: OneByOne,
+        "padded_heads": lambda cls, num_heads: -(-num_heads // 16) * 16,
         "features": Feature.MLA | Feature.LSE,
         "supported_kv_cache_dtypes": ("auto",),
         "supported_dtypes": ("float16",),

@@ -90,6 +90,7 @@ NARROW: dict[str, dict[str, Any]] = {
     "BLOCKS_OF_1": {"get_supported_kernel_block_sizes": blocks(1)},
     "BLOCKS_BY_STORAGE": {"features": Feature.FP8_KV, "get_supported_kernel_block_sizes": _blocks_by_dtype},
     "BLOCKS_BY_HEAD_SIZE": {
+        "supported_kv_cache_dtypes": ("auto",),
         "features": Feature.HEAD_SIZE_V,
         "get_supported_kernel_block_sizes": _blocks_by_head_size,
     },
@@ -217,7 +218,7 @@ NARROW: dict[str, dict[str, Any]] = {
     },
     "CHUNKS_OF_PAGES": {
         **_PLAIN,
-        "features": Feature.CHUNKED_LOCAL | Feature.CROSS,
+        "features": Feature.CHUNKED_LOCAL,
         "supports_combination": refusing(
             "chunks of whole blocks of 16",
             lambda spec: spec.chunk_size is not None and spec.chunk_size % 16 != 0,

@@ -33,7 +33,7 @@ FEW = {
     "supported_kv_cache_layouts": classmethod(lambda cls: ("NHD",)),
 }
 """Declarations that leave few layers."""
-KINDS_ONLY = ("DIRECT_ONLY", "ENCODER_ONLY", "CROSS_ONLY", "ONE_KV_HEAD", "GROUPS_OF_8")
+KINDS_ONLY = ("DIRECT_ONLY", "ENCODER_ONLY", "CROSS_ONLY", "ONE_KV_HEAD", "GROUPS_OF_8", "SPARSE_BLOCKS_ONLY")
 """Backends that refuse the plainest layers."""
 
 

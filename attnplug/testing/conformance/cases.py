@@ -269,11 +269,15 @@ def axes(target: Target) -> dict[str, list[Any]]:
 def samples_of(target: Target, flag: Feature) -> tuple[Any, ...]:
     """Values that ask for a feature: its samples, before them a page of tokens if no sample is whole pages.
 
-    Kernels that read chunks as requests of their own begin each at a page.
+    Kernels that read chunks as requests of their own begin each at a page. Sparse samples are of the served kinds,
+    if there are any.
     """
     samples, size = flag.ask.values, target.block_sizes[0]
     if flag is Feature.CHUNKED_LOCAL and all(sample % size for sample in samples):
         return (size, *samples)
+    if flag is Feature.SPARSE:
+        served = target.backend.supported_sparse_kinds
+        return tuple(sample for sample in samples if sample.kind in served) or samples
     return samples
 
 
