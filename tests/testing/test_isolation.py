@@ -485,14 +485,17 @@ def test_a_child_that_dies_while_it_lists_is_described(monkeypatch, code, how):
     )
 
 
-def test_the_child_reports_bad_usage_as_such(tmp_path):
+def test_the_child_reports_bad_usage_as_such(monkeypatch, tmp_path):
     from attnplug.testing.isolation.listing import main
 
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
     main(str(tmp_path / "report"), {"name": "TORCH", "device": "cpu", "level": "half"})
     assert json.loads((tmp_path / "report").read_text()) == {
         "text": str(SpecError("level", "half", "must be one of smoke, full")),
         "usage": True,
     }
+    assert codes == [0]
 
 
 def test_a_gpu_with_a_number_becomes_the_current_one(monkeypatch):
