@@ -100,7 +100,7 @@ def test_options_of_every_type_are_tried() -> None:
     found = {check.id: check for check in options.checks(target)}
     passed = [name for name, check in found.items() if passes(check)]
     assert {name.partition("=")[0] for name in passed} == {
-        f"options/{name}" for name in ("tile", "shrink", "inside", "order", "splits", "exact")
+        f"options/{name}" for name in ("tile", "shrink", "inside", "order", "splits", "exact", "held")
     }
     assert found.keys() - set(passed) == {"options/label", "options/most"}
 
