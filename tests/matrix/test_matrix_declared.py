@@ -14,11 +14,12 @@ from design_backends import backend_of
 import attnplug
 from attnplug.core.device import Device
 from attnplug.core.errors import SpecError
-from attnplug.matrix.axes import phase_of, spec_of
+from attnplug.matrix.axes import LATENT, phase_of, spec_of
 from attnplug.matrix.declared import declare, source_commit
 from attnplug.matrix.design import design
 from attnplug.matrix.model import Cell, Finding, Run, Status
 from attnplug.registry.default import get_registry
+from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES
 
 BACKENDS = ("TORCH", "TRITON", "FLASH_ATTN_2", "FLASH_ATTN_4", "FLASHINFER")
 
@@ -43,7 +44,7 @@ def test_the_order_of_cells_is_that_of_the_axes_with_sizes_ascending() -> None:
     run = declare(get_registry().backends()["TORCH"], "cpu")
     ids = [finding.cell.id for finding in run.findings]
     assert ids[:2] == ["plain/mixed/d16/bfloat16/auto/b1/NHD", "plain/mixed/d16/bfloat16/auto/b8/NHD"]
-    assert ids[-1].startswith("encoder/prefill/d256/")
+    assert ids[-1].startswith("encoder/prefill/d320/")
 
 
 def test_a_run_says_whose_it_is_and_that_nothing_was_looked_up() -> None:
@@ -126,10 +127,10 @@ def test_what_a_backend_raises_is_a_reason_against_it(door: str) -> None:
 )
 def test_declarations_that_mean_nothing_add_no_values(declared: dict[str, Any]) -> None:
     cells = {finding.cell for finding in declare(backend_of(**declared), "cpu").findings}
-    assert {cell.head_size for cell in cells} == {16, 32, 64, 80, 96, 112, 128, 192, 256, 576}
+    assert {cell.head_size for cell in cells} == {*HEAD_SIZES, LATENT}
     assert {cell.dtype for cell in cells} == {"bfloat16", "float16", "float32"}
     assert {cell.kv_cache_dtype for cell in cells} == {"auto", "fp8_e4m3", "fp8_e5m2"}
-    assert {cell.block_size for cell in cells} == {None, 1, 8, 16, 32, 64, 128, 256}
+    assert {cell.block_size for cell in cells} == {None, *BLOCK_SIZES}
     assert {cell.layout for cell in cells} == {None, "NHD", "HND"}
 
 
