@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attnplug.backends.flash_attn import FlashAttn2Backend, FlashAttn3Backend, FlashAttn4Backend
+from attnplug.core.blocks import MultipleOf
 
 
 class FlashAttn2OnCpu(FlashAttn2Backend):
@@ -38,6 +39,11 @@ class FlashAttn4OnCpu(FlashAttn4Backend):
         from flash_attn_cpu_impls import Impl4
 
         return Impl4
+
+    @classmethod
+    def _page_sizes(cls, spec: Any, device: Any) -> Any:
+        # A device without a capability has the tiles of all GPUs, and 128 is one of them for every layer.
+        return super()._page_sizes(spec, device) if spec else (MultipleOf(16, but=(128,)),)
 
     @classmethod
     def compile_key(cls, spec: Any) -> None:
