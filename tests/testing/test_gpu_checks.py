@@ -197,9 +197,9 @@ def test_what_a_capture_raises_is_charged_to_the_level_declared() -> None:
         def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> CapturableMetadata:
             raise ValueError("no graph for you")
 
-    assert outcomes(graphs, lying("REFUSES", builder=Refusing))["gpu/graph-any"] == (
-        "capture of 2 requests of 3 tokens, ALWAYS declared: raised ValueError: no graph for you"
-    )
+    said, *trail = outcomes(graphs, lying("REFUSES", builder=Refusing))["gpu/graph-any"].splitlines()
+    assert said == "capture of 2 requests of 3 tokens, ALWAYS declared: raised ValueError: no graph for you"
+    assert "in build_for_cudagraph_capture: raise ValueError" in trail[-1]
 
 
 @pytest.mark.usefixtures("recorded")

@@ -10,9 +10,13 @@ from catching import variant
 from wrong_numbers import misread
 
 from attnplug.backends.torch_native import TorchBackend
+from attnplug.backends.torch_native.backend import TorchMLABackend
+from attnplug.backends.torch_native.latent import TorchMLAImpl
 from attnplug.core import Device, Feature, LayerSpec
 from attnplug.testing.conformance.cases import Case, designed_cases
-from attnplug.testing.conformance.correctness import check_case
+from attnplug.testing.conformance.check import ConformanceError
+from attnplug.testing.conformance.correctness import check_case, check_latent_case
+from attnplug.testing.conformance.latent_cases import latent_cases
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import COMPUTED
 
@@ -30,7 +34,7 @@ def plain(field: str, spec: LayerSpec) -> Any:
     return "auto" if field == "kv_cache_dtype" else getattr(given, field)
 
 
-@pytest.mark.parametrize("flag", COMPUTED, ids=lambda flag: flag.names()[0])
+@pytest.mark.parametrize("flag", COMPUTED & ~Feature.MLA, ids=lambda flag: flag.names()[0])
 def test_a_feature_that_is_declared_and_ignored_is_caught(flag: Feature) -> None:
     field = flag.ask.field
     backend = variant("IGNORES", impl=misread(**{field: functools.partial(plain, field)}))
@@ -43,3 +47,23 @@ def test_a_feature_that_is_declared_and_ignored_is_caught(flag: Feature) -> None
         except Exception as problem:  # an impl that expects other inputs may raise anything
             caught.append(problem)
     assert caught
+
+
+class PlainScale(TorchMLAImpl):
+    """Scales the logits of latents as a plain layer of heads that long does."""
+
+    def decode(self, *given: Any) -> None:
+        self.softmax_scale = self.spec.replace(mla=None).scale
+        super().decode(*given)
+
+
+def test_latent_attention_that_is_declared_and_read_plainly_is_caught() -> None:
+    parts = {
+        "get_name": staticmethod(lambda: "IGNORES"),
+        "get_impl_cls": classmethod(lambda cls: PlainScale),
+    }
+    target = Target(type("IGNORES", (TorchMLABackend,), parts), Device("cpu"))
+    for case in latent_cases(target)[:3]:
+        assert Feature.MLA in case.spec.required_features()
+        with pytest.raises(ConformanceError, match="scale of the latent, not of the query"):
+            check_latent_case(target, case)

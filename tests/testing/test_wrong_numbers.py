@@ -19,6 +19,7 @@ from attnplug.core import Device, Feature
 from attnplug.core.errors import BatchError
 from attnplug.testing.conformance import Check, ConformanceError, correctness
 from attnplug.testing.conformance.cases import Case, designed_cases
+from attnplug.testing.conformance.mistake_recognition import mistaken_answers
 from attnplug.testing.conformance.target import Target
 
 PLAIN = "correct/mixed-h4x2-d64-float32-b16-NHD"
@@ -57,7 +58,24 @@ def test_wrong_numbers_are_caught_and_named(wrong: WrongNumbers) -> None:
         wide = "fp8" in name or ("cap3" in name and "float32" not in name)
         # A rounded query moves large logits by as much as some mistakes do.
         large = name.endswith(("-far", "-sharp")) and "float16" in name
-        assert other.named == problem.named or large or (wide and other.named is None), name
+        told = other.named == problem.named or large or (wide and other.named is None)
+        assert told or same_numbers(name, wrong.says, other.named), name
+
+
+def same_numbers(name: str, *mistakes: str | None) -> bool:
+    """Whether mistakes cannot be told apart in a case; the simplest one is named then.
+
+    A choice of a few keys may hold none of those that only one of the mistakes sees.
+    """
+    case = next(case for case in torch_cases() if f"correct/{case.id}" == name)
+    batch = case.batch(Target(TorchBackend, Device("cpu")))
+    answers = list(mistaken_answers(batch, {each for each in mistakes if each}))
+    (_, output, lse), *others = answers
+    same = functools.partial(torch.allclose, equal_nan=True)  # requests of strangers are NaN
+    return len(answers) == len(mistakes) and all(
+        same(output, theirs) and (lse is None or (their_lse is not None and same(lse, their_lse)))
+        for _, theirs, their_lse in others
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -31,6 +31,9 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_memory, "_STEPS", 100)
     monkeypatch.setattr(process_memory, "_LAYERS", 20)
     monkeypatch.setattr(process_memory, "_MOST_ROUNDS", 3)
+    # A busy machine must not try fewer steps or lengths than these.
+    monkeypatch.setattr(process_memory, "_SECONDS", 60.0)
+    monkeypatch.setattr(process_memory, "_SLOW", 60.0)
 
 
 @pytest.fixture(autouse=True)

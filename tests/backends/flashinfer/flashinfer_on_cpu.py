@@ -36,9 +36,9 @@ class FlashInferOnCpu(FlashInferBackend):
 
     @classmethod
     def get_builder_cls(cls) -> type[FlashInferMetadataBuilder]:
-        from attnplug.backends.flashinfer.builder import FlashInferMetadataBuilder
+        from flashinfer_replayed import ReplayedBuilder
 
-        return FlashInferMetadataBuilder
+        return ReplayedBuilder
 
 
 class FlashInferFa3OnCpu(FlashInferOnCpu):

@@ -16,6 +16,8 @@ INTERPRETER = {
 }
 
 
+# Triton's interpreter takes maxima by numpy, which warns of rows of NaN. The case of strangers has such requests.
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 @parametrize_with_checks(
     TritonBackend, device="cuda" if ON_GPU else "cpu", known_failures={} if ON_GPU else INTERPRETER
 )
