@@ -90,6 +90,7 @@ def test_every_feature_is_asked_in_the_phase(phase: Phase) -> None:
         assert in_phase(phase, common.query_start_loc_cpu.diff().tolist())
 
 
+@pytest.mark.slow
 @PHASES
 def test_what_is_skipped_is_said_and_little(phase: Phase) -> None:
     target, counts = Target(ALONE[phase], Device("cpu")), Counter[str]()

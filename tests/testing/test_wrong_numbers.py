@@ -78,6 +78,7 @@ def same_numbers(name: str, *mistakes: str | None) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_cap_that_is_ignored_is_caught_within_the_wider_bounds_of_half_precision(dtype: str) -> None:
     ignoring = next(each.backend for each in WRONG_NUMBERS if each.name == "ignores-soft-caps")

@@ -218,6 +218,6 @@ def test_all_of_these_are_among_the_checks_of_the_kit() -> None:
     assert {group.checks for group in STRUCTURAL} <= set(GROUPS)
 
 
-@pytest.mark.parametrize("level", list(Level))
+@pytest.mark.parametrize("level", [Level.SMOKE, pytest.param(Level.FULL, marks=pytest.mark.slow)])
 def test_torch_fails_none(level: Level) -> None:
     assert failures(TorchBackend, those(), level) == {}
