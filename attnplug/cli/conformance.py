@@ -115,10 +115,10 @@ def conformance(
 
 
 def _import_pytest() -> None:
-    """Import what runs the checks, which takes as long as a tenth of listing them."""
-    for module in ("attnplug.testing.isolation.run", "_pytest.junitxml", "_pytest.terminal", *_MODULES):
+    """Import what runs the checks, so that the run need not wait for it after the listing."""
+    plugins = "_pytest.junitxml", "_pytest.terminal", "xdist.plugin", "pytest_timeout"
+    for module in ("attnplug.testing.isolation.run", *plugins):
         importlib.import_module(module)
-    importlib.import_module("xdist.plugin")
 
 
 def require_the_extra(what: str = "conformance") -> None:

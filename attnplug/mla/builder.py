@@ -77,16 +77,19 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         starts, lens = query_spans(common)
         tokens = common.num_actual_tokens
         cut = self._cut(common, starts.astype(np.int64), lens.astype(np.int64))
-        is_known = common.seq_lens_host is not None and common.seq_lens_host_exact
-        if not is_known and (cut.prefill is not None or self.decode_needs_host_seq_lens):
+        known = common.seq_lens_host if common.seq_lens_host_exact else None
+        if known is None and (cut.prefill is not None or self.decode_needs_host_seq_lens):
             found = "none" if common.seq_lens_host is None else "an upper bound"
             raise BatchError("seq_lens_host", found, "must be the exact lengths of the requests")
         decode = None
         if cut.decode is not None and cut.num_tokens:
             decode = self.build_decode(self._without_idle(cut.decode, lens[: cut.num_reqs]))
         prefill = None
-        if cut.prefill is not None:
-            prefill = self._prefill_metadata(cut.prefill, lens[cut.num_reqs :].astype(np.int64))
+        if cut.prefill is not None and known is not None:
+            own = slice(cut.num_reqs, lens.size)
+            prefill = self._prefill_metadata(
+                cut.prefill, *(each[own].astype(np.int64) for each in (lens, known))
+            )
         slots = common.slot_mapping
         slots = slots if slots.shape[0] == tokens else slots[:tokens]
         return MLAMetadata(slots, tokens, cut.num_tokens, decode, prefill)
@@ -125,13 +128,14 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             _num_computed_tokens_cpu=None,
         )
 
-    def _prefill_metadata(self, common: CommonAttentionMetadata, lens: _Ints) -> MLAPrefillMetadata:
-        if self.prefill is None:
+    def _prefill_metadata(
+        self, common: CommonAttentionMetadata, lens: _Ints, seq_lens: _Ints
+    ) -> MLAPrefillMetadata:
+        prefill = self.prefill
+        if prefill is None:
             limit = f"is past the {self.reorder_batch_threshold} of a decode, and {self.backend.get_name()}"
             remedy = "plan the layer, or bind a prefill backend by with_prefill"
             raise BatchError("max_query_len", int(lens.max()), f"{limit} decodes only", remedy)
-        assert common.seq_lens_host is not None  # noqa: S101 - `build` has refused such a batch
-        seq_lens = common.seq_lens_host[: lens.size].astype(np.int64)
         keys = np.minimum(lens, seq_lens)
         tokens = int(lens.sum())
         # Requests without queries need no context.
@@ -148,14 +152,19 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         )
         return MLAPrefillMetadata(
             tokens,
-            self.prefill.build(0, new),
+            prefill.build(0, new),
             key_rows,
             common.slot_mapping[:tokens],
-            tuple(self._chunk(common, chunk, lens) for chunk in chunks),
+            tuple(self._chunk(prefill, common, chunk, lens) for chunk in chunks),
         )
 
-    def _chunk(self, common: CommonAttentionMetadata, chunk: ContextChunk, lens: _Ints) -> ChunkMetadata:
-        assert self.prefill is not None  # noqa: S101 - asked before
+    def _chunk(
+        self,
+        prefill: AttentionMetadataBuilder[Any],
+        common: CommonAttentionMetadata,
+        chunk: ContextChunk,
+        lens: _Ints,
+    ) -> ChunkMetadata:
         requests = slice(chunk.first, chunk.first + len(chunk.lengths))
         counts, own = np.array(chunk.lengths, dtype=np.int64), lens[requests]
         # Keys are the last tokens of a sequence: here the queries come after them.
@@ -168,7 +177,7 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             common.block_table_tensor[requests],
             step.key_start_loc,
             self._on_device(np.array(chunk.starts)),
-            self.prefill.build(0, step),
+            prefill.build(0, step),
         )
 
     def _step(

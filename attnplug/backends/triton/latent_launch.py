@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from attnplug.backends.triton.launch import Gpu, tile_side
@@ -27,6 +28,8 @@ class LatentLaunch(NamedTuple):
     least: int
 
 
+# Each layer asks in each step.
+@functools.cache
 def latent_launch(rows: int, size: int, itemsize: int, gpu: Gpu) -> LatentLaunch:
     """The launch for requests of at most `rows` rows over latents of `size` elements and a rope part.
 

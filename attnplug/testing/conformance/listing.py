@@ -142,14 +142,14 @@ def conformance_checks(
     target = Target(backend, resolve_device(device), Level(level))
     areas = {pattern.partition("/")[0] if "/" in pattern else "*" for pattern in only}
 
-    def may_be_wanted(group: Callable[[Target], Iterator[Check]]) -> bool:
-        area = _SLOW_TO_LIST.get(group)
+    def may_be_wanted(area: str) -> bool:
         # A group that cannot be listed has one check, "listed/GROUP".
-        return area is None or "listed" in areas or any(fnmatch.fnmatch(area, each) for each in areas)
+        return "listed" in areas or any(fnmatch.fnmatch(area, each) for each in areas)
 
-    checks = [check for group in GROUPS if may_be_wanted(group) for check in listed(group, target)]
+    groups = [each for each in GROUPS if each not in _SLOW_TO_LIST or may_be_wanted(_SLOW_TO_LIST[each])]
+    checks = [check for group in groups for check in listed(group, target)]
     for prefix, other in latent_targets(target).items():
-        if "listed" in areas or any(fnmatch.fnmatch(prefix, each) for each in areas):
+        if may_be_wanted(prefix):
             named = (check for group in _OF_LATENTS for check in listed(group, other))
             checks += [dataclasses.replace(check, id=f"{prefix}/{check.id}") for check in named]
     return checks

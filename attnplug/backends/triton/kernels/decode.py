@@ -9,6 +9,7 @@ from attnplug.backends.triton.kernels.ranges import load_spans
 from attnplug.backends.triton.kernels.scan import (
     LN2,
     LOG2E,
+    add_parts,
     attend,
     finish,
     load_queries,
@@ -246,13 +247,7 @@ def _merge_row(
             other=0.0,
             cache_modifier=".cg",
         )
-        new_top = tl.maximum(top, tl.max(found, 0))
-        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(found - pivot)
-        fade = tl.exp2(top - pivot)
-        acc = acc * fade + tl.sum(out * weights[:, None], 0)
-        total = total * fade + tl.sum(weights, 0)
-        top = new_top
+        acc, top, total = add_parts(acc, top, total, out, found)
     empty = total == 0.0
     safe = tl.where(empty, 1.0, total)
     token = (first + row // GROUP).to(tl.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnplug.backends.triton.kernels.scan import LN2, LOG2E
+from attnplug.backends.triton.kernels.scan import LN2, LOG2E, add_parts, finish
 
 
 @triton.jit(
@@ -169,10 +169,7 @@ def latent_decode_kernel(
                 total = total * fade + tl.sum(weights, 1)
                 acc = tl.dot(weights.to(q.dtype), latents, acc * fade[:, None], input_precision="ieee")
                 top = new_top
-            empty = total == 0.0
-            safe = tl.where(empty, 1.0, total)
-            out = acc / safe[:, None]
-            out_lse = tl.where(empty, float("-inf"), top + tl.log2(safe))
+            out, out_lse = finish(acc, top, total)
             mask = inside[:, None]
             if BLOCK_L > LATENT:
                 mask = mask & (dims < LATENT)[None, :]
@@ -239,13 +236,7 @@ def merge_shares_kernel(
         found = tl.load(partial_lses + places, mask=there, other=float("-inf"))
         inside = there[:, None] & (dims < SIZE)[None, :]
         out = tl.load(partials + places[:, None] * SIZE + dims[None, :], mask=inside, other=0.0)
-        new_top = tl.maximum(top, tl.max(found, 0))
-        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(found - pivot)
-        fade = tl.exp2(top - pivot)
-        acc = acc * fade + tl.sum(out * weights[:, None], 0)
-        total = total * fade + tl.sum(weights, 0)
-        top = new_top
+        acc, top, total = add_parts(acc, top, total, out, found)
     empty = total == 0.0
     safe = tl.where(empty, 1.0, total)
     place = (token + row // HEADS).to(tl.int64) * HEADS + row % HEADS

@@ -330,6 +330,16 @@ def _tanh(x):
 
 
 @triton.jit
+def add_parts(acc, top, total, out, found):
+    """Add partial results of one row, `out [n, D]` with LSEs `found [n]` in base 2, to those gathered before."""
+    new_top = tl.maximum(top, tl.max(found, 0))
+    pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(found - pivot)
+    fade = tl.exp2(top - pivot)
+    return acc * fade + tl.sum(out * weights[:, None], 0), new_top, total * fade + tl.sum(weights, 0)
+
+
+@triton.jit
 def finish(acc, top, total):
     """Output rows, and their LSE in base 2: 0 and -inf where nothing was seen."""
     empty = total == 0.0
