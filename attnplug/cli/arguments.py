@@ -14,7 +14,8 @@ from attnplug.registry.option_texts import parse_options
 from attnplug.registry.policy import parse_rules
 
 DeviceText: TypeAlias = Annotated[
-    str, typer.Option("--device", metavar="DEVICE", help="Target device: current, cpu, sm90, rocm:9.4, ...")
+    str,
+    typer.Option("--device", metavar="DEVICE", help="Target device: current, cpu, H100, RTX 4090, sm90, ..."),
 ]
 BackendRules: TypeAlias = Annotated[
     str | None,

@@ -8,9 +8,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from attnplug.core.device_names import arch_capability, find_gpu, near_gpus, same_gpu_name
 from attnplug.core.errors import SpecError
 
-_FORMS = "such as 'cpu', 'sm90', 'cuda:9.0', 'rocm:9.4' or 'current'"
+_FORMS = "such as 'cpu', 'H100', 'sm90', 'cuda:9.0', 'rocm:9.4' or 'current'"
 
 
 class ComputeCapability(NamedTuple):
@@ -72,30 +73,37 @@ class Device:
 
     @classmethod
     def parse(cls, text: str) -> Device:
-        """Read "cpu", "cuda", "cuda:9.0", "rocm:9.4", "sm90" (also "sm_90a"), or "current".
+        """Read "cpu", "cuda", "cuda:9.0", "rocm:9.4", "sm90" (also "sm_90a"), "gfx942", "H100", or "current".
 
-        Only "current" asks torch. SpecError for any other text.
+        The names of GPUs are those of `gpu_models`; case, blanks and dashes do not matter. Only "current"
+        asks torch. SpecError for any other text, with the names that resemble it.
         """
         if not isinstance(text, str):
             raise SpecError("device", text, f"must be text {_FORMS}")
         word = text.strip().lower()
         if word == "current":
             return cls.current()
-        # The last digit is the minor version, so sm120 is (12, 0). The letter of sm_90a is not kept.
-        if match := re.fullmatch(r"sm_?(\d{1,2})(\d)[a-z]?", word):
-            return cls("cuda", (int(match[1]), int(match[2])))
+        if (capability := arch_capability(word)) is not None:
+            return cls("rocm" if word.startswith("gfx") else "cuda", capability)
         if match := re.fullmatch(r"(cuda|rocm|xpu):(\d{1,4})\.(\d{1,4})", word):
             return cls(match[1], (int(match[2]), int(match[3])))
         if word in ("cpu", "cuda", "rocm", "mps", "xpu", "hpu", "tpu", "npu"):
             return cls(word)
-        raise SpecError("device", text, f"is no device; name one {_FORMS}")
+        if (gpu := find_gpu(word)) is not None:
+            return cls(gpu.type, gpu.capability, gpu.name)
+        near = near_gpus(word)
+        meant = f"near names are {', '.join(near)}; " if near else ""
+        raise SpecError("device", text, "is unknown", f"{meant}name a device {_FORMS}")
 
     def matches(self, other: Device) -> bool:
-        """Whether both can be the same device: a capability or name that is None matches any."""
+        """Whether both can be the same device: a capability or name that is None matches any.
+
+        "H100" matches the longer name that torch gives, such as "NVIDIA H100 80GB HBM3".
+        """
         return (
             self.type == other.type
             and (self.capability is None or other.capability in (None, self.capability))
-            and (self.name is None or other.name in (None, self.name))
+            and (self.name is None or other.name is None or same_gpu_name(self.name, other.name))
         )
 
     def __str__(self) -> str:

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from attnplug.core.device_names import same_gpu_name
 from attnplug.core.dtypes import stored_dtype_name
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import Phase
@@ -95,7 +96,7 @@ class Subject:
         return (
             (mine.type, mine.capability) == (device.type, device.capability)
             # A device of unknown name may be the same one, so the evidence stays valid.
-            and (mine.name is None or device.name in (None, mine.name))
+            and (mine.name is None or device.name is None or same_gpu_name(mine.name, device.name))
             and all(_version(name, assumed) == version for name, version in self.versions)
         )
 

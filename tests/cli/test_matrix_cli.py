@@ -162,7 +162,7 @@ def test_all_three_files_are_written(command):
     ("arguments", "message"),
     [
         (("--backend", "TORHC"), "--backend='TORHC' is no backend"),
-        (("--device", "sm9000000"), "is no device"),
+        (("--device", "sm9000000"), "is unknown"),
         (("--feature", "sink"), "--feature='sink' must be one of plain, sliding_window"),
         (("--only", "sink/*"), "--only='sink/*' matches no cell; an id is "),
         (("--unclaimed",), "--unclaimed=True says how cells are run; add --verify"),

@@ -39,6 +39,9 @@ devices = st.builds(
         (" CPU ", Device("cpu")),
         ("mps", Device("mps")),
         ("xpu:1.2", Device("xpu", (1, 2))),
+        ("gfx90a", Device("rocm", (9, 0))),
+        ("h100", Device("cuda", (9, 0), "H100")),
+        ("mi300x", Device("rocm", (9, 4), "MI300X")),
     ],
 )
 def test_a_device_is_read_from_text(text: str, device: Device) -> None:
@@ -47,7 +50,9 @@ def test_a_device_is_read_from_text(text: str, device: Device) -> None:
 
 @pytest.mark.parametrize("text", ["", "gpu", "cuda:0", "cuda:9", "cpu:1.0", "sm9", "sm9000", "sm90 x", "9.0"])
 def test_other_text_is_no_device_and_the_error_shows_the_forms(text: str) -> None:
-    with pytest.raises(SpecError, match=r"'cpu', 'sm90', 'cuda:9\.0', 'rocm:9\.4' or 'current'") as caught:
+    with pytest.raises(
+        SpecError, match=r"'cpu', 'H100', 'sm90', 'cuda:9\.0', 'rocm:9\.4' or 'current'"
+    ) as caught:
         Device.parse(text)
     assert (caught.value.field, caught.value.value) == ("device", text)
 
@@ -108,6 +113,8 @@ def test_a_capability_becomes_a_tuple_and_the_device_hashable() -> None:
         (Device("cuda", (9, 0)), Device("rocm", (9, 0)), False),
         (Device("cuda", (9, 0), "NVIDIA H100"), Device("cuda", (9, 0), "NVIDIA H200"), False),
         (Device("cuda", None, "NVIDIA H200"), Device("cuda", (9, 0), "NVIDIA H200"), True),
+        (Device("cuda", (9, 0), "H100"), Device("cuda", (9, 0), "NVIDIA H100 80GB HBM3"), True),
+        (Device("cuda", (9, 0), "H100"), Device("cuda", (9, 0), "NVIDIA H200"), False),
     ],
 )
 def test_devices_match_where_nothing_that_is_stated_differs(one: Device, other: Device, same: bool) -> None:

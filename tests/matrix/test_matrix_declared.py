@@ -84,7 +84,7 @@ def test_a_layout_that_is_not_read_is_refused() -> None:
 
 
 def test_text_that_names_no_device_is_an_error() -> None:
-    with pytest.raises(SpecError, match="is no device"):
+    with pytest.raises(SpecError, match="is unknown"):
         declare(backend_of(), "sm_ninety")
 
 

@@ -191,7 +191,7 @@ DAMAGED = {
     "no runs": ('{"schema": "attnplug.refuted", "version": 1}', "'runs' is missing"),
     "runs": ('{"schema": "attnplug.refuted", "version": 1, "runs": 1}', "cannot be made sense of"),
     "no run": ('{"schema": "attnplug.refuted", "version": 1, "runs": ["LIAR"]}', "cannot be made sense of"),
-    "device": (damaged(device="H200"), "device='H200' is no device"),
+    "device": (damaged(device="H9000"), "device='H9000' is unknown"),
     "versions": (damaged(versions=["torch"]), "cannot be made sense of"),
     "backend": (damaged(backend=3), "backend is 3"),
     "date": (damaged(cells=[{**SINKS, "date": "yesterday"}]), "'yesterday'"),

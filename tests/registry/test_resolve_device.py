@@ -86,7 +86,7 @@ def test_anything_else_is_no_device(device: object) -> None:
 
 
 def test_text_that_names_no_device_is_an_error() -> None:
-    with pytest.raises(SpecError, match="device='gpu' is no device"):
+    with pytest.raises(SpecError, match="device='gpu' is unknown"):
         resolve_device("gpu")
 
 
