@@ -1,0 +1,92 @@
+"""What a release checks before it publishes, and that no workflow runs code that can change under its name."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from check_version import disagreements
+
+ROOT = Path(__file__).parents[2]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+WORKFLOWS = [
+    *sorted((ROOT / ".github/workflows").glob("*.yml")),
+    ROOT / "attnplug/templates/backend/.github/workflows/ci.yml.tmpl",
+]
+
+
+@pytest.fixture
+def release(tmp_path: Path) -> Path:
+    """A copy of what names a version, with files as the build names them."""
+    for name in ("pyproject.toml", "CITATION.cff", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    dist = tmp_path / "dist"
+    dist.mkdir()
+    for name in (f"attnplug-{VERSION}.tar.gz", f"attnplug-{VERSION}-py3-none-any.whl"):
+        (dist / name).touch()
+    return tmp_path
+
+
+def test_everything_names_one_version(release: Path) -> None:
+    assert disagreements(f"v{VERSION}", release / "dist", release) == []
+
+
+@pytest.mark.parametrize("tag", ["v9.9.9", VERSION])
+def test_another_tag_is_refused(release: Path, tag: str) -> None:
+    assert disagreements(tag, release / "dist", release)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("pyproject.toml", f'version = "{VERSION}"', 'version = "0.0.9"'),
+        ("CITATION.cff", f"version: {VERSION}", "version: 0.0.9"),
+        ("CHANGELOG.md", f"## {VERSION} (", "## Unreleased ("),
+    ],
+)
+def test_each_place_is_read(release: Path, name: str, old: str, new: str) -> None:
+    text = (release / name).read_text()
+    assert old in text
+    (release / name).write_text(text.replace(old, new))
+    [sentence] = disagreements(f"v{VERSION}", release / "dist", release)
+    assert name in sentence
+
+
+def test_a_file_too_many_or_too_few_is_told(release: Path) -> None:
+    extra = release / "dist" / "attnplug-0.0.9.tar.gz"
+    extra.touch()
+    assert "attnplug-0.0.9.tar.gz" in disagreements(f"v{VERSION}", release / "dist", release)[0]
+    extra.unlink()
+    (release / "dist" / f"attnplug-{VERSION}.tar.gz").unlink()
+    assert len(disagreements(f"v{VERSION}", release / "dist", release)) == 1
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_actions_are_pinned_by_hash(path: Path) -> None:
+    used = re.findall(r"^\s*(?:- )?uses: (\S+)(.*)$", path.read_text(), re.MULTILINE)
+    assert used
+    for action, comment in used:
+        if not action.startswith("./"):
+            assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action), action
+            assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment), f"{action} does not say its version"
+
+
+def test_publishing_needs_no_secret_and_only_that_job_may_prove_its_identity() -> None:
+    text = (ROOT / ".github/workflows/release.yml").read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    assert "secrets." not in text
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert "permissions" not in jobs["build"]
+    assert jobs["publish"]["needs"] == "build"
+
+
+def test_forms_for_bugs_require_the_doctor() -> None:
+    for name in ("bug.yml", "backend.yml"):
+        form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE" / name).read_text())
+        doctor = next(part for part in form["body"] if part.get("id") == "doctor")
+        assert "attnplug doctor --json" in doctor["attributes"]["label"]
+        assert doctor["validations"]["required"]
