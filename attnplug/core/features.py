@@ -86,7 +86,8 @@ def _latent(head_size: int, rope: int = 64) -> dict[str, Any]:
     return {"mla": dims, "num_kv_heads": 1, "head_size": size}
 
 
-class Feature(enum.Flag):
+# Strict is the default, and Python 3.11.2 forgets it: unknown flags became none.
+class Feature(enum.Flag, boundary=enum.STRICT):
     """One flag for each thing that changes the numbers or the way a backend is called; `ask` is its row.
 
     A spec gives its flags with `required_features()`. A backend refuses each flag that its `features` lack,
