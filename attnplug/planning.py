@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Protocol, Unpack, runtime_checkable
 
 from attnplug.core.checks import check_size
+from attnplug.core.config import CONTEXT_CHUNK_ROWS
 from attnplug.core.device import Device
 from attnplug.core.errors import LayoutError, PolicyError, SpecError
 from attnplug.core.spec import LayerSpec, Phase
@@ -55,6 +56,7 @@ def plan(
     kv_sharing: Mapping[str, str] | None = None,
     num_blocks: int | None = None,
     memory: int | str | None = None,
+    context_chunk_rows: int = CONTEXT_CHUNK_ROWS,
     registry: Registry | None = None,
     **kwargs: Unpack[SelectKwargs],
 ) -> ModelPlan:
@@ -72,7 +74,9 @@ def plan(
             rules allow.
         kv_sharing: layers that read another layer's pages; by default those of the ModelSpec.
         num_blocks: blocks of the KV pool, the null block included; at least 2.
-        memory: bytes for the KV caches instead ("80GiB"): as many blocks as fit.
+        memory: bytes for the KV caches and the prefill workspace instead ("80GiB"): as many blocks as fit.
+        context_chunk_rows: computed tokens that a prefill of latent attention expands at once: the rows of the
+            prefill workspace.
         registry: chooses the backends; by default the registry of the process.
         **kwargs: as in `attnplug.select`.
 
@@ -82,9 +86,9 @@ def plan(
         BackendUnavailableError: the backends asked for do not serve a layer; or two backends that rules
             ask for in the phases of one layer share no KV cache.
         LayoutError: layers that agree on no block size or layout, naming layer and backend; an impossible
-            `kv_sharing`; too little memory for a token of every KV group.
+            `kv_sharing`; too little memory for the workspace and a token of every KV group.
         PolicyError: as `attnplug.select_layers`; both num_blocks and memory.
-        SpecError: `specs` without layers by name, or a `num_blocks` below 2.
+        SpecError: `specs` without layers by name, or a `num_blocks` below 2, or `context_chunk_rows` below 1.
     """
     if isinstance(specs, HasLayers):
         kv_sharing = specs.kv_sharing if kv_sharing is None else kv_sharing
@@ -98,18 +102,22 @@ def plan(
     if num_blocks is not None:
         # Block 0 is the null block, so one block alone serves no request.
         num_blocks = check_size("num_blocks", num_blocks, 2)
+    rows = check_size("context_chunk_rows", context_chunk_rows)
     registry = get_registry() if registry is None else registry
     device = resolve_device(device)
     choices = choose_backends(registry, specs, device, kwargs, per_phase=per_phase, uniform=uniform)
     # Pages come later, because a layer without a backend has none to agree on.
     check_served(registry, choices.decisions)
     decisions, notes = agree_on_pages(registry, choices)
-    made = ModelPlan(decisions, device, dict(kv_sharing or {}), num_blocks, None, choices.by_phase, notes)
+    made = ModelPlan(
+        decisions, device, dict(kv_sharing or {}), num_blocks, None, choices.by_phase, notes, rows
+    )
     # Computed here, so that this call refuses an impossible kv_sharing.
     config = made.kv_cache_config
     if memory is not None:
         given = parse_memory(memory)
-        fitting = fit_kv_cache(config, given).num_blocks or None
+        workspace = made.prefill_workspace_bytes()
+        fitting = fit_kv_cache(config, given, prefill_workspace=workspace).num_blocks or None
         made = dataclasses.replace(made, memory=given, num_blocks=fitting)
     groups = len(config.kv_cache_groups)
     if made.num_blocks is not None and made.num_blocks <= groups:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from attnplug.cli.output import console, layers_in_words, table
 
 if TYPE_CHECKING:
-    from attnplug.core.spec import LayerSpec
     from attnplug.registry.decision import Decision
     from attnplug.runtime.budget import MemoryBudget
 
@@ -29,7 +28,8 @@ def budget_for(
     Raises:
         LayoutError: `memory` cannot be parsed or is too small, or pages cannot be made equal.
     """
-    from attnplug.runtime.budget import fit_kv_cache, parse_memory
+    from attnplug.core.config import CONTEXT_CHUNK_ROWS
+    from attnplug.runtime.budget import fit_kv_cache, most_workspace_bytes, parse_memory
     from attnplug.runtime.grouping import group_kv_caches, unify_page_sizes
     from attnplug.runtime.plan_pages import planned_caches
 
@@ -37,30 +37,15 @@ def budget_for(
     if not all(decisions.values()):
         return None
     caches = unify_page_sizes(planned_caches(decisions))
-    return fit_kv_cache(group_kv_caches(caches, kv_sharing=kv_sharing), size)
-
-
-def workspace_of(specs: Iterable[LayerSpec]) -> dict[str, int] | None:
-    """The rows and bytes of the workspace in which a prefill of latent attention expands K and V; None without."""
-    from attnplug.core.config import CONTEXT_CHUNK_ROWS
-    from attnplug.runtime.budget import most_workspace_bytes
-
-    size = most_workspace_bytes(specs, CONTEXT_CHUNK_ROWS)
-    return {"rows": CONTEXT_CHUNK_ROWS, "bytes": size} if size else None
-
-
-def print_workspace(specs: Iterable[LayerSpec]) -> None:
-    """Print that workspace, if a layer has one."""
-    found = workspace_of(specs)
-    if found is not None:
-        console().print(
-            "\nPrefill workspace of latent attention, besides the KV cache:\n"
-            f"{found['bytes']:,} bytes for {found['rows']:,} rows of context."
-        )
+    workspace = most_workspace_bytes((each.spec for each in decisions.values()), CONTEXT_CHUNK_ROWS)
+    config = group_kv_caches(caches, kv_sharing=kv_sharing)
+    return fit_kv_cache(config, size, prefill_workspace=workspace)
 
 
 def print_budget(budget: MemoryBudget | None, memory: str) -> None:
-    """Print groups, page bytes, blocks and tokens."""
+    """Print groups, page bytes, blocks and tokens, and the prefill workspace if a layer has latents."""
+    from attnplug.core.config import CONTEXT_CHUNK_ROWS
+
     out = console()
     if budget is None:
         out.print(f"\nNo estimate for {memory}: a layer has no backend, so its page size is unknown.")
@@ -75,6 +60,11 @@ def print_budget(budget: MemoryBudget | None, memory: str) -> None:
         f"\nKV cache in {memory}: {budget.num_blocks:,} blocks of {budget.bytes_per_block:,} bytes "
         f"(one is the null block);\n{longest}.\n"
     )
+    if budget.prefill_workspace:
+        out.print(
+            f"Prefill workspace of latent attention, taken from the {memory}:\n"
+            f"{budget.prefill_workspace:,} bytes for {CONTEXT_CHUNK_ROWS:,} rows of context.\n"
+        )
     columns = ("group", "kind", "layers", "which", "block", "page bytes", "blocks", "tokens alone")
     shown = table(columns, right=("group", "layers", "block", "page bytes", "blocks", "tokens alone"))
     for index, group in enumerate(budget.groups):

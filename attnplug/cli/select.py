@@ -23,7 +23,7 @@ from attnplug.cli.arguments import (
     assumed,
     options,
 )
-from attnplug.cli.memory import budget_for, print_budget, print_workspace, workspace_of
+from attnplug.cli.memory import budget_for, print_budget
 from attnplug.cli.output import console, features_in_words, layers_in_words, print_json, table
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import LayerSpec
@@ -48,7 +48,9 @@ def select(
         Client,
         typer.Option("--for", help="The program that runs the model: an engine with pages, or transformers."),
     ] = Client.ENGINE,
-    tp: Annotated[int, typer.Option("--tp", metavar="N", help="Tensor-parallel size.")] = 1,
+    tp: Annotated[
+        int, typer.Option("--tp", "--tensor-parallel-size", metavar="N", help="Tensor-parallel size.")
+    ] = 1,
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = None,
     backend: BackendRules = None,
@@ -116,14 +118,12 @@ def select(
             data |= {"by_phase": phased, "notes": list(notes)}
         if memory:
             data["budget"] = None if budget is None else budget.to_dict()
-            data["prefill_workspace"] = workspace_of(specs.values())
         print_json(data)
     else:
         title = f"{config} ({model.model_type}){' in transformers' if client is Client.TRANSFORMERS else ''}"
         _print(title, model, every, resolve_device(device), by_phase, notes, why)
         if memory:
             print_budget(budget, memory)
-            print_workspace(specs.values())
     raise typer.Exit(0 if all(every) else 3)
 
 

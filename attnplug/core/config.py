@@ -29,7 +29,7 @@ class BuilderConfig:
         max_num_batched_tokens: most tokens in a step.
         max_model_len: longest sequence; None without limit.
         context_chunk_rows: computed tokens that a prefill of latent attention expands at once: the rows of its
-            workspace, at least a page.
+            workspace, at least a page. None for those of the plan, which are CONTEXT_CHUNK_ROWS by default.
         cudagraph_batch_sizes: batch sizes that will be captured; empty without CUDA graphs.
 
     Raises:
@@ -42,7 +42,7 @@ class BuilderConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_model_len: int | None = None
-    context_chunk_rows: int = CONTEXT_CHUNK_ROWS
+    context_chunk_rows: int | None = None
     cudagraph_batch_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class BuilderConfig:
             raise SpecError("layers", self.layers, "must be a mapping of names to layers")
         for name in (field.name for field in dataclasses.fields(self)[1:-1]):
             value = getattr(self, name)
-            if value is not None or name != "max_model_len":
+            if value is not None or name not in ("max_model_len", "context_chunk_rows"):
                 least = 0 if name == "num_speculative_tokens" else 1
                 object.__setattr__(self, name, check_size(name, value, least))
         # With a list, the caller could change this frozen value later.

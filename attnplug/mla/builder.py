@@ -12,13 +12,13 @@ import torch
 
 from attnplug.core.batch.host import query_spans
 from attnplug.core.composite.cut import Cut, cut_at
-from attnplug.core.config import BuilderConfig
+from attnplug.core.config import CONTEXT_CHUNK_ROWS, BuilderConfig
 from attnplug.core.errors import BatchError, PluginError
 from attnplug.core.kv_cache_spec import KVCacheSpec, kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
 from attnplug.core.parts import make_builder
-from attnplug.mla.chunks import ContextChunk, plan_context_chunks
+from attnplug.mla.chunks import ContextChunk, plan_context_chunks, prefill_workspace_bytes
 from attnplug.mla.impl import MLADecodeImpl
 from attnplug.mla.metadata import ChunkMetadata, MLAMetadata, MLAPrefillMetadata
 
@@ -57,6 +57,42 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             layers = _PrefillLayers(config.layers, layer_names)
             own = dataclasses.replace(config, layers=layers)
             self.prefill = make_builder(self.backend.prefill, pages, layer_names, own, device)
+        rows = CONTEXT_CHUNK_ROWS if config.context_chunk_rows is None else config.context_chunk_rows
+        self.context_chunk_rows = max(rows, kv_cache_spec.block_size)
+        self._expanded_bytes = prefill_workspace_bytes(impl.spec, self.context_chunk_rows)
+        self._workspace: torch.Tensor | None = None
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes in which a chunk of context is expanded, and those of the prefill half; 0 for decodes alone."""
+        if self.prefill is None:
+            return 0
+        return self._aligned_bytes + getattr(self.prefill, "workspace_bytes", 0)
+
+    @property
+    def _aligned_bytes(self) -> int:
+        # Kernel libraries align their scratch by up to 256 bytes.
+        return -(-self._expanded_bytes // 256) * 256
+
+    def get_workspace_buffer(self) -> torch.Tensor:
+        """The workspace, uint8, allocated at the first call."""
+        if self._workspace is None:
+            self.set_workspace_buffer(
+                torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self.device)
+            )
+        assert self._workspace is not None  # noqa: S101 - set above
+        return self._workspace
+
+    def set_workspace_buffer(self, buffer: torch.Tensor) -> None:
+        """Use another builder's workspace; BatchError if it is too small."""
+        size = buffer.numel() * buffer.element_size()
+        if size < self.workspace_bytes:
+            limit = f"bytes are less than the {self.workspace_bytes} that these layers need"
+            raise BatchError("workspace", size, limit, "share the largest of the builders' workspaces")
+        self._workspace = buffer
+        if hasattr(self.prefill, "set_workspace_buffer"):
+            # Both parts are in use at once.
+            self.prefill.set_workspace_buffer(buffer.view(torch.uint8)[self._aligned_bytes :])
 
     def build_decode(self, common: CommonAttentionMetadata) -> Any:
         """What `decode` gets as metadata, from the step of the decodes; by default that step itself."""
@@ -147,15 +183,14 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             key_rows = torch.from_numpy(np.concatenate(rows)).to(self.device, non_blocking=True)
         new = self._step(common, slice(0, lens.size), lens, keys, keys, causal=True)
         block_size = self.kv_cache_spec.block_size
-        chunks = plan_context_chunks(
-            context.tolist(), max(self.config.context_chunk_rows, block_size), block_size
-        )
+        chunks = plan_context_chunks(context.tolist(), self.context_chunk_rows, block_size)
         return MLAPrefillMetadata(
             tokens,
             prefill.build(0, new),
             key_rows,
             common.slot_mapping[:tokens],
             tuple(self._chunk(prefill, common, chunk, lens) for chunk in chunks),
+            self._workspace,
         )
 
     def _chunk(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,9 @@ from attnplug.ops.storage import compute_dtype, typed_view
 
 if TYPE_CHECKING:
     from attnplug.core.mla_backend import MLADecodeBackend
+
+
+_PRODUCT_ROWS = 4096
 
 
 class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
@@ -223,17 +227,17 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
         lse = output_lse
         if lse is None and meta.chunks:
             lse = torch.empty(output.shape[:2], dtype=torch.float32, device=output.device)
-        key, value = self._expanded(kv_c_normed, k_pe[:, 0])
+        _, key, value = self._workspace(None, kv_c_normed.shape[0], q)
+        self._expand(kv_c_normed, k_pe[:, 0], key, value)
         impl.attend(None, q, key, value, None, meta.new, output, output_lse=lse)
         if not meta.chunks or lse is None:
             return
         pages, scale = self._latents(kv_cache), float(k_scale)
         rank = self.dims.kv_lora_rank
-        workspace = q.new_empty(max(chunk.rows for chunk in meta.chunks), self.dims.latent_size)
         for chunk in meta.chunks:
-            latent = workspace[: chunk.rows]
+            latent, key, value = self._workspace(meta.workspace, chunk.rows, q)
             gather_pages(pages, chunk.block_table, chunk.cu_lens, chunk.starts, latent, scale)
-            key, value = self._expanded(latent[:, :rank], latent[:, rank:])
+            self._expand(latent[:, :rank], latent[:, rank:], key, value)
             queries, into = q[chunk.queries], output[chunk.queries]
             part, part_lse = torch.empty_like(into), torch.empty_like(lse[chunk.queries])
             impl.attend(None, queries, key, value, None, chunk.attend, part, output_lse=part_lse)
@@ -294,11 +298,26 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
         into = torch.empty(slots.shape[0], size, dtype=self._dtype, device=kv_cache.device)
         return gather_slots(pages, slots, into, self._stored_scale(layer, pages.dtype))
 
-    def _expanded(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys `[S, H, nope + rope]` and values `[S, H, v_head_dim]`, contiguous."""
-        nope, value = self.projection.expand(kv_c)
-        rope = k_pe[:, None].expand(-1, nope.shape[1], -1)
-        return torch.cat((nope, rope), dim=2), value.contiguous()
+    def _workspace(self, buffer: torch.Tensor | None, rows: int, like: torch.Tensor) -> list[torch.Tensor]:
+        """Latents `[rows, L + R]`, keys `[rows, H, nope + rope]` and values `[rows, H, v_head_dim]`, contiguous.
+
+        They are views of `buffer` if it is given, and new tensors of the dtype of `like` if not.
+        """
+        heads, dims = self.spec.num_heads, self.dims
+        sizes = (dims.latent_size,), (heads, dims.query_size), (heads, dims.v_head_dim)
+        if buffer is None:
+            return [like.new_empty(rows, *size) for size in sizes]
+        counts = [rows * math.prod(size) for size in sizes]
+        flat = buffer.view(torch.uint8)[: sum(counts) * like.element_size()].view(like.dtype)
+        return [part.view(rows, *size) for part, size in zip(flat.split(counts), sizes, strict=True)]
+
+    def _expand(self, kv_c: torch.Tensor, k_pe: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the keys and values of latents, some rows at a time, because their products are further tensors."""
+        for start in range(0, kv_c.shape[0], _PRODUCT_ROWS):
+            rows = slice(start, start + _PRODUCT_ROWS)
+            nope, value[rows] = self.projection.expand(kv_c[rows])
+            rope = k_pe[rows, None].expand(-1, nope.shape[1], -1)
+            torch.cat((nope, rope), dim=2, out=key[rows])
 
     def _latents(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """The pages in their stored dtype; LayoutError unless they are the layer's."""

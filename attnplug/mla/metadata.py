@@ -41,6 +41,7 @@ class MLAPrefillMetadata:
         key_rows: int64, the new tokens that are keys; None if all are. Only padding requests have others.
         slots: int64 `[num_tokens]`, where the new latents are.
         chunks: the computed tokens, in order.
+        workspace: uint8, where a chunk is expanded; None for new tensors in each call.
     """
 
     num_tokens: int
@@ -48,6 +49,7 @@ class MLAPrefillMetadata:
     key_rows: torch.Tensor | None
     slots: torch.Tensor
     chunks: tuple[ChunkMetadata, ...]
+    workspace: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(eq=False)

@@ -125,10 +125,11 @@ def _fast_prefill_backend(backend: type[AttentionBackend]) -> type[AttentionBack
 
 
 def share_workspace(builders: Iterable[object]) -> None:
-    """Give all builders with a workspace the largest one."""
-    users = [builder for builder in builders if isinstance(builder, WorkspaceUser)]
-    if len(users) < 2:
+    """Allocate the largest workspace that a builder needs, and give it to all of them."""
+    users = [each for each in builders if isinstance(each, WorkspaceUser) and each.workspace_bytes]
+    if not users:
         return
+    # Allocated now, so that memory that is missing is missed before the first request.
     largest = max(users, key=lambda user: user.workspace_bytes)
     buffer = largest.get_workspace_buffer()
     for user in users:

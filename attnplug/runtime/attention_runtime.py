@@ -111,6 +111,7 @@ class AttentionRuntime:
         if groups and plan.num_blocks is None:
             raise LayoutError("plan.num_blocks", None, "is required", "plan with num_blocks or memory")
         config = BuilderConfig() if config is None else instance("config", config, BuilderConfig, SpecError)
+        rows = _context_chunk_rows(plan, config)
         ranks = config.decode_context_parallel_size
         if ranks > 1:
             limit = "must be 1: this runtime keeps all KV of a request on one device"
@@ -121,7 +122,7 @@ class AttentionRuntime:
                 plan, {} if layer_tensors is None else layer_tensors
             ).items()
         }
-        self.config = dataclasses.replace(config, layers=self.layers)
+        self.config = dataclasses.replace(config, layers=self.layers, context_chunk_rows=rows)
         paged = {n: d for n, d in plan.decisions.items() if not d.spec.direct_kv}
         self.attention_groups = init_attn_backend(
             groups, paged, self.config, self.device, self.fast_prefill_layers
@@ -481,6 +482,18 @@ def _check_spans(field: str, common: CommonAttentionMetadata, layer: str | None)
         raise BatchError(
             f"{field}.mm_prefix_spans", None, f"is required: layer {layer} has mm_prefix", remedy
         )
+
+
+def _context_chunk_rows(plan: ModelPlan, config: BuilderConfig) -> int:
+    """The rows of the prefill workspace; LayoutError for more than the plan's memory counts."""
+    rows = config.context_chunk_rows
+    if rows is None:
+        return plan.context_chunk_rows
+    if plan.memory is not None and rows > plan.context_chunk_rows:
+        limit = f"must be at most {plan.context_chunk_rows}, which the plan's memory counts"
+        remedy = f"plan with context_chunk_rows={rows}"
+        raise LayoutError("config.context_chunk_rows", rows, limit, remedy)
+    return rows
 
 
 def _last_readers(plan: ModelPlan) -> tuple[str, ...]:

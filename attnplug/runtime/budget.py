@@ -34,13 +34,14 @@ class MemoryBudget:
     """The blocks and tokens that fit.
 
     Args:
-        memory: bytes for the caches.
+        memory: bytes for the caches and the workspace.
         bytes_per_block: bytes of one block number over all raw tensors.
         num_blocks: blocks that fit, the null block included.
         max_tokens: the longest single sequence whose blocks of all groups fit at once; None if any length fits.
             Cross groups count an encoder sequence of the same length.
         padding_layers: unused pages, counted in layers.
         groups: the KV groups.
+        prefill_workspace: bytes of `memory` in which prefills of latent attention expand computed tokens.
     """
 
     memory: int
@@ -49,6 +50,7 @@ class MemoryBudget:
     max_tokens: int | None
     padding_layers: int
     groups: tuple[KVCacheGroupSpec, ...]
+    prefill_workspace: int = 0
 
     @property
     def usable_blocks(self) -> int:
@@ -63,6 +65,7 @@ class MemoryBudget:
         """A JSON object."""
         return {
             "memory": self.memory,
+            "prefill_workspace": self.prefill_workspace,
             "bytes_per_block": self.bytes_per_block,
             "num_blocks": self.num_blocks,
             "max_tokens": self.max_tokens,
@@ -127,24 +130,31 @@ def most_workspace_bytes(specs: Iterable[LayerSpec], rows: int) -> int:
     return max((prefill_workspace_bytes(spec, rows) for spec in specs if spec.mla is not None), default=0)
 
 
-def fit_kv_cache(config: KVCacheConfig, memory: int, new_tokens: int = 1) -> MemoryBudget:
+def fit_kv_cache(
+    config: KVCacheConfig, memory: int, new_tokens: int = 1, prefill_workspace: int = 0
+) -> MemoryBudget:
     """The budget for `memory` bytes; ignores the configuration's own number of blocks.
 
     Args:
         config: the groups.
-        memory: bytes for the caches.
+        memory: bytes for the caches and the workspace.
         new_tokens: tokens of a sequence computed in one step; see `blocks_needed`.
+        prefill_workspace: bytes that the caches leave free; see `ModelPlan.prefill_workspace_bytes`.
 
     Raises:
         LayoutError: the null block and one more block do not fit.
     """
     groups = config.kv_cache_groups
     if not groups:
-        return MemoryBudget(memory, 0, 0, None, 0, ())
+        return MemoryBudget(memory, 0, 0, None, 0, (), prefill_workspace)
     each = bytes_per_block(config)
-    blocks = memory // each
+    blocks = (memory - prefill_workspace) // each
     if blocks < 2:
-        raise LayoutError("memory", memory, f"must hold at least two blocks of {each} bytes")
+        limit, remedy = f"must hold at least two blocks of {each} bytes", None
+        if prefill_workspace:
+            limit += f", and {prefill_workspace} bytes of prefill workspace"
+            remedy = "give more memory, or plan with fewer context_chunk_rows"
+        raise LayoutError("memory", memory, limit, remedy)
 
     def fits(num_tokens: int) -> bool:
         return sum(blocks_needed(group.kv_cache_spec, num_tokens, new_tokens) for group in groups) < blocks
@@ -157,4 +167,5 @@ def fit_kv_cache(config: KVCacheConfig, memory: int, new_tokens: int = 1) -> Mem
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         longest = low
-    return MemoryBudget(memory, each, blocks, longest, num_padding_layers(config), groups)
+    padding = num_padding_layers(config)
+    return MemoryBudget(memory, each, blocks, longest, padding, groups, prefill_workspace)

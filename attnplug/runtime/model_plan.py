@@ -35,9 +35,10 @@ class ModelPlan:
         kv_sharing: layers that read another layer's pages, to that layer.
         num_blocks: blocks of the pool, the null block included; None without a number or memory, so that
             no cache can be allocated.
-        memory: bytes given for the caches, or None.
+        memory: bytes given for the caches and the prefill workspace, or None.
         by_phase: by layer, the choice of each phase alone; empty unless the plan asked for it.
         notes: the choices that the plan gave up and why, and the notes of its decisions.
+        context_chunk_rows: computed tokens that a prefill of latent attention expands at once.
     """
 
     decisions: Mapping[str, Decision]
@@ -47,6 +48,7 @@ class ModelPlan:
     memory: int | None = None
     by_phase: Mapping[str, Mapping[Phase, Decision]] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    context_chunk_rows: int = CONTEXT_CHUNK_ROWS
 
     @property
     def specs(self) -> dict[str, LayerSpec]:
@@ -72,23 +74,27 @@ class ModelPlan:
     @property
     def budget(self) -> MemoryBudget | None:
         """The requests that fit into the memory or the blocks given; None without either."""
-        config, memory = self.kv_cache_config, self.memory
+        config, memory, workspace = self.kv_cache_config, self.memory, self.prefill_workspace_bytes()
         if memory is None:
             if self.num_blocks is None:
                 return None
-            memory = bytes_per_block(config) * self.num_blocks
-        return fit_kv_cache(config, memory)
+            memory = bytes_per_block(config) * self.num_blocks + workspace
+        return fit_kv_cache(config, memory, prefill_workspace=workspace)
 
     @property
     def backends(self) -> tuple[str, ...]:
         """The names of the backends chosen, in layer order."""
         return tuple(dict.fromkeys(str(decision.backend) for decision in self.decisions.values()))
 
-    def prefill_workspace_bytes(self, rows: int = CONTEXT_CHUNK_ROWS) -> int:
-        """Bytes in which prefills of latent attention expand `rows` computed tokens; 0 without such layers.
+    def prefill_workspace_bytes(self, rows: int | None = None) -> int:
+        """Bytes in which prefills of latent attention expand computed tokens; 0 without such layers.
 
-        `BuilderConfig.context_chunk_rows` sets the rows of a runtime.
+        A runtime allocates them once, for all layers.
+
+        Args:
+            rows: tokens expanded at once; `context_chunk_rows` if None.
         """
+        rows = self.context_chunk_rows if rows is None else rows
         return most_workspace_bytes((decision.spec for decision in self.decisions.values()), rows)
 
     @property
@@ -157,6 +163,7 @@ class ModelPlan:
             "kv_sharing": dict(self.kv_sharing),
             "num_blocks": self.num_blocks,
             "memory": self.memory,
+            "context_chunk_rows": self.context_chunk_rows,
             "notes": list(self.notes),
         }
 
@@ -200,6 +207,7 @@ class ModelPlan:
                     for name, phases in by_phase.items()
                 },
                 notes=texts(data, "notes"),
+                context_chunk_rows=typed(data, "context_chunk_rows", int, CONTEXT_CHUNK_ROWS),
             )
             # Computed here, so that this call refuses layers whose caches do not fit each other.
             _ = made.budget

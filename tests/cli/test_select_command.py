@@ -61,7 +61,7 @@ def test_latent_attention_names_the_backends_of_both_phases(run):
     model = MODELS / "deepseek-v3.json"
     rows = [line.split() for line in run("select", model, "--device", "cpu", "--per-phase").out.splitlines()]
     assert ["61", "0-60", "128/1", "576", "MLA", "TORCH", "TORCH", "16"] in rows
-    memory = run("select", model, "--device", "cpu", "--memory", "80GiB", "--tp", "8")
+    memory = run("select", model, "--device", "cpu", "--memory", "80GiB", "--tensor-parallel-size", 8)
     assert "186,646,528 bytes for 16,384 rows of context." in memory.out
     assert max(map(len, memory.out.splitlines())) <= 80
     hopper = run("select", model, "--device", "sm90", "--assume-installed", "all")

@@ -7,8 +7,8 @@ import torch
 
 from attnplug import plan
 from attnplug.backends.torch_native.backend import TorchMLABackend
-from attnplug.core import LayerSpec, LayerTensors, MLADims
-from attnplug.core.errors import SpecError
+from attnplug.core import BuilderConfig, LayerSpec, LayerTensors, MLADims
+from attnplug.core.errors import LayoutError, SpecError
 from attnplug.core.kv_cache_spec import MLAAttentionSpec
 from attnplug.core.mla_weights import DenseProjection
 from attnplug.ops import gather_pages
@@ -80,6 +80,36 @@ def test_a_plan_tells_the_prefill_workspace_and_finds_its_classes_again_when_it_
     again = type(made).from_json(made.to_json(), get_registry())
     assert again.decisions["a"].get_backend_cls() is TorchMLABackend
     assert again.decisions["b"].get_backend_cls() is not TorchMLABackend
+
+
+def test_memory_has_room_for_the_workspace_that_a_runtime_allocates_once() -> None:
+    with_room = plan(SPECS, "cpu", memory="64MiB", context_chunk_rows=1000)
+    workspace = 1000 * (32 + 4 * 30) * 4
+    page = sum(each.size for each in with_room.kv_cache_config.kv_cache_tensors) // (
+        with_room.num_blocks or 1
+    )
+    assert with_room.num_blocks == (64 * 2**20 - workspace) // page
+    assert with_room.budget is not None
+    assert (with_room.budget.memory, with_room.budget.prefill_workspace) == (64 * 2**20, workspace)
+    runtime = AttentionRuntime(with_room, {name: layer_tensors(SPECS[name]) for name in "ad"})
+    [group] = [each for each in runtime.attention_groups if "a" in each.layer_names]
+    buffer = group.builder.get_workspace_buffer()
+    assert buffer.numel() == -(-workspace // 256) * 256
+    read = type(with_room).from_json(with_room.to_json(), get_registry())
+    assert (read.num_blocks, read.prefill_workspace_bytes()) == (with_room.num_blocks, workspace)
+
+
+def test_rows_that_the_memory_of_a_plan_does_not_count_are_refused() -> None:
+    made = plan({"a": LATENT}, "cpu", memory="64MiB", context_chunk_rows=1000)
+    tensors = {"a": layer_tensors(LATENT)}
+    with pytest.raises(LayoutError, match="context_chunk_rows=1001 must be at most 1000"):
+        AttentionRuntime(made, tensors, config=BuilderConfig(context_chunk_rows=1001))
+    fewer = AttentionRuntime(made, tensors, config=BuilderConfig(context_chunk_rows=999))
+    assert fewer.config.context_chunk_rows == 999
+    with pytest.raises(LayoutError, match="and 9961472 bytes of prefill workspace"):
+        plan({"a": LATENT}, "cpu", memory="9MiB")
+    with pytest.raises(SpecError, match="context_chunk_rows=0"):
+        plan({"a": LATENT}, "cpu", context_chunk_rows=0)
 
 
 def test_a_layer_whose_weights_are_missing_is_refused() -> None:
