@@ -76,6 +76,13 @@ def test_the_backend_shown_loads_and_is_refused_only_for_what_is_not_installed()
     assert registry.explain(spec, "sm90", assume_installed="all").backend == "ACME"
 
 
+def test_the_links_lead_to_files_of_the_repository() -> None:
+    links = [*re.findall(r"\]\(([^)#]+)", TEXT), *re.findall(r'src(?:set)?="([^"]+)"', TEXT)]
+    assert len(links) > 15
+    local = [link for link in links if not link.startswith("https://")]
+    assert [link for link in local if not (ROOT / link).exists()] == []
+
+
 def test_the_two_set_up_lines_stand_as_they_are_run() -> None:
     assert "\npip install -c constraints.txt -e '.[test]' && pytest\n" in TEXT
     assert re.search(
