@@ -112,7 +112,7 @@ SECTIONS = {
 INTRODUCTION = """# Batches, metadata and KV caches
 
 Functions first, usable one by one, by the names that authors of attention backends know. The classes differ in a few
-signatures; see [Port a backend from vLLM](../guides/ship-a-backend.md#port-a-backend-from-vllm). Counts are Python ints; bad input raises a `ValueError` subclass that names the argument, the
+signatures; see [Port a backend from vLLM](../guides/port-from-vllm.md). Counts are Python ints; bad input raises a `ValueError` subclass that names the argument, the
 value and the limit; inputs are never modified. This page is written by `docs/tables.py` from the docstrings.
 """
 

@@ -12,6 +12,7 @@ import typer.main
 from fences import DOCS
 
 from attnplug.cli.app import app
+from attnplug.core.ported_names import BACKEND_NAMES, BUILDER_NAMES, IMPL_NAMES, PORTED_PARAMETERS
 
 
 def hook(name: str) -> ModuleType:
@@ -50,6 +51,16 @@ def test_a_page_without_the_marker_is_left_alone() -> None:
 def test_help_that_fails_stops_the_build() -> None:
     with pytest.raises(RuntimeError, match="attnplug nonsense --help ended with 2"):
         hook("cli_help").help_of("nonsense")
+
+
+def test_the_page_of_porting_has_every_refused_name_with_what_to_write() -> None:
+    page = hook("core_tables").on_page_markdown((DOCS / "guides/port-from-vllm.md").read_text())
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    for names in (BACKEND_NAMES, IMPL_NAMES, BUILDER_NAMES):
+        for name, ported in names.items():
+            assert any(f"`{name}`" in row and row.endswith(f"| {ported.write} |") for row in rows), name
+    for name, write in PORTED_PARAMETERS.items():
+        assert f"| `{name}` | {write} |" in rows
 
 
 @pytest.mark.parametrize(
