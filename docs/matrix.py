@@ -99,7 +99,10 @@ def table(matrix: Matrix) -> str:
         lines.append(markdown_row((f"{name}s", *(_served(summary, axis) for summary in best))))
     shown = {answer.status for summary in best for answer in summary.answers["feature"].values()}
     legend = [f"{MARKS[each]} {each} ({meaning})" for each, meaning in MEANINGS.items() if each in shown]
-    return f"{''.join(lines)}\n{'; '.join(legend)}.\n"
+    few = ""
+    if any(answer.restriction for summary in best for answer in summary.answers["feature"].values()):
+        few = " The values beside a mark are the only ones that are served with this feature."
+    return f"{''.join(lines)}\n{'; '.join(legend)}.{few}\n"
 
 
 def _runs_of(matrix: Matrix, name: str) -> list[Run]:
@@ -121,7 +124,10 @@ def _device(run: Run) -> str:
 
 
 def _mark(answer: Answer | None) -> str:
-    return "" if answer is None else MARKS[answer.status]
+    if answer is None:
+        return ""
+    only = f" {markdown_text(str(answer.restriction))}" if answer.restriction else ""
+    return f"{MARKS[answer.status]}{only}"
 
 
 def _served(summary: Summary, axis: str) -> str:

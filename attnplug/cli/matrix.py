@@ -12,7 +12,7 @@ from attnplug.cli.arguments import jobs_option, memory_option, timeout_option
 from attnplug.cli.conformance import require_the_extra
 from attnplug.cli.matrix_cells import declared_cells, pairs_of
 from attnplug.cli.matrix_files import Outputs, diff, merge, show
-from attnplug.cli.output import error
+from attnplug.cli.output import echo, error
 from attnplug.cli.own_output import apart_from_plugins
 from attnplug.core.errors import PolicyError
 from attnplug.matrix.model import Matrix
@@ -91,7 +91,7 @@ def matrix(
     outputs = Outputs(json_file, html, markdown)
     outputs.check()
     pairs = pairs_of(backend, device, verify=verify)
-    declared = declared_cells(pairs, feature or (), only or (), commit)
+    declared, notes = declared_cells(pairs, feature or (), only or (), commit, sampled_only=verify)
     if not verify:
         given = {"--unclaimed": unclaimed, "--resume": resume, "--compile-limit": compile_limit}
         for name, value in {**given, "--jobs": jobs, "--memory": memory}.items():
@@ -100,6 +100,8 @@ def matrix(
         found = Matrix(tuple(declared))
         outputs.write(found)
         show(found)
+        for note in notes:
+            echo(f"attnplug: {note}", err=True)
         return
     # Only a run needs the extra `testing`; a display of the cells does not.
     require_the_extra("matrix --verify")

@@ -99,6 +99,11 @@ def goes_with(feature: str, axis: str, value: Any, latents: Collection[int] = ()
     )  # encoders compute all tokens at once
 
 
+def is_plain_value(axis: str, value: Any) -> bool:
+    """Whether a layer that asks for no feature can have a value of an axis; False for a phase or size of no layer."""
+    return goes_with(PLAIN, axis, value)
+
+
 def phase_of(cell: Cell) -> Phase | None:
     """The phase that the layer is validated for: None, which is both, for a mixed batch."""
     return None if cell.phase == "mixed" else Phase(cell.phase)

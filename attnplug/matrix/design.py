@@ -102,15 +102,8 @@ class _CellSearch(Search):
         super().__init__(axes)
 
     def ask(self, row: Row) -> tuple[Reason, ...]:
-        """The reasons of `validate_configuration`, and one if the backend cannot read the layout of the pages."""
-        cell = Cell(**row)
-        try:
-            spec = spec_of(cell)
-        except SpecError as problem:
-            # A backend may list values that no layer has, and they must not end the matrix of the others.
-            return (fault(self._backend, f"declares a value of no layer: {problem}"),)
-        reasons = configuration_reasons(self._backend, Placement(spec, self._device, phase_of(cell)))
-        return (*reasons, *(() if cell.layout is None else self._unread(cell.layout)))
+        """The reasons of `cell_reasons`."""
+        return cell_reasons(self._backend, self._device, Cell(**row))
 
     def start_from(self, base: Row) -> None:
         """For each feature, the plainest row has the base's values where they have a meaning with the feature."""
@@ -151,12 +144,23 @@ class _CellSearch(Search):
                     return True
         return False
 
-    def _unread(self, layout: str) -> tuple[Reason, ...]:
-        layouts, error = guarded_call(lambda: tuple(self._backend.supported_kv_cache_layouts()))
-        if error is not None:
-            what = f"raised {describe(error)} in supported_kv_cache_layouts"
-            return (fault(self._backend, what),)
-        if layout in layouts:
-            return ()
-        text = "KV layout not supported"
-        return (Reason(text, code="kv_cache_layout", field="layout", requested=layout, supported=layouts),)
+
+def cell_reasons(backend: type[AttentionBackend], device: Device, cell: Cell) -> tuple[Reason, ...]:
+    """The reasons of `validate_configuration` against a cell, and one if the backend cannot read its page layout."""
+    try:
+        spec = spec_of(cell)
+    except SpecError as problem:
+        # A backend may list values that no layer has, and they must not end the matrix of the others.
+        return (fault(backend, f"declares a value of no layer: {problem}"),)
+    reasons = configuration_reasons(backend, Placement(spec, device, phase_of(cell)))
+    return (*reasons, *(() if cell.layout is None else _unread(backend, cell.layout)))
+
+
+def _unread(backend: type[AttentionBackend], layout: str) -> tuple[Reason, ...]:
+    layouts, error = guarded_call(lambda: tuple(backend.supported_kv_cache_layouts()))
+    if error is not None:
+        return (fault(backend, f"raised {describe(error)} in supported_kv_cache_layouts"),)
+    if layout in layouts:
+        return ()
+    text = "KV layout not supported"
+    return (Reason(text, code="kv_cache_layout", field="layout", requested=layout, supported=layouts),)

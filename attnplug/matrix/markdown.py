@@ -120,8 +120,10 @@ def _bullets(heading: str, lines: Sequence[str]) -> Iterator[str]:
 def _answer(answer: Answer | None) -> str:
     if answer is None:
         return "not asked"
-    star = "\\*" if answer.limits else ""
-    return f"{MARKS[answer.status]} {answer.status}{star} {answer.part}".rstrip()
+    star = "\\*" if answer.is_starred else ""
+    share = f" {answer.part}" if answer.part else ""
+    only = f", {markdown_text(str(answer.restriction))}" if answer.restriction else ""
+    return f"{MARKS[answer.status]} {answer.status}{star}{share}{only}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -8,8 +8,17 @@ import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 
+from attnplug.matrix.axes import is_plain_value
 from attnplug.matrix.model import Finding, Matrix, Run, Status
-from attnplug.matrix.words import AXIS_NAMES, MEANINGS, Value, in_order, list_in_words
+from attnplug.matrix.words import (
+    AXIS_NAMES,
+    MEANINGS,
+    Value,
+    in_order,
+    list_in_words,
+    one_line,
+    value_in_words,
+)
 
 BESIDE = ("feature", "phase")
 """The axes with a table row for each value; the values of the other axes are listed in one row."""
@@ -27,6 +36,8 @@ STRONGEST_FIRST = (
 """The first that any of several cells has is the status of all: a right cell must not hide a wrong one, and a
 run counts more than a claim."""
 _AXES = tuple(AXIS_NAMES)
+_FEW = 2
+"""The most served values that an answer names; more are counted."""
 _values = operator.attrgetter(*_AXES)
 
 
@@ -46,6 +57,34 @@ class Limit:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Restriction:
+    """Another axis of which a value is served with some values only.
+
+    Args:
+        axis: the other axis.
+        served: its served values, in reading order.
+        asked: the number of its values that were asked.
+    """
+
+    axis: str
+    served: tuple[Value, ...]
+    asked: int
+
+    def __str__(self) -> str:
+        """Such as "fp8_e5m2 only", "head size 192 only" or "3 of 12 head sizes"."""
+        name = AXIS_NAMES[self.axis]
+        if len(self.served) > _FEW:
+            return f"{len(self.served)} of {self.asked} {name}s"
+        values = " and ".join(one_line(value_in_words(self.axis, value)) for value in self.served)
+        speaks = (
+            self.axis in BESIDE
+            or None in self.served
+            or all(str(each).startswith("fp8") for each in self.served)
+        )
+        return f"{values} only" if speaks else f"{name} {values} only"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
     """The cells with one value, summed up.
 
@@ -54,12 +93,20 @@ class Answer:
         counts: the number of cells with each status.
         why: the reasons common to all cells if all are refused; else the evidence against the value.
         limits: the values that it is not served with.
+        restriction: the axis of which it is served with few values only, if there is one; the first of several.
     """
 
     status: Status
     counts: Mapping[Status, int]
     why: tuple[str, ...] = ()
     limits: tuple[Limit, ...] = ()
+    restriction: Restriction | None = None
+
+    @property
+    def is_starred(self) -> bool:
+        """Whether there is a limit that the restriction does not tell."""
+        told = self.restriction and self.restriction.axis
+        return any(limit.axis != told for limit in self.limits)
 
     @property
     def claimed(self) -> int:
@@ -106,16 +153,22 @@ def summarise(run: Run) -> Summary:
         for key in enumerate(values):
             groups[key].append(finding)
     limits = _limits(rows)
+    restrictions = _restrictions(rows)
     answers: dict[str, dict[Value, Answer]] = {}
     for index, axis in enumerate(_AXES):
         values_of_axis = in_order(axis, (value for position, value in groups if position == index))
         answers[axis] = {
-            value: _answer(groups[index, value], limits.get((index, value), ())) for value in values_of_axis
+            value: dataclasses.replace(
+                _answer(groups[index, value]),
+                limits=tuple(limits.get((index, value), ())),
+                restriction=restrictions.get((index, value)),
+            )
+            for value in values_of_axis
         }
     return Summary(run, _answer(run.findings), answers)
 
 
-def _answer(findings: Sequence[Finding], limits: Iterable[Limit] = ()) -> Answer:
+def _answer(findings: Sequence[Finding]) -> Answer:
     counts = collections.Counter(finding.status for finding in findings)
     status = next((status for status in STRONGEST_FIRST if counts[status]), Status.NOT_RUN)
     same = [finding.why for finding in findings if finding.status is status]
@@ -125,7 +178,7 @@ def _answer(findings: Sequence[Finding], limits: Iterable[Limit] = ()) -> Answer
         why = tuple(dict.fromkeys(itertools.chain.from_iterable(same)))
     else:
         why = ()
-    return Answer(status, dict(counts), why, tuple(limits))
+    return Answer(status, dict(counts), why)
 
 
 def _common(whys: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
@@ -153,6 +206,37 @@ def _limits(rows: Sequence[tuple[tuple[Value, ...], Finding]]) -> dict[tuple[int
                     limit = Limit(_AXES[that[0]], that[1], finding.why)
                     found.setdefault(this, {}).setdefault(that, limit)
     return {key: list(limits.values()) for key, limits in found.items()}
+
+
+def _restrictions(
+    rows: Sequence[tuple[tuple[Value, ...], Finding]],
+) -> dict[tuple[int, Value], Restriction]:
+    """For each served value the axis of which it is served with at most two values, or with fewer than it is refused.
+
+    A value that the backend refuses with everything has a row of its own, so it restricts no other value. The
+    exception is an axis of which no value goes with a plain layer, such as the KV dtypes of the feature fp8 KV: the
+    refused ones are refused for this feature.
+    """
+    asked: dict[tuple[int, Value, int], dict[Value, bool]] = collections.defaultdict(dict)
+    anywhere: set[tuple[int, Value]] = set()
+    for values, finding in rows:
+        claimed = finding.status in CLAIMED
+        if claimed:
+            anywhere.update(enumerate(values))
+        for (index, value), (other, its) in itertools.permutations(enumerate(values), 2):
+            by_value = asked[index, value, other]
+            by_value[its] = claimed or by_value.get(its, False)
+    found: dict[tuple[int, Value], Restriction] = {}
+    for (index, value, other), by_value in asked.items():
+        axis = _AXES[other]
+        served = [its for its, is_served in by_value.items() if is_served]
+        own = _AXES[index] == "feature" and not any(is_plain_value(axis, its) for its in by_value)
+        refused = [its for its in by_value if its not in served and (own or (other, its) in anywhere)]
+        if served and refused and (own or len(served) <= _FEW or len(served) < len(refused)):
+            restriction = Restriction(axis, tuple(in_order(axis, served)), len(by_value))
+            if own or (index, value) not in found:
+                found[index, value] = restriction
+    return found
 
 
 def values_of(summaries: Iterable[Summary], axis: str) -> list[Value]:

@@ -164,9 +164,11 @@ class _Page:
     def _answer(self, answer: Answer | None) -> Text:
         if answer is None:
             return Text("not asked", style="dim")
-        self._limited |= bool(answer.limits)
-        star = "*" if answer.limits else ""
-        return self._status(answer.status).append(f"{star} {answer.part}".rstrip())
+        self._limited |= answer.is_starred
+        star = "*" if answer.is_starred else ""
+        share = f" {answer.part}" if answer.part else ""
+        only = f", {answer.restriction}" if answer.restriction else ""
+        return self._status(answer.status).append(star + share + only)
 
     def _status(self, status: Status) -> Text:
         return Text(f"{self._marks[status]} {status}", style=_STYLES[status])

@@ -14,11 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from attnplug.backends.flashinfer.backend import FlashInferBackend
 from attnplug.backends.torch_native.backend import TorchBackend
+from attnplug.backends.triton.backend import TritonBackend
 from attnplug.cli import matrix_files, matrix_verify
+from attnplug.core.device import Device
 from attnplug.core.errors import MatrixFileError
+from attnplug.core.spec import LayerSpec, Phase
 from attnplug.matrix import declared, verify
-from attnplug.matrix.model import Matrix
+from attnplug.matrix.design import design
+from attnplug.matrix.model import Matrix, Status
 from attnplug.matrix.results import read_matrix, write_matrix
 from attnplug.registry import refuted
 from attnplug.testing.isolation.listing import Listing, ListingFailure
@@ -165,6 +170,13 @@ def test_all_three_files_are_written(command):
         (("--device", "sm9000000"), "is unknown"),
         (("--feature", "sink"), "--feature='sink' must be one of plain, sliding_window"),
         (("--only", "sink/*"), "--only='sink/*' matches no cell; an id is "),
+        (("--only", "*/d73/*"), "combinations, none of them sampled; at most 1,500 are evaluated; name more"),
+        (("--only", "plain/decode/d64/float16/fp8/b16/NHD"), "names values that no layer has together; fp8"),
+        (("--only", "sinks/decode/d73/float16/fp9/b16/NHD"), "matches no cell; an id is "),
+        (
+            ("--verify", "--device", "cpu", "--only", "sinks/decode/d73/float16/auto/b16/NHD"),
+            "matches no cell",
+        ),
         (("--unclaimed",), "--unclaimed=True says how cells are run; add --verify"),
         (("--resume",), "--resume=True says how cells are run; add --verify"),
         (("--jobs", "2"), "--jobs=2 says how cells are run; add --verify"),
@@ -187,6 +199,58 @@ def test_bad_usage_is_named_before_anything_is_run(command, workers, arguments, 
     assert outcome.code == 2
     assert message in outcome.err
     assert workers.runs == []
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("device", ["sm80", "sm90"])
+def test_a_combination_that_is_not_sampled_is_asked_of_the_class(command, device, dtype):
+    only = f"sinks/decode/d72/bfloat16/{dtype}/b48/HND"
+    outcome = command(
+        "--backend",
+        "TRITON",
+        "--backend",
+        "FLASHINFER",
+        "--device",
+        device,
+        "--only",
+        only,
+        "--json",
+        "m.json",
+    )
+    assert outcome.code == 0
+    for run, backend in zip(
+        read_matrix(Path("m.json")).runs, (TritonBackend, FlashInferBackend), strict=True
+    ):
+        spec = LayerSpec(
+            num_heads=4,
+            num_kv_heads=2,
+            head_size=72,
+            dtype="bfloat16",
+            kv_cache_dtype=dtype,
+            block_size=48,
+            has_sinks=True,
+        )
+        expected = backend.validate_configuration(spec, Device.parse(device), Phase.DECODE)
+        (found,) = run.findings
+        assert found.cell.id == only
+        assert found.why == tuple(map(str, expected))
+        assert found.status is (Status.REFUSED if expected else Status.DECLARED)
+        said = f"{run.backend} on {device}: {only} is not sampled; the answer is what the class says of this combination"
+        assert said in outcome.err
+
+
+def test_only_the_backends_without_a_sampled_cell_are_asked(command):
+    only = "plain/mixed/d24/bfloat16/auto/*/NHD"
+    arguments = ("--backend", "TRITON", "--backend", "FLASHINFER", "--device", "sm90", "--only", only)
+    outcome = command(*arguments, "--json", "m.json")
+    triton, flashinfer = read_matrix(Path("m.json")).runs
+    sampled = fnmatch.filter([cell.id for cell in design(TritonBackend, Device.parse("sm90"))], only)
+    assert [each.cell.id for each in triton.findings] == sampled != []
+    assert fnmatch.filter([cell.id for cell in design(FlashInferBackend, Device.parse("sm90"))], only) == []
+    assert {each.status for each in flashinfer.findings} == {Status.REFUSED}
+    assert all(each.why[0].startswith("head_size not supported: 24") for each in flashinfer.findings)
+    assert "FLASHINFER on sm90" in outcome.err
+    assert "TRITON on sm90" not in outcome.err
 
 
 def test_an_option_of_a_subcommand_is_not_taken_for_one_of_the_whole(command):

@@ -14,7 +14,7 @@ from attnplug.matrix.markdown import markdown_text, render_markdown
 def test_a_feature_has_the_answer_of_each_backend_in_its_row() -> None:
     text = render_markdown(synthetic_matrix())
     assert "|  | TORCH | TRITON | FLASH_ATTN_2 | FLASHINFER |\n|---|---|---|---|---|\n" in text
-    assert "| ALiBi | ✓ verified | ✓ verified\\* | ○ declared\\* | ✗ refuted 1/12 |\n" in text
+    assert "| ALiBi | ✓ verified | ✓ verified\\* | ○ declared\\*, prefill only | ✗ refuted 1/12 |\n" in text
 
 
 def test_each_device_has_a_heading_and_what_it_was_run_with() -> None:

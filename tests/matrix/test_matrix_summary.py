@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from synthetic_matrix import cell, finding, run, synthetic_matrix
 
+from attnplug.backends.triton.backend import TritonBackend
 from attnplug.matrix import Finding, Matrix, Status
+from attnplug.matrix.declared import declare
 from attnplug.matrix.summary import (
     Answer,
     by_device,
@@ -92,6 +94,55 @@ def test_values_that_are_served_but_not_together_limit_each_other() -> None:
     (back,) = answers["head_size"][256].limits
     assert (back.axis, back.value) == ("feature", "alibi")
     assert answers["feature"]["plain"].limits == ()
+
+
+def test_a_feature_lists_the_values_that_it_is_served_with_where_others_are_refused() -> None:
+    storage = {"fp8": Status.REFUSED, "fp8_e4m3": Status.REFUSED, "fp8_e5m2": Status.DECLARED}
+    found = [finding(status, feature="fp8_kv", kv_cache_dtype=name) for name, status in storage.items()]
+    for cells in (found, [*found, finding(Status.DECLARED)]):
+        answers = summarise(run(*cells)).answers
+        assert str(answers["feature"]["fp8_kv"].restriction) == "fp8_e5m2 only"
+        assert answers["kv_cache_dtype"]["fp8_e5m2"].restriction is None
+
+
+@pytest.mark.parametrize("device", ["sm80", "sm86"])
+def test_fp8_where_triton_has_e5m2_alone_says_so(device: str) -> None:
+    answer = summarise(declare(TritonBackend, device)).answers["feature"]["fp8_kv"]
+    assert answer.counts[Status.REFUSED] > answer.counts[Status.DECLARED]
+    assert str(answer.restriction) == "fp8_e5m2 only"
+    assert summarise(declare(TritonBackend, "sm90")).answers["feature"]["fp8_kv"].restriction is None
+
+
+@pytest.mark.parametrize(
+    ("served", "refused", "words"),
+    [
+        ({"phase": ["decode"]}, {"phase": ["prefill", "mixed"]}, "decode only"),
+        ({"head_size": [64]}, {"head_size": [80, 96]}, "head size 64 only"),
+        ({"head_size": [128, 64]}, {"head_size": [80]}, "head size 64 and 128 only"),
+        ({"kv_cache_dtype": ["auto"]}, {"kv_cache_dtype": ["fp8_e4m3"]}, "KV dtype auto only"),
+        ({"head_size": [16, 32, 64]}, {"head_size": [80, 96, 112, 128]}, "3 of 7 head sizes"),
+        ({"head_size": [16, 32, 64]}, {"head_size": [80, 96]}, None),
+    ],
+)
+def test_a_feature_with_fewer_values_than_others_names_or_counts_them(
+    served: dict[str, list[object]], refused: dict[str, list[object]], words: str | None
+) -> None:
+    (axis,) = served
+    plain = [finding(Status.DECLARED, **{axis: value}) for value in (*served[axis], *refused[axis])]
+    sinks = [
+        finding(status, feature="sinks", **{axis: value})
+        for status, values in ((Status.DECLARED, served[axis]), (Status.REFUSED, refused[axis]))
+        for value in values
+    ]
+    answer = summarise(run(*plain, *sinks)).answers["feature"]["sinks"]
+    assert (answer.restriction and str(answer.restriction)) == words
+    assert answer.is_starred is (words is None)
+
+
+def test_a_value_that_is_refused_with_everything_restricts_no_other() -> None:
+    found = [finding(Status.DECLARED, head_size=64)]
+    found += [finding(Status.REFUSED, "no", head_size=size) for size in (80, 96, 112)]
+    assert summarise(run(*found)).answers["feature"]["plain"].restriction is None
 
 
 def test_a_value_that_is_served_nowhere_limits_nothing() -> None:

@@ -28,9 +28,18 @@ def lines(text: str) -> list[str]:
 
 def test_a_feature_has_the_answer_of_each_backend_in_its_row() -> None:
     text = lines(shown(synthetic_matrix()))
-    assert "                 TORCH       TRITON       FLASH_ATTN_2  FLASHINFER" in text
-    assert "sinks            ✓ verified  ✓ verified   – refused     ✓ verified 11/12" in text  # noqa: RUF001
-    assert "ALiBi            ✓ verified  ✓ verified*  ○ declared*   ✗ refuted 1/12" in text
+    assert "                 TORCH       TRITON       FLASH_ATTN_2                   FLASHINFER" in text
+    sinks = "sinks            ✓ verified  ✓ verified   – refused                      ✓ verified 11/12"  # noqa: RUF001
+    assert sinks in text
+    assert "ALiBi            ✓ verified  ✓ verified*  ○ declared*, prefill only      ✗ refuted 1/12" in text
+
+
+def test_a_feature_that_is_served_with_one_value_only_says_so() -> None:
+    storage = [("fp8_e4m3", Status.REFUSED), ("fp8_e5m2", Status.DECLARED), ("fp8", Status.REFUSED)]
+    found = [finding(status, feature="fp8_kv", kv_cache_dtype=name) for name, status in storage]
+    text = lines(shown(Matrix((run(finding(Status.DECLARED), *found, backend="TRITON"),))))
+    assert "fp8 KV   ○ declared, fp8_e5m2 only" in text
+    assert "plain    ○ declared" in text
 
 
 def test_each_device_has_a_section_with_what_was_asked_there() -> None:
@@ -52,8 +61,8 @@ def test_the_values_of_one_backend_stand_in_one_table() -> None:
 def test_backends_that_do_not_fit_go_on_below() -> None:
     text = lines(shown(synthetic_matrix(), width=60))
     assert max(map(len, text[: text.index("Refuted: claimed, and wrong when run")])) <= 60
-    assert "                 TORCH       TRITON       FLASH_ATTN_2" in text
-    assert "                 FLASHINFER" in text
+    assert "                 TORCH       TRITON" in text
+    assert "                 FLASH_ATTN_2" in text
 
 
 def test_a_terminal_narrower_than_a_backend_still_shows_every_answer() -> None:
