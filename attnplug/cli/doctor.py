@@ -14,10 +14,11 @@ import typer
 from attnplug.backends.libraries import LIBRARY_RULES
 from attnplug.cli.arguments import MOST_SECONDS, AsJson
 from attnplug.cli.kernel_libraries import LibraryState, library_states
-from attnplug.cli.output import console, print_json, table
+from attnplug.cli.output import console, print_json, verdict
 from attnplug.cli.probe_run import Probe, run_probe
 from attnplug.core.device import Device
 from attnplug.core.errors import SpecError, UnknownBackendError
+from attnplug.core.whole_words import WordTable
 
 _CELLS_SHOWN = 3
 
@@ -70,10 +71,10 @@ def doctor(
         print_json(report)
     else:
         out = console()
-        out.print(", ".join(f"{name} {found}" for name, found in _environment().items()), end="\n\n")
-        shown = table(("checked", "state", "detail"), fixed=("state",))
+        out.print(", ".join(f"{name} {found}" for name, found in _environment().items()) + "\n")
+        shown = WordTable(("checked", "state", "detail"), fixed=("state",), heading="{checked}  {state}")
         for finding in findings:
-            shown.add_row(finding.what, finding.state, finding.detail)
+            shown.add_row(finding.what, verdict(finding.state), finding.detail)
         out.print(shown)
         _print_libraries(libraries, device, used)
     raise typer.Exit(int(any(finding.state == "failed" for finding in findings)))
@@ -86,12 +87,16 @@ def _print_libraries(
         return
     out = console()
     out.print()
-    shown = table(("kernel library", "version", "state", "detail"), fixed=("state",))
+    shown = WordTable(
+        ("kernel library", "version", "state", "detail"),
+        fixed=("state",),
+        heading="{kernel library}  {state}",
+    )
     for each in libraries:
         lines = [each.detail]
         lines += [f"at first use it compiles {each.compiles}"] if each.compiles else []
         lines += [f"remedy: {each.remedy}"] if each.remedy else []
-        shown.add_row(each.library, each.version or "-", each.state, "\n".join(lines))
+        shown.add_row(each.library, each.version or "-", verdict(each.state), "\n".join(lines))
     out.print(shown)
     if device is not None and used:
         phases = ", ".join(f"{phase} by {name or 'no backend'}" for phase, name in used.items())

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnplug.cli.arguments import AsJson
-from attnplug.cli.output import console, print_json, table
+from attnplug.cli.output import console, print_json, verdict
+from attnplug.core.whole_words import WordTable
 from attnplug.registry.plugin_calls import describe, guarded_call
 
 if TYPE_CHECKING:
@@ -38,22 +39,21 @@ def list_backends(
         print_json({"backends": rows, "plugins": [record.to_dict() for record in registry.records]})
         return
     out = console()
-    columns = ("backend", "priority", "from", "version", "devices", "needs")
-    shown = table(columns, right=("priority",), fixed=("backend",))
+    columns = ("backend", "priority", "from", "devices", "needs")
+    shown = WordTable(columns, right=("priority",), fixed=("backend",))
     for row in rows:
         shown.add_row(
             row["name"],
             "-" if row["priority"] is None else str(row["priority"]),
-            row["distribution"] or "this process",
-            row["version"] or "-",
+            f"{row['distribution'] or 'this process'} {row['version'] or ''}".strip(),
             ", ".join(row["device_types"]),
             _needs(row),
         )
     out.print(shown)
-    reports = table(("status", "plugin problem"), fixed=("status",))
+    reports = WordTable(("status", "plugin problem"), fixed=("status",))
     for record in registry.records:
         if record.reason:
-            reports.add_row(str(record.status), record.reason)
+            reports.add_row(verdict(str(record.status)), record.reason)
     if reports.row_count:
         out.print()
         out.print(reports)
@@ -118,7 +118,7 @@ def _list_entry_points(as_json: bool) -> None:
     if as_json:
         print_json({"plugins": rows})
         return
-    shown = table(("plugin", "version", "module", "would load"), fixed=("plugin",))
+    shown = WordTable(("plugin", "version", "module", "would load"), fixed=("plugin",))
     for row in rows:
         would = f"no, {row['blocked_by']}" if row["blocked_by"] else "yes"
         shown.add_row(str(row["plugin"]), row["version"] or "-", str(row["module"]), would)
@@ -140,11 +140,10 @@ def show(
         return
     out = console()
     for fact in facts:
-        shown = table(("", " "), fixed=("",))
+        shown = WordTable(("", ""))
         for name, value in fact.items():
             words = ", ".join(map(str, value)) if isinstance(value, list) else value
             shown.add_row(name.replace("_", " "), "-" if words in (None, "") else str(words))
-        shown.show_header = False
         out.print(shown)
 
 

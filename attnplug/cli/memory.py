@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from attnplug.cli.output import console, layers_in_words, table
+from attnplug.cli.output import console, layers_in_words
+from attnplug.core.whole_words import WordTable
 
 if TYPE_CHECKING:
     from attnplug.registry.decision import Decision
@@ -66,7 +67,8 @@ def print_budget(budget: MemoryBudget | None, memory: str) -> None:
             f"{budget.prefill_workspace:,} bytes for {CONTEXT_CHUNK_ROWS:,} rows of context.\n"
         )
     columns = ("group", "kind", "layers", "which", "block", "page bytes", "blocks", "tokens alone")
-    shown = table(columns, right=("group", "layers", "block", "page bytes", "blocks", "tokens alone"))
+    numbers = ("group", "layers", "block", "page bytes", "blocks", "tokens alone")
+    shown = WordTable(columns, right=numbers, heading="group {group}: layers {which}")
     for index, group in enumerate(budget.groups):
         cache = group.kv_cache_spec
         shown.add_row(

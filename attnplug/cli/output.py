@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from attnplug.cli.own_output import own_stream
 from attnplug.core.features import Feature
 from attnplug.core.safe_console import SafeConsole
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.core.text import safe_text
+from attnplug.core.whole_words import verdict as verdict
 
 
 def console() -> Console:
-    """Standard output; rich prints no colour outside a terminal or with NO_COLOR set."""
-    return SafeConsole(file=own_stream(), highlight=False, markup=False, soft_wrap=False)
+    """Standard output, with colours on a terminal or with FORCE_COLOR; NO_COLOR takes them and bold away."""
+    colours = None if os.environ.get("NO_COLOR") else "auto"
+    return SafeConsole(
+        file=own_stream(), color_system=colours, highlight=False, markup=False, soft_wrap=False
+    )
 
 
 def echo(text: str, *, err: bool = False) -> None:
     """Print a line that is safe on a terminal, to standard error with `err`."""
     typer.echo(safe_text(text), None if err else own_stream(), err=err)
-
-
-def table(columns: Sequence[str], right: Sequence[str] = (), fixed: Sequence[str] = ()) -> Table:
-    """An empty table without a frame: `right` columns align right, `fixed` ones never wrap."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        made.add_column(
-            column, justify="right" if column in right else "left", no_wrap=column in fixed, overflow="fold"
-        )
-    return made
 
 
 def print_json(data: Any) -> None:

@@ -24,14 +24,13 @@ from attnplug.cli.arguments import (
     options,
 )
 from attnplug.cli.memory import budget_for, print_budget
-from attnplug.cli.output import console, features_in_words, layers_in_words, print_json, table
+from attnplug.cli.output import console, features_in_words, layers_in_words, print_json
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import LayerSpec
+from attnplug.core.whole_words import WordTable
 from attnplug.integrations.model_spec import Client
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from attnplug.core.device import Device
     from attnplug.integrations.transformers import ModelSpec
     from attnplug.registry.decision import Decision
@@ -190,14 +189,15 @@ def _groups(decisions: Iterable[Decision]) -> list[list[Decision]]:
     return list(groups.values())
 
 
-def _table(groups: Sequence[Sequence[Decision]], split: bool) -> Table:
+def _table(groups: Sequence[Sequence[Decision]], split: bool) -> WordTable:
     phases = any(members[0].phase for members in groups)
     served_by = ["prefill", "decode"] if split else ["backend", "prio"]
     columns = ["layers", "which", "heads", "size", "asks for", *served_by, "block"]
-    shown = table(
+    shown = WordTable(
         ["phase", *columns] if phases else columns,
         right=("layers", "size", "prio", "block"),
         fixed=("phase", "layers", "heads", "backend", "prefill", "decode"),
+        heading="layers {which}",
     )
     for members in groups:
         first = members[0]

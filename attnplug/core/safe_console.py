@@ -1,4 +1,4 @@
-"""A rich console whose text cannot control the terminal."""
+"""A rich console whose text cannot control the terminal, and whose lines break no word."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from rich.segment import Segment
 from rich.text import Text
 
 from attnplug.core.text import safe_text
+from attnplug.core.whole_words import Paragraph
 
 
 class SafeConsole(Console):
     """A rich Console that escapes what text could do to a terminal; colours and styles are rich's own."""
+
+    def print(self, *objects: Any, soft_wrap: bool | None = None, **settings: Any) -> None:
+        """As rich, but each text is a paragraph, and a word that is wider than the terminal is not cut."""
+        if not soft_wrap:
+            settings.setdefault("crop", False)
+            objects = tuple(Paragraph(each) if isinstance(each, str | Text) else each for each in objects)
+        super().print(*objects, soft_wrap=soft_wrap, **settings)
 
     def render_str(self, text: str, **settings: Any) -> Text:
         """As rich; escaped before the text is measured, so that columns stay aligned."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from attnplug.core.whole_words import WordTable
 from attnplug.matrix.model import Matrix, Status
 from attnplug.matrix.summary import (
     BESIDE,
@@ -87,12 +87,14 @@ class _Page:
     def legend(self) -> None:
         for status, meaning in MEANINGS.items():
             if status in self._shown:
-                self.line(Text.assemble(self._status(status), f": {meaning}"))
+                self._console.print(Text.assemble(self._status(status), f": {meaning}"))
         if self._limited:
-            self.line("*: not with everything else that is served; --html and --json have each cell")
+            self._console.print(
+                "*: not with everything else that is served; --html and --json have each cell"
+            )
 
     def _runs(self, summaries: Sequence[Summary]) -> None:
-        table = _table("backend", "from", "date", "cells")
+        table = WordTable(("backend", "from", "date", "cells"))
         for summary in summaries:
             run = summary.run
             source = f"{run.distribution or '-'} {run.version or ''}".strip()
@@ -105,7 +107,7 @@ class _Page:
         self.line()
 
     def _answers(self, summaries: Sequence[Summary]) -> None:
-        table = _table("", *(one_line(summary.run.backend) for summary in summaries))
+        table = WordTable(("", *(one_line(summary.run.backend) for summary in summaries)))
         for axis in BESIDE:
             for value in values_of(summaries, axis):
                 answers = [summary.answers[axis].get(value) for summary in summaries]
@@ -134,21 +136,20 @@ class _Page:
     def _values(self, summaries: Sequence[Summary]) -> None:
         listed = [axis for axis in AXIS_NAMES if axis not in BESIDE]
         if len(summaries) == 1:
-            table = _table("", "", "")
-            table.show_header = False
+            table = WordTable(("", "", ""))
             for axis in listed:
                 self._list(table, f"{AXIS_NAMES[axis]}s", axis, summaries[0].answers[axis])
             self._console.print(table)
             self.line()
             return
         for axis in listed:
-            table = _table(f"{AXIS_NAMES[axis]}s", "", "")
+            table = WordTable((f"{AXIS_NAMES[axis]}s", "", ""))
             for summary in summaries:
                 self._list(table, one_line(summary.run.backend), axis, summary.answers[axis])
             self._console.print(table)
             self.line()
 
-    def _list(self, table: Table, label: str, axis: str, answers: Mapping[Value, Answer]) -> None:
+    def _list(self, table: WordTable, label: str, axis: str, answers: Mapping[Value, Answer]) -> None:
         self._limited |= any(answer.limits for answer in answers.values())
         for status, words in values_by_status(axis, answers).items():
             table.add_row(Text(label), self._status(status), Text(words))
@@ -172,10 +173,3 @@ class _Page:
 
     def _status(self, status: Status) -> Text:
         return Text(f"{self._marks[status]} {status}", style=_STYLES[status])
-
-
-def _table(*columns: str) -> Table:
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        made.add_column(Text(column), overflow="fold")
-    return made

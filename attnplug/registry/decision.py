@@ -17,9 +17,9 @@ from attnplug.core.spec import LayerSpec, Phase
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
-    from rich.table import Table
 
     from attnplug.core.backend import AttentionBackend
+    from attnplug.core.whole_words import WordTable
 
 SCHEMA = 1
 _AS_IS: dict[str, tuple[type | None, ...]] = {
@@ -202,36 +202,32 @@ class Decision:
         lines = [f"{c.name}: {'; '.join(c.reasons)}" for c in self.refused]
         return "\n".join(lines) if lines else "no backend is installed"
 
-    def table(self) -> Table:
-        """A rich table: candidate, priority, verdict and reasons."""
+    def table(self) -> WordTable:
+        """A table for rich: candidate, priority, verdict and reasons."""
         # rich is imported only when a decision is printed.
-        from rich.table import Table
-        from rich.text import Text
+        from attnplug.core.whole_words import WordTable, verdict
 
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("backend", overflow="fold")
-        table.add_column("priority", justify="right", no_wrap=True)
-        table.add_column("verdict", no_wrap=True)
-        table.add_column("why", overflow="fold")
+        columns = ("backend", "priority", "verdict", "why")
+        table = WordTable(columns, ("priority",), ("backend", "verdict"), heading="{backend}  {verdict}")
         for candidate in self.candidates:
             won = candidate is self.chosen
-            verdict = "chosen" if won else "accepted" if candidate.accepted else "refused"
+            word = "chosen" if won else "accepted" if candidate.accepted else "refused"
             asked = self.rule and f"asked for by {self.chosen_by} ({self.rule})"
             chosen_by = asked or f"first by {', '.join(self.ranked_by) or self.chosen_by}"
             why = f"{self.level}; {chosen_by}" if won else "\n".join(candidate.reasons)
             priority = "" if candidate.priority is None else str(candidate.priority)
-            # Text, so that a bracket in a reason is not read as markup.
-            table.add_row(Text(candidate.name), priority, verdict, Text(why))
+            table.add_row(candidate.name, priority, verdict(word), why)
         return table
 
     def __rich__(self) -> Group:
         from rich.console import Group
-        from rich.text import Text
+
+        from attnplug.core.whole_words import Paragraph
 
         phase = f" in {self.phase}" if self.phase else ""
         layer = f"{self.layer_name}: " if self.layer_name else ""
         title = f"{layer}{self.backend or 'no backend'} on {self.device}{phase}"
-        return Group(Text(title), self.table(), *map(Text, self.notes))
+        return Group(Paragraph(title), self.table(), *map(Paragraph, self.notes))
 
     def __str__(self) -> str:
         return as_text(self)

@@ -20,8 +20,8 @@ from attnplug.runtime.plan_pages import planned_caches
 
 if TYPE_CHECKING:
     from rich.console import Group
-    from rich.table import Table
 
+    from attnplug.core.whole_words import WordTable
     from attnplug.registry.registry import Registry
 
 
@@ -102,13 +102,12 @@ class ModelPlan:
         """The backend of each layer in each phase: a composite's halves, or one backend in both."""
         return {name: decision.members for name, decision in self.decisions.items()}
 
-    def table(self) -> Table:
-        """A rich table: a row for each group of layers with equal specs and decisions.
+    def table(self) -> WordTable:
+        """A table for rich: a row for each group of layers with equal specs and decisions.
 
         It has a column for each phase if phases were decided alone or a composite serves a layer.
         """
-        from rich.table import Table
-        from rich.text import Text
+        from attnplug.core.whole_words import WordTable
 
         split = bool(self.by_phase) or any("+" in name for name in self.backends)
         who = ["prefill", "decode"] if split else ["backend"]
@@ -117,19 +116,18 @@ class ModelPlan:
             served = tuple(map(str, d.members.values() if split else [d.backend]))
             alike.setdefault((d.spec, served, d.block_size, d.kv_cache_layout), []).append(name)
         home = {n: str(i) for i, g in enumerate(self.kv_cache_config.kv_cache_groups) for n in g.layer_names}
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in ("layers", "first", "kind", *who, "block", "layout", "KV groups"):
-            table.add_column(column, justify="right" if column in ("layers", "block") else "left")
+        columns = ("layers", "first", "kind", *who, "block", "layout", "KV groups")
+        table = WordTable(columns, right=("layers", "block"), heading="{layers} x {first}")
         for (spec, served, block_size, layout), names in alike.items():
             groups = ", ".join(dict.fromkeys(home[name] for name in names if name in home))
             row = (len(names), names[0], " ".join(spec.kinds), *served, block_size, layout, groups)
-            # Text, so that a bracket in a layer's name is not read as markup.
-            table.add_row(*(Text("-" if cell in (None, "") else str(cell)) for cell in row))
+            table.add_row(*("-" if cell in (None, "") else str(cell) for cell in row))
         return table
 
     def __rich__(self) -> Group:
         from rich.console import Group
-        from rich.text import Text
+
+        from attnplug.core.whole_words import Paragraph
 
         parts = [f"{len(self.decisions)} layers on {self.device}"]
         if self.kv_sharing:
@@ -141,7 +139,7 @@ class ModelPlan:
             parts.append(f"one sequence of {tokens} tokens fits")
         if workspace := self.prefill_workspace_bytes():
             parts.append(f"a prefill workspace of {workspace:,} bytes")
-        return Group(Text(", ".join(parts)), self.table(), *map(Text, self.notes))
+        return Group(Paragraph(", ".join(parts)), self.table(), *map(Paragraph, self.notes))
 
     def __str__(self) -> str:
         return as_text(self)

@@ -1,0 +1,230 @@
+"""Tables and paragraphs for a terminal that break no word; a narrow one gets a block for each row."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.text import Text
+
+from attnplug.core.text import safe_text
+
+_GAP = 2
+_NARROW = 70
+"""Below this width a table is shown only if no cell needs a second line."""
+_LIST, _PROSE = 10, 24
+"""The least widths of a wrapped column: of words, or of sentences. A narrower one is hard to read."""
+_SENTENCE = 40
+"""A cell wider than this is a sentence."""
+_WORD = re.compile(r"\s*\S+\s*")
+
+_STYLES = {
+    "chosen": "bold green",
+    "ok": "green",
+    "passed": "green",
+    "loaded": "green",
+    "refused": "red",
+    "failed": "bold red",
+    "broken": "red",
+    "conflict": "red",
+    "warning": "yellow",
+    "lacking": "yellow",
+    "none": "yellow",
+    "accepted": "",
+    "missing": "dim",
+    "blocked": "dim",
+}
+
+
+def verdict(word: str) -> Text:
+    """A verdict in its colour: green for chosen, red for refused or failed, yellow for a warning."""
+    return Text(word, _STYLES.get(word, ""))
+
+
+class Paragraph:
+    """Text that is wrapped between words; a word wider than the terminal stays whole."""
+
+    def __init__(self, text: str | Text, style: str = "") -> None:
+        self._text = _text(text, style)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self._text.split("\n", allow_blank=True):
+            yield from _unbroken(_wrapped(line, options.max_width))
+
+
+class WordTable:
+    """A table without a frame. Lines have no trailing blanks.
+
+    It wraps cells between words. If the width does not suffice for that, or is below 70 columns, each row becomes a
+    block: a heading, and a line for each other column.
+
+    Args:
+        columns: the headings; none is shown if all are empty.
+        right: columns that align right.
+        fixed: columns that never wrap.
+        heading: the heading of a row's block, with columns in braces; by default the first column.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        right: Sequence[str] = (),
+        fixed: Sequence[str] = (),
+        heading: str | None = None,
+    ) -> None:
+        self._columns = [_text(column, "bold") for column in columns]
+        names = [column.plain for column in self._columns]
+        self._right = [name in right for name in names]
+        self._fixed = [name in fixed for name in names]
+        self._heading = [(names.index(name), before) for before, name in _fields(heading)] or [(0, "")]
+        self._rows: list[list[Text]] = []
+
+    @property
+    def row_count(self) -> int:
+        """The number of rows, separators included."""
+        return len(self._rows)
+
+    def add_row(self, *cells: str | Text) -> None:
+        """Add a row; without cells, an empty line."""
+        self._rows.append([_text(cell) for cell in cells])
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        widths = self._natural_widths()
+        return Measurement(max(widths, default=0), sum(widths) + _GAP * (len(widths) - 1))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = self._widths(options.max_width)
+        yield from _unbroken(self._blocks(options.max_width) if widths is None else self._lines(widths))
+
+    def _natural_widths(self) -> list[int]:
+        cells = zip(*(row for row in (self._columns, *self._rows) if row), strict=True)
+        return [max(max(map(_width, cell.plain.split("\n"))) for cell in column) for column in cells]
+
+    def _widths(self, total: int) -> list[int] | None:
+        """The widths of the columns in a table of `total`; None if blocks are more readable."""
+        natural = self._natural_widths()
+        room = total - _GAP * (len(natural) - 1)
+        if sum(natural) <= room:
+            return natural
+        if total < _NARROW:
+            return None
+        columns = zip(*(row for row in (self._columns, *self._rows) if row), strict=True)
+        least = [
+            wide if is_fixed else max(_readable(wide), *(_longest_word(cell) for cell in column))
+            for wide, is_fixed, column in zip(natural, self._fixed, columns, strict=True)
+        ]
+        # The widest columns shrink first, because they have sentences.
+        widths = list(natural)
+        for index in sorted(range(len(natural)), key=natural.__getitem__, reverse=True):
+            widths[index] = max(least[index], widths[index] - max(0, sum(widths) - room))
+        return widths if sum(widths) <= room else None
+
+    def _lines(self, widths: Sequence[int]) -> Iterator[Text]:
+        """The lines of the table."""
+        has_header = any(column.plain for column in self._columns)
+        for row in ([self._columns] if has_header else []) + self._rows:
+            wrapped = [_cell(cell, width) for cell, width in zip(row, widths, strict=False)]
+            for index in range(max(map(len, wrapped), default=1)):
+                line = Text()
+                for column, lines in enumerate(wrapped):
+                    part = lines[index] if index < len(lines) else Text()
+                    blank = " " * (widths[column] - _width(part.plain))
+                    line.append_text(Text(" " * _GAP if column else ""))
+                    line = line + blank + part if self._right[column] else line + part + blank
+                line.rstrip()
+                yield line
+
+    def _blocks(self, total: int) -> Iterator[Text]:
+        """The lines of the blocks."""
+        headed = [index for index, _ in self._heading]
+        others = [index for index in range(len(self._columns)) if index not in headed]
+        if len(others) == 1 and not self._columns[others[0]].plain:
+            yield from self._pairs(headed[0], others[0], total)
+            return
+        labels = [Text("  ") + Text(self._columns[index].plain, "dim") for index in others]
+        is_plain = not any(label.plain.strip() for label in labels)
+        indent = _GAP if is_plain else _GAP + max(_width(label.plain) for label in labels)
+        if is_plain and len(headed) == 1 and self._columns[headed[0]].plain:
+            yield self._columns[headed[0]].copy()
+        for row in filter(None, self._rows):
+            if any(row[index].plain for index in headed):
+                title = Text(style="bold").join(Text(before) + row[index] for index, before in self._heading)
+                yield from _wrapped(title, total)
+            cells = [row[index] for index in others]
+            if is_plain:
+                yield from _entry(Text(), Text("  ").join(filter(None, cells)), indent, total)
+                continue
+            for label, cell in zip(labels, cells, strict=True):
+                yield from _entry(label, cell, indent, total) if cell.plain else ()
+
+    def _pairs(self, name: int, value: int, total: int) -> Iterator[Text]:
+        """The lines of a table of names and values."""
+        indent = max((_width(row[name].plain) + _GAP for row in self._rows if row), default=0)
+        for row in filter(None, self._rows):
+            yield from _entry(row[name], row[value], indent, total)
+
+
+def _entry(label: Text, value: Text, indent: int, total: int) -> Iterator[Text]:
+    """A label and its value: beside it, or below it if a word is too long for that."""
+    if indent + _longest_word(value) > total:
+        yield from [label.copy()] if label.plain.strip() else []
+        yield from (Text("    ") + line for line in _cell(value, total - 4))
+        return
+    first, *rest = _cell(value, total - indent)
+    yield label + Text(" " * (indent - _width(label.plain))) + first
+    yield from (Text(" " * indent) + line for line in rest)
+
+
+def _fields(heading: str | None) -> Iterator[tuple[str, str]]:
+    for before, name, *_ in string.Formatter().parse(heading or ""):
+        if name is not None:
+            yield before, name
+
+
+def _text(value: str | Text, style: str = "") -> Text:
+    """A copy of `value` that cannot control the terminal. Tabs count as one blank."""
+    if not isinstance(value, Text):
+        return Text(safe_text(value).replace("\t", " "), style)
+    plain = safe_text(value.plain).replace("\t", " ")
+    return value.copy() if plain == value.plain else Text(plain, value.style)
+
+
+def _width(text: str) -> int:
+    return cell_len(text)
+
+
+def _readable(natural: int) -> int:
+    return min(natural, _PROSE if natural > _SENTENCE else _LIST)
+
+
+def _longest_word(text: Text) -> int:
+    return max(map(_width, text.plain.split()), default=0)
+
+
+def _cell(text: Text, width: int) -> list[Text]:
+    return [line for part in text.split("\n", allow_blank=True) for line in _wrapped(part, width)]
+
+
+def _wrapped(line: Text, width: int) -> list[Text]:
+    """A line as lines of at most `width`, or of one longer word."""
+    breaks, used = [], 0
+    for word in _WORD.finditer(line.plain):
+        if used and used + _width(word[0].rstrip()) > width:
+            breaks.append(word.start())
+            used = 0
+        used += _width(word[0])
+    parts = list(line.divide(breaks))
+    for part in parts:
+        part.rstrip()
+    return parts
+
+
+def _unbroken(lines: Iterable[Text]) -> Iterator[Text]:
+    """The lines, which rich neither wraps nor crops."""
+    for line in lines:
+        line.no_wrap, line.overflow, line.end = True, "ignore", "\n"
+        yield line

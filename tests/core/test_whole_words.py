@@ -1,0 +1,138 @@
+"""Tables and paragraphs for a terminal: no width breaks a word, and narrow ones get blocks."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.text import Text
+
+from attnplug.core.safe_console import SafeConsole
+from attnplug.core.whole_words import Paragraph, WordTable, verdict
+
+WIDTHS = (20, 60, 69, 70, 80, 120)
+WORD = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=30)
+CELL = st.lists(WORD, max_size=12).map(" ".join)
+
+
+def shown(renderable: object, width: int, **settings: object) -> list[str]:
+    file = io.StringIO()
+    SafeConsole(file=file, width=width, markup=False, highlight=False, **settings).print(renderable)
+    return file.getvalue().splitlines()
+
+
+def made(rows: list[tuple[str, ...]], **settings: object) -> WordTable:
+    table = WordTable(("name", "number", "why"), right=("number",), **settings)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(WORD, CELL, CELL), min_size=1, max_size=4), st.sampled_from(WIDTHS))
+def test_every_word_is_whole_and_no_line_is_wider_than_its_longest_word_needs(rows, width):
+    lines = shown(made(rows), width)
+    found = [word for line in lines for word in line.split()]
+    for word in (word for row in rows for cell in row for word in cell.split()):
+        assert word in found
+        found.remove(word)
+    for line in lines:
+        assert line == line.rstrip()
+        assert len(line) <= width or len(line.split()) == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(WORD, min_size=1, max_size=40), st.sampled_from(WIDTHS))
+def test_a_paragraph_has_all_its_words_in_order(words, width):
+    lines = shown(Paragraph(" ".join(words)), width)
+    assert " ".join(lines).split() == words
+    assert all(len(line) <= width or " " not in line for line in lines)
+
+
+ROWS = [
+    ("TRITON", "228", "declared"),
+    ("FLASHINFER", "230", "flashinfer-python not installed; pip install 'flashinfer-python>=0.5'"),
+]
+
+
+def test_a_wide_terminal_shows_one_line_for_each_row():
+    assert shown(made(ROWS), 120) == [
+        "name        number  why",
+        "TRITON         228  declared",
+        "FLASHINFER     230  flashinfer-python not installed; pip install 'flashinfer-python>=0.5'",
+    ]
+
+
+def test_a_cell_is_wrapped_between_words():
+    assert shown(made(ROWS), 72)[2:] == [
+        "FLASHINFER     230  flashinfer-python not installed; pip install",
+        "                    'flashinfer-python>=0.5'",
+    ]
+
+
+def test_a_narrow_terminal_shows_a_block_for_each_row():
+    assert shown(made(ROWS), 60) == [
+        "TRITON",
+        "  number  228",
+        "  why     declared",
+        "FLASHINFER",
+        "  number  230",
+        "  why     flashinfer-python not installed; pip install",
+        "          'flashinfer-python>=0.5'",
+    ]
+
+
+def test_a_small_table_stays_a_table_on_a_narrow_terminal():
+    assert shown(made(ROWS[:1]), 30) == ["name    number  why", "TRITON     228  declared"]
+
+
+def test_a_long_word_is_below_its_label():
+    word = "a" * 30
+    assert shown(made([("x", "1", f"see {word}")]), 34)[2:] == ["  why", "    see", f"    {word}"]
+
+
+def test_the_heading_of_a_block_may_name_columns():
+    lines = shown(made(ROWS, heading="{name}: {number}"), 60)
+    assert lines[:2] == ["TRITON: 228", "  why  declared"]
+
+
+def test_names_and_values_need_no_blocks():
+    table = WordTable(("", ""))
+    table.add_row("features", "one two three four")
+    table.add_row("class", "b" * 25)
+    assert shown(table, 26) == ["features  one two three", "          four", "class", f"    {'b' * 25}"]
+
+
+def test_a_row_without_cells_is_an_empty_line_of_a_table():
+    table = made(ROWS[:1])
+    table.add_row()
+    table.add_row("TORCH", "0", "")
+    assert shown(table, 80)[1:] == ["TRITON     228  declared", "", "TORCH        0"]
+    assert table.row_count == 3
+
+
+def test_wide_characters_count_as_two_cells():
+    lines = shown(made([("注意力", "1", "x"), ("ab", "2", "y")]), 80)
+    assert lines[1:] == ["注意力       1  x", "ab           2  y"]
+
+
+def test_text_cannot_control_the_terminal_nor_misalign_a_column():
+    lines = shown(made([("\x1b[31mred", "1", "a\tb"), ("x", "2", "y")]), 80)
+    assert lines[1] == "\\x1b[31mred       1  a b"
+    assert lines[2].index("2") == lines[1].index(" 1 ") + 1
+
+
+@pytest.mark.parametrize(("word", "colour"), [("chosen", "32"), ("refused", "31"), ("warning", "33")])
+def test_verdicts_have_colours(word, colour):
+    (line,) = shown(verdict(word), 80, force_terminal=True, color_system="standard")
+    assert f"{colour}m{word}" in line
+    assert shown(verdict(word), 80) == [word]
+
+
+def test_the_style_of_a_cell_survives_wrapping():
+    table = WordTable(("", ""))
+    table.add_row("a", Text("one two three", "green"))
+    lines = shown(table, 12, force_terminal=True, color_system="standard")
+    assert [line.count("\x1b[32m") for line in lines] == [1, 1]
