@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
+from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.reasons import Reason, as_reason
 from attnplug.core.spec import LayerSpec, Phase
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from attnplug.core.device import Device
 
-_SERVED = Feature.MLA | Feature.LSE | Feature.FP8_KV
+_SERVED = Feature.MLA | Feature.LSE | Feature.FP8_KV | Feature.SPARSE
 """The features that the base of latent attention carries out, in the decode and in the expanded prefill."""
 
 
@@ -39,10 +40,16 @@ class MLADecodeBackend(AttentionBackend):
 
     The base writes the latents, multiplies by W_UK and W_UV, and prefills with expanded K and V on another backend.
     A class that serves `MLADecodeBackend` alone decodes. `with_prefill` gives the backend for both phases.
+
+    With Feature.SPARSE it serves sparse layers too, in both phases and without a prefill half: each query is then a
+    request of one query whose keys are in pages of one token. Their number is known on the device only.
     """
 
     supported_phases: ClassVar[Sequence[Phase | str]] = (Phase.DECODE,)
     features: ClassVar[Feature] = Feature.MLA | Feature.LSE
+    serves_dense: ClassVar[bool] = True
+    is_selecting: ClassVar[bool] = False
+    """Whether it is the class that `for_layer` gives for sparse layers."""
     prefill: ClassVar[type[AttentionBackend] | None] = None
     """The backend that attends expanded K and V: any that serves `LayerSpec.expanded()`. None: decodes only."""
 
@@ -54,6 +61,13 @@ class MLADecodeBackend(AttentionBackend):
     """The query lengths of one call of `decode`."""
     decode_threshold: ClassVar[int] = 1
     """The longest query that is decoded on the latents; longer ones are prefilled."""
+
+    @classmethod
+    def for_layer(cls, spec: LayerSpec) -> type[AttentionBackend]:
+        """For a sparse layer, if Feature.SPARSE is declared, the class that serves it in both phases; else this one."""
+        if spec.mla is None or spec.sparse is None or cls.is_selecting or Feature.SPARSE not in cls.features:
+            return cls
+        return _selecting(vars(cls).get("_decodes", cls))
 
     @classmethod
     def padded_heads(cls, num_heads: int) -> int:
@@ -84,6 +98,9 @@ class MLADecodeBackend(AttentionBackend):
         cls, spec: LayerSpec, device: Device, phase: Phase | None = None
     ) -> list[Reason]:
         """The reasons against the decode, then those of the prefill half against the expanded layer."""
+        serving = cls.for_layer(spec)
+        if serving is not cls:
+            return serving.validate_configuration(spec, device, phase)
         reasons = super().validate_configuration(spec, device, phase)
         told = {reason.code for reason in reasons}
         # A declared feature that the base does not carry out would be ignored.
@@ -108,7 +125,7 @@ class MLADecodeBackend(AttentionBackend):
     @classmethod
     def compile_key(cls, spec: LayerSpec) -> Hashable | None:
         """The key of the prefill half; a decode that compiles adds its own."""
-        if cls.prefill is None or spec.mla is None or spec.required_features() & ~_SERVED:
+        if cls.prefill is None or spec.mla is None or spec.sparse or spec.required_features() & ~_SERVED:
             return None
         return cls.prefill.compile_key(spec.expanded())
 
@@ -120,6 +137,8 @@ class MLADecodeBackend(AttentionBackend):
     @classmethod
     def with_prefill(cls, prefill: type[AttentionBackend]) -> type[MLADecodeBackend]:
         """This backend with `prefill` for the expanded prefill, always the same class, for both phases."""
+        if cls.is_selecting:
+            raise SpecError("prefill", prefill.get_name(), "is not used: sparse layers decode every query")
         return cls if prefill is cls.prefill else _with_prefill(vars(cls).get("_decodes", cls), prefill)
 
 
@@ -146,3 +165,16 @@ def _with_prefill(decode: type[MLADecodeBackend], prefill: type[AttentionBackend
         "step_safe": prefill.step_safe and decode.step_safe,
     }
     return type(f"{prefill.__name__}And{decode.__name__}", (decode,), namespace)
+
+
+@functools.cache
+def _selecting(decode: type[MLADecodeBackend]) -> type[MLADecodeBackend]:
+    namespace: dict[str, Any] = {
+        "__doc__": f"Decodes each query over its chosen latents on {decode.get_name()}.",
+        "__module__": decode.__module__,
+        "is_selecting": True,
+        "prefill": None,
+        "serves_dense": False,
+        "supported_phases": tuple(Phase),
+    }
+    return type(f"Selecting{decode.__name__}", (decode,), namespace)

@@ -21,6 +21,7 @@ from attnplug.core.parts import make_builder
 from attnplug.mla.chunks import ContextChunk, plan_context_chunks, prefill_workspace_bytes
 from attnplug.mla.impl import MLADecodeImpl
 from attnplug.mla.metadata import ChunkMetadata, MLAMetadata, MLAPrefillMetadata
+from attnplug.mla.selected import SelectedSteps
 
 _Ints = npt.NDArray[np.int64]
 
@@ -29,7 +30,8 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
     """Builds MLAMetadata; a subclass may override `build_decode`.
 
     Decodes are the requests at the front whose queries are no longer than the backend's `decode_threshold`, and whose
-    lengths its `query_lens` allows. The others are prefilled.
+    lengths its `query_lens` allows. The others are prefilled. In a step of sparse layers each query is a decode, and
+    `build_decode` gets it as a request whose pages have one token.
     """
 
     needs_host_seq_lens: ClassVar[Literal["none", "upper_bound", "exact"]] = "exact"
@@ -49,7 +51,9 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         self.query_lens = QueryLens(self.backend.query_lens)
         single = self.query_lens is QueryLens.SINGLE
         threshold = 1 if single else self.backend.decode_threshold
-        self._init_reorder_batch_threshold(threshold, supports_spec_as_decode=not single)
+        self._selected = _selected_steps(config, layer_names, device)
+        if self._selected is None:
+            self._init_reorder_batch_threshold(threshold, supports_spec_as_decode=not single)
         self.prefill: AttentionMetadataBuilder[Any] | None = None
         if self.backend.prefill is not None:
             # The expanded layer has no pages, but builders read the heads of a layer from a page spec.
@@ -95,7 +99,11 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             self.prefill.set_workspace_buffer(buffer.view(torch.uint8)[self._aligned_bytes :])
 
     def build_decode(self, common: CommonAttentionMetadata) -> Any:
-        """What `decode` gets as metadata, from the step of the decodes; by default that step itself."""
+        """What `decode` gets as metadata, from the step of the decodes; by default that step itself.
+
+        A step of sparse layers has its lengths and page table on the device alone, and a layer writes them just
+        before its `decode`.
+        """
         return common
 
     def build(
@@ -112,6 +120,13 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             raise BatchError("causal", False, "cannot widen layers with mla, which are causal")
         starts, lens = query_spans(common)
         tokens = common.num_actual_tokens
+        slots = common.slot_mapping
+        slots = slots if slots.shape[0] == tokens else slots[:tokens]
+        if self._selected is not None:
+            queries = int(starts[-1])
+            selected, each = self._selected.step(common, queries)
+            decode = self.build_decode(each) if queries else None
+            return MLAMetadata(slots, tokens, queries, decode, None, selected)
         cut = self._cut(common, starts.astype(np.int64), lens.astype(np.int64))
         known = common.seq_lens_host if common.seq_lens_host_exact else None
         if known is None and (cut.prefill is not None or self.decode_needs_host_seq_lens):
@@ -126,8 +141,6 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             prefill = self._prefill_metadata(
                 cut.prefill, *(each[own].astype(np.int64) for each in (lens, known))
             )
-        slots = common.slot_mapping
-        slots = slots if slots.shape[0] == tokens else slots[:tokens]
         return MLAMetadata(slots, tokens, cut.num_tokens, decode, prefill)
 
     def _cut(self, common: CommonAttentionMetadata, starts: _Ints, lens: _Ints) -> Cut:
@@ -262,6 +275,15 @@ def _impl_of(config: BuilderConfig, layer_names: Sequence[str]) -> MLADecodeImpl
         limit = "make the layers' impls first, of subclasses of MLADecodeImpl, and give them in BuilderConfig.layers"
         raise PluginError(f"MLADecodeBuilder cannot read the layer of {list(layer_names)}: {limit}")
     return impl
+
+
+def _selected_steps(
+    config: BuilderConfig, layer_names: Sequence[str], device: torch.device
+) -> SelectedSteps | None:
+    """The steps of sparse layers; None for others, which another builder serves."""
+    specs = (config.layers[name].impl.spec for name in layer_names if name in config.layers)
+    chosen = [spec.sparse.topk * spec.sparse.block for spec in specs if spec.sparse is not None]
+    return SelectedSteps(max(chosen), device) if chosen else None
 
 
 class _PrefillLayers(Mapping[str, Any]):

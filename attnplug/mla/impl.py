@@ -15,6 +15,7 @@ from attnplug.core.mla_weights import LatentProjection, projection_of
 from attnplug.core.parts import make_impl
 from attnplug.core.spec import LayerSpec
 from attnplug.mla.metadata import MLAMetadata, MLAPrefillMetadata
+from attnplug.mla.selected import token_pages
 from attnplug.ops.calls import check_rows, kv_scales, refuse_output_scales
 from attnplug.ops.gather import gather_pages, gather_slots
 from attnplug.ops.kv_write import bound_kv_write
@@ -60,7 +61,8 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
         Args:
             q_nope: `[T, N, L]`, with the declared `padded_heads` as N.
             q_pe: `[T, N, R]`; with the layout "packed", `packed_query` gives both as one tensor.
-            kv_cache: `[num_blocks, block_size, L + R]` in the stored dtype, of any block stride.
+            kv_cache: `[num_blocks, block_size, L + R]` in the stored dtype, of any block stride. For a sparse layer
+                `[n, 1, L + R]`, pages of one token.
             metadata: what the builder's `build_decode` returned, by default the CommonAttentionMetadata of the
                 decodes.
             output: `[T, N, L]`, written.
@@ -90,6 +92,9 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
         if self._heads < spec.num_heads:
             limit = f"of {self.backend.get_name()} must be at least {spec.num_heads}"
             raise SpecError("padded_heads", self._heads, limit)
+        if spec.sparse is not None and not self.backend.is_selecting:
+            remedy = f"take {self.backend.__name__}.for_layer(spec)"
+            raise SpecError("sparse", str(spec.sparse), "is served by a class of its own", remedy)
         self._own_scale: float | None = None
         self.softmax_scale = spec.scale
         self.prefill_impl: AttentionImpl[Any] | None = None
@@ -187,6 +192,11 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
         if isinstance(q, torch.Tensor):
             q = q[..., : self.dims.kv_lora_rank], q[..., self.dims.kv_lora_rank :]
         pages = self._latents(kv_cache)
+        selected, sparse = attn_metadata.selected, self.spec.sparse
+        if selected is not None and sparse is not None:
+            block_size = pages.shape[1]
+            pages, steps = token_pages(pages)
+            selected.fill(sparse, block_size, steps)
         scale = self._stored_scale(layer, pages.dtype)
         self.softmax_scale = self.spec.scale * scale
         q_nope, q_pe = self._queries(*q)

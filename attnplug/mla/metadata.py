@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attnplug.core.metadata import AttentionMetadata
+from attnplug.mla.selected import SelectedMetadata
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +63,7 @@ class MLAMetadata(AttentionMetadata):
         num_decode_tokens: query rows that are decoded; they come first.
         decode: what `build_decode` returned; None without decodes.
         prefill: the other requests; None without.
+        selected: of sparse layers, whose queries are all decoded, each as a request of its own; None for others.
     """
 
     slot_mapping: torch.Tensor
@@ -69,3 +71,4 @@ class MLAMetadata(AttentionMetadata):
     num_decode_tokens: int
     decode: Any
     prefill: MLAPrefillMetadata | None
+    selected: SelectedMetadata | None = None

@@ -6,6 +6,7 @@ import torch
 
 from attnplug.core.selection import Selection
 from attnplug.core.sparse import SparseSpec
+from attnplug.ops.triton import triton_ops
 
 
 def chosen_keys(
@@ -47,7 +48,11 @@ def chosen_keys(
 
 
 def slots_of_keys(
-    keys: torch.Tensor, requests: torch.Tensor, block_table: torch.Tensor, block_size: int
+    keys: torch.Tensor,
+    requests: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    steps: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """The page table of a kernel that reads pages of one token, such as for each query a request of its own.
 
@@ -56,10 +61,56 @@ def slots_of_keys(
         requests: int64 `[T]`, the request of each query.
         block_table: int32 `[R, max_blocks]`.
         block_size: tokens of a page.
+        steps: slots from block to block, and from token to token; by default blocks follow each other.
 
     Returns:
         Slots int64 `[T, K]`, -1 for none. Int64, because a slot of a large cache can exceed 32 bits.
     """
+    by_block, by_token = steps or (block_size, 1)
     at = keys.clamp(min=0).long()
     blocks = block_table[requests[:, None], at // block_size].long()
-    return torch.where(keys >= 0, blocks * block_size + at % block_size, -1)
+    return torch.where(keys >= 0, blocks * by_block + at % block_size * by_token, -1)
+
+
+def table_of_tokens(
+    selection: Selection,
+    sparse: SparseSpec,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    steps: tuple[int, int],
+    page_table: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    """Write the chosen keys of every query as pages of one token, without waiting for a device.
+
+    On a GPU one Triton kernel runs; without triton, a few torch operations. Positions that are no key of the query
+    are left out, as are counts below 0. The kernel relies on positions that differ.
+
+    Args:
+        selection: of T queries, or more.
+        sparse: of the layer.
+        query_start_loc: int32 `[R + 1]`.
+        seq_lens: int32 `[R]`: row j of a request with q queries and s tokens sees positions up to s - q + j.
+        block_table: int32 `[R, max_blocks]`.
+        block_size: tokens of a page.
+        steps: pages of one token from block to block, and from token to token.
+        page_table: int32 `[T, K]`, written, with a row stride of any size; entries past a query's keys are undefined
+            pages that exist.
+        counts: int32 `[T]`, written: the keys of each query, at most K.
+    """
+    kernels = triton_ops("selection") if page_table.is_cuda else None
+    if kernels is not None:
+        given = selection, sparse, query_start_loc, seq_lens, block_table
+        kernels.table_of_tokens(*given, block_size, steps, page_table, counts)
+        return
+    rows = torch.arange(page_table.shape[0], device=page_table.device)
+    starts = query_start_loc.long()
+    requests = torch.searchsorted(starts[1:], rows, right=True).clamp_(max=max(starts.shape[0] - 2, 0))
+    ends = seq_lens.long()[requests] - starts[requests + 1] + rows + 1
+    keys, found = chosen_keys(selection, sparse, torch.zeros_like(ends), ends)
+    width = min(keys.shape[1], page_table.shape[1])
+    slots = slots_of_keys(keys[:, :width], requests, block_table, block_size, steps)
+    page_table[:, :width] = slots.clamp_(min=0)
+    counts.copy_(found.clamp_(max=width))

@@ -56,7 +56,7 @@ def serving(offer: Offer, placement: Placement) -> tuple[Offer, Placement]:
     """
     spec = placement.spec
     backend, error = guarded_call(offer.backend.for_layer, spec)
-    prefills = spec.mla is not None and placement.phase is Phase.PREFILL
+    prefills = spec.mla is not None and spec.sparse is None and placement.phase is Phase.PREFILL
     if error is None and prefills and Feature.MLA not in backend.features:
         expanded, error = guarded_call(spec.expanded)
         if error is None:

@@ -126,8 +126,9 @@ def blocks_needed(spec: KVCacheSpec, num_tokens: int, new_tokens: int = 1) -> in
 
 
 def most_workspace_bytes(specs: Iterable[LayerSpec], rows: int) -> int:
-    """Bytes of the largest workspace in which a layer expands `rows` latents; 0 without latent attention."""
-    return max((prefill_workspace_bytes(spec, rows) for spec in specs if spec.mla is not None), default=0)
+    """Bytes of the largest workspace in which a layer expands `rows` latents; 0 if none does, such as sparse layers."""
+    expanding = (spec for spec in specs if spec.mla is not None and spec.sparse is None)
+    return max((prefill_workspace_bytes(spec, rows) for spec in expanding), default=0)
 
 
 def fit_kv_cache(

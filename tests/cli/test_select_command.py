@@ -14,6 +14,7 @@ LAYERS = {
     "bert-base-uncased": 12,
     "bloom-7b1": 30,
     "deepseek-v3": 61,
+    "deepseek-v3.2": 61,
     "gemma-2-9b": 42,
     "gemma-3-27b-text": 62,
     "gpt-oss-20b": 24,
@@ -64,6 +65,10 @@ def test_latent_attention_names_the_backends_of_both_phases(run):
     memory = run("select", model, "--device", "cpu", "--memory", "80GiB", "--tensor-parallel-size", 8)
     assert "186,646,528 bytes for 16,384 rows of context." in memory.out
     assert max(map(len, memory.out.splitlines())) <= 80
+    sparse = run(
+        "select", MODELS / "deepseek-v3.2.json", "--device", "sm90", "--assume-installed", "all", "--tp", "8"
+    )
+    assert "MLA, sparse token_topk 2048  TRITON   TRITON     16" in sparse.out
     hopper = run("select", model, "--device", "sm90", "--assume-installed", "all")
     assert ["FLASH_ATTN_4", "TRITON", "16"] in [line.split()[-3:] for line in hopper.out.splitlines()]
 

@@ -1,12 +1,13 @@
-"""The fourteen configurations of examples/models, read in full."""
+"""The configurations of examples/models, read in full."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
 
-from attnplug.core import LayerSpec, MLADims
+from attnplug.core import LayerSpec, MLADims, SparseSpec
 
 BF16 = {"dtype": "bfloat16"}
 DSV3 = MLADims(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
@@ -40,6 +41,15 @@ EXPECTED = {
         LayerSpec(**heads(40, 8, 128)): 12,
     },
     "deepseek-v3": {LayerSpec(**heads(128, 1, 576), mla=DSV3): 61},
+    "deepseek-v3.2": {
+        # YaRN with a factor of 40 multiplies the scale by (0.1 ln 40 + 1) ** 2.
+        LayerSpec(
+            **heads(128, 1, 576),
+            mla=DSV3,
+            sparse=SparseSpec("token_topk", 2048),
+            scale=192**-0.5 * (0.1 * math.log(40) + 1) ** 2,
+        ): 61
+    },
     "bloom-7b1": {LayerSpec(**heads(32, 32, 128), dtype="float16", scale=1 / 128**0.5, has_alibi=True): 30},
     "bert-base-uncased": {
         LayerSpec(**heads(12, 12, 64), dtype="float32", attn_type="encoder_only", direct_kv=True): 12

@@ -17,12 +17,14 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from attnplug.core import Selection, SparseSpec
 from attnplug.ops.triton import (
     compute_slot_mapping,
     kv_write,
     merge_attn_states,
     merging,
     page_indices,
+    selection,
     slots,
     write_kv_cache,
 )
@@ -112,6 +114,14 @@ def pages() -> None:
     page_indices.gather_page_indices(table, torch.arange(4), 16, torch.arange(2).int(), out, 9)
 
 
+def token_table() -> None:
+    chosen = Selection.allocate(6, 2048, "cpu")
+    loc, table = torch.arange(7, dtype=torch.int32), torch.zeros(6, 9, dtype=torch.int32)
+    out = torch.zeros(6, 2048, dtype=torch.int32)
+    sparse = SparseSpec("token_topk", 2048)
+    selection.table_of_tokens(chosen, sparse, loc, loc[1:], table, 16, (16, 1), out, out[:, 0])
+
+
 def main() -> None:
     counts = {}
     for name, target in TARGETS.items():
@@ -123,6 +133,7 @@ def main() -> None:
             counts[case] = compiler.instructions(kv_write, call)
         counts[f"{name} merge"] = compiler.instructions(merging, lambda: merge(3, torch.bfloat16))
         counts[f"{name} pages"] = compiler.instructions(page_indices, pages)
+        counts[f"{name} tokens"] = compiler.instructions(selection, token_table)
         counts[f"{name} slots"] = compiler.instructions(slots, slot_mapping)
     json.dump(counts, sys.stdout)
 

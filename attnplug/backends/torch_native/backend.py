@@ -63,7 +63,7 @@ class TorchBackend(AttentionBackend):
     @classmethod
     def for_layer(cls, spec: LayerSpec) -> type[AttentionBackend]:
         """TorchMLABackend for latent attention; a subclass serves it by a class of its own or not at all."""
-        return TorchMLABackend if spec.mla is not None and cls is TorchBackend else cls
+        return TorchMLABackend.for_layer(spec) if spec.mla is not None and cls is TorchBackend else cls
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
@@ -99,7 +99,8 @@ class TorchMLABackend(MLADecodeBackend):
     supported_dtypes: ClassVar[Sequence[object]] = TorchBackend.supported_dtypes
     supported_kv_cache_dtypes: ClassVar[Sequence[str]] = TorchBackend.supported_kv_cache_dtypes
     supported_phases: ClassVar[Sequence[Phase | str]] = tuple(Phase)
-    features: ClassVar[Feature] = Feature.MLA | Feature.LSE | Feature.FP8_KV
+    features: ClassVar[Feature] = Feature.MLA | Feature.SPARSE | Feature.LSE | Feature.FP8_KV
+    supported_sparse_kinds: ClassVar[Sequence[str]] = TorchBackend.supported_sparse_kinds
     prefill: ClassVar[type[AttentionBackend] | None] = TorchBackend
 
     query_lens: ClassVar[QueryLens | str] = QueryLens.ANY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -21,9 +22,12 @@ from attnplug.mla.impl import MLADecodeImpl
 class TorchMLABuilder(MLADecodeBuilder):
     """Builds the decodes as TorchMetadata."""
 
-    def build_decode(self, common: CommonAttentionMetadata) -> TorchMetadata:
-        """As TorchMetadataBuilder.build."""
-        return self._decodes.build(0, common)
+    def build_decode(self, common: CommonAttentionMetadata) -> Callable[[], TorchMetadata]:
+        """As TorchMetadataBuilder.build, for sparse layers when a layer has written the lengths."""
+        if self.backend.is_selecting:
+            return functools.partial(self._decodes.build, 0, common)
+        step = self._decodes.build(0, common)
+        return lambda: step
 
     @functools.cached_property
     def _decodes(self) -> TorchMetadataBuilder:
@@ -38,14 +42,14 @@ class TorchMLAImpl(MLADecodeImpl):
         q_nope: torch.Tensor,
         q_pe: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: TorchMetadata,
+        metadata: Callable[[], TorchMetadata],
         output: torch.Tensor,
         output_lse: torch.Tensor | None,
     ) -> None:
         """As MLADecodeImpl.decode."""
         query = torch.cat((q_nope, q_pe), dim=2)
         self._absorbed.softmax_scale = self.softmax_scale
-        self._absorbed.attend(None, query, None, None, kv_cache, metadata, output, output_lse=output_lse)
+        self._absorbed.attend(None, query, None, None, kv_cache, metadata(), output, output_lse=output_lse)
 
     @functools.cached_property
     def _absorbed(self) -> _AbsorbedImpl:

@@ -65,7 +65,7 @@ class TritonBackend(AttentionBackend):
     @classmethod
     def for_layer(cls, spec: LayerSpec) -> type[AttentionBackend]:
         """TritonMLABackend for latent attention; a subclass serves it by a class of its own or not at all."""
-        return TritonMLABackend if spec.mla is not None and cls is TritonBackend else cls
+        return TritonMLABackend.for_layer(spec) if spec.mla is not None and cls is TritonBackend else cls
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
@@ -165,7 +165,8 @@ class TritonMLABackend(MLADecodeBackend):
     supported_dtypes: ClassVar[Sequence[object]] = TritonBackend.supported_dtypes
     supported_kv_cache_dtypes: ClassVar[Sequence[str]] = TritonBackend.supported_kv_cache_dtypes
     supported_phases: ClassVar[Sequence[Phase | str]] = tuple(Phase)
-    features: ClassVar[Feature] = Feature.MLA | Feature.LSE | Feature.FP8_KV
+    features: ClassVar[Feature] = Feature.MLA | Feature.SPARSE | Feature.LSE | Feature.FP8_KV
+    supported_sparse_kinds: ClassVar[Sequence[str]] = ("token_topk", "block")
     step_safe: ClassVar[bool] = True
     prefill: ClassVar[type[AttentionBackend] | None] = TritonBackend
 
@@ -205,10 +206,13 @@ class TritonMLABackend(MLADecodeBackend):
     @classmethod
     def compile_key(cls, spec: LayerSpec) -> Hashable | None:
         """The compiled-in values of the decode, and the key of the prefill half."""
-        prefill = super().compile_key(spec)
-        if _INTERPRETED or prefill is None:
+        sizes = (spec.num_heads, spec.head_size, spec.head_size_v, spec.block_size, spec.needs_lse)
+        if _INTERPRETED or spec.mla is None:
             return None
-        return (spec.num_heads, spec.head_size, spec.head_size_v, spec.block_size, spec.needs_lse, prefill)
+        if spec.sparse is not None:
+            return (*sizes, spec.dtype, spec.resolved_kv_cache_dtype, spec.sparse)
+        prefill = super().compile_key(spec)
+        return None if prefill is None else (*sizes, prefill)
 
     @classmethod
     def get_impl_cls(cls) -> type[TritonMLAImpl]:

@@ -39,6 +39,7 @@ class LatentStep:
         max_query_len: queries of the longest.
         shares: plans and buffers that the builder's steps share.
         number: of the step.
+        is_selecting: whether each layer writes the lengths, so that no plan serves two of them.
     """
 
     query_start_loc: torch.Tensor
@@ -48,6 +49,7 @@ class LatentStep:
     max_query_len: int
     shares: Shares
     number: int
+    is_selecting: bool = False
 
 
 class Shares:
@@ -68,6 +70,8 @@ class Shares:
 
         A captured graph always has such a step, so its plans are made here, outside of the graph.
         """
+        if step.is_selecting:
+            return
         for plan in self._asked.get((step.num_reqs, step.max_query_len), ()):
             plan.make(step)
 
@@ -83,7 +87,9 @@ class Shares:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = _Plan(*key, self._device)
-        if plan.step != step.number:
+        if step.is_selecting:
+            plan.make(step)
+        elif plan.step != step.number:
             asked = self._asked.setdefault((step.num_reqs, step.max_query_len), [])
             if plan not in asked:
                 asked.append(plan)
@@ -134,6 +140,7 @@ class TritonMLABuilder(MLADecodeBuilder):
         starts, lens, table = common.query_start_loc, common.seq_lens, common.block_table_tensor
         longest = common.max_query_len
         step = LatentStep(starts, lens, table, common.num_reqs, longest, self._shares, self._steps)
+        step.is_selecting = self.backend.is_selecting
         self._shares.begin_step(step)
         return step
 

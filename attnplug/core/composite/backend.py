@@ -43,7 +43,7 @@ class CompositeBackend(AttentionBackend):
     def for_layer(cls, spec: LayerSpec) -> type[AttentionBackend]:
         """With latent attention, the decoding member with the other for its expanded prefill."""
         decode = cls.decode.for_layer(spec)
-        if spec.mla is None or not issubclass(decode, MLADecodeBackend):
+        if spec.mla is None or spec.sparse is not None or not issubclass(decode, MLADecodeBackend):
             return cls
         return decode.with_prefill(cls.prefill.for_layer(spec.expanded()))
 

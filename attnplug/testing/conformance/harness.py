@@ -41,7 +41,7 @@ class HarnessLayer:
         self._k_scale = torch.tensor(self._k_scale_float, **form)
         self._v_scale = torch.tensor(self._v_scale_float, **form)
         self.words = f"{name} ({layer_words(batch.spec)})"
-        self.impl = make_impl(target.backend, batch.spec, batch.tensors, name, **shared)
+        self.impl = make_impl(target.backend.for_layer(batch.spec), batch.spec, batch.tensors, name, **shared)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +76,8 @@ class Harness:
                 for i, batch in enumerate(batches)
             }
         with error_context("making the builder"):
-            builder = _make_builder(target.backend, batches[0], named, **config)
+            serving = target.backend.for_layer(batches[0].spec)
+            builder = _make_builder(serving, batches[0], named, **config)
         return cls(tuple(named.values()), builder)
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from attnplug.core.errors import SpecError
+from attnplug.core.features import Feature
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Level
@@ -68,6 +69,7 @@ class LatentCase:
         parts += [spec.dtype, *([spec.kv_cache_dtype] if spec.kv_cache_dtype != "auto" else [])]
         parts += [f"b{self.block_size}", *([f"rows{self.chunk_rows}"] if self.chunk_rows else [])]
         parts += [f"scale{spec.scale:g}"] if spec.scale != spec.replace(scale=None).scale else []
+        parts += [str(spec.sparse).replace(" ", "_")] if spec.sparse else []
         flags = {"lse": spec.needs_lse, "joint": self.joint, "apart": self.apart}
         return "-".join([*parts, *(name for name, is_set in flags.items() if is_set)])
 
@@ -140,6 +142,7 @@ def latent_cases(target: Target) -> list[LatentCase]:
             for name, chunk, dtype in itertools.product(target.kv_cache_dtypes, chunks, target.dtypes)
             if "context" in shapes
         ]
+    rows += _sparse_rows(target, [16] if few else list(_HEADS))
     for row in rows:
         case = _case(plain | row)
         if case is not None and not target.reasons(case.spec):
@@ -147,11 +150,35 @@ def latent_cases(target: Target) -> list[LatentCase]:
     return list(found.values())
 
 
+def _sparse_rows(target: Target, heads: list[int]) -> list[dict[str, Any]]:
+    """Rows of sparse layers: the first over every shape, others over short queries, where each query differs too."""
+    if Feature.SPARSE not in target.backend.features:
+        return []
+    samples = [
+        value for value in Feature.SPARSE.ask.values if value.kind in target.backend.supported_sparse_kinds
+    ]
+    if not samples:
+        return []
+    every = _OF_PHASE[target.phase]
+    plain = {
+        "sparse": samples[0],
+        "shape": next(each for each in ("lengths", "decode", every[0]) if each in every),
+    }
+    rows: list[dict[str, Any]] = [plain | {"shape": shape, "needs_lse": True} for shape in every]
+    rows += [plain | {"sparse": value} for value in samples[1:]]
+    rows += [plain | {"pair": pair} for pair in latent_pairs(target.backend)]
+    rows += [plain | {"num_heads": count} for count in heads]
+    rows += [plain | {"dtype": dtype} for dtype in target.dtypes]
+    rows += [plain | {"kv_cache_dtype": name} for name in target.kv_cache_dtypes]
+    rows += [plain | {"block_size": size} for size in target.block_sizes[:3]]
+    return [*rows, plain | {"apart": True}, plain | {"apart": True, "kv_cache_dtype": "fp8"}]
+
+
 def _case(row: dict[str, Any]) -> LatentCase | None:
     """The case of a row; None if no layer has its values."""
     own = {
         name: row[name]
-        for name in ("num_heads", "dtype", "needs_lse", "kv_cache_dtype", "scale")
+        for name in ("num_heads", "dtype", "needs_lse", "kv_cache_dtype", "scale", "sparse")
         if name in row
     }
     try:

@@ -15,6 +15,7 @@ from attnplug.backends.triton.backend import TritonBackend
 from attnplug.backends.triton.latent_launch import LatentLaunch, latent_launch
 from attnplug.backends.triton.launch import Gpu
 from attnplug.core.mla import MLADims
+from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import paged_batch
 from attnplug.testing.conformance.expectations import difference
@@ -33,6 +34,7 @@ def layer(heads, rank, rope, **fields):
 
 
 def check(spec, new, tokens, **options):
+    """The numbers of a batch, over distinct pages, are those of the oracle."""
     backend = TritonBackend.for_layer(spec)
     batch = paged_batch(spec, new, tokens, device=DEVICE, backend=backend, **options)
     assert difference(batch, Answer(*run_batch(backend, batch))) is None
@@ -87,6 +89,16 @@ def test_latents_of_8_bits(kv_cache_dtype):
     check(layer(12, 64, 16, kv_cache_dtype=kv_cache_dtype), [1, 4], [70, 33], k_scale=0.37)
 
 
+@pytest.mark.parametrize("topk", [1, 20, 200])
+@pytest.mark.parametrize("programs", [1, 7])
+def test_chosen_keys_over_the_shares_of_programs(topk, programs, monkeypatch):
+    gpu = Gpu(programs, 1 << 18)
+    monkeypatch.setattr(latent, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(latent, "latent_launch", lambda *sizes: LatentLaunch(16, 16, 4, 1, 1, 1))
+    spec = layer(4, 64, 16, sparse=SparseSpec("token_topk", topk))
+    check(spec, [1, 0, 3, 2], [70, 9, 40, 1], block_size=16)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision(dtype):
     check(layer(20, 64, 16, dtype=dtype), [1, 2], [70, 33])
@@ -98,8 +110,9 @@ def test_plans_are_made_once_per_step_and_before_the_layers_of_a_graph(monkeypat
     shares = latent.Shares(8, torch.device("cpu"))
     lens = torch.tensor([5, 9], dtype=torch.int32)
 
-    def step(number, reqs=2):
+    def step(number, reqs=2, is_selecting=False):
         found = types.SimpleNamespace(num_reqs=reqs, max_query_len=1, number=number)
+        found.is_selecting = is_selecting
         found.query_start_loc = found.seq_lens = found.block_table = lens
         return found
 
@@ -113,6 +126,12 @@ def test_plans_are_made_once_per_step_and_before_the_layers_of_a_graph(monkeypat
     assert len(made) == 2
     assert shares.tiles(step(2), launch, 4) is first
     assert len(made) == 2
+    # Each sparse layer writes other lengths, just before it decodes.
+    shares.begin_step(step(4, is_selecting=True))
+    assert len(made) == 2
+    for count in (3, 4):
+        assert shares.tiles(step(4, is_selecting=True), launch, 4) is first
+        assert len(made) == count
     # More requests than the builder's limit have buffers of their own: a graph may read the others.
     assert shares.tiles(step(3, reqs=9), launch, 4) is not first
 

@@ -1,0 +1,70 @@
+"""The chosen keys of each query as pages of one token."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+# Values that differ between steps must not compile another kernel.
+@triton.jit(
+    do_not_specialize=["num_reqs", "stride_positions", "stride_table", "stride_pages"],
+    do_not_specialize_on_alignment=[
+        *("positions", "counts", "query_start_loc", "seq_lens", "block_table"),
+        *("page_table", "key_counts"),
+    ],
+)
+def token_table_kernel(
+    positions,
+    counts,
+    query_start_loc,
+    seq_lens,
+    block_table,
+    page_table,
+    key_counts,
+    num_reqs,
+    most,
+    width,
+    stride_positions,
+    stride_table,
+    stride_pages,
+    block_step,
+    token_step,
+    BLOCK_SIZE: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The row of one query: its chosen keys in their order, without those that it does not have.
+
+    A chosen number stands for CHOSEN consecutive positions. At most `most` numbers are read and `width` pages
+    written.
+    """
+    token = tl.program_id(0)
+    request = 0
+    after = num_reqs
+    while after - request > 1:
+        middle = (request + after) // 2
+        if tl.load(query_start_loc + middle) <= token:
+            request = middle
+        else:
+            after = middle
+    # A query at position p sees the keys before p + 1.
+    end = tl.load(seq_lens + request) - tl.load(query_start_loc + request + 1) + token + 1
+    row = positions + token.to(tl.int64) * stride_positions
+    table_row = block_table + request.to(tl.int64) * stride_table
+    pages_row = page_table + token.to(tl.int64) * stride_pages
+    count = tl.minimum(tl.load(counts + token), most) * CHOSEN
+    lanes = tl.arange(0, BLOCK)
+    done = 0
+    for start in tl.range(0, count, BLOCK):
+        at = start + lanes
+        there = at < count
+        number = tl.load(row + at // CHOSEN, mask=there, other=-1)
+        key = number.to(tl.int64) * CHOSEN + at % CHOSEN
+        there = there & (number >= 0) & (key < end)
+        block = tl.load(table_row + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+        place = done + tl.cumsum(there.to(tl.int32), 0) - 1
+        page = block * block_step + (key % BLOCK_SIZE) * token_step
+        tl.store(pages_row + place, page.to(tl.int32), mask=there & (place < width))
+        done += tl.sum(there.to(tl.int32), 0)
+    tl.store(key_counts + token, tl.minimum(done, width))
