@@ -35,6 +35,8 @@ LAYERS = ROOT / "benchmarks" / "model_layers.json"
 """What these models' layers ask for, so that neither a GPU machine nor a test has to read them."""
 PAGE = ROOT / "docs" / "performance" / "model-plans.md"
 TIMES = ROOT / "benchmarks" / "results" / "model-plans-h200.json"
+LATENTS = ROOT / "benchmarks" / "results" / "mla-decode-h200.json"
+"""What benchmarks/mla.py took: decodes of TRITON over latents, without the products around them."""
 DEVICE, ORDER_OF, REQUESTS, TOKENS, TOLERANCE = "sm90", "llama-3.1-8b", 64, 8192, 1e-2
 BEGIN = "<!-- what follows is written by benchmarks/model_plans.py -->"
 END = "<!-- end of what is written -->"
@@ -82,10 +84,19 @@ class Row:
         return self.prefill if self.prefill == self.decode else f"{self.prefill}+{self.decode}"
 
     @property
+    def is_latents_on_triton(self) -> bool:
+        """Whether benchmarks/mla.py has times of its decodes, for layers of any number of heads."""
+        dims = self.spec.mla
+        is_timed = dims is not None and (dims.kv_lora_rank, dims.qk_rope_head_dim) == (512, 64)
+        return is_timed and self.decode == "TRITON" and self.spec.num_heads in known_latents()
+
+    @property
     def untimed(self) -> str | None:
         """Why no time is taken; None where one is."""
         if self.prefill == "none":
             return "nobody serves it"
+        if self.spec.mla is not None:
+            return "latent attention, which benchmarks/mla.py times"
         if self.spec.attn_type is AttentionType.ENCODER_DECODER:
             return "cross attention"
         return None if self.page else "no pages"
@@ -181,6 +192,7 @@ def in_words(reason: Reason) -> str:
 def table(rows: Sequence[Row], times: Mapping[str, Any] | None) -> str:
     """The plan in Markdown, with the times of rows that they were taken of."""
     taken = {json.dumps(each["row"]): each for each in (times or {}).get("rows", ())}
+    latents = known_latents()
     lines = [
         "| model | layers | heads | asks for | prefill | decode | page | decode, us | prefill, us | who cannot, and why |",
         "|---|---:|---|---|---|---|---:|---:|---:|---|",
@@ -194,7 +206,10 @@ def table(rows: Sequence[Row], times: Mapping[str, Any] | None) -> str:
             row.kind,
             *(f"`{each}`" if each != "none" else "nobody" for each in (row.prefill, row.decode)),
             row.page or "-",
-            *(shown(found.get(f"{phase}_us"), row) for phase in ("decode", "prefill")),
+            latents.get(row.spec.num_heads)
+            if row.is_latents_on_triton
+            else shown(found.get("decode_us"), row),
+            shown(found.get("prefill_us"), row),
             row.cannot,
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
@@ -207,11 +222,23 @@ def shown(us: float | None, row: Row) -> str:
     return f"{us:.0f}" + ("" if row.tokens == TOKENS else f" ({row.tokens} tokens)")
 
 
+def known_latents() -> dict[int, str]:
+    """By number of heads, what benchmarks/mla.py took of the decode that is timed here."""
+    cells = json.loads(LATENTS.read_text())["cells"] if LATENTS.exists() else ()
+    asked = {"requests": REQUESTS, "length": TOKENS, "queries": 1}
+    taken = (cell for cell in cells if asked.items() <= cell.items())
+    return {cell["heads"]: f"{cell['us']:.0f} (latents)" for cell in taken}
+
+
 def taken_on(times: Mapping[str, Any] | None) -> str:
     if times is None:
         return "Times: not measured yet."
     versions = ", ".join(f"{name} {version}" for name, version in times["versions"].items())
-    return f"Times: {times['device']}, {times['date']}, {versions}."
+    text = f"Times: {times['device']}, {times['date']}, {versions}."
+    if known_latents():
+        told = json.loads(LATENTS.read_text())
+        text += f"\nThose of latents: {told['device']}, {told['date']}, torch {told['torch']}, triton {told['triton']}."
+    return text
 
 
 def written(plan: Plan, times: Mapping[str, Any] | None) -> str:

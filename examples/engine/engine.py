@@ -79,7 +79,8 @@ class Engine:
     `num_blocks` is the KV pool, of blocks as large as their backend likes where `block_size` is None. A step
     runs at most `max_num_seqs` requests and `max_num_batched_tokens` tokens: long prompts are computed in chunks.
     A step verifies up to `draft_tokens` guesses for each request, found in its own tokens: it draws the same
-    tokens as without, and text that repeats itself takes fewer steps.
+    tokens as without, and text that repeats itself takes fewer steps. Layers with latent attention expand at most
+    `context_chunk_rows` computed tokens at once, as many as the plan says where it is None.
     """
 
     def __init__(
@@ -90,12 +91,14 @@ class Engine:
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 512,
         draft_tokens: int = 0,
+        context_chunk_rows: int | None = None,
     ) -> None:
         self.model = model
         self.limits = BuilderConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             num_speculative_tokens=draft_tokens,
+            context_chunk_rows=context_chunk_rows,
         )
         self.runtime = page_model(model, num_blocks, block_size, self.limits)
         self.pages = Pages(self.runtime.block_pool, self.runtime.kv_cache_config)

@@ -9,7 +9,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 import attnplug
-from attnplug.core import BuilderConfig, LayerTensors
+from attnplug.core import BuilderConfig, LayerSpec, LayerTensors
 from attnplug.errors import ModelConfigError
 from attnplug.integrations.transformers import read_config
 from attnplug.runtime import AttentionRuntime
@@ -17,14 +17,37 @@ from attnplug.runtime import AttentionRuntime
 NAME = "attnplug_engine"  # without a mask entry transformers makes no mask: the runtime knows who sees what
 
 
+class KeptLatents(torch.nn.Module):
+    """Replaces `kv_b_proj` of a layer with latent attention, because the runtime absorbs or expands the latents.
+
+    It keeps its input `[1, ..., T, kv_lora_rank]` and returns zeros, which take no memory and no time.
+    """
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.weight = linear.weight
+
+    def forward(self, latents: torch.Tensor) -> torch.Tensor:
+        """Zeros of the shape of the product."""
+        self.kept = latents
+        return latents.new_zeros(()).expand(*latents.shape[:-1], self.weight.shape[0])
+
+
 def attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **call: Any
 ) -> tuple[torch.Tensor, None]:
     """Attend packed tokens: `query [1, H, T, D]`, `key`, `value [1, Hkv, T, D]` to `[1, T, H, D]`."""
+    spec = module.paged_spec
     # The spec's scale is the whole one, of which a model that multiplies its queries has applied a part.
-    if call["scaling"] not in (None, module.paged_scale):
-        query = query * (call["scaling"] / module.paged_scale)
-    return module.paged_forward(*(heads[0].transpose(0, 1) for heads in (query, key, value)))[None], None
+    if call["scaling"] not in (None, spec.scale):
+        query = query * (call["scaling"] / spec.scale)
+    if spec.mla is None:
+        heads = (query, key, value)
+        return module.paged_forward(*(each[0].transpose(0, 1) for each in heads))[None], None
+    # All heads share the rotated part of a key, which is its last.
+    rotated = key[0, 0, :, spec.mla.qk_nope_head_dim :]
+    latents = torch.cat((module.kv_b_proj.kept.reshape(rotated.shape[0], -1), rotated), dim=1)
+    return module.paged_forward(query[0].transpose(0, 1), latents[:, None])[None], None
 
 
 def page_model(
@@ -40,16 +63,25 @@ def page_model(
     modules = {name: model.get_submodule(name) for name in read.layers}
     layers = {n: spec.replace(block_size=block_size, dtype=model.dtype) for n, spec in read.layers.items()}
     plan = attnplug.plan(layers, model.device, num_blocks=num_blocks)
-    sinks = {n: LayerTensors(sinks=modules[n].sinks.data.float()) for n, s in layers.items() if s.has_sinks}
-    runtime = AttentionRuntime(plan, sinks, config=limits, device=model.device)
+    tensors = {name: tensors_of(module, layers[name]) for name, module in modules.items()}
+    runtime = AttentionRuntime(plan, tensors, config=limits, device=model.device)
     for name, module in modules.items():
         module.paged_forward = functools.partial(runtime.forward, name)
-        module.paged_scale = layers[name].scale
+        module.paged_spec = layers[name]
     AttentionInterface.register(NAME, attention)
     model.set_attn_implementation(NAME)
     if model.device.type == "cpu":
         pack_linears(model)
     return runtime
+
+
+def tensors_of(module: Any, spec: LayerSpec) -> LayerTensors:
+    """The layer's tensors that attention needs; of latent attention, its module keeps the latents from now on."""
+    if spec.mla is None:
+        return LayerTensors(sinks=module.sinks.data.float() if spec.has_sinks else None)
+    if not isinstance(module.kv_b_proj, KeptLatents):
+        module.kv_b_proj = KeptLatents(module.kv_b_proj)
+    return LayerTensors(kv_b_proj=module.kv_b_proj.weight.data)
 
 
 def pack_linears(model: PreTrainedModel) -> None:

@@ -24,6 +24,14 @@ SIZES = {
     "initializer_range": 0.15,
     "tie_word_embeddings": False,
 }
+LATENT_SIZES = {
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "qk_head_dim": 40,
+    "head_dim": 16,  # the part with positions, for the model's own rotary embedding
+    "v_head_dim": 20,
+}
 
 
 def shrink(config: PreTrainedConfig, window: int = 32, vocab_size: int = 512) -> PreTrainedConfig:
@@ -42,6 +50,12 @@ def shrink(config: PreTrainedConfig, window: int = 32, vocab_size: int = 512) ->
     }
     if getattr(config, "layer_types", None):
         sizes["layer_types"] = kinds[:layers]
+    if getattr(config, "kv_lora_rank", None):
+        # One dense layer, so that the others have experts.
+        sizes |= {**LATENT_SIZES, "first_k_dense_replace": 1, "topk_group": 1}
+        sizes |= {"n_group": min(getattr(config, "n_group", None) or 1, 2)}
+        if config.q_lora_rank is not None:
+            sizes["q_lora_rank"] = 40
     for name in ("sliding_window", "attention_chunk_size"):
         if getattr(config, name, None):
             sizes[name] = window

@@ -34,10 +34,26 @@ def test_every_example_model_is_planned(script: ModuleType) -> None:
 
 
 def test_a_time_stands_in_the_row_that_it_was_taken_of_and_in_no_other(script: ModuleType) -> None:
-    first, second = script.make_plan().rows[3:5]
+    first, second = (row for row in script.make_plan().rows if row.model == "gemma-2-9b")
     taken = {"row": first.key, "decode_us": 123.4, "prefill_us": 567.8}
     lines = script.table([first, second], {"rows": [taken]}).splitlines()[2:]
     assert ["| 123 | 568 |" in line for line in lines] == [True, False]
+
+
+def test_a_decode_over_latents_says_so_and_only_where_it_was_taken(script: ModuleType) -> None:
+    rows = {row.model: row for row in script.make_plan().rows if row.spec.mla is not None}
+    lines = script.table(list(rows.values()), script.known_times()).splitlines()[2:]
+    found = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[7] for line in lines}
+    cells = json.loads(script.LATENTS.read_text())["cells"]
+    for model, row in rows.items():
+        taken = [
+            cell["us"]
+            for cell in cells
+            if (cell["requests"], cell["length"], cell["queries"]) == (64, 8192, 1)
+            and cell["heads"] == row.spec.num_heads
+        ]
+        assert found[model] == (f"{taken[0]:.0f} (latents)" if taken else "-")
+    assert "(latents)" in found["deepseek-v3"]
 
 
 @pytest.mark.slow

@@ -20,13 +20,23 @@ FAMILIES = {
     "Gemma3": "gemma-3-27b-text",
     "GptOss": "gpt-oss-20b",
 }
+LATENT_FAMILIES = {
+    "DeepseekV2": "deepseek-v2-lite",
+    "DeepseekV3": "deepseek-v3",
+    "KimiK2": "kimi-k2",
+    "Glm47Flash": "glm-4.7-flash",
+}
+"""Those with latent attention; of DeepseekV2 the queries are not compressed."""
 WINDOW = 32
 
 
 @functools.cache
 def _model(family: str, vocab_size: int = 512) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(MODELS / f"{FAMILIES[family]}.json", local_files_only=True)
+    file = (FAMILIES | LATENT_FAMILIES)[family.partition(":")[0]]
+    config = AutoConfig.from_pretrained(MODELS / f"{file}.json", local_files_only=True)
     config = shrink(config, vocab_size=vocab_size)
+    if family.endswith(":halves"):
+        config.rope_interleave = False
     if family == "Gemma2":
         config.attn_logit_softcapping = 2.0
     torch.manual_seed(0)
@@ -40,7 +50,10 @@ def _model(family: str, vocab_size: int = 512) -> PreTrainedModel:
 
 
 def small_model(family: str, vocab_size: int = 512) -> PreTrainedModel:
-    """A model of its own to change; with few tokens it repeats itself."""
+    """A model of its own to change; with few tokens it repeats itself.
+
+    With ":halves" after its name, a latent family rotates the halves of a head instead of pairs of neighbours.
+    """
     return copy.deepcopy(_model(family, vocab_size))
 
 

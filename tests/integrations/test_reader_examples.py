@@ -10,11 +10,26 @@ import pytest
 from attnplug.core import LayerSpec, MLADims, SparseSpec
 
 BF16 = {"dtype": "bfloat16"}
-DSV3 = MLADims(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 
 
 def heads(num_heads: int, num_kv_heads: int, head_size: int) -> dict[str, int]:
     return {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
+
+
+def latent_dims(q_lora_rank: int | None, qk_nope_head_dim: int = 128, v_head_dim: int = 128) -> MLADims:
+    return MLADims(
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=512,
+        qk_nope_head_dim=qk_nope_head_dim,
+        qk_rope_head_dim=64,
+        v_head_dim=v_head_dim,
+    )
+
+
+def yarn_scale(factor: float, mscale: float) -> float:
+    """The scale of an expanded head of 192, with the factor for longer contexts squared."""
+    wider = 0.1 * mscale * math.log(factor) + 1.0
+    return 192**-0.5 * wider * wider
 
 
 EXPECTED = {
@@ -40,16 +55,24 @@ EXPECTED = {
         LayerSpec(**heads(40, 8, 128), chunk_size=8192): 36,
         LayerSpec(**heads(40, 8, 128)): 12,
     },
-    "deepseek-v3": {LayerSpec(**heads(128, 1, 576), mla=DSV3): 61},
+    "deepseek-v2-lite": {
+        LayerSpec(**heads(16, 1, 576), mla=latent_dims(None), scale=yarn_scale(40, 0.707)): 27
+    },
+    "deepseek-v3": {LayerSpec(**heads(128, 1, 576), mla=latent_dims(1536)): 61},
     "deepseek-v3.2": {
-        # YaRN with a factor of 40 multiplies the scale by (0.1 ln 40 + 1) ** 2.
         LayerSpec(
             **heads(128, 1, 576),
-            mla=DSV3,
+            mla=latent_dims(1536),
             sparse=SparseSpec("token_topk", 2048),
-            scale=192**-0.5 * (0.1 * math.log(40) + 1) ** 2,
+            scale=yarn_scale(40, 1.0),
         ): 61
     },
+    "glm-4.7-flash": {
+        LayerSpec(
+            **heads(20, 1, 576), mla=latent_dims(768, qk_nope_head_dim=192, v_head_dim=256), scale=256**-0.5
+        ): 47
+    },
+    "kimi-k2": {LayerSpec(**heads(64, 1, 576), mla=latent_dims(1536), scale=yarn_scale(32, 1.0)): 61},
     "bloom-7b1": {LayerSpec(**heads(32, 32, 128), dtype="float16", scale=1 / 128**0.5, has_alibi=True): 30},
     "bert-base-uncased": {
         LayerSpec(**heads(12, 12, 64), dtype="float32", attn_type="encoder_only", direct_kv=True): 12
