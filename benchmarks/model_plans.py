@@ -85,10 +85,11 @@ class Row:
 
     @property
     def is_latents_on_triton(self) -> bool:
-        """Whether benchmarks/mla.py has times of its decodes, for layers of any number of heads."""
+        """Whether benchmarks/mla.py has a time of its decodes, which attend all latents."""
         dims = self.spec.mla
         is_timed = dims is not None and (dims.kv_lora_rank, dims.qk_rope_head_dim) == (512, 64)
-        return is_timed and self.decode == "TRITON" and self.spec.num_heads in known_latents()
+        is_timed = is_timed and self.spec.sparse is None and self.decode == "TRITON"
+        return is_timed and self.spec.num_heads in known_latents()
 
     @property
     def untimed(self) -> str | None:
