@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import weakref
 from collections.abc import Hashable
@@ -11,13 +10,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from attnplug.core.config import BuilderConfig
-from attnplug.core.impl import AttentionImpl, LayerTensors
-from attnplug.core.metadata import AttentionMetadataBuilder
-from attnplug.core.parts import make_builder, make_impl
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.attention.packing import Packing
 from attnplug.integrations.attention.step_mask import StepMask
+from attnplug.integrations.binding import Binding, version_of
 from attnplug.registry.decision import Decision
 from attnplug.registry.default import select
 from attnplug.registry.policy import phase_rule_for, rule_sets
@@ -71,12 +67,12 @@ class LayerState:
         # Rules such as attnplug.use may choose another backend for the next call of the same module.
         key = (backend, spec, device, decision.options)
         found = self._bindings.get(key)
-        version = _sinks_version(sinks)
+        version = version_of(sinks)
         if found is None or found.sinks_version != version:
             found = _Binding(decision, self.name, device, sinks)
             self._bindings[key] = found
         elif sinks is not None:
-            found.read_sinks(sinks)
+            found.read({"sinks": sinks})
         if decision is not self.decision:
             if self.decision is None or self.decision.backend != decision.backend:
                 _log.info("%s is served by %s", self.name, decision.backend)
@@ -110,47 +106,15 @@ def name_in_model(module: torch.nn.Module, model: PreTrainedModel | None) -> str
     return name if index is None else f"{name}.{index}"
 
 
-class _EngineLayer:
-    """The engine's layer as impls see it. All scales are 1: queries, keys and values are not quantised."""
-
-    _q_scale_float = _k_scale_float = _v_scale_float = 1.0
-
-    def __init__(self, impl: Any, device: torch.device) -> None:
-        self.impl = impl
-        self._q_scale = self._k_scale = self._v_scale = self._prob_scale = torch.ones((), device=device)
-
-
-class _Binding:
-    """The impl and builder that serve one spec on one device."""
+class _Binding(Binding):
+    """The impl and builder that serve one spec of a module on one device; its layer has no pages."""
 
     def __init__(
         self, decision: Decision, name: str, device: torch.device, sinks: torch.Tensor | None
     ) -> None:
-        self.decision, self.name, self.device = decision, name, device
-        self.sinks_version = _sinks_version(sinks)
-        self._builder: AttentionMetadataBuilder[Any] | None = None
+        super().__init__(decision, name, device, {"sinks": sinks})
+        self.sinks_version = version_of(sinks)
         self._unmasked: tuple[Hashable, Any] | None = None
-        self._sinks = None
-        if sinks is not None:
-            with torch.inference_mode(False):  # else no call outside of inference mode could write to it
-                self._sinks = torch.empty(sinks.numel(), dtype=torch.float32, device=sinks.device)
-            self.read_sinks(sinks)
-        tensors = LayerTensors(sinks=self._sinks)
-        backend = decision.get_backend_cls()
-        self.impl: AttentionImpl[Any] = make_impl(
-            backend,
-            decision.spec,
-            layer_name=name,
-            tensors=tensors,
-            options=decision.get_options(),
-        )
-        self.impl.process_weights_after_loading(getattr(torch, decision.spec.dtype))
-        self.layer = _EngineLayer(self.impl, device)
-
-    def read_sinks(self, sinks: torch.Tensor) -> None:
-        """Copy the module's sinks into the impl's: no version counts writes through `sinks.data`."""
-        if self._sinks is not None:
-            self._sinks.copy_(sinks.detach().reshape(-1))
 
     def metadata(self, step: StepMask, packing: Packing, is_shared: bool) -> Any:
         """The backend's metadata for the step.
@@ -161,37 +125,10 @@ class _Binding:
         if not is_shared:
             shape = (step.batch, step.q_length, step.kv_length)
             if self._unmasked is None or self._unmasked[0] != shape:
-                self._unmasked = (shape, self._build(packing))
+                self._unmasked = (shape, self.build(packing.common))
             return self._unmasked[1]
         key = (self.decision.backend_cls, self.decision.spec, self.decision.options, self.device)
         if key not in step.metadata:
-            step.metadata[key] = self._build(packing)
+            self._unmasked = None
+            step.metadata[key] = self.build(packing.common)
         return step.metadata[key]
-
-    def _build(self, packing: Packing) -> Any:
-        common, builder = packing.common, self._builder
-        reqs, tokens = common.num_reqs, common.num_actual_tokens
-        self._unmasked = None
-        config = BuilderConfig(layers={self.name: self.layer}) if builder is None else builder.config
-        if builder is None or reqs > config.max_num_seqs or tokens > config.max_num_batched_tokens:
-            config = dataclasses.replace(
-                config,
-                # Powers of two, so that a batch that grows step by step makes few builders.
-                max_num_seqs=max(config.max_num_seqs, _power_of_two(reqs)),
-                max_num_batched_tokens=max(config.max_num_batched_tokens, _power_of_two(tokens)),
-            )
-            no_cache: Any = None  # transformers keeps the cache, so the layer has no pages
-            backend = self.decision.get_backend_cls()
-            builder = self._builder = make_builder(backend, no_cache, [self.name], config, self.device)
-        return builder.build(0, common)
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << max(count - 1, 0).bit_length()
-
-
-def _sinks_version(sinks: torch.Tensor | None) -> Hashable:
-    """A value that changes when the sinks are replaced, moved or written to."""
-    if sinks is None:
-        return None
-    return (sinks.data_ptr(), sinks.shape, sinks.dtype, None if sinks.is_inference() else sinks._version)

@@ -1,0 +1,99 @@
+"""The impl and the builder that serve one spec on one device, for callers without an engine around them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from attnplug.core.config import BuilderConfig
+from attnplug.core.impl import AttentionImpl, LayerTensors
+from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
+from attnplug.core.parts import make_builder, make_impl
+from attnplug.registry.decision import Decision
+
+
+class EngineLayer:
+    """The engine's layer as impls see it. All scales are 1: queries, keys and values are not quantised."""
+
+    _q_scale_float = _k_scale_float = _v_scale_float = 1.0
+
+    def __init__(self, impl: Any, device: torch.device) -> None:
+        self.impl = impl
+        self._q_scale = self._k_scale = self._v_scale = self._prob_scale = torch.ones((), device=device)
+
+
+class Binding:
+    """The impl of a decision's backend, and a builder that grows with the batches.
+
+    `learned` are the sinks and slopes of the first call, by their names in LayerTensors. The impl keeps copies, which
+    `read` fills again at each call: no version counts writes through `tensor.data`.
+    """
+
+    def __init__(
+        self,
+        decision: Decision,
+        name: str,
+        device: torch.device,
+        learned: dict[str, torch.Tensor | None],
+    ) -> None:
+        self.decision, self.name, self.device = decision, name, device
+        self._builder: AttentionMetadataBuilder[Any] | None = None
+        self._learned = {}
+        with torch.inference_mode(False):  # else no call outside of inference mode could write to them
+            for field, given in learned.items():
+                if given is not None:
+                    self._learned[field] = torch.empty(given.numel(), dtype=torch.float32, device=device)
+        self.read(learned)
+        self.impl: AttentionImpl[Any] = make_impl(
+            decision.get_backend_cls(),
+            decision.spec,
+            layer_name=name,
+            tensors=LayerTensors(**self._learned),
+            options=decision.get_options(),
+        )
+        self.impl.process_weights_after_loading(getattr(torch, decision.spec.dtype))
+        self.layer = EngineLayer(self.impl, device)
+
+    def read(self, learned: dict[str, torch.Tensor | None]) -> None:
+        """Copy the caller's sinks and slopes, of as many elements as at first, into the impl's."""
+        for field, own in self._learned.items():
+            given = learned[field]
+            if given is not None:
+                own.copy_(given.detach().reshape(-1))
+
+    def build(self, common: CommonAttentionMetadata) -> Any:
+        """The backend's metadata for a step of any size."""
+        builder = self._builder
+        reqs, tokens = common.num_reqs, common.num_actual_tokens
+        config = BuilderConfig(layers={self.name: self.layer}) if builder is None else builder.config
+        if builder is None or reqs > config.max_num_seqs or tokens > config.max_num_batched_tokens:
+            config = dataclasses.replace(
+                config,
+                # Powers of two, so that a batch that grows step by step makes few builders.
+                max_num_seqs=max(config.max_num_seqs, _power_of_two(reqs)),
+                max_num_batched_tokens=max(config.max_num_batched_tokens, _power_of_two(tokens)),
+            )
+            spec = self.decision.spec
+            cache: Any = kv_cache_spec_for(spec, spec.block_size or 1)  # None with direct K and V
+            backend = self.decision.get_backend_cls()
+            builder = self._builder = make_builder(backend, cache, [self.name], config, self.device)
+        return builder.build(0, common)
+
+
+def version_of(tensor: torch.Tensor | None) -> Any:
+    """A value that changes when the tensor is replaced, moved or written to."""
+    if tensor is None:
+        return None
+    return (
+        tensor.data_ptr(),
+        tensor.shape,
+        tensor.dtype,
+        None if tensor.is_inference() else tensor._version,
+    )
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(count - 1, 0).bit_length()

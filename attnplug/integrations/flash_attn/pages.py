@@ -1,0 +1,119 @@
+"""Caches of the caller as pages: one view of keys and values, without a copy where they share memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attnplug.core.errors import BatchError
+
+_BLOCK_SIZES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Pages:
+    """Pages of keys `[N, block_size, Hkv, D]` and of values, and the block table int32 `[R, max_blocks]`."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    table: torch.Tensor
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a page."""
+        return self.keys.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that each request's row of the table holds."""
+        return self.table.shape[1] * self.block_size
+
+    def as_one(self) -> torch.Tensor | None:
+        """The logical cache `(N, 2, block_size, Hkv, D)` over both; None where their memory has no such strides.
+
+        Keys and values of one allocation, such as `torch.empty(2, layers, N, block_size, Hkv, D)`, have.
+        """
+        keys, values = self.keys, self.values
+        distance = values.storage_offset() - keys.storage_offset()
+        shared = keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+        if not shared or distance <= 0 or keys.shape != values.shape or keys.stride() != values.stride():
+            return None
+        block, *rest = keys.stride()
+        shape = (keys.shape[0], 2, *keys.shape[1:])
+        return keys.as_strided(shape, (block, distance, *rest), keys.storage_offset())
+
+    def slots(self, first: torch.Tensor, count: int) -> torch.Tensor:
+        """The slots of `count` tokens of each request from position `first` int `[R]` on, int64 `[R * count]`.
+
+        Tokens past the table have slot -1.
+        """
+        places = first.long()[:, None] + torch.arange(count, device=first.device)
+        # A position past the table would read another row's page.
+        columns = (places // self.block_size).clamp_(max=self.table.shape[1] - 1)
+        slots = self.table.long().gather(1, columns) * self.block_size + places % self.block_size
+        return torch.where(places < self.capacity, slots, -1).flatten()
+
+    def slots_of(self, lengths: npt.NDArray[np.int64]) -> torch.Tensor:
+        """The slots of all tokens of requests of these lengths, one request after another, int64."""
+        device = self.table.device
+        rows = torch.from_numpy(np.repeat(np.arange(lengths.size), lengths)).to(device)
+        starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+        places = torch.from_numpy(np.arange(lengths.sum()) - starts).to(device)
+        return self.table.long()[rows, places // self.block_size] * self.block_size + places % self.block_size
+
+
+def block_sizes(rows: int) -> tuple[int, ...]:
+    """The sizes of pages into which a cache row of `rows` tokens can be divided, larger first."""
+    return tuple(size for size in _BLOCK_SIZES if rows % size == 0)
+
+
+def paged(keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, batch: int) -> Pages:
+    """Caches `[N, block_size, Hkv, D]` and a block table.
+
+    Raises:
+        BatchError: a table that is no int32 `[batch, max_blocks]` on the caches' device.
+    """
+    if table.ndim != 2 or (table.dtype, table.device, table.shape[0]) != (torch.int32, keys.device, batch):
+        found = f"{table.dtype} {tuple(table.shape)} on {table.device}"
+        limit = f"must be torch.int32 ({batch}, max_blocks) on {keys.device}"
+        raise BatchError("block_table", found, limit)
+    return Pages(keys, values, table)
+
+
+def cut_into_pages(
+    keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor | None, batch: int, block_size: int
+) -> Pages:
+    """Caches `[B_cache, S, Hkv, D]` as pages of `block_size` tokens, which divide S; `rows` int32 `[batch]`.
+
+    Raises:
+        BatchError: fewer cache rows than requests, or other `rows`.
+    """
+    count = keys.shape[1] // block_size
+    if rows is None:
+        if keys.shape[0] < batch:
+            limit = f"must have a row for each of {batch} requests"
+            raise BatchError("k_cache", tuple(keys.shape), limit, "or pass cache_batch_idx")
+        rows = torch.arange(batch, dtype=torch.int32, device=keys.device)
+    elif rows.shape != (batch,) or rows.dtype != torch.int32:
+        found = f"{rows.dtype} {tuple(rows.shape)}"
+        raise BatchError("cache_batch_idx", found, f"must be torch.int32 ({batch},)")
+    table = rows[:, None] * count + torch.arange(count, dtype=torch.int32, device=keys.device)
+    return Pages(_divided(keys, block_size), _divided(values, block_size), table)
+
+
+def _divided(cache: torch.Tensor, block_size: int) -> torch.Tensor:
+    """`[B, S, Hkv, D]` as `[B * S / block_size, block_size, Hkv, D]`, never a copy.
+
+    Raises:
+        BatchError: rows that do not follow each other in memory.
+    """
+    batch, size, heads, width = cache.shape
+    row, token, *rest = cache.stride()
+    if batch > 1 and row != size * token:
+        limit = "must have rows that follow each other in memory"
+        raise BatchError("k_cache, v_cache", tuple(cache.stride()), limit, "make the caches contiguous")
+    shape = (batch * (size // block_size), block_size, heads, width)
+    return cache.as_strided(shape, (block_size * token, token, *rest), cache.storage_offset())

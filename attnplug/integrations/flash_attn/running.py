@@ -1,0 +1,117 @@
+"""Runs a call: packed queries over keys that are given, or over pages."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from attnplug.core.errors import BatchError, NoBackendError
+from attnplug.integrations.binding import Binding
+from attnplug.integrations.flash_attn.pages import Pages
+from attnplug.integrations.flash_attn.request import Request
+from attnplug.integrations.flash_attn.serving import bind, shared
+from attnplug.integrations.flash_attn.steps import Ints, Lengths, direct_step, paged_step
+
+_log = logging.getLogger("attnplug")
+_told: set[str] = set()
+
+
+def attend_given(
+    asked: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_lens: Ints, key_lens: Ints
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Packed queries `[T, H, D]` over packed keys: outputs `[T, H, Dv]`, and their LSE `[T, H]` if asked.
+
+    Rows past those of the requests are zeros.
+    """
+    output, lse = _outputs(asked, q, v.shape[2], query_lens)
+    if not query_lens.sum():
+        return output, lse
+    spec = asked.spec(q, k, v, None)
+    binding = bind(spec, q.device, asked.slopes, is_decode=bool((query_lens <= 1).all()))
+    metadata = shared(
+        (binding, query_lens.tobytes(), key_lens.tobytes()),
+        (),
+        lambda: binding.build(direct_step(query_lens, key_lens, spec.causal, q.device)),
+    )
+    binding.impl.forward(binding.layer, q, k, v, None, metadata, output, output_lse=lse)
+    return output, lse
+
+
+def attend_pages(
+    asked: Request,
+    q: torch.Tensor,
+    choices: list[Pages],
+    query_lens: Ints,
+    lengths: Lengths,
+    given: tuple[torch.Tensor | None, ...],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Packed queries over pages, cut in the first way that a backend serves; as `attend_given`.
+
+    `given` are the caller's tensors of lengths and tables: inside of `one_step` they stand for the metadata.
+    """
+    if choices[0].as_one() is None:
+        return _attend_copied(asked, q, choices[0], query_lens, lengths)
+    output, lse = _outputs(asked, q, choices[0].values.shape[3], query_lens)
+    if not query_lens.sum():
+        return output, lse
+    binding, pages = _bind_pages(asked, q, choices, is_decode=bool((query_lens <= 1).all()))
+    causal = binding.decision.spec.causal
+    needs = binding.decision.get_backend_cls().get_builder_cls().needs_host_seq_lens
+    metadata = shared(
+        (binding, query_lens.tobytes(), lengths.added, pages.block_size),
+        given,
+        lambda: binding.build(paged_step(query_lens, lengths, pages, causal, needs)),
+    )
+    binding.impl.attend(binding.layer, q, None, None, pages.as_one(), metadata, output, output_lse=lse)
+    return output, lse
+
+
+def _outputs(
+    asked: Request, q: torch.Tensor, size: int, query_lens: Ints
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Outputs and LSE for a backend to fill; zeros and -inf where no request has rows."""
+    whole = int(query_lens.sum()) == q.shape[0]
+    output = (q.new_empty if whole else q.new_zeros)((q.shape[0], q.shape[1], size))
+    lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32) if asked.with_lse else None
+    return output, lse
+
+
+def _bind_pages(
+    asked: Request, q: torch.Tensor, choices: list[Pages], *, is_decode: bool
+) -> tuple[Binding, Pages]:
+    """The first of the ways that a backend serves; the error for the first of them if none is served."""
+    refusal: NoBackendError | None = None
+    for pages in choices:
+        spec = asked.spec(q, pages.keys, pages.values, pages.block_size)
+        try:
+            binding = bind(spec, q.device, asked.slopes, is_decode=is_decode)
+        except NoBackendError as error:
+            refusal = refusal or error
+            continue
+        backend = binding.decision.get_backend_cls()
+        if "NHD" in backend.supported_kv_cache_layouts():
+            return binding, pages
+        limit = f"cannot be read by {backend.get_name()}, and the caches of flash-attn have it"
+        raise BatchError("layout", "NHD", limit, "choose another backend by attnplug.use(...)")
+    if refusal is None:
+        raise BatchError("k_cache", 0, "has no rows")
+    raise refusal
+
+
+def _attend_copied(
+    asked: Request, q: torch.Tensor, pages: Pages, query_lens: Ints, lengths: Lengths
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same over copies of the keys and values, for caches that no backend can view as one."""
+    if "copied" not in _told:
+        _told.add("copied")
+        _log.warning(
+            "flash_attn: each call copies the keys and values that it reads, because k_cache and v_cache are no "
+            "equal views of one allocation; allocate torch.empty(2, ...) and pass its halves"
+        )
+    key_lens = lengths.on_host()
+    slots = pages.slots_of(key_lens)
+    blocks, offsets = slots // pages.block_size, slots % pages.block_size
+    return attend_given(
+        asked, q, pages.keys[blocks, offsets], pages.values[blocks, offsets], query_lens, key_lens
+    )

@@ -1,0 +1,88 @@
+"""Backends for calls: one binding for each spec and device, and metadata that a step's layers may share."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+
+from attnplug.core.spec import LayerSpec, Phase
+from attnplug.integrations.binding import Binding, version_of
+from attnplug.registry.decision import Decision
+from attnplug.registry.default import select
+from attnplug.registry.policy import phase_rule_for, rule_sets
+
+NAME = "flash_attn"
+"""The layer name of all calls, for rules by name."""
+_MOST_BINDINGS = 256
+
+
+class _Thread(threading.local):
+    """The bindings of one thread, as builders keep buffers; the step's metadata inside of `one_step`."""
+
+    def __init__(self) -> None:
+        self.bindings: OrderedDict[Hashable, Binding] = OrderedDict()
+        self.step: dict[Hashable, tuple[Any, Any]] | None = None
+
+
+_thread = _Thread()
+
+
+def bind(spec: LayerSpec, device: torch.device, slopes: torch.Tensor | None, *, is_decode: bool) -> Binding:
+    """The impl and builder for `spec` under the current selection rules; made on first use.
+
+    Raises:
+        NoBackendError, BackendUnavailableError, PolicyError: see `attnplug.select`.
+    """
+    phase = None
+    if phase_rule_for(rule_sets(), spec, NAME):
+        phase = Phase.DECODE if is_decode else Phase.PREFILL
+    decision = select(spec, device, phase, layer_name=NAME)
+    key = (decision.get_backend_cls(), spec, device, decision.options, version_of(slopes))
+    found = _thread.bindings.get(key)
+    learned = {"alibi_slopes": slopes}
+    if found is None:
+        found = _thread.bindings[key] = Binding(decision, NAME, device, learned)
+        if len(_thread.bindings) > _MOST_BINDINGS:
+            _thread.bindings.popitem(last=False)
+    elif slopes is not None:
+        found.read(learned)
+    _thread.bindings.move_to_end(key)
+    return found
+
+
+def decisions() -> tuple[Decision, ...]:
+    """The decisions that this thread's calls use, the latest last, with the reasons for and against each backend."""
+    return tuple(binding.decision for binding in _thread.bindings.values())
+
+
+@contextlib.contextmanager
+def one_step() -> Iterator[None]:
+    """Calls inside share metadata where they give the same tensors of lengths and tables.
+
+    The caller promises that nothing writes to these tensors meanwhile. A model's forward is such a step: its layers
+    differ in queries, keys and values alone. Without it each call reads the lengths anew, and calls of
+    `flash_attn_varlen_func` wait for the device to copy `cu_seqlens_q` to the host.
+    """
+    before = _thread.step
+    _thread.step = {}
+    try:
+        yield
+    finally:
+        _thread.step = before
+
+
+def shared(what: Hashable, tensors: tuple[torch.Tensor | None, ...], make: Callable[[], Any]) -> Any:
+    """`make()`, or inside of `one_step` what it returned for the same `what` and the same tensors."""
+    step = _thread.step
+    if step is None:
+        return make()
+    key = (what, *(id(tensor) for tensor in tensors))
+    if key not in step:
+        # The tensors are kept, so that no other tensor can get the id of one of them within the step.
+        step[key] = (tensors, make())
+    return step[key][1]

@@ -1,0 +1,156 @@
+"""Batches of calls: metadata for packed queries with given keys, and with pages."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attnplug.core.errors import BatchError
+from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attnplug.integrations.flash_attn.pages import Pages
+
+Ints = npt.NDArray[np.int64]
+
+
+def starts_of(lengths: Ints) -> torch.Tensor:
+    """Where requests of these lengths start in packed rows, int32 `[R + 1]` on the host."""
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Lengths:
+    """Tokens of each request: `tensor` int32 `[R]` on the device, `host` the same where it is known without waiting.
+
+    `added` of them came with the call.
+    """
+
+    tensor: torch.Tensor
+    host: Ints | None
+    added: int = 0
+
+    @classmethod
+    def of(cls, host: Ints, device: torch.device) -> Lengths:
+        """Lengths that the host knows."""
+        return cls(torch.from_numpy(host.astype(np.int32)).to(device), host)
+
+    def plus(self, count: int) -> Lengths:
+        """With `count` more tokens for each request."""
+        if not count:
+            return self
+        return Lengths(self.tensor + count, None if self.host is None else self.host + count, count)
+
+    def on_host(self) -> Ints:
+        """The lengths on the host, copied if need be, which waits for the device."""
+        return self.tensor.cpu().numpy().astype(np.int64) if self.host is None else self.host
+
+
+def read_lengths(
+    given: int | torch.Tensor | None, batch: int, capacity: int, added: int, device: torch.device
+) -> Lengths:
+    """The tokens that caches of `capacity` hold before a call that adds some; None is as many as there is room for.
+
+    Raises:
+        BatchError: no room for the new tokens, or other than an int or int32 `[batch]`.
+    """
+    if isinstance(given, torch.Tensor):
+        if given.shape != (batch,) or (given.dtype, given.device) != (torch.int32, device):
+            found = f"{given.dtype} {tuple(given.shape)} on {given.device}"
+            raise BatchError("cache_seqlens", found, f"must be torch.int32 ({batch},) on {device}, or an int")
+        host = given.numpy().astype(np.int64) if device.type == "cpu" else None
+        lengths = Lengths(given, host)
+    elif given is None and added:
+        raise BatchError("cache_seqlens", None, "is required where k is given: it says where k is written")
+    elif given is None or (isinstance(given, int) and not isinstance(given, bool)):
+        lengths = Lengths.of(np.full(batch, capacity if given is None else given, dtype=np.int64), device)
+    else:
+        raise BatchError("cache_seqlens", type(given).__name__, "must be an int or an int32 tensor")
+    host = lengths.host
+    if host is not None and host.size and (host.min() < 0 or host.max() + added > capacity):
+        limit = (
+            f"must lie in 0 .. {capacity - added}, so that the cache of {capacity} holds {added} new tokens"
+        )
+        raise BatchError("cache_seqlens", host.tolist() if host.size < 20 else int(host.max()), limit)
+    return lengths
+
+
+def lengths_of(name: str, starts: torch.Tensor, rows: int | None) -> Ints:
+    """The lengths of requests that start at `starts`, int32 `[R + 1]`, in `rows` packed rows.
+
+    A tensor on a device is copied, which waits for it.
+
+    Raises:
+        BatchError: another dtype or shape, or starts that decrease or end past the rows.
+    """
+    if (
+        not isinstance(starts, torch.Tensor)
+        or starts.dtype != torch.int32
+        or starts.ndim != 1
+        or not len(starts)
+    ):
+        found = f"{starts.dtype} {tuple(starts.shape)}" if isinstance(starts, torch.Tensor) else starts
+        raise BatchError(name, found, "must be torch.int32 [batch + 1]")
+    host = starts.cpu().numpy().astype(np.int64)
+    lengths = np.diff(host)
+    if host[0] != 0 or (lengths < 0).any() or (rows is not None and host[-1] > rows):
+        within = "" if rows is None else f" and end within the {rows} packed rows"
+        limit = f"must start at 0, never decrease{within}"
+        raise BatchError(name, host.tolist() if host.size < 20 else f"{host.size} numbers", limit)
+    return lengths
+
+
+def direct_step(
+    query_lens: Ints, key_lens: Ints, causal: bool, device: torch.device
+) -> CommonAttentionMetadata:
+    """Requests whose keys are given: query j of a request with q queries and s keys has position s - q + j."""
+    query_starts, key_starts = starts_of(query_lens), starts_of(key_lens)
+    tokens = int(query_starts[-1])
+    lens = key_lens.astype(np.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=query_starts.to(device),
+        query_start_loc_cpu=query_starts,
+        seq_lens=torch.from_numpy(lens).to(device),
+        num_reqs=lens.size,
+        num_actual_tokens=tokens,
+        max_query_len=int(query_lens.max()),
+        max_seq_len=int(key_lens.max()),
+        block_table_tensor=torch.empty((lens.size, 0), dtype=torch.int32, device=device),
+        slot_mapping=torch.full((tokens,), PAD_SLOT_ID, dtype=torch.int64, device=device),
+        causal=causal,
+        key_start_loc=key_starts.to(device),
+        key_start_loc_cpu=key_starts,
+        encoder_seq_lens=torch.from_numpy(lens).to(device),
+        encoder_seq_lens_cpu=lens,
+        seq_lens_host=lens,
+    )
+
+
+def paged_step(
+    query_lens: Ints, lengths: Lengths, pages: Pages, causal: bool, needs: str
+) -> CommonAttentionMetadata:
+    """Requests whose keys are in pages, the new ones too: the step writes no slot.
+
+    `needs` is what the builder needs of the lengths on the host: "none", "upper_bound" or "exact".
+    """
+    query_starts = starts_of(query_lens)
+    tokens, device = int(query_starts[-1]), pages.table.device
+    exact = lengths.host
+    if exact is None and needs == "exact":
+        exact = lengths.on_host()
+    bound = np.full(query_lens.size, pages.capacity, dtype=np.int32) if needs == "upper_bound" else None
+    return CommonAttentionMetadata(
+        query_start_loc=query_starts.to(device),
+        query_start_loc_cpu=query_starts,
+        seq_lens=lengths.tensor,
+        num_reqs=query_lens.size,
+        num_actual_tokens=tokens,
+        max_query_len=int(query_lens.max()),
+        max_seq_len=pages.capacity if exact is None else int(exact.max()),
+        block_table_tensor=pages.table,
+        slot_mapping=torch.full((tokens,), PAD_SLOT_ID, dtype=torch.int64, device=device),
+        causal=causal,
+        seq_lens_host=bound if exact is None else exact.astype(np.int32),
+        seq_lens_host_exact=exact is not None,
+    )
