@@ -12,6 +12,7 @@ from attnplug.core.ported_names import (
     PORTED_PARAMETERS,
     PortedName,
 )
+from attnplug.core.reason_help import REASON_HELP
 
 
 def ported_names() -> str:
@@ -35,7 +36,20 @@ def _table(names: Mapping[str, PortedName]) -> str:
     return "| name | do this |\n|---|---|\n" + "".join(rows)
 
 
-TABLES: Mapping[str, Callable[[], str]] = {"<!-- ported names -->": ported_names}
+def reason_codes() -> str:
+    """Each reason code: a sentence that one sees, the cause, and what to do."""
+    parts = []
+    for code, each in REASON_HELP.items():
+        title = "feature.&lt;name&gt;" if code == "feature" else code
+        steps = "".join(f"* {step}\n" for step in each.steps)
+        parts.append(f"### {title} {{ #{code} }}\n\n```text\n{each.seen}\n```\n\n{each.why}\n\n{steps}")
+    return "\n".join(parts)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "<!-- ported names -->": ported_names,
+    "<!-- reason codes -->": reason_codes,
+}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

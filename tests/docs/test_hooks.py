@@ -13,6 +13,7 @@ from fences import DOCS
 
 from attnplug.cli.app import app
 from attnplug.core.ported_names import BACKEND_NAMES, BUILDER_NAMES, IMPL_NAMES, PORTED_PARAMETERS
+from attnplug.core.reason_help import REASON_HELP
 
 
 def hook(name: str) -> ModuleType:
@@ -61,6 +62,13 @@ def test_the_page_of_porting_has_every_refused_name_with_what_to_write() -> None
             assert any(f"`{name}`" in row and row.endswith(f"| {ported.write} |") for row in rows), name
     for name, write in PORTED_PARAMETERS.items():
         assert f"| `{name}` | {write} |" in rows
+
+
+def test_the_page_of_troubleshooting_has_every_reason_code_with_what_to_do() -> None:
+    page = hook("core_tables").on_page_markdown((DOCS / "guides/troubleshooting.md").read_text())
+    for code, help_ in REASON_HELP.items():
+        section = page.partition(f" {{ #{code} }}\n")[2].partition("\n### ")[0]
+        assert all(text in section for text in (help_.seen, help_.why, *help_.steps)), code
 
 
 @pytest.mark.parametrize(
