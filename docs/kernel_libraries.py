@@ -10,10 +10,10 @@ PAGE = Path(__file__).parent / "reference" / "kernel-libraries.md"
 
 INTRODUCTION = """# Kernel libraries
 
-Which versions of which library serve what on which NVIDIA GPUs. `attnplug doctor` says which of these are installed here,
-and what is broken. Generations of FlashAttention share a package folder, so a library counts as installed only where the
-file that would be imported is the one that its distribution has installed. This page is written by
-`docs/kernel_libraries.py` from `attnplug/backends/libraries.py`, which the backends read too.
+This page lists the features that each version of a kernel library supports on NVIDIA GPUs. `attnplug doctor` shows which
+libraries are installed on your machine, and which are broken. Generations of FlashAttention share a package folder. So
+attnplug counts a library as installed only if its own distribution installed the file that Python would import. This page is
+written by `docs/kernel_libraries.py` from `attnplug/backends/libraries.py`, which the backends read too.
 """
 
 

@@ -23,20 +23,20 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- The table is written by docs/matrix.py. -->", "<!-- End of the table. -->"
 
 DEVICES = ("cpu", "sm80", "sm90", "sm100", "rocm:9.4")
-"""What the built-in backends declare for these stands in the page, where nothing has been run."""
+"""The page has the declarations of the built-in backends for these devices, where nothing was run."""
 SHOWN = ("TORCH", "TRITON", "FLASHINFER", "FLASH_ATTN_4", "FLASH_ATTN_3", "FLASH_ATTN_2")
 """The backends of the README's table, in its order."""
 
 INTRODUCTION = """# Compatibility
 
-What each built-in backend serves on which device. *Verified* cells ran there against the [oracle](../concepts/tolerances.md)
-and were right; *declared* ones are what the classes say, which nobody has run there yet. Which versions of the kernel
-libraries do what on which GPUs stands under [kernel libraries](kernel-libraries.md).
+This page lists the features that each built-in backend serves on each device. *Verified* cells ran on the device, and were
+right compared with the [oracle](../concepts/tolerances.md). *Declared* cells are claims of the classes that nobody has run
+there yet. [Kernel libraries](kernel-libraries.md) lists the versions of the libraries, with their features and GPUs.
 
 [Open the whole matrix](matrix.html){ .md-button }
 
-The page of it holds every cell with its reasons or evidence, can be filtered, and needs nothing else once it is loaded; `attnplug
-matrix --html FILE` writes the same for your machine and your backends.
+That page has every cell with its reasons or evidence, and filters. It works without a network.
+`attnplug matrix --html FILE` writes the same page for your machine and your backends.
 
 ![The page: features by backends, each answer with a mark and a word](../assets/matrix-1280-light.png#only-light)
 ![The page: features by backends, each answer with a mark and a word](../assets/matrix-1280-dark.png#only-dark)
@@ -46,17 +46,17 @@ On a phone:
 ![The page on a phone](../assets/matrix-390-light.png#only-light){ width="300" }
 ![The page on a phone](../assets/matrix-390-dark.png#only-dark){ width="300" }
 
-This page is written by `docs/matrix.py` from the files `benchmarks/results/matrix-*.json`, which
-`attnplug matrix --verify --json` has made, and from what the classes declare.
+This page is written by `docs/matrix.py`, from the declarations of the classes and from the files
+`benchmarks/results/matrix-*.json`. `attnplug matrix --verify --json` writes these files.
 
 """
 
 
 def docs_matrix(results: Path = RESULTS) -> Matrix:
-    """What was run, and of the built-in backends on `DEVICES` what they declare where nothing was."""
+    """The runs, and for the built-in backends on the other `DEVICES` their declarations."""
     ran = merge([read_matrix(path) for path in sorted(results.glob("matrix-*.json"))])
     known = {run.key for run in ran.runs}
-    # Only what attnplug ships, whatever else is installed where this runs.
+    # Only the backends of attnplug: other plugins may be installed where this runs.
     offers = [offer for offer in Registry().plugins.offers if offer.distribution == "attnplug"]
     declared = [
         # Without a date and a commit: the page changes when a declaration does, and not each day.
@@ -110,7 +110,7 @@ def _runs_of(matrix: Matrix, name: str) -> list[Run]:
 
 
 def _weight(run: Run) -> tuple[int, int]:
-    """What was run, then what is claimed: the first device of the most."""
+    """The number of verified cells, then of claimed cells."""
     statuses = [finding.status for finding in run.findings]
     return statuses.count(Status.VERIFIED), sum(status in CLAIMED for status in statuses)
 

@@ -107,11 +107,12 @@ SECTIONS = {
         "attnplug.runtime": ["ModelPlan", "AttentionRuntime", "BlockPool", "GraphState", "GraphInputBuffers"],
     },
 }
-"""What the page lists: heading, public module, names in reading order."""
+"""The content of the page: heading, public module, names in reading order."""
 
 INTRODUCTION = """# Batches, metadata and KV caches
 
-Functions first, usable one by one, by the names that authors of attention backends know. The classes differ in a few
+This page lists functions and classes by the names that authors of attention backends know. You can use each function
+without the others. The classes differ in a few
 signatures; see [Port a backend from vLLM](../guides/port-from-vllm.md). Counts are Python ints; bad input raises a `ValueError` subclass that names the argument, the
 value and the limit; inputs are never modified. This page is written by `docs/tables.py` from the docstrings.
 """

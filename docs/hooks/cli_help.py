@@ -29,7 +29,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def commands_page() -> str:
-    """What the commands do, then the help of the program and of each of them."""
+    """A list of the commands, then the help of the program and of each command."""
     program = help_of()
     options, _, rest = program.partition(_COMMANDS)
     names = subcommands(program)

@@ -21,7 +21,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def _generator() -> ModuleType:
-    """docs/matrix.py, which is no part of a package."""
+    """docs/matrix.py, imported by its path: it belongs to no package."""
     spec = importlib.util.spec_from_file_location("matrix_of_docs", Path(__file__).parents[1] / "matrix.py")
     if spec is None or spec.loader is None:
         raise ImportError("docs/matrix.py is not there")
