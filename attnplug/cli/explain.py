@@ -38,7 +38,7 @@ def explain(
     dtype: Annotated[str, _layer(help="float16, bfloat16 or float32.")] = "bfloat16",
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = None,
-    attn_type: Annotated[AttentionType, _layer(help="Who attends whom.")] = AttentionType.DECODER,
+    attn_type: Annotated[AttentionType, _layer(help="Kind of attention.")] = AttentionType.DECODER,
     causal: Annotated[bool | None, _layer(help="\\[default: causal for a decoder]")] = None,
     scale: Annotated[float | None, _layer(help="Softmax scale.")] = None,
     sliding_window: Annotated[int | None, _layer(help="Keys seen, the query's own included.")] = None,

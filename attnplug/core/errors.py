@@ -107,7 +107,7 @@ class BackendFaultError(AttnplugError):
 
 
 class PluginError(AttnplugError):
-    """A plugin that did not load, if it was asked for by name or strict mode is on."""
+    """A plugin that did not load, if it was requested by name or strict mode is on."""
 
 
 class NoBackendError(AttnplugError):

@@ -346,8 +346,8 @@ class AttentionImpl(ABC, Generic[_M]):
             `output`.
 
         Raises:
-            BatchError: tensors that do not fit the spec or the batch, an undeclared LSE, an output scale that is
-                not supported, or a non-causal batch for a causal layer.
+            BatchError: tensors that do not fit the spec or the batch; an undeclared LSE; an output scale that is not supported;
+                a non-causal batch for a causal layer.
             LayoutError: a cache of another shape or dtype, or a cache beside direct K and V.
         """
 

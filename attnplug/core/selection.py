@@ -82,8 +82,8 @@ class Selection:
             ends: int64 `[T]` on the host: the keys of each query are at positions below it.
 
         Raises:
-            BatchError: a query without a selection, too many positions, a position twice, before 0, or past the
-                keys of its query, or one after the counted ones. The error names the token.
+            BatchError: a query without a selection; too many positions; a position twice, before 0, or past the keys of its
+                query; a position after the counted ones. The error names the token.
         """
         tokens, most = ends.shape[0], min(self.positions.shape[1], sparse.topk)
         self.check_size(tokens)

@@ -27,8 +27,8 @@ class ModelSpec:
     `layers` has one entry per attention layer, by module path (`model.layers.0.self_attn`), in the order that
     the model runs them; layers of image and audio towers that a run on text does not reach come last. Further
     runs of the same module get `#2`, `#3`, ... appended. `other_layers` gives the kind of each part without
-    attention KV ("mamba", "linear_attention", "conv", ...), and of each tower whose attention was not read
-    ("vision encoder, not read: ..."), with the reason. `kv_sharing`
+    attention KV, such as "mamba", "linear_attention" or "conv". It also has each tower whose attention was not
+    read, with the reason ("vision encoder, not read: ..."). `kv_sharing`
     maps a layer to the layer whose keys and values it reads. `name` is the model class; `model_type` is
     transformers' name of the family.
     """

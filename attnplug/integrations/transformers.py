@@ -54,9 +54,9 @@ def read_config(
     its queries.
 
     Raises:
-        ModelConfigError: the file cannot be read, transformers cannot build the model, the ranks do not divide
-            the heads, or a LayerSpec cannot describe a layer's attention (the message names it). For transformers
-            also: a layer computes attention of its own, or attends chosen keys only.
+        ModelConfigError: the file cannot be read; transformers cannot build the model; the ranks do not divide the
+            heads; a LayerSpec cannot describe a layer's attention (the message names it). For
+            transformers also: a layer computes its own attention, or attends only chosen keys.
     """
     if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int):
         raise ModelConfigError(f"tensor_parallel_size={tensor_parallel_size!r}: must be an integer")

@@ -99,7 +99,7 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             self.prefill.set_workspace_buffer(buffer.view(torch.uint8)[self._aligned_bytes :])
 
     def build_decode(self, common: CommonAttentionMetadata) -> Any:
-        """What `decode` gets as metadata, from the step of the decodes; by default that step itself.
+        """The metadata that `decode` gets, from the step of the decodes; by default that step itself.
 
         A step of sparse layers has its lengths and page table on the device alone, and a layer writes them just
         before its `decode`.
@@ -112,8 +112,8 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         """The metadata of one step; a common prefix is ignored.
 
         Raises:
-            BatchError: start locations that decrease or pass `num_actual_tokens`, a batch that is not causal, prefills
-                without a backend for them, or prefills, or decodes that need them, without exact host lengths.
+            BatchError: start locations that decrease or pass `num_actual_tokens`; a batch that is not causal; prefills
+                without a backend for them; prefills without exact host lengths, or decodes that need these.
         """
         common = common_attn_metadata
         if not common.causal:

@@ -12,7 +12,7 @@ from attnplug.ops.triton import triton_ops
 def chosen_keys(
     selection: Selection, sparse: SparseSpec, low: torch.Tensor, high: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys that queries see: chosen, and in their range. Nothing is checked, and no host waits.
+    """The keys that queries see: chosen, and in their range. It checks nothing, and no host waits.
 
     Positions that are no key of the query are left out, as are a second copy of one, and counts below 0.
 

@@ -107,8 +107,8 @@ def view_kv_cache(
             has them as its first dimension.
 
     Raises:
-        LayoutError: `raw` is not raw bytes or not a whole number of pages, the backend cannot read the layout,
-            or its shape is not that of the pages.
+        LayoutError: `raw` is not raw bytes or not a whole number of pages; the backend cannot read the layout; its
+            shape is not that of the pages.
     """
     if num_layers is not None and num_layers < 1:
         raise LayoutError("num_layers", num_layers, "must be at least 1")

@@ -148,8 +148,8 @@ def build_attn_metadata(
     """Each layer's metadata of one step, built once per attention group.
 
     Groups with the same specs, backend and kind of pages differ only in block table and slots. The second such
-    group gets a copy by `update_block_table`, if the builder supports it. Where requests share leading blocks, the
-    builder is asked whether it attends them once.
+    group gets a copy by `update_block_table`, if the builder supports it. If requests share leading blocks, the
+    builder decides whether it attends them once.
 
     Args:
         builders: the attention groups.

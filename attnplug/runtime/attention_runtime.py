@@ -67,19 +67,19 @@ class AttentionRuntime:
             only the tokens whose logits are wanted. In a step with `num_logits` these `fast_prefill_layers` take
             the rows `batch.common.logits_indices_padded`, in that order; in other steps all rows.
         debug: poison outputs and check the results of each backend; the default is ATTNPLUG_DEBUG=1.
-        kv_caches: the engine's memory for each layer with pages, instead of an own allocation. A tensor is either
-            raw, 1-D uint8 or int8 of `num_blocks` pages, or a cache of the backend's logical shape, whose strides
-            are those of the plan's layout. Each block is in one piece, and blocks may be apart. Layers that share
-            KV get the same memory. The runtime writes zeros to block 0, the null block, and only the K and V of
-            tokens to all others, which may hold anything, NaN too.
+        kv_caches: the engine's memory for each layer with pages, instead of an own allocation. A tensor is
+            either raw or a cache. A raw one is 1-D uint8 or int8 of `num_blocks` pages. A cache has the backend's
+            logical shape and the strides of the plan's layout. Each block is contiguous, and there may be gaps between blocks. Layers
+            that share KV get the same memory. The runtime writes zeros to block 0, the null block. To other blocks
+            it writes only the K and V of tokens; they may have any content, also NaN.
         allocator: gives that memory as raw bytes: called with a number of bytes and the device, once for each
             tensor of `plan.kv_cache_config`.
 
     Raises:
         LayoutError: memory of the engine does not fit its layer (device, dtype, shape, strides, 16-byte
-            alignment) or overlaps that of another. The plan has no number of blocks, tensors are given for an
-            unknown layer, the device has another type than the plan's, layers that share pages read them
-            differently, or fast prefill is asked for and the last layer of the plan has pages of its own.
+            alignment) or overlaps that of another. The plan has no number of blocks; tensors are given for an
+            unknown layer; the device has another type than the plan's; layers that share pages read them
+            differently; fast prefill is requested and the last layer of the plan has its own pages.
         SpecError: a tensor is missing, not needed, or of another shape; the error names the layer.
         PolicyError: the configuration has context parallelism.
     """
@@ -167,8 +167,8 @@ class AttentionRuntime:
                 all.
 
         Raises:
-            BatchError: a length is missing or above the configuration's, the plan has no pages, modalities are
-                given and no layer has mm_prefix, or the runtime is closed.
+            BatchError: a length is missing or above the configuration's; the plan has no pages; modalities are
+                given and no layer has mm_prefix; the runtime is closed.
         """
         self._check_open()
         groups = self.kv_cache_config.kv_cache_groups
@@ -236,10 +236,10 @@ class AttentionRuntime:
                 that verifies the drafts is a plain one.
 
         Raises:
-            BatchError: neither batch nor direct is given, the batch does not fit the plan, its device or its pool (on
-                a GPU, the pool is checked in debug mode only), no layer has direct K and V, a layer with mm_prefix
-                gets no spans or a sparse layer no selection, the draft step is out of range or given with metadata,
-                or the runtime is closed.
+            BatchError: neither batch nor direct is given; the batch does not fit the plan, its device or its pool (on a
+                GPU, only debug mode checks the pool); no layer has direct K and V; a layer with mm_prefix gets no
+                spans, or a sparse layer no selection; the draft step is out of range or given with metadata; the
+                runtime is closed.
         """
         self._check_open()
         self._step = {}
@@ -316,10 +316,9 @@ class AttentionRuntime:
             The output; its rows past the step's tokens are unspecified.
 
         Raises:
-            BatchError: no step is active for the layer, the layer is unknown, tensors do not fit the layer or
-                the step, the layer's impl does not support the output's quantisation, or the runtime is closed; in
-                debug mode also for NaN in the arguments, and for a selection of a sparse layer that is not given or
-                not allowed.
+            BatchError: no step is active for the layer; the layer is unknown; tensors do not fit the layer or the step;
+                the layer's impl does not support the output's quantisation; the runtime is closed. Debug mode also
+                refuses NaN in the arguments, and a selection of a sparse layer that is missing or not allowed.
             BackendFaultError: in debug mode, if a backend gives another shape or dtype, or NaN.
         """
         self._check_open()

@@ -66,7 +66,7 @@ def cascade_prefix_len(
 ) -> int:
     """`shared`, the tokens of a step's shared prefix, if its builder wants to attend them once; else 0.
 
-    A builder is asked only if each query of its layers sees the whole prefix. So a layer with a window or chunks is
+    The builder decides only if each query of its layers sees the whole prefix. So a layer with a window or chunks is
     one whose window or chunk covers the longest sequence of the step.
 
     Args:

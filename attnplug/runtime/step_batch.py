@@ -121,10 +121,10 @@ class StepBatchBuilder(RequestTable):
                 `logits_indices_padded`. None leaves it out; layers of fast prefill then compute all tokens.
 
         Raises:
-            BatchError: a mapping names a request that is not in flight, a sequence has counts of another number
-                of requests, counts are negative, there are too many tokens, more logits than tokens are wanted, a
-                sequence is longer than max_model_len, a request has no pages for its tokens or null blocks among
-                them, or a multimodal span is split.
+            BatchError: a mapping names a request that is not in flight; a sequence has counts of another number of
+                requests; counts are negative; there are too many tokens; more logits than tokens are wanted; a
+                sequence is longer than max_model_len; a request has no pages for its tokens, or null blocks among
+                them; a multimodal span is split.
         """
         reqs = self.num_reqs
         scheduled = counts_of("num_scheduled_tokens", num_scheduled_tokens, self.req_ids)
@@ -216,8 +216,8 @@ class StepBatchBuilder(RequestTable):
                 requests without computed tokens.
 
         Raises:
-            BatchError: a step is not finished, counts of another number of requests, more tokens than are
-                computed, or a return to before the last `free_blocks`, because the keys of its window are gone.
+            BatchError: a step is not finished; counts of another number of requests; more tokens than are computed; a
+                return to before the last `free_blocks`, because the keys of its window are gone.
         """
         if self._stepped is not None:
             raise BatchError("step", "not finished", "cannot be rolled back", "call finish_step first")

@@ -131,7 +131,7 @@ def paged_batch(
         spans: for a layer with mm_prefix, the multimodal spans of each request as positions `[start, stop)`;
             default those of `attnplug.testing.spans.default_spans`.
         numbers: the sizes of the numbers.
-        skip_blocks: blocks of the cache that no request has, besides the null block; they come first.
+        skip_blocks: blocks of the cache that no request has, in addition to the null block; they come first.
         seed: of all random values.
         device: of the tensors.
         backend: gives the cache's shape and stride order; by default the contract's.

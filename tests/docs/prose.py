@@ -9,7 +9,9 @@ __all__ = ["MOST_WORDS", "habits", "paragraphs", "sentences"]
 
 MOST_WORDS = 25
 
-_NOT_PROSE = re.compile(r"\A---\n.*?^---$|^(```+).*?^\1\s*$|<!--.*?-->|<(?:svg|pre)\b.*?</(?:svg|pre)>", re.M | re.S)
+_NOT_PROSE = re.compile(
+    r"\A---\n.*?^---$|^(```+).*?^\1\s*$|<!--.*?-->|<(?:svg|pre)\b.*?</(?:svg|pre)>", re.M | re.S
+)
 _LINK = re.compile(r"!?\[([^\]]*)\](?:\([^)]*\)|\[[^\]]*\])(?:\{[^}]*\})?")
 _OPENER = re.compile(r"(?:What|Who|Whoever|Whichever|Whatever|Those|Nothing|Of) ")
 _WORDS = re.compile(

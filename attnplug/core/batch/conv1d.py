@@ -28,9 +28,9 @@ def compute_causal_conv1d_metadata(
     Returns:
         nums_dict, batch_ptr and token_chunk_offset_ptr. Both tensors are int32 on `device`, of
         2 * max(1024, programs) elements, -1 past the programs: the request of each program, and its
-        index within the request. `nums_dict[8]` holds them under their names, and on the host `nums`
-        (programs per request), `tot` and `mlist_len` (programs in all), `mlist` and `offsetlist`
-        (the tensors' values without padding, int32).
+        index within the request. `nums_dict[8]` has them by their names. It also has values on the host:
+        `nums` (programs per request), `tot` and `mlist_len` (programs in all), `mlist` and `offsetlist` (the
+        tensors' values without padding, int32).
 
     Raises:
         BatchError: start locations on a device, of another shape than `[R + 1]`, or that decrease.

@@ -30,9 +30,8 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
 ) -> CommonAttentionMetadata:
     """The batch of only those tokens whose logits are wanted, lengths unchanged; possibly none of a request.
 
-    Its queries are the rows `logits_indices_padded[:num_logits_indices]`. A request's wanted tokens
-    stand at its end, as its last token and the drafts before it do: that is where the batch places
-    them. A batch of single-token requests is returned as it is.
+    Its queries are the rows `logits_indices_padded[:num_logits_indices]`. The wanted tokens of
+    a request are its last ones, such as its last token and the drafts before it. A batch of single-token requests is returned as it is.
 
     Raises:
         BatchError: indices that are missing, outside the batch, or nowhere on the host: the batch
@@ -98,7 +97,7 @@ def subclass_attention_metadata(
     """A dataclass named `name_prefix` + the metadata's class name, with fields added.
 
     Args:
-        name_prefix: stands before the name.
+        name_prefix: begins the new name.
         metadata_cls: a dataclass, frozen or not, or a plain class without a constructor.
         fields: (name, type) or (name, type, default), as `dataclasses.make_dataclass` takes them.
     """

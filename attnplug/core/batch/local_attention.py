@@ -30,13 +30,13 @@ def make_local_attention_virtual_batches(
         block_size: tokens per KV page.
 
     Returns:
-        The batch of V pieces, with a table `[V, attn_chunk_size / block_size]`, and a function that
-        gives such a table from another `[R, max_blocks]`, as another KV group of the same batch has.
+        The batch of V pieces, with a table `[V, attn_chunk_size / block_size]`, and a function. The function
+        makes such a table from the `[R, max_blocks]` of another KV group of the same batch.
         Pages past a table's width repeat its last.
 
     Raises:
-        BatchError: sizes that do not divide, lengths that are ragged, negative or not known to the
-            host, a table that has not one row per request, keys that do not come from pages.
+        BatchError: sizes that do not divide; lengths that are ragged, negative or not known to the host; a table
+            without one row per request; keys that do not come from pages.
     """
     common = common_attn_metadata
     _check_sizes(attn_chunk_size, block_size)

@@ -31,7 +31,7 @@ class InputBatch(Protocol):
 
 
 class SchedulerOutput(Protocol):
-    """What the scheduler wants of the step."""
+    """The tokens that the scheduler wants in the step."""
 
     @property
     def num_scheduled_tokens(self) -> Mapping[str, int]:

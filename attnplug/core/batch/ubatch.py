@@ -54,9 +54,9 @@ def split_attn_metadata(
         common_attn_metadata: the batch.
 
     Raises:
-        BatchError: an empty slice or one that leaves its requests, or a cut inside a request where
-            tokens see later ones (`causal=False`, multimodal spans) or lengths per rank are already fixed;
-            start locations that decrease, lengths or a table that are not one per request.
+        BatchError: an empty slice, or one that leaves its requests; a cut inside a request whose tokens see later ones
+            (`causal=False`, multimodal spans) or whose lengths per rank are already fixed; start locations
+            that decrease; lengths or a table that are not one per request.
     """
     starts, _ = query_spans(common_attn_metadata)
     table = common_attn_metadata.block_table_tensor
