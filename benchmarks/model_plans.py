@@ -238,7 +238,7 @@ def taken_on(times: Mapping[str, Any] | None) -> str:
     text = f"Times: {times['device']}, {times['date']}, {versions}."
     if known_latents():
         told = json.loads(LATENTS.read_text())
-        text += f"\nThose of latents: {told['device']}, {told['date']}, torch {told['torch']}, triton {told['triton']}."
+        text += f"\nTimes over latents: {told['device']}, {told['date']}, torch {told['torch']}, triton {told['triton']}."
     return text
 
 

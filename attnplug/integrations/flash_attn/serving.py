@@ -65,7 +65,7 @@ def one_step() -> Iterator[None]:
     """Calls inside share metadata where they give the same tensors of lengths and tables.
 
     The caller promises that nothing writes to these tensors meanwhile. A model's forward is such a step: its layers
-    differ in queries, keys and values alone. Without it each call reads the lengths anew, and calls of
+    differ in queries, keys and values alone. Without it each call reads the lengths again, and calls of
     `flash_attn_varlen_func` wait for the device to copy `cu_seqlens_q` to the host.
     """
     before = _thread.step
