@@ -68,8 +68,8 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes in which a chunk of context is expanded, and those of the prefill half; 0 for decodes alone."""
-        if self.prefill is None:
+        """Bytes in which a chunk of context is expanded, and those of the prefill half; 0 if nothing is expanded."""
+        if self.prefill is None or self._selected is not None:
             return 0
         return self._aligned_bytes + getattr(self.prefill, "workspace_bytes", 0)
 

@@ -48,6 +48,21 @@ def test_serve_compares_drafts_with_a_run_without(capsys):
     assert "outputs equal: yes" in shown
 
 
+def test_the_demo_and_serve_run_latent_attention(capsys):
+    model = str(MODELS / "deepseek-v2-lite.json")
+
+    assert demo.main(["--model", model, "--requests", "2", "--max-tokens", "8"]) == 0
+    few = ["--model", model, "--scale", "tiny", "--requests", "6", "--max-blocks", "16", "--max-tokens", "16"]
+    assert serve.main([*few, "--draft-tokens", "2"]) == 0
+
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "model.layers.0.self_attn mla TORCH TORCH" in shown
+    assert "tokens equal: yes" in shown
+    assert "6 of 6 requests finished, 0 lost" in shown
+    assert " 0 preemptions, 0 pages" not in shown
+    assert "outputs equal: yes" in shown
+
+
 def test_serve_finishes_all_requests_on_few_blocks(capsys):
     arguments = ["--model", LLAMA, "--scale", "tiny", "--requests", "12", "--max-blocks", "24"]
 

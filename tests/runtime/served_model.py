@@ -149,7 +149,7 @@ class ServedModel:
         given: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name in self.batches.req_ids:
             request, count = self.requests[name], scheduled.get(name, 0)
-            shape = (count, spec.num_heads, spec.head_size)
+            shape = (count, spec.num_heads, spec.query_size)
             queries.append(2 * torch.randn(shape, generator=self.generator).to(getattr(torch, spec.dtype)))
             if cross:
                 known = request.encoder[layer]
@@ -172,6 +172,8 @@ class ServedModel:
             if given
             else (None, None)
         )
+        # The value of a latent is a part of it.
+        value = None if spec.mla is not None else value
         on_device = [None if t is None else t.to(self.runtime.device) for t in (key, value)]
         return Drawn(torch.cat(queries).to(self.runtime.device), *on_device, expected.output)
 
@@ -220,7 +222,8 @@ class ServedModel:
 
     def _keys(self, spec: LayerSpec, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = getattr(torch, spec.dtype)
-        return (
-            torch.randn(count, spec.num_kv_heads, spec.head_size, generator=self.generator).to(dtype),
-            torch.randn(count, spec.num_kv_heads, spec.head_size_v, generator=self.generator).to(dtype),
-        )
+        key = torch.randn(count, spec.num_kv_heads, spec.head_size, generator=self.generator).to(dtype)
+        if spec.mla is not None:
+            return key, key[..., : spec.head_size_v]
+        value = torch.randn(count, spec.num_kv_heads, spec.head_size_v, generator=self.generator).to(dtype)
+        return key, value
