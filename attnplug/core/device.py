@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from attnplug.core.device_names import arch_capability, find_gpu, near_gpus, same_gpu_name
 from attnplug.core.errors import SpecError
+from attnplug.core.torch_build import may_see_gpus
 
 _FORMS = "such as 'cpu', 'H100', 'sm90', 'cuda:9.0', 'rocm:9.4' or 'current'"
 
@@ -132,6 +133,8 @@ class Device:
 @functools.cache
 def _gpu_index() -> Callable[[], int] | None:
     # Cached: the answer does not change, and asking costs more than a selection.
+    if not may_see_gpus():
+        return None
     import torch
 
     if not torch.cuda.is_available():
@@ -142,6 +145,8 @@ def _gpu_index() -> Callable[[], int] | None:
 
 @functools.cache
 def _probe(index: int | None) -> Device:
+    if index is None and not may_see_gpus():
+        return Device("cpu")
     import torch
 
     if index is not None:

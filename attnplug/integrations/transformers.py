@@ -7,6 +7,7 @@ meta device, and records and checks every call to attention.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.checks import MOST, short_number
@@ -76,6 +77,9 @@ def read_config(
         raise ModelConfigError(
             f"kv_cache_dtype={cache_dtype!r}: transformers keeps keys and values in its own caches, in the dtype of the layer"
         )
+    known = _read_known(path_or_config, tensor_parallel_size, cache_dtype, Client(client))
+    if known is not None:
+        return known
     try:
         import transformers as _  # noqa: F401
     except ImportError as error:
@@ -86,6 +90,16 @@ def read_config(
     from attnplug.integrations.reader.model_reading import read_model
 
     return read_model(load_config(path_or_config), tensor_parallel_size, cache_dtype, Client(client))
+
+
+def _read_known(source: Any, ranks: int, kv_cache_dtype: str, client: Client) -> ModelSpec | None:
+    """The layers by the rule of the model type; None for an object, or without a rule that understands the file."""
+    if not isinstance(source, (str, os.PathLike)):
+        return None
+    from attnplug.integrations.known.reading import read_known
+    from attnplug.integrations.reader.config_json import config_path, parse
+
+    return read_known(parse(config_path(Path(source))), ranks, kv_cache_dtype, client)
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from attnplug.core.errors import ModelConfigError
-from attnplug.integrations.reader.config_file import one_line
+from attnplug.integrations.reader.config_json import one_line
 from attnplug.integrations.reader.config_limits import modules_limited
 
 _TOWERS = ("vision_config", "audio_config", "speech_config")

@@ -17,12 +17,10 @@ from typing import Any
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from attnplug.core import files
 from attnplug.core.errors import ModelConfigError
-from attnplug.core.json_reading import parse_json
+from attnplug.integrations.reader.config_json import config_path, one_line, parse
 from attnplug.integrations.reader.config_limits import check_numbers
 
-_MOST_BYTES = 16 << 20
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
 
@@ -40,8 +38,8 @@ def load_config(source: str | os.PathLike[str] | PreTrainedConfig) -> PreTrained
             f"a path or a PreTrainedConfig is needed, not {type(source).__name__}; "
             "transformers.AutoConfig makes one from a dictionary"
         )
-    path = _config_path(Path(source))
-    data = _parse(path)
+    path = config_path(Path(source))
+    data = parse(path)
     _check_model_type(path, data)
     check_numbers(str(path), data)
     try:
@@ -57,38 +55,6 @@ def load_config(source: str | os.PathLike[str] | PreTrainedConfig) -> PreTrained
         ) from error
     _check_sizes(path, data, config)
     return config
-
-
-def _config_path(path: Path) -> Path:
-    if path.is_dir():
-        if not os.path.lexists(path / "config.json"):
-            raise ModelConfigError(f"{path}: the folder has no config.json")
-        return path / "config.json"
-    if not os.path.lexists(path):  # what lies behind a link is read, or named, later
-        raise ModelConfigError(
-            f"{path}: no such file; give the path of a config.json (nothing is downloaded)"
-        )
-    return path
-
-
-def _parse(path: Path) -> dict[str, Any]:
-    try:
-        text = files.read_text(path, _MOST_BYTES)
-    except OSError as error:
-        raise ModelConfigError(f"{path}: cannot be read: {files.why(error)}") from error
-    except UnicodeDecodeError as error:
-        raise ModelConfigError(f"{path}: cannot be read as text: {one_line(error)}") from error
-    if not text.strip():
-        raise ModelConfigError(f"{path}: the file is empty; a model configuration is a JSON object")
-    try:
-        # transformers writes Infinity for limits of some families, such as Mamba's time steps.
-        data = parse_json(text, strict=False)
-    except ValueError as error:
-        raise ModelConfigError(f"{path}: not JSON: {one_line(error)}") from error
-    if not isinstance(data, dict):
-        kind = {list: "list", str: "string", type(None): "null", bool: "boolean"}.get(type(data), "number")
-        raise ModelConfigError(f"{path}: contains a JSON {kind}; a model configuration is a JSON object")
-    return data
 
 
 def _check_model_type(path: Path, data: dict[str, Any]) -> None:
@@ -131,9 +97,3 @@ def quiet_transformers() -> Iterator[None]:
             yield
     finally:
         transformers.logging.set_verbosity(level)
-
-
-def one_line(error: BaseException, limit: int = 240) -> str:
-    """The message of `error` as a single line of at most `limit` characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else text[: limit - 3] + "..."

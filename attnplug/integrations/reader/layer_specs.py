@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.integrations.model_spec import Client
 from attnplug.integrations.reader.eager_check import CheckFailedError, check_eager
 from attnplug.integrations.reader.mask_pattern import MaskPattern
+from attnplug.integrations.reader.rank_spec import make_spec
 from attnplug.integrations.reader.trace import AttentionCall
 
 _UNDERSTOOD = frozenset({"sliding_window", "softcap", "s_aux", "is_causal", "indices"})
@@ -149,23 +149,6 @@ class SpecMaker:
             except CheckFailedError as error:
                 raise _refused(call, f"cannot be verified: {error}") from error
         return self._checked[key]
-
-
-def make_spec(path: str, *, num_heads: int, num_kv_heads: int, ranks: int, **fields: Any) -> LayerSpec:
-    """A spec with the heads divided among `ranks`; fewer KV heads than ranks are replicated."""
-    if num_heads % ranks:
-        raise ModelConfigError(
-            f"{path}: tensor_parallel_size={ranks} does not divide the {num_heads} attention heads"
-        )
-    few, many = sorted((num_kv_heads, ranks))
-    if many % few:
-        raise ModelConfigError(
-            f"{path}: tensor_parallel_size={ranks} and the {num_kv_heads} KV heads must divide one another"
-        )
-    try:
-        return LayerSpec(num_heads=num_heads // ranks, num_kv_heads=max(1, num_kv_heads // ranks), **fields)
-    except SpecError as error:
-        raise ModelConfigError(f"{path}: {error}") from error
 
 
 def is_another_sequence(call: AttentionCall, earlier: AttentionCall) -> bool:

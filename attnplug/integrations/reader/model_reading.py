@@ -16,9 +16,10 @@ from attnplug.core.errors import ModelConfigError
 from attnplug.core.spec import LayerSpec
 from attnplug.integrations.model_spec import Client, ModelSpec
 from attnplug.integrations.reader.architecture import build_model
-from attnplug.integrations.reader.config_file import one_line, quiet_transformers
+from attnplug.integrations.reader.config_file import quiet_transformers
+from attnplug.integrations.reader.config_json import one_line
 from attnplug.integrations.reader.input_sizes import read_sizes
-from attnplug.integrations.reader.layer_specs import SpecMaker, is_another_sequence, make_spec
+from attnplug.integrations.reader.layer_specs import SpecMaker, is_another_sequence
 from attnplug.integrations.reader.mixers import (
     contains_attention,
     looks_like_attention,
@@ -26,6 +27,7 @@ from attnplug.integrations.reader.mixers import (
 )
 from attnplug.integrations.reader.model_inputs import ENCODER_LENGTH, input_attempts
 from attnplug.integrations.reader.other_layers import UnreachedError, find_other_layers, own_attention_refused
+from attnplug.integrations.reader.rank_spec import make_spec
 from attnplug.integrations.reader.trace import (
     PROBE,
     AttentionCall,

@@ -1,0 +1,364 @@
+"""The rules of decoders with rotary embeddings: Llama and its relatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from attnplug.integrations.known.fields import (
+    ACTIVATION,
+    DECODER,
+    EXPERTS,
+    HEADS,
+    SIZE,
+    SMALL,
+    WINDOW,
+    YES_OR_NO,
+    Check,
+    listed,
+    number,
+    one_of,
+    optional,
+    real,
+    whole,
+)
+from attnplug.integrations.known.layers import Attention, Family, Layers
+from attnplug.integrations.known.rope import USUAL, each_rope_is_known, rope_of
+
+Values = Mapping[str, Any]
+Kinds = list[str]
+
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+_KINDS: Final = optional(listed(one_of(_FULL, _SLIDING)))
+_WINDOWS: Final[dict[str, Check]] = {
+    "layer_types": _KINDS,
+    "max_window_layers": SMALL,
+    "sliding_window": optional(WINDOW),
+    "use_mrope": one_of(False),
+    "use_sliding_window": YES_OR_NO,
+}
+
+
+def head_dim_of(values: Values) -> int:
+    """Elements of a head: `head_dim`, or the share of a head in the hidden size."""
+    size: int = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    return size
+
+
+def experts_fit(values: Values) -> bool:
+    """Whether a token can have its number of experts; some routers fail with fewer."""
+    counts = {values[name] for name in ("num_experts", "num_local_experts") if name in values}
+    return len(counts) < 2 and values.get("num_experts_per_tok", 1) <= min(counts, default=1)
+
+
+def _decoder(
+    kinds: Callable[[Values], Kinds | None] = lambda values: [_FULL] * values["num_hidden_layers"],
+    *,
+    ropes: tuple[str, ...] = USUAL,
+    scale: Callable[[Values], float] = lambda values: head_dim_of(values) ** -0.5,
+    cap: str | None = None,
+    sinks: bool = False,
+    one_rope: bool = True,
+) -> Callable[[Values], Layers | None]:
+    """The rule of a decoder whose layers differ in their kind only."""
+
+    def read(values: Values) -> Layers | None:
+        heads, size = values["num_attention_heads"], head_dim_of(values)
+        kv_heads = values["num_key_value_heads"] or heads
+        if values["hidden_size"] % heads or heads % kv_heads or not experts_fit(values):
+            return None
+        if one_rope and not _rope_is_known(values, size, ropes):
+            return None
+        each = kinds(values)
+        if each is None or len(each) != values["num_hidden_layers"] or size % 2:
+            return None
+        window = values.get("sliding_window") or 0
+        if _SLIDING in each and not window:
+            return None
+        if (factor := scale(values)) == 1.0:
+            return None  # the full reader looks for the other part of such a scale
+        attention = {
+            kind: Attention(
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_size=size,
+                scale=factor,
+                window=(window - 1, 0) if kind == _SLIDING else (-1, 0),
+                chunk_size=values["attention_chunk_size"] if kind == _CHUNKED else None,
+                logits_soft_cap=values[cap] if cap else None,
+                has_sinks=sinks,
+            )
+            for kind in set(each)
+        }
+        return [(f"layers.{index}.self_attn", attention[kind]) for index, kind in enumerate(each)]
+
+    return read
+
+
+def _rope_is_known(values: Values, size: int, ropes: tuple[str, ...]) -> bool:
+    share = values.get("partial_rotary_factor")
+    if share is None:
+        return rope_of(values, size, ropes) is not None
+    return rope_of(values, int(size * share), ropes, share) is not None
+
+
+def _every_layer(values: Values) -> Kinds:
+    """A window, where there is one, on every layer."""
+    sliding = values["sliding_window"] is not None and values.get("use_sliding_window", True)
+    return [_SLIDING if sliding else _FULL] * values["num_hidden_layers"]
+
+
+def _late_layers(values: Values) -> Kinds | None:
+    """A window on the layers from `max_window_layers` on, as Qwen has it."""
+    sliding = values["use_sliding_window"] and values["sliding_window"] is not None
+    if (given := values["layer_types"]) is not None:
+        return given if sliding or _SLIDING not in given else None
+    first = values["max_window_layers"] if sliding else values["num_hidden_layers"]
+    return [_SLIDING if index >= first else _FULL for index in range(values["num_hidden_layers"])]
+
+
+def _all_but_each(pattern: Callable[[Values], int]) -> Callable[[Values], Kinds]:
+    """A window on all layers but each `pattern`-th."""
+
+    def kinds(values: Values) -> Kinds:
+        every = pattern(values)
+        layers = range(1, values["num_hidden_layers"] + 1)
+        return values["layer_types"] or [_SLIDING if index % every else _FULL for index in layers]
+
+    return kinds
+
+
+def _gemma3(values: Values) -> Layers | None:
+    """Gemma 3: one rotary embedding for windows, another for full attention."""
+    old, new = values.get("rope_scaling"), values.get("rope_parameters")
+    if any(not number(2)(values.get(name, 2)) for name in ("rope_theta", "rope_local_base_freq")):
+        return None
+    ropes = {_FULL: old or {}, _SLIDING: {}} if new is None else new
+    if type(ropes) is not dict or set(ropes) != {_FULL, _SLIDING} or (old and new):
+        return None
+    if not each_rope_is_known(ropes, head_dim_of(values), ("default", "linear")):
+        return None
+    return _decoder(
+        _all_but_each(lambda values: values.get("sliding_window_pattern", 6)),
+        scale=lambda values: values["query_pre_attn_scalar"] ** -0.5,
+        one_rope=False,
+    )(values)
+
+
+def _cohere2(values: Values) -> Layers | None:
+    """Cohere 2, whose configuration class sets `head_dim`; a file may repeat it."""
+    size = values["hidden_size"] // values["num_attention_heads"]
+    if values.get("head_dim", size) != size:
+        return None
+    return _decoder(_all_but_each(lambda values: values.get("sliding_window_pattern", 4)))(values)
+
+
+def _llama4(values: Values) -> Kinds | None:
+    """Llama 4: chunks on the layers with rotary embeddings, full attention on those without."""
+    count, interval = values["num_hidden_layers"], values["no_rope_layer_interval"]
+    rotating = values["no_rope_layers"] or [int((index + 1) % interval != 0) for index in range(count)]
+    if len(rotating) != count:
+        return None
+    return values["layer_types"] or [_CHUNKED if rotates else _FULL for rotates in rotating]
+
+
+def _family(name: str, read: Callable[[Values], Layers | None], defaults: Values, **fields: Check) -> Family:
+    classes = {f"{name}ForCausalLM": "model.", _BASES.get(name, f"{name}Model"): ""}
+    return Family(classes=classes, fields={**DECODER, **fields}, defaults=defaults, read=read)
+
+
+_BASES: Final = {"Gemma3": "Gemma3TextModel", "Llama4": "Llama4TextModel"}
+"""Base models whose name has another form; Gemma3Model and Llama4Model read images too."""
+_HEAD: Final = whole(2, 1 << 12)
+_GEMMA: Final[dict[str, Check]] = {
+    "attn_logit_softcapping": optional(real(1e-3, 1e6)),
+    "final_logit_softcapping": optional(real(1e-3, 1e6)),
+    "head_dim": _HEAD,
+    "hidden_activation": ACTIVATION,
+    "query_pre_attn_scalar": whole(2, 1 << 16),
+    "use_bidirectional_attention": optional(one_of(False)),
+}
+_QWEN: Final[dict[str, Any]] = {
+    "layer_types": None,
+    "max_window_layers": 28,
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+}
+_GLM: Final = {"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5}
+
+DECODERS: Final[dict[str, Family]] = {
+    "llama": _family(
+        "Llama",
+        _decoder(),
+        {"num_key_value_heads": None, "head_dim": None},
+        head_dim=optional(_HEAD),
+        mlp_bias=YES_OR_NO,
+        num_key_value_heads=optional(HEADS),
+        pretraining_tp=one_of(1),
+    ),
+    "mistral": _family(
+        "Mistral",
+        _decoder(_every_layer),
+        {"num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096},
+        head_dim=optional(_HEAD),
+        sliding_window=optional(WINDOW),
+    ),
+    "mixtral": _family(
+        "Mixtral",
+        _decoder(_every_layer, ropes=("default",)),
+        {"num_key_value_heads": 8, "head_dim": None, "sliding_window": None}
+        | {"num_local_experts": 8, "num_experts_per_tok": 2},
+        head_dim=optional(_HEAD),
+        sliding_window=optional(WINDOW),
+        **EXPERTS,
+    ),
+    "qwen2": _family("Qwen2", _decoder(_late_layers), _QWEN, **_WINDOWS, num_key_value_heads=optional(HEADS)),
+    "qwen2_moe": _family(
+        "Qwen2Moe",
+        _decoder(),
+        {"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4},
+        max_window_layers=SMALL,
+        qkv_bias=YES_OR_NO,
+        shared_expert_intermediate_size=SIZE,
+        sliding_window=optional(WINDOW),
+        use_sliding_window=one_of(False),
+        **EXPERTS,
+    ),
+    "qwen3": _family(
+        "Qwen3",
+        _decoder(_late_layers),
+        {**_QWEN, "head_dim": 128},
+        **_WINDOWS,
+        head_dim=_HEAD,
+        num_key_value_heads=optional(HEADS),
+    ),
+    "qwen3_moe": _family(
+        "Qwen3Moe",
+        _decoder(_every_layer),
+        {"num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096}
+        | {"num_experts_per_tok": 8},
+        head_dim=_HEAD,
+        max_window_layers=SMALL,
+        sliding_window=optional(WINDOW),
+        use_sliding_window=YES_OR_NO,
+        **EXPERTS,
+    ),
+    "gemma": _family(
+        "Gemma",
+        _decoder(),
+        {"num_key_value_heads": 16, "head_dim": 256},
+        head_dim=_HEAD,
+        hidden_activation=optional(ACTIVATION),
+        use_bidirectional_attention=optional(one_of(False)),
+    ),
+    "gemma2": _family(
+        "Gemma2",
+        _decoder(
+            _all_but_each(lambda values: 2),
+            scale=lambda values: values["query_pre_attn_scalar"] ** -0.5,
+            cap="attn_logit_softcapping",
+        ),
+        {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "layer_types": None}
+        | {"sliding_window": 4096, "attn_logit_softcapping": 50.0},
+        **_GEMMA,
+        cache_implementation=one_of("hybrid"),
+        layer_types=_KINDS,
+        sliding_window=WINDOW,
+        sliding_window_size=WINDOW,
+    ),
+    "gemma3_text": _family(
+        "Gemma3",
+        _gemma3,
+        {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "layer_types": None}
+        | {"sliding_window": 4096},
+        **{**_GEMMA, "attn_logit_softcapping": one_of(None)},
+        _sliding_window_pattern=whole(1, 512),
+        cache_implementation=one_of("hybrid"),
+        layer_types=_KINDS,
+        rope_local_base_freq=number(2),
+        sliding_window=WINDOW,
+        sliding_window_pattern=whole(1, 512),
+    ),
+    "gpt_oss": _family(
+        "GptOss",
+        _decoder(_all_but_each(lambda values: 2), sinks=True),
+        {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "layer_types": None}
+        | {"num_local_experts": 128, "num_experts_per_tok": 4},
+        experts_per_token=HEADS,
+        head_dim=_HEAD,
+        initial_context_length=SIZE,
+        layer_types=_KINDS,
+        sliding_window=WINDOW,
+        swiglu_limit=number(0),
+        **EXPERTS,
+    ),
+    "phi3": _family(
+        "Phi3",
+        _decoder(_every_layer, ropes=("default", "longrope")),
+        {"num_key_value_heads": None, "sliding_window": None},
+        embd_pdrop=number(0, 1),
+        num_key_value_heads=optional(HEADS),
+        original_max_position_embeddings=whole(64, 1 << 24),
+        partial_rotary_factor=one_of(0.25, 0.5, 0.75, 1.0),
+        resid_pdrop=number(0, 1),
+        sliding_window=optional(WINDOW),
+    ),
+    "glm": _family("Glm", _decoder(), _GLM, head_dim=_HEAD, partial_rotary_factor=one_of(0.5)),
+    "glm4": _family("Glm4", _decoder(), _GLM, head_dim=_HEAD, partial_rotary_factor=one_of(0.5)),
+    "olmo2": _family("Olmo2", _decoder(), {"num_key_value_heads": None}, num_key_value_heads=optional(HEADS)),
+    "cohere2": _family(
+        "Cohere2",
+        _cohere2,
+        {"num_key_value_heads": None, "sliding_window": 4096, "layer_types": None},
+        cache_implementation=one_of("hybrid"),
+        head_dim=_HEAD,
+        layer_norm_eps=real(0, 1),
+        layer_switch=whole(1, 512),
+        layer_types=_KINDS,
+        order_of_interleaved_layers=one_of("local_attn_first"),
+        position_embedding_type=one_of("rope_gptj"),
+        rotary_pct=one_of(1.0),
+        use_embedding_sharing=YES_OR_NO,
+        use_gated_activation=YES_OR_NO,
+        use_parallel_block=YES_OR_NO,
+        use_parallel_embedding=YES_OR_NO,
+        use_qk_norm=one_of(False),
+        logit_scale=real(0, 1e3),
+        num_key_value_heads=optional(HEADS),
+        sliding_window=WINDOW,
+        sliding_window_pattern=whole(1, 512),
+    ),
+    "granite": _family(
+        "Granite",
+        _decoder(scale=lambda values: float(values["attention_multiplier"])),
+        {"num_key_value_heads": None, "attention_multiplier": 1.0},
+        attention_multiplier=number(1e-6, 1e3),
+        embedding_multiplier=number(1e-6, 1e6),
+        logits_scaling=number(1e-6, 1e6),
+        mlp_bias=YES_OR_NO,
+        num_key_value_heads=optional(HEADS),
+        residual_multiplier=number(1e-6, 1e6),
+    ),
+    "llama4_text": _family(
+        "Llama4",
+        _decoder(_llama4),
+        {"num_key_value_heads": 8, "head_dim": 128, "attention_chunk_size": 8192, "layer_types": None}
+        | {"no_rope_layers": None, "no_rope_layer_interval": 4, "num_local_experts": 16}
+        | {"num_experts_per_tok": 1},
+        attention_chunk_size=WINDOW,
+        attn_scale=real(0, 1e3),
+        attn_temperature_tuning=YES_OR_NO,
+        floor_scale=whole(1, 1 << 24),
+        head_dim=_HEAD,
+        interleave_moe_layer_step=whole(1, 512),
+        intermediate_size_mlp=SIZE,
+        layer_types=optional(listed(one_of(_FULL, _CHUNKED))),
+        moe_layers=optional(listed(SMALL)),
+        no_rope_layer_interval=whole(1, 512),
+        no_rope_layers=optional(listed(one_of(0, 1))),
+        use_qk_norm=YES_OR_NO,
+        **EXPERTS,
+    ),
+}
+"""Model types of decoders, by name."""
