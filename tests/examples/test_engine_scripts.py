@@ -56,7 +56,8 @@ def test_the_demo_and_serve_run_latent_attention(capsys):
     assert serve.main([*few, "--draft-tokens", "2"]) == 0
 
     shown = " ".join(capsys.readouterr().out.split())
-    assert "model.layers.0.self_attn mla TORCH TORCH" in shown
+    assert "a prefill workspace of 12,058,624 bytes" in shown
+    assert " mla " in shown
     assert "tokens equal: yes" in shown
     assert "6 of 6 requests finished, 0 lost" in shown
     assert " 0 preemptions, 0 pages" not in shown
