@@ -16,8 +16,9 @@ _LATENT |= {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "num_hidden
 _EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 SMALL: dict[str, dict[str, Any]] = {name: dict(_LLAMA) for name in FAMILIES}
-for _name in ("deepseek_v2", "deepseek_v3"):
+for _name in ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"):
     SMALL[_name] |= _LATENT
+SMALL["deepseek_v32"] |= {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 16}
 SMALL["granite"] |= {"attention_multiplier": 0.125}
 SMALL["mixtral"] |= {"num_local_experts": 4}
 SMALL["gpt_oss"] |= {"num_local_experts": 4}
@@ -107,6 +108,8 @@ VALUES: dict[str, list[Any]] = {
     "head_dim": [None, 2, 16, 24, 32, 64, 128, 256, 7, 80],
     "hidden_act": ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "unheard"],
     "hidden_size": [64, 256, 512, 320, 250],
+    "index_head_dim": [8, 16, 128, 4],
+    "index_topk": [1, 16, 64, 2048],
     "initializer_range": [0.02, 1, 0.0],
     "interleave_moe_layer_step": [1, 2],
     "is_decoder": _YES_OR_NO,

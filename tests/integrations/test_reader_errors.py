@@ -136,7 +136,10 @@ def test_a_dictionary_is_no_configuration():
     assert "a path or a PreTrainedConfig is needed, not dict" in refusal({"model_type": "llama"})
 
 
-def test_without_transformers_the_extra_is_named(monkeypatch):
+def test_without_transformers_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "transformers", None)
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "llama", "a_field_of_its_own": 1}')
 
-    assert refusal("x.json").endswith("pip install 'attnplug[models]'")
+    assert refusal(path).endswith("pip install 'attnplug[models]'")
+    assert "no such file" in refusal(tmp_path / "absent.json")

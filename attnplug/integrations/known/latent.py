@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from attnplug.core.mla import MLADims
+from attnplug.core.sparse import SparseSpec
 from attnplug.integrations.known.fields import (
     DECODER,
     EXPERTS,
@@ -24,17 +25,21 @@ from attnplug.integrations.known.fields import (
 )
 from attnplug.integrations.known.layers import Attention, Family, Layers
 from attnplug.integrations.known.rope import rope_of
+from attnplug.integrations.model_spec import Client
 
 
 def _read(values: Mapping[str, Any]) -> Layers | None:
     heads, nope, rope = (values[n] for n in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
-    embedding = rope_of(values, rope, ("default", "yarn"))
+    embedding = rope_of(values, rope, ("default", "yarn"), values.get("partial_rotary_factor"))
     # The configuration class sets both from the other sizes, and a file of another version may differ.
     given = (values.get("head_dim", rope), values.get("qk_head_dim", nope + rope))
-    if embedding is None or values["hidden_size"] % heads or given != (rope, nope + rope):
+    if embedding is None or given != (rope, nope + rope):
         return None
-    if (values["num_key_value_heads"] or heads) != heads:
+    if values["model_type"] == "deepseek_v2" and values["hidden_size"] % heads:
+        return None  # the other configuration classes accept this
+    if (values["num_key_value_heads"] or heads) != heads or values.get("index_head_dim", rope) < rope:
         return None
+    topk = values.get("index_topk")
     dims = MLADims(
         q_lora_rank=values["q_lora_rank"],
         kv_lora_rank=values["kv_lora_rank"],
@@ -49,6 +54,7 @@ def _read(values: Mapping[str, Any]) -> Layers | None:
         head_size_v=dims.v_head_dim,
         scale=_scale(nope + rope, embedding),
         mla=dims,
+        sparse=None if topk is None else SparseSpec("token_topk", topk),
     )
     return [(f"layers.{index}.self_attn", attention) for index in range(values["num_hidden_layers"])]
 
@@ -99,17 +105,49 @@ _SIZES: Final = {
 }
 
 
-def _family(name: str, kv_heads: int | None, **fields: Check) -> Family:
+def _family(
+    name: str,
+    kv_heads: int | None,
+    defaults: Mapping[str, Any] = _SIZES,
+    clients: tuple[Client, ...] = tuple(Client),
+    **fields: Check,
+) -> Family:
     return Family(
         classes={f"{name}ForCausalLM": "model.", f"{name}Model": ""},
         fields={**_FIELDS, **fields},
-        defaults={**_SIZES, "num_key_value_heads": kv_heads},
+        defaults={**defaults, "num_key_value_heads": kv_heads},
         read=_read,
+        clients=clients,
     )
 
 
 LATENT: Final = {
     "deepseek_v2": _family("DeepseekV2", None, attention_dropout=real(0, 1), mlp_bias=YES_OR_NO),
     "deepseek_v3": _family("DeepseekV3", 128, rope_interleave=YES_OR_NO),
+    "deepseek_v32": _family(
+        "DeepseekV32",
+        128,
+        {**_SIZES, "index_head_dim": 128, "index_topk": 2048},
+        # transformers attends the chosen keys itself, and the full reader says so.
+        clients=(Client.ENGINE,),
+        index_head_dim=whole(2, 1 << 12),
+        index_n_heads=HEADS,
+        index_topk=whole(1, 1 << 16),
+        mlp_bias=YES_OR_NO,
+        n_group=HEADS,
+        num_key_value_heads=HEADS,
+        q_lora_rank=SIZE,
+        topk_group=HEADS,
+    ),
+    "glm4_moe_lite": _family(
+        "Glm4MoeLite",
+        20,
+        {**_SIZES, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256},
+        n_group=HEADS,
+        num_key_value_heads=HEADS,
+        partial_rotary_factor=one_of(1.0),
+        rope_interleave=YES_OR_NO,
+        topk_group=HEADS,
+    ),
 }
 """Model types with latent attention, by name."""

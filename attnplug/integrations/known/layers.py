@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from attnplug.core.mla import MLADims
+from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.integrations.known.fields import Check
 from attnplug.integrations.model_spec import Client
@@ -35,12 +36,13 @@ class Attention:
     has_sinks: bool = False
     has_alibi: bool = False
     mla: MLADims | None = None
+    sparse: SparseSpec | None = None
     is_paged: bool = True
 
     def spec(self, path: str, ranks: int, dtype: str, kv_cache_dtype: str, client: Client) -> LayerSpec:
         """The spec of one rank. ModelConfigError if the ranks do not divide the heads."""
         paged = self.is_paged and client is Client.ENGINE
-        fields = ("attn_type", "window", "chunk_size", "logits_soft_cap", "has_sinks", "has_alibi")
+        fields = ("attn_type", "window", "chunk_size", "logits_soft_cap", "has_sinks", "has_alibi", "sparse")
         sizes: dict[str, Any] = {"head_size": self.head_size}
         kv_heads, scale = self.num_kv_heads, self.scale
         if client is Client.TRANSFORMERS:
