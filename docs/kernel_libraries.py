@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from attnplug.backends.libraries import LIBRARY_RULES, LibraryRule
+from attnplug.backends.unbound_libraries import UNBOUND_LIBRARIES, UnboundLibrary
 
 PAGE = Path(__file__).parent / "reference" / "kernel-libraries.md"
 
@@ -14,6 +15,16 @@ This page lists the features that each version of a kernel library supports on N
 libraries are installed on your machine, and which are broken. Generations of FlashAttention share a package folder. So
 attnplug counts a library as installed only if its own distribution installed the file that Python would import. This page is
 written by `docs/kernel_libraries.py` from `attnplug/backends/libraries.py`, which the backends read too.
+"""
+
+UNBOUND = """
+## Not called
+
+These kernels decode latent attention (MLA), and no backend of attnplug calls them. `attnplug doctor` names those that are
+installed. [Ship an MLA backend](../guides/ship-an-mla-backend.md) shows how a plugin calls one.
+
+| library | found in | compute capability | what it does | why not | instead |
+|---|---|---|---|---|---|
 """
 
 
@@ -43,10 +54,14 @@ def page() -> str:
     for rule in refused:
         cells = (rule.library, f"`{rule.versions}`", _words(rule), rule.what, f"`{rule.remedy}`")
         parts.append(_row(cells))
+    parts.append(UNBOUND)
+    for each in UNBOUND_LIBRARIES:
+        told = each.library, each.found_in, _words(each), each.what, each.why, f"`{each.instead}`"
+        parts.append(_row(told))
     return "".join(parts)
 
 
-def _words(rule: LibraryRule) -> str:
+def _words(rule: LibraryRule | UnboundLibrary) -> str:
     return " and ".join(f"`{part}`" for part in rule.capabilities.split(","))
 
 

@@ -13,7 +13,7 @@ import typer
 
 from attnplug.backends.libraries import LIBRARY_RULES
 from attnplug.cli.arguments import MOST_SECONDS, AsJson
-from attnplug.cli.kernel_libraries import LibraryState, library_states
+from attnplug.cli.kernel_libraries import LibraryState, library_states, unbound_states
 from attnplug.cli.output import console, print_json, verdict
 from attnplug.cli.probe_run import Probe, run_probe
 from attnplug.core.device import Device
@@ -60,6 +60,7 @@ def doctor(
     findings += refuted_findings(device, wanted)
     names = dict.fromkeys(rule.backend for rule in LIBRARY_RULES)
     libraries = library_states(device, [name for name in names if _is_wanted(name, wanted)])
+    libraries += [] if wanted else unbound_states()
     if as_json:
         report = {
             "environment": _environment(),

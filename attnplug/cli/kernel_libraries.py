@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from attnplug.backends.libraries import LIBRARY_RULES, LibraryRule, rules_of
 from attnplug.backends.library_imports import problem_of
+from attnplug.backends.unbound_libraries import UNBOUND_LIBRARIES
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
@@ -21,7 +22,7 @@ class LibraryState:
     Args:
         library: its usual name.
         version: the installed version, if any.
-        backend: the backend that calls it.
+        backend: the backend that calls it; empty if none does.
         state: "ok", "missing", "refused" (this version, or this GPU) or "broken".
         detail: its use, or the problem.
         compiles: the kernels that an "ok" library compiles at first use.
@@ -44,6 +45,22 @@ def library_states(device: Device | None, backends: Collection[str] | None = Non
     """
     names = dict.fromkeys(rule.backend for rule in LIBRARY_RULES)
     return [_state(name, device) for name in names if backends is None or name in backends]
+
+
+def unbound_states() -> list[LibraryState]:
+    """The installed libraries that no backend calls, such as FlashMLA. Imports none of them."""
+    found = []
+    for each in UNBOUND_LIBRARIES:
+        if each.distribution is None:
+            continue
+        try:
+            version = importlib.metadata.version(each.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        detail = f"not called: {each.why}"
+        remedy = f"{each.instead} serves such layers"
+        found.append(LibraryState(each.library, version, "", "refused", detail, remedy=remedy))
+    return found
 
 
 def used_by_phase(device: Device, states: Sequence[LibraryState]) -> dict[str, str | None]:

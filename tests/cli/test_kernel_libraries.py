@@ -8,12 +8,16 @@ import subprocess
 import sys
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
+from attnplug import explain
 from attnplug.backends.libraries import LIBRARY_RULES
-from attnplug.cli.kernel_libraries import library_states, used_by_phase
-from attnplug.core import Device
+from attnplug.backends.unbound_libraries import UNBOUND_LIBRARIES
+from attnplug.cli.kernel_libraries import library_states, unbound_states, used_by_phase
+from attnplug.core import Device, LayerSpec, MLADims
 from attnplug.registry.installed import installed_version
 
+MLA = MLADims(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 H200 = Device("cuda", (9, 0), "NVIDIA H200")
 
 
@@ -111,6 +115,28 @@ def test_the_newest_generation_installed_serves(install):
     assert used_by_phase(H200, library_states(H200))["prefill"] == "FLASH_ATTN_4"
 
 
+def test_an_installed_kernel_that_no_backend_calls_is_named_with_the_reason(install):
+    assert unbound_states() == []
+    install("flash-mla", "1.0.0", "flash_mla/__init__.py")
+    (state,) = unbound_states()
+    assert (state.library, state.version, state.state) == ("FlashMLA", "1.0.0", "refused")
+    assert state.detail.startswith("not called: it has no release on a package index")
+    assert state.remedy == "TRITON serves such layers"
+
+
+def test_each_kernel_that_no_backend_calls_has_a_reason_and_a_gpu_for_it():
+    served = {rule.distribution for rule in LIBRARY_RULES if rule.serves}
+    for each in UNBOUND_LIBRARIES:
+        assert each.distribution not in served, each
+        capabilities = [(major, 0) for major in range(8, 13)]
+        assert any(SpecifierSet(each.capabilities).contains(f"{a}.{b}") for a, b in capabilities)
+        assert each.why
+        assert not each.what.endswith(".")
+        layer = LayerSpec(num_heads=16, num_kv_heads=1, head_size=576, mla=MLA)
+        accepted = explain(layer, H200, "decode", assume_installed="all").candidates
+        assert each.instead in [candidate.name for candidate in accepted if candidate.accepted]
+
+
 @pytest.mark.slow
 def test_doctor_reports_the_libraries_of_the_backends_asked_for(run):
     report = run("doctor", "--json", "FLASH_ATTN").json
@@ -125,8 +151,6 @@ def test_doctor_reports_the_libraries_of_the_backends_asked_for(run):
 
 
 def test_every_rule_can_be_met_and_refusals_have_a_remedy():
-    from packaging.specifiers import SpecifierSet
-
     for rule in LIBRARY_RULES:
         SpecifierSet(rule.versions), SpecifierSet(rule.capabilities)
         assert rule.serves or rule.remedy, rule
