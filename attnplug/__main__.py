@@ -1,5 +1,5 @@
 """`python -m attnplug`."""
 
-from attnplug.cli.app import main
+from attnplug.cli import main
 
 main()

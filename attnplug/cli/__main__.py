@@ -1,5 +1,5 @@
 """`python -m attnplug.cli`."""
 
-from attnplug.cli.app import main
+from attnplug.cli import main
 
 main()

@@ -13,10 +13,11 @@ import typer
 from attnplug.cli.conformance import conformance
 from attnplug.cli.doctor import doctor
 from attnplug.cli.explain import explain
+from attnplug.cli.json_option import USAGE_ERROR, print_json_error, with_json
 from attnplug.cli.list import list_backends, show
 from attnplug.cli.matrix import matrix_app
 from attnplug.cli.new_backend import new_backend
-from attnplug.cli.output import error
+from attnplug.cli.output import CommandError, error
 from attnplug.cli.own_output import apart_from_plugins, is_own_process, reserve_standard_output
 from attnplug.cli.own_process import can_watch, run_watched
 from attnplug.cli.select import select
@@ -24,14 +25,15 @@ from attnplug.core.errors import (
     AttnplugError,
     LayoutError,
     MatrixFileError,
+    ModelConfigError,
     NoBackendError,
     PolicyError,
     SpecError,
 )
 
-NO_BACKEND = 3
-BAD_USAGE = 2
-FAILED = 1
+FAILED, BAD_USAGE, NO_BACKEND = 1, 2, 3
+INTERRUPTED = 130
+"""128 plus SIGINT, the code that shells give to an interrupted program."""
 _HELP = "Choose attention backends for the layers of a model, and explain each choice."
 
 app = typer.Typer(
@@ -90,20 +92,34 @@ def _with_own_output() -> None:
         sys.stdout = sys.__stdout__
 
 
+def exit_code(problem: Exception) -> int:
+    """The exit code of an error."""
+    if isinstance(problem, CommandError):
+        return problem.exit_code
+    if isinstance(problem, NoBackendError):
+        return NO_BACKEND
+    is_usage = isinstance(problem, (LayoutError, MatrixFileError, ModelConfigError, PolicyError, SpecError))
+    return BAD_USAGE if is_usage or not isinstance(problem, AttnplugError) else FAILED
+
+
 def _program() -> None:
     """Run a command; each AttnplugError becomes one message and an exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A name that the terminal's encoding lacks must not end a listing.
             stream.reconfigure(errors="backslashreplace")
+    arguments, to_stdout = with_json(sys.argv[1:])
     try:
-        app()
-    except NoBackendError as problem:
-        sys.exit(error(problem, NO_BACKEND))
-    except (LayoutError, MatrixFileError, PolicyError, SpecError) as problem:
-        sys.exit(error(problem, BAD_USAGE))
-    except AttnplugError as problem:
-        sys.exit(error(problem, FAILED))
+        # With JSON, errors of usage are printed below too.
+        ended = app(arguments, prog_name="attnplug", standalone_mode=not to_stdout)
+        sys.exit(ended if isinstance(ended, int) else 0)
+    except (AttnplugError, USAGE_ERROR) as problem:
+        code = exit_code(problem)
+        if to_stdout:
+            print_json_error(problem, code, arguments)
+        sys.exit(error(problem, code))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # The reader of the output has exited, such as in `attnplug list | head`.
         sys.stderr.close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
 import typer
 
+from attnplug.core.dtypes import KV_CACHE_DTYPES, kv_cache_dtype_name
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import Phase
 from attnplug.registry.installed import AssumeInstalled
@@ -28,10 +30,33 @@ BackendRules: TypeAlias = Annotated[
 PhaseChoice: TypeAlias = Annotated[
     Phase | None, typer.Option("--phase", help="Choose for one phase; by default a backend must serve both.")
 ]
+
+
+def _known_kv_cache_dtype(text: str) -> str:
+    """`text`; PolicyError if no engine and no loaded backend has such a dtype."""
+    if kv_cache_dtype_name(text, "--kv-cache-dtype") in KV_CACHE_DTYPES:
+        return text
+    from attnplug.registry.default import get_registry
+    from attnplug.registry.plugin_calls import guarded_call
+
+    known = dict.fromkeys(KV_CACHE_DTYPES)
+    for offer in get_registry().plugins.offers:
+        declared, _ = guarded_call(lambda: [str(each) for each in offer.backend.supported_kv_cache_dtypes])  # noqa: B023
+        known |= dict.fromkeys(declared or ())
+    if kv_cache_dtype_name(text) in known:
+        return text
+    near = difflib.get_close_matches(text, known, 2)
+    remedy = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
+    raise PolicyError("--kv-cache-dtype", text, "is an unknown dtype", remedy)
+
+
 KVCacheDtype: TypeAlias = Annotated[
     str,
     typer.Option(
-        "--kv-cache-dtype", metavar="DTYPE", help="Cache storage: auto, fp8, fp8_e4m3, fp8_e5m2, ..."
+        "--kv-cache-dtype",
+        metavar="DTYPE",
+        help="Cache storage: auto, fp8, fp8_e4m3, fp8_e5m2, ...",
+        callback=_known_kv_cache_dtype,
     ),
 ]
 BlockSize: TypeAlias = Annotated[

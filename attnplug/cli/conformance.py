@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from attnplug.cli.arguments import CHECK_SECONDS, jobs_option, memory_option, timeout_option
-from attnplug.cli.output import echo, error
+from attnplug.cli.arguments import CHECK_SECONDS, AsJson, jobs_option, memory_option, timeout_option
+from attnplug.cli.output import STDOUT, CommandError, echo, print_json, put
 from attnplug.core.errors import PolicyError
 
 _MODULES = {"pytest": "pytest", "xdist": "pytest-xdist", "pytest_timeout": "pytest-timeout"}
@@ -51,7 +54,10 @@ def conformance(
     show_ids: Annotated[
         bool, typer.Option("--list", help="Print the ids of the checks and run none.")
     ] = False,
-    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML too.")] = None,
+    junit: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write JUnit XML too; - is standard output.")
+    ] = None,
+    as_json: AsJson = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show each check, and failures in full.")
     ] = False,
@@ -72,22 +78,31 @@ def conformance(
         raise PolicyError("--level", level, "must be smoke or full")
     part = None if shard is None else Shard.parse(shard)
     memory_bytes = None if memory is None else parse_memory(memory)
-    if junit is not None and (not junit.parent.is_dir() or (junit.exists() and not junit.is_file())):
+    if junit == STDOUT and as_json:
+        raise PolicyError("--junit", "-", "is standard output, which has the JSON", "name a file")
+    if (
+        junit is not None
+        and junit != STDOUT
+        and (not junit.parent.is_dir() or (junit.exists() and not junit.is_file()))
+    ):
         why = "is a folder" if junit.is_dir() else "is not a regular file"
         why = why if junit.exists() else "is in no folder that exists"
         raise PolicyError("--junit", str(junit), why)
     known = None if known_failures is None else str(known_failures)
     request = SuiteRequest(backend, device, level, known, only=only or ("*",))
-    report = Report(verbose)
+    report = Report(verbose, err=as_json or junit == STDOUT)
     try:
         with report.waiting(f"listing the checks of {backend}"):
             listing = list_checks(request, _LISTING_SECONDS, meanwhile=_import_pytest)
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
     if isinstance(listing, ListingFailure):
-        raise typer.Exit(error(listing.text, _USAGE if listing.usage else _FAILED))
+        raise CommandError(listing.text, _USAGE if listing.usage else _FAILED)
     ids = matching(listing.ids, only, "--only") if only else list(listing.ids)
     ids = ids if part is None else part.of(ids)
+    if show_ids and as_json:
+        print_json({"backend": listing.name, "checks": ids}, "attnplug.checks")
+        return
     if show_ids:
         echo("\n".join(ids))
         return
@@ -106,12 +121,28 @@ def conformance(
         if rest or junit is not None:
             with report.bar():
                 before = list(earlier.values())
-                problem = run_checks(listing, rest, limits, report, earlier=before, junit=junit)
+                with _as_file(junit) as file:
+                    problem = run_checks(listing, rest, limits, report, earlier=before, junit=file)
     except KeyboardInterrupt:
         report.interrupted()
         raise typer.Exit(_INTERRUPTED) from None
     report.end(rest, problem)
+    if as_json:
+        print_json(report.to_dict(listing, problem), "attnplug.conformance")
     raise typer.Exit(_FAILED if report.failed or problem else 0)
+
+
+@contextlib.contextmanager
+def _as_file(path: Path | None) -> Iterator[Path | None]:
+    """A file to write; one for standard output is printed at the end."""
+    if path != STDOUT:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="attnplug-junit-") as folder:
+        file = Path(folder, "junit.xml")
+        yield file
+        if file.exists():
+            put(STDOUT, file.read_text(encoding="utf-8"))
 
 
 def _import_pytest() -> None:
@@ -126,4 +157,4 @@ def require_the_extra(what: str = "conformance") -> None:
     missing = [dist for module, dist in _MODULES.items() if importlib.util.find_spec(module) is None]
     if missing:
         text = f"{what} needs {', '.join(missing)}: pip install 'attnplug[testing]'"
-        raise typer.Exit(error(text, _USAGE))
+        raise CommandError(text, _USAGE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnplug.cli.arguments import CHECK_SECONDS
 from attnplug.cli.run_report import RunReport, counted
@@ -33,13 +33,40 @@ _MARKS = {
 class Report(RunReport):
     """Prints a run of the conformance kit; with `verbose`, failures in full."""
 
-    def __init__(self, verbose: bool) -> None:
-        super().__init__(verbose)
+    def __init__(self, verbose: bool, *, err: bool = False) -> None:
+        super().__init__(verbose, err=err)
         self._results: dict[str, Result] = {}
         self._tenths_printed = 0
         self._saved: SavedResults | None = None
         self._listing: Listing | None = None
         self._limits: dict[str, str | None] = {}
+
+    @property
+    def results(self) -> list[Result]:
+        """The results so far, by id."""
+        return sorted(self._results.values(), key=lambda each: each.id)
+
+    def to_dict(self, listing: Listing, problem: str | None) -> dict[str, Any]:
+        """The run as a JSON object; `problem` is why it stopped, if it did."""
+        counts = Counter(each.outcome for each in self.results)
+        return {
+            "backend": listing.name,
+            "device": listing.device,
+            "device_name": listing.device_name,
+            "level": listing.request.level,
+            "versions": dict(listing.versions),
+            "counts": {str(each): counts[each] for each in Outcome},
+            "checks": [
+                {
+                    "id": each.id,
+                    "outcome": str(each.outcome),
+                    "seconds": round(each.seconds, 3),
+                    "cause": each.cause,
+                }
+                for each in self.results
+            ],
+            "problem": problem,
+        }
 
     @property
     def failed(self) -> list[Result]:
@@ -58,7 +85,7 @@ class Report(RunReport):
         self._listing, self._results = listing, dict(earlier)
         self._limits = {} if limits.timeout == CHECK_SECONDS else {"--timeout": f"{limits.timeout:g}"}
         self._verdicts = {check: result.outcome for check, result in earlier.items()}
-        self._total = len(ids) + len(earlier)
+        self._total, self._kept = len(ids) + len(earlier), len(earlier)
         checks = counted(self._total, "check")
         # With `only`, the listing need not have all checks.
         if self._total < len(listing.ids) and listing.request.only == ("*",):
@@ -145,7 +172,7 @@ class Report(RunReport):
         tenth = len(self._results) * 10 // max(self._total, 1)
         if not self._live and not self._verbose and tenth > self._tenths_printed and self._total >= 20:
             self._tenths_printed = tenth
-            self.say(f"{len(self._results)} of {self._total}: {self._counts()}")
+            self.say(f"{len(self._results)} of {self._total}: {self._counts()}{self._time_left()}")
 
     def _sum(self) -> str:
         counts = Counter(self._verdicts.values())

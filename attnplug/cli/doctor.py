@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import platform
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from attnplug.backends.libraries import LIBRARY_RULES
 from attnplug.cli.arguments import MOST_SECONDS, AsJson
 from attnplug.cli.kernel_libraries import LibraryState, library_states, unbound_states
 from attnplug.cli.output import console, print_json, verdict
-from attnplug.cli.probe_run import Probe, run_probe
+from attnplug.cli.probe_run import Probe, end_probes, run_probe
 from attnplug.core.device import Device
 from attnplug.core.errors import SpecError, UnknownBackendError
 from attnplug.core.whole_words import WordTable
@@ -69,7 +70,7 @@ def doctor(
             "libraries": [dataclasses.asdict(state) for state in libraries],
             "used": used,
         }
-        print_json(report)
+        print_json(report, "attnplug.doctor")
     else:
         out = console()
         out.print(", ".join(f"{name} {found}" for name, found in _environment().items()) + "\n")
@@ -149,7 +150,7 @@ def _import_findings(wanted: Sequence[str], timeout: float) -> list[Finding]:
         elif not wanted:
             findings.append(Finding(found.record.name, "blocked", f"left out by {variable}, not run"))
     # Two at a time: each child imports torch, which uses much memory on a small machine.
-    with ThreadPoolExecutor(2) as pool:
+    with _probing() as pool:
         probes = list(pool.map(lambda plugin: run_probe(plugin, None, timeout), plugins))
         pairs: list[tuple[str, str]] = []
         for plugin, probe in zip(plugins, probes, strict=True):
@@ -170,6 +171,18 @@ def _import_findings(wanted: Sequence[str], timeout: float) -> list[Finding]:
         for (plugin, name), probe in zip(pairs, done, strict=True):
             findings.append(_backend_finding(f"{name} ({plugin})", probe))
     return findings
+
+
+@contextlib.contextmanager
+def _probing() -> Iterator[ThreadPoolExecutor]:
+    """Threads for the probes; an interrupt ends the children, and starts no others."""
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            yield pool
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            end_probes()
+            raise
 
 
 def _plugin_finding(plugin: str, probe: Probe) -> Finding | None:

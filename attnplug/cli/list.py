@@ -36,7 +36,9 @@ def list_backends(
     registry = get_registry()
     rows = _backend_rows()
     if as_json:
-        print_json({"backends": rows, "plugins": [record.to_dict() for record in registry.records]})
+        print_json(
+            {"backends": rows, "plugins": [record.to_dict() for record in registry.records]}, "attnplug.list"
+        )
         return
     out = console()
     columns = ("backend", "priority", "from", "devices", "needs")
@@ -116,7 +118,7 @@ def _list_entry_points(as_json: bool) -> None:
             }
         )
     if as_json:
-        print_json({"plugins": rows})
+        print_json({"plugins": rows}, "attnplug.plugins")
         return
     shown = WordTable(("plugin", "version", "module", "would load"), fixed=("plugin",))
     for row in rows:
@@ -136,7 +138,7 @@ def show(
     offers = get_registry().plugins.resolve(Rule(backend, "default", "*", "BACKEND"))
     facts = [_facts(offer) for offer in offers]
     if as_json:
-        print_json(facts[0] if len(facts) == 1 else facts)
+        print_json(facts[0] if len(facts) == 1 else {"backends": facts}, "attnplug.show")
         return
     out = console()
     for fact in facts:

@@ -71,10 +71,15 @@ def matrix(
     jobs: Annotated[int | None, jobs_option(_RUN)] = None,
     memory: Annotated[str | None, memory_option(_RUN)] = None,
     json_file: Annotated[
-        Path | None, _out("--json", metavar="FILE", help="Write JSON, to merge and diff.")
+        Path | None,
+        _out("--json", metavar="FILE", help="Write JSON, to merge and diff; - is standard output."),
     ] = None,
-    html: Annotated[Path | None, _out(metavar="FILE", help="Write a page that needs no network.")] = None,
-    markdown: Annotated[Path | None, _out(metavar="FILE", help="Write Markdown.")] = None,
+    html: Annotated[
+        Path | None, _out(metavar="FILE", help="Write a page that needs no network; - is standard output.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, _out(metavar="FILE", help="Write Markdown; - is standard output.")
+    ] = None,
     commit: Annotated[
         str | None, _out(metavar="SHA", help="Commit of the results \\[default: that of attnplug's checkout]")
     ] = None,
@@ -99,7 +104,8 @@ def matrix(
                 raise PolicyError(name, value, "says how cells are run", "add --verify")
         found = Matrix(tuple(declared))
         outputs.write(found)
-        show(found)
+        if not outputs.to_stdout:
+            show(found)
         for note in notes:
             echo(f"attnplug: {note}", err=True)
         return

@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from attnplug.cli.output import console, echo
+from attnplug.cli.output import STDOUT, console, echo, put
 from attnplug.core.errors import PolicyError
 from attnplug.matrix import merging
 from attnplug.matrix.changes import changes
 from attnplug.matrix.model import Matrix, Status
-from attnplug.matrix.results import read_matrix, write_file, write_matrix
+from attnplug.matrix.results import matrix_text, read_matrix
 
 _LOST = _REFUTED = 4
 _SHOWN = 200
@@ -36,6 +36,11 @@ class Outputs:
         for name, path in options.items():
             if path is None:
                 continue
+            other = names.setdefault(path if path == STDOUT else path.resolve(), name)
+            if other != name:
+                raise PolicyError(name, str(path), f"is the file of {other} too", "name two files")
+            if path == STDOUT:
+                continue
             if path.is_dir():
                 raise PolicyError(name, str(path), "is a folder", "name a file in it")
             if path.exists() and not path.is_file():
@@ -45,26 +50,29 @@ class Outputs:
             except OSError as problem:
                 why = f"is in a folder that cannot be made: {problem.strerror or problem}"
                 raise PolicyError(name, str(path), why) from None
-            other = names.setdefault(path.resolve(), name)
-            if other != name:
-                raise PolicyError(name, str(path), f"is the file of {other} too", "name two files")
 
-    def write_json(self, matrix: Matrix) -> None:
-        """Write the data."""
-        if self.json is not None:
-            write_matrix(matrix, self.json)
+    @property
+    def to_stdout(self) -> bool:
+        """Whether one of them is standard output, which then has nothing else."""
+        return STDOUT in (self.json, self.html, self.markdown)
+
+    def save_json(self, matrix: Matrix) -> None:
+        """Write the data to its file, if it has one, while a run goes on."""
+        if self.json is not None and self.json != STDOUT:
+            put(self.json, matrix_text(matrix))
 
     def write(self, matrix: Matrix) -> None:
         """Write all files; MatrixFileError names one that cannot be written."""
-        self.write_json(matrix)
+        if self.json is not None:
+            put(self.json, matrix_text(matrix))
         if self.html is not None:
             from attnplug.matrix.html import render_html
 
-            write_file(self.html, render_html(matrix))
+            put(self.html, render_html(matrix))
         if self.markdown is not None:
             from attnplug.matrix.markdown import render_markdown
 
-            write_file(self.markdown, render_markdown(matrix))
+            put(self.markdown, render_markdown(matrix))
 
 
 def show(matrix: Matrix) -> None:
@@ -77,12 +85,16 @@ def show(matrix: Matrix) -> None:
 def merge(
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Written by attnplug matrix --json.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the joined JSON.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write the joined JSON; - is standard output."),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page that needs no network.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a page that needs no network; - is standard output."),
     ] = None,
-    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write Markdown.")] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write Markdown; - is standard output.")
+    ] = None,
     by_file: Annotated[
         bool,
         typer.Option(

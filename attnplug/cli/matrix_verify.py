@@ -54,7 +54,7 @@ def run_cells(
         return Matrix(tuple(each.outcome() for each in pending))
 
     # The report writes the results regularly, because only files survive SIGKILL.
-    report = MatrixReport(verbose, lambda: outputs.write_json(found()))
+    report = MatrixReport(verbose, lambda: outputs.save_json(found()), err=outputs.to_stdout)
     cannot: list[str] = []
     interrupted = False
     try:
@@ -66,7 +66,8 @@ def run_cells(
     matrix = found()
     outputs.write(matrix)
     report.say("")
-    show(matrix)
+    if not outputs.to_stdout:
+        show(matrix)
     if interrupted:
         report.say("interrupted; the same command with --resume goes on from here")
     refuted = sum(each.status is Status.REFUTED for run in matrix.runs for each in run.findings)
@@ -81,10 +82,11 @@ class MatrixReport(RunReport):
     Args:
         verbose: print every cell.
         save: writes the results so far; called every 30 seconds.
+        err: print to standard error.
     """
 
-    def __init__(self, verbose: bool, save: Callable[[], None]) -> None:
-        super().__init__(verbose)
+    def __init__(self, verbose: bool, save: Callable[[], None], *, err: bool = False) -> None:
+        super().__init__(verbose, err=err)
         self._save = save
         self._status_of: Callable[[Result], Status] = lambda result: Status.NOT_RUN
         self._told = self._saved = self._start
@@ -95,7 +97,7 @@ class MatrixReport(RunReport):
         self._status_of = verification.status_of
         self._verdicts = {each: self._status_of(result) for each, result in verification.results.items()}
         self._under_way = {}
-        self._total = len(verification.ids)
+        self._total, self._kept = len(verification.ids), len(self._verdicts)
         self._start = self._told = time.monotonic()
         parts = [counted(self._total, "cell"), counted(limits.jobs, "worker")]
         parts += [counted(verification.compile_keys, "compile key")] if verification.compile_keys else []
@@ -137,7 +139,7 @@ class MatrixReport(RunReport):
         super()._tell_how_far()
         if not self._live and time.monotonic() - self._told > _SECONDS:
             self._told = time.monotonic()
-            self.say(f"  {len(self._verdicts)} of {self._total}: {self._counts()}")
+            self.say(f"  {len(self._verdicts)} of {self._total}: {self._counts()}{self._time_left()}")
 
 
 def _run_one(pair: Pair, verification: Verification, options: RunOptions, report: MatrixReport) -> str | None:

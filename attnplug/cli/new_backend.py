@@ -81,7 +81,8 @@ def new_backend(
     target = path / names.distribution
     written = _write(target, names)
     if as_json:
-        print_json({**dataclasses.asdict(names), "path": str(target), "files": written})
+        report = {**dataclasses.asdict(names), "path": str(target), "files": written}
+        print_json(report, "attnplug.new-backend")
         return
     # pip would take `attnplug-acme` without ./ for a distribution of that name.
     source = str(target) if target.is_absolute() else f"./{target}"

@@ -5,26 +5,34 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import typer
 from rich.console import Console
 
 from attnplug.cli.own_output import own_stream
+from attnplug.core.errors import AttnplugError
 from attnplug.core.features import Feature
 from attnplug.core.safe_console import SafeConsole
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.core.text import safe_text
 from attnplug.core.whole_words import verdict as verdict
 
+VERSION = 1
+"""The version of every schema of the commands' JSON; docs/reference/json.md describes them."""
 
-def console() -> Console:
-    """Standard output, with colours on a terminal or with FORCE_COLOR; NO_COLOR takes them and bold away."""
-    colours = None if os.environ.get("NO_COLOR") else "auto"
-    return SafeConsole(
-        file=own_stream(), color_system=colours, highlight=False, markup=False, soft_wrap=False
-    )
+
+def console(*, err: bool = False) -> Console:
+    """Standard output, or standard error with `err`.
+
+    It has colours on a terminal or with FORCE_COLOR; NO_COLOR takes them and bold away.
+    """
+    colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
+    file = sys.stderr if err else own_stream()
+    return SafeConsole(file=file, color_system=colours, highlight=False, markup=False, soft_wrap=False)
 
 
 def echo(text: str, *, err: bool = False) -> None:
@@ -32,10 +40,39 @@ def echo(text: str, *, err: bool = False) -> None:
     typer.echo(safe_text(text), None if err else own_stream(), err=err)
 
 
-def print_json(data: Any) -> None:
-    """Print `data` as JSON."""
+def print_json(data: Mapping[str, Any], schema: str | None = None) -> None:
+    """Print a JSON document of a schema, such as "attnplug.list"; `data` may name its own."""
+    about = {} if schema is None else {"schema": schema, "version": VERSION}
     # json writes every character beyond ASCII as an escape.
-    typer.echo(json.dumps(data, indent=2), own_stream())
+    typer.echo(json.dumps({**about, **data}, indent=2), own_stream())
+
+
+STDOUT = Path("-")
+"""The name of a file that means standard output."""
+
+
+def put(path: Path, text: str) -> None:
+    """Write `text` to a file whole or not at all, or to standard output if `path` is "-".
+
+    Raises:
+        MatrixFileError: the file cannot be written; an older one is unchanged.
+    """
+    if path != STDOUT:
+        from attnplug.matrix.results import write_file
+
+        write_file(path, text)
+        return
+    # An error that a plugin quotes may not be safe on a terminal; a program gets what a file would have.
+    shown = safe_text(text) if own_stream().isatty() else text
+    typer.echo(shown, own_stream(), nl=not text.endswith("\n"))
+
+
+class CommandError(AttnplugError):
+    """A failure of a command, with its exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        self.exit_code = exit_code
+        super().__init__(message)
 
 
 def error(problem: object, code: int) -> int:

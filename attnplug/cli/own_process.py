@@ -14,7 +14,7 @@ from typing import NoReturn
 from attnplug.cli.output import error
 from attnplug.registry.plugin_calls import watch_plugins
 
-_FAILED = 1
+_FAILED, _INTERRUPTED = 1, 130
 _SIZE = 1024
 _ENDED = b"\n"
 """Marks the code of an orderly end; no name of a plugin has this character."""
@@ -38,9 +38,8 @@ def run_watched(program: Callable[[], None]) -> NoReturn:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED | {signal.SIGCHLD})
     child = os.fork()
     if child == 0:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         _end_with(parent)
-        _run(program, report)
+        _run(program, report, before)
     _leave(_wait(child), report[:].rstrip(b"\x00"))
 
 
@@ -57,19 +56,25 @@ def _end_with(parent: int) -> None:
         os._exit(_FAILED)
 
 
-def _run(program: Callable[[], None], report: mmap.mmap) -> NoReturn:
+def _run(program: Callable[[], None], report: mmap.mmap, signals: set[int]) -> NoReturn:
     def note(text: bytes) -> None:
         report[:] = text[:_SIZE].ljust(_SIZE, b"\x00")
 
     watch_plugins(lambda text: note(text.encode(errors="replace")))
     code: object = _FAILED
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         program()
         code = 0
     except SystemExit as ended:
         code = ended.code
         raise
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
+        sys.exit(_INTERRUPTED)
     finally:
+        # An interrupt while the interpreter ends would only print a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         number = code if isinstance(code, int) else _FAILED if code else 0
         note(_ENDED + str(number).encode())
     sys.exit(0)

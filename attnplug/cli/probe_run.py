@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -34,6 +35,16 @@ _LAST: dict[int, frozenset[str]] = {
 _MOST_BYTES = 1 << 20
 
 
+_running: set[subprocess.Popen[bytes]] = set()
+
+
+def end_probes() -> None:
+    """Kill the children of all threads, after an interrupt."""
+    for child in list(_running):
+        if child.returncode is None:
+            _kill(child)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Probe:
     """The facts that one child reported, and its failure if there was one."""
@@ -60,11 +71,15 @@ def run_probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
                 # A group of its own, so that `_kill` reaches the children of the child too.
                 start_new_session=True,
             )
+            _running.add(child)
             try:
                 code: int | None = child.wait(timeout)
             except subprocess.TimeoutExpired:
                 code = None
-                _kill(child)
+            finally:
+                _running.discard(child)
+                if child.returncode is None:
+                    _kill(child)
         facts, damage = _read_report(report)
         lines = _tail(log).decode(errors="replace").strip().splitlines()
     # A plugin may end the process with code 0 in its import; the last step shows that.
@@ -120,7 +135,9 @@ def _tail(path: Path) -> bytes:
 def _kill(child: subprocess.Popen[bytes]) -> None:
     # The child leads a process group, so that its own children end with it. Windows has no killpg.
     if hasattr(os, "killpg"):
-        os.killpg(child.pid, signal.SIGKILL)
+        # The thread that waits for it may have seen its end meanwhile.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
     else:
         child.kill()
     child.wait()

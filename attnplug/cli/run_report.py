@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,18 +20,21 @@ CAUSE_LINES = 3
 
 
 class RunReport:
-    """Prints a run: with a progress bar on a terminal, in plain lines elsewhere.
+    """Prints a run: with a progress bar if standard error is a terminal, in plain lines elsewhere.
 
     Args:
         verbose: print every check or cell.
+        err: print to standard error, because standard output has JSON.
     """
 
-    def __init__(self, verbose: bool) -> None:
+    def __init__(self, verbose: bool, *, err: bool = False) -> None:
         self._verbose = verbose
-        self._out = console()
-        self._live = self._out.is_terminal
+        self._out = console(err=err)
+        self._progress = console(err=True)
+        # FORCE_COLOR makes rich see a terminal in a file, and a bar there is only noise.
+        self._live = sys.stderr.isatty() and not self._progress.is_dumb_terminal
         self._verdicts: dict[str, enum.StrEnum] = {}
-        self._total = 0
+        self._total = self._kept = 0
         self._under_way: dict[str, None] = {}
         self._bar: Progress | None = None
         self._task = TaskID(0)
@@ -39,7 +43,7 @@ class RunReport:
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Show `what` on a terminal while the user waits."""
-        with self._out.status(Text(what)) if self._live else contextlib.nullcontext():
+        with self._progress.status(Text(what)) if self._live else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
@@ -56,7 +60,9 @@ class RunReport:
         )
         counts = TextColumn("{task.fields[counts]}")
         columns = (BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), counts, current)
-        self._bar = Progress(*columns, console=self._out, transient=True, expand=True, redirect_stdout=False)
+        self._bar = Progress(
+            *columns, console=self._progress, transient=True, expand=True, redirect_stdout=False
+        )
         done, now = len(self._verdicts), self._counts()
         self._task = self._bar.add_task("", total=self._total, completed=done, counts=now, current="starting")
         try:
@@ -72,8 +78,13 @@ class RunReport:
 
     def say(self, text: str, style: str | None = None) -> None:
         """Print a line."""
+        # The bar is on the same terminal, and would be mixed with the line.
+        if self._bar is not None:
+            self._bar.stop()
         # soft_wrap leaves wrapping to the terminal, so that files keep whole lines.
         self._out.print(Text(text, style or ""), soft_wrap=True)
+        if self._bar is not None:
+            self._bar.start()
 
     def _say_verdict(
         self, verdict: str, width: int, check_id: str, seconds: float, style: str | None
@@ -85,16 +96,32 @@ class RunReport:
         """Move the bar, which names the check or cell that has been under way for longest."""
         if self._bar is not None:
             oldest, done = next(iter(self._under_way), ""), len(self._verdicts)
-            self._bar.update(self._task, completed=done, counts=self._counts(), current=oldest)
+            counts = self._counts() + self._time_left()
+            self._bar.update(self._task, completed=done, counts=counts, current=oldest)
 
     def _counts(self) -> str:
         return counts_in_words(Counter(self._verdicts.values()))
+
+    def _time_left(self) -> str:
+        """The time that the rest takes at the speed so far; empty before a result."""
+        done, rest = len(self._verdicts) - self._kept, self._total - len(self._verdicts)
+        if done <= 0 or rest <= 0:
+            return ""
+        return f", about {in_words((time.monotonic() - self._start) * rest / done)} left"
 
 
 def counts_in_words(counts: Mapping[enum.StrEnum, int]) -> str:
     """The counts in the order of the enumeration: "3 passed, 1 failed"."""
     kinds = type(next(iter(counts))) if counts else ()
     return ", ".join(f"{counts[each]} {each}" for each in kinds if counts.get(each))
+
+
+def in_words(seconds: float) -> str:
+    """A time that need not be exact: "50 s", "12 min", "2 h 5 min"."""
+    if seconds < 100:
+        return f"{max(round(seconds), 1)} s"
+    hours, minutes = divmod(max(round(seconds / 60), 1), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def counted(number: int, what: str) -> str:

@@ -117,7 +117,7 @@ def select(
             data |= {"by_phase": phased, "notes": list(notes)}
         if memory:
             data["budget"] = None if budget is None else budget.to_dict()
-        print_json(data)
+        print_json(data, "attnplug.select")
     else:
         title = f"{config} ({model.model_type}){' in transformers' if client is Client.TRANSFORMERS else ''}"
         _print(title, model, every, resolve_device(device), by_phase, notes, why)

@@ -9,6 +9,13 @@ from attnplug.core.errors import SpecError
 DTYPES: tuple[str, ...] = ("float16", "bfloat16", "float32")
 """Dtypes of queries, keys, values and outputs."""
 
+KV_CACHE_DTYPES: tuple[str, ...] = (
+    *("auto", *DTYPES),
+    *("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz", "fp8_inc", "fp8_ds_mla"),
+    *("int8", "uint8", "int4", "nvfp4", "mxfp8", "mxfp4"),
+)
+"""Storage dtypes of KV caches that engines have. A backend may declare others: the names are open."""
+
 _SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1, "int8": 1, "uint8": 1}
 _TORCH_FP8 = {"float8_e4m3fn": "fp8_e4m3"}
 

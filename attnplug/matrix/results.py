@@ -83,11 +83,16 @@ def run_to_dict(run: Run) -> dict[str, Any]:
     return {**about, "versions": dict(run.versions), "cells": cells}
 
 
-def write_matrix(matrix: Matrix, path: Path) -> None:
-    """Write the matrix as `write_file` does, a line for each cell: the file is small, and `git diff` readable."""
+def matrix_text(matrix: Matrix) -> str:
+    """The JSON of the matrix, a line for each cell: the file is small, and `git diff` readable."""
     runs = [_run_text(run_to_dict(run)) for run in matrix.runs]
     head = f'{{\n"schema": {_line(SCHEMA)},\n"version": {VERSION},\n"runs": ['
-    write_file(path, head + ("\n" + ",\n".join(runs) + "\n" if runs else "") + "]\n}\n")
+    return head + ("\n" + ",\n".join(runs) + "\n" if runs else "") + "]\n}\n"
+
+
+def write_matrix(matrix: Matrix, path: Path) -> None:
+    """Write `matrix_text` as `write_file` does."""
+    write_file(path, matrix_text(matrix))
 
 
 def write_file(path: Path, text: str) -> None:

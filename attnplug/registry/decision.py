@@ -14,6 +14,7 @@ from attnplug.core.errors import NoBackendError, PluginError
 from attnplug.core.json_reading import parse_json, reading, texts, typed
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
+from attnplug.core.text import shown
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.whole_words import WordTable
 
-SCHEMA = 1
+SCHEMA = "attnplug.decision"
+VERSION = 1
 _AS_IS: dict[str, tuple[type | None, ...]] = {
     "layer_name": (str, None),
     "backend": (str, None),
@@ -233,9 +235,10 @@ class Decision:
         return as_text(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON object with every field but the class, and the number of its schema."""
+        """A JSON object with every field but the class, and its schema and version."""
         return {
             "schema": SCHEMA,
+            "version": VERSION,
             **{name: getattr(self, name) for name in _AS_IS},
             **{name: list(getattr(self, name)) for name in _TUPLES},
             "options": None if self.options is None else dict(self.options),
@@ -257,7 +260,7 @@ class Decision:
             SpecError: another schema, or damaged data.
         """
         with reading("decision"):
-            check_schema(data)
+            check_schema(data, SCHEMA)
             data = {"allow_refuted": [], **data}  # older files do not have it
             fields: dict[str, Any] = {name: typed(data, name, *kinds) for name, kinds in _AS_IS.items()}
             fields |= {name: texts(data, name) for name in _TUPLES}
@@ -282,10 +285,13 @@ class Decision:
             return cls.from_dict(parse_json(text))
 
 
-def check_schema(data: Mapping[str, Any]) -> None:
-    """ValueError for data of another schema than this attnplug writes."""
-    if data.get("schema") != SCHEMA:
-        raise ValueError(f"schema={data.get('schema')!r}: this attnplug reads schema {SCHEMA}")
+def check_schema(data: Mapping[str, Any], schema: str) -> None:
+    """ValueError for data of another schema, or version of it, than this attnplug writes."""
+    found = data.get("schema"), data.get("version")
+    # Before its release, attnplug wrote the number alone.
+    if found not in ((schema, VERSION), (VERSION, None)):
+        text = f"schema={shown(found[0])}, version={shown(found[1])}"
+        raise ValueError(f"{text}: this attnplug reads {schema}, version {VERSION}")
 
 
 def as_text(renderable: RenderableType, width: int = 100) -> str:

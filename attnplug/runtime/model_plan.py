@@ -13,7 +13,7 @@ from attnplug.core.hyperparameters import PerLayerParameters, group_by_hyperpara
 from attnplug.core.json_reading import parse_json, reading, texts, typed
 from attnplug.core.kv_cache_spec import KVCacheConfig
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.decision import SCHEMA, Decision, as_text, check_schema
+from attnplug.registry.decision import VERSION, Decision, as_text, check_schema
 from attnplug.runtime.budget import MemoryBudget, bytes_per_block, fit_kv_cache, most_workspace_bytes
 from attnplug.runtime.grouping import group_kv_caches
 from attnplug.runtime.plan_pages import planned_caches
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from attnplug.core.whole_words import WordTable
     from attnplug.registry.registry import Registry
+
+SCHEMA = "attnplug.plan"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,6 +150,7 @@ class ModelPlan:
         """A JSON object. It leaves out groups and budget, which `from_dict` computes again."""
         return {
             "schema": SCHEMA,
+            "version": VERSION,
             "device": self.device.to_dict(),
             "decisions": {name: decision.to_dict() for name, decision in self.decisions.items()},
             "members": {
@@ -190,7 +193,7 @@ class ModelPlan:
             return dataclasses.replace(read, backend_cls=next(found, None))
 
         with reading("plan"):
-            check_schema(data)
+            check_schema(data, SCHEMA)
             by_phase, kv_sharing = typed(data, "by_phase", dict), typed(data, "kv_sharing", dict)
             if not all(type(value) is str for value in kv_sharing.values()):
                 raise TypeError("kv_sharing must map layer names to layer names")

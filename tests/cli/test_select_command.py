@@ -242,7 +242,7 @@ def test_a_file_that_is_no_configuration_is_one_sentence(run, tmp_path, content,
     if content is not None:
         path.write_text(content)
     outcome = run("select", path, "--device", "cpu")
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert outcome.err.count("\n") == 1
     assert said.lower() in outcome.err.lower()
     assert "Traceback" not in outcome.err
