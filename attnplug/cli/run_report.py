@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import os
 import sys
 import time
 from collections import Counter
@@ -32,7 +33,8 @@ class RunReport:
         self._out = console(err=err)
         self._progress = console(err=True)
         # FORCE_COLOR makes rich see a terminal in a file, and a bar there is only noise.
-        self._live = sys.stderr.isatty() and not self._progress.is_dumb_terminal
+        is_terminal = sys.stderr.isatty() or os.environ.get("TTY_COMPATIBLE") == "1"
+        self._live = is_terminal and not self._progress.is_dumb_terminal
         self._verdicts: dict[str, enum.StrEnum] = {}
         self._total = self._kept = 0
         self._under_way: dict[str, None] = {}

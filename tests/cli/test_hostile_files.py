@@ -103,7 +103,7 @@ def test_a_configuration_of_a_folder_may_be_a_fifo_too(tmp_path):
 def test_select_ends_with_a_message(run, tmp_path):
     fifo(tmp_path / "config.json")
     outcome = run("select", tmp_path)
-    assert (outcome.code, outcome.out) == (1, "")
+    assert (outcome.code, outcome.out) == (2, "")
     assert "it is a FIFO, not a regular file" in outcome.err
 
 
