@@ -98,7 +98,9 @@ def exit_code(problem: Exception) -> int:
         return problem.exit_code
     if isinstance(problem, NoBackendError):
         return NO_BACKEND
-    is_usage = isinstance(problem, (LayoutError, MatrixFileError, ModelConfigError, PolicyError, SpecError))
+    is_usage = isinstance(problem, (LayoutError, MatrixFileError, PolicyError, SpecError))
+    if isinstance(problem, ModelConfigError):
+        is_usage = problem.unreadable
     return BAD_USAGE if is_usage or not isinstance(problem, AttnplugError) else FAILED
 
 

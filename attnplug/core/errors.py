@@ -85,7 +85,14 @@ class UnknownBackendError(PolicyError, LookupError):
 
 
 class ModelConfigError(AttnplugError, ValueError):
-    """A model configuration that cannot be read, or whose attention no LayerSpec can express."""
+    """A model configuration that cannot be read, or whose attention no LayerSpec can express.
+
+    `unreadable` is true if its file is missing, or is no configuration.
+    """
+
+    def __init__(self, message: str = "", *, unreadable: bool = False) -> None:
+        self.unreadable = unreadable
+        super().__init__(message)
 
 
 class MatrixFileError(AttnplugError, ValueError):

@@ -134,8 +134,8 @@ def test_a_terminal_sees_a_bar(command, torch_checks, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     outcome = command(*first(torch_checks, 2))
     assert outcome.code == 0
-    assert "2/2" in outcome.out
-    assert "━" in outcome.out
+    assert "2/2" in outcome.err
+    assert "━" in outcome.err
 
 
 def test_only_what_did_not_pass_runs_again(command, torch_checks, no_workers):

@@ -360,8 +360,8 @@ def test_a_terminal_sees_a_bar(command, workers, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     outcome = command(*verifying())
     assert outcome.code == 0
-    assert f"{len(torch_cells())}/{len(torch_cells())}" in outcome.out
-    assert "━" in outcome.out
+    assert f"{len(torch_cells())}/{len(torch_cells())}" in outcome.err
+    assert "━" in outcome.err
 
 
 def test_results_are_written_while_cells_run(command, workers, monkeypatch):

@@ -135,7 +135,10 @@ def test_read_from_json_it_knows_the_name_only() -> None:
 @pytest.mark.parametrize("schema", [None, 0, 1, 2, "1", "attnplug.plan", []])
 def test_another_schema_is_refused(schema: object) -> None:
     data = {**decided().to_dict(), "schema": schema}
-    with pytest.raises(SpecError, match=re.escape(f"schema={schema!r}, version=1: this attnplug reads attnplug.decision, version 1")):
+    with pytest.raises(
+        SpecError,
+        match=re.escape(f"schema={schema!r}, version=1: this attnplug reads attnplug.decision, version 1"),
+    ):
         Decision.from_dict(data)
 
 

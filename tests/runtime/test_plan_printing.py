@@ -152,7 +152,9 @@ def test_a_plan_read_where_a_backend_is_not_loaded_names_it_when_run():
 
 def test_json_of_another_schema_is_refused():
     data = plan(model([FULL]), "cpu").to_dict() | {"schema": 99}
-    with pytest.raises(ValueError, match="schema=99, version=1: this attnplug reads attnplug.plan, version 1"):
+    with pytest.raises(
+        ValueError, match=r"schema=99, version=1: this attnplug reads attnplug\.plan, version 1"
+    ):
         ModelPlan.from_json(json.dumps(data))
 
 

@@ -61,7 +61,9 @@ def _check_model_type(path: Path, data: dict[str, Any]) -> None:
     name = data.get("model_type")
     if not isinstance(name, str) or not name:
         found = "has no field model_type" if name is None else f"has model_type={name!r}, not a name"
-        raise ModelConfigError(f'{path}: {found}; it names the family, as in "model_type": "llama"')
+        raise ModelConfigError(
+            f'{path}: {found}; it names the family, as in "model_type": "llama"', unreadable=True
+        )
     if name not in CONFIG_MAPPING:
         near = difflib.get_close_matches(name, list(CONFIG_MAPPING), n=3)
         meant = f"near names are {', '.join(near)}; " if near else ""

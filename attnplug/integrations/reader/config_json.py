@@ -17,11 +17,11 @@ def config_path(path: Path) -> Path:
     """`path` itself, or the config.json of a folder. ModelConfigError for a missing file."""
     if path.is_dir():
         if not os.path.lexists(path / "config.json"):
-            raise ModelConfigError(f"{path}: the folder has no config.json")
+            raise ModelConfigError(f"{path}: the folder has no config.json", unreadable=True)
         return path / "config.json"
     if not os.path.lexists(path):  # what lies behind a link is read, or named, later
         raise ModelConfigError(
-            f"{path}: no such file; give the path of a config.json (nothing is downloaded)"
+            f"{path}: no such file; give the path of a config.json (nothing is downloaded)", unreadable=True
         )
     return path
 
@@ -31,19 +31,25 @@ def parse(path: Path) -> dict[str, Any]:
     try:
         text = files.read_text(path, _MOST_BYTES)
     except OSError as error:
-        raise ModelConfigError(f"{path}: cannot be read: {files.why(error)}") from error
+        raise ModelConfigError(f"{path}: cannot be read: {files.why(error)}", unreadable=True) from error
     except UnicodeDecodeError as error:
-        raise ModelConfigError(f"{path}: cannot be read as text: {one_line(error)}") from error
+        raise ModelConfigError(
+            f"{path}: cannot be read as text: {one_line(error)}", unreadable=True
+        ) from error
     if not text.strip():
-        raise ModelConfigError(f"{path}: the file is empty; a model configuration is a JSON object")
+        raise ModelConfigError(
+            f"{path}: the file is empty; a model configuration is a JSON object", unreadable=True
+        )
     try:
         # transformers writes Infinity for limits of some families, such as Mamba's time steps.
         data = parse_json(text, strict=False)
     except ValueError as error:
-        raise ModelConfigError(f"{path}: not JSON: {one_line(error)}") from error
+        raise ModelConfigError(f"{path}: not JSON: {one_line(error)}", unreadable=True) from error
     if not isinstance(data, dict):
         kind = {list: "list", str: "string", type(None): "null", bool: "boolean"}.get(type(data), "number")
-        raise ModelConfigError(f"{path}: contains a JSON {kind}; a model configuration is a JSON object")
+        raise ModelConfigError(
+            f"{path}: contains a JSON {kind}; a model configuration is a JSON object", unreadable=True
+        )
     return data
 
 
