@@ -204,6 +204,66 @@ NARROW: dict[str, dict[str, Any]] = {
         "features": Feature.SOFT_CAP,
         "supports_combination": refusing("soft caps only", lambda spec: spec.logits_soft_cap is None),
     },
+    "CHUNKS_ONLY": {
+        **_PLAIN,
+        "features": Feature.CHUNKED_LOCAL,
+        "supports_combination": refusing("chunks only", lambda spec: spec.chunk_size is None),
+    },
+    "SLOPES_ONLY": {
+        **_PLAIN,
+        "features": Feature.ALIBI,
+        "supports_combination": refusing("slopes only", lambda spec: not spec.has_alibi),
+    },
+    "SPANS_ONLY": {
+        **_PLAIN,
+        "features": Feature.MM_PREFIX,
+        "supports_combination": refusing("spans only", lambda spec: not spec.mm_prefix),
+    },
+    "LSE_ONLY": {
+        **_PLAIN,
+        "features": Feature.LSE,
+        "supports_combination": refusing("with the LSE only", lambda spec: not spec.needs_lse),
+    },
+    "NON_CAUSAL_ONLY": {
+        **_PLAIN,
+        "features": Feature.NON_CAUSAL,
+        "supports_combination": refusing("layers without a causal mask only", lambda spec: spec.causal),
+    },
+    "OTHER_VALUES_ONLY": {
+        **_PLAIN,
+        "features": Feature.HEAD_SIZE_V,
+        "supports_combination": refusing(
+            "values of another size only", lambda spec: spec.head_size == spec.head_size_v
+        ),
+    },
+    "HALF_OF_ENCODERS_ONLY": {
+        **_PLAIN,
+        "features": Feature.ENCODER | Feature.NON_CAUSAL | Feature.DIRECT_KV,
+        "supports_attn_type": lambda cls, attn_type: attn_type == AttentionType.ENCODER,
+    },
+    "WINDOWS_WITH_SINKS_ONLY": {
+        **_PLAIN,
+        "features": Feature.SLIDING_WINDOW | Feature.SINKS,
+        "supports_combination": refusing(
+            "windows with sinks only", lambda spec: not (spec.is_windowed and spec.has_sinks)
+        ),
+    },
+    "FP8_WINDOWS_WITH_CAPS_ONLY": {
+        "supported_kv_cache_dtypes": ("fp8_e4m3",),
+        "features": Feature.FP8_KV | Feature.SLIDING_WINDOW | Feature.SOFT_CAP,
+        "supports_combination": refusing(
+            "windows with soft caps only",
+            lambda spec: not spec.is_windowed or spec.logits_soft_cap is None,
+        ),
+    },
+    "DIRECT_OR_CROSS": {
+        **_PLAIN,
+        "features": Feature.DIRECT_KV | Feature.CROSS | Feature.NON_CAUSAL,
+        "supports_combination": refusing(
+            "direct K and V, or cross layers",
+            lambda spec: not spec.direct_kv and spec.attn_type != AttentionType.ENCODER_DECODER,
+        ),
+    },
     "WINDOW_TO_128": {
         **_PLAIN,
         "features": Feature.SLIDING_WINDOW,

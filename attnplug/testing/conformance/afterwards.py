@@ -11,7 +11,7 @@ from attnplug.core.features import Feature
 from attnplug.ops.output_quant import FP8_OUTPUTS
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.registry.plugin_calls import guarded_call
-from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, error_context
+from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, SkipKind, error_context
 from attnplug.testing.conformance.expectations import expect_correct, expect_correct_step
 from attnplug.testing.conformance.harness import Harness, blank_answer, raw_bytes
 from attnplug.testing.conformance.steps import decodes, mixed, plain_scenario, scenario_factory, step_factory
@@ -36,6 +36,8 @@ def _check_after_refusal(target: Target) -> None:
     make = scenario_factory(target, plain_scenario(target))
     batch = make()
     harness = Harness.of(target, batch)
+    if not batch.spec.causal:
+        raise CheckSkipped(f"{target.name} serves no causal layer", SkipKind.LAYER)
     wide = dataclasses.replace(batch, common=dataclasses.replace(batch.common, causal=False))
     _, error = guarded_call(harness.forward, wide)
     if error is None:

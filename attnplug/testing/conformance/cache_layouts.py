@@ -23,6 +23,7 @@ from attnplug.testing.conformance.guarded_cache import cache_of, pages_of, slots
 from attnplug.testing.conformance.harness import Harness, raw_bytes
 from attnplug.testing.conformance.steps import decodes, mixed, paged_scenarios
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.oracle import stored_values
 
 _LAYERS = 3
 
@@ -39,7 +40,7 @@ def checks(target: Target) -> Iterator[Check]:
 
 
 def _batch(target: Target, scenario: str, layout: str) -> Batch:
-    spec = target.spec()
+    spec = target.paged_spec()
     lengths = (decodes if scenario == "decode" else mixed)(target.block_size(spec))
     return target.batch(spec, *lengths, padding=3, layout=layout)
 
@@ -103,12 +104,15 @@ def _run(target: Target, batch: Batch, what: str) -> None:
     ):
         size = pages.shape[1]
         rows = pages[slots // size, slots % size]
-        if not torch.equal(raw_bytes(rows), raw_bytes(tokens[: len(slots)])):
+        wanted = tokens[: len(slots)]
+        if batch.spec.has_quantized_kv_cache:
+            wanted = stored_values(wanted.cpu(), batch.spec).to(rows.dtype)
+        if not torch.equal(raw_bytes(rows), raw_bytes(wanted)):
             raise ConformanceError(f"{what} {name} of the new tokens is not where their slots are")
 
 
 def _check_block_size(target: Target, size: int) -> None:
-    spec = target.spec(block_size=size)
+    spec = target.paged_spec(block_size=size)
     for lengths in (decodes(size), mixed(size)):
         _run(target, target.batch(spec, *lengths, padding=3), f"with pages of {size} tokens")
 

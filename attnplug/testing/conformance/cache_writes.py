@@ -116,7 +116,7 @@ def _check_clamped(target: Target, name: str) -> None:
 
 
 def _batch(target: Target, name: str, **scales: float) -> Batch:
-    spec = target.spec(kv_cache_dtype=name)
+    spec = target.paged_spec(kv_cache_dtype=name)
     size = target.block_size(spec)
     options: dict[str, Any] = dict(scales) if spec.has_quantized_kv_cache else {}
     return target.batch(spec, [1, 5, size + 3], [size, size + 9, size + 3], padding=3, **options)

@@ -15,7 +15,7 @@ from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import Level
+from attnplug.testing.conformance.check import CheckSkipped, Level
 from attnplug.testing.conformance.latent_sizes import fields_of, pair_of
 from attnplug.testing.conformance.shapes import LONG, SHAPES, far_blocks, lengths
 from attnplug.testing.conformance.target import Target, of_phase
@@ -31,12 +31,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "non_causal": {"causal": False},
     "narrowed": {"causal": False},
     "direct": {"direct_kv": True},
+    "direct_non_causal": {"direct_kv": True, "causal": False},
     "encoder": {"attn_type": "encoder_only", "direct_kv": True},
     "encoder_half": {"attn_type": "encoder", "direct_kv": True},
     "cross": {"attn_type": "encoder_decoder"},
 }
 """The roles of queries and keys, and the place of K and V. A narrowed layer is not causal, but its batch is."""
 
+_LAST_KIND = "direct_non_causal"
+"""Its two halves are tried apart, unless the backend serves them only together."""
 _MOST_BYTES = 1 << 29
 """Of a cache: a larger one takes seconds to fill."""
 _OF_PHASE: dict[Phase | None, tuple[str, ...]] = {
@@ -241,7 +244,10 @@ def axes(target: Target) -> dict[str, list[Any]]:
     tried, small = target.backend.features & COMPUTED, LayerSpec(num_heads=1, num_kv_heads=1, head_size=2)
     values: dict[str, list[Any]] = {
         "kind": [
-            kind for kind, fields in KINDS.items() if small.replace(**fields).required_features() in tried
+            kind
+            for kind, fields in KINDS.items()
+            if small.replace(**fields).required_features() in tried
+            and (kind != _LAST_KIND or not _serves_causal(target))
         ],
         "shape": list(_OF_PHASE[target.phase]),
         "numbers": list(Numbers),
@@ -264,6 +270,14 @@ def axes(target: Target) -> dict[str, list[Any]]:
             plain = False if samples[0] is True else None
             values[field] = [plain, *(samples[:most] if flag in tried else ())]
     return values
+
+
+def _serves_causal(target: Target) -> bool:
+    try:
+        target.spec(attn_type="decoder", causal=True, direct_kv=True)
+    except CheckSkipped:
+        return False
+    return True
 
 
 def samples_of(target: Target, flag: Feature) -> tuple[Any, ...]:

@@ -14,12 +14,12 @@ from attnplug.core.metadata import PAD_SLOT_ID
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.merging import merge_attn_states
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import Check, CheckSkipped, Level, error_context
+from attnplug.testing.conformance.check import Check, CheckSkipped, Level, SkipKind, error_context
 from attnplug.testing.conformance.deviation import deviation
 from attnplug.testing.conformance.expectations import difference, wrong_answer
 from attnplug.testing.conformance.harness import Answer, Harness
 from attnplug.testing.conformance.merging import part_mistake
-from attnplug.testing.conformance.steps import with_lengths, with_pages
+from attnplug.testing.conformance.steps import layer_without_limits, with_lengths
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.pages import block_table, poisoned_cache, put
 
@@ -74,7 +74,9 @@ def _layer(
     target: Target, has_sinks: bool, runs: str, ranks: int
 ) -> tuple[LayerSpec, LayerSpec, int, _Sharing]:
     """The layer, the same without a causal mask, the block size, and how tokens are shared."""
-    spec, size = with_pages(target, target.spec(needs_lse=True, has_sinks=has_sinks))
+    spec, size = layer_without_limits(target, needs_lse=True, has_sinks=has_sinks)
+    if spec.has_alibi or spec.mm_prefix:
+        raise CheckSkipped("the positions of a part's keys are not those in the request", SkipKind.LAYER)
     if spec.sparse is not None:
         raise CheckSkipped(
             "the selection of a sparse layer is for all keys of a request, not for parts of them"

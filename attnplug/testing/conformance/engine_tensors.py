@@ -20,6 +20,7 @@ from attnplug.testing.conformance.steps import (
     mixed,
     paged_scenarios,
     scenario_factory,
+    scenario_layer,
     scenarios,
     step_factory,
 )
@@ -48,7 +49,7 @@ def _two_steps(target: Target, scenario: str) -> tuple[BatchFactory, BatchFactor
     """Two steps of equal numbers of requests and tokens, with other values; over pages also with other lengths."""
     if scenario not in PAGED_SCENARIOS:
         return scenario_factory(target, scenario), scenario_factory(target, scenario, seed=1)
-    spec = target.spec()
+    spec = scenario_layer(target, scenario)
     size, lengths = target.block_size(spec), decodes if scenario == "decode" else mixed
     return step_factory(target, spec, lengths(size)), step_factory(target, spec, lengths(size, 2), 1)
 
@@ -92,7 +93,7 @@ def _check_table(target: Target, scenario: str) -> None:
 
 
 def _check_calls(target: Target) -> None:
-    spec = target.spec()
+    spec = target.paged_spec()
     size = target.block_size(spec)
     batch = target.batch(spec, [1, 1], [size + 3, 5])
     harness = Harness.of(target, batch)

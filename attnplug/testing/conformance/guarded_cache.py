@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from attnplug.core.backend import AttentionBackend
+from attnplug.core.spec import AttentionType
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import ConformanceError
 
@@ -56,8 +57,10 @@ class GuardedCache:
 
 
 def slots_of(batch: Batch) -> torch.Tensor:
-    """The slots of the batch's own tokens."""
-    return batch.common.slot_mapping[: batch.common.num_actual_tokens]
+    """The slots of the batch's own tokens; a cross layer stores all tokens of the encoder."""
+    is_cross = batch.spec.attn_type is AttentionType.ENCODER_DECODER
+    own = sum(batch.seq_lens) if is_cross else batch.common.num_actual_tokens
+    return batch.common.slot_mapping[:own]
 
 
 def pages_of(backend: type[AttentionBackend], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,12 +15,13 @@ from attnplug.testing.conformance.expectations import expect_correct, expect_cor
 from attnplug.testing.conformance.harness import Harness, raw_bytes
 from attnplug.testing.conformance.refilling import refill
 from attnplug.testing.conformance.steps import (
-    PAGED_SCENARIOS,
     decodes,
     layer_kinds,
     layer_of_kind,
     mixed,
     scenario_factory,
+    scenario_layer,
+    scenario_steps,
     scenarios,
     step_factory,
 )
@@ -52,7 +53,6 @@ def checks(target: Target) -> Iterator[Check]:
     for scenario in scenarios(target):
         summary = "an output stays as it is when later steps run"
         yield Check.of(f"state/outputs-apart-{scenario}", summary, _check_outputs, target, scenario)
-    for scenario in PAGED_SCENARIOS:
         summary = "layers of one shape that ask for different things share no state"
         yield Check.of(f"state/like-layers-{scenario}", summary, _check_like, target, scenario)
         summary = "a later layer uses nothing of a dropped layer, step or cache"
@@ -86,11 +86,11 @@ def _check_outputs(target: Target, scenario: str) -> None:
 def _check_like(target: Target, scenario: str) -> None:
     made: list[tuple[str, Batch]] = []
     keys: set[Hashable] = set()
-    size = target.block_size(target.spec())
-    lengths = (decodes if scenario == "decode" else mixed)(size)
+    base = scenario_layer(target, scenario)
+    size = target.block_size(base)
     for seed, fields in enumerate(_LIKE):
         try:
-            spec = target.spec().replace(**fields)
+            spec = base.replace(**fields)
         except SpecError:
             continue
         if fields.get("chunk_size"):
@@ -100,7 +100,7 @@ def _check_like(target: Target, scenario: str) -> None:
             continue
         keys.add(key)
         name = ", ".join(f"{field}={value}" for field, value in fields.items()) or "nothing more"
-        made.append((name, step_factory(target, spec, lengths, seed)()))
+        made.append((name, scenario_steps(target, scenario, spec, seed)()))
     # In both orders, since a cache may take the first layer's state or the last one's.
     for name, batch in (*made, *reversed(made)):
         what = f"a layer with {name}, after layers of the same shape that ask for other things"
@@ -108,12 +108,11 @@ def _check_like(target: Target, scenario: str) -> None:
 
 
 def _check_dropped(target: Target, scenario: str) -> None:
-    base = target.spec()
-    lengths = (decodes if scenario == "decode" else mixed)(target.block_size(base))
+    base = scenario_layer(target, scenario)
     for number in range(_ROUNDS):
         # Python and torch give the memory of what was dropped in the last round to this one.
         spec = base.replace(scale=base.scale * (1 + number % 3))
-        batch = step_factory(target, spec, lengths, number)()
+        batch = scenario_steps(target, scenario, spec, number)()
         what = f"layer {number + 1}, made after a layer of its shape was dropped"
         found = Harness.of(target, batch).forward(batch, what=what)
         expect_correct(batch, found, what)

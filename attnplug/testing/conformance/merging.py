@@ -17,7 +17,7 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckSkipped, SkipKind, error_context
 from attnplug.testing.conformance.expectations import difference, expect_correct, wrong_answer
 from attnplug.testing.conformance.harness import Answer, Harness
-from attnplug.testing.conformance.steps import with_lengths, with_pages
+from attnplug.testing.conformance.steps import layer_without_limits, with_lengths
 from attnplug.testing.conformance.target import Target
 
 Span: TypeAlias = tuple[int, int]
@@ -44,7 +44,9 @@ def checks(target: Target) -> Iterator[Check]:
 
 
 def _layer(target: Target, has_sinks: bool) -> tuple[LayerSpec, int]:
-    spec, size = with_pages(target, target.spec(needs_lse=True, has_sinks=has_sinks))
+    spec, size = layer_without_limits(target, needs_lse=True, has_sinks=has_sinks)
+    if spec.has_alibi or spec.mm_prefix:
+        raise CheckSkipped("the positions of a part's keys are not those in the request", SkipKind.LAYER)
     if spec.sparse is not None:
         raise CheckSkipped(
             "the selection of a sparse layer is for all keys of a request, not for parts of them"

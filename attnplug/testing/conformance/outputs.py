@@ -15,6 +15,7 @@ from attnplug.testing.conformance.check import (
     CheckSkipped,
     CheckTable,
     ConformanceError,
+    SkipKind,
     checks_from,
     error_context,
 )
@@ -155,6 +156,8 @@ def _check_deterministic(target: Target, scenario: str) -> None:
 
 def _check_lse_undeclared(target: Target) -> None:
     batch = scenario_factory(target, plain_scenario(target))()
+    if batch.spec.needs_lse:
+        raise CheckSkipped(f"{target.name} serves no layer without the LSE", SkipKind.LAYER)
     output = blank_answer(batch).output
     lse = torch.full(output.shape[:2], torch.nan, device=batch.query.device)
     _, error = guarded_call(_forward, Harness.of(target, batch), batch, output, lse)

@@ -60,7 +60,9 @@ def _check_layouts(target: Target) -> None:
 
 
 def _layer(target: Target, kind: str) -> LayerSpec:
-    spec = target.spec()
+    spec = target.paged_spec()
+    if kind == "plain" and spec.head_size_v != spec.head_size:
+        raise CheckSkipped(f"{target.name} serves no layer whose values have the head size", SkipKind.LAYER)
     if kind == "head_size_v":
         spec = asking_for(spec, Feature.HEAD_SIZE_V)
         sizes = [size for size in target.head_sizes if size != spec.head_size]

@@ -86,14 +86,18 @@ def _check_steps(target: Target) -> None:
     generator = torch.Generator().manual_seed(0)
     new = 3 if target.phase is Phase.PREFILL else 1
     batch = step_factory(target, spec, ([new] * 2, [new] * 2))()
-    assert batch.kv_cache is not None  # noqa: S101 - the layer has pages
-    batch.kv_cache.fill_(0.5)
+    if batch.kv_cache is not None:
+        batch.kv_cache.fill_(0.5)
     harness, size = Harness.of(target, batch), target.block_size(spec)
     # All requests use one page, since only sizes matter here.
     table = batch.common.block_table_tensor[:, :1].repeat(1, _LONGEST // size + 2)
     longest = _LONGEST
 
     def run(lengths: torch.Tensor) -> None:
+        if spec.direct_kv:
+            direct = target.batch(spec, [new] * 2, lengths.tolist())
+            harness.forward(direct)
+            return
         # A step's lengths and table are its own, as an engine's are.
         common = with_lengths(batch.common, lengths)
         common.block_table_tensor = table.clone()

@@ -31,11 +31,12 @@ from attnplug.testing.conformance.guarded_cache import GuardedCache, slots_of
 from attnplug.testing.conformance.harness import Answer, Harness, blank_answer
 from attnplug.testing.conformance.steps import (
     decodes,
-    layer_kinds,
     layer_of_kind,
     mixed,
+    paged_kinds,
     paged_scenarios,
     scenario_factory,
+    scenario_layer,
     scenarios,
     select_requests,
     step_factory,
@@ -48,7 +49,7 @@ def checks(target: Target) -> Iterator[Check]:
     features = target.backend.features
     for scenario in paged_scenarios(target):
         yield from checks_from(_CHECKS, "batch", target, scenario)
-    for kind in layer_kinds(target):
+    for kind in paged_kinds(target):
         summary = "a prefill in pieces gives the result of a prefill at once"
         yield Check.of(f"batch/pieces-{kind}", summary, _check_pieces, target, kind)
     for scenario in scenarios(target):
@@ -132,7 +133,7 @@ def _check_no_requests(target: Target, scenario: str) -> None:
 
 
 def _check_state(target: Target, scenario: str) -> None:
-    spec = target.spec()
+    spec = scenario_layer(target, scenario)
     size = target.block_size(spec)
     own, other = (decodes, mixed) if scenario == "decode" else (mixed, decodes)
     # The same number of requests each time, since a builder may keep state by that number.
@@ -153,7 +154,9 @@ def _check_state(target: Target, scenario: str) -> None:
 
 
 def _check_pieces(target: Target, kind: str) -> None:
-    spec, size = layer_of_kind(target, kind)
+    spec, size = layer_of_kind(target, kind, paged=True)
+    if not spec.causal:
+        raise CheckSkipped(f"{target.name} serves no causal layer of this kind", SkipKind.LAYER)
     total = 3 * size + 5
     # The second piece is one token, a decode, unless the backend serves one phase only.
     ends = (size - 1, size + (2 if target.phase else 0), 2 * size + 3, total)
@@ -205,7 +208,10 @@ def _check_narrowed(target: Target, scenario: str) -> None:
 
 
 def _check_widened(target: Target, scenario: str) -> None:
-    batch = _causal(scenario_factory(target, scenario)(), False)
+    batch = scenario_factory(target, scenario)()
+    if not batch.spec.causal:
+        raise CheckSkipped(f"{target.name} serves no causal layer here", SkipKind.LAYER)
+    batch = _causal(batch, False)
     expect_batch_refused(target, batch, "causal=False for a causal layer")
 
 

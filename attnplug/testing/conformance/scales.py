@@ -40,7 +40,7 @@ def checks(target: Target) -> Iterator[Check]:
 
 
 def _check_scales(target: Target, name: str, source: str) -> None:
-    spec = target.spec(kv_cache_dtype=name)
+    spec = target.paged_spec(kv_cache_dtype=name)
     size = target.block_size(spec)
     # Decodes read mostly what earlier steps have stored, and a prefill what its own step writes.
     for lengths in (decodes(size), mixed(size)):

@@ -17,7 +17,7 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, ConformanceError, error_context
 from attnplug.testing.conformance.expectations import StepMistake, expect_correct_step
 from attnplug.testing.conformance.harness import Harness
-from attnplug.testing.conformance.steps import BatchFactory, with_lengths, with_pages
+from attnplug.testing.conformance.steps import BatchFactory, layer_without_limits, with_lengths
 from attnplug.testing.conformance.target import Target, of_phase
 from attnplug.testing.drawn_values import FP8_SCALES
 
@@ -47,7 +47,7 @@ def checks(target: Target) -> Iterator[Check]:
 
 
 def _check_prefix(target: Target, **fields: Any) -> None:
-    spec, size = with_pages(target, target.spec(**fields))
+    spec, size = layer_without_limits(target, **fields)
     long = -(-_LONG // size) * size
     for new, context in (
         ([1, 1, 1, 1], [2 * size, 2 * size + 3, 3 * size, 4 * size + 1]),

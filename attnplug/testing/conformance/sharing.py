@@ -17,14 +17,14 @@ from attnplug.testing.conformance.expectations import (
     expect_own_slots,
 )
 from attnplug.testing.conformance.harness import Answer, Harness
-from attnplug.testing.conformance.steps import layer_kinds, layer_of_kind, long_decodes, mixed, step_factory
+from attnplug.testing.conformance.steps import layer_of_kind, long_decodes, mixed, paged_kinds, step_factory
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import layer_tensors
 
 
 def checks(target: Target) -> Iterator[Check]:
     """The checks of several builders and of several layers, for each kind of layer that the backend declares."""
-    for kind in layer_kinds(target):
+    for kind in paged_kinds(target):
         yield Check.of(
             f"builder/two-builders-{kind}", "builders share no state", _check_two_builders, target, kind
         )
@@ -33,7 +33,7 @@ def checks(target: Target) -> Iterator[Check]:
 
 
 def _check_two_builders(target: Target, kind: str) -> None:
-    spec, size = layer_of_kind(target, kind)
+    spec, size = layer_of_kind(target, kind, paged=True)
     makes = (step_factory(target, spec, mixed(size)), step_factory(target, spec, mixed(size, 2), 1))
     batches = [make() for make in makes]
     harnesses = [Harness.of(target, batch) for batch in batches]
@@ -50,7 +50,7 @@ def _check_two_builders(target: Target, kind: str) -> None:
 
 
 def _check_layers(target: Target, kind: str) -> None:
-    spec, size = layer_of_kind(target, kind)
+    spec, size = layer_of_kind(target, kind, paged=True)
     for lengths in (mixed(size), long_decodes(size)):
         _check_one_metadata(target, _layers_over(target, step_factory(target, spec, lengths)()))
 
@@ -97,7 +97,8 @@ def _layers_over(target: Target, batch: Batch) -> dict[str, Batch]:
             tensors=layer_tensors(spec, seed=seed, device=target.torch_device),
             key=-batch.key,
             value=-batch.value,
-            kv_cache=-batch.kv_cache,
+            # torch negates no fp8 values.
+            kv_cache=(-batch.kv_cache.float()).to(batch.kv_cache.dtype),
             keys=[-keys for keys in batch.keys],
             values=[-values for values in batch.values],
         )

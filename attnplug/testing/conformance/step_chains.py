@@ -55,7 +55,9 @@ def _check_chain(target: Target, **fields: Any) -> None:
     counts = [size - 1, 3, size, *[1] * (size // 2), 2, 2, 3, *[1] * 4, 2, size + 1, *[1] * 3]
     ends = list(itertools.accumulate(counts))
     scales: dict[str, Any] = {"k_scale": 0.37, "v_scale": 1.9} if spec.has_quantized_kv_cache else {}
-    whole = target.batch(spec, [ends[-1]], [ends[-1]], exact=True, **scales)
+    # A span is computed as a whole, so these pieces have none.
+    spans = [[]] if spec.mm_prefix else None
+    whole = target.batch(spec, [ends[-1]], [ends[-1]], exact=True, spans=spans, **scales)
     harness = Harness.of(target, whole, num_speculative_tokens=2)
     outputs = []
     for number, (start, end) in enumerate(itertools.pairwise((0, *ends)), 1):
@@ -75,9 +77,9 @@ def _check_chain(target: Target, **fields: Any) -> None:
 
 
 def _spec(target: Target, **fields: Any) -> LayerSpec:
-    if "chunk_size" not in fields:
-        return target.spec(**fields)
-    return target.spec(chunk_size=2 * target.backend.get_preferred_block_size())
+    if "chunk_size" in fields:
+        fields["chunk_size"] = 2 * target.backend.get_preferred_block_size()
+    return target.paged_spec(attn_type="decoder", causal=True, **fields)
 
 
 def _with_other_tokens(step: Batch) -> Batch:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from attnplug.core.features import Feature
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.selection import Selection
-from attnplug.core.spec import LayerSpec, Phase
+from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import CheckSkipped, SkipKind
 from attnplug.testing.conformance.target import Target
@@ -28,19 +30,24 @@ LAYER_KINDS: dict[str, Feature] = {
 }
 """Layers for which builders do different work, and the feature that each needs."""
 
+_FAR = 1 << 14
+"""Keys that no request of these steps has."""
+
 PAGED_SCENARIOS = ("decode", "mixed")
 """Scenarios with K and V in pages."""
 
 _ENCODER = Feature.ENCODER | Feature.DIRECT_KV | Feature.NON_CAUSAL
+_DIRECT: dict[str, Any] = {"attn_type": "decoder", "direct_kv": True}
 
 
 def paged_scenarios(target: Target) -> tuple[str, ...]:
     """PAGED_SCENARIOS; none if the backend serves no layer with K and V in pages, such as one for encoders alone."""
-    return PAGED_SCENARIOS if _serves(target) or not _serves_unpaged(target) else ()
-
-
-def _serves_unpaged(target: Target) -> bool:
-    return _serves(target, direct_kv=True) or _serves(target, attn_type="encoder_only", direct_kv=True)
+    try:
+        target.paged_spec()
+    except CheckSkipped:
+        # Of a backend that serves nothing at all, the checks of pages say so.
+        return () if _serves(target) else PAGED_SCENARIOS
+    return PAGED_SCENARIOS
 
 
 def _serves(target: Target, **fields: Any) -> bool:
@@ -52,13 +59,17 @@ def _serves(target: Target, **fields: Any) -> bool:
 
 
 def layer_kinds(target: Target) -> list[str]:
-    """The kinds of LAYER_KINDS that the backend declares; none if it serves no layer with K and V in pages."""
-    kinds = LAYER_KINDS.items() if paged_scenarios(target) else ()
-    return [kind for kind, feature in kinds if feature in target.backend.features]
+    """The kinds of LAYER_KINDS that the backend declares."""
+    return [kind for kind, feature in LAYER_KINDS.items() if feature in target.backend.features]
 
 
-def layer_of_kind(target: Target, kind: str) -> tuple[LayerSpec, int]:
-    """A small layer of one of LAYER_KINDS and its block size; a chunk is two pages.
+def paged_kinds(target: Target) -> list[str]:
+    """As `layer_kinds`; none if the backend serves no layer with K and V in pages."""
+    return layer_kinds(target) if paged_scenarios(target) else []
+
+
+def layer_of_kind(target: Target, kind: str, *, paged: bool = False) -> tuple[LayerSpec, int]:
+    """A small layer of one of LAYER_KINDS, if `paged` over pages, and its block size; a chunk is two pages.
 
     Raises:
         CheckSkipped: the backend serves none.
@@ -66,22 +77,48 @@ def layer_of_kind(target: Target, kind: str) -> tuple[LayerSpec, int]:
     size = target.backend.get_preferred_block_size()
     wanted: dict[str, dict[str, Any]] = {"window": {"window": (6, 0)}, "chunk": {"chunk_size": 2 * size}}
     wanted["spans"] = {"mm_prefix": True}
-    return with_pages(target, target.spec(**wanted.get(kind, {})))
+    made = target.paged_spec if paged else target.spec
+    return with_pages(target, made(**wanted.get(kind, {})))
 
 
 def with_pages(target: Target, spec: LayerSpec) -> tuple[LayerSpec, int]:
     """The layer with the block size that the backend prefers for it, and that size.
 
+    A layer whose K and V come with the call stays as it is; lengths of its requests are around the size.
+
     Raises:
         CheckSkipped: the backend refuses the layer with that block size.
     """
     size = target.block_size(spec)
-    chosen = spec.replace(block_size=size)
+    chosen = spec if spec.direct_kv else spec.replace(block_size=size)
     if reasons := target.reasons(chosen):
         raise CheckSkipped(
             f"{target.name} refuses the block size that it prefers: {'; '.join(reasons)}", SkipKind.LAYER
         )
     return chosen, size
+
+
+def layer_without_limits(target: Target, **fields: Any) -> tuple[LayerSpec, int]:
+    """A decoder layer over pages, with `fields`, whose queries see all keys before them, and its block size.
+
+    Of a backend that serves only windows or chunks, it has one that no request reaches.
+
+    Raises:
+        CheckSkipped: the backend serves none.
+    """
+    plain: dict[str, Any] = {"attn_type": "decoder", "direct_kv": False, "causal": True}
+    limits: tuple[dict[str, Any], ...] = ({}, {"window": (_FAR, 0)}, {"chunk_size": _FAR})
+    problems = []
+    for limit in limits:
+        try:
+            spec, size = with_pages(target, target.spec(**{**plain, **limit, **fields}))
+        except CheckSkipped as problem:
+            problems.append(problem)
+            continue
+        reaches = [reach for reach in (spec.window[0], spec.chunk_size) if reach is not None and reach >= 0]
+        if all(reach >= _FAR for reach in reaches):
+            return spec, size
+    raise problems[0]
 
 
 def mixed(size: int, more: int = 0) -> tuple[list[int], list[int]]:
@@ -110,18 +147,36 @@ def step_factory(
 
 
 def scenarios(target: Target) -> list[str]:
-    """The scenarios that the backend declares: "decode" and "mixed" over pages, "direct" and "encoder" without."""
+    """The scenarios that the backend serves: "decode" and "mixed" over pages, "direct" and "encoder" without."""
     features = target.backend.features
-    direct = ["direct"] if Feature.DIRECT_KV in features else []
+    direct = ["direct"] if Feature.DIRECT_KV in features and _serves(target, **_DIRECT) else []
     # No step of a backend that only decodes has an encoder.
     has_encoders = _ENCODER in features and target.phase is not Phase.DECODE
-    return [*paged_scenarios(target), *direct, *(["encoder"] if has_encoders else [])]
+    encoder = ["encoder"] if has_encoders and _encoder_type(target) is not None else []
+    return [*paged_scenarios(target), *direct, *encoder]
+
+
+def _encoder_type(target: Target) -> str | None:
+    kinds = ("encoder_only", "encoder")
+    return next((kind for kind in kinds if _serves(target, attn_type=kind, direct_kv=True)), None)
 
 
 def plain_scenario(target: Target) -> str:
     """The scenario for checks that need only one: "mixed", or without pages the first."""
     found = scenarios(target)
     return "mixed" if "mixed" in found else found[0]
+
+
+def scenario_layer(target: Target, scenario: str, **fields: Any) -> LayerSpec:
+    """A layer for the steps of one of `scenarios`, with `fields` of a LayerSpec.
+
+    Raises:
+        CheckSkipped: the backend serves no such layer.
+    """
+    if scenario == "encoder":
+        fields = {"attn_type": _encoder_type(target) or "encoder_only", "direct_kv": True, **fields}
+        return target.spec(**fields)
+    return target.spec(**_DIRECT, **fields) if scenario == "direct" else target.paged_spec(**fields)
 
 
 def scenario_factory(target: Target, scenario: str, *, seed: int = 0, **fields: Any) -> BatchFactory:
@@ -132,15 +187,17 @@ def scenario_factory(target: Target, scenario: str, *, seed: int = 0, **fields: 
     Raises:
         CheckSkipped: the backend serves no such layer.
     """
+    return scenario_steps(target, scenario, scenario_layer(target, scenario, **fields), seed)
+
+
+def scenario_steps(target: Target, scenario: str, spec: LayerSpec, seed: int = 0) -> BatchFactory:
+    """As `scenario_factory`, for one layer of the scenario."""
     if scenario == "direct":
-        spec = target.spec(direct_kv=True, **fields)
         # Two requests have keys of their last tokens only, one as many keys as queries.
         lens = [1, 1, 5, 33], [40, 9, 60, 33]
         return functools.partial(target.batch, spec, *lens, key_lens=[40, 5, 50, 33], padding=3, seed=seed)
     if scenario == "encoder":
-        spec = target.spec(attn_type="encoder_only", direct_kv=True, **fields)
         return functools.partial(target.batch, spec, [1, 5, 33], [1, 5, 33], padding=3, seed=seed)
-    spec = target.spec(**fields)
     lengths = (decodes if scenario == "decode" else mixed)(target.block_size(spec))
     return step_factory(target, spec, lengths, seed)
 
@@ -169,6 +226,11 @@ def select_requests(batch: Batch, requests: Sequence[int]) -> Batch:
     device = batch.query.device
     own = [row for index in requests for row in range(starts[index], starts[index + 1])]
     rows = torch.tensor(own, dtype=torch.int64, device=device)
+    # The keys of a cross layer are the encoder's tokens.
+    lengths = batch.seq_lens if batch.spec.attn_type is AttentionType.ENCODER_DECODER else np.diff(starts)
+    firsts = [0, *itertools.accumulate(lengths)]
+    given = [row for index in requests for row in range(firsts[index], firsts[index + 1])]
+    kept = torch.tensor(given, dtype=torch.int64, device=device)
     host = torch.tensor(seq_lens, dtype=torch.int32)
     spans, spans_cpu, chosen = common.mm_prefix_spans, common.mm_prefix_spans_cpu, common.selection
     return dataclasses.replace(
@@ -185,15 +247,15 @@ def select_requests(batch: Batch, requests: Sequence[int]) -> Batch:
             block_table_tensor=common.block_table_tensor[
                 torch.tensor(list(requests), dtype=torch.int64, device=device)
             ],
-            slot_mapping=common.slot_mapping[rows],
+            slot_mapping=common.slot_mapping[kept],
             seq_lens_host=host.numpy(),
             mm_prefix_spans=None if spans is None else spans[rows],
             mm_prefix_spans_cpu=None if spans_cpu is None else spans_cpu[rows.cpu()],
             selection=None if chosen is None else Selection(chosen.positions[rows], chosen.counts[rows]),
         ),
         query=batch.query[rows],
-        key=batch.key[rows],
-        value=batch.value[rows],
+        key=batch.key[kept],
+        value=batch.value[kept],
         queries=[batch.queries[index] for index in requests],
         keys=[batch.keys[index] for index in requests],
         values=[batch.values[index] for index in requests],

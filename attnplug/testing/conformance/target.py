@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attnplug.core.backend import AttentionBackend
@@ -16,12 +17,16 @@ from attnplug.core.features import Feature
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.batches import Batch, direct_batch, paged_batch
+from attnplug.testing.conformance.base_layers import base_layers
 from attnplug.testing.conformance.check import CheckSkipped, Level, SkipKind
 from attnplug.testing.conformance.latent_sizes import latent_fields
 from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try
+from attnplug.testing.drawn_values import layer_tensors
 
 _HEADS = ((4, 2), (4, 4), (4, 1), (8, 1))
 """Heads and KV heads of small layers: some kernels serve one number of query heads per KV head."""
+_PROBED_SIZES, _MOST_BASES = 8, 8
+"""Head sizes to search for a layer of backends that refuse plain ones, and the layers to keep."""
 _LONGER = 3
 """New tokens of a decode that becomes a prefill."""
 
@@ -89,18 +94,30 @@ class Target:
     def spec(self, **fields: Any) -> LayerSpec:
         """A small layer that the backend serves: 4 heads, 2 KV heads, a common head size and dtype, and `fields`.
 
-        A backend that refuses these numbers of heads gets others.
+        A backend that refuses these numbers of heads gets others. One that refuses every plain layer, such as a
+        backend of windows alone, gets the plainest layers that it serves, with `fields` in the place of theirs.
 
         For a backend of latent attention it has 4 heads and small dimensions that the backend serves.
 
         Raises:
             CheckSkipped: the backend serves no such layer; the text has the reasons.
         """
-        fields = {**self._selecting(), **fields}
         refusals: list[str] = []
+        for base in itertools.chain(({},), _served_bases(self)):
+            found = self._served({**self._selecting(), **base, **fields}, refusals)
+            if found is not None:
+                return found
+        raise CheckSkipped(
+            f"{self.name} serves no layer with {fields}: {'; '.join(dict.fromkeys(refusals))}", SkipKind.LAYER
+        )
+
+    def _served(
+        self, fields: Mapping[str, Any], refusals: list[str], most_sizes: int | None = None
+    ) -> LayerSpec | None:
+        """The first layer with `fields` that is served; the reasons against others are added to `refusals`."""
         sizes: list[dict[str, Any]] = [
             {"head_size": size, "num_heads": heads, "num_kv_heads": kv_heads}
-            for size in self.head_sizes
+            for size in self.head_sizes[:most_sizes]
             for heads, kv_heads in _HEADS
         ]
         if self.is_latent:
@@ -116,9 +133,7 @@ class Target:
             if not reasons:
                 return spec
             refusals += reasons
-        raise CheckSkipped(
-            f"{self.name} serves no layer with {fields}: {'; '.join(dict.fromkeys(refusals))}", SkipKind.LAYER
-        )
+        return None
 
     def _selecting(self) -> dict[str, Any]:
         """The fields of a sparse layer if the backend serves only those."""
@@ -149,6 +164,9 @@ class Target:
         Raises:
             CheckSkipped: the step cannot be one of the phase that the backend serves.
         """
+        if spec.is_encoder and not exact:
+            # An encoder computes all its tokens at once.
+            query_lens = seq_lens
         if self.phase is not None:
             key_lens = [options["key_lens"]] if options.get("key_lens") is not None else []
             new, tokens, *key_lens = of_phase(self.phase, query_lens, seq_lens, *key_lens)
@@ -165,14 +183,54 @@ class Target:
             if key_lens:
                 options["key_lens"] = key_lens[0]
         if spec.direct_kv:
+            if list(query_lens) != list(seq_lens):
+                options.setdefault("key_lens", list(seq_lens))
             for name in ("block_size", "layout", "drop_window"):
                 options.pop(name, None)
-            return direct_batch(spec, query_lens, seq_lens, device=self.torch_device, **options)
+            drawn = direct_batch(spec, query_lens, seq_lens, device=self.torch_device, **options)
+            return _with_tensors_of_layer(drawn)
         options.setdefault("block_size", self.block_size(spec))
         options.setdefault("layout", self.backend.supported_kv_cache_layouts()[0])
-        return paged_batch(
+        drawn = paged_batch(
             spec, query_lens, seq_lens, device=self.torch_device, backend=self.backend, **options
         )
+        return _with_tensors_of_layer(drawn)
+
+    def paged_spec(self, **fields: Any) -> LayerSpec:
+        """As `spec`, for a layer whose K and V are in pages: a decoder, or a cross layer of a backend of those alone.
+
+        Raises:
+            CheckSkipped: the backend serves no such layer.
+        """
+        try:
+            return self.spec(**{"attn_type": "decoder", **fields, "direct_kv": False})
+        except CheckSkipped:
+            cross: dict[str, Any] = {"attn_type": "encoder_decoder", **fields}
+            if "attn_type" in fields or self._served({**self._selecting(), **cross}, []) is None:
+                raise
+        return self.spec(**cross)
+
+
+def _with_tensors_of_layer(batch: Batch) -> Batch:
+    """The batch with the sinks and slopes that its layer has in batches of every seed."""
+    own = layer_tensors(batch.spec, numbers=batch.numbers, device=str(batch.query.device))
+    tensors = dataclasses.replace(batch.tensors, sinks=own.sinks, alibi_slopes=own.alibi_slopes)
+    return dataclasses.replace(batch, tensors=tensors)
+
+
+@functools.lru_cache(maxsize=64)
+def _served_bases(target: Target) -> tuple[dict[str, Any], ...]:
+    """What to ask for besides sizes of a backend that refuses plain layers; empty if it serves them.
+
+    Of layers that ask for one thing, for two or for three, it has the first ones that are served.
+    """
+    selecting = target._selecting()
+    if target._served(selecting, []) is not None:
+        return ()
+    for asked in base_layers(target.backend, target.kv_cache_dtypes):
+        if found := [base for base in asked if target._served({**selecting, **base}, [], _PROBED_SIZES)]:
+            return tuple(found[:_MOST_BASES])
+    return ()
 
 
 def in_phase(phase: Phase | None, query_lens: Sequence[int]) -> bool:
