@@ -41,6 +41,14 @@ def conformance(
     resume: Annotated[
         bool, _which("--resume", help="Continue an interrupted run: passed checks are not run again.")
     ] = False,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            metavar="OPTION=VALUE",
+            help="Make all layers with an option of the backend; may be repeated.",
+        ),
+    ] = None,
     known_failures: Annotated[
         Path | None,
         _which(
@@ -89,7 +97,7 @@ def conformance(
         why = why if junit.exists() else "is in no folder that exists"
         raise PolicyError("--junit", str(junit), why)
     known = None if known_failures is None else str(known_failures)
-    request = SuiteRequest(backend, device, level, known, only=only or ("*",))
+    request = SuiteRequest(backend, device, level, known, only=only or ("*",), options=option or ())
     report = Report(verbose, err=as_json or junit == STDOUT)
     try:
         with report.waiting(f"listing the checks of {backend}"):

@@ -186,4 +186,5 @@ class Report(RunReport):
 
 def _subject(listing: Listing) -> str:
     device_name = f" ({listing.device_name})" if listing.device_name else ""
-    return f"{listing.name} on {listing.device}{device_name}"
+    options = f" with {listing.options}" if listing.options else ""
+    return f"{listing.name} on {listing.device}{device_name}{options}"

@@ -256,7 +256,7 @@ class Registry:
             _refuse_layer_rules(sets[0])
         if is_whole and phase is None:
             _refuse_phase_rule(sets, spec, layer_name)
-        merged = self._environment_options(sets[-1])
+        merged = self.environment_options(sets[-1])
         asked_here = ((sets[0], options), *((block.rules, block.options) for block in USE_BLOCKS.get()))
         # The argument comes last, so that its options replace those of the blocks around it.
         for rules, given in reversed(asked_here):
@@ -267,7 +267,7 @@ class Registry:
         assumed = freeze_assumed(assume_installed)
         return Policy(rule, freeze(merged), assumed, allowed_names(allow_refuted))
 
-    def _environment_options(self, rules: Sequence[Rule]) -> dict[str, Any]:
+    def environment_options(self, rules: Sequence[Rule]) -> dict[str, Any]:
         """The options in ATTNPLUG_OPTIONS, by backend; `rules` are those of ATTNPLUG_BACKEND."""
         only = rules[0].backend if len(rules) == 1 else None
         found: dict[str, Any] = dict(parse_options(split_options(os.environ.get(OPTIONS, "")), OPTIONS, only))

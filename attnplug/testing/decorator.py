@@ -26,6 +26,7 @@ def parametrize_with_checks(
     known_failures: Mapping[str, str] | None = None,
     level: Level | str = Level.SMOKE,
     device: DeviceLike = None,
+    options: Any = None,
 ) -> pytest.MarkDecorator:
     """Run a test function once for each conformance check of `backend`, under the check's id.
 
@@ -42,9 +43,12 @@ def parametrize_with_checks(
         level: "smoke" or "full".
         device: in a form that `attnplug.select` accepts; default the current device. If the backend does not run on
             the default device, the one test is skipped with the reasons.
+        options: a mapping or an instance of the backend's `Options`, with which layers are made; default the
+            defaults. ATTNPLUG_OPTIONS is not read.
 
     Raises:
-        PolicyError: a reason is empty, or an id matches no check; the error names the nearest ids.
+        PolicyError: a reason is empty, or an id matches no check; the error names the nearest ids. An option is
+            unknown or refused.
         BackendUnavailableError: the backend does not run on the given `device`.
         SpecError: the backend, level or device is invalid.
     """
@@ -62,13 +66,15 @@ def parametrize_with_checks(
         return pytest.mark.parametrize(
             "check", [pytest.param(None, id="device", marks=pytest.mark.skip(reason=why))]
         )
-    checks = conformance_checks(backend, device=where, level=level)
+    checks = conformance_checks(backend, device=where, level=level, options=options)
     other = Level.FULL if level == Level.SMOKE else Level.SMOKE
     by_id = known_reasons(
         known,
         [check.id for check in checks],
         source="known_failures",
-        elsewhere=lambda: [check.id for check in conformance_checks(backend, device=where, level=other)],
+        elsewhere=lambda: [
+            check.id for check in conformance_checks(backend, device=where, level=other, options=options)
+        ],
     )
     return pytest.mark.parametrize("check", as_parameters(checks, by_id))
 

@@ -15,6 +15,7 @@ import pytest
 
 from attnplug.core.errors import AttnplugError
 from attnplug.testing.conformance.check import SkipKind
+from attnplug.testing.isolation.listing import option_words
 from attnplug.testing.skips import skip_counts, untested_words
 
 if TYPE_CHECKING:
@@ -45,6 +46,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="MODULE:FUNCTION",
         help="Lists the checks of an attnplug.testing.conformance.target.Target; default the kit's.",
     )
+    group.addoption(
+        "--attn-option",
+        metavar="OPTION=VALUE",
+        action="append",
+        default=[],
+        help="Set an option of the backend; may be repeated.",
+    )
     group.addoption("--shard", metavar="I/N", help="Run one of N disjoint parts of the checks.")
 
 
@@ -72,7 +80,9 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     if suite is None:
         return None
     by = f"{suite.offer.distribution} {suite.offer.version}" if suite.offer.distribution else "this process"
-    return f"attnplug: {suite.offer.name} ({by}) on {suite.device}, {suite.level}, {len(suite.checks)} checks"
+    options = f" with {words}" if (words := option_words(suite.options)) else ""
+    where = f"{suite.offer.name} ({by}) on {suite.device}{options}"
+    return f"attnplug: {where}, {suite.level}, {len(suite.checks)} checks"
 
 
 def pytest_report_teststatus(
@@ -123,6 +133,7 @@ def _load(config: pytest.Config, name: str) -> Suite:
         known_failures=config.getoption("--known-failures"),
         source="--attn-backend",
         checks_of=config.getoption("--attn-checks"),
+        options=config.getoption("--attn-option"),
     )
     if part is None:
         return suite
@@ -136,7 +147,9 @@ def _rerun(config: pytest.Config) -> Callable[[str], str]:
     names = ("--attn-backend", "--attn-device", "--known-failures", "--level", "--attn-checks")
     given = {name: config.getoption(name) for name in names}
     return functools.partial(
-        suite_command, options={name: None if value is None else str(value) for name, value in given.items()}
+        suite_command,
+        options={name: None if value is None else str(value) for name, value in given.items()},
+        of_backend=config.getoption("--attn-option"),
     )
 
 

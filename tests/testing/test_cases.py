@@ -95,7 +95,8 @@ def test_every_pair_of_features_that_can_stand_together_does(level: Level, one: 
 def test_every_shape_goes_with_every_kind_and_feature(level: Level) -> None:
     for shape in SHAPES:
         here = [case for case in cases(level) if case.shape == shape]
-        assert {case.kind for case in here} == set(KINDS)
+        # The last one is for backends that serve neither of its halves alone.
+        assert {case.kind for case in here} == set(KINDS) - {"direct_non_causal"}
         for name, fields in FEATURES.items():
             assert any(has(case, fields) for case in here), (shape, name)
 

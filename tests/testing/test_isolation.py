@@ -117,6 +117,7 @@ def test_a_new_run_forgets_only_what_it_runs(state):
         {"request": SuiteRequest("ACME", checks_of="acme:cells")},
         {"versions": {"attnplug": "0.1.0", "torch": "2.14.0"}},
         {"code": "4567"},
+        {"options": "tile=32"},
     ],
 )
 def test_another_backend_version_device_level_or_code_has_a_state_of_its_own(state, tmp_path, change):

@@ -26,6 +26,18 @@ def test_the_line_has_all_that_the_run_had() -> None:
     ]
 
 
+def test_the_line_has_the_options_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = SuiteRequest("ACME", options=("tile=32", "kernel=it's fast"))
+    words = shlex.split(cli_command(request, CHECK))
+    assert words[5:9] == ["--option", "tile=32", "--option", "kernel=it's fast"]
+    assert shlex.split(suite_command(CHECK, {}, ("tile=32",)))[-2:] == ["--attn-option", "tile=32"]
+    monkeypatch.setenv("ATTNPLUG_OPTIONS", "ACME.tile=32,ACME.order=a b")
+    assert shlex.split(cli_command(request, CHECK))[:2] == [
+        "ATTNPLUG_OPTIONS=ACME.tile=32,ACME.order=a b",
+        "attnplug",
+    ]
+
+
 def test_options_that_were_not_given_stay_out() -> None:
     assert cli_command(SuiteRequest("TORCH"), "pages/all") == (
         "attnplug conformance TORCH --only pages/all --level smoke --jobs 1"
@@ -34,7 +46,7 @@ def test_options_that_were_not_given_stay_out() -> None:
 
 def test_every_part_of_a_request_is_in_the_line_or_cannot_change_one_check() -> None:
     # `only` names the check itself, and `checks_of` is of another command.
-    known = {"name", "device", "level", "known_failures", "only", "checks_of"}
+    known = {"name", "device", "level", "known_failures", "only", "checks_of", "options"}
     assert {field.name for field in dataclasses.fields(SuiteRequest)} == known
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Iterator
@@ -93,7 +94,8 @@ def _check_served(target: Target) -> None:
             continue
         served = True
         try:
-            _serve(target, spec, keys)
+            with contextlib.suppress(CheckSkipped):  # the options of the run are refused for this layer
+                _serve(target, spec, keys)
         except ConformanceError as problem:
             raise ConformanceError(f"a layer with {what} is accepted, and then {problem}") from problem
     if not served:
@@ -115,7 +117,8 @@ def _serve(target: Target, spec: LayerSpec, keys: set[Hashable]) -> None:
     key = target.backend.compile_key(spec)
     few = key is None or key in keys or len(keys) < _MAX_COMPILE_KEYS[target.level]
     with error_context("from_spec"):
-        make_impl(target.backend, spec, layer_tensors(spec, device=target.torch_device))
+        tensors = layer_tensors(spec, device=target.torch_device)
+        make_impl(target.backend, spec, tensors, options=target.own_options)
     # The kit has no inputs for other storage types, and none for features that the oracle does not compute.
     if spec.required_features() & ~COMPUTED or not is_known or not few:
         return

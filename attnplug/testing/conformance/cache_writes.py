@@ -81,7 +81,12 @@ def _check_sharing(target: Target) -> None:
     harness = Harness.of(target, guarded.batch)
     with error_context("from_spec with kv_sharing_target_layer_name"):
         harness.layers[0].impl = make_impl(
-            target.backend, batch.spec, batch.tensors, "later", kv_sharing_target_layer_name="layer"
+            target.backend,
+            batch.spec,
+            batch.tensors,
+            "later",
+            kv_sharing_target_layer_name="layer",
+            options=target.own_options,
         )
     found = harness.forward(guarded.batch)
     what = "forward of a layer with kv_sharing_target_layer_name"

@@ -47,6 +47,8 @@ class SkipKind(enum.StrEnum):
     """The backend serves one phase, and the check needs steps of the other."""
     ALLOWED = "refused as allowed"
     """The backend refuses what it may refuse, such as strided tensors."""
+    OPTIONS = "options refused"
+    """The backend refuses the options of the run for this layer."""
     UNTESTED = "untested here"
     """A declaration cannot be tried on this machine."""
     OTHER = "does not apply"

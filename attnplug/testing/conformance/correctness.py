@@ -53,7 +53,7 @@ def check_case(target: Target, case: Case) -> None:
     guarded = GuardedCache.of(target.backend, batch) if is_guarded else None
     batch = batch if guarded is None else guarded.batch
     with inputs_kept(batch), error_context(f"a {case.shape} batch"):
-        found = run_batch(target.backend, batch)
+        found = run_batch(target.backend, batch, options=target.own_options)
     if guarded is not None:
         guarded.expect_only_written(batch.common.slot_mapping, "forward")
     _check_answer(batch, *found)
@@ -64,7 +64,7 @@ def check_latent_case(target: Target, case: LatentCase) -> None:
     batch, rows = case.batch(target), case.chunk_rows
     config: dict[str, Any] = {} if rows is None else {"context_chunk_rows": rows}
     with error_context(f"a {case.shape} batch"):
-        found = Answer(*run_batch(target.backend, batch, **config))
+        found = Answer(*run_batch(target.backend, batch, options=target.own_options, **config))
     threshold = getattr(target.backend, "decode_threshold", 1)
     _check_answer(batch, *found, lambda: dropped_chunk(batch, found, rows or _ROWS, threshold))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from attnplug.core.device import Device
 from attnplug.testing.conformance.cases import Case, CaseSearch
-from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested, ConformanceError
+from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested, ConformanceError, SkipKind
 from attnplug.testing.conformance.claims import Claim, claims_of
 from attnplug.testing.conformance.correctness import check_case, check_latent_case
 from attnplug.testing.conformance.latent_claims import cases_of
@@ -45,7 +45,9 @@ def _check_claim(target: Target, claim: Claim) -> None:
     for case in _cases(target, claim):
         try:
             check_case(target, case)
-        except CheckSkipped:
+        except CheckSkipped as why:
+            if claim.rows == [{}] and why.kind is SkipKind.OPTIONS:
+                raise ConformanceError(f"the plainest layer is refused: {why}") from why
             raise
         except Exception as problem:
             raise ConformanceError(

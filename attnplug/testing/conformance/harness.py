@@ -11,12 +11,13 @@ import torch
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.config import BuilderConfig
 from attnplug.core.context_parallel import ContextParallel
+from attnplug.core.errors import AttnplugError
 from attnplug.core.impl import AttentionImpl, LayerTensors
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder
 from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import error_context
+from attnplug.testing.conformance.check import CheckSkipped, SkipKind, error_context
 from attnplug.testing.conformance.origins import calling
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.conformance.wording import layer_words
@@ -62,11 +63,13 @@ class Harness:
     ) -> Harness:
         """A layer for each batch and one builder for all; `config` has fields of BuilderConfig.
 
-        The layers are those of a rank of `dcp`, if it is given; without `options` they have the defaults.
+        The layers are those of a rank of `dcp`, if it is given; without `options` they have those of the target.
 
         Raises:
             ConformanceError: the backend raises.
+            CheckSkipped: from_spec refuses the options for this layer.
         """
+        options = target.own_options if options is None else options
         with error_context("from_spec, of a layer that validate_configuration accepts"):
             # An impl of its own from_spec need not know the argument.
             shared: dict[str, Any] = {} if dcp is None else {"dcp": dcp}
@@ -153,14 +156,23 @@ def make_impl(
     """The impl of a layer, ready to run; `shared` has further arguments of `from_spec`.
 
     Without `options` among them they are the backend's defaults.
+
+    Raises:
+        CheckSkipped: from_spec refuses the options that were given. No declaration says which layers they serve.
     """
-    if shared.get("options") is None:
+    given = shared.get("options")
+    if given is None:
         shared["options"] = None if backend.Options is None else backend.Options()
     words = f"{name} ({layer_words(spec)})"
     with calling("from_spec", words):
-        impl: AttentionImpl[Any] = backend.get_impl_cls().from_spec(
-            spec, backend=backend, layer_name=name, tensors=tensors, **shared
-        )
+        try:
+            impl: AttentionImpl[Any] = backend.get_impl_cls().from_spec(
+                spec, backend=backend, layer_name=name, tensors=tensors, **shared
+            )
+        except AttnplugError as problem:
+            if given is None:
+                raise
+            raise CheckSkipped(f"{given}, for {words}: {problem}", SkipKind.OPTIONS) from problem
     with calling("process_weights_after_loading", words):
         impl.process_weights_after_loading(getattr(torch, spec.dtype))
     return impl

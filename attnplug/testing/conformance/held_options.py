@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,14 @@ def expect_held(options: Any, given: Mapping[str, Any], what: str) -> None:
             )
 
 
+def with_values(target: Target, given: Mapping[str, Any]) -> Any:
+    """The options of the run, which are the defaults if it has none, with the `given` values."""
+    declared: Any = target.backend.Options
+    return (
+        declared(**given) if target.own_options is None else dataclasses.replace(target.own_options, **given)
+    )
+
+
 def expect_independent(target: Target, given: Mapping[str, Any]) -> None:
     """Raise ConformanceError unless two equal layers, with options and without, both have theirs and right numbers.
 
@@ -35,7 +44,7 @@ def expect_independent(target: Target, given: Mapping[str, Any]) -> None:
     declared: Any = target.backend.Options
     spec = target.spec()
     make = step_factory(target, spec, mixed(target.block_size(spec)))
-    sets = (declared(**given), declared())
+    sets = (with_values(target, given), with_values(target, {}))
     try:
         harnesses = [Harness.of(target, make(), options=each) for each in sets]
         for harness in harnesses:

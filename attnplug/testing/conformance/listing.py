@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import SpecError
 from attnplug.registry.devices import DeviceLike, resolve_device
+from attnplug.registry.options import build_options
 from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.testing.conformance import (
     acceptance,
@@ -124,6 +126,7 @@ def conformance_checks(
     device: DeviceLike = None,
     level: Level | str = Level.SMOKE,
     only: Iterable[str] = ("*",),
+    options: Any = None,
 ) -> list[Check]:
     """Every check of `backend` on a device of this machine, always the same in the same order.
 
@@ -133,13 +136,17 @@ def conformance_checks(
         level: "smoke" or "full".
         only: patterns of the ids that are wanted. Groups that are slow to list are left out if none of theirs is
             wanted; other checks are listed even if they match no pattern.
+        options: a mapping or an instance of the backend's `Options`, with which its layers are made; default the
+            defaults.
 
     Raises:
         SpecError: an unknown level or device.
+        PolicyError: options that the backend does not have, or refuses.
     """
     if level not in {*Level}:
         raise SpecError("level", level, f"must be one of {', '.join(Level)}")
-    target = Target(backend, resolve_device(device), Level(level))
+    chosen = None if options is None else build_options(backend, options)
+    target = Target(backend, resolve_device(device), Level(level), chosen)
     areas = {pattern.partition("/")[0] if "/" in pattern else "*" for pattern in only}
 
     def may_be_wanted(area: str) -> bool:

@@ -18,7 +18,7 @@ from attnplug.registry.plugin_calls import guarded_call
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested, ConformanceError, Level
 from attnplug.testing.conformance.expectations import difference, wrong_answer
 from attnplug.testing.conformance.harness import Answer, run_batch
-from attnplug.testing.conformance.held_options import expect_held, expect_independent
+from attnplug.testing.conformance.held_options import expect_held, expect_independent, with_values
 from attnplug.testing.conformance.single_cases import single_cases
 from attnplug.testing.conformance.target import Target
 
@@ -34,7 +34,7 @@ def checks(target: Target) -> Iterator[Check]:
     Level full tries the products of all values too.
     """
     declared = target.backend.Options
-    given, _ = guarded_call(lambda: values_of(declared))
+    given, _ = guarded_call(lambda: values_of(declared, target.own_options))
     if dataclasses.is_dataclass(declared):
         summary = "the impl of a layer has the options that from_spec was given"
         yield Check.of("options/held", summary, expect_independent, target, {})
@@ -57,11 +57,15 @@ def checks(target: Target) -> Iterator[Check]:
         yield Check.of("options/together", summary, _check_together, target, several)
 
 
-def values_of(options: type[Any] | None) -> dict[str, list[Any]]:
-    """By option, the values to try besides its default: of flags, Literals and enumerations, and listed ones."""
+def values_of(options: type[Any] | None, usual_ones: Any = None) -> dict[str, list[Any]]:
+    """By option, the values to try besides the usual one: of flags, Literals and enumerations, and listed ones.
+
+    The usual ones are the defaults, or those of an instance of `options`.
+    """
     if options is None or not dataclasses.is_dataclass(options):
         return {}
-    hints, default = typing.get_type_hints(options), options()
+    hints = typing.get_type_hints(options)
+    default = options() if usual_ones is None else usual_ones
     found: dict[str, list[Any]] = {}
     for field in dataclasses.fields(options):
         if field.init:
@@ -117,7 +121,7 @@ def _check_options(target: Target, given: Mapping[str, Any]) -> None:
     words = f"option {', '.join(f'{name}={shown(value)}' for name, value in given.items())}"
     declared: Any = target.backend.Options
     try:
-        options = declared(**given)
+        options = with_values(target, given)
     except (AttnplugError, ValueError) as problem:
         raise CheckUntested(f"{words}: {declared.__qualname__} refuses it: {problem}") from problem
     expect_held(options, given, f"{declared.__qualname__} given the {words}")

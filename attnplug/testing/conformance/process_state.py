@@ -73,7 +73,9 @@ def _life(target: Target, make: BatchFactory) -> Generator[str, None, None]:
     yield "validate_configuration"
     impl_cls, _ = backend.get_impl_cls(), backend.get_builder_cls()
     yield "the import of the impl or the builder"
-    options = None if backend.Options is None else backend.Options()
+    options = target.own_options
+    if options is None and backend.Options is not None:
+        options = backend.Options()
     given: dict[str, Any] = {"tensors": batch.tensors, "options": options}
     with error_context("from_spec"):
         impl = impl_cls.from_spec(batch.spec, backend=backend, layer_name="layers.0", **given)

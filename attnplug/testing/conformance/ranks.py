@@ -26,7 +26,7 @@ def checks(target: Target) -> Iterator[Check]:
 def _check_ranks(target: Target, field: str) -> None:
     backend, flag, given = target.backend, _FLAGS[field], f"{field}={_GROUP}"
     spec = target.spec()
-    shared: dict[str, Any] = {field: _GROUP}
+    shared: dict[str, Any] = {field: _GROUP, "options": target.own_options}
     try:
         impl = make_impl(backend, spec, layer_tensors(spec, device=target.torch_device), **shared)
     except Exception as problem:

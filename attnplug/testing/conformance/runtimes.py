@@ -20,8 +20,10 @@ from attnplug.testing.conformance.check import (
     checks_from,
     error_context,
 )
+from attnplug.testing.conformance.harness import make_impl
 from attnplug.testing.conformance.serving import Call, ServedModel
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.drawn_values import layer_tensors
 
 _BETWEEN = "state shared between two runtimes"
 
@@ -44,6 +46,8 @@ def model_of(target: Target) -> tuple[dict[str, LayerSpec], dict[str, str]]:
         why = "the steps of a model have both; check it as a half of PREFILL+DECODE"
         raise CheckSkipped(f"{target.name} serves {target.phase} only: {why}", SkipKind.PHASE)
     full = target.spec(attn_type="decoder", direct_kv=False, causal=True)
+    if not _is_made(target, full):
+        raise CheckSkipped(f"{target.name} refuses a plain layer with {target.own_options}", SkipKind.OPTIONS)
     if full.sparse is not None:
         raise CheckSkipped("the kit's models have no indexer, which sparse layers need")
     fields_of: Mapping[str, Mapping[str, object]] = {
@@ -60,7 +64,7 @@ def model_of(target: Target) -> tuple[dict[str, LayerSpec], dict[str, str]]:
             spec = full.replace(**fields)
         except SpecError:
             continue  # the plainest layer that is served has something else in its place
-        if not target.reasons(spec):
+        if not target.reasons(spec) and _is_made(target, spec):
             specs[name] = spec
     # A layer may read the pages of a layer that scores otherwise, if both keep the same keys.
     readers: dict[str, LayerSpec] = {"reader": full, "scaled-reader": specs["scaled"]}
@@ -68,6 +72,19 @@ def model_of(target: Target) -> tuple[dict[str, LayerSpec], dict[str, str]]:
     if "window" in specs:
         readers["window-reader"], shared["window-reader"] = specs["window"], "window"
     return {**specs, **readers}, shared
+
+
+def _is_made(target: Target, spec: LayerSpec) -> bool:
+    """Whether from_spec takes the options of the run for a layer."""
+    if target.own_options is None:
+        return True
+    try:
+        make_impl(
+            target.backend, spec, layer_tensors(spec, device=target.torch_device), options=target.own_options
+        )
+    except CheckSkipped:
+        return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ def _check_scales(target: Target, name: str, source: str) -> None:
         given = dataclasses.replace(batch, tensors=_tensors(batch, source))
         what = f"with {_SOURCES[source]}"
         with error_context(what):
-            output, lse = run_batch(target.backend, given, layer=layer)
+            output, lse = run_batch(target.backend, given, layer=layer, options=target.own_options)
         tokens = batch.common.num_actual_tokens
         found = Answer(output[:tokens], None if lse is None else lse[:tokens])
         expect_correct(batch, found, f"{what} ({FP8_SCALES})", functools.partial(_mistake, batch, found))

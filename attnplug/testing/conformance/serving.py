@@ -68,9 +68,18 @@ def plan_on(target: Target, specs: Mapping[str, LayerSpec], kv_sharing: Mapping[
             layer_name=name,
             block_size=size,
             kv_cache_layout=layout,
+            options=_by_name(target.own_options),
             backend_cls=target.backend,
         )
     return ModelPlan(with_equal_pages(negotiated(decisions)), target.device, dict(kv_sharing))
+
+
+def _by_name(options: Any) -> tuple[tuple[str, Any], ...] | None:
+    """Options as a decision has them."""
+    if options is None:
+        return None
+    names = sorted(field.name for field in dataclasses.fields(options) if field.init)
+    return tuple((name, getattr(options, name)) for name in names)
 
 
 class ServedModel:

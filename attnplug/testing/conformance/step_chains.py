@@ -56,7 +56,7 @@ def _check_chain(target: Target, **fields: Any) -> None:
     ends = list(itertools.accumulate(counts))
     scales: dict[str, Any] = {"k_scale": 0.37, "v_scale": 1.9} if spec.has_quantized_kv_cache else {}
     # A span is computed as a whole, so these pieces have none.
-    spans = [[]] if spec.mm_prefix else None
+    spans: list[Any] | None = [[]] if spec.mm_prefix else None
     whole = target.batch(spec, [ends[-1]], [ends[-1]], exact=True, spans=spans, **scales)
     harness = Harness.of(target, whole, num_speculative_tokens=2)
     outputs = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.device import Device
@@ -16,6 +16,8 @@ from attnplug.registry.default import get_registry
 from attnplug.registry.devices import is_here, resolve_device
 from attnplug.registry.gates import import_parts
 from attnplug.registry.installed import missing_requirements
+from attnplug.registry.option_texts import parse_options
+from attnplug.registry.options import build_options, by_backend, check_options, freeze, options_of
 from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.registry.policy import Rule
 from attnplug.testing.conformance.check import Check, Level
@@ -36,6 +38,8 @@ class Suite:
     level: Level
     checks: tuple[Check, ...]
     known: Mapping[str, str]
+    options: Any = None
+    """The options of the backend's layers; None for its defaults."""
 
     @property
     def ids(self) -> list[str]:
@@ -52,6 +56,7 @@ def load_suite(
     source: str = "NAME",
     checks_of: str | None = None,
     only: Iterable[str] = ("*",),
+    options: Sequence[str] = (),
 ) -> Suite:
     """The checks of an installed or registered backend.
 
@@ -63,9 +68,11 @@ def load_suite(
         source: the option or argument that gave the name, for messages.
         checks_of: "module:function" that lists the checks of a Target; default the kit's checks.
         only: patterns of the wanted ids; other checks of the kit may be left out of the suite to save time.
+        options: texts of `--option`, which replace those of ATTNPLUG_OPTIONS for the same backend.
 
     Raises:
-        PolicyError: an unknown name, a family's name, a known failure that matches no check, or no function.
+        PolicyError: an unknown name, a family's name, a known failure that matches no check, or no function; an
+            option that the backend does not have or refuses.
         PluginError: the backend's plugin did not load.
         BackendUnavailableError: a requirement is missing, an import fails, or the device is unsupported.
         SpecError: an unknown device or level.
@@ -78,7 +85,9 @@ def load_suite(
     _make_current(device)
     # A known failure may belong to any check.
     wanted = tuple(only) if known_failures is None else ("*",)
-    checks_at = _checks_function(checks_of, offer.backend, where, wanted)
+    # Other checks, such as cells of the matrix, are of the defaults.
+    given = _options_of(offer, name, options) if checks_of is None or options else None
+    checks_at = _checks_function(checks_of, Target(offer.backend, where, options=given), wanted)
     checks = checks_at(level)
     chosen = Level(level)
     known: dict[str, str] = {}
@@ -90,20 +99,35 @@ def load_suite(
             source=f"--known-failures {known_failures}",
             elsewhere=lambda: [check.id for check in checks_at(other)],
         )
-    return Suite(offer, where, chosen, tuple(checks), known)
+    return Suite(offer, where, chosen, tuple(checks), known, given)
+
+
+def _options_of(offer: Offer, name: str, texts: Sequence[str]) -> Any:
+    """The options in `texts` and in ATTNPLUG_OPTIONS for a backend; None if there are none for it."""
+    registry = get_registry()
+    asked = by_backend(parse_options(texts, "--option", name), None, registry.plugins) if texts else {}
+    merged = registry.environment_options([Rule(name, "default", "*", "NAME")]) | asked
+    check_options(merged, registry.plugins)
+    given = options_of(offer, dict(freeze(merged)))
+    for text in texts:
+        # Options in the environment may be meant for other processes, and these are not.
+        if options_of(offer, parse_options([text], "--option", name)) is None:
+            raise PolicyError("--option", text, f"is for another backend, and {offer.name} is checked")
+    return None if given is None else build_options(offer.backend, given)
 
 
 def _checks_function(
-    checks_of: str | None, backend: type[AttentionBackend], device: Device, only: Iterable[str]
+    checks_of: str | None, target: Target, only: Iterable[str]
 ) -> Callable[[Level | str], list[Check]]:
     """A function of a level that lists the checks: the kit's, or the named one; PolicyError if there is none."""
     if checks_of is None:
-        return lambda level: conformance_checks(backend, device=device, level=level, only=only)
+        given = {"device": target.device, "only": only, "options": target.options}
+        return lambda level: conformance_checks(target.backend, level=level, **given)
     try:
         function = pkgutil.resolve_name(checks_of)
     except (ImportError, AttributeError, ValueError) as problem:
         raise PolicyError("--attn-checks", checks_of, f"names no function: {problem}") from None
-    return lambda level: list(function(Target(backend, device, Level(level))))
+    return lambda level: list(function(dataclasses.replace(target, level=Level(level))))
 
 
 def find_backend(name: str, source: str) -> Offer:

@@ -33,11 +33,24 @@ _LONGER = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """One backend on one device of this machine; `level` decides how many layers and batches are tried."""
+    """One backend on one device of this machine; `level` decides how many layers and batches are tried.
+
+    Layers are made with `options`, an instance of the backend's `Options`; None is its defaults.
+    """
 
     backend: type[AttentionBackend]
     device: Device
     level: Level = Level.SMOKE
+    options: Any = None
+
+    @property
+    def own_options(self) -> Any:
+        """The options to make layers of `backend` with; None for its defaults.
+
+        Options are of the class that was asked for. Another class may serve some layers under its name.
+        """
+        declared = self.backend.Options
+        return self.options if declared is not None and isinstance(self.options, declared) else None
 
     @property
     def name(self) -> str:

@@ -39,6 +39,7 @@ class SuiteRequest:
 
     Args:
         only: patterns of the ids that are wanted. If each matches, checks that nobody wants may be left out.
+        options: texts of `--option`.
     """
 
     name: str
@@ -47,6 +48,7 @@ class SuiteRequest:
     known_failures: str | None = None
     checks_of: str | None = None
     only: Sequence[str] = ("*",)
+    options: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Listing:
         known: the reason of each check that is known to fail.
         versions: of Python, torch, attnplug, and the distributions that ship the backend or that it requires.
         code: changes if a file of the packages of attnplug or the backend changes.
+        options: the options that are not at their defaults, with those of ATTNPLUG_OPTIONS: "tile=32, splits=2".
     """
 
     request: SuiteRequest
@@ -76,6 +79,7 @@ class Listing:
     known: Mapping[str, str]
     versions: Mapping[str, str]
     code: str
+    options: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,6 +151,7 @@ def main(report: str, request: dict[str, Any]) -> None:
             "ids": suite.ids,
             "known": dict(suite.known),
             "versions": versions(suite.offer),
+            "options": option_words(suite.options),
             "code": fingerprint(["attnplug", *(half.__module__.partition(".")[0] for half in halves)]),
         }
     except AttnplugError as problem:
@@ -157,6 +162,16 @@ def main(report: str, request: dict[str, Any]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def option_words(options: Any) -> str:
+    """The options that differ from their defaults: "tile=32, splits=2"; "" for None."""
+    if options is None:
+        return ""
+    usual = type(options)()
+    names = [field.name for field in dataclasses.fields(options) if field.init]
+    changed = [name for name in names if getattr(options, name) != getattr(usual, name)]
+    return ", ".join(f"{name}={getattr(options, name)}" for name in changed)
 
 
 def versions(offer: Offer) -> dict[str, str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from attnplug.registry.option_texts import VARIABLE
 
 if TYPE_CHECKING:
     from attnplug.testing.isolation.listing import SuiteRequest
@@ -20,13 +22,15 @@ def cli_command(request: SuiteRequest, check: str, limits: Mapping[str, str | No
         **(limits or {}),
         "--jobs": "1",
     }
-    return _line("attnplug", "conformance", request.name, "--only", check, **options)
+    given = [word for text in request.options for word in ("--option", text)]
+    return _line("attnplug", "conformance", request.name, "--only", check, *given, **options)
 
 
-def suite_command(check: str, options: Mapping[str, str | None]) -> str:
-    """The line that runs one check of the suite in pytest with the options of the run."""
+def suite_command(check: str, options: Mapping[str, str | None], of_backend: Sequence[str] = ()) -> str:
+    """The line that runs one check of the suite in pytest with the options of the run, and those of the backend."""
     node = f"attnplug.testing.suite::test_conformance[{check}]"
-    return _line("pytest", "-p", "attnplug.testing.plugin", "--pyargs", node, **options)
+    given = [word for text in of_backend for word in ("--attn-option", text)]
+    return _line("pytest", "-p", "attnplug.testing.plugin", "--pyargs", node, *given, **options)
 
 
 def node_command() -> str | None:
@@ -38,4 +42,6 @@ def node_command() -> str | None:
 
 def _line(*words: str, **options: str | None) -> str:
     given = [word for option, value in options.items() if value is not None for word in (option, value)]
-    return shlex.join([*words, *given])
+    variable = os.environ.get(VARIABLE)
+    front = f"{VARIABLE}={shlex.quote(variable)} " if variable else ""
+    return front + shlex.join([*words, *given])

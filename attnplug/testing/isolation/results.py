@@ -66,14 +66,22 @@ class Observer(Protocol):
 class SavedResults:
     """Results of one suite of checks, a JSON line each, in the user's cache folder.
 
-    The file name depends on the backend, its code and versions, the device, the kind of checks, the level and the
-    shard. pytest's cache cannot replace it: `--lf` leaves out tests that never ran, and a killed run writes no cache.
+    The file name depends on the backend, its code and versions, the device, the options, the kind of checks, the
+    level and the shard. pytest's cache cannot replace it: `--lf` leaves out tests that never ran, and a killed run writes no cache.
     """
 
     def __init__(self, listing: Listing, shard: str | None = None, folder: Path | None = None) -> None:
         from platformdirs import user_cache_path
 
-        about = [listing.name, listing.shipped_by, listing.device, listing.device_name, listing.code, shard]
+        about = [
+            listing.name,
+            listing.shipped_by,
+            listing.device,
+            listing.device_name,
+            listing.code,
+            shard,
+            listing.options,
+        ]
         key = json.dumps([about, listing.request.level, listing.request.checks_of, dict(listing.versions)])
         folder = folder or user_cache_path("attnplug", appauthor=False) / "conformance"
         self.path = folder / f"{listing.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
