@@ -97,7 +97,7 @@ def plan(
         raise SpecError("specs", specs, "must be a mapping of layer names to LayerSpec, or a ModelSpec")
     if num_blocks is not None and memory is not None:
         raise PolicyError(
-            "num_blocks", num_blocks, f"cannot stand with memory={memory!r}", "give one of the two"
+            "num_blocks", num_blocks, f"cannot be combined with memory={memory!r}", "give one of the two"
         )
     if num_blocks is not None:
         # Block 0 is the null block, so one block alone serves no request.

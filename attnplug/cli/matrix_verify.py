@@ -173,7 +173,7 @@ def _record_refuted(found: Matrix, report: MatrixReport) -> None:
         try:
             recorded = record(run_to_dict(run))
         except MatrixFileError as problem:
-            error(f"attnplug select is not told what was refuted: {problem}", _FAILED)
+            error(f"attnplug select will not refuse these cells: {problem}", _FAILED)
             return
         about = f"{run.backend} on {run.device}"
         if recorded.refuted:

@@ -43,7 +43,7 @@ class ContextParallel:
         object.__setattr__(self, "size", check_size("size", self.size))
         object.__setattr__(self, "rank", check_size("rank", self.rank, 0))
         if self.rank >= self.size:
-            raise SpecError("rank", self.rank, f"must lie below {self.size}, the size of the group")
+            raise SpecError("rank", self.rank, f"must be below {self.size}, the size of the group")
 
     @classmethod
     def of(cls, group: RankGroup) -> Self:

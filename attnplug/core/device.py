@@ -69,7 +69,7 @@ class Device:
 
         count = 0 if ask is None else torch.cuda.device_count()
         if not 0 <= index < count:
-            raise SpecError("device.index", index, f"must lie below {count}, the GPUs of this machine")
+            raise SpecError("device.index", index, f"must be below {count}, the GPUs of this machine")
         return _probe(index)
 
     @classmethod
@@ -124,7 +124,9 @@ class Device:
         fields = [field.name for field in dataclasses.fields(cls)]
         for name in data:
             if name not in fields:
-                raise SpecError(name, data[name], f"is no field of a Device; fields are {', '.join(fields)}")
+                raise SpecError(
+                    name, data[name], f"is not a field of a Device; fields are {', '.join(fields)}"
+                )
         if "type" not in data:
             raise SpecError("device.type", None, "is required")
         return cls(**data)

@@ -85,7 +85,9 @@ def builder_faults(builder: type, base: type) -> tuple[str, ...]:
     level: Any = getattr(builder, "cudagraph_support", None)
     known = type(vars(base)["cudagraph_support"])
     if not isinstance(level, known):
-        faults.append(f"{builder.__name__}.cudagraph_support is {shown(level)}, which is no {known.__name__}")
+        faults.append(
+            f"{builder.__name__}.cudagraph_support is {shown(level)}, which is not an {known.__name__}"
+        )
     ported, own = owner_of(builder, "_cudagraph_support"), owner_of(builder, "cudagraph_support")
     order = builder.__mro__.index
     # They differ if one class sets both, or if the name of vLLM was set after the class was made.
@@ -202,17 +204,15 @@ def _is_plain(value: object) -> TypeGuard[Collection[Any]]:
 def _entry(field: str, value: object) -> str | None:
     """Why a value means nothing in a declared sequence, or None."""
     if field == "supported_phases" and value not in list(Phase):
-        return f"which is no phase; phases are {', '.join(Phase)}"
+        return f"which is not a phase; phases are {', '.join(Phase)}"
     if field == "device_types" and not (isinstance(value, str) and value.islower() and value.isidentifier()):
-        return "which is no device type; write names such as 'cpu', 'cuda' or 'rocm'"
+        return "which is not a device type; write names such as 'cpu', 'cuda' or 'rocm'"
     if field == "supported_dtypes":
         if isinstance(value, str) and bare_dtype_name(value, field) not in DTYPES:
             near = difflib.get_close_matches(value, DTYPES, 1)
-            return (
-                f"which is no dtype of a layer; {f'did you mean {near[0]}?' if near else ', '.join(DTYPES)}"
-            )
+            return f"which is not a dtype of a layer; {f'did you mean {near[0]}?' if near else ', '.join(DTYPES)}"
         if not isinstance(value, str) and type(value).__name__ != "dtype":
-            return "which is no dtype; write names such as 'bfloat16', or torch dtypes"
+            return "which is not a dtype; write names such as 'bfloat16', or torch dtypes"
     return None
 
 

@@ -64,4 +64,4 @@ def parse_json(text: str, *, strict: bool = True) -> Any:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

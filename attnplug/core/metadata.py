@@ -131,7 +131,7 @@ class CommonAttentionMetadata:
             ("num_actual_reqs", num_actual_reqs, self.num_reqs),
         ):
             if not 0 <= value <= limit:
-                raise BatchError(name, value, f"must lie in 0 .. {limit}, the size of the batch")
+                raise BatchError(name, value, f"must be in 0 .. {limit}, the size of the batch")
         reqs, starts, tokens = num_actual_reqs, num_actual_reqs + 1, num_actual_tokens
         ends = dict.fromkeys(_PER_REQUEST, reqs) | dict.fromkeys(_START_LOCATIONS, starts)
         ends |= dict.fromkeys(_PER_TOKEN, tokens)

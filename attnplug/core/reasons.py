@@ -96,7 +96,7 @@ class Reason(str):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, str | None]) -> Reason:
-        """The reason that `to_dict` wrote. TypeError for a value that is no text."""
+        """The reason that `to_dict` wrote. TypeError for a value that is not text."""
         for name in ("text", *cls.__slots__):
             if not isinstance(data.get(name), str | None):
                 raise TypeError(f"{name} of a reason must be text")

@@ -96,11 +96,11 @@ class Selection:
             "is not given",
             "write the step's selection before the layer runs",
         )
-        limit = f"must lie in 0 .. {most}, the layer's topk and the width of the buffer"
+        limit = f"must be in 0 .. {most}, the layer's topk and the width of the buffer"
         _refuse((counts < 0) | (counts > most), counts, "counts", limit)
         chosen = self.positions[:tokens].to("cpu", torch.int64)
         valid = torch.arange(chosen.shape[1], device=chosen.device) < counts[:, None]
-        limit = f"must lie at or after 0: the first counts[token] {what} are read"
+        limit = f"must be at or after 0: the first counts[token] {what} are read"
         _refuse(valid & (chosen < 0), chosen, "positions", limit)
         _refuse(~valid & (chosen != -1), chosen, "positions", f"must be -1 after the {what} that counts says")
         ends = (ends.clamp(min=0) + sparse.block - 1) // sparse.block

@@ -334,7 +334,7 @@ class LayerSpec:
         for name in data:
             if name not in known:
                 raise SpecError(
-                    name, data[name], f"is no field of a LayerSpec; fields are {', '.join(known)}"
+                    name, data[name], f"is not a field of a LayerSpec; fields are {', '.join(known)}"
                 )
         for name in ("num_heads", "num_kv_heads", "head_size"):
             if name not in data:

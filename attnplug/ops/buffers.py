@@ -51,7 +51,7 @@ class CpuGpuBuffer:
         """
         rows = self.cpu.shape[0] if n is None else n
         if not 0 <= rows <= self.cpu.shape[0]:
-            raise BatchError("n", rows, f"must lie in 0 .. {self.cpu.shape[0]}, the buffer's rows")
+            raise BatchError("n", rows, f"must be in 0 .. {self.cpu.shape[0]}, the buffer's rows")
         if self.gpu is self.cpu:
             return self.gpu[:rows]
         return self.gpu[:rows].copy_(self.cpu[:rows], non_blocking=True)

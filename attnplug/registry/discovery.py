@@ -273,7 +273,7 @@ def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
     for backend in offered:
         name, family = _backend_name(backend), backend.family
         if not (family is None or (isinstance(family, str) and 0 < len(family) <= _LONGEST_NAME)):
-            raise _Rejected(f"offers {name} of family {shown(family)}, which is no name")
+            raise _Rejected(f"offers {name} of family {shown(family)}, which is not a name")
         for each in (name, family or ""):
             if each.upper() in RESERVED_NAMES and not _is_ours(record, backend):
                 what = f"offers {each}, a name reserved for attnplug's own backend"
@@ -293,7 +293,7 @@ def _is_ours(record: PluginRecord, backend: type[AttentionBackend]) -> bool:
 
 def _backend_name(backend: object) -> str:
     if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
-        raise _Rejected(f"offers {shown(backend)}, which is no subclass of AttentionBackend")
+        raise _Rejected(f"offers {shown(backend)}, which is not a subclass of AttentionBackend")
     if inspect.isabstract(backend):
         missing = ", ".join(sorted(backend.__abstractmethods__))
         raise _Rejected(f"offers {backend.__name__}, which lacks {missing}")

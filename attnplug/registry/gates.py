@@ -102,7 +102,9 @@ def import_parts(backend: type[AttentionBackend]) -> Reason | None:
         announce()
         if error is not None or not isinstance(part, type):
             did = (
-                f"returned {shown(part)}, which is no class" if error is None else f"raised {describe(error)}"
+                f"returned {shown(part)}, which is not a class"
+                if error is None
+                else f"raised {describe(error)}"
             )
             return Reason(
                 f"{backend.get_name()} cannot be imported here",
@@ -135,7 +137,7 @@ def preferred_pages(
         return None
     size = spec.block_size or backend.get_preferred_block_size(spec, device)
     if type(size) is not int or size < 1:
-        raise ValueError(f"the block size {shown(size)} is no integer of at least 1")
+        raise ValueError(f"the block size {shown(size)} is not an integer of at least 1")
     layouts = [plain_text(layout) for layout in listed(backend.supported_kv_cache_layouts())]
     if not layouts or not set(layouts) <= _LAYOUTS:
         raise ValueError(f"the KV layouts {shown(layouts)} are not of {', '.join(sorted(_LAYOUTS))}")

@@ -39,7 +39,7 @@ def freeze_assumed(assume_installed: AssumeInstalled) -> Assumed:
         try:
             Version(version)
         except (InvalidVersion, TypeError):
-            raise PolicyError(f"assume_installed[{name!r}]", version, "is no version") from None
+            raise PolicyError(f"assume_installed[{name!r}]", version, "is not a version") from None
     # Sorted, and under canonical names, so that equal assumptions share one cached decision.
     return tuple(sorted((canonical_name(name), version) for name, version in assume_installed.items()))
 

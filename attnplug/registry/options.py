@@ -39,14 +39,14 @@ def by_backend(options: Any, asked: str | None, plugins: PluginSet) -> dict[str,
         declared = ((offer, offer.backend.Options) for offer in plugins.every_offer)
         owners = [o.full_name for o, kind in declared if isinstance(kind, type) and isinstance(options, kind)]
         if not owners:
-            raise PolicyError("options", options, "is no Options of any backend, and no mapping")
+            raise PolicyError("options", options, "is neither Options of a backend nor a mapping")
         return dict.fromkeys(owners, options)
     if all(isinstance(name, str) and plugins.find(name) for name in options):
         return dict(options)
     if asked is None:
         names = ", ".join(plugins.names) or "none"
         remedy = "write {'NAME': {...}}, or ask for one backend by name"
-        raise PolicyError("options", options, f"has keys that are no backends; there are: {names}", remedy)
+        raise PolicyError("options", options, f"has keys that are not backends; there are: {names}", remedy)
     return {asked: options}
 
 
@@ -127,7 +127,7 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
         raise PolicyError("options", given, limit)
     hints, error = guarded_call(typing.get_type_hints, declared)
     if error is not None or not dataclasses.is_dataclass(declared):
-        why = "it is no dataclass" if error is None else describe(error)
+        why = "it is not a dataclass" if error is None else describe(error)
         raise PluginError(f"the Options of {name} cannot be read: {why}") from error
     fields = {field.name: hints[field.name] for field in dataclasses.fields(declared) if field.init}
     exists = ", ".join(f"{field}: {_type_name(hint)}" for field, hint in fields.items()) or "none"

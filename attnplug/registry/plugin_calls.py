@@ -51,15 +51,15 @@ def describe(error: BaseException) -> str:
 def plain_text(value: object) -> str:
     """`value` as text of exactly the type str; TypeError if it is none."""
     if not isinstance(value, str):
-        raise TypeError(f"{shown(value)} is no text")
+        raise TypeError(f"{shown(value)} is not text")
     # A subclass may compare and format as it likes.
     return str.__str__(value)
 
 
 def listed(values: object, most: int = 1000) -> list[Any]:
-    """A list of what a plugin returned; TypeError for what is no sequence, or has more than `most` entries."""
+    """A list of what a plugin returned; TypeError for what is not a sequence, or has more than `most` entries."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
-        raise TypeError(f"{shown(values)} is no sequence")
+        raise TypeError(f"{shown(values)} is not a sequence")
     found = list(itertools.islice(values, most + 1))
     if len(found) > most:
         raise TypeError(f"a sequence of more than {most} entries")

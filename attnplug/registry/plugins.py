@@ -226,7 +226,7 @@ class PluginSet:
                 raise PluginError(f"{name}, asked for by {rule.source}, did not load: {record.reason}")
         names = self.names
         near = difflib.get_close_matches(name.upper(), names, 3, 0.5)
-        limit = f"is no backend; loaded are {', '.join(names) or 'none'}"
+        limit = f"is not a backend; loaded are {', '.join(names) or 'none'}"
         failed = [str(record.reason) for record in self._not_loaded()]
         if failed:
             limit += f"; not loaded: {'; '.join(failed)}"

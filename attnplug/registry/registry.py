@@ -274,7 +274,7 @@ class Registry:
         for name in found:
             if not self.plugins.find(name):
                 there = ", ".join(self.plugins.names) or "none"
-                raise PolicyError(OPTIONS, name, f"is no backend; there are: {there}")
+                raise PolicyError(OPTIONS, name, f"is not a backend; there are: {there}")
         return found
 
     def _decision(

@@ -443,7 +443,7 @@ class AttentionRuntime:
         index = integer("draft_index", index)
         drafts = self.config.num_speculative_tokens
         if not 0 <= index < drafts:
-            limit = f"must lie in 0 .. {drafts - 1}, below config.num_speculative_tokens={drafts}"
+            limit = f"must be in 0 .. {drafts - 1}, below config.num_speculative_tokens={drafts}"
             if drafts == 0:
                 limit = "needs a runtime that drafts, and config.num_speculative_tokens is 0"
             raise BatchError("draft_index", index, limit, "set it to the number of draft steps")

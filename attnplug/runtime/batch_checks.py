@@ -108,7 +108,7 @@ def _check_pages(field: str, table: torch.Tensor, pages: _Ints, num_blocks: int)
     is_read = np.arange(most) < pages[:, None]
     bad = numbers[is_read & ((numbers < 0) | (numbers >= num_blocks))]
     if bad.size:
-        raise BatchError(field, int(bad[0]), f"must lie in 0 .. {num_blocks - 1}, the blocks of the pool")
+        raise BatchError(field, int(bad[0]), f"must be in 0 .. {num_blocks - 1}, the blocks of the pool")
     return 0
 
 

@@ -38,7 +38,7 @@ def block_numbers(field: str, given: object, num_blocks: int | None) -> npt.NDAr
     least, most = (blocks.min(), blocks.max()) if blocks.size else (0, 0)
     last = INT32_MAX if num_blocks is None else num_blocks - 1
     if not 0 <= least <= most <= last:
-        limit = f"must lie in 0 .. {last}"
+        limit = f"must be in 0 .. {last}"
         if num_blocks is not None:
             limit += f", the {num_blocks} blocks of the pool"
         raise BatchError(field, int(least if least < 0 else most), limit)

@@ -53,7 +53,7 @@ class BlockPool:
         """
         count = integer("count", count)
         if not 0 <= count <= len(self._free):
-            limit = f"must lie in 0 .. {len(self._free)}, the free blocks of {self.num_blocks}"
+            limit = f"must be in 0 .. {len(self._free)}, the free blocks of {self.num_blocks}"
             raise BatchError("count", count, limit, "free blocks of another request first")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:

@@ -82,9 +82,9 @@ class GraphInputBuffers:
         """
         batch_size, query_len = integer("batch_size", batch_size), integer("query_len", query_len)
         if not 1 <= batch_size <= self.batch_size:
-            raise BatchError("batch_size", batch_size, f"must lie in 1 .. {self.batch_size}")
+            raise BatchError("batch_size", batch_size, f"must be in 1 .. {self.batch_size}")
         if not 1 <= query_len <= self.query_len:
-            raise BatchError("query_len", query_len, f"must lie in 1 .. {self.query_len}")
+            raise BatchError("query_len", query_len, f"must be in 1 .. {self.query_len}")
         encoder, spans = self.encoder_seq_lens, self.mm_prefix_spans
         return GraphInputBuffers(
             batch_size=batch_size,

@@ -67,7 +67,7 @@ class GraphState:
             max_query_len = 1 + config.num_speculative_tokens
         self.max_query_len = integer("max_query_len", max_query_len)
         if not 1 <= self.max_query_len <= self.max_model_len:
-            raise BatchError("max_query_len", self.max_query_len, f"must lie in 1 .. {self.max_model_len}")
+            raise BatchError("max_query_len", self.max_query_len, f"must be in 1 .. {self.max_model_len}")
         self._runtime = runtime
         groups = runtime.kv_cache_config.kv_cache_groups
         self._cross = cross_groups(runtime.kv_cache_config)

@@ -64,5 +64,5 @@ def check_at_most(field: str, counts: Ints, most: Ints, req_ids: Sequence[str], 
     bad = (counts < 0) | (counts > most)
     if bad.any():
         worst = int(bad.argmax())
-        limit = f"of request {req_ids[worst]} must lie in 0 .. {most[worst]}, its {what}"
+        limit = f"of request {req_ids[worst]} must be in 0 .. {most[worst]}, its {what}"
         raise BatchError(field, int(counts[worst]), limit)

@@ -153,12 +153,12 @@ class RequestTable:
         num_computed_tokens = integer("num_computed_tokens", num_computed_tokens)
         encoder_len = integer("encoder_len", encoder_len)
         if not 0 <= num_computed_tokens < self.max_model_len:
-            limit = f"must lie in 0 .. {self.max_model_len - 1}"
+            limit = f"must be in 0 .. {self.max_model_len - 1}"
             raise BatchError("num_computed_tokens", num_computed_tokens, limit)
         if encoder_len and not self.cross_groups:
             raise BatchError("encoder_len", encoder_len, "needs a builder with cross_groups")
         if not 0 <= encoder_len <= self.max_encoder_len:
-            raise BatchError("encoder_len", encoder_len, f"must lie in 0 .. {self.max_encoder_len}")
+            raise BatchError("encoder_len", encoder_len, f"must be in 0 .. {self.max_encoder_len}")
         items = check_placeholders({} if placeholders is None else placeholders, self.max_model_len)
         if self._mm_prefix is not None:
             self._mm_prefix.check_request(items, num_computed_tokens)
@@ -209,7 +209,7 @@ class RequestTable:
             passed, which = first_attended(spec, passed), f"the pages that {reach(spec)} has passed"
         limit = min(int(passed[0]) // self.block_sizes[group], int(self._num_blocks[group, index]))
         if not 0 <= num_blocks <= limit:
-            raise BatchError("num_blocks", num_blocks, f"must lie in 0 .. {limit}, {which}")
+            raise BatchError("num_blocks", num_blocks, f"must be in 0 .. {limit}, {which}")
         # `_has_null_pages` stays as it is: steps write after computed tokens only, never to these pages.
         if self._tables[group, index, :num_blocks].any():
             self._first_served[index] = self._computed[index]
@@ -285,7 +285,7 @@ class RequestTable:
         largest = max(self.block_sizes, default=0)
         for name, value in (*sizes.items(), ("block_sizes", largest)):
             if not 1 <= value <= INT32_MAX:
-                raise BatchError(name, value, f"must lie in 1 .. {INT32_MAX}")
+                raise BatchError(name, value, f"must be in 1 .. {INT32_MAX}")
         rows = {
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
@@ -300,9 +300,9 @@ class RequestTable:
             limit = f"must have the block sizes {self.block_sizes}"
             raise BatchError("kv_cache_specs", sizes_of_specs, limit)
         if not 0 <= sparse_topk <= INT32_MAX:
-            raise BatchError("sparse_topk", sparse_topk, f"must lie in 0 .. {INT32_MAX}")
+            raise BatchError("sparse_topk", sparse_topk, f"must be in 0 .. {INT32_MAX}")
         if self.cross_groups and not 1 <= self.max_encoder_len <= INT32_MAX:
-            limit = f"must lie in 1 .. {INT32_MAX} with cross_groups"
+            limit = f"must be in 1 .. {INT32_MAX} with cross_groups"
             raise BatchError("max_encoder_len", self.max_encoder_len, limit)
         if self.max_encoder_len and not self.cross_groups:
             raise BatchError("max_encoder_len", self.max_encoder_len, "is for builders with cross_groups")

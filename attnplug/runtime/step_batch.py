@@ -246,7 +246,7 @@ class StepBatchBuilder(RequestTable):
         num_reqs, num_tokens = integer("num_reqs", num_reqs), integer("num_tokens", num_tokens)
         limit = min(self.max_num_seqs, num_tokens)
         if not 1 <= num_reqs <= limit:
-            raise BatchError("num_reqs", num_reqs, f"must lie in 1 .. {limit}")
+            raise BatchError("num_reqs", num_reqs, f"must be in 1 .. {limit}")
         limit = min(self.max_num_batched_tokens, num_reqs * self.max_model_len)
         if num_tokens > limit:
             raise BatchError("num_tokens", num_tokens, f"must not pass {limit} with {num_reqs} requests")

@@ -148,7 +148,7 @@ class Engine:
         max_tokens = integer("max_tokens", max_tokens, 1, self.longest - 1, "give the engine more blocks")
         room = self.longest - max_tokens
         if not 1 <= len(tokens) <= room:
-            limit = f"must lie in 1 .. {room} with max_tokens={max_tokens}"
+            limit = f"must be in 1 .. {room} with max_tokens={max_tokens}"
             raise BatchError("len(prompt)", len(tokens), limit, "give the engine more blocks")
         if not isinstance(temperature, (int, float)) or not (
             temperature == 0 or 1e-3 <= temperature < math.inf

@@ -87,7 +87,9 @@ def usable_device(text: str) -> torch.device:
         return device
     except (RuntimeError, AssertionError) as error:
         first_line = str(error).splitlines()[0]
-        raise argparse.ArgumentTypeError(f"{text!r} is no device torch can use here: {first_line}") from error
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a device that torch can use here: {first_line}"
+        ) from error
 
 
 def load(

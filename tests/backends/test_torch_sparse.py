@@ -155,7 +155,7 @@ def test_only_the_needle_that_was_chosen_is_seen_far_beyond_topk() -> None:
         (lambda s: s.clear(), r"selection.counts\[0\]=-1 is not given"),
         (lambda s: s.positions[3, :1].fill_(69), "is past the last of the positions that the query can see"),
         (lambda s: s.positions[0, 1].copy_(s.positions[0, 0]), "comes twice"),
-        (lambda s: s.counts.fill_(13), r"must lie in 0 \.\. 12"),
+        (lambda s: s.counts.fill_(13), r"must be in 0 \.\. 12"),
     ],
 )
 def test_values_that_no_indexer_may_give_are_refused(change, message: str) -> None:

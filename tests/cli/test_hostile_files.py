@@ -205,8 +205,8 @@ def test_a_lock_left_by_an_earlier_run_is_used(tmp_path):
 
 DAMAGED = {
     "integer": (LONG, "more than 4300 digits"),
-    "NaN": ("[NaN]", "NaN is no JSON number"),
-    "Infinity": ('{"runs": -Infinity}', "-Infinity is no JSON number"),
+    "NaN": ("[NaN]", "NaN is not a JSON number"),
+    "Infinity": ('{"runs": -Infinity}', "-Infinity is not a JSON number"),
     "deep": ("[" * 200_000, "nested too deeply"),
 }
 

@@ -166,7 +166,7 @@ def test_all_three_files_are_written(command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--backend", "TORHC"), "--backend='TORHC' is no backend"),
+        (("--backend", "TORHC"), "--backend='TORHC' is not a backend"),
         (("--device", "sm9000000"), "is unknown"),
         (("--feature", "sink"), "--feature='sink' must be one of plain, sliding_window"),
         (("--only", "sink/*"), "--only='sink/*' matches no cell; an id is "),
@@ -308,7 +308,7 @@ def test_where_select_cannot_be_told_the_results_stand_all_the_same(command, wor
     assert outcome.code == 4
     assert (
         outcome.err
-        == "attnplug: attnplug select is not told what was refuted: refuted.json is half written; delete it\n"
+        == "attnplug: attnplug select will not refuse these cells: refuted.json is half written; delete it\n"
     )
     assert "refuted" in statuses("m.json").values()
 

@@ -71,7 +71,7 @@ def test_explain_does_both(run):
     assert run(*layer, "--allow-refuted", "TORCH").code == 0
     unknown = run(*layer, "--allow-refuted", "TORHC")
     assert unknown.code == 2
-    assert "allow_refuted='TORHC' is no backend" in unknown.err
+    assert "allow_refuted='TORHC' is not a backend" in unknown.err
     assert "did you mean TORCH" in unknown.err
 
 

@@ -313,7 +313,7 @@ class TestRanks:
         ("arguments", "message"),
         [
             ((0,), "size=0 must be an integer of at least 1"),
-            ((2, 2), "rank=2 must lie below 2"),
+            ((2, 2), "rank=2 must be below 2"),
             ((2, -1), "rank=-1 must be an integer of at least 0"),
             ((2.0, 0), "size=2.0 must be an integer"),
         ],

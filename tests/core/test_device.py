@@ -142,7 +142,10 @@ def test_a_dict_of_a_device_may_name_the_type_alone() -> None:
     ("data", "text"),
     [
         ({"capability": [9, 0]}, "device.type=None is required"),
-        ({"type": "cuda", "index": 0}, "index=0 is no field of a Device; fields are type, capability, name"),
+        (
+            {"type": "cuda", "index": 0},
+            "index=0 is not a field of a Device; fields are type, capability, name",
+        ),
         ({"type": "cuda", "capability": [9]}, "must be (major, minor)"),
         ({"type": "cuda", "capability": []}, "must be (major, minor)"),
         ({"type": "cuda", "capability": [9, 0, 1]}, "must be (major, minor)"),
@@ -198,7 +201,7 @@ class TestCurrent:
 
     def test_a_gpu_is_known_by_its_number(self, two_gpus: None) -> None:
         assert Device.current(1).name == "GPU 1"
-        with pytest.raises(SpecError, match=r"device\.index=2 must lie below 2"):
+        with pytest.raises(SpecError, match=r"device\.index=2 must be below 2"):
             Device.current(2)
 
     def test_a_rocm_build_of_torch_has_rocm_devices(

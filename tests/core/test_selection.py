@@ -78,13 +78,13 @@ ENDS = torch.tensor([5, 9])
         (TOKENS, ([4, 0, 2], [5, 8]), None),
         (TOKENS, ([], []), None),
         (TOKENS, ([0, 5], [1]), r"positions\[0, 1\]=5 is past the last of the positions"),
-        (TOKENS, ([0], [-2]), r"positions\[1, 0\]=-2 must lie at or after 0"),
+        (TOKENS, ([0], [-2]), r"positions\[1, 0\]=-2 must be at or after 0"),
         (TOKENS, ([0], [3, 1, 3]), r"positions\[1, 2\]=3 comes twice"),
-        (TOKENS, ([0, 1, 2, 3], [0]), r"counts\[0\]=4 must lie in 0 \.\. 3"),
+        (TOKENS, ([0, 1, 2, 3], [0]), r"counts\[0\]=4 must be in 0 \.\. 3"),
         (BLOCKS, ([1, 0], [2, 0]), None),
         (BLOCKS, ([2], [0]), r"positions\[0, 0\]=2 is past the last of the blocks"),
         (BLOCKS, ([0], [1, 1]), "comes twice: blocks of a query differ"),
-        (BLOCKS, ([0, 1, 2], [0]), r"counts\[0\]=3 must lie in 0 \.\. 2"),
+        (BLOCKS, ([0, 1, 2], [0]), r"counts\[0\]=3 must be in 0 \.\. 2"),
     ],
 )
 def test_values_are_checked_by_row(

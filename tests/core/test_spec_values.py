@@ -208,8 +208,8 @@ def test_a_dict_may_leave_out_what_has_a_default() -> None:
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        ({**SIZES, "head_sise": 64}, "head_sise=64 is no field of a LayerSpec; fields are num_heads"),
-        ({**SIZES, "_hash": 1}, "_hash=1 is no field of a LayerSpec"),
+        ({**SIZES, "head_sise": 64}, "head_sise=64 is not a field of a LayerSpec; fields are num_heads"),
+        ({**SIZES, "_hash": 1}, "_hash=1 is not a field of a LayerSpec"),
         ({"num_heads": 8, "num_kv_heads": 2}, "head_size=None is required"),
         ({**MLA_SIZES, "mla": {"kv_lora_rank": 512}}, "must name exactly kv_lora_rank, q_lora_rank"),
         ({**MLA_SIZES, "mla": [512]}, "mla=[512] must be an MLADims or None"),

@@ -153,7 +153,7 @@ def test_a_prompt_past_the_model_s_positions_is_refused():
         vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
     )
     engine = Engine(GPT2LMHeadModel(config).eval(), num_blocks=64)
-    with pytest.raises(BatchError, match=r"len\(prompt\)=25 must lie in 1 .. 24 with max_tokens=8"):
+    with pytest.raises(BatchError, match=r"len\(prompt\)=25 must be in 1 .. 24 with max_tokens=8"):
         engine.add([1] * 25, max_tokens=8)
     request = engine.add([1] * 24, max_tokens=8)
     finish(engine)

@@ -118,7 +118,7 @@ def test_a_device_that_cannot_be_used_ends_with_the_usage(device, capsys):
         demo.main(["--device", device])
 
     assert stopped.value.code == 2
-    assert f"'{device}' is no device torch can use here" in capsys.readouterr().err
+    assert f"'{device}' is not a device that torch can use here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

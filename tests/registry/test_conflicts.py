@@ -76,7 +76,7 @@ def test_one_that_cannot_serve_gives_its_own_reasons(twins: Registry) -> None:
 def test_options_for_one_are_checked_against_it(twins: Registry) -> None:
     with pytest.raises(PolicyError, match="TWIN has no options"):
         twins.explain(SPEC, CPU, backend=f"TWIN@{A}", options={f"TWIN@{A}": {"tile": 16}})
-    with pytest.raises(PolicyError, match="has keys that are no backends"):
+    with pytest.raises(PolicyError, match="has keys that are not backends"):
         twins.explain(SPEC, CPU, options={"TWIN": {"tile": 16}})
 
 

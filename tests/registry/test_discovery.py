@@ -155,8 +155,8 @@ class RaisesInTurn(tuple[Any, ...]):
         ),
         (raises(SystemExit(3)), "raised SystemExit: 3 in attnplug_backends"),
         (RaisesInTurn(), "raised RuntimeError: acme: cannot count when examined"),
-        (["A"], "offers 'A', which is no subclass of AttentionBackend"),
-        ([int], "offers <class 'int'>, which is no subclass of AttentionBackend"),
+        (["A"], "offers 'A', which is not a subclass of AttentionBackend"),
+        ([int], "offers <class 'int'>, which is not a subclass of AttentionBackend"),
         ([Abstract], "offers Abstract, which lacks get_builder_cls, get_impl_cls"),
         ([backend("A"), backend("A")], "offers A twice"),
         ([backend("8BIT")], "names a backend '8BIT'; a name has letters, digits and _ . -"),
@@ -165,8 +165,8 @@ class RaisesInTurn(tuple[Any, ...]):
         ([backend("A=B")], "names a backend 'A=B'"),
         ([backend("A", get_name=lambda: 7)], "names a backend 7"),
         ([backend("A", get_name=raises(ValueError("?")))], "raised ValueError: ? in A.get_name"),
-        ([backend("A", family=7)], "offers A of family 7, which is no name"),
-        ([backend("A", family="")], "offers A of family '', which is no name"),
+        ([backend("A", family=7)], "offers A of family 7, which is not a name"),
+        ([backend("A", family="")], "offers A of family '', which is not a name"),
     ],
 )
 def test_what_a_plugin_offers_is_checked(offered: object, words: str) -> None:

@@ -106,7 +106,7 @@ def test_a_priority_that_raises_is_a_reason() -> None:
         *(
             (
                 {"get_preferred_block_size": lambda *asked, size=size: size},
-                f"the block size {size!r} is no integer",
+                f"the block size {size!r} is not an integer",
             )
             for size in (-16, "16", True, 16.0, 2**70 * 1.0)
         ),
@@ -196,7 +196,7 @@ def test_both_doors_are_opened_once_and_only_down_to_the_first_that_works() -> N
 @pytest.mark.parametrize("part", [None, "FlashImpl", 3])
 def test_a_door_behind_which_there_is_no_class_is_shut(part: object) -> None:
     found = registry(backend("FIRST", get_builder_cls=lambda: part))
-    with pytest.raises(NoBackendError, match=f"get_builder_cls returned {part!r}, which is no class"):
+    with pytest.raises(NoBackendError, match=f"get_builder_cls returned {part!r}, which is not a class"):
         found.select(SPEC, CPU)
 
 

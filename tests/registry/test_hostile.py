@@ -37,7 +37,7 @@ BROKEN = {
         "broken",
         "returned 1 from attnplug_backends; it must be a sequence of backend classes",
     ),
-    "bad-not-a-backend": ("broken", "BadNotABackend'>, which is no subclass of AttentionBackend"),
+    "bad-not-a-backend": ("broken", "BadNotABackend'>, which is not a subclass of AttentionBackend"),
     "bad-misspelt": ("broken", "unknown hook 'attnplug_backend'"),
     "bad-future-hook": ("broken", "attnplug_rank", "budget"),
     "bad-no-api": ("broken", "add ATTNPLUG_API = (1, 1)"),

@@ -86,8 +86,8 @@ def test_assumed_versions_are_frozen_under_their_canonical_names() -> None:
 @pytest.mark.parametrize(
     ("assumed", "words"),
     [
-        ({"flash-attn": "new"}, r"assume_installed\['flash-attn'\]='new' is no version"),
-        ({"flash-attn": 2}, r"assume_installed\['flash-attn'\]=2 is no version"),
+        ({"flash-attn": "new"}, r"assume_installed\['flash-attn'\]='new' is not a version"),
+        ({"flash-attn": 2}, r"assume_installed\['flash-attn'\]=2 is not a version"),
         ("everything", "assume_installed='everything' must be 'all' or a mapping of distribution to version"),
         (["flash-attn"], r"assume_installed=\['flash-attn'\] must be 'all' or a mapping"),
     ],

@@ -176,11 +176,11 @@ def test_values_that_the_options_themselves_refuse_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_splits": 2}, "has keys that are no backends; there are: LOOSE, PLAIN, SPLITS, STRICT, TILED"),
-        ({"SPLITS": {}, "NOBODY": {}}, "has keys that are no backends"),
-        ({3: {}}, "has keys that are no backends"),
-        (Empty(), "is no Options of any backend, and no mapping"),
-        ("fast", "is no Options of any backend, and no mapping"),
+        ({"num_splits": 2}, "has keys that are not backends; there are: LOOSE, PLAIN, SPLITS, STRICT, TILED"),
+        ({"SPLITS": {}, "NOBODY": {}}, "has keys that are not backends"),
+        ({3: {}}, "has keys that are not backends"),
+        (Empty(), "is neither Options of a backend nor a mapping"),
+        ("fast", "is neither Options of a backend nor a mapping"),
         ({"SPLITS": 3}, "must be the Splits of SPLITS, or a mapping"),
         ({"SPLITS": {"anything": []}}, "cannot be written as JSON and read back"),
     ],

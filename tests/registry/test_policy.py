@@ -138,18 +138,18 @@ def test_an_unknown_name_suggests_near_ones_and_lists_what_is_loaded() -> None:
     with pytest.raises(UnknownBackendError) as error:
         found.select(SPEC, CPU, backend="acme_decod")
     assert str(error.value) == (
-        "backend='acme_decod' is no backend; loaded are ACME, ACME_2, ACME_DECODE; "
+        "backend='acme_decod' is not a backend; loaded are ACME, ACME_2, ACME_DECODE; "
         "did you mean ACME_DECODE or ACME_2 or ACME?"
     )
     with pytest.raises(UnknownBackendError, match=r"loaded are ACME, ACME_2, ACME_DECODE$"):
         found.explain(SPEC, CPU, backend="zzz")
-    with pytest.raises(UnknownBackendError, match="is no backend; loaded are none"):
+    with pytest.raises(UnknownBackendError, match="is not a backend; loaded are none"):
         Registry([]).select(SPEC, CPU, backend="A")
 
 
 @pytest.mark.parametrize("name", ["A@nobody", "B@fakes@x"])
 def test_a_name_at_an_unknown_distribution_is_unknown(name: str) -> None:
-    with pytest.raises(UnknownBackendError, match="is no backend"):
+    with pytest.raises(UnknownBackendError, match="is not a backend"):
         two().select(SPEC, CPU, backend=name)
 
 

@@ -127,10 +127,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no truth": ({"step_safe": "yes"}, "Acme.step_safe is 'yes'; it must be True or False"),
     "device objects": (
         {"device_types": [torch.device("cpu")]},
-        "which is no device type; write names such as 'cpu'",
+        "which is not a device type; write names such as 'cpu'",
     ),
     "one device": ({"device_types": 7}, "Acme.device_types is 7; it must be a sequence"),
-    "phases": ({"supported_phases": ("extend",)}, "which is no phase; phases are decode, prefill"),
+    "phases": ({"supported_phases": ("extend",)}, "which is not a phase; phases are decode, prefill"),
     "dtype names": ({"supported_dtypes": ["bfloat-16"]}, "did you mean bfloat16?"),
     "one layout": (
         {"get_required_kv_cache_layout": method(lambda cls: "HND")},
@@ -267,7 +267,10 @@ BUILDER_TRAPS: dict[str, tuple[dict[str, Any], str]] = {
         "Acme.get_cudagraph_support has the parameter vllm_config",
     ),
     "older build": ({"build": lambda self, common: None}, "Acme.build does not take what attnplug gives"),
-    "graph level": ({"_cudagraph_support": 3}, "Acme.cudagraph_support is 3, which is no AttentionCGSupport"),
+    "graph level": (
+        {"_cudagraph_support": 3},
+        "Acme.cudagraph_support is 3, which is not an AttentionCGSupport",
+    ),
     "two levels": (
         {
             "cudagraph_support": AttentionCGSupport.NEVER,

@@ -242,10 +242,12 @@ def test_names_that_are_none_are_an_error(given: Any) -> None:
 
 
 def test_an_unknown_name_is_an_error_by_argument_and_by_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnknownBackendError, match=r"allow_refuted='LIER' is no backend; .*did you mean LIAR"):
+    with pytest.raises(
+        UnknownBackendError, match=r"allow_refuted='LIER' is not a backend; .*did you mean LIAR"
+    ):
         ask(allow_refuted="LIER")
     monkeypatch.setenv("ATTNPLUG_ALLOW_REFUTED", "all,LIER")
-    with pytest.raises(UnknownBackendError, match="ATTNPLUG_ALLOW_REFUTED='LIER' is no backend"):
+    with pytest.raises(UnknownBackendError, match="ATTNPLUG_ALLOW_REFUTED='LIER' is not a backend"):
         ask()
     monkeypatch.setenv("ATTNPLUG_ALLOW_REFUTED", "LIAR,,HONEST")
     with pytest.raises(PolicyError, match="must be backend names with commas between them"):

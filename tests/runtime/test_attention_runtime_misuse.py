@@ -204,10 +204,10 @@ def test_a_batch_of_another_number_of_kv_groups():
 
 def test_pages_past_the_pool():
     model = ServedModel({"0": FULL}, num_blocks=4)
-    with pytest.raises(BatchError, match=r"block_ids\[0\]=4 must lie in 0 .. 3, the 4 blocks of the pool"):
+    with pytest.raises(BatchError, match=r"block_ids\[0\]=4 must be in 0 .. 3, the 4 blocks of the pool"):
         model.batches.add_request("a", [[4]])
     model.add("a")
-    with pytest.raises(BatchError, match=r"block_ids\[0\]=-1 must lie in 0 .. 3, the 4 blocks of the pool"):
+    with pytest.raises(BatchError, match=r"block_ids\[0\]=-1 must be in 0 .. 3, the 4 blocks of the pool"):
         model.batches.append_blocks("a", [[1, -1]])
     model.step(a=3)
 
@@ -227,7 +227,7 @@ def test_blocks_that_are_exhausted():
     model.add("a")
     model.step(a=20)
     model.add("b")
-    with pytest.raises(BatchError, match=r"count=1 must lie in 0 .. 0, the free blocks of 3; free blocks"):
+    with pytest.raises(BatchError, match=r"count=1 must be in 0 .. 0, the free blocks of 3; free blocks"):
         model.begin(b=1)
     model.remove("b")
     model.step(a=12)

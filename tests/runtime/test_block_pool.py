@@ -26,7 +26,7 @@ def test_a_pool_of_the_null_block_alone_has_none_to_give():
 def test_exhausted_blocks_are_refused_and_nothing_is_taken():
     pool = BlockPool(4)
     pool.allocate(1)
-    with pytest.raises(BatchError, match=r"count=3 must lie in 0 .. 2, the free blocks of 4; free blocks"):
+    with pytest.raises(BatchError, match=r"count=3 must be in 0 .. 2, the free blocks of 4; free blocks"):
         pool.allocate(3)
     assert pool.allocate(2) == [2, 3]
 

@@ -287,7 +287,7 @@ def test_torch_wants_a_long_prefix_of_many_short_queries() -> None:
 def test_torch_refuses_a_prefix_that_is_not_computed() -> None:
     batch = paged_batch(FULL, [1, 9], [40, 25])
     builder = TorchMetadataBuilder(kv_cache_spec_for(FULL, 16), [], BuilderConfig(), torch.device("cpu"))
-    with pytest.raises(BatchError, match=r"common_prefix_len=17 must lie in 0 .. 16, the tokens that every"):
+    with pytest.raises(BatchError, match=r"common_prefix_len=17 must be in 0 .. 16, the tokens that every"):
         builder.build(17, batch.common)
     assert builder.build(16, batch.common).common_prefix_len == 16
 

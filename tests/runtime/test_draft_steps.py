@@ -211,8 +211,8 @@ def test_a_verification_of_all_drafts_is_a_decode_of_a_composite():
 @pytest.mark.parametrize(
     ("drafts", "index", "said"),
     [
-        (3, 3, "draft_index=3 must lie in 0 .. 2, below config.num_speculative_tokens=3"),
-        (3, -1, "draft_index=-1 must lie in 0 .. 2"),
+        (3, 3, "draft_index=3 must be in 0 .. 2, below config.num_speculative_tokens=3"),
+        (3, -1, "draft_index=-1 must be in 0 .. 2"),
         (0, 0, "draft_index=0 needs a runtime that drafts, and config.num_speculative_tokens is 0"),
     ],
 )

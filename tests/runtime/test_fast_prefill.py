@@ -210,8 +210,8 @@ def test_wanted_rows_follow_the_order_of_the_step() -> None:
 @pytest.mark.parametrize(
     ("wanted", "problem"),
     [
-        ({"a": 10}, "num_logits=10 of request a must lie in 0 .. 9, its scheduled tokens"),
-        ([1, -1], "num_logits=-1 of request b must lie in 0 .. 5"),
+        ({"a": 10}, "num_logits=10 of request a must be in 0 .. 9, its scheduled tokens"),
+        ([1, -1], "num_logits=-1 of request b must be in 0 .. 5"),
         ({"c": 1}, "num_logits="),
         ([1], "num_logits="),
     ],

@@ -163,7 +163,7 @@ def test_a_page_to_read_past_the_pool(block):
     batch = model.batches.step(1)
     batch.block_tables[0, 0, 0] = block
     with pytest.raises(
-        BatchError, match=rf"batch.block_tables\[0\]={block} must lie in 0 .. 7, the blocks of"
+        BatchError, match=rf"batch.block_tables\[0\]={block} must be in 0 .. 7, the blocks of"
     ):
         model.runtime.begin_step(batch)
 
@@ -194,7 +194,7 @@ def test_an_encoders_page_past_the_pool():
     (cross,) = model.batches.cross_groups
     batch = model.batches.step(1)
     batch.block_tables[cross, 0, 1] = 8
-    with pytest.raises(BatchError, match=rf"batch.block_tables\[{cross}\]=8 must lie in 0 .. 7"):
+    with pytest.raises(BatchError, match=rf"batch.block_tables\[{cross}\]=8 must be in 0 .. 7"):
         model.runtime.begin_step(batch)
 
 
@@ -202,7 +202,7 @@ def test_a_builder_that_does_not_know_the_pool():
     model, other = served(), made_by()
     other.add_request("x", [[8]], num_computed_tokens=3)
     batch = other.step(0)
-    with pytest.raises(BatchError, match=r"batch.block_tables\[0\]=8 must lie in 0 .. 7"):
+    with pytest.raises(BatchError, match=r"batch.block_tables\[0\]=8 must be in 0 .. 7"):
         model.runtime.begin_step(batch)
 
 
@@ -317,7 +317,7 @@ def test_only_pages_that_a_window_has_passed_are_freed():
     for spec, passed in ((FULL, 0), (WINDOW, 1), (CHUNKED, 2)):
         _, requests = with_null(spec, [1, 2, 3], 35)
         with pytest.raises(
-            BatchError, match=rf"num_blocks={passed + 1} must lie in 0 .. {passed}, the pages that"
+            BatchError, match=rf"num_blocks={passed + 1} must be in 0 .. {passed}, the pages that"
         ):
             requests.free_blocks("a", 0, passed + 1)
         requests.free_blocks("a", 0, passed)

@@ -93,8 +93,8 @@ def test_a_runtime_in_debug_mode():
 def test_sizes_that_are_not_to_be_captured():
     state = state_of(served())
     refused(state, 3, match="batch_size=3 must be one of config.cudagraph_batch_sizes: 2, 4")
-    refused(state, 2, 4, match="query_len=4 must lie in 1 .. 3")
-    with pytest.raises(BatchError, match=r"query_len=0 must lie in 1 .. 3"):
+    refused(state, 2, 4, match="query_len=4 must be in 1 .. 3")
+    with pytest.raises(BatchError, match=r"query_len=0 must be in 1 .. 3"):
         state.get_graph_input_buffers(2, 0)
 
 
@@ -174,7 +174,7 @@ def test_a_model_without_a_longest_sequence():
 
 @pytest.mark.parametrize("queries", [0, LONGEST + 1])
 def test_queries_that_no_request_can_have(queries):
-    with pytest.raises(BatchError, match=f"max_query_len={queries} must lie in 1 .. {LONGEST}"):
+    with pytest.raises(BatchError, match=f"max_query_len={queries} must be in 1 .. {LONGEST}"):
         state_of(served(), max_query_len=queries)
 
 

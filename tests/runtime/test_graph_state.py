@@ -74,7 +74,7 @@ def test_lengths_default_to_the_configuration():
 def test_buffers_have_no_more_requests_than_the_largest_size():
     state = state_of(served())
     for size in (0, 5):
-        with pytest.raises(BatchError, match=f"batch_size={size} must lie in 1 .. 4"):
+        with pytest.raises(BatchError, match=f"batch_size={size} must be in 1 .. 4"):
             state._buffers.first(size, 1)
 
 

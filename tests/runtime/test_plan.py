@@ -110,7 +110,7 @@ def test_a_number_of_blocks_says_how_much_memory_they_take():
 
 
 def test_blocks_and_memory_at_once_are_refused():
-    with pytest.raises(PolicyError, match=r"num_blocks=4 cannot stand with memory='1GiB'; give one"):
+    with pytest.raises(PolicyError, match=r"num_blocks=4 cannot be combined with memory='1GiB'; give one"):
         plan(llama(), "cpu", num_blocks=4, memory="1GiB")
 
 

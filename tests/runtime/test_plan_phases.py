@@ -355,7 +355,7 @@ def test_three_names_are_refused():
 
 
 def test_an_unknown_half_is_named():
-    with offered(FIRST), pytest.raises(UnknownBackendError, match="backend='NOBODY' is no backend"):
+    with offered(FIRST), pytest.raises(UnknownBackendError, match="backend='NOBODY' is not a backend"):
         plan(TWO_KINDS, "cpu", backend="FIRST+NOBODY")
 
 

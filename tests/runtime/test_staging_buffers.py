@@ -36,7 +36,7 @@ def test_a_twin_elsewhere_is_its_own_tensor():
 
 @pytest.mark.parametrize("n", [-1, 5])
 def test_rows_that_are_not_there_cannot_be_sent(n):
-    with pytest.raises(BatchError, match=rf"n={n} must lie in 0 \.\. 4, the buffer's rows"):
+    with pytest.raises(BatchError, match=rf"n={n} must be in 0 \.\. 4, the buffer's rows"):
         CpuGpuBuffer(4, dtype=torch.int64, device="cpu").copy_to_gpu(n)
 
 

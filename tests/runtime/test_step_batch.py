@@ -348,8 +348,8 @@ def test_what_falls_into_the_null_block_is_not_written(sizes):
     [
         (("b", 0, 1), "req_id='b' is not in flight"),
         (("a", 1, 1), "group=1 must be a KV group of decoder tokens: [0]"),
-        (("a", 0, 3), "num_blocks=3 must lie in 0 .. 2, the pages computed in full"),
-        (("a", 0, -1), "num_blocks=-1 must lie in 0 .. 2"),
+        (("a", 0, 3), "num_blocks=3 must be in 0 .. 2, the pages computed in full"),
+        (("a", 0, -1), "num_blocks=-1 must be in 0 .. 2"),
     ],
 )
 def test_only_pages_computed_in_full_can_be_freed(given, said):
@@ -521,8 +521,8 @@ def test_a_rollback_may_leave_out_requests_without_tokens():
     ("counts", "said"),
     [
         ([1], "num_tokens=(1,) must be one count for each of 2 requests"),
-        ([0, 4], "num_tokens=4 of request b must lie in 0 .. 3, its computed tokens"),
-        ([-1, 0], "num_tokens=-1 of request a must lie in 0 .. 2, its computed tokens"),
+        ([0, 4], "num_tokens=4 of request b must be in 0 .. 3, its computed tokens"),
+        ([-1, 0], "num_tokens=-1 of request a must be in 0 .. 2, its computed tokens"),
         ({"a": 1}, "num_tokens='b' has no count"),
         ([0.5, 1], "num_tokens=[0.5, 1] must be integers"),
     ],
@@ -629,9 +629,9 @@ def test_requests_start_clean_after_a_profile_run():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ((0, 4), "num_reqs=0 must lie in 1 .. 4"),
-        ((5, 8), "num_reqs=5 must lie in 1 .. 4"),
-        ((3, 2), "num_reqs=3 must lie in 1 .. 2"),
+        ((0, 4), "num_reqs=0 must be in 1 .. 4"),
+        ((5, 8), "num_reqs=5 must be in 1 .. 4"),
+        ((3, 2), "num_reqs=3 must be in 1 .. 2"),
         ((4, 17), "num_tokens=17 must not pass 16 with 4 requests"),
     ],
 )
@@ -659,14 +659,14 @@ def test_a_profile_run_comes_before_any_request():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"max_num_seqs": 0}, "max_num_seqs=0 must lie in 1 .. 2147483647"),
-        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0 must lie in 1"),
-        ({"max_model_len": 2**31}, "max_model_len=2147483648 must lie in 1 .. 2147483647"),
-        ({"num_blocks": 0}, "num_blocks=0 must lie in 1 .. 2147483647"),
-        ({"block_sizes": []}, "block_sizes=0 must lie in 1"),
-        ({"block_sizes": [4, 0]}, "block_sizes=0 must lie in 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0 must be in 1 .. 2147483647"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0 must be in 1"),
+        ({"max_model_len": 2**31}, "max_model_len=2147483648 must be in 1 .. 2147483647"),
+        ({"num_blocks": 0}, "num_blocks=0 must be in 1 .. 2147483647"),
+        ({"block_sizes": []}, "block_sizes=0 must be in 1"),
+        ({"block_sizes": [4, 0]}, "block_sizes=0 must be in 1"),
         ({"cross_groups": [1], "max_encoder_len": 4}, "cross_groups=[1] must be indices of 1 KV groups"),
-        ({"cross_groups": [0]}, "max_encoder_len=0 must lie in 1 .. 2147483647 with cross_groups"),
+        ({"cross_groups": [0]}, "max_encoder_len=0 must be in 1 .. 2147483647 with cross_groups"),
         ({"max_encoder_len": 4}, "max_encoder_len=4 is for builders with cross_groups"),
     ],
 )
@@ -678,21 +678,21 @@ def test_a_builder_of_no_size_is_refused(changes, said):
 
 BAD_CALLS: list[tuple[str, tuple[Any, ...], str]] = [
     ("add_request", ("a",), "req_id='a' is in flight already"),
-    ("add_request", ("c", [[1], [2]], -1), "num_computed_tokens=-1 must lie in 0 .. 31"),
-    ("add_request", ("c", [[1], [2]], 32), "num_computed_tokens=32 must lie in 0 .. 31"),
-    ("add_request", ("c", [[1], [2]], 0, -1), "encoder_len=-1 must lie in 0 .. 6"),
-    ("add_request", ("c", [[1], [2]], 0, 7), "encoder_len=7 must lie in 0 .. 6"),
+    ("add_request", ("c", [[1], [2]], -1), "num_computed_tokens=-1 must be in 0 .. 31"),
+    ("add_request", ("c", [[1], [2]], 32), "num_computed_tokens=32 must be in 0 .. 31"),
+    ("add_request", ("c", [[1], [2]], 0, -1), "encoder_len=-1 must be in 0 .. 6"),
+    ("add_request", ("c", [[1], [2]], 0, 7), "encoder_len=7 must be in 0 .. 6"),
     ("add_request", ("c", [[1]]), "block_ids=1 must have one sequence for each of 2 KV groups"),
     ("add_request", ("c", [[1], [2] * 9]), "block_ids[1]=9 pages are past the table's 8"),
-    ("add_request", ("c", [[1], [-1]]), "block_ids[1]=-1 must lie in 0 .. 2147483647"),
-    ("add_request", ("c", [[2**31], [1]]), "block_ids[0]=2147483648 must lie in 0 .. 2147483647"),
+    ("add_request", ("c", [[1], [-1]]), "block_ids[1]=-1 must be in 0 .. 2147483647"),
+    ("add_request", ("c", [[2**31], [1]]), "block_ids[0]=2147483648 must be in 0 .. 2147483647"),
     ("add_request", ("c", [[1], ["x"]]), "block_ids[1]=['x'] must be a sequence of block numbers"),
     ("add_request", ("c", [[1.5], [1]]), "block_ids[0]=[1.5] must be a sequence of block numbers"),
     ("add_request", ("c", [1, 2]), "block_ids[0]=1 must be a sequence of block numbers"),
     ("append_blocks", ("c", [[1], [2]]), "req_id='c' is not in flight"),
     ("append_blocks", ("a", [[1]]), "block_ids=1 must have one sequence for each of 2 KV groups"),
     ("append_blocks", ("a", [[1], [2] * 7]), "block_ids[1]=9 pages are past the table's 8"),
-    ("append_blocks", ("a", [[1], [-3]]), "block_ids[1]=-3 must lie in 0 .. 2147483647"),
+    ("append_blocks", ("a", [[1], [-3]]), "block_ids[1]=-3 must be in 0 .. 2147483647"),
     ("remove_request", ("c",), "req_id='c' is not in flight"),
     ("swap_states", (0, 2), "j=2 must be the index of one of 2 requests"),
     ("swap_states", (-1, 0), "i=-1 must be the index of one of 2 requests"),
@@ -722,8 +722,8 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], str]] = [
     ("step", ([1, 2],), "seq_len=33 of request b is past max_model_len=32"),
     ("step", ([4, 1],), "seq_len=9 of request a is past the 8 tokens of its pages in KV group 0; append"),
     ("finish_step", ([1],), "accepted=(1,) must be one count for each of 2 requests"),
-    ("finish_step", ([2, 0],), "accepted=2 of request a must lie in 0 .. 1, its scheduled tokens"),
-    ("finish_step", ([0, -1],), "accepted=-1 of request b must lie in 0 .. 1"),
+    ("finish_step", ([2, 0],), "accepted=2 of request a must be in 0 .. 1, its scheduled tokens"),
+    ("finish_step", ([0, -1],), "accepted=-1 of request b must be in 0 .. 1"),
     ("finish_step", ({"a": 1},), "accepted='b' has no count"),
     ("finish_step", ([0.5, 1],), "accepted=[0.5, 1] must be integers"),
 ]
@@ -745,13 +745,13 @@ def test_a_refused_call_names_what_is_wrong_and_changes_nothing(call, given, sai
 
 
 NOT_OF_THE_POOL: list[tuple[Any, str]] = [
-    ([8], "=8 must lie in 0 .. 7, the 8 blocks of the pool"),
-    ([1, -1], "=-1 must lie in 0 .. 7, the 8 blocks of the pool"),
-    (np.array([7, 2**32 + 1]), f"={2**32 + 1} must lie in 0 .. 7"),
-    (np.array([2**64 - 1], np.uint64), f"={2**64 - 1} must lie in 0 .. 7"),
-    ([3, 2**70], f"={2**70} must lie in 0 .. 7"),
-    ([-(2**70), 2**70], f"={-(2**70)} must lie in 0 .. 7"),
-    (torch.tensor([1, 9]), "=9 must lie in 0 .. 7"),
+    ([8], "=8 must be in 0 .. 7, the 8 blocks of the pool"),
+    ([1, -1], "=-1 must be in 0 .. 7, the 8 blocks of the pool"),
+    (np.array([7, 2**32 + 1]), f"={2**32 + 1} must be in 0 .. 7"),
+    (np.array([2**64 - 1], np.uint64), f"={2**64 - 1} must be in 0 .. 7"),
+    ([3, 2**70], f"={2**70} must be in 0 .. 7"),
+    ([-(2**70), 2**70], f"={-(2**70)} must be in 0 .. 7"),
+    (torch.tensor([1, 9]), "=9 must be in 0 .. 7"),
     ([True], "must be a sequence of block numbers"),
     ([1, True], "must be a sequence of block numbers"),
     ([2, np.True_], "must be a sequence of block numbers"),

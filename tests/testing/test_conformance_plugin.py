@@ -110,7 +110,7 @@ def test_a_check_without_memory_says_so(suite, monkeypatch):
     ("args", "said"),
     [
         ((), "--attn-backend NAME is missing; installed are *ACME*TORCH*"),
-        (("--attn-backend", "ACM"), "--attn-backend='ACM' is no backend; loaded are *did you mean ACME?"),
+        (("--attn-backend", "ACM"), "--attn-backend='ACM' is not a backend; loaded are *did you mean ACME?"),
         (("--attn-backend", "CLAN"), "*'CLAN' is a family of backends; name one: CLAN_1, CLAN_2"),
         (("--attn-backend", "FUSSY"), "FUSSY does not run here on cpu: acme-kernels not installed*"),
         (("--attn-backend", "BROKEN"), "*BROKEN cannot be imported here*ZeroDivisionError*"),

@@ -368,12 +368,12 @@ def test_workers_that_never_start_end_the_run_with_the_reason(controller, tmp_pa
 
 
 def test_workers_that_cannot_load_the_checks_end_the_run_with_the_reason(controller):
-    problem = RuntimeError("Traceback:\nUsageError: NAME='ACME' is no backend")
+    problem = RuntimeError("Traceback:\nUsageError: NAME='ACME' is not a backend")
     for _ in range(2):
         controller.pytest_testnodedown(NODE, problem)
     with pytest.raises(pytest.exit.Exception):
         controller.pytest_testnodedown(NODE, problem)
-    assert controller.stopped == "no worker process starts: UsageError: NAME='ACME' is no backend"
+    assert controller.stopped == "no worker process starts: UsageError: NAME='ACME' is not a backend"
 
 
 def test_the_list_is_made_in_a_child():

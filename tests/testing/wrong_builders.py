@@ -375,7 +375,9 @@ WRONG = (
     wrong(
         "CANNOT_UPDATE", "builder/update_block_table", "raised NotImplementedError: no", builder=CannotUpdate
     ),
-    wrong("NO_LEVEL", "builder/cudagraph-support", "gave 2, which is no AttentionCGSupport", builder=NoLevel),
+    wrong(
+        "NO_LEVEL", "builder/cudagraph-support", "gave 2, which is not an AttentionCGSupport", builder=NoLevel
+    ),
     wrong("ONE_TABLE_TWICE", "runtime/two-runtimes", "alone they are wrong too", builder=OneTable),
     wrong("UNSURE_LEVEL", "builder/cudagraph-support", "get_cudagraph_support gave", builder=UnsureLevel),
     wrong(

@@ -22,7 +22,7 @@ class RaisesLate(TorchImpl):
 
     def attend(self, *args: Any, **kwargs: Any) -> Any:
         if self.spec.has_alibi and self.spec.logits_soft_cap:
-            raise BatchError("logits_soft_cap", self.spec.logits_soft_cap, "cannot stand with ALiBi")
+            raise BatchError("logits_soft_cap", self.spec.logits_soft_cap, "cannot be combined with ALiBi")
         return super().attend(*args, **kwargs)
 
 
@@ -188,7 +188,7 @@ WRONG_REFUSALS = [
     wrong(
         "says_nothing",
         "refused/any-layer",
-        "'', which is no Reason",
+        "'', which is not a Reason",
         validate_configuration=but(refused=[""]),
     ),
     wrong(

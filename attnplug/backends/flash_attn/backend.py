@@ -84,7 +84,7 @@ class FlashAttnBackend(AttentionBackend):
         if spec.direct_kv or spec.attn_type is not AttentionType.DECODER:
             return "chunks need the pages of a decoder: they become virtual requests over them"
         if not MultipleOf.dividing(spec.chunk_size, cls._page_sizes(spec, device)):
-            return f"chunk_size={spec.chunk_size} is no multiple of a page size that its kernels read"
+            return f"chunk_size={spec.chunk_size} is not a multiple of a page size that its kernels read"
         return None
 
     @classmethod

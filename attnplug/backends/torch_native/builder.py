@@ -101,7 +101,7 @@ def _check_prefix(prefix: int, lengths: _Ints, query_lens: _Ints) -> None:
     has_queries = query_lens > 0
     computed = int((lengths - query_lens)[has_queries].min(initial=prefix))
     if not 0 <= prefix <= computed:
-        limit = f"must lie in 0 .. {max(computed, 0)}, the tokens that every request has computed"
+        limit = f"must be in 0 .. {max(computed, 0)}, the tokens that every request has computed"
         raise BatchError("common_prefix_len", prefix, limit)
 
 

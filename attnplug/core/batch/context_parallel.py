@@ -46,7 +46,7 @@ def get_dcp_local_seq_lens(
     else:
         rank = 0 if dcp_rank is None else dcp_rank
         if not 0 <= rank < dcp_size:
-            raise BatchError("dcp_rank", rank, f"must lie in 0 .. {dcp_size - 1}, dcp_size being {dcp_size}")
+            raise BatchError("dcp_rank", rank, f"must be in 0 .. {dcp_size - 1}, dcp_size being {dcp_size}")
         offset = rank * cp_kv_cache_interleave_size
     rounds = lengths // (cp_kv_cache_interleave_size * dcp_size)
     left = lengths - rounds * (cp_kv_cache_interleave_size * dcp_size)

@@ -50,7 +50,7 @@ def of_wanted_tokens(common: CommonAttentionMetadata) -> CommonAttentionMetadata
     if indices.size and not 0 <= indices[0] <= indices[-1] < starts[-1]:
         found = (int(indices[0]), int(indices[-1]))
         raise BatchError(
-            "logits_indices_padded", found, f"must lie in 0 .. {int(starts[-1]) - 1}, the batch's tokens"
+            "logits_indices_padded", found, f"must be in 0 .. {int(starts[-1]) - 1}, the batch's tokens"
         )
     wanted = indices.searchsorted(starts).astype(np.int32)
     return dataclasses.replace(
@@ -82,9 +82,7 @@ def _host_indices(common: CommonAttentionMetadata) -> IntArray:
         field = "logits_indices_padded" if padded is None else "num_logits_indices"
         raise BatchError(field, None, "is required where requests have more than one token")
     if not 0 <= count <= padded.shape[0]:
-        raise BatchError(
-            "num_logits_indices", count, f"must lie in 0 .. {padded.shape[0]}, the indices given"
-        )
+        raise BatchError("num_logits_indices", count, f"must be in 0 .. {padded.shape[0]}, the indices given")
     on_host = common.logits_indices_cpu
     return host_view("logits_indices_padded", padded if on_host is None else on_host)[:count]
 

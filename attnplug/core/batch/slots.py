@@ -168,7 +168,7 @@ def _on_host(
     width = table.shape[1]
     last = blocks.argmax()
     if blocks[last] >= width:
-        limit = f"of request {int(rows[last])} lies past its table: {width} blocks of {block_size} tokens"
+        limit = f"of request {int(rows[last])} is past its table: {width} blocks of {block_size} tokens"
         raise BatchError("position", int(positions[last]), limit)
     pages = table.take(rows * width + blocks) if table.flags.c_contiguous else table[rows, blocks]
     written = slots[:total]

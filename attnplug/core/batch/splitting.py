@@ -120,7 +120,7 @@ def split_prefill_chunks(
         return []
     for row in (int(lengths.argmin()), int(lengths.argmax())):
         if not 0 <= lengths[row] <= workspace_size:
-            limit = f"of request {row + request_offset} must lie in 0 .. workspace_size={workspace_size}"
+            limit = f"of request {row + request_offset} must be in 0 .. workspace_size={workspace_size}"
             raise BatchError("seq_lens_cpu", int(lengths[row]), limit)
     ends = lengths.cumsum(dtype=np.int64)
     following = ends.searchsorted(ends - lengths + workspace_size, side="right").tolist()
@@ -149,4 +149,4 @@ def _check_order(lengths: IntArray, context: IntArray, first_extend: int, first_
         found = f"request {row}, {kind} of {int(lengths[row])} tokens with {int(context[row])} computed"
         after = "a prefill" if row >= first_prefill else "an extend"
         remedy = "reorder the batch: decodes, extends, prefills"
-        raise BatchError("common_attn_metadata", found, f"must not stand after {after}", remedy)
+        raise BatchError("common_attn_metadata", found, f"must not be after {after}", remedy)

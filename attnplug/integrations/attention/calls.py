@@ -151,7 +151,7 @@ class AttentionCall:
         again = (positions[:, 1:] == 0) & (positions[:, :-1] == 0)
         if bool((step_back | again).any()):
             row = int((step_back | again).any(dim=1).int().argmax())
-            limit = f"must not start anew inside a row here: the mask of {self.layer} separates no packed sequences"
+            limit = f"must not start again inside a row here: the mask of {self.layer} separates no packed sequences"
             remedy = f"pass use_cache=False and no attention_mask or cache, or {_OWN_ROWS}"
             raise BatchError("position_ids", f"positions that go back in row {row}", limit, remedy)
         step.positions = given

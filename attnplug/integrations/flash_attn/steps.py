@@ -70,7 +70,7 @@ def read_lengths(
     host = lengths.host
     if host is not None and host.size and (host.min() < 0 or host.max() + added > capacity):
         limit = (
-            f"must lie in 0 .. {capacity - added}, so that the cache of {capacity} holds {added} new tokens"
+            f"must be in 0 .. {capacity - added}, so that the cache of {capacity} holds {added} new tokens"
         )
         raise BatchError("cache_seqlens", host.tolist() if host.size < 20 else int(host.max()), limit)
     return lengths

@@ -141,7 +141,9 @@ def _check_capture(target: Target, kind: str) -> None:
     with error_context("get_cudagraph_support"):
         levels = [builder.get_cudagraph_support(builder.config, builder.kv_cache_spec) for _ in range(2)]
     if not all(isinstance(level, AttentionCGSupport) for level in levels):
-        raise ConformanceError(f"get_cudagraph_support gave {levels[0]!r}, which is no AttentionCGSupport")
+        raise ConformanceError(
+            f"get_cudagraph_support gave {levels[0]!r}, which is not an AttentionCGSupport"
+        )
     if levels[0] is not levels[1]:
         raise ConformanceError(f"get_cudagraph_support gave {levels[0].name}, then {levels[1].name}")
     cases = (AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, 1), (AttentionCGSupport.UNIFORM_BATCH, 3)

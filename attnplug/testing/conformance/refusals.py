@@ -58,7 +58,9 @@ def reasons_for(
         )
     for reason in found:
         if not isinstance(reason, Reason):
-            raise ConformanceError(f"validate_configuration for {what} gave {reason!r}, which is no Reason")
+            raise ConformanceError(
+                f"validate_configuration for {what} gave {reason!r}, which is not a Reason"
+            )
         if reason.code not in _KNOWN_CODES:
             raise ConformanceError(
                 f"validate_configuration for {what} gave the unknown code {reason.code!r}: {reason}"

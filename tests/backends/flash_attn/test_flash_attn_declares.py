@@ -140,7 +140,7 @@ def test_a_chunk_is_made_of_whole_pages():
     assert 128 not in FlashAttn4Backend.get_supported_kernel_block_sizes(spec)
     assert FlashAttn3Backend.get_supported_kernel_block_sizes(SPEC.replace(chunk_size=48)) == (16,)
     (reason,) = FlashAttn2Backend.validate_configuration(SPEC.replace(chunk_size=100), Device.parse("sm90"))
-    assert "chunk_size=100 is no multiple of a page size" in reason
+    assert "chunk_size=100 is not a multiple of a page size" in reason
 
 
 def test_newer_generations_come_first_in_every_phase_on_hopper():

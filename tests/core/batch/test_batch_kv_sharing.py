@@ -147,15 +147,15 @@ def test_indices_on_a_device_need_a_copy_on_the_host() -> None:
         ({"logits_indices_padded": torch.tensor([1])}, "num_logits_indices=None is required"),
         (
             {"logits_indices_padded": torch.tensor([1]), "num_logits_indices": 2},
-            "num_logits_indices=2 must lie in 0 .. 1",
+            "num_logits_indices=2 must be in 0 .. 1",
         ),
         (
             {"logits_indices_padded": torch.tensor([-1, 4]), "num_logits_indices": 2},
-            r"logits_indices_padded=\(-1, 4\) must lie in 0 .. 4, the batch's tokens",
+            r"logits_indices_padded=\(-1, 4\) must be in 0 .. 4, the batch's tokens",
         ),
         (
             {"logits_indices_padded": torch.tensor([1, 5]), "num_logits_indices": 2},
-            r"logits_indices_padded=\(1, 5\) must lie in 0 .. 4",
+            r"logits_indices_padded=\(1, 5\) must be in 0 .. 4",
         ),
     ],
 )

@@ -86,8 +86,8 @@ def test_shares_are_computed_where_the_lengths_are() -> None:
     ("arguments", "message"),
     [
         ((0,), "dcp_size=0 must be an integer of at least 1"),
-        ((2, 2), "dcp_rank=2 must lie in 0 .. 1, dcp_size being 2"),
-        ((2, -1), "dcp_rank=-1 must lie in 0 .. 1"),
+        ((2, 2), "dcp_rank=2 must be in 0 .. 1, dcp_size being 2"),
+        ((2, -1), "dcp_rank=-1 must be in 0 .. 1"),
         ((2, 0, 0), "cp_kv_cache_interleave_size=0 must be an integer of at least 1"),
     ],
 )

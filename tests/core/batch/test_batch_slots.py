@@ -208,7 +208,7 @@ LEAST: dict[str, Any] = {
         ({"block_table": torch.zeros(2, 3)}, "block_table='Tensor' must be a ndarray, as num_new_tokens is"),
         (
             {"num_new_tokens": np.array([3, 2])},
-            "position=6 of request 0 lies past its table: 3 blocks of 2 tokens",
+            "position=6 of request 0 is past its table: 3 blocks of 2 tokens",
         ),
         ({"num_tokens": 2}, "num_tokens=2 must be at least 3, the number of new tokens"),
         ({"out": np.zeros(2, dtype=np.int64)}, r"out='int64 \(2,\)' must be int64 with at least 3 elements"),

@@ -115,9 +115,9 @@ def test_a_short_prompt_counts_as_what_it_stands_among() -> None:
 @pytest.mark.parametrize(
     ("query_lens", "seq_lens", "message"),
     [
-        ([9, 9], [9, 12], "request 1, an extend of 9 tokens with 3 computed' must not stand after a prefill"),
-        ([9, 1], [9, 12], "request 1, a decode of 1 tokens with 11 computed' must not stand after a prefill"),
-        ([9, 1], [11, 12], "request 1, a decode .* must not stand after an extend; reorder the batch"),
+        ([9, 9], [9, 12], "request 1, an extend of 9 tokens with 3 computed' must not be after a prefill"),
+        ([9, 1], [9, 12], "request 1, a decode of 1 tokens with 11 computed' must not be after a prefill"),
+        ([9, 1], [11, 12], "request 1, a decode .* must not be after an extend; reorder the batch"),
     ],
 )
 def test_a_batch_out_of_order_is_refused(query_lens: list[int], seq_lens: list[int], message: str) -> None:
@@ -199,7 +199,7 @@ def test_lengths_that_sum_past_32_bits_do_not_wrap() -> None:
 @pytest.mark.parametrize(
     ("seq_lens", "workspace", "message"),
     [
-        ([4, 9], 8, r"seq_lens_cpu=9 of request 3 must lie in 0 .. workspace_size=8"),
+        ([4, 9], 8, r"seq_lens_cpu=9 of request 3 must be in 0 .. workspace_size=8"),
         ([4, -1], 8, "seq_lens_cpu=-1 of request 3"),
         ([[4]], 8, r"seq_lens_cpu=\(1, 1\) must have one dimension"),
         ([4], -1, "workspace_size=-1 must be an integer of at least 0"),
