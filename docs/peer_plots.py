@@ -17,7 +17,7 @@ PAGE = DOCS / "performance/index.md"
 START, END = "<!-- what follows is written by docs/peer_plots.py -->", "<!-- end of what is written -->"
 
 PEERS = ("FlashInfer", "FlashAttention 4", "FlashAttention 2", "cuDNN SDPA")
-# What selection takes where every library is installed, and what needs no library.
+# The selection if every library is installed, and the backend that needs no library.
 PLAN, ALONE = "FLASH_ATTN_4+TRITON", "TRITON"
 GIVEN = ", keys given"
 # The new keys and values of whole prompts come from the call: so an engine runs them, and so do peers that can.
@@ -67,7 +67,7 @@ class Row:
     us: dict[str, float]
 
     def speed(self, name: str) -> float | None:
-        """How many times as fast as the best peer; None where `name` was not run."""
+        """The speed as a multiple of the best peer's; None where `name` was not run."""
         return self.peer_us / self.us[name] if name in self.us else None
 
 
@@ -203,7 +203,7 @@ def table(found: list[Row]) -> str:
 
 
 def files(result: dict[str, Any], page: str) -> dict[Path, str]:
-    """All that is written, by path."""
+    """The text of each file to write, by path."""
     device, date = result["device"], result["date"][:10]
     written, sections = {}, []
     for picture in PICTURES:

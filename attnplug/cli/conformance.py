@@ -60,10 +60,10 @@ def conformance(
     jobs: Annotated[int | None, jobs_option(_LIMITS)] = None,
     memory: Annotated[str | None, memory_option(_LIMITS)] = None,
     show_ids: Annotated[
-        bool, typer.Option("--list", help="Print the ids of the checks and run none.")
+        bool, typer.Option("--list", help="Print the ids of the checks, and run none.")
     ] = False,
     junit: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write JUnit XML too; - is standard output.")
+        Path | None, typer.Option(metavar="FILE", help="Also write JUnit XML; - is standard output.")
     ] = None,
     as_json: AsJson = False,
     verbose: Annotated[
@@ -72,7 +72,7 @@ def conformance(
 ) -> None:
     """Check that a backend does what it declares, on this machine with the installed versions.
 
-    Checks run in worker processes. A check that hangs, crashes, runs out of memory or writes to standard output fails with the cause, and the run goes on.
+    Checks run in worker processes. A check that hangs, crashes, runs out of memory or writes to standard output fails with the cause, and the run continues.
 
     Exit codes: 0 all passed (or failed as known), 1 some failed, 2 bad usage, 130 interrupted.
     """

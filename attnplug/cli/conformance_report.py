@@ -124,7 +124,7 @@ class Report(RunReport):
         """The user stopped the run."""
         self.say("")
         self.say(f"interrupted: {self._sum()}; {self._total - len(self._results)} to go")
-        self.say("the same command with --resume goes on from here")
+        self.say("run the same command with --resume to continue")
 
     def end(self, ids: Sequence[str], problem: str | None) -> None:
         """Print the summary; a check without a result failed."""

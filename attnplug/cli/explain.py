@@ -41,7 +41,7 @@ def explain(
     attn_type: Annotated[AttentionType, _layer(help="Kind of attention.")] = AttentionType.DECODER,
     causal: Annotated[bool | None, _layer(help="\\[default: causal for a decoder]")] = None,
     scale: Annotated[float | None, _layer(help="Softmax scale.")] = None,
-    sliding_window: Annotated[int | None, _layer(help="Keys seen, the query's own included.")] = None,
+    sliding_window: Annotated[int | None, _layer(help="Keys that a query sees, including its own.")] = None,
     device: DeviceText = "current",
     phase: PhaseChoice = None,
     backend: BackendRules = None,
@@ -51,7 +51,7 @@ def explain(
     as_json: AsJson = False,
     **features: Any,
 ) -> None:
-    """Explain which backend serves one layer, given by options, and why each other does not. Imports no backend's parts."""
+    """Explain which backend serves one layer, and why the others do not. Options describe the layer. Imports no kernels."""
     from attnplug.registry.default import explain as ask
 
     asked = {flag.ask.field: _value(flag, features[flag.ask.field]) for flag in _OWN_OPTION}

@@ -61,7 +61,7 @@ def matrix(
         _run(
             min=1,
             metavar="N",
-            help="Run only the cells of N compilations, those with most cells, if a backend compiles.",
+            help="If a backend compiles, run only the N compilations with the most cells.",
         ),
     ] = None,
     resume: Annotated[
@@ -72,7 +72,7 @@ def matrix(
     memory: Annotated[str | None, memory_option(_RUN)] = None,
     json_file: Annotated[
         Path | None,
-        _out("--json", metavar="FILE", help="Write JSON, to merge and diff; - is standard output."),
+        _out("--json", metavar="FILE", help="Write JSON, for merge and diff; - is standard output."),
     ] = None,
     html: Annotated[
         Path | None, _out(metavar="FILE", help="Write a page that needs no network; - is standard output.")
@@ -87,7 +87,7 @@ def matrix(
 ) -> None:
     """Show the cells that backends claim to serve, for any device; with --verify, run them here.
 
-    A cell has a value of feature, phase, head size, dtype, KV dtype, block size and layout; each pair of values is in a cell. Each cell runs in a worker process: one that hangs, crashes or runs out of memory ends alone. After a refutation, attnplug select refuses the cell.
+    A cell has a value of feature, phase, head size, dtype, KV dtype, block size and layout; each pair of values is in a cell. Cells run in worker processes: if a cell hangs, crashes or runs out of memory, the others still run. After a refutation, attnplug select refuses the cell.
 
     Exit codes: 0 done, 4 a claim is refuted, 1 a backend could not be run, 2 bad usage, 130 interrupted (the results so far are written).
     """

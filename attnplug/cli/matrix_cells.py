@@ -70,8 +70,8 @@ def declared_cells(
 ) -> tuple[list[Run], list[str]]:
     """The cells of each backend with one of `features` and an id that matches a pattern of `only`; empty for all.
 
-    They are declared or refused. Where no sampled cell of a backend matches a pattern, the backend is asked about
-    the combinations that the pattern names.
+    They are declared or refused. If a pattern matches no sampled cell of a backend, the backend's class answers
+    for the combinations that the pattern names.
 
     Args:
         pairs: the backends and devices.

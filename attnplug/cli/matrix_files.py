@@ -83,7 +83,7 @@ def show(matrix: Matrix) -> None:
 
 
 def merge(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Written by attnplug matrix --json.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Results from attnplug matrix --json.")],
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write the joined JSON; - is standard output."),
@@ -98,13 +98,13 @@ def merge(
     by_file: Annotated[
         bool,
         typer.Option(
-            "--by-file", help="Keep the runs of each file apart, and add its name to their devices."
+            "--by-file", help="Keep the runs of each file, and add the file's name to their devices."
         ),
     ] = False,
 ) -> None:
     """Join the results of several machines; without a file to write, show them.
 
-    Runs of one backend on one device with the same versions are joined cell by cell: a cell with evidence replaces one without, then the newer replaces the older. For other versions, only the newest run is kept. Messages name the runs left out and the cells on which runs disagree. With --by-file the runs of all versions are kept.
+    Runs of one backend on one device with the same versions are joined cell by cell: a cell with evidence replaces one without, then the newer replaces the older. For other versions, only the newest run is kept. Messages name the runs that are left out, and the cells on which runs disagree. --by-file keeps the runs of all versions.
 
     Exit codes: 0 joined, 4 joined and a claim is refuted, 2 a file cannot be read.
     """
@@ -127,15 +127,17 @@ def merge(
 
 
 def diff(
-    old: Annotated[Path, typer.Argument(metavar="OLD", help="Written by attnplug matrix --json before.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="Written by it now.")],
+    old: Annotated[
+        Path, typer.Argument(metavar="OLD", help="The older results, from attnplug matrix --json.")
+    ],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="The newer results.")],
     show_all: Annotated[
-        bool, typer.Option("--all", help="Show every change, also of kinds with many.")
+        bool, typer.Option("--all", help="Show every change, even if there are many of one kind.")
     ] = False,
 ) -> None:
-    """Show the changes from OLD to NEW, the gravest first.
+    """Show the changes from OLD to NEW, the most serious first.
 
-    Exit codes: 0 nothing was lost, 4 a claim is refuted, no longer made, or its cell vanished, 2 a file cannot be read.
+    Exit codes: 0 no claim was lost, 4 a claim is refuted, withdrawn, or its cell is missing, 2 a file cannot be read.
     """
     found = changes(read_matrix(old), read_matrix(new))
     counts = Counter(change.kind for change in found)

@@ -69,7 +69,7 @@ def run_cells(
     if not outputs.to_stdout:
         show(matrix)
     if interrupted:
-        report.say("interrupted; the same command with --resume goes on from here")
+        report.say("interrupted; run the same command with --resume to continue")
     refuted = sum(each.status is Status.REFUTED for run in matrix.runs for each in run.findings)
     # After the files are written, so that a fault in the evidence file loses no results.
     _record_refuted(matrix, report)

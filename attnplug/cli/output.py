@@ -82,7 +82,7 @@ def error(problem: object, code: int) -> int:
 
 
 def features_in_words(spec: LayerSpec) -> str:
-    """What a layer asks for beyond sizes, as "sliding 1024, sinks"; "full" where there is nothing."""
+    """The features that a layer needs, such as "sliding 1024, sinks"; "full" if there are none."""
     asked = spec.required_features()
     if spec.attn_type is not AttentionType.DECODER:
         # Encoders and cross attention are non-causal by nature, encoders keep no cache.
@@ -93,7 +93,7 @@ def features_in_words(spec: LayerSpec) -> str:
 
 
 def layers_in_words(names: Sequence[str], limit: int = 4) -> str:
-    """Layer names by their numbers, as "0-4, 6-10, 12-16, ..."; a lone name as it stands."""
+    """Layer names by their numbers, such as "0-4, 6-10, 12-16, ..."; a single name is unchanged."""
     numbers = indices(names)
     if numbers is None:
         return names[0] if len(names) == 1 else f"{names[0]}, ..."

@@ -96,7 +96,7 @@ def _leave(status: int, last: bytes) -> NoReturn:
     code = os.waitstatus_to_exitcode(status)
     if last.startswith(_ENDED):
         orderly = int(last[1:])
-        # A crash while the interpreter ends is a crash all the same.
+        # A crash while the interpreter ends is a crash too.
         sys.exit(orderly if code >= 0 else 128 - code)
     step = last.decode(errors="replace")
     how = f"with exit code {code}" if code >= 0 else f"by {_name(-code)}"

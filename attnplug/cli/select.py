@@ -57,14 +57,16 @@ def select(
     phase: PhaseChoice = None,
     per_phase: Annotated[
         bool,
-        typer.Option("--per-phase", help="Choose for each phase: one backend may prefill, another decode."),
+        typer.Option(
+            "--per-phase", help="Choose a backend for each phase: one prefills, another may decode."
+        ),
     ] = False,
     assume_installed: AssumedVersions = None,
     allow_refuted: AllowRefuted = None,
     memory: Annotated[
         str | None,
         typer.Option(
-            "--memory", metavar="BYTES", help="Also show the KV cache that fits, such as into 80GiB."
+            "--memory", metavar="BYTES", help="Show the KV cache that fits in this memory, such as 80GiB."
         ),
     ] = None,
     why: Annotated[bool, typer.Option("--why", help="Show the reasons of each refused backend.")] = False,

@@ -106,7 +106,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(command, torch_checks, monk
         outcome = command(*first(torch_checks, 5), "--junit", "report.xml")
     assert outcome.code == 130
     assert "interrupted: 2 checks passed; 3 to go" in outcome.out
-    assert "the same command with --resume goes on from here" in outcome.out
+    assert "run the same command with --resume to continue" in outcome.out
     assert not list(Path().iterdir())
     with SavedResults(torch_checks).path.open("a") as file:
         file.write('{"id": "torn')

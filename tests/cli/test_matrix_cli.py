@@ -319,7 +319,7 @@ def test_an_interrupted_run_writes_what_it_has_and_goes_on_with_resume(command, 
     workers.endings[cells[2]] = how
     outcome = command(*verifying("--html", "m.html"))
     assert outcome.code == 130
-    assert "interrupted; the same command with --resume goes on from here" in outcome.out
+    assert "interrupted; run the same command with --resume to continue" in outcome.out
     assert f"{len(cells) - 2} not run: interrupted" in outcome.out
     assert list(statuses("m.json").values()) == ["verified"] * 2 + ["not run"] * (len(cells) - 2)
     assert Path("m.html").exists()
