@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from attnplug.backends.flashinfer.latent_backend import FlashInferMLABackend
 from attnplug.backends.flashinfer.options import LEAST_SCALE, Options
 from attnplug.backends.libraries import requirements_of, serves_capability
 from attnplug.core.backend import AttentionBackend
@@ -50,6 +51,11 @@ class FlashInferBackend(AttentionBackend):
     def get_name() -> str:
         """The name, "FLASHINFER"."""
         return _NAME
+
+    @classmethod
+    def for_layer(cls, spec: LayerSpec) -> type[AttentionBackend]:
+        """FlashInferMLABackend for latent attention; a subclass serves it by a class of its own or not at all."""
+        return FlashInferMLABackend if spec.mla is not None and cls is FlashInferBackend else cls
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 
-from attnplug.backends.flashinfer.library import Library, Module
+from attnplug.backends.flashinfer.library import LatentModule, Library, Module
 from attnplug.core.errors import PluginError
 
 _WATCHES: ContextVar[tuple[list[str], ...]] = ContextVar("watches", default=())
@@ -32,7 +32,7 @@ def watch_compiling() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def announced(library: Library, built: Module, why: str) -> Iterator[None]:
+def announced(library: Library, built: Module | LatentModule, why: str) -> Iterator[None]:
     """Inside, FlashInfer loads a module, or compiles it; a compilation is logged at INFO with its seconds.
 
     Threads take turns.

@@ -50,6 +50,13 @@ _ASKED: dict[str, dict[str, set[str]]] = {
         "__init__": {"backend", "q_data_type", "kv_data_type", "head_dim_qk", "head_dim_vo", "window_left"}
     },
 }
+_LATENT = "BatchMLAPagedAttentionWrapper"
+_LATENT_ASKED = {
+    "__init__": {"use_cuda_graph", "qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "backend"},
+    "plan": {"num_heads", "head_dim_ckv", "head_dim_kpe", "page_size", "causal", "sm_scale", "q_data_type"},
+    "run": {"q_nope", "q_pe", "ckv_cache", "kpe_cache", "out", "lse", "return_lse"},
+}
+_LATENT_PRIVATE = ("_float_workspace_buffer", "_int_workspace_buffer", "_pin_memory_int_workspace_buffer")
 # Private attributes of the wrappers that `planned_wrapper` reads and writes: all versions 0.5 to 0.7 have them.
 _PRIVATE = (
     "_float_workspace_buffer",
@@ -87,6 +94,25 @@ class Module:
         extras = [text for name, text in names.items() if getattr(self, name)]
         dtypes = " over ".join(str(each).removeprefix("torch.") for each in (self.q_dtype, self.kv_dtype))
         return ", ".join([f"{self.template} for head size {self.head_size}", dtypes, *extras])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LatentModule:
+    """A unit for latent attention that FlashInfer compiles, or loads if it is compiled.
+
+    Args:
+        template: "fa2" or "fa3".
+        dtype: of queries, latents and outputs.
+        sizes: elements of a latent, and of its rotated part.
+    """
+
+    template: str
+    dtype: torch.dtype
+    sizes: tuple[int, int]
+
+    def __str__(self) -> str:
+        rank, rope = self.sizes
+        return f"{self.template} for latents of {rank}+{rope}, {str(self.dtype).removeprefix('torch.')}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -151,8 +177,18 @@ class Library:
             )
         )
 
-    def _checked(self, wrapper: Any) -> Any:
-        missing = [name for name in _PRIVATE if not hasattr(wrapper, name)]
+    def latent_wrapper(
+        self, workspace: torch.Tensor, template: str, fixed: Mapping[str, torch.Tensor]
+    ) -> Any:
+        """A wrapper for decodes on latents; `fixed` has the buffers of a CUDA graph, by name."""
+        wrapper: Any = getattr(self._import("mla"), _LATENT, None)
+        lacking = {_LATENT} if wrapper is None else _lacking(_LATENT, wrapper, _LATENT_ASKED)
+        self._refuse(lacking, "pip install 'flashinfer-python>=0.6.13,<0.7'")
+        made = wrapper(workspace, use_cuda_graph=bool(fixed), backend=template, **fixed)
+        return self._checked(made, _LATENT_PRIVATE)
+
+    def _checked(self, wrapper: Any, private: tuple[str, ...] = _PRIVATE) -> Any:
+        missing = [name for name in private if not hasattr(wrapper, name)]
         if missing:
             raise BackendUnavailableError(
                 f"flashinfer {self.version} has no {', '.join(missing)} in its wrappers, which attnplug "
@@ -160,8 +196,19 @@ class Library:
             )
         return wrapper
 
-    def module_name(self, built: Module) -> str:
+    def _refuse(self, lacking: set[str], remedy: str) -> None:
+        if lacking:
+            missing = ", ".join(sorted(lacking))
+            raise BackendUnavailableError(f"flashinfer {self.version} has no {missing}; {remedy}")
+
+    def module_name(self, built: Module | LatentModule) -> str:
         """The name under which FlashInfer keeps a compiled module."""
+        if isinstance(built, LatentModule):
+            dtypes = (*[built.dtype] * 3, torch.int32)
+            named = self._import("jit.attention").get_batch_mla_uri(
+                built.template, *dtypes, *built.sizes, False
+            )
+            return str(named)
         if built.sinks:
             kind = self._import("jit.utils").filename_safe_dtype_map[built.q_dtype]
             wrapper = f"batch_prefill_attention_sink_{kind}_swa_{built.windowed}_{built.template}"
@@ -266,14 +313,16 @@ def _check_interface(found: Library) -> None:
     """Check every name and argument that is used here: a later version may have moved them."""
     for name, methods in _ASKED.items():
         wrapper: Any = getattr(found.module, name, None)
-        lacking = {name} if wrapper is None else set[str]()
-        for method, arguments in methods.items() if wrapper is not None else ():
-            lacking |= {f"{name}.{method}({each})" for each in arguments - _parameters(wrapper, method)}
-        if lacking:
-            missing = ", ".join(sorted(lacking))
-            raise BackendUnavailableError(
-                f"flashinfer {found.version} has no {missing}; pip install 'flashinfer-python>=0.5,<0.8'"
-            )
+        lacking = {name} if wrapper is None else _lacking(name, wrapper, methods)
+        found._refuse(lacking, "pip install 'flashinfer-python>=0.5,<0.8'")
+
+
+def _lacking(name: str, wrapper: Any, methods: Mapping[str, set[str]]) -> set[str]:
+    return {
+        f"{name}.{method}({each})"
+        for method, arguments in methods.items()
+        for each in arguments - _parameters(wrapper, method)
+    }
 
 
 def _parameters(wrapper: Any, method: str) -> set[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fake_flashinfer_mla import BatchMLAPagedAttentionWrapper
 from flashinfer_signatures import recorded
 from packaging.version import Version
 
@@ -318,7 +319,9 @@ def make_flashinfer(
             "__path__": [],
             "get_batch_prefill_uri": lambda *asked: "prefill_" + "_".join(map(str, asked)),
             "get_batch_decode_uri": lambda *asked: "decode_" + "_".join(map(str, asked)),
+            "get_batch_mla_uri": lambda *asked: "mla_" + "_".join(map(str, asked)),
         },
+        "mla": {BatchMLAPagedAttentionWrapper.__name__: BatchMLAPagedAttentionWrapper},
         "jit.attention.modules": _generators(version),
         "jit.env": {
             "FLASHINFER_JIT_DIR": (folder or Path("/nowhere")) / "jit",

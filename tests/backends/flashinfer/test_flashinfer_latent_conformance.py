@@ -1,0 +1,20 @@
+"""FLASHINFER's decode on latents passes the conformance kit over a FlashInfer in torch."""
+
+from __future__ import annotations
+
+import pytest
+from test_flashinfer_latent import LatentOnCpu
+
+from attnplug.testing import parametrize_with_checks
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fake_library")]
+
+
+@pytest.fixture
+def fake_version() -> str:
+    return "0.6.13"
+
+
+@parametrize_with_checks(LatentOnCpu, device="cpu")
+def test_on_a_cpu(check):
+    check()
