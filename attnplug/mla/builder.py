@@ -94,9 +94,10 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             limit = f"bytes are less than the {self.workspace_bytes} that these layers need"
             raise BatchError("workspace", size, limit, "share the largest of the builders' workspaces")
         self._workspace = buffer
-        if hasattr(self.prefill, "set_workspace_buffer"):
+        share = getattr(self.prefill, "set_workspace_buffer", None)
+        if share is not None:
             # Both parts are in use at once.
-            self.prefill.set_workspace_buffer(buffer.view(torch.uint8)[self._aligned_bytes :])
+            share(buffer.view(torch.uint8)[self._aligned_bytes :])
 
     def build_decode(self, common: CommonAttentionMetadata) -> Any:
         """The metadata that `decode` gets, from the step of the decodes; by default that step itself.

@@ -319,7 +319,7 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
             return [like.new_empty(rows, *size) for size in sizes]
         counts = [rows * math.prod(size) for size in sizes]
         flat = buffer.view(torch.uint8)[: sum(counts) * like.element_size()].view(like.dtype)
-        return [part.view(rows, *size) for part, size in zip(flat.split(counts), sizes, strict=True)]
+        return [part.view(rows, *size) for part, size in zip(torch.split(flat, counts), sizes, strict=True)]
 
     def _expand(self, kv_c: torch.Tensor, k_pe: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the keys and values of latents, some rows at a time, because their products are further tensors."""

@@ -181,10 +181,11 @@ class Library:
         self, workspace: torch.Tensor, template: str, fixed: Mapping[str, torch.Tensor]
     ) -> Any:
         """A wrapper for decodes on latents; `fixed` has the buffers of a CUDA graph, by name."""
-        wrapper: Any = getattr(self._import("mla"), _LATENT, None)
-        lacking = {_LATENT} if wrapper is None else _lacking(_LATENT, wrapper, _LATENT_ASKED)
+        module = self._import("mla")
+        there = hasattr(module, _LATENT)
+        lacking = _lacking(_LATENT, getattr(module, _LATENT), _LATENT_ASKED) if there else {_LATENT}
         self._refuse(lacking, "pip install 'flashinfer-python>=0.6.13,<0.7'")
-        made = wrapper(workspace, use_cuda_graph=bool(fixed), backend=template, **fixed)
+        made = getattr(module, _LATENT)(workspace, use_cuda_graph=bool(fixed), backend=template, **fixed)
         return self._checked(made, _LATENT_PRIVATE)
 
     def _checked(self, wrapper: Any, private: tuple[str, ...] = _PRIVATE) -> Any:
