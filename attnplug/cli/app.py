@@ -10,9 +10,11 @@ from typing import Annotated
 
 import typer
 
+from attnplug.cli.completion import completion
 from attnplug.cli.conformance import conformance
 from attnplug.cli.doctor import doctor
 from attnplug.cli.explain import explain
+from attnplug.cli.explain_code import explain_code
 from attnplug.cli.json_option import USAGE_ERROR, print_json_error, with_json
 from attnplug.cli.list import list_backends, show
 from attnplug.cli.matrix import matrix_app
@@ -41,7 +43,6 @@ app = typer.Typer(
     help=_HELP,
     epilog="Exit codes: 0 success, 1 other failure, 2 bad usage, 3 a layer without a backend.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -49,9 +50,11 @@ app.command("list")(apart_from_plugins(list_backends))
 app.command("show")(apart_from_plugins(show))
 app.command("select")(apart_from_plugins(select))
 app.command("explain")(apart_from_plugins(explain))
+app.command("explain-code")(apart_from_plugins(explain_code))
 app.command("doctor")(apart_from_plugins(doctor))
 app.command("conformance")(apart_from_plugins(conformance))
 app.add_typer(matrix_app, name="matrix")
+app.command("completion")(apart_from_plugins(completion))
 app.command("new-backend")(apart_from_plugins(new_backend))
 
 

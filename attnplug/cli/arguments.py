@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
+from attnplug.cli import completion
 from attnplug.core.dtypes import KV_CACHE_DTYPES, kv_cache_dtype_name
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import Phase
@@ -17,13 +18,19 @@ from attnplug.registry.policy import parse_rules
 
 DeviceText: TypeAlias = Annotated[
     str,
-    typer.Option("--device", metavar="DEVICE", help="Target device: current, cpu, H100, RTX 4090, sm90, ..."),
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        autocompletion=completion.devices,
+        help="Target device: current, cpu, H100, RTX 4090, sm90, ...",
+    ),
 ]
 BackendRules: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--backend",
         metavar="RULES",
+        autocompletion=completion.rules,
         help="One backend, or rules by layer name, kind or phase: 'TORCH,sliding=TRITON'.",
     ),
 ]
@@ -57,6 +64,7 @@ KVCacheDtype: TypeAlias = Annotated[
         metavar="DTYPE",
         help="Cache storage: auto, fp8, fp8_e4m3, fp8_e5m2, ...",
         callback=_known_kv_cache_dtype,
+        autocompletion=completion.kv_cache_dtypes,
     ),
 ]
 BlockSize: TypeAlias = Annotated[

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from attnplug.cli import completion
 from attnplug.cli.arguments import CHECK_SECONDS, AsJson, jobs_option, memory_option, timeout_option
 from attnplug.cli.output import STDOUT, CommandError, echo, print_json, put
 from attnplug.core.errors import PolicyError
@@ -27,11 +28,24 @@ _which = functools.partial(typer.Option, rich_help_panel="Which checks")
 
 def conformance(
     backend: Annotated[
-        str, typer.Argument(metavar="NAME", help="A backend of attnplug list, or NAME@DISTRIBUTION.")
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="A backend of attnplug list, or NAME@DISTRIBUTION.",
+            autocompletion=completion.backends,
+        ),
     ],
-    level: Annotated[str, _which(metavar="smoke|full", help="Number of combinations to try.")] = "smoke",
+    level: Annotated[
+        str,
+        _which(metavar="smoke|full", autocompletion=completion.levels, help="Number of combinations to try."),
+    ] = "smoke",
     device: Annotated[
-        str | None, _which(metavar="DEVICE", help="cpu, cuda:1, ... \\[default: the current one]")
+        str | None,
+        _which(
+            metavar="DEVICE",
+            autocompletion=completion.devices,
+            help="cpu, cuda:1, ... \\[default: the current one]",
+        ),
     ] = None,
     only: Annotated[
         list[str] | None,

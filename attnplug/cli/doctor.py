@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from attnplug.backends.libraries import LIBRARY_RULES
+from attnplug.cli import completion
 from attnplug.cli.arguments import MOST_SECONDS, AsJson
 from attnplug.cli.kernel_libraries import LibraryState, library_states, unbound_states
 from attnplug.cli.output import console, print_json, verdict
@@ -35,7 +36,10 @@ class Finding:
 
 def doctor(
     backends: Annotated[
-        list[str] | None, typer.Argument(metavar="BACKEND", help="Check only these backends.")
+        list[str] | None,
+        typer.Argument(
+            metavar="BACKEND", help="Check only these backends.", autocompletion=completion.backends
+        ),
     ] = None,
     timeout: Annotated[
         float,

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from attnplug.cli import completion
 from attnplug.cli.arguments import (
     AllowRefuted,
     AsJson,
@@ -35,7 +36,9 @@ def explain(
     num_heads: Annotated[int, _layer(help="Query heads.")] = 32,
     num_kv_heads: Annotated[int | None, _layer(help="Key and value heads \\[default: as num-heads].")] = None,
     head_size: Annotated[int, _layer(help="Elements per head.")] = 128,
-    dtype: Annotated[str, _layer(help="float16, bfloat16 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        str, _layer(help="float16, bfloat16 or float32.", autocompletion=completion.dtypes)
+    ] = "bfloat16",
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = None,
     attn_type: Annotated[AttentionType, _layer(help="Kind of attention.")] = AttentionType.DECODER,

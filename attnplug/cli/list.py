@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attnplug.cli import completion
 from attnplug.cli.arguments import AsJson
 from attnplug.cli.output import console, print_json, verdict
 from attnplug.core.whole_words import WordTable
@@ -128,7 +129,12 @@ def _list_entry_points(as_json: bool) -> None:
 
 
 def show(
-    backend: Annotated[str, typer.Argument(metavar="BACKEND", help="A backend or family name.")],
+    backend: Annotated[
+        str,
+        typer.Argument(
+            metavar="BACKEND", help="A backend or family name.", autocompletion=completion.backends
+        ),
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Show all that a backend declares."""

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from attnplug.cli import completion
 from attnplug.cli.arguments import jobs_option, memory_option, timeout_option
 from attnplug.cli.conformance import require_the_extra
 from attnplug.cli.matrix_cells import declared_cells, pairs_of
@@ -34,18 +35,25 @@ def matrix(
         list[str] | None,
         _which(
             metavar="NAME",
+            autocompletion=completion.backends,
             help="A backend, a family or A+B; may be repeated \\[default: all of attnplug list]",
         ),
     ] = None,
     device: Annotated[
         list[str] | None,
         _which(
-            metavar="DEVICE", help="cpu, sm90, rocm:9.4, ...; may be repeated \\[default: the current one]"
+            metavar="DEVICE",
+            autocompletion=completion.devices,
+            help="cpu, sm90, rocm:9.4, ...; may be repeated \\[default: the current one]",
         ),
     ] = None,
     feature: Annotated[
         list[str] | None,
-        _which(metavar="NAME", help="Only cells of this feature, such as plain or sinks; may be repeated."),
+        _which(
+            metavar="NAME",
+            autocompletion=completion.features,
+            help="Only cells of this feature, such as plain or sinks; may be repeated.",
+        ),
     ] = None,
     only: Annotated[
         list[str] | None,
