@@ -1,0 +1,140 @@
+"""The JSON of each command is as docs/reference/json.md says, errors included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from json_page import check_document, described
+
+MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
+GPT = MODELS / "gpt-oss-20b.json"
+CELLS = ("--backend", "TORCH", "--device", "cpu", "--only", "sinks/decode/d128/*")
+CHECKS = ("conformance", "TORCH", "--device", "cpu", "--only", "declaration/b*")
+DOCUMENTS = {
+    ("list", "--json"): "attnplug.list",
+    ("list", "--no-load", "--json"): "attnplug.plugins",
+    ("show", "TRITON", "--json"): "attnplug.show",
+    ("select", GPT, "--device", "h100", "--memory", "80GiB", "--json"): "attnplug.select",
+    ("select", GPT, "--device", "h100", "--per-phase", "--json"): "attnplug.select",
+    ("select", MODELS / "deepseek-v3.json", "--device", "a100", "--json"): "attnplug.select",
+    ("explain", "--device", "h100", "--json"): "attnplug.decision",
+    (
+        "explain",
+        "--device",
+        "h100",
+        "--assume-installed",
+        "triton=3.6",
+        "--sinks",
+        "--json",
+    ): "attnplug.decision",
+    ("explain", "--mla", "1536,512,128,64,128", "--sinks", "--device", "h100", "--json"): "attnplug.decision",
+    ("explain-code", "head_size", "--json"): "attnplug.explain-code",
+    ("explain-code", "--json"): "attnplug.reason-codes",
+    ("matrix", *CELLS, "--json", "-"): "attnplug.matrix",
+    ("matrix", "--json", *CELLS): "attnplug.matrix",
+    ("list", "--json", "-"): "attnplug.list",
+    ("show", "--json=-", "TORCH"): "attnplug.show",
+    (*CHECKS, "--list", "--json"): "attnplug.checks",
+    (*CHECKS, "--json"): "attnplug.conformance",
+    ("doctor", "TORCH", "--json"): "attnplug.doctor",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "schema"),
+    DOCUMENTS.items(),
+    ids=lambda each: each if isinstance(each, str) else " ".join(map(str, each[:2])),
+)
+def test_the_json_of_a_command_is_as_described(run, tmp_path, monkeypatch, arguments, schema):
+    monkeypatch.chdir(tmp_path)
+    outcome = run(*arguments)
+    assert outcome.code in (0, 3), outcome.err
+    assert outcome.json["schema"] == schema
+    check_document(outcome.json)
+    assert not list(tmp_path.iterdir()), "a file was written"
+
+
+def test_the_json_of_a_family_is_a_list(run):
+    data = run("show", "FLASH_ATTN", "--json").json
+    assert (data["schema"], data["version"]) == ("attnplug.show", 1)
+    for each in data["backends"]:
+        check_document({"schema": "attnplug.show", "version": 1, **each})
+
+
+def test_a_new_package_is_described(run, tmp_path):
+    check_document(run("new-backend", "acme", "--path", tmp_path, "--json").json)
+
+
+def test_a_file_and_standard_output_have_the_same_matrix(run, tmp_path):
+    file = tmp_path / "matrix.json"
+    assert run("matrix", *CELLS, "--json", file).code == 0
+    written, printed = json.loads(file.read_text()), run("matrix", *CELLS, "--json", "-").json
+    check_document(written)
+    for each in (*written["runs"], *printed["runs"]):
+        each.pop("date")
+    assert written == printed
+    assert run("matrix", "merge", file, "--output", "-").json["schema"] == "attnplug.matrix"
+
+
+@pytest.mark.parametrize("option", ["--html", "--markdown"])
+def test_pages_may_go_to_standard_output(run, tmp_path, monkeypatch, option):
+    monkeypatch.chdir(tmp_path)
+    outcome = run("matrix", *CELLS, option, "-")
+    assert outcome.code == 0
+    assert outcome.out.startswith({"--html": "<!", "--markdown": "#"}[option])
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_one_file_is_standard_output(run):
+    outcome = run("matrix", *CELLS, "--json", "-", "--html", "-")
+    assert outcome.code == 2
+    assert outcome.json["error"]["argument"] == "--html"
+
+
+def test_junit_may_go_to_standard_output(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outcome = run(*CHECKS, "--junit", "-")
+    assert outcome.code == 0
+    assert outcome.out.startswith("<?xml")
+    assert not list(tmp_path.iterdir())
+
+
+ERRORS = {
+    ("explain", "--head-size", "0"): (2, "invalid_layer", "head_size", 0),
+    ("explain", "--head-size", "x"): (2, "usage", "--head-size", "x"),
+    ("explain", "--heads", "3"): (2, "usage", "--heads", "3"),
+    ("explain", "--kv-cache-dtype", "fp9"): (2, "invalid_option", "--kv-cache-dtype", "fp9"),
+    ("explain", "--device", "gpu9"): (2, "invalid_layer", "device", "gpu9"),
+    ("explain", "--backend", "NONE"): (2, "unknown_backend", None, None),
+    ("select", "missing.json"): (2, "invalid_config", "CONFIG", "missing.json"),
+    ("show", "TROCH"): (2, "unknown_backend", "BACKEND", "TROCH"),
+    ("show",): (2, "usage", "BACKEND", None),
+    ("doctor", "NONE"): (2, "unknown_backend", "BACKEND", "NONE"),
+    ("explain-code", "haed_size"): (2, "invalid_option", "CODE", "haed_size"),
+    ("new-backend", "1"): (2, "invalid_option", "NAME", "1"),
+    ("matrix", "--feature", "none"): (2, "invalid_option", "--feature", "none"),
+    ("matrix", "--only", "none"): (2, "invalid_option", "--only", "none"),
+    ("conformance", "NONE"): (2, "usage", "NAME", "NONE"),
+    ("conformance", "TORCH", "--level", "all"): (2, "invalid_option", "--level", "all"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "expected"), ERRORS.items(), ids=lambda each: " ".join(map(str, each)))
+def test_an_error_is_json_too(run, arguments, expected):
+    plain, outcome = run(*arguments), run(*arguments, "--json")
+    assert outcome.err, "the message is on standard error too"
+    check_document(outcome.json)
+    error = outcome.json["error"]
+    code, kind, argument, value = expected
+    assert (plain.code, outcome.code, error["exit_code"], error["code"]) == (code, code, code, kind)
+    assert plain.out == ""
+    if argument is not None:
+        assert (error["argument"], error["value"]) == (argument, value)
+        assert error["limit"]
+
+
+def test_every_described_schema_is_printed_by_a_command():
+    tested = {*DOCUMENTS.values(), "attnplug.new-backend", "attnplug.error"}
+    assert {name for name in described() if name.startswith("attnplug.")} == tested
