@@ -33,7 +33,7 @@ This page lists the features that each built-in backend serves on each device. *
 right compared with the [oracle](../concepts/tolerances.md). *Declared* cells are claims of the classes that nobody has run
 there yet. [Kernel libraries](kernel-libraries.md) lists the versions of the libraries, with their features and GPUs.
 
-[Open the whole matrix](matrix.html){ .md-button }
+[Open the whole matrix](matrix.html){ .md-button } [Which backend for my model?](../which-backend.html){ .md-button }
 
 That page has every cell with its reasons or evidence, and filters. It works without a network.
 `attnplug matrix --html FILE` writes the same page for your machine and your backends.

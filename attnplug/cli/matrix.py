@@ -111,7 +111,7 @@ def matrix(
             if value:
                 raise PolicyError(name, value, "says how cells are run", "add --verify")
         found = Matrix(tuple(declared))
-        outputs.write(found)
+        outputs.write(found, with_models=True)
         if not outputs.to_stdout:
             show(found)
         for note in notes:

@@ -6,12 +6,12 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from attnplug.cli.output import STDOUT, console, echo, put
-from attnplug.core.errors import PolicyError
+from attnplug.core.errors import AttnplugError, PolicyError
 from attnplug.matrix import merging
 from attnplug.matrix.changes import changes
 from attnplug.matrix.model import Matrix, Status
@@ -61,18 +61,33 @@ class Outputs:
         if self.json is not None and self.json != STDOUT:
             put(self.json, matrix_text(matrix))
 
-    def write(self, matrix: Matrix) -> None:
-        """Write all files; MatrixFileError names one that cannot be written."""
+    def write(self, matrix: Matrix, *, with_models: bool = False) -> None:
+        """Write all files; MatrixFileError names one that cannot be written.
+
+        `with_models` adds the view "Which backend for my model?" to the page, from the backends of this machine.
+        """
         if self.json is not None:
             put(self.json, matrix_text(matrix))
         if self.html is not None:
             from attnplug.matrix.html import render_html
 
-            put(self.html, render_html(matrix))
+            put(self.html, render_html(matrix, models=_models() if with_models else None))
         if self.markdown is not None:
             from attnplug.matrix.markdown import render_markdown
 
             put(self.markdown, render_markdown(matrix))
+
+
+def _models() -> dict[str, Any] | None:
+    """The data of the view of models; None, and a message, if settings of the environment forbid a selection."""
+    from attnplug.matrix.model_page import model_data
+    from attnplug.registry.default import get_registry
+
+    try:
+        return model_data(get_registry())
+    except AttnplugError as problem:
+        _say(f"the page is without the view of models: {problem}")
+        return None
 
 
 def show(matrix: Matrix) -> None:

@@ -64,7 +64,7 @@ def run_cells(
     except KeyboardInterrupt:
         interrupted = True
     matrix = found()
-    outputs.write(matrix)
+    outputs.write(matrix, with_models=True)
     report.say("")
     if not outputs.to_stdout:
         show(matrix)

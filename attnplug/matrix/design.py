@@ -10,7 +10,7 @@ from attnplug.core.blocks import MultipleOf
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.reasons import Reason
-from attnplug.matrix.axes import FEATURES, PLAIN, axes_of, goes_with, own_latents, phase_of, spec_of
+from attnplug.matrix.axes import FEATURES, LATENT, PLAIN, axes_of, goes_with, own_latents, phase_of, spec_of
 from attnplug.matrix.model import Cell
 from attnplug.registry.decision import Placement
 from attnplug.registry.gates import configuration_reasons, fault
@@ -136,6 +136,9 @@ class _CellSearch(Search):
             code = reason.code
             if code in _REFUSE_ALL:
                 return True
+            # Sparse attention over latents is another layer, which a backend may serve alone.
+            if code == Feature.SPARSE.code and fixed.get("head_size", LATENT) == LATENT != row["head_size"]:
+                continue
             if _AXIS_OF_CODE.get(code) in fixed and reason.field != "head_size_v":
                 return True
             if code == "block_size" and "block_size" in fixed:

@@ -11,18 +11,42 @@ from importlib import resources
 from typing import Any
 
 from attnplug.matrix.model import Cell, Matrix, Run
-from attnplug.matrix.summary import CLAIMED, STRONGEST_FIRST, summarise
+from attnplug.matrix.summary import CLAIMED, STRONGEST_FIRST, Summary, summarise
 from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, Value, in_order, value_in_words
 
-_SCRIPTS = ("data", "state", "elements", "filters", "overview", "cells", "detail", "main")
+_SCRIPTS = (
+    "data",
+    "state",
+    "elements",
+    "keys",
+    "unsampled",
+    "filters",
+    "overview",
+    "cells",
+    "detail",
+    "model",
+    "main",
+)
 _STATUSES = tuple(MEANINGS)
 
 
-def render_html(matrix: Matrix, *, title: str = "Compatibility matrix") -> str:
+def render_html(
+    matrix: Matrix,
+    *,
+    title: str = "Compatibility matrix",
+    models: Mapping[str, Any] | None = None,
+    links: Mapping[str, str] | None = None,
+) -> str:
     """The HTML document of a page that shows the matrix and filters it, for any recent browser.
 
     The page fetches nothing: its content security policy allows only its own scripts and styles, by hash.
     Names and reasons reach the document as text only.
+
+    Args:
+        matrix: to show; without runs the page shows the models alone.
+        title: of the matrix.
+        models: from `model_data`, for the view "Which backend for my model?"; None leaves it out.
+        links: addresses by the text of the link, for the top of the page.
     """
     style = _part("matrix.css")
     script = "\n".join(_part(f"{name}.js") for name in _SCRIPTS)
@@ -31,7 +55,11 @@ def render_html(matrix: Matrix, *, title: str = "Compatibility matrix") -> str:
         "policy": html.escape(f"{policy}; base-uri 'none'; form-action 'none'"),
         "title": html.escape(title),
         "style": style,
-        "data": _json(page_data(matrix)),
+        "links": "".join(
+            f'<a href="{html.escape(address)}">{html.escape(text)}</a>'
+            for text, address in (links or {}).items()
+        ),
+        "data": _json({**page_data(matrix), "models": models}),
         "script": script,
     }
     # In one pass, so that inserted text is not searched for further "@@".
@@ -61,7 +89,8 @@ def page_data(matrix: Matrix) -> dict[str, Any]:
 
     `cells` has one number for each axis of each cell of any run. Each entry of a run's `findings` is three
     numbers: a cell, its status, and an index into `whys`, whose entries are indices into `reasons`. Each entry
-    of a run's `limits` is five numbers: an axis and its value, another and its value, and an index into `whys`.
+    of a run's `limits` is five numbers: an axis and its value, another and its value, and an index into `whys`. Its
+    `restrictions` have an axis, its value, another axis, and the words for the few values of it that are served.
     """
     values = {
         axis: in_order(axis, {getattr(finding.cell, axis) for run in matrix.runs for finding in run.findings})
@@ -119,6 +148,7 @@ class _Numbers:
                 self.why(finding.why),
             )
         ]
+        summary = summarise(run)
         return {
             "backend": run.backend,
             "source": f"{run.distribution or '-'} {run.version or ''}".strip(),
@@ -128,12 +158,18 @@ class _Numbers:
             "date": run.date,
             "commit": run.commit,
             "findings": findings,
-            "limits": self._limits(run),
+            "limits": self._limits(summary),
+            "restrictions": [
+                [here, self._values[here][value], self._axes.index(few.axis), str(few)]
+                for here, answers in enumerate(summary.answers.values())
+                for value, answer in answers.items()
+                if (few := answer.restriction)
+            ],
         }
 
-    def _limits(self, run: Run) -> list[int]:
+    def _limits(self, summary: Summary) -> list[int]:
         found = []
-        for axis, answers in summarise(run).answers.items():
+        for axis, answers in summary.answers.items():
             this = self._axes.index(axis)
             for value, answer in answers.items():
                 for limit in answer.limits:

@@ -27,7 +27,7 @@ _DIRECT = "direct"
 
 def combinations(
     pattern: str, axes: Mapping[str, Sequence[Any]], latents: frozenset[int]
-) -> list[Cell] | int:
+) -> tuple[list[Cell], int]:
     """The cells whose ids match a pattern, sampled or not, and the number of combinations of its values.
 
     Above 1,500 combinations there are no cells. Combinations of values that no layer has together are left out.

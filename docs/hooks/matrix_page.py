@@ -1,4 +1,4 @@
-"""Puts the page of the whole matrix beside the page that links to it, made when the site is built."""
+"""Adds the page of the whole matrix and the page "Which backend for my model?" when the site is built."""
 
 from __future__ import annotations
 
@@ -9,15 +9,33 @@ from types import ModuleType
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from attnplug.matrix import Matrix
 from attnplug.matrix.html import render_html
+from attnplug.matrix.model_page import model_data
+from attnplug.registry import Registry
 
 ADDRESS = "reference/matrix.html"
+MODELS = "which-backend.html"
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """The files of the site and the page, so that links to it are checked as all others."""
-    files.append(File.generated(config, ADDRESS, content=render_html(_generator().docs_matrix())))
+    """The files of the site and the two pages, so that links to them are checked as all others."""
+    for address, text in pages().items():
+        files.append(File.generated(config, address, content=text))
     return files
+
+
+def pages() -> dict[str, str]:
+    """Both pages by their addresses; each has links to the other and to the site."""
+    home = "attnplug documentation"
+    matrix = render_html(
+        _generator().docs_matrix(),
+        links={home: "../index.html", "Which backend for my model?": f"../{MODELS}"},
+    )
+    models = render_html(
+        Matrix(()), models=model_data(Registry()), links={home: "index.html", "Compatibility matrix": ADDRESS}
+    )
+    return {ADDRESS: matrix, MODELS: models}
 
 
 def _generator() -> ModuleType:

@@ -134,7 +134,7 @@ def test_the_table_shows_a_backend_where_most_of_it_was_run(script: ModuleType, 
     cells = {row.split(" | ")[0].strip("| "): row.split(" | ")[1:] for row in rows if row.startswith("|")}
     assert cells["sinks"][:3] == ["✓", "✓", "○ KV dtype auto only"]
     assert cells["MLA"][:2] == ["✓", "✓"]
-    assert cells["sparse"][1:3] == ["✓ mixed only", "–"]  # noqa: RUF001
+    assert cells["sparse"][1:3] == ["✓ head size 576 only", "–"]  # noqa: RUF001
     assert cells["head sizes"][1] == "16 to 256 in steps of 8, 576"
     assert "✓ verified (claimed, run on the device, and right)" in table
 

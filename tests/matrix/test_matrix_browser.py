@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from synthetic_matrix import HOSTILE, hostile_matrix, synthetic_matrix
 
-from attnplug.matrix import Matrix, Status
+from attnplug.backends.flash_attn.backend import FlashAttn4Backend
+from attnplug.backends.flashinfer.backend import FlashInferBackend
+from attnplug.backends.torch_native.backend import TorchBackend
+from attnplug.backends.triton.backend import TritonBackend
+from attnplug.core.device import Device
+from attnplug.matrix import Cell, Matrix, Status
+from attnplug.matrix.axes import axes_of, goes_with, own_latents
+from attnplug.matrix.declared import declare
+from attnplug.matrix.design import cell_reasons
 from attnplug.matrix.html import render_html
+from attnplug.matrix.model_page import model_data
 from attnplug.matrix.summary import summarise
 from attnplug.matrix.words import AXIS_NAMES, value_in_words
+from attnplug.registry import Registry
 
 playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -38,10 +50,17 @@ class Opened:
     """A matrix's page in a tab, and everything that went wrong in it."""
 
     def __init__(
-        self, browser: Browser, folder: Path, matrix: Matrix, hash_: str = "", **options: Any
+        self,
+        browser: Browser,
+        folder: Path,
+        matrix: Matrix,
+        hash_: str = "",
+        models: Any = None,
+        links: Any = None,
+        **options: Any,
     ) -> None:
         self.file = folder / "matrix.html"
-        self.file.write_text(render_html(matrix), encoding="utf-8")
+        self.file.write_text(render_html(matrix, models=models, links=links), encoding="utf-8")
         self.wrong: list[str] = []
         self.requests: list[str] = []
         self.tab: Page = browser.new_page(**{"viewport": LAPTOP, **options})
@@ -130,6 +149,8 @@ def test_the_overview_says_what_the_other_renderers_say(open_page: Any, axis: st
     for words in shown:
         answer = expected[tuple(words[:3])]
         rest = [answer.part.replace("/", " of ")] if answer.part else []
+        if answer.restriction:
+            rest.append(str(answer.restriction))
         if answer.limits:
             rest.append(f"not with {len(answer.limits)} other value{'s' if len(answer.limits) > 1 else ''}")
         assert words[3:] == rest
@@ -268,3 +289,223 @@ def test_ten_thousand_cells_are_filtered_in_one_page(open_page: Any) -> None:
 def test_an_empty_matrix_says_so(open_page: Any) -> None:
     page = open_page(Matrix(()))
     assert page.tab.get_by_text("The matrix is empty.").is_visible()
+
+
+@pytest.fixture(scope="module")
+def models() -> Any:
+    return model_data(Registry())
+
+
+@pytest.mark.parametrize("by", ["mouse", "keyboard"])
+def test_three_choices_lead_from_opening_the_page_to_the_answer(
+    open_page: Any, models: Any, by: str, record_property: Any
+) -> None:
+    started = time.perf_counter()
+    page = open_page(Matrix(()), models=models)
+    choices = {"Model": "gpt-oss-20b", "GPU": "A100 (sm80)", "KV cache dtype": "fp8 (e4m3 or e5m2)"}
+    for label, wanted in choices.items():
+        box = page.tab.get_by_role("combobox", name=label)
+        if by == "mouse":
+            box.select_option(wanted)
+        else:
+            box.focus()
+            # Typing selects in a closed list, as in all programs.
+            page.tab.keyboard.type(wanted)
+    assert page.tab.get_by_role("status").first.inner_text() == (
+        "On an A100 with an fp8 cache, gpt-oss-20b runs on TRITON with e5m2; "
+        "e4m3 is refused: fp8_e4m3 needs compute capability 8.9."
+    )
+    # A figure for the report, and no bound: how fast a machine is says nothing of the page.
+    record_property("seconds_to_the_answer", round(time.perf_counter() - started, 2))
+    assert page.hash == "#model=gpt-oss-20b&gpu=a100&kv=fp8"
+    command = page.tab.locator("#command").inner_text()
+    assert command.startswith(
+        "attnplug select examples/models/gpt-oss-20b.json --device a100 --kv-cache-dtype fp8_e5m2"
+    )
+    strip = page.tab.get_by_role("img", name="24 layers")
+    assert strip.inner_text().split() == ["T"] * 24
+
+
+@pytest.mark.parametrize("gpu", ["h100", "H100", "sm90"])
+def test_an_address_opens_the_answer_for_a_model(open_page: Any, models: Any, gpu: str) -> None:
+    page = open_page(synthetic_matrix(), f"#model=deepseek-v3&gpu={gpu}&kv=auto", models=models)
+    sentence = page.tab.locator("#sentence").inner_text()
+    assert (
+        sentence
+        == "On an H100 with a bfloat16 cache, deepseek-v3 runs on FLASH_ATTN_4 in prefill and TRITON in decode."
+    )
+    assert page.tab.get_by_role("img").count() == 2
+    assert page.tab.locator("#overview").is_hidden()
+    page.tab.get_by_role("link", name="Compatibility matrix").click()
+    assert page.tab.locator("#overview").is_visible()
+    page.tab.get_by_role("link", name="Which backend for my model?").click()
+    assert page.tab.get_by_role("heading", name="Which backend for my model?").is_visible()
+
+
+def test_an_address_that_names_no_model_shows_the_first_answer(open_page: Any, models: Any) -> None:
+    page = open_page(Matrix(()), "#model=no-such&gpu=rtx9999&kv=fp9", models=models)
+    assert (
+        page.tab.locator("#sentence")
+        .inner_text()
+        .startswith("On an H100 with a bfloat16 cache, gpt-oss-20b runs on")
+    )
+
+
+def test_the_candidates_have_their_reasons_and_the_command_can_be_copied(open_page: Any, models: Any) -> None:
+    page = open_page(Matrix(()), "#model=gpt-oss-20b&gpu=a100&kv=fp8_e4m3", models=models)
+    page.tab.get_by_text("All candidates with their reasons").click()
+    row = page.tab.get_by_role("row").filter(has=page.tab.get_by_role("rowheader", name="TRITON")).first
+    assert "refused" in row.inner_text()
+    assert "fp8_e4m3 needs compute capability 8.9; fp8_e5m2 does not" in row.inner_text()
+    page.tab.get_by_role("button", name="Copy").click()
+    page.tab.wait_for_function("document.getElementById('copied').textContent !== ''")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_no_answer_is_wider_than_the_screen(open_page: Any, models: Any, width: int, scheme: str) -> None:
+    viewport = {"width": width, "height": 844}
+    page = open_page(Matrix(()), models=models, viewport=viewport, color_scheme=scheme)
+    page.tab.get_by_text("All candidates with their reasons").click()
+    for model in ("whisper-large-v3", "deepseek-v3", "llama-3.1-70b"):
+        page.tab.get_by_role("combobox", name="Model").select_option(model)
+        page.tab.get_by_role("combobox", name="GPU").select_option("A100 (sm80)")
+        page.tab.get_by_role("combobox", name="KV cache dtype").select_option("fp8_e4m3")
+        assert page.tab.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_page_has_a_way_back_to_the_site(open_page: Any, models: Any) -> None:
+    links = {"attnplug documentation": "../index.html"}
+    for matrix, more in ((synthetic_matrix(), None), (Matrix(()), models)):
+        page = open_page(matrix, models=more, links=links)
+        assert (
+            page.tab.get_by_role("link", name="attnplug documentation").get_attribute("href")
+            == "../index.html"
+        )
+
+
+def test_the_arrow_keys_move_in_the_overview_which_is_one_stop(open_page: Any) -> None:
+    page = open_page(synthetic_matrix())
+    answers = page.tab.locator("#overview .answer")
+    assert answers.count() > 60
+    assert page.tab.locator("#overview .answer[tabindex='0']").count() == 1
+    answers.first.focus()
+    focused = "document.activeElement.ariaLabel"
+    names = []
+    for key in (
+        "ArrowRight",
+        "ArrowDown",
+        "ArrowLeft",
+        "End",
+        "Control+End",
+        "Home",
+        "Control+Home",
+        "ArrowUp",
+    ):
+        page.tab.keyboard.press(key)
+        names.append(", ".join(page.tab.evaluate(focused).split(", ")[:2]))
+    assert names == [
+        "plain, TORCH on sm90",
+        "sliding window, TORCH on sm90",
+        "sliding window, TORCH on cpu",
+        "sliding window, FLASHINFER on sm90",
+        "encoder, FLASHINFER on sm90",
+        "encoder, TORCH on cpu",
+        "plain, TORCH on cpu",
+        "plain, TORCH on cpu",
+    ]
+    page.tab.keyboard.press("Enter")
+    page.tab.get_by_role("dialog", name="plain").wait_for()
+    page.tab.keyboard.press("Escape")
+    assert page.tab.evaluate(focused).startswith("plain, TORCH on cpu")
+    page.tab.keyboard.press("ArrowDown")
+    page.tab.keyboard.press("Tab")
+    assert page.tab.evaluate("document.activeElement.closest('#overview')") is None
+    page.tab.keyboard.press("Shift+Tab")
+    assert page.tab.evaluate(focused).startswith("sliding window, TORCH on cpu")
+
+
+def test_the_list_of_cells_is_one_stop_too(open_page: Any) -> None:
+    page = open_page(synthetic_matrix(), "#feature=sinks&backend=TORCH")
+    page.tab.locator("#cells .open").first.focus()
+    page.tab.keyboard.press("ArrowDown")
+    assert (
+        page.tab.evaluate("[...document.querySelectorAll('#cells .open')].indexOf(document.activeElement)")
+        == 1
+    )
+    assert page.tab.locator("#cells .open[tabindex='0']").count() == 1
+
+
+def test_the_keyboard_walks_the_page_in_few_stops(open_page: Any) -> None:
+    page = open_page(synthetic_matrix())
+    reached = page.tab.evaluate(
+        "[...document.querySelectorAll('a[href], button, select, input, summary')]"
+        ".filter((each) => each.tabIndex >= 0 && each.checkVisibility() && (each.name !== 'by' || each.checked)).length"
+    )
+    assert reached <= 25
+
+
+def test_the_legend_is_above_the_table_and_the_sources_are_folded(open_page: Any) -> None:
+    page = open_page(synthetic_matrix())
+    legend, table = page.tab.locator("#legend"), page.tab.locator("#overview")
+    assert "claimed, run on the device, and right" in legend.inner_text()
+    assert legend.bounding_box()["y"] < table.bounding_box()["y"]
+    assert page.tab.locator("#runs").is_hidden()
+    page.tab.get_by_text("Where it comes from").click()
+    assert "torch 2.11.0" in page.tab.locator("#runs").inner_text()
+
+
+@pytest.fixture(scope="module")
+def declared() -> Matrix:
+    backends = (TritonBackend, FlashInferBackend, FlashAttn4Backend, TorchBackend)
+    return Matrix(tuple(declare(backend, device) for device in ("sm80", "sm90") for backend in backends))
+
+
+def test_a_combination_without_a_cell_is_not_sampled_and_answered_by_its_pairs(
+    open_page: Any, declared: Matrix
+) -> None:
+    hash_ = "#device=sm80&feature=sinks&head_size=72&kv_cache_dtype=fp8_e4m3&phase=decode"
+    page = open_page(declared, hash_)
+    text = page.tab.locator("#none").inner_text()
+    assert "Not sampled." in text
+    lines = [" ".join(line.split()) for line in page.tab.locator("#none li").all_inner_texts()]
+    assert lines[0] == (
+        "TRITON on sm80 refused combination not supported: fp8_e4m3 needs compute capability 8.9; fp8_e5m2 does not"
+    )
+    assert lines[3] == "TORCH on sm80 declared it serves each two of these values together"
+    assert "attnplug matrix --device sm80 --only 'sinks/decode/d72/*/fp8_e4m3/*/*'" in text
+    page.go("#device=sm80&feature=plain&kv_cache_dtype=fp8_e4m3&phase=decode")
+    assert (
+        "no sampled layer has feature plain with KV dtype fp8_e4m3" in page.tab.locator("#none").inner_text()
+    )
+
+
+def test_the_answer_by_pairs_is_what_the_classes_say(open_page: Any, declared: Matrix) -> None:
+    page = open_page(declared)
+    backends = {
+        each.get_name(): each for each in (TritonBackend, FlashInferBackend, FlashAttn4Backend, TorchBackend)
+    }
+    random = Random(0)
+    questions, expected = [], []
+    for number, run in enumerate(declared.runs):
+        backend, device = backends[run.backend], Device.parse(run.device)
+        axes, latents = axes_of(backend), own_latents(backend)
+        while len(questions) < 200 * (number + 1):
+            cell = Cell(*(random.choice(values) for values in axes.values()))
+            if all(goes_with(cell.feature, axis, getattr(cell, axis), latents) for axis in list(axes)[1:]):
+                questions.append([number, [getattr(cell, axis) for axis in AXIS_NAMES]])
+                expected.append(not cell_reasons(backend, device, cell))
+    found = page.tab.evaluate(
+        "questions => questions.map(([run, values]) => answerByPairs(run, values.map((value, axis) => "
+        "[axis, axes[axis].values.indexOf(value)])).served)",
+        questions,
+    )
+    assert found == expected
+    assert {True, False} <= set(expected)
+
+
+def test_an_answer_that_is_served_with_one_value_only_says_so(open_page: Any, declared: Matrix) -> None:
+    page = open_page(declared)
+    page.tab.get_by_role("button", name="fp8 KV, TRITON on sm80, declared, fp8_e5m2 only").click()
+    dialog = page.tab.get_by_role("dialog", name="fp8 KV")
+    assert "fp8_e5m2 only" in dialog.inner_text()

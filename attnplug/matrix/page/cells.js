@@ -18,6 +18,7 @@ function drawCells(open) {
   byId("cells").hidden = listed.found.length === 0;
   byId("none").hidden = listed.found.length > 0;
   byId("none").textContent = runs.length ? "No cell passes all of these filters." : "The matrix is empty.";
+  if (isUnsampled()) drawUnsampled();
   byId("further").onclick = () => drawFurther().focus();
   body.onclick = (event) => {
     const row = event.target.closest("tr");
@@ -32,10 +33,17 @@ function drawFurther() {
   const next = listed.found.slice(listed.count, listed.count + AT_ONCE).map(cellRow);
   byId("cells").tBodies[0].append(...next);
   listed.count += next.length;
+  const first = next[0]?.querySelector("button");
+  setStop(cellButtons(), listed.count > next.length ? first : null);
   const left = listed.found.length - listed.count;
   byId("further").hidden = left === 0;
   byId("further").textContent = `Show ${count(Math.min(left, AT_ONCE))} more of ${count(left)}`;
-  return next[0]?.querySelector("button");
+  return first;
+}
+
+/** The buttons of the listed cells, one in each row. */
+function cellButtons() {
+  return [...byId("cells").querySelectorAll(".open")].map((button) => [button]);
 }
 
 function cellRow(row) {

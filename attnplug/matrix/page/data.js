@@ -67,6 +67,12 @@ function partOf(answer) {
   return ran && count !== answer.claimed ? `${count}/${answer.claimed}` : "";
 }
 
+/** The axis of which a value is served with few values, and the words: "fp8_e5m2 only"; null without one. */
+function restrictionOf(run, axis, value) {
+  const found = runs[run].restrictions.find(([one, its]) => one === axis && its === value);
+  return found ? { axis: found[2], words: found[3] } : null;
+}
+
 /** What a value of an axis is not served with, though each is served with others. */
 function limitsOf(run, axis, value) {
   const found = [];

@@ -42,6 +42,7 @@ function answerDetail([backend, device, field, value], changed) {
   };
   return answerContent(run, found, `${axes[axis].name}, ${backend} on ${device}`, {
     title: axes[axis].words[number],
+    few: restrictionOf(run, axis, number),
     limits: limitsOf(run, axis, number),
     list,
   });
@@ -64,13 +65,13 @@ function listCells(changed) {
   byId("cells-title").scrollIntoView();
 }
 
-function answerContent(run, found, below, { title, limits, list }) {
+function answerContent(run, found, below, { title, few = null, limits, list }) {
   const answer = together(found);
   const counts = answer.counts.map((each, status) => (each ? `${count(each)} ${statuses[status].word}` : null));
   const button = make("button", { type: "button", className: "plain", onclick: list }, `List ${plural(found.length, "cell")}`);
   return [
     heading(title, below),
-    verdict(answer.status, partOf(answer)),
+    verdict(answer.status, partOf(answer), statuses[answer.status].claimed ? few : null),
     reasonList(answer),
     limitList(limits),
     facts(runs[run], [["cells", counts.filter(Boolean).join(", ")]]),
@@ -100,9 +101,10 @@ function heading(title, below) {
   return make("header", {}, make("h2", { id: "detail-title", tabIndex: -1, autofocus: true }, title), make("p", {}, below));
 }
 
-function verdict(status, part) {
+function verdict(status, part, few = null) {
   const meaning = make("span", {}, statuses[status].meaning);
-  return make("p", { className: `verdict is-${statusClass(status)}` }, badge(status, part), meaning);
+  const only = few ? make("b", {}, few.words) : null;
+  return make("p", { className: `verdict is-${statusClass(status)}` }, badge(status, part), meaning, only);
 }
 
 function reasonList({ status, reasons }) {

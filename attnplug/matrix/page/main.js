@@ -13,6 +13,25 @@ function changed() {
   draw();
 }
 
+/** Show the view that the address asks for, in the state that it names. */
+function show() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  const asksModel = given.has("model") || given.has("gpu") || given.has("kv") || given.get("view") === "model";
+  const isModel = Boolean(models) && (asksModel || !runs.length);
+  byId("model").hidden = !isModel;
+  byId("matrix").hidden = isModel;
+  byId("to-model").hidden = !models || isModel;
+  byId("to-matrix").hidden = !runs.length || !isModel;
+  byId("title").textContent = isModel ? byId("to-model").textContent : document.title;
+  if (isModel) {
+    readModelAddress(given);
+    drawModel();
+  } else {
+    readAddress(given);
+    draw();
+  }
+}
+
 function open(shown) {
   state.shown = shown;
   writeAddress(true);
@@ -23,7 +42,7 @@ function drawAbout() {
   const devices = new Set(runs.map((run) => run.device));
   const backends = new Set(runs.map((run) => run.backend));
   const what = `${plural(rows.count, "cell")} of ${plural(backends.size, "backend")} on ${plural(devices.size, "device")}`;
-  byId("about").textContent = `What attention backends claim, and what running them has shown: ${what}.`;
+  byId("about").textContent = `The layers that attention backends claim to serve, and the results of running them: ${what}.`;
   const items = runs.map((run) => {
     const ran = Object.entries(run.versions).map(([name, version]) => `${name} ${version}`);
     const words = [run.source, ...ran, whenOf(run)].filter(Boolean).join(", ");
@@ -35,11 +54,9 @@ function drawAbout() {
 buildFilters(changed);
 buildOverview(changed);
 buildDetail();
+buildModel();
+makeOneStop(byId("cells"), cellButtons);
 drawAbout();
-readAddress();
 byId("main").hidden = false;
-draw();
-addEventListener("popstate", () => {
-  readAddress();
-  draw();
-});
+show();
+addEventListener("popstate", show);

@@ -1,7 +1,14 @@
 // The overview: the values of one axis by the backends of each device, each answer a button to its reasons.
 
-/** Build the choice of the axis once. */
+/** Build the choice of the axis and the legend once. */
 function buildOverview(changed) {
+  const used = new Set(rows.status);
+  const meanings = [...statuses.keys()].filter((status) => used.has(status)).map((status) =>
+    make("li", {}, badge(status), `: ${statuses[status].meaning}`),
+  );
+  byId("legend").append(...meanings);
+  makeOneStop(byId("overview"), overviewButtons);
+  makeOneStop(byId("nothing"), () => [...byId("nothing").children].map((line) => [...line.querySelectorAll("button")]));
   axes.forEach((axis, number) => {
     const choose = () => {
       state.by = number;
@@ -10,6 +17,13 @@ function buildOverview(changed) {
     const radio = make("input", { type: "radio", name: "by", value: axis.field, onchange: choose });
     byId("by").append(make("label", {}, radio, make("span", {}, axis.name)));
   });
+}
+
+/** The answers of the table as rows; null for a place without one. */
+function overviewButtons() {
+  return [...byId("overview").tBodies].flatMap((body) => [...body.rows]).map((row) =>
+    [...row.cells].slice(1).map((cell) => cell.querySelector("button")),
+  );
 }
 
 /** Draw the table for the rows that the filters leave; `open` shows what is behind an answer. */
@@ -22,7 +36,10 @@ function drawOverview(open) {
     if (!groups.has(key)) groups.set(key, []);
     groups.get(key).push(row);
   }
-  const asked = [...new Set(found.map((row) => rows.run[row]))].sort((one, other) => columnOf(one) - columnOf(other));
+  // A run without a sampled cell has an answer too, from pairs of values; a text is searched in sampled cells only.
+  const withCells = new Set(found.map((row) => rows.run[row]));
+  const asked = wantedRuns().filter((run) => withCells.has(run) || (found.length && !state.text));
+  asked.sort((one, other) => columnOf(one) - columnOf(other));
   const shownRuns = asked.filter((run) => servesAnything(run));
   drawServingNothing(asked.filter((run) => !servesAnything(run)), open);
   byId("overview").hidden = shownRuns.length === 0;
@@ -32,8 +49,7 @@ function drawOverview(open) {
     const answers = shownRuns.map((run) => {
       const group = groups.get(`${run} ${value}`);
       const className = startOf(run, shownRuns);
-      const notAsked = make("span", { className: "not-asked" }, "not asked");
-      return make("td", { className }, group ? answerButton(run, value, together(group), open) : notAsked);
+      return make("td", { className }, group ? answerButton(run, value, together(group), open) : unsampledAnswer(run, value));
     });
     return make("tr", {}, label, ...answers);
   });
@@ -44,8 +60,10 @@ function drawOverview(open) {
   const narrowed = state.chosen.size || state.text;
   byId("overview-note").textContent =
     (narrowed ? "Only cells that pass the filters are counted. " : "") +
-    "A fraction counts the cells that were verified or refuted, of those claimed. " +
-    "A corner: not with everything else that is served. Open an answer for its reasons.";
+    "A fraction counts the verified or refuted cells among the claimed ones. " +
+    "A corner marks a value that is not served with all others. Open an answer for its reasons; arrow keys move.";
+  setStop(overviewButtons(), null);
+  setStop([[...byId("nothing").querySelectorAll("button")]], null);
 }
 
 /** The place of a run: devices in the order of the data, and the runs of a device beside each other. */
@@ -78,19 +96,32 @@ function answerButton(run, value, answer, open) {
   const part = partOf(answer);
   const words = [axes[state.by].words[value], `${backend} on ${device}`, statuses[answer.status].word];
   if (part) words.push(part.replace("/", " of "));
+  const few = statuses[answer.status].claimed ? restrictionOf(run, state.by, value) : null;
+  if (few) words.push(few.words);
+  const isStarred = limits.some((limit) => !few || limit.axis !== few.axis);
   if (limits.length) words.push(`not with ${plural(limits.length, "other value")}`);
   return make(
     "button",
     {
       type: "button",
-      className: `answer is-${statusClass(answer.status)}${limits.length ? " limited" : ""}`,
+      className: `answer is-${statusClass(answer.status)}${isStarred ? " limited" : ""}`,
       "aria-label": words.join(", "),
       onclick: () => open(shownName("answer", backend, device, axes[state.by].field, spelled(state.by, value))),
     },
     mark(answer.status),
     make("span", { className: "word" }, statuses[answer.status].word),
     part ? make("small", {}, part) : null,
+    few ? make("small", { className: "few" }, few.words) : null,
   );
+}
+
+/** The answer to a value that no cell of the run has together with the filters. */
+function unsampledAnswer(run, value) {
+  const wanted = wantedValues().filter(([axis]) => axis !== state.by);
+  const answer = answerByPairs(run, [...wanted, [state.by, value]]);
+  if (!wanted.length || !answer.known) return make("span", { className: "not-asked" }, "not asked");
+  const title = answer.served ? "not sampled: each two of these values are served" : `not sampled: ${answer.reasons.join("; ")}`;
+  return make("span", { className: "not-asked", title }, `not sampled: ${answer.served ? "declared" : "refused"}`);
 }
 
 /** Whether any cell of a run is not refused. */
@@ -99,7 +130,7 @@ function servesAnything(run) {
   return runs[run].findings.some((number, at) => at % 3 === 1 && number !== refused);
 }
 
-/** Who is refused on a device altogether stands below the table, a device a line. */
+/** The backends that serve nothing on a device, a line for each device. */
 function drawServingNothing(without, open) {
   const devices = new Map();
   for (const run of without) devices.set(runs[run].device, [...(devices.get(runs[run].device) ?? []), run]);

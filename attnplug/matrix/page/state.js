@@ -1,4 +1,4 @@
-// What is asked of the page. It stands in the address behind "#", so that an address shows the same again.
+// The filters and what is open. The address has them behind "#", so that an address shows the same again.
 
 const FIELDS = [
   { key: "backend", name: "backend", values: distinct((run) => run.backend), of: (row) => runs[rows.run[row]].backend },
@@ -30,9 +30,8 @@ function wordsOf(field, value) {
   return names.size ? `${value} (${[...names].join(", ")})` : value;
 }
 
-/** Take the state from the address; what means nothing there is left out. */
-function readAddress() {
-  const given = new URLSearchParams(location.hash.slice(1));
+/** Take the state from the address; unknown names and values there are left out. */
+function readAddress(given) {
   Object.assign(state, emptyState());
   for (const field of FIELDS) {
     const value = given.get(field.key);

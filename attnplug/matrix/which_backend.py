@@ -1,0 +1,291 @@
+"""Which backend serves a model on a GPU with a KV dtype: the selector's answer, and one sentence that tells it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from attnplug.core.features import Feature
+from attnplug.core.reasons import Reason
+from attnplug.core.spec import AttentionType, LayerSpec, Phase
+from attnplug.planning import agree_on_pages, choose_backends
+from attnplug.runtime.plan_pages import planned_caches
+
+if TYPE_CHECKING:
+    from attnplug.core.device import Device
+    from attnplug.matrix.example_models import ExampleModel
+    from attnplug.registry.decision import Decision
+    from attnplug.registry.registry import Registry, SelectKwargs
+
+KV_CHOICES: dict[str, tuple[str, ...]] = {
+    "auto": ("auto",),
+    "fp8": ("fp8_e4m3", "fp8_e5m2"),
+    "fp8_e4m3": ("fp8_e4m3",),
+    "fp8_e5m2": ("fp8_e5m2",),
+}
+"""The KV dtypes to choose from, and those that each may mean, the preferred one first."""
+GPU = "{gpu}"
+"""Stands in a sentence for the name of the GPU, such as "an A100"."""
+
+_ASKED: SelectKwargs = {"assume_installed": "all"}
+_STORED = tuple(dict.fromkeys(name for names in KV_CHOICES.values() for name in names))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kind:
+    """The layers of a model with one spec, and the selector's decisions for them.
+
+    Args:
+        words: what they ask for: "sliding window 128, sinks".
+        name: short: "sliding".
+        layers: their names.
+        joint: the decision for both phases.
+        alone: the decision of each phase alone, where the selector makes them.
+    """
+
+    words: str
+    name: str
+    layers: tuple[str, ...]
+    joint: Decision
+    alone: tuple[Decision, ...] = ()
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The backend, or those of prefill and decode; empty if none serves the layers."""
+        return tuple(dict.fromkeys(self.joint.members.values())) if self.joint else ()
+
+    @property
+    def reference(self) -> str | None:
+        """The reference, the one backend of priority 0, if it serves them in a phase."""
+        candidates = (each for decision in (self.joint, *self.alone) for each in decision.candidates)
+        names = (each.name for each in candidates if each.accepted and each.priority == 0)
+        return next((name for name in names if name in self.backends), None)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether other backends than the reference serve them."""
+        return bool(self.joint) and self.reference is None
+
+    def reasons_of(self, backend: str) -> tuple[Reason, ...]:
+        """The reasons against a backend; empty if it was accepted, or serves them in a phase."""
+        if backend in self.backends:
+            return ()
+        found = (c.reasons for d in (self.joint, *self.alone) for c in d.refused if c.name == backend)
+        return next(iter(found), ())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """The selector's answer for a model on a device with a KV dtype.
+
+    Args:
+        kv_cache_dtype: one of `KV_CHOICES`' values.
+        kinds: in the order of the model's layers.
+        bytes_per_token: of the KV cache of all layers; None if a layer has no backend.
+        notes: of the decisions.
+    """
+
+    kv_cache_dtype: str
+    kinds: tuple[Kind, ...]
+    bytes_per_token: int | None
+    notes: tuple[str, ...]
+
+    @property
+    def is_served(self) -> bool:
+        """Whether a backend other than the reference serves each layer."""
+        return all(kind.is_served for kind in self.kinds)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to "which backend for this model?".
+
+    Args:
+        sentence: with `GPU` for the name of the device.
+        outcome: of the KV dtype that the sentence recommends.
+    """
+
+    sentence: str
+    outcome: Outcome
+
+
+def answers_for(registry: Registry, model: ExampleModel, device: Device) -> dict[str, Answer]:
+    """The answer for each of `KV_CHOICES`. Every library that a backend requires counts as installed.
+
+    Raises:
+        PolicyError, PluginError: as `attnplug.select_layers`, for settings of the environment.
+    """
+    outcomes = {name: _outcome(registry, model, device, name) for name in _STORED}
+    on_gpu = device.type != "cpu"
+    return {choice: _answer(model, choice, outcomes, on_gpu) for choice in KV_CHOICES}
+
+
+def _outcome(registry: Registry, model: ExampleModel, device: Device, kv_cache_dtype: str) -> Outcome:
+    specs = model.with_kv_cache_dtype(kv_cache_dtype)
+    by_phase: Mapping[str, Mapping[Phase, Decision]] = {}
+    # As `attnplug select`: latent attention is always decided phase by phase.
+    if any(spec.mla is not None for spec in specs.values()):
+        choices = choose_backends(registry, specs, device, _ASKED, per_phase=False)
+        decisions, notes = agree_on_pages(registry, choices)
+        by_phase = choices.by_phase
+    else:
+        decisions = registry.decide_layers(specs, device, (None,), **_ASKED)[None]
+        notes = tuple(dict.fromkeys(note for each in decisions.values() for note in each.notes))
+    layers: dict[LayerSpec, list[str]] = {}
+    for name, spec in specs.items():
+        layers.setdefault(spec, []).append(name)
+    kinds = tuple(
+        Kind(
+            words_of(spec),
+            spec.kinds[0],
+            tuple(names),
+            decisions[names[0]],
+            tuple(by_phase.get(names[0], {}).values()),
+        )
+        for spec, names in layers.items()
+    )
+    caches = planned_caches(decisions).values() if all(decisions.values()) else None
+    size = None if caches is None else sum(each.page_size_bytes // each.block_size for each in caches)
+    return Outcome(kv_cache_dtype, kinds, size, notes)
+
+
+@functools.cache
+def words_of(spec: LayerSpec) -> str:
+    """What a layer asks for beyond sizes: "sliding 128, sinks"; "full" for nothing."""
+    asked = spec.required_features() & ~Feature.FP8_KV
+    if spec.attn_type is not AttentionType.DECODER:
+        # Encoders and cross attention are non-causal by nature, encoders keep no cache.
+        asked &= ~Feature.NON_CAUSAL & ~Feature.DIRECT_KV
+    masks = Feature.SLIDING_WINDOW | Feature.CHUNKED_LOCAL | Feature.CROSS | Feature.ENCODER
+    words = [flag.shown(spec) for flag in asked]
+    return ", ".join(words if asked & masks or spec.mla else ["full", *words])
+
+
+def _answer(model: ExampleModel, choice: str, outcomes: Mapping[str, Outcome], on_gpu: bool) -> Answer:
+    meant = [outcomes[name] for name in KV_CHOICES[choice]]
+    best = next((outcome for outcome in meant if outcome.is_served), meant[0])
+    head = f"On {GPU}{_cache(model, choice)}, "
+    if not on_gpu or best.is_served:
+        text = f"{head}{model.name} {_runs_on(best)}"
+        if len(meant) > 1 and _is_stored(model):
+            text += f" with {_short(best)}{_beside(best, meant, on_gpu)}"
+        return Answer(f"{text}.", best)
+    others = [outcome for name, outcome in outcomes.items() if outcome.is_served and name != choice]
+    lacking = [kind for kind in best.kinds if not kind.joint]
+    if lacking:
+        layers = model.name if len(lacking) == len(best.kinds) else f"{_count(lacking)} of {model.name}"
+        text = f"{head}no backend serves {layers}"
+    elif all(kind.backends == (kind.reference,) for kind in best.kinds):
+        text = f"{head}only the reference {best.kinds[0].reference} serves {model.name}"
+    else:
+        text = f"{head}{model.name} {_runs_on(best)}"
+    return Answer(f"{text}{_what_helps(model, best, others)}.", best)
+
+
+def _cache(model: ExampleModel, choice: str) -> str:
+    """The words for the cache, with a blank before them; empty for a model without one."""
+    if not _is_stored(model):
+        return ""
+    stored = next(spec.dtype for spec in model.layers.values() if not spec.direct_kv)
+    name = stored if choice == "auto" else choice
+    return f" with {'an' if name.startswith('fp8') else 'a'} {name} cache"
+
+
+def _is_stored(model: ExampleModel) -> bool:
+    return not all(spec.direct_kv for spec in model.layers.values())
+
+
+def _short(outcome: Outcome) -> str:
+    return outcome.kv_cache_dtype.removeprefix("fp8_")
+
+
+def _runs_on(outcome: Outcome) -> str:
+    """Such as "runs on TRITON", or "runs on TRITON (24 sliding layers) and FLASH_ATTN_3 (24 full layers)"."""
+    groups: dict[tuple[str, ...], list[Kind]] = {}
+    for kind in outcome.kinds:
+        groups.setdefault(kind.backends, []).append(kind)
+    if len(groups) > 1:
+        parts = [f"{_names(kinds[0])} ({_count(kinds)})" for kinds in groups.values()]
+        return f"runs on {_joined(parts)}"
+    return f"runs on {_names(outcome.kinds[0])}"
+
+
+def _names(kind: Kind) -> str:
+    names = [f"the reference {name}" if name == kind.reference else name for name in kind.backends]
+    return " in prefill and ".join(names) + (" in decode" if len(names) > 1 else "") or "no backend"
+
+
+def _count(kinds: Sequence[Kind]) -> str:
+    return _joined([f"{len(kind.layers)} {kind.name}" for kind in kinds]) + " layers"
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return ", ".join(parts[:-1]) + f" and {parts[-1]}" if len(parts) > 1 else parts[0]
+
+
+def _beside(best: Outcome, meant: Sequence[Outcome], on_gpu: bool) -> str:
+    """What becomes of the other storage types that the choice means."""
+    for other in meant:
+        if other is best:
+            continue
+        if other.is_served or not on_gpu:
+            same = [kind.backends for kind in other.kinds] == [kind.backends for kind in best.kinds]
+            return f" or {_short(other)}" if same else f"; with {_short(other)} it {_runs_on(other)}"
+        return f"; {_short(other)} is refused{_cause(other, best)}"
+    return ""
+
+
+def _what_helps(model: ExampleModel, found: Outcome, others: Sequence[Outcome]) -> str:
+    """The nearest KV dtype with which other backends serve the model, or the nearest refusal."""
+    if others:
+        # fp8 of another format keeps the cache small, so it is offered before a cache of 16 bits.
+        other = min(others, key=lambda each: not each.kv_cache_dtype.startswith("fp8"))
+        helping = [
+            name
+            for kind, its in zip(found.kinds, other.kinds, strict=True)
+            if not kind.is_served
+            for name in its.backends
+            if name not in kind.backends
+        ]
+        names = list(dict.fromkeys(helping))
+        stored = _cache(model, "auto").removeprefix(" with ")
+        dtype = other.kv_cache_dtype if other.kv_cache_dtype != "auto" else stored
+        text = f"; {_joined(names)} would serve {'it' if len(helping) == len(found.kinds) else 'them'} with {dtype}"
+        return (
+            f"{text}, and {'refuses' if len(names) == 1 else 'refuse'} {_short(found)}{_cause(found, other)}"
+        )
+    near = _nearest(found)
+    return f"; {near}" if near else ""
+
+
+def _cause(refused: Outcome, served: Outcome) -> str:
+    """The reason of the backend that serves the other outcome against this one: ": fp8_e4m3 needs ..."."""
+    for kind, other in zip(refused.kinds, served.kinds, strict=True):
+        for name in () if kind.is_served else other.backends:
+            if reasons := kind.reasons_of(name):
+                return f": {short_reason(reasons[0])}"
+    return ""
+
+
+def _nearest(found: Outcome) -> str:
+    """The refused backend with the fewest reasons, and its first reason."""
+    for kind in found.kinds:
+        if kind.is_served:
+            continue
+        refused = kind.joint.refused
+        capability = [each for each in refused if {"compute_capability", "device_type"} & {*each.codes}]
+        if refused and len(capability) == len(refused):
+            return f"no other backend supports {kind.joint.device}"
+        if refused:
+            near = min(
+                refused, key=lambda each: (each in capability, len(each.reasons), -(each.priority or 0))
+            )
+            return f"{near.name} refuses it: {short_reason(near.reasons[0])}"
+    return ""
+
+
+def short_reason(reason: str) -> str:
+    """The fact of a reason without its remedy."""
+    return reason.removeprefix("combination not supported: ").partition("; ")[0]
