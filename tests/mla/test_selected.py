@@ -24,6 +24,7 @@ from attnplug.core import (
 )
 from attnplug.core.composite import composite_backend
 from attnplug.core.errors import BatchError, LayoutError, SpecError
+from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.mla.selected import SelectedSteps, token_pages
 from attnplug.registry import Registry
 from attnplug.runtime import AttentionRuntime
@@ -238,3 +239,27 @@ def test_a_plan_of_dense_and_sparse_layers_runs_step_by_step(sparse: Any) -> Non
                 )
                 assert_close(found, expected.output, 2e-5)
             batches.finish_step()
+
+
+def test_captured_metadata_reads_the_lengths_tables_and_selections_of_later_steps(sparse: Any) -> None:
+    """On a CPU, the metadata of a capture stands for the graph: a replay reads the tensors that it has."""
+    first, *later = (
+        paged_batch(SPEC, [2, 2, 2], tokens, seed=seed, block_size=8)
+        for seed, tokens in enumerate(([60, 60, 60], [9, 60, 33], [60, 2, 17]))
+    )
+    serving = sparse.for_layer(SPEC)
+    impl = serving.get_impl_cls().from_spec(SPEC, backend=serving, layer_name="0", tensors=first.tensors)
+    config = BuilderConfig(layers={"0": types.SimpleNamespace(impl=impl)})
+    cache: Any = kv_cache_spec_for(SPEC, 8)
+    builder = serving.get_builder_cls()(cache, ["0"], config, torch.device("cpu"))
+    metadata = builder.build_for_cudagraph_capture(first.common)
+    for batch in later:
+        builder.build(0, batch.common)
+        ours, theirs = first.common, batch.common
+        ours.seq_lens.copy_(theirs.seq_lens)
+        ours.block_table_tensor.zero_()[:, : theirs.block_table_tensor.shape[1]] = theirs.block_table_tensor
+        ours.slot_mapping.copy_(theirs.slot_mapping)
+        ours.selection.copy_from(theirs.selection)
+        output = torch.full((6, 6, 10), torch.nan)
+        impl.forward(None, batch.query, batch.key, None, batch.kv_cache, metadata, output)
+        assert difference(dataclasses.replace(batch, tensors=first.tensors), Answer(output, None)) is None
