@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
+from attnplug.core.checks import check_size
 from attnplug.core.config import CONTEXT_CHUNK_ROWS
 from attnplug.core.device import Device
 from attnplug.core.hyperparameters import PerLayerParameters, group_by_hyperparameters
@@ -208,7 +209,9 @@ class ModelPlan:
                     for name, phases in by_phase.items()
                 },
                 notes=texts(data, "notes"),
-                context_chunk_rows=typed(data, "context_chunk_rows", int, CONTEXT_CHUNK_ROWS),
+                context_chunk_rows=check_size(
+                    "context_chunk_rows", data.get("context_chunk_rows", CONTEXT_CHUNK_ROWS)
+                ),
             )
             # Computed here, so that this call refuses layers whose caches do not fit each other.
             _ = made.budget

@@ -97,6 +97,11 @@ def test_memory_has_room_for_the_workspace_that_a_runtime_allocates_once() -> No
     assert buffer.numel() == -(-workspace // 256) * 256
     read = type(with_room).from_json(with_room.to_json(), get_registry())
     assert (read.num_blocks, read.prefill_workspace_bytes()) == (with_room.num_blocks, workspace)
+    older = {name: value for name, value in with_room.to_dict().items() if name != "context_chunk_rows"}
+    assert type(with_room).from_dict(older).context_chunk_rows == 16_384
+    for wrong in (0, "1000", 1.5, None):
+        with pytest.raises(SpecError, match="context_chunk_rows"):
+            type(with_room).from_dict(older | {"context_chunk_rows": wrong})
 
 
 def test_rows_that_the_memory_of_a_plan_does_not_count_are_refused() -> None:
