@@ -1,0 +1,205 @@
+"""vLLM's backend classes: `ATTNPLUG` and `ATTNPLUG_NAME`, made when vLLM asks for them by their path."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+
+from attnplug.core.backend import AttentionBackend as Theirs
+from attnplug.core.blocks import MultipleOf as OurMultiple
+from attnplug.core.errors import AttnplugError
+from attnplug.core.features import Feature
+from attnplug.core.spec import LayerSpec
+from attnplug.integrations.vllm.builder import Builder
+from attnplug.integrations.vllm.caches import HAS_CACHE_SHAPE
+from attnplug.integrations.vllm.impl import Layer
+from attnplug.integrations.vllm.names import AUTOMATIC
+from attnplug.registry.default import explain, list_backends
+
+_UNSERVED = {
+    "use_mla": "latent attention (MLA) is not served in vLLM yet",
+    "use_sparse": "sparse attention is not served in vLLM",
+    "use_mm_prefix": "spans of multimodal tokens are not served in vLLM",
+    "use_per_head_quant_scales": "scales for each head are not served",
+    "use_batch_invariant": "results that do not depend on the batch are not promised",
+    "use_pcp": "prefill context parallelism is not served in vLLM",
+    "use_dcp": "decode context parallelism is not served in vLLM",
+    "use_adaptive_verification": "query lengths that the host does not know are not served",
+    "use_rswa": "windows with a visible prefix are not served",
+}
+_KINDS: dict[str, dict[str, Any]] = {
+    "decoder": {},
+    "encoder_only": {"direct_kv": True},
+    "encoder": {"direct_kv": True},
+    "encoder_decoder": {},
+}
+
+
+class Backend(AttentionBackend):  # type: ignore[misc]
+    """What the classes share; `theirs` are the backends of attnplug that a class can choose from."""
+
+    name = AUTOMATIC
+    backend: str | None = None
+    theirs: tuple[type[Theirs], ...] = ()
+    forward_includes_kv_cache_update = False
+
+    @classmethod
+    def get_name(cls) -> str:
+        """The name that vLLM prints."""
+        return cls.name
+
+    @classmethod
+    def get_impl_cls(cls) -> type[Layer]:
+        """The layer's class."""
+        return _subclass(Layer, cls.backend)
+
+    @classmethod
+    def get_builder_cls(cls) -> type[Builder]:
+        """The builder's class."""
+        return _subclass(Builder, cls.backend)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Any: `validate_configuration` asks each backend."""
+        return []
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
+        """The block sizes of the one backend, and multiples of 16 where several are chosen from."""
+        if cls.backend is None:
+            return [MultipleOf(16)]
+        sizes = cls.theirs[0].get_supported_kernel_block_sizes()
+        return [MultipleOf(size.base) if isinstance(size, OurMultiple) else size for size in sizes]
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        """Whether a backend stores such values."""
+        return kv_cache_dtype is None or any(
+            theirs.supports_kv_cache_dtype(kv_cache_dtype) for theirs in cls.theirs
+        )
+
+    @classmethod
+    def supports_dtype(cls, dtype: torch.dtype) -> bool:
+        """Whether a backend computes in it."""
+        return any(str(dtype).removeprefix("torch.") in theirs.supported_dtypes for theirs in cls.theirs)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Whether the kind is one that attnplug knows."""
+        return str(getattr(attn_type, "value", attn_type)) in _KINDS
+
+    @classmethod
+    def _declares(cls, feature: Feature) -> bool:
+        return any(feature in theirs.features for theirs in cls.theirs)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Whether a backend declares sinks."""
+        return cls._declares(Feature.SINKS)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Whether a backend declares windows."""
+        return cls._declares(Feature.SLIDING_WINDOW)
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Whether a backend declares it."""
+        return cls._declares(Feature.NON_CAUSAL)
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """The reasons of attnplug against the layer, in sentences; its heads, cap and slopes come with the layer itself."""
+        given = _named(args, kwargs)
+        reasons = [why for name, why in _UNSERVED.items() if given.get(name)]
+        kind = str(getattr(given["attn_type"], "value", given["attn_type"]))
+        if kind not in _KINDS:
+            return [*reasons, f"attention type {kind} is not known to attnplug"]
+        config = get_current_vllm_config_or_none()
+        model = getattr(config, "model_config", None)
+        heads = kv_heads = 1
+        if model is not None:
+            heads = model.get_num_attention_heads(config.parallel_config)
+            kv_heads = model.get_num_kv_heads(config.parallel_config)
+        fields: dict[str, Any] = {"sliding_window": 1024} if given.get("has_sliding_window") else {}
+        if given.get("use_non_causal"):
+            fields["causal"] = False
+        direct = _KINDS[kind]
+        try:
+            spec = LayerSpec(
+                num_heads=heads,
+                num_kv_heads=kv_heads if heads % kv_heads == 0 else heads,
+                head_size=given["head_size"],
+                dtype=given["dtype"],
+                kv_cache_dtype="auto" if direct else given.get("kv_cache_dtype") or "auto",
+                block_size=None if direct else given.get("block_size"),
+                attn_type=kind,
+                has_sinks=bool(given.get("has_sink")),
+                **direct,
+                **fields,
+            )
+            decision = explain(spec, None, backend=cls.backend)
+        except AttnplugError as error:
+            return [*reasons, str(error)]
+        if decision.backend is not None:
+            return reasons
+        return reasons + [f"{each.name}: {reason}" for each in decision.refused for reason in each.reasons]
+
+
+if HAS_CACHE_SHAPE:
+
+    def _get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+    Backend.get_kv_cache_shape = staticmethod(_get_kv_cache_shape)
+    # The class was abstract before it had this method.
+    Backend.__abstractmethods__ = frozenset()
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of vLLM's `validate_configuration` by their names in this version."""
+    return dict(inspect.signature(AttentionBackend.validate_configuration).bind(*args, **kwargs).arguments)
+
+
+@functools.cache
+def _subclass(base: type[Any], backend: str | None) -> type[Any]:
+    return type(f"{base.__name__}_{backend or AUTOMATIC}", (base,), {"backend": backend})
+
+
+@functools.cache
+def backend_class(name: str) -> type[Backend]:
+    """The class for ATTNPLUG or ATTNPLUG_NAME.
+
+    Raises:
+        AttributeError: no backend has that name.
+    """
+    known = list_backends()
+    backend = None if name == AUTOMATIC else name.removeprefix(f"{AUTOMATIC}_")
+    if backend is not None and (backend == name or backend not in known):
+        raise AttributeError(f"{name} is no backend; loaded are {', '.join(sorted(known))}")
+    theirs = tuple(known.values()) if backend is None else (known[backend],)
+    stored = [dtype for each in theirs for dtype in each.supported_kv_cache_dtypes if dtype != "float32"]
+    fields = {
+        "name": name,
+        "backend": backend,
+        "theirs": theirs,
+        "supported_dtypes": [torch.float16, torch.bfloat16, torch.float32],
+        "supported_kv_cache_dtypes": list(dict.fromkeys(stored)),
+        "__module__": __name__,
+        "__qualname__": name,
+    }
+    return type(name, (Backend,), fields)
+
+
+def __getattr__(name: str) -> type[Backend]:
+    """The class by its name, as vLLM resolves paths."""
+    if name.startswith(AUTOMATIC):
+        return backend_class(name)
+    raise AttributeError(name)

@@ -1,0 +1,175 @@
+"""A layer of vLLM on a backend of attnplug."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from attnplug.core.errors import BatchError, SpecError
+from attnplug.core.impl import AttentionImpl as Inner
+from attnplug.core.impl import LayerTensors
+from attnplug.core.parts import make_impl
+from attnplug.core.spec import LayerSpec
+from attnplug.integrations.vllm.caches import logical
+from attnplug.registry.decision import Decision
+from attnplug.registry.default import select
+
+_OF_CALL = ("encoder", "encoder_only")
+"""Kinds of layers whose keys come with the call."""
+
+
+class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type checkers
+    """What vLLM constructs for each layer; `backend` is attnplug's name for it, or None to select.
+
+    The decision is made when vLLM's KV pages are known; the constructor already refuses a layer that no backend serves.
+    """
+
+    backend: str | None = None
+    supports_quant_query_input = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **unknown: Any,
+    ) -> None:
+        asked = {name: value for name, value in unknown.items() if value is not None and value is not False}
+        if asked:
+            name, value = next(iter(asked.items()))
+            raise SpecError(
+                name, value, "is an argument that attnplug does not know, and may change the result"
+            )
+        kind = str(getattr(attn_type, "value", attn_type))
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.alibi_slopes, self.sinks = alibi_slopes, sinks
+        self.target = kv_sharing_target_layer_name
+        window: dict[str, Any] = {} if sliding_window is None else {"sliding_window": sliding_window}
+        if kind in _OF_CALL and sliding_window is not None:
+            # vLLM counts the window of an encoder on both sides.
+            window = {"window": (sliding_window - 1, sliding_window - 1)}
+        self._asked: dict[str, Any] = {
+            "num_heads": num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": head_size,
+            "kv_cache_dtype": "auto" if kind in _OF_CALL else kv_cache_dtype,
+            "scale": self.scale,
+            "logits_soft_cap": logits_soft_cap or None,
+            "attn_type": kind,
+            "has_sinks": sinks is not None,
+            "has_alibi": alibi_slopes is not None,
+            "direct_kv": kind in _OF_CALL,
+            **window,
+        }
+        model = get_current_vllm_config().model_config
+        if model is not None:
+            self.spec = LayerSpec(**self._asked, dtype=model.dtype)
+            self.decide(None)
+
+    @functools.cached_property
+    def spec(self) -> LayerSpec:
+        """What the layer asks for; where vLLM has no model yet, its first call tells the dtype."""
+        raise SpecError("dtype", None, "is not known before the layer's first call")
+
+    def see(self, dtype: torch.dtype) -> None:
+        """Take the dtype of the layer's first call, if vLLM's configuration had none."""
+        if "spec" not in self.__dict__:
+            self.spec = LayerSpec(**self._asked, dtype=dtype)
+
+    def decide(self, block_size: int | None, causal: bool = True) -> Decision:
+        """The backend for the layer in pages of `block_size` tokens; drafts of a decoder may be not `causal`.
+
+        Raises:
+            NoBackendError, BackendUnavailableError: with each candidate's reasons.
+        """
+        spec = self.spec
+        if block_size is not None and not spec.direct_kv:
+            spec = spec.replace(block_size=block_size)
+        if not causal and spec.causal:
+            spec = spec.replace(causal=False)
+        return select(spec, None, None, backend=self.backend)
+
+    @functools.cache  # noqa: B019 - as many entries as block sizes, and layers live as long as the process
+    def bound(self, block_size: int, device: torch.device, causal: bool = True) -> Bound:
+        """The impl of the layer in such pages; learned tensors are read now, after vLLM has loaded them."""
+        decision = self.decide(block_size, causal)
+        sinks, slopes = self.sinks, self.alibi_slopes
+        tensors = LayerTensors(
+            sinks=None if sinks is None else sinks.detach().to(device, torch.float32),
+            alibi_slopes=None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=device),
+        )
+        inner = make_impl(
+            decision.get_backend_cls(),
+            decision.spec,
+            layer_name=self.backend or "ATTNPLUG",
+            tensors=tensors,
+            options=decision.get_options(),
+            kv_sharing_target_layer_name=self.target,
+        )
+        inner.process_weights_after_loading(getattr(torch, decision.spec.dtype))
+        return Bound(decision, inner)
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write new keys and values `[T, Hkv, D]` to their slots."""
+        self.see(key.dtype)
+        cache = logical(kv_cache, self.head_size, self.kv_cache_dtype)
+        self.bound(cache.shape[2], cache.device).inner.update_kv_cache(layer, key, value, cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend `query [T, H, D]` and write `output`, of that shape."""
+        if output_scale is not None or output_block_scale is not None:
+            raise BatchError(
+                "output_scale", "a tensor", "was not offered: outputs of 8 bits are not served in vLLM"
+            )
+        if attn_metadata is None:
+            return output.fill_(0)  # vLLM measures memory
+        self.see(query.dtype)
+        metadata, bound = attn_metadata.of(self)
+        rows = output.view(-1, self.num_heads, self.head_size)
+        if self.spec.direct_kv:
+            bound.inner.forward(layer, query, key, value, None, metadata, rows)
+        else:
+            cache = logical(kv_cache, self.head_size, self.kv_cache_dtype)
+            bound.inner.attend(layer, query, None, None, cache, metadata, rows)
+        return output
+
+
+class Bound:
+    """A layer's decision and its impl."""
+
+    def __init__(self, decision: Decision, inner: Inner[Any]) -> None:
+        self.decision, self.inner = decision, inner
+        self.backend = decision.get_backend_cls()
+        self.kind = (self.backend, decision.spec, decision.options)

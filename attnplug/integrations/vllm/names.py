@@ -1,0 +1,33 @@
+"""The names by which vLLM's options choose attnplug's backends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from attnplug.registry.default import list_backends
+
+AUTOMATIC = "ATTNPLUG"
+_CLASSES = "attnplug.integrations.vllm.backends"
+
+
+def register_names() -> None:
+    """Add ATTNPLUG and a name for each loaded backend, unless they are there."""
+    for name in (AUTOMATIC, *(f"{AUTOMATIC}_{backend}" for backend in list_backends())):
+        if name not in AttentionBackendEnum.__members__:
+            _add(name, f"{_CLASSES}.{name}")
+
+
+def _add(name: str, path: str) -> None:
+    enum: Any = AttentionBackendEnum
+    if hasattr(enum, "register"):
+        register_backend(name, path)
+        return
+    # Versions without names of others have one place for them all; a member is what later versions make.
+    member = object.__new__(enum)
+    member._name_, member._value_ = name, path
+    setattr(enum, name, member)
+    enum._member_map_[name] = member
+    enum._value2member_map_[path] = member
+    enum._member_names_.append(name)

@@ -1,0 +1,82 @@
+"""attnplug's backends in vLLM's own numeric tests, where a source tree of vLLM is at hand; CPUs are enough.
+
+`ATTNPLUG_VLLM_SOURCE` names an unpacked sdist of vLLM, in an environment with what vLLM imports. Several are joined by
+the separator of paths.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SOURCES = [Path(path) for path in os.environ.get("ATTNPLUG_VLLM_SOURCE", "").split(os.pathsep) if path]
+THEIRS = "tests/v1/attention/test_attention_backends.py"
+SMALL = "(causal and (small or single_decode)) or non_causal or (sliding and small)"
+
+
+def run(source: Path, *words: str, backends: str, **variables: str) -> tuple[int, int, str]:
+    """Passed and failed of pytest in vLLM's tree, and what it printed."""
+    path = os.pathsep.join([str(source), str(HERE.parents[1]), str(HERE)])
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
+        "PYTHONPATH": path,
+        "ATTNPLUG_HARNESS": backends,
+        **variables,
+    }
+    plain = [
+        "-q",
+        "-p",
+        "vllm_harness",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore",
+        "--show-capture=no",
+        "--tb=short",
+    ]
+    command = [sys.executable, "-m", "pytest", *plain, "-o", "addopts=", f"--rootdir={source}", *words]
+    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, check=False)
+    counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed)", done.stdout)}
+    return counts.get("passed", 0), counts.get("failed", 0), done.stdout + done.stderr
+
+
+@pytest.fixture(params=SOURCES or [None], ids=lambda path: path.name if path else "none")
+def source(request: pytest.FixtureRequest) -> Path:
+    if request.param is None:
+        pytest.skip("no source tree of vLLM: ATTNPLUG_VLLM_SOURCE is not set")
+    assert isinstance(request.param, Path)
+    return request.param
+
+
+@pytest.mark.slow
+def test_the_numbers_are_those_of_vllms_own_reference(source: Path) -> None:
+    passed, failed, printed = run(source, THEIRS, "-k", SMALL, backends="ATTNPLUG")
+    assert failed == 0, printed
+    assert passed >= 20 or "0.25" in source.name, printed
+    passed, failed, printed = run(source, str(HERE / "cases_for_vllm.py"), backends="ATTNPLUG_TORCH")
+    assert failed == 0, printed
+
+
+@pytest.mark.slow
+def test_their_tests_notice_swapped_keys_and_values(source: Path) -> None:
+    words = (THEIRS, "-k", "causal and small_decode")
+    passed, failed, printed = run(source, *words, backends="ATTNPLUG", ATTNPLUG_HARNESS_MUTANT="swapped")
+    assert failed > 0, printed
+    assert passed == 0, printed
+
+
+def test_vllm_finds_the_plugin_by_its_entry_point() -> None:
+    [point] = [
+        point
+        for point in importlib.metadata.entry_points(group="vllm.general_plugins")
+        if point.name == "attnplug"
+    ]
+    assert point.load().__module__ == "attnplug.integrations.vllm"
+    assert "vllm" not in sys.modules

@@ -1,0 +1,136 @@
+"""A pytest plugin: vLLM's own numeric tests, unchanged, over attnplug's backends instead of vLLM's.
+
+Run in a source tree of vLLM, which needs no compiled parts for these tests:
+
+    ATTNPLUG_HARNESS=ATTNPLUG,ATTNPLUG_TORCH PYTHONPATH=. pytest -p vllm_harness tests/v1/attention/test_attention_backends.py
+
+On a machine without a GPU they run on the CPU. Their models are made-up configurations of the same shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+SHARED = {
+    "vocab_size": 1024,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
+}
+MODELS = {
+    "Qwen/Qwen3-0.6B": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "meta-llama/Meta-Llama-3-8B": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "microsoft/Phi-tiny-MoE-instruct": {
+        "architectures": ["PhiMoEForCausalLM"],
+        "model_type": "phimoe",
+        "hidden_size": 2048,
+        "intermediate_size": 448,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "sliding_window": 2047,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 2,
+    },
+    "google/embeddinggemma-300m": {
+        "architectures": ["Gemma3TextModel"],
+        "model_type": "gemma3_text",
+        "hidden_size": 768,
+        "intermediate_size": 1152,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "use_bidirectional_attention": True,
+    },
+}
+
+
+def pytest_configure() -> None:
+    """On a machine without a GPU, vLLM's platform is the CPU, which its source tree alone does not find out."""
+    import vllm.platforms
+
+    if not torch.cuda.is_available():
+        from vllm.platforms.cpu import CpuPlatform
+
+        vllm.platforms._current_platform = CpuPlatform()
+    from attnplug.integrations.vllm import register
+
+    register()
+
+
+@functools.cache
+def folder(model: str) -> str:
+    place = Path(tempfile.mkdtemp()) / model
+    place.mkdir(parents=True)
+    (place / "config.json").write_text(json.dumps(SHARED | MODELS[model]))
+    return str(place)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Put attnplug's names in the lists of backends, and the made-up models in place of names on a hub."""
+    for module in {item.module for item in session.items if hasattr(item, "module")}:
+        if hasattr(module, "_test_backend_correctness"):
+            adapt(module)
+
+
+def adapt(module: Any) -> None:
+    """Make a module of vLLM's tests test attnplug's backends; once."""
+    if getattr(module, "of_attnplug", False):
+        return
+    module.of_attnplug = True
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    chosen = [AttentionBackendEnum[name] for name in os.environ["ATTNPLUG_HARNESS"].split(",")]
+    lists = [name for name in vars(module) if name.endswith("BACKENDS_TO_TEST")]
+    for name in lists:
+        getattr(module, name)[:] = chosen
+    if not torch.cuda.is_available():
+        module.DEVICE_TYPE = "cpu"
+    compare, model_config = module._test_backend_correctness, module.ModelConfig
+
+    def compare_ours(spec: Any, model: str, backends: list[Any], *rest: Any, **options: Any) -> None:
+        # vLLM runs FlexAttention a second time on larger pages.
+        if backends and all(backend in chosen for backend in backends):
+            compare(spec, folder(model), backends, *rest, **options)
+
+    module._test_backend_correctness = compare_ours
+    module.ModelConfig = lambda model, **options: model_config(
+        model=folder(model) if model in MODELS else model, **options
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The mutant that the tests have to notice: keys and values change places."""
+    if os.environ.get("ATTNPLUG_HARNESS_MUTANT") != "swapped":
+        return
+    from attnplug.integrations.vllm import impl
+
+    right = impl.logical
+    impl.logical = lambda *given: right(*given).flip(1)
