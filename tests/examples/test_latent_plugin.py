@@ -35,6 +35,11 @@ def test_it_decodes_deepseek_v3_and_another_backend_prefills(run: RunWithPlugins
     assert ["61", "0-60", "128/1", "576", "MLA", "TORCH", "LATENT", "16"] in rows
 
 
+def test_it_serves_both_phases_of_deepseek_v3_2(run: RunWithPlugins) -> None:
+    table = run(["-m", "attnplug", "select", str(MODEL.with_name("deepseek-v3.2.json")), "--device", "cpu"])
+    assert "MLA, sparse token_topk 2048  LATENT   LATENT     16" in table
+
+
 def test_checks_of_the_kit_pass(run: RunWithPlugins) -> None:
     code = """
 from attnplug.registry.default import get_registry

@@ -14,7 +14,7 @@ class LatentBackend(MLADecodeBackend):
     device_types = ("cpu", "cuda")
     supported_dtypes = ("float16", "bfloat16", "float32")
     supported_kv_cache_dtypes = ("auto", "fp8_e4m3")
-    features = Feature.MLA | Feature.LSE | Feature.FP8_KV
+    features = Feature.MLA | Feature.SPARSE | Feature.LSE | Feature.FP8_KV
     latent_sizes = ((512, 64), (256, 64))
     query_layout = "packed"
     query_lens = QueryLens.UNIFORM

@@ -22,7 +22,8 @@ class LatentImpl(MLADecodeImpl):
         """Attend `[T, N, L + R]` queries over `[num_blocks, block_size, L + R]` latents, in float32."""
         query, rank = packed_query(q_nope, q_pe).float(), q_nope.shape[2]
         starts = metadata.query_start_loc_cpu.tolist()
-        for request, length in enumerate(metadata.seq_lens_host.tolist()):
+        # Those of sparse layers are known on the device only.
+        for request, length in enumerate(metadata.seq_lens.tolist()):
             rows = slice(starts[request], starts[request + 1])
             blocks = metadata.block_table_tensor[request, : -(-length // kv_cache.shape[1])]
             latents = torch.cat([kv_cache[:0].flatten(0, 1), *(kv_cache[block] for block in blocks.tolist())])
