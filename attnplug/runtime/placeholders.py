@@ -76,7 +76,7 @@ def check_placeholders(ranges: PlaceholderRanges, max_model_len: int) -> tuple[P
                 raise BatchError(field, pair, "must be two integers, (offset, length)")
             offset, length = (integer(field, each) for each in both)
             if length < 1 or not 0 <= offset <= max_model_len - length:
-                limit = f"(offset, length) must lie within max_model_len={max_model_len} and not be empty"
+                limit = f"(offset, length) must be within max_model_len={max_model_len} and not be empty"
                 raise BatchError(field, (offset, length), limit)
             if offset < before:
                 raise BatchError(field, (offset, length), "must come after the item before it")

@@ -109,10 +109,10 @@ def test_a_whole_prompt_of_placeholders_fits():
     [
         (
             {"image": [(0, 0)]},
-            "placeholders['image'][0]=(0, 0) (offset, length) must lie within max_model_len=32",
+            "placeholders['image'][0]=(0, 0) (offset, length) must be within max_model_len=32",
         ),
-        ({"image": [(-1, 2)]}, "placeholders['image'][0]=(-1, 2) (offset, length) must lie within"),
-        ({"image": [(0, 1), (31, 2)]}, "placeholders['image'][1]=(31, 2) (offset, length) must lie within"),
+        ({"image": [(-1, 2)]}, "placeholders['image'][0]=(-1, 2) (offset, length) must be within"),
+        ({"image": [(0, 1), (31, 2)]}, "placeholders['image'][1]=(31, 2) (offset, length) must be within"),
         ({"image": [(4, 2), (1, 2)]}, "placeholders['image'][1]=(1, 2) must come after the item before it"),
         (
             {"image": [(1, 3), (3, 2)]},

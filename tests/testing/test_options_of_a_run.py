@@ -143,7 +143,7 @@ def test_texts_replace_the_options_of_the_environment(monkeypatch: pytest.Monkey
         ("kernel=slow", r"options\['kernel'\]='slow' must be Literal"),
         ("kernels=fast", "ACME has no such option; there are: kernel"),
         ("FLASHINFER.tensor_cores=false", "is for another backend, and ACME is checked"),
-        ("NOBODY.kernel=fast", "has keys that are no backends; there are: ACME"),
+        ("NOBODY.kernel=fast", "has keys that are not backends; there are: ACME"),
     ],
 )
 def test_an_option_that_cannot_be_honoured_is_refused(text: str, says: str) -> None:

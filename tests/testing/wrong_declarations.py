@@ -195,7 +195,7 @@ WRONG_DECLARATIONS = [
     wrong(
         "layers_outside",
         "declaration/kv-stride-order-plain",
-        "must lie together",
+        "must be adjacent",
         supported_kv_cache_layouts=lambda cls: ("NHD",),
         get_kv_cache_stride_order=lambda cls, layers=False, *, layout=None, spec=None: tuple(
             range(5 + layers)

@@ -116,7 +116,7 @@ def _check_stride_order(target: Target, kind: str) -> None:
                 raise ConformanceError(f"{call} is {order}; {layout} has the {inner} inside")
             if layers and order.index(0) < order.index(1):
                 raise ConformanceError(
-                    f"{call} is {order}: the layers of a block must lie together, inside the block"
+                    f"{call} is {order}: the layers of a block must be adjacent, inside the block"
                 )
     with error_context("get_kv_cache_stride_order without layout"):
         default = tuple(backend.get_kv_cache_stride_order(spec=spec))
