@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from attnplug.cli import completion
+from attnplug.cli.advice import advice_as_data, advice_for, print_advice
 from attnplug.cli.arguments import (
     AllowRefuted,
     AsJson,
@@ -82,10 +83,12 @@ def explain(
         assume_installed=assumed(assume_installed),
         allow_refuted=allowed(allow_refuted),
     )
+    advice = advice_for([decision])
     if as_json:
-        print_json(decision.to_dict())
+        print_json({**decision.to_dict(), "advice": advice_as_data(advice)})
     else:
         console().print(decision)
+        print_advice(advice)
     raise typer.Exit(0 if decision else 3)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attnplug.cli.advice import advice_as_data, advice_for, print_advice
 from attnplug.cli.arguments import (
     AllowRefuted,
     AsJson,
@@ -25,8 +26,10 @@ from attnplug.cli.arguments import (
 )
 from attnplug.cli.memory import budget_for, print_budget
 from attnplug.cli.output import console, features_in_words, layers_in_words, print_json
+from attnplug.cli.spinner import waiting
+from attnplug.cli.strip import LayerStrip
 from attnplug.core.errors import PolicyError
-from attnplug.core.spec import LayerSpec
+from attnplug.core.spec import LayerSpec, Phase
 from attnplug.core.whole_words import WordTable
 from attnplug.integrations.model_spec import Client
 
@@ -84,7 +87,8 @@ def select(
         )
     if client is Client.TRANSFORMERS:
         _refuse_pages(kv_cache_dtype, block_size, memory)
-    model = read_config(config, tensor_parallel_size=tp, kv_cache_dtype=kv_cache_dtype, client=client)
+    with waiting(f"Running {config} once without weights, to see each layer's attention"):
+        model = read_config(config, tensor_parallel_size=tp, kv_cache_dtype=kv_cache_dtype, client=client)
     specs = dict(model.layers)
     if block_size is not None:
         for name, spec in model.layers.items():
@@ -104,6 +108,7 @@ def select(
     else:
         decisions = get_registry().decide_layers(specs, device, (phase,), **asked)[phase]
         notes = tuple(dict.fromkeys(note for decision in decisions.values() for note in decision.notes))
+    advice = advice_for(_asked(decisions, by_phase))
     budget = budget_for(decisions, model.kv_sharing, memory) if memory else None
     every = list(decisions.values())
     if as_json:
@@ -113,6 +118,7 @@ def select(
             "decisions": [decision.to_dict() for decision in every],
             "other_layers": dict(model.other_layers),
             "kv_sharing": dict(model.kv_sharing),
+            "advice": advice_as_data(advice),
         }
         if by_phase is not None:
             phased = {name: {str(p): d.to_dict() for p, d in each.items()} for name, each in by_phase.items()}
@@ -123,9 +129,16 @@ def select(
     else:
         title = f"{config} ({model.model_type}){' in transformers' if client is Client.TRANSFORMERS else ''}"
         _print(title, model, every, resolve_device(device), by_phase, notes, why)
+        print_advice(advice)
         if memory:
             print_budget(budget, memory)
     raise typer.Exit(0 if all(every) else 3)
+
+
+def _asked(decisions: Mapping[str, Decision], by_phase: ByPhase | None) -> Iterator[Decision]:
+    """The decisions as they were made: for both phases, or for each."""
+    for name, decision in decisions.items():
+        yield from (decision,) if by_phase is None else by_phase[name].values()
 
 
 def _refuse_pages(kv_cache_dtype: str, block_size: int | None, memory: str | None) -> None:
@@ -166,6 +179,9 @@ def _print(
     out.print(f"{title} on {device}{f' ({device.name})' if device.name else ''}\n")
     groups = _groups(decisions)
     out.print(_table(groups, split=by_phase is not None))
+    if len(decisions) > 1:
+        out.print()
+        out.print(_strip(decisions))
     _print_rest(model)
     for note in notes:
         out.print(f"\n{note}.")
@@ -217,6 +233,15 @@ def _table(groups: Sequence[Sequence[Decision]], split: bool) -> WordTable:
         ]
         shown.add_row(*([str(first.phase)] if phases else []), *cells)
     return shown
+
+
+def _strip(decisions: Sequence[Decision]) -> LayerStrip:
+    """The layers in the order that the model runs them; one row for each phase where the phases differ."""
+    members = [decision.members for decision in decisions]
+    rows = {str(phase): [each[phase] for each in members] for phase in (Phase.PREFILL, Phase.DECODE)}
+    if rows[Phase.PREFILL] == rows[Phase.DECODE]:
+        rows = {"": rows[Phase.DECODE]}
+    return LayerStrip(rows, (candidate.name for each in decisions for candidate in each.candidates))
 
 
 def _print_rest(model: ModelSpec) -> None:

@@ -125,7 +125,7 @@ class Decision:
         device: the device.
         phase: the phase; None for both.
         backend: the chosen backend's name, or None if none serves the layer.
-        candidates: all of them: accepted ones first, in ranking order.
+        candidates: all of them: accepted ones first, in ranking order, then refused ones, nearest first.
         layer_name: the layer's name, if one was given.
         level: "usable" if the chosen backend's parts were imported here, else "declared".
         chosen_by: "priority", "rank", or the source of the rule.

@@ -166,16 +166,32 @@ def _ranking(
 def _listed(
     plugins: PluginSet, candidates: Mapping[Offer, Candidate], order: Sequence[Offer], winner: Offer | None
 ) -> tuple[Candidate, ...]:
-    """The winner, the other accepted candidates in order, the refused ones, and the unavailable ones."""
+    """The winner, the other accepted candidates in order, the refused ones, nearest first, and the unavailable ones."""
     first = [candidates[winner]] if winner is not None else []
     accepted = [candidates[o] for o in order if o is not winner and candidates[o].accepted]
     refused = sorted(
         (candidate for candidate in candidates.values() if not candidate.accepted),
-        key=lambda candidate: (-(candidate.priority or 0), candidate.name),
+        key=lambda candidate: (*_distance(candidate), -(candidate.priority or 0), candidate.name),
     )
     listed = {offer.full_name for offer in candidates}
     unavailable = (candidate for candidate in plugins.unavailable if candidate.name not in listed)
     return (*first, *accepted, *refused, *unavailable)
+
+
+_PACKAGE, _CHOICE, _LAYER, _DEVICE, _FAULT = range(5)
+_FAR = {
+    **dict.fromkeys(("not_installed", "version"), _PACKAGE),
+    **dict.fromkeys(("block_size", "dtype", "kv_cache_dtype", "kv_cache_layout", "phase"), _CHOICE),
+    **dict.fromkeys(("policy", "refuted"), _CHOICE),
+    **dict.fromkeys(("compute_capability", "device_type"), _DEVICE),
+    **dict.fromkeys(("api_version", "blocked", "conflict", "import_failed", "plugin_error"), _FAULT),
+}
+"""How far a refused candidate is from serving, by the code of a reason; what a layer needs is between."""
+
+
+def _distance(candidate: Candidate) -> tuple[int, int]:
+    """The farthest of the reasons against a candidate, and their number: the nearest candidate is listed first."""
+    return max((_FAR.get(code, _LAYER) for code in candidate.codes), default=_FAULT), len(candidate.codes)
 
 
 def _options(winner: Offer, policy: Policy) -> tuple[tuple[str, Any], ...] | None:
