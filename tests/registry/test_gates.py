@@ -238,6 +238,6 @@ def test_no_backend_lists_every_candidate_with_its_reasons() -> None:
         found.select(SPEC, CPU, "decode", layer_name="model.0")
     assert str(error.value) == (
         "no backend serves layer model.0 on cpu in decode\n"
-        "  A: device type not supported: cpu is not cuda\n"
-        "  B: dtype not supported: bfloat16 is not float16"
+        "  B: dtype not supported: bfloat16 is not float16\n"
+        "  A: device type not supported: cpu is not cuda"
     )

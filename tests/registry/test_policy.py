@@ -178,9 +178,9 @@ def test_a_family_that_cannot_serve_gives_every_members_reasons() -> None:
     )
     with pytest.raises(BackendUnavailableError) as error:
         found.select(SPEC, CPU, backend="FAKE")
-    assert [reason.code for reason in error.value.reasons] == ["device_type", "dtype"]
+    assert [reason.code for reason in error.value.reasons] == ["dtype", "device_type"]
     assert str(error.value).startswith(
-        "FAKE, asked for by backend, does not serve this layer on cpu\n  FAKE_1: device type not supported"
+        "FAKE, asked for by backend, does not serve this layer on cpu\n  FAKE_2: dtype not supported"
     )
 
 
