@@ -9,6 +9,7 @@ import enum
 import functools
 import logging
 import math
+import threading
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -103,9 +104,15 @@ class Recent(RightImpl):
 
 
 class Workspace(RightImpl):
-    """One buffer for all layers of the process, which grows to the largest step."""
+    """One buffer for all layers of a thread, which grows to the largest step."""
 
-    buffers: ClassVar[list[torch.Tensor]] = [torch.empty(0)]
+    kept: ClassVar[threading.local] = threading.local()
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        if not hasattr(self.kept, "buffers"):
+            self.kept.buffers = [torch.empty(0)]
+        return self.kept.buffers
 
     def logits(self, query: torch.Tensor, keys: torch.Tensor, k_scale: float) -> torch.Tensor:
         shape = (*query.shape[:2], keys.shape[1])

@@ -10,10 +10,15 @@ import contextlib
 from collections.abc import Iterator
 
 from attnplug.core.composite import CompositeBackend
-from attnplug.testing.conformance.check import Check, CheckSkipped
+from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.gpu import GPU_TYPES
 from attnplug.testing.conformance.graphs import LEVELS, check_level
 from attnplug.testing.conformance.target import Target
+
+_RULE = (
+    "rule: a builder that declares CUDA graphs plans in build, and forward reads lengths, tables and slots from the "
+    "tensors of the step, because a graph runs no Python again; declare AttentionCGSupport.NEVER otherwise"
+)
 
 
 def checks(target: Target) -> Iterator[Check]:
@@ -30,8 +35,11 @@ def checks(target: Target) -> Iterator[Check]:
 
 def _check_captured(target: Target) -> None:
     *higher, lowest = reversed(LEVELS)
-    for name in higher:
-        with contextlib.suppress(CheckSkipped):
-            check_level(target, name)
-            return
-    check_level(target, lowest)
+    try:
+        for name in higher:
+            with contextlib.suppress(CheckSkipped):
+                check_level(target, name)
+                return
+        check_level(target, lowest)
+    except ConformanceError as problem:
+        raise ConformanceError(f"{problem}\n{_RULE}", problem.named) from problem

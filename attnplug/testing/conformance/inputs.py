@@ -110,13 +110,13 @@ def _padded(batch: Batch, more: int) -> Batch:
 
 def _check_strided(target: Target, scenario: str) -> None:
     for name, view in (
-        ("of one packed projection", _sliced),
-        ("with the heads outside", lambda tensor: tensor.transpose(0, 1).contiguous().transpose(0, 1)),
+        ("of one packed projection", _packed),
+        ("of wider tensors", lambda *tensors: tuple(map(_sliced, tensors))),
+        ("with the heads outside", lambda *tensors: tuple(map(_heads_outside, tensors))),
     ):
         batch = scenario_factory(target, scenario)()
-        batch = dataclasses.replace(
-            batch, query=view(batch.query), key=view(batch.key), value=view(batch.value)
-        )
+        query, key, value = view(batch.query, batch.key, batch.value)
+        batch = dataclasses.replace(batch, query=query, key=key, value=value)
         before = {name: raw_bytes(tensor) for name, tensor in _inputs(batch).items()}
         try:
             found = Harness.of(target, batch).forward(batch)
@@ -131,8 +131,20 @@ def _check_strided(target: Target, scenario: str) -> None:
         _expect_kept(batch, before, f", given as views {name}")
 
 
+def _packed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Query, key and value as slices of one tensor, as after a fused projection; copies where they do not fit."""
+    if len({(each.shape[0], each.shape[2]) for each in tensors}) > 1:
+        return tensors
+    heads = [each.shape[1] for each in tensors]
+    return tuple(torch.cat(tensors, 1).split(heads, 1))
+
+
+def _heads_outside(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
 def _sliced(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as a slice of a larger one, as after a fused projection, with NaN beside it."""
+    """The tensor as a slice of a larger one with NaN beside it."""
     rows, heads, size = tensor.shape
     packed = tensor.new_full((rows, 3 * heads, size), torch.nan)
     packed[:, heads : 2 * heads] = tensor

@@ -197,7 +197,23 @@ def _check_lse_left_out(target: Target, scenario: str) -> None:
     expect_correct(batch, Answer(found.output, None), "with needs_lse=True and no output_lse given")
 
 
+def _check_rows(target: Target, scenario: str) -> None:
+    batch = scenario_factory(target, scenario)()
+    plain = blank_answer(batch)
+    wide = [each.new_full((each.shape[0] + 9, *each.shape[1:]), 3.0) for each in plain if each is not None]
+    output, *lses = (each[4:-5] for each in wide)
+    what = "with an output that is some rows of a longer tensor"
+    found = Harness.of(target, batch).forward(batch, Answer(output, lses[0] if lses else None), what)
+    expect_correct(batch, found, what)
+    if any(bool((rows != 3.0).any()) for each in wide for rows in (each[:4], each[-5:])):
+        raise ConformanceError(f"{what}: forward wrote to other rows of that tensor")
+
+
 _CHECKS: CheckTable = {
+    "output-rows": (
+        _check_rows,
+        "the output may be some rows of a longer tensor, whose others are not written",
+    ),
     "output-overwritten": (_check_overwritten, "forward overwrites the whole output"),
     "output-returned": (_check_returned, "forward returns the given output, or makes one"),
     "deterministic": (_check_deterministic, "the same inputs give the same bits"),
