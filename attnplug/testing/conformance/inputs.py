@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -136,7 +137,8 @@ def _packed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if len({(each.shape[0], each.shape[2]) for each in tensors}) > 1:
         return tensors
     heads = [each.shape[1] for each in tensors]
-    return tuple(torch.cat(tensors, 1).split(heads, 1))
+    packed, ends = torch.cat(tensors, 1), list(itertools.accumulate(heads))
+    return tuple(packed[:, end - count : end] for count, end in zip(heads, ends, strict=True))
 
 
 def _heads_outside(tensor: torch.Tensor) -> torch.Tensor:

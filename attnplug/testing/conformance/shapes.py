@@ -16,14 +16,14 @@ LONG: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "long-prompt": ((700, 1), (700, 300)),
     "many-requests": ([1, 2, 5, 1] * 10, [count + 3 * step for step, count in enumerate([1, 2, 5, 1] * 10)]),
     "many-rows": ((513, 300, 387), (513, 340, 400)),
-    "crowd": ([1, 9, 1] * 100, [1 + 7 * (step % 9) + 9 * (step % 3 == 1) for step in range(300)]),
+    "crowd": ([1] * 257 + [2, 3], [1 + step % 5 for step in range(257)] + [4, 3]),
     "one-prompt": ((37,), (37,)),
     "far-decode": ((1, 1), (33_003, 5)),
     "far-blocks": ((1, 1, 5), (300, 17, 40)),
 }
 """Large batches: new and all tokens. They are tried with single values, and not with pairs.
 
-`crowd` has more than 256 requests, and more than 1024 rows. `one-prompt` has one request without context. A length of
+`crowd` has more than 256 requests. `one-prompt` has one request without context. A length of
 `far-decode` is one that 16 bits with a sign do not hold. `far-blocks` has block numbers that 16 bits with a sign do not hold, and slots that 16 bits do not hold."""
 
 _FAR_BLOCKS, _FAR_SLOTS = 33_000, 66_000

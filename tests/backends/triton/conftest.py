@@ -12,6 +12,7 @@ import torch
 _LEFT_OUT = (
     *("builder/", "runtime/", "merge/context", "refused/never-after-acceptance", "state/", "batch/c"),
     *("tensors/same-each-call", "tensors/refilled", "layers/", "context_parallel/extend"),
+    *("correct/crowd", "correct/far-decode"),
     *(
         "declared/head",
         "declared/block",
