@@ -284,7 +284,10 @@ def _selected_steps(
     """The steps of sparse layers; None for others, which another builder serves."""
     specs = (config.layers[name].impl.spec for name in layer_names if name in config.layers)
     chosen = [spec.sparse.topk * spec.sparse.block for spec in specs if spec.sparse is not None]
-    return SelectedSteps(max(chosen), device) if chosen else None
+    # Steps of decodes, then those with prefills: outgrown tables stay in memory for graphs.
+    decodes = config.max_num_seqs * (1 + config.num_speculative_tokens)
+    sizes = sorted((decodes, max(config.max_num_batched_tokens, decodes)))
+    return SelectedSteps(max(chosen), device, sizes) if chosen else None
 
 
 class _PrefillLayers(Mapping[str, Any]):

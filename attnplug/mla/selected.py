@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -59,11 +60,13 @@ class SelectedSteps:
     Args:
         most: most keys that a query of any layer chooses.
         device: of the tables.
+        sizes: expected numbers of queries, ascending; larger steps have room for a power of two.
     """
 
-    def __init__(self, most: int, device: torch.device) -> None:
+    def __init__(self, most: int, device: torch.device, sizes: Sequence[int] = ()) -> None:
         self._most = most
         self._device = device
+        self._sizes = sizes
         self._buffers = self._allocated(0)
         self._outgrown: list[tuple[torch.Tensor, ...]] = []
         """Kept alive: graphs captured before the steps grew still write there."""
@@ -85,7 +88,8 @@ class SelectedSteps:
         selection.check_size(num_tokens)
         if num_tokens > self._buffers[0].shape[0]:
             self._outgrown.append(self._buffers)
-            self._buffers = self._allocated(1 << (num_tokens - 1).bit_length())
+            room = (size for size in self._sizes if size >= num_tokens)
+            self._buffers = self._allocated(next(room, 1 << (num_tokens - 1).bit_length()))
         table, counts, starts, starts_cpu = self._buffers
         table, counts, ends = table[:num_tokens], counts[:num_tokens], num_tokens + 1
         single = dataclasses.replace(

@@ -164,6 +164,12 @@ def test_tables_keep_their_memory_while_steps_do_not_grow() -> None:
     addresses = [selected.page_table.data_ptr() for selected, _ in made]
     assert addresses[0] == addresses[1] == addresses[2] != addresses[3]
     assert made[3][1].max_seq_len == 4
+    sized = SelectedSteps(4, torch.device("cpu"), [3, 10])
+    rooms = []
+    for each in batches:
+        sized.step(each, each.num_actual_tokens)
+        rooms.append(len(sized._buffers[0]))
+    assert rooms == [3, 3, 10, 10]
 
 
 def test_a_backend_that_does_not_declare_selections_refuses_them(loop: Any) -> None:
