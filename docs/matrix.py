@@ -15,11 +15,14 @@ from attnplug.matrix.results import read_matrix
 from attnplug.matrix.summary import CLAIMED, Answer, Summary, summarise, values_of
 from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, list_in_words, value_in_words
 from attnplug.registry import Registry
+from attnplug.registry.records import Offer
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
+TRIED = {Status.VERIFIED, Status.REFUTED, Status.UNCLAIMED, Status.NOT_RUN}
+"""The statuses of the cells that a run has tried."""
 BEGIN, END = "<!-- The table is written by docs/matrix.py. -->", "<!-- End of the table. -->"
 
 DEVICES = ("cpu", "sm80", "sm90", "sm100", "rocm:9.4")
@@ -54,10 +57,12 @@ This page is written by `docs/matrix.py`, from the declarations of the classes a
 
 def docs_matrix(results: Path = RESULTS) -> Matrix:
     """The runs, and for the built-in backends on the other `DEVICES` their declarations."""
-    ran = merge([read_matrix(path) for path in sorted(results.glob("matrix-*.json"))])
-    known = {run.key for run in ran.runs}
     # Only the backends of attnplug: other plugins may be installed where this runs.
     offers = [offer for offer in Registry().plugins.offers if offer.distribution == "attnplug"]
+    by_name = {offer.name: offer for offer in offers}
+    merged = merge([read_matrix(path) for path in sorted(results.glob("matrix-*.json"))])
+    ran = Matrix(tuple(with_todays_claims(run, by_name.get(run.backend)) for run in merged.runs))
+    known = {run.key for run in ran.runs}
     declared = [
         # Without a date and a commit: the page changes when a declaration does, and not each day.
         dataclasses.replace(declare(offer, device), date="", commit=None)
@@ -69,6 +74,20 @@ def docs_matrix(results: Path = RESULTS) -> Matrix:
     devices = list(dict.fromkeys([*(run.device for run in ran.runs), *DEVICES]))
     runs = sorted([*ran.runs, *declared], key=lambda run: (devices.index(run.device), _place(run)))
     return Matrix(tuple(runs))
+
+
+def with_todays_claims(run: Run, offer: Offer | None) -> Run:
+    """The run with today's declaration of each cell that it has not tried, or that the class refuses today."""
+    if offer is None:
+        return run
+    today = {finding.cell: finding for finding in declare(offer, run.device).findings}
+    before = {finding.cell: finding for finding in run.findings}
+    findings = []
+    for cell in {**before, **today}:
+        found, now = before.get(cell), today.get(cell)
+        tried = found is not None and found.status in TRIED and (now is None or now.status in CLAIMED)
+        findings += [each for each in (found if tried else now,) if each is not None]
+    return dataclasses.replace(run, findings=tuple(findings))
 
 
 def page(matrix: Matrix) -> str:

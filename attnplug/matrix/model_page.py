@@ -22,7 +22,7 @@ START = ("gpt-oss-20b", "h100", "auto")
 
 _KV_WORDS = {
     "auto": "auto",
-    "fp8": "fp8 (e4m3 or e5m2)",
+    "fp8": "fp8 (any)",
     "fp8_e4m3": "fp8_e4m3",
     "fp8_e5m2": "fp8_e5m2",
 }

@@ -119,6 +119,37 @@ def test_what_was_run_stands_before_what_is_only_declared(script: ModuleType, tm
     assert devices == ["sm90 (NVIDIA H200)", "cpu", "sm80", "sm100", "rocm:9.4"]
 
 
+def test_a_cell_that_no_run_has_tried_is_as_the_class_declares_it_today(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    run = verified("TRITON", "sm90", "NVIDIA H200")
+    old, refused, *others = run.findings
+    outdated = dataclasses.replace(old, status=Status.REFUSED, why=("not supported yet",))
+    fp32 = dataclasses.replace(old.cell, dtype="float64")
+    gone = dataclasses.replace(old, cell=fp32, status=Status.REFUSED, why=("no layer has it",))
+    write_matrix(
+        Matrix((dataclasses.replace(run, findings=(outdated, gone, *others)),)), tmp_path / "matrix-1.json"
+    )
+    (shown,) = (each for each in script.docs_matrix(tmp_path).runs if each.key == run.key)
+    statuses = {finding.cell: finding.status for finding in shown.findings}
+    assert statuses[old.cell] is Status.DECLARED
+    assert statuses[refused.cell] is Status.DECLARED
+    assert fp32 not in statuses
+    assert all(statuses[each.cell] is each.status for each in others)
+
+
+def test_a_cell_that_was_verified_and_is_refused_today_is_refused(script: ModuleType, tmp_path: Path) -> None:
+    run = verified("TRITON", "sm90", "NVIDIA H200")
+    lost = dataclasses.replace(run.findings[0].cell, head_size=20)
+    claimed = dataclasses.replace(run.findings[0], cell=lost)
+    assert claimed.status is Status.VERIFIED
+    write_matrix(Matrix((dataclasses.replace(run, findings=(claimed,)),)), tmp_path / "matrix-1.json")
+    (shown,) = (each for each in script.docs_matrix(tmp_path).runs if each.key == run.key)
+    found = {finding.cell: finding for finding in shown.findings}
+    assert found[lost].status is Status.REFUSED
+    assert found[lost].why[0].startswith("head_size not supported: 20")
+
+
 def test_declarations_have_no_date_that_would_make_the_page_stale(script: ModuleType, tmp_path: Path) -> None:
     assert {(run.date, run.commit) for run in script.docs_matrix(tmp_path).runs} == {("", None)}
 
