@@ -44,10 +44,12 @@ That page has every cell with its reasons or evidence, and filters. It works wit
 ![The page: features by backends, each answer with a mark and a word](../assets/matrix-1280-light.png#only-light)
 ![The page: features by backends, each answer with a mark and a word](../assets/matrix-1280-dark.png#only-dark)
 
-On a phone:
+On a phone, with the page of models:
 
 ![The page on a phone](../assets/matrix-390-light.png#only-light){ width="300" }
 ![The page on a phone](../assets/matrix-390-dark.png#only-dark){ width="300" }
+![The answer for a model on a phone](../assets/model-390-light.png#only-light){ width="300" }
+![The answer for a model on a phone](../assets/model-390-dark.png#only-dark){ width="300" }
 
 This page is written by `docs/matrix.py`, from the declarations of the classes and from the files
 `benchmarks/results/matrix-*.json`. `attnplug matrix --verify --json` writes these files.
