@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from attnplug.cli.conformance import conformance
 from attnplug.cli.doctor import doctor
 from attnplug.cli.explain import explain
 from attnplug.cli.explain_code import explain_code
+from attnplug.cli.help import HelpfulCommand, HelpfulGroup
 from attnplug.cli.json_option import USAGE_ERROR, print_json_error, with_json
 from attnplug.cli.list import list_backends, show
 from attnplug.cli.matrix import matrix_app
@@ -40,22 +42,33 @@ _HELP = "Choose attention backends for the layers of a model, and explain each c
 
 app = typer.Typer(
     name="attnplug",
+    cls=HelpfulGroup,
     help=_HELP,
-    epilog="Exit codes: 0 success, 1 other failure, 2 bad usage, 3 a layer without a backend.",
+    epilog="Example: attnplug select examples/models/gpt-oss-20b.json --device h100\n"
+    "Exit codes: 0 success, 1 other failure, 2 bad usage, 3 a layer without a backend, 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-app.command("list")(apart_from_plugins(list_backends))
-app.command("show")(apart_from_plugins(show))
-app.command("select")(apart_from_plugins(select))
-app.command("explain")(apart_from_plugins(explain))
-app.command("explain-code")(apart_from_plugins(explain_code))
-app.command("doctor")(apart_from_plugins(doctor))
-app.command("conformance")(apart_from_plugins(conformance))
+
+
+def _add(name: str, command: Callable[..., None], example: str) -> None:
+    """Add a command, with an example for its help."""
+    made = app.command(name, cls=HelpfulCommand, epilog=f"Example: attnplug {name}{example}")
+    made(apart_from_plugins(command))
+
+
+_add("list", list_backends, "")
+_add("show", show, " TRITON")
+_add("select", select, " config.json --device h100 --kv-cache-dtype fp8")
+_add("explain", explain, " --head-size 80 --sliding-window 4096 --device a100")
+_add("explain-code", explain_code, " head_size")
+_add("doctor", doctor, " FLASH_ATTN")
+_add("conformance", conformance, " TRITON --only 'correct/*'")
 app.add_typer(matrix_app, name="matrix")
-app.command("completion")(apart_from_plugins(completion))
-app.command("new-backend")(apart_from_plugins(new_backend))
+_add("completion", completion, " bash >> ~/.bashrc")
+_add("new-backend", new_backend, " acme")
 
 
 def _print_version(wanted: bool) -> None:

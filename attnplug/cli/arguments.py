@@ -16,6 +16,8 @@ from attnplug.registry.installed import AssumeInstalled
 from attnplug.registry.option_texts import parse_options
 from attnplug.registry.policy import parse_rules
 
+_CHOICE = "Which backends"
+
 DeviceText: TypeAlias = Annotated[
     str,
     typer.Option(
@@ -29,13 +31,17 @@ BackendRules: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--backend",
+        rich_help_panel=_CHOICE,
         metavar="RULES",
         autocompletion=completion.rules,
         help="One backend, or rules by layer name, kind or phase: 'TORCH,sliding=TRITON'.",
     ),
 ]
 PhaseChoice: TypeAlias = Annotated[
-    Phase | None, typer.Option("--phase", help="Choose for one phase; by default a backend must serve both.")
+    Phase | None,
+    typer.Option(
+        "--phase", rich_help_panel=_CHOICE, help="Choose for one phase; by default a backend must serve both."
+    ),
 ]
 
 
@@ -77,6 +83,7 @@ AssumedVersions: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
         "--assume-installed",
+        rich_help_panel=_CHOICE,
         metavar="all|DIST=VERSION",
         help="Choose as if these were installed; may be repeated.",
     ),
@@ -85,6 +92,7 @@ AllowRefuted: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
         "--allow-refuted",
+        rich_help_panel=_CHOICE,
         metavar="all|NAMES",
         help="Allow these backends despite wrong results on this machine; may be repeated.",
     ),
@@ -93,6 +101,7 @@ OptionTexts: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
         "--option",
+        rich_help_panel=_CHOICE,
         metavar="NAME.OPTION=VALUE",
         help="Set an option of a backend; may be repeated. NAME. is not needed with one --backend.",
     ),

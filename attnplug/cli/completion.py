@@ -30,10 +30,7 @@ class Shell(enum.StrEnum):
 def completion(
     shell: Annotated[Shell, typer.Argument(metavar="bash|zsh|fish", help="The shell.")],
 ) -> None:
-    """Print the script that completes commands, options, backends and devices in a shell.
-
-    Example: attnplug completion bash >> ~/.bashrc
-    """
+    """Print the script that completes commands, options, backends and devices in a shell."""
     from typer.completion import get_completion_script
 
     echo(get_completion_script(prog_name="attnplug", complete_var="_ATTNPLUG_COMPLETE", shell=shell))

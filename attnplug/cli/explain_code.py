@@ -35,10 +35,7 @@ def explain_code(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Explain a reason code: its cause, what to do, and an example.
-
-    Example: attnplug explain-code head_size
-    """
+    """Explain a reason code: its cause, what to do, and an example."""
     if code is None:
         _list(as_json)
         return

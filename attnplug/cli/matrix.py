@@ -11,6 +11,7 @@ import typer
 from attnplug.cli import completion
 from attnplug.cli.arguments import jobs_option, memory_option, timeout_option
 from attnplug.cli.conformance import require_the_extra
+from attnplug.cli.help import HelpfulCommand, HelpfulGroup
 from attnplug.cli.matrix_cells import declared_cells, pairs_of
 from attnplug.cli.matrix_files import Outputs, diff, merge, show
 from attnplug.cli.output import echo, error
@@ -24,7 +25,13 @@ _which = functools.partial(typer.Option, rich_help_panel="Which cells")
 _run = functools.partial(typer.Option, rich_help_panel=_RUN)
 _out = functools.partial(typer.Option, rich_help_panel="Output")
 
-matrix_app = typer.Typer(add_completion=False, subcommand_metavar="[COMMAND]")
+matrix_app = typer.Typer(
+    cls=HelpfulGroup,
+    add_completion=False,
+    subcommand_metavar="[COMMAND]",
+    epilog="Example: attnplug matrix --backend TRITON --device h100 --html matrix.html",
+    rich_markup_mode=None,
+)
 
 
 @matrix_app.callback(invoke_without_command=True)
@@ -134,5 +141,7 @@ def matrix(
     raise typer.Exit(code)
 
 
-matrix_app.command("merge")(apart_from_plugins(merge))
-matrix_app.command("diff")(apart_from_plugins(diff))
+_MERGE = "Example: attnplug matrix merge h100.json a100.json --html matrix.html"
+_DIFF = "Example: attnplug matrix diff before.json after.json"
+matrix_app.command("merge", cls=HelpfulCommand, epilog=_MERGE)(apart_from_plugins(merge))
+matrix_app.command("diff", cls=HelpfulCommand, epilog=_DIFF)(apart_from_plugins(diff))

@@ -53,7 +53,7 @@ class Paragraph:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for line in self._text.split("\n", allow_blank=True):
-            yield from _unbroken(_wrapped(line, options.max_width))
+            yield from _unbroken(wrapped(line, options.max_width))
 
 
 class WordTable:
@@ -153,7 +153,7 @@ class WordTable:
         for row in filter(None, self._rows):
             if any(row[index].plain for index in headed):
                 title = Text(style="bold").join(Text(before) + row[index] for index, before in self._heading)
-                yield from _wrapped(title, total)
+                yield from wrapped(title, total)
             cells = [row[index] for index in others]
             if is_plain:
                 yield from _entry(Text(), Text("  ").join(filter(None, cells)), indent, total)
@@ -206,10 +206,10 @@ def _longest_word(text: Text) -> int:
 
 
 def _cell(text: Text, width: int) -> list[Text]:
-    return [line for part in text.split("\n", allow_blank=True) for line in _wrapped(part, width)]
+    return [line for part in text.split("\n", allow_blank=True) for line in wrapped(part, width)]
 
 
-def _wrapped(line: Text, width: int) -> list[Text]:
+def wrapped(line: Text, width: int) -> list[Text]:
     """A line as lines of at most `width`, or of one longer word."""
     breaks, used = [], 0
     for word in _WORD.finditer(line.plain):

@@ -1,0 +1,95 @@
+"""The help of the commands: options in groups, whole words, and no frame, at any width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
+
+from attnplug.core.whole_words import wrapped
+
+_INDENT, _GAP = 2, 2
+_MOST_LABEL = 30
+"""A longer label has its text below it."""
+
+
+class HelpfulCommand(TyperCommand):
+    """A command whose help has its options by their panels."""
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """The paragraphs of the help."""
+        _write_paragraphs(self, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """The arguments and options."""
+        _write_options(self, ctx, formatter)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """The example."""
+        _write_epilog(self, formatter)
+
+
+class HelpfulGroup(TyperGroup):
+    """A group of commands with such a help; it names each command with its first sentence."""
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """The paragraphs of the help."""
+        _write_paragraphs(self, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """The options, then the commands."""
+        _write_options(self, ctx, formatter)
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [(name, _paragraphs(each)[0]) for name, each in found if each is not None and not each.hidden]
+        _write_section(formatter, "Commands", rows)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """The example."""
+        _write_epilog(self, formatter)
+
+
+def _write_paragraphs(command: Any, formatter: Any) -> None:
+    for text in _paragraphs(command):
+        formatter.write("\n" + _lines(text, _INDENT, formatter.width))
+
+
+def _write_epilog(command: Any, formatter: Any) -> None:
+    for text in (command.epilog or "").split("\n"):
+        formatter.write("\n" + _lines(text, 0, formatter.width) if text else "")
+
+
+def _write_options(command: Any, ctx: Any, formatter: Any) -> None:
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for param in command.get_params(ctx):
+        record = param.get_help_record(ctx)
+        if record is not None:
+            default = "Arguments" if param.param_type_name == "argument" else "Options"
+            panel = getattr(param, "rich_help_panel", None) or default
+            sections.setdefault(panel, []).append(record)
+    # --help and its like come last, as they are the same everywhere.
+    for title in sorted(sections, key=lambda each: (each == "Options", each != "Arguments")):
+        _write_section(formatter, title, sections[title])
+
+
+def _write_section(formatter: Any, title: str, rows: Iterable[tuple[str, str]]) -> None:
+    # A bracket is escaped for rich, which does not print it here.
+    plain = [(label, text.replace("\\[", "[")) for label, text in rows]
+    short = [len(label) for label, _ in plain if len(label) <= _MOST_LABEL]
+    column = _INDENT + max(short, default=0) + _GAP
+    formatter.write(f"\n{title}:\n")
+    for label, text in plain:
+        beside = len(label) <= _MOST_LABEL
+        lines = _lines(text, column, formatter.width)
+        start = " " * _INDENT + label
+        formatter.write(start.ljust(column) + lines[column:] if beside and text else f"{start}\n{lines}")
+
+
+def _lines(text: str, indent: int, width: int) -> str:
+    return "".join(f"{' ' * indent}{line.plain}\n" for line in wrapped(Text(text), width - indent))
+
+
+def _paragraphs(command: Any) -> list[str]:
+    texts = (" ".join(part.split()) for part in (command.help or "").partition("\f")[0].split("\n\n"))
+    return [text.replace("\\[", "[") for text in texts if text] or [""]
