@@ -65,7 +65,10 @@ def _write_options(command: Any, ctx: Any, formatter: Any) -> None:
     for param in command.get_params(ctx):
         record = param.get_help_record(ctx)
         if record is not None:
-            default = "Arguments" if param.param_type_name == "argument" else "Options"
+            is_argument = param.param_type_name == "argument"
+            default = "Arguments" if is_argument else "Options"
+            # The text of an argument says what it is; its Python type says nothing more.
+            record = (record[0].partition(" <")[0], record[1]) if is_argument else record
             panel = getattr(param, "rich_help_panel", None) or default
             sections.setdefault(panel, []).append(record)
     # --help and its like come last, as they are the same everywhere.

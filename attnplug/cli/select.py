@@ -51,7 +51,7 @@ def select(
         typer.Option("--for", help="The program that runs the model: an engine with pages, or transformers."),
     ] = Client.ENGINE,
     tp: Annotated[
-        int, typer.Option("--tp", "--tensor-parallel-size", metavar="N", help="Tensor-parallel size.")
+        int, typer.Option("--tp", "--tensor-parallel-size", min=1, metavar="N", help="Tensor-parallel size.")
     ] = 1,
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = None,

@@ -1,0 +1,146 @@
+"""What each command prints at 60, 80 and 120 columns, compared with files that a person has looked at.
+
+`WRITE_CAPTURES=1 python -m pytest -n 0 tests/cli/test_captures.py` writes the files again: look at the difference.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from attnplug.cli import doctor
+from attnplug.cli.probe_run import Probe
+from attnplug.testing.isolation import listing
+from attnplug.testing.isolation import run as isolation_run
+from attnplug.testing.isolation.listing import Listing, SuiteRequest
+from attnplug.testing.isolation.results import Outcome, Result
+
+ROOT = Path(__file__).resolve().parents[2]
+CAPTURES = Path(__file__).with_name("captures")
+WIDTHS = (60, 80, 120)
+ALL = ("--assume-installed", "all")
+GPT = "examples/models/gpt-oss-20b.json"
+COMMANDS = {
+    "list": ("list",),
+    "list-no-load": ("list", "--no-load"),
+    "show": ("show", "TRITON"),
+    "select": ("select", GPT, "--device", "h100", "--memory", "80GiB", *ALL),
+    "select-why": ("select", GPT, "--device", "a100", "--kv-cache-dtype", "fp8", "--why"),
+    "select-per-phase": ("select", "examples/models/deepseek-v3.json", "--device", "h100", "--per-phase", *ALL),
+    "explain": ("explain", "--device", "h100"),
+    "explain-none": ("explain", "--mla", "1536,512,128,64,128", "--sinks", "--device", "h100"),
+    "explain-code": ("explain-code", "head_size"),
+    "explain-code-all": ("explain-code",),
+    "matrix": ("matrix", "--device", "h100", "--backend", "TRITON", "--backend", "TORCH", "--backend", "FLASHINFER"),
+    "matrix-one": ("matrix", "--device", "h100", "--backend", "TRITON", "--feature", "sinks"),
+    "doctor": ("doctor",),
+    "conformance": ("conformance", "TORCH", "--device", "cpu"),
+    **{
+        f"help-{name.replace(' ', '-')}": (*name.split(), "--help")
+        for name in (
+            "list", "show", "select", "explain", "explain-code", "doctor", "conformance", "completion",
+            "new-backend", "matrix", "matrix merge", "matrix diff",
+        )
+    },
+    "help": ("--help",),
+}  # fmt: skip
+
+
+def probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
+    """What a probe finds on a machine with one broken library."""
+    device = {"type": "cuda", "capability": [9, 0], "name": "NVIDIA H100 80GB HBM3"}
+    if plugin is None:
+        return Probe({"device": device, "used": {"prefill": "TRITON", "decode": "TRITON"}}, None)
+    name = plugin.partition(":")[2].upper()
+    if backend is None:
+        return Probe({"status": "loaded", "reason": None, "backends": {name: None}}, None)
+    if name == "FLASHINFER":
+        return Probe(
+            {"unmet": ["flashinfer-python not installed; pip install 'flashinfer-python>=0.5'"]}, None
+        )
+    if name == "FLASH_ATTN":
+        return Probe({}, "raised in get_impl_cls: ImportError: undefined symbol: _ZN3c104cuda9SetDeviceEi")
+    return Probe({"unmet": [], "get_impl_cls": f"{name}Impl", "get_builder_cls": f"{name}Builder"}, None)
+
+
+RESULTS = (
+    Result("correct/decode/d64", Outcome.PASSED, 0.2),
+    Result("correct/decode/d128", Outcome.FAILED, 3.4, "the output of row 3 differs by 0.25, more than 0.02"),
+    Result("options/known", Outcome.SKIPPED, 0.0, "the backend has no options"),
+)
+
+
+@pytest.fixture
+def captured(run, monkeypatch):
+    """The output of a command at a width, with what differs between machines left out."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(doctor, "run_probe", probe)
+    monkeypatch.setattr(
+        doctor, "_environment", lambda: {"Python": "3.12.1", "attnplug": "0.1.0", "torch": "2.9.0"}
+    )
+    monkeypatch.setattr(listing, "list_checks", lambda request, *rest, **more: _listing(request))
+    monkeypatch.setattr(isolation_run, "run_checks", _run_checks)
+
+    def call(arguments: tuple[str, ...], width: int) -> str:
+        monkeypatch.setenv("COLUMNS", str(width))
+        outcome = run(*arguments)
+        assert outcome.code in (0, 1, 3), outcome.err
+        text = re.sub(r"\d{4}-\d{2}-\d{2}", "2026-01-01", outcome.out)
+        return re.sub(r"in \d+ s", "in 1 s", text)
+
+    return call
+
+
+def _listing(request: SuiteRequest) -> Listing:
+    ids = [each.id for each in RESULTS]
+    versions = {"Python": "3.12.1", "torch": "2.9.0", "attnplug": "0.1.0"}
+    return Listing(request, "TORCH", "attnplug", "cpu", "cpu", None, ids, {}, versions, "code")
+
+
+def _run_checks(found, ids, limits, observer, **more) -> None:
+    for result in RESULTS:
+        observer.finished(result)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_prints_what_was_looked_at(captured, tmp_path, monkeypatch, name, width):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text = captured(COMMANDS[name], width)
+    file = CAPTURES / f"{name}-{width}.txt"
+    if os.environ.get("WRITE_CAPTURES"):
+        file.write_text(text, encoding="utf-8")
+    assert text == file.read_text(encoding="utf-8")
+
+
+def words(text: str) -> set[str]:
+    return {word.rstrip(":") for word in text.split()}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_capture_breaks_a_word_or_is_too_wide(name):
+    texts = {width: (CAPTURES / f"{name}-{width}.txt").read_text(encoding="utf-8") for width in WIDTHS}
+    whole = words(texts[120])
+    for width, text in texts.items():
+        for line in text.splitlines():
+            assert line == line.rstrip(), f"a trailing blank at {width} columns: {line!r}"
+            # Lines of a run are whole in a file, so that they can be searched.
+            assert len(line) <= width or name == "conformance", f"wider than {width} columns: {line!r}"
+        # A part of a broken word is no word of the widest text, and the whole word is missing. Labels come and go.
+        assert not {word for word in whole - words(text) if re.search(r"[\d_=<>/]", word)}, width
+        assert not {word for word in words(text) - whole if re.search(r"[\d_=<>/]", word)}, width
+
+
+def test_a_terminal_has_colours_and_a_file_has_none(run, monkeypatch):
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "xterm")
+    assert "\x1b[" not in run("explain", "--device", "h100").out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    coloured = run("explain", "--device", "h100").out
+    assert "\x1b[1;32mchosen" in coloured
+    assert "\x1b[31mrefused" in coloured
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[" not in run("explain", "--device", "h100").out

@@ -1,0 +1,129 @@
+"""Exit codes are those of docs/reference/exit-codes.md, in every command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+GPT = Path(__file__).resolve().parents[2] / "examples" / "models" / "gpt-oss-20b.json"
+MISSING = "no/such/file.json"
+CODES = {
+    ("list",): 0,
+    ("list", "--no-load"): 0,
+    ("show", "TORCH"): 0,
+    ("show", "NONE"): 2,
+    ("explain", "--device", "cpu"): 0,
+    ("explain", "--mla", "1536,512,128,64,128", "--sinks", "--device", "h100"): 3,
+    ("explain", "--dtype", "fp9"): 2,
+    ("explain", "--kv-cache-dtype", "fp9"): 2,
+    ("explain", "--kv-cache-dtype", ""): 2,
+    ("explain", "--kv-cache-dtype", "float8_e4m3fn", "--device", "cpu"): 0,
+    ("explain", "--device", "gpu9"): 2,
+    ("explain", "--backend", "NONE"): 2,
+    ("explain", "--option", "nothing"): 2,
+    ("explain", "--nothing"): 2,
+    ("select", GPT, "--device", "cpu"): 0,
+    ("select", GPT, "--device", "cpu", "--kv-cache-dtype", "fp9"): 2,
+    ("select", GPT, "--device", "cpu", "--memory", "lots"): 2,
+    ("select", GPT, "--device", "cpu", "--tp", "0"): 2,
+    ("select", MISSING): 2,
+    ("select",): 2,
+    ("explain-code", "head_size"): 0,
+    ("explain-code", "none"): 2,
+    ("completion", "bash"): 0,
+    ("completion", "none"): 2,
+    ("matrix", "--device", "gpu9"): 2,
+    ("matrix", "--backend", "NONE"): 2,
+    ("matrix", "--resume"): 2,
+    ("matrix", "merge", MISSING): 2,
+    ("matrix", "diff", MISSING, MISSING): 2,
+    ("matrix", "none"): 2,
+    ("conformance", "TORCH", "--junit", MISSING): 2,
+    ("conformance", "TORCH", "--shard", "3/2"): 2,
+    ("doctor", "NONE"): 2,
+    ("new-backend", "a b"): 2,
+    ("--version",): 0,
+    ("none",): 2,
+    (): 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    CODES.items(),
+    ids=lambda each: " ".join(map(str, each)) if isinstance(each, tuple) else "",
+)
+def test_an_exit_code_is_as_documented(run, arguments, code):
+    outcome = run(*arguments)
+    assert outcome.code == code, outcome.err
+    assert "Traceback" not in outcome.err
+    assert outcome.err if code == 2 and arguments else True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [("--known-failures", MISSING), ("--device", "gpu9")])
+def test_bad_usage_that_the_listing_finds(run, arguments):
+    outcome = run("conformance", "TORCH", *arguments)
+    assert (outcome.code, outcome.out) == (2, ""), outcome.err
+
+
+def processes(mark: str) -> list[int]:
+    """The processes that have inherited a variable with this value."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                has_mark = mark.encode() in (entry / "environ").read_bytes()
+                is_running = (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+            except OSError:
+                continue
+            found += [int(entry.name)] if has_mark and is_running else []
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("arguments", "number"),
+    [
+        (("doctor",), 3),
+        pytest.param(("conformance", "TORCH", "--device", "cpu"), 3, marks=pytest.mark.slow),
+        (("select", GPT, "--device", "cpu", "--for", "transformers"), 2),
+        pytest.param(
+            ("matrix", "--verify", "--backend", "TORCH", "--device", "cpu", "--json", "matrix.json"),
+            3,
+            marks=pytest.mark.slow,
+        ),
+        (("matrix", "--backend", "TORCH", "--device", "cpu", "--json", "matrix.json"), 2),
+    ],
+    ids=lambda each: " ".join(map(str, each[:2])) if isinstance(each, tuple) else "",
+)
+def test_ctrl_c_ends_a_command_and_its_children(tmp_path, arguments, number):
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, "INHERITED_MARK": mark, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "attnplug", *map(str, arguments)],
+        env=environment,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    # The program runs in a child of its own, and works in further ones.
+    while child.poll() is None and len(processes(mark)) < number:
+        pass
+    child.send_signal(signal.SIGINT)
+    _, problems = child.communicate(timeout=60)
+    assert child.returncode == 130, problems
+    assert "Traceback" not in problems
+    assert not processes(mark)
+    written = [path for path in tmp_path.iterdir() if path.name != "cache"]
+    assert [path.name for path in written] in ([], ["matrix.json"])
+    for path in written:
+        assert json.loads(path.read_text())["schema"] == "attnplug.matrix"
