@@ -31,9 +31,10 @@ def completion(
     shell: Annotated[Shell, typer.Argument(metavar="bash|zsh|fish", help="The shell.")],
 ) -> None:
     """Print the script that completes commands, options, backends and devices in a shell."""
-    from typer.completion import get_completion_script
+    import typer.completion
 
-    echo(get_completion_script(prog_name="attnplug", complete_var="_ATTNPLUG_COMPLETE", shell=shell))
+    make = getattr(typer.completion, "get_completion_script")  # noqa: B009  (typer does not export it for mypy)
+    echo(make(prog_name="attnplug", complete_var="_ATTNPLUG_COMPLETE", shell=shell))
 
 
 def backends(incomplete: str) -> list[str]:

@@ -66,7 +66,7 @@ def with_json(arguments: Sequence[str]) -> tuple[list[str], bool]:
 def print_json_error(problem: Exception, exit_code: int, arguments: Sequence[str] = ()) -> None:
     """Print an error as a JSON document; `arguments` are those of the command line."""
     facts = _facts(problem, arguments)
-    report = {"code": code_of(problem), "message": _message(problem)}
+    report: dict[str, object] = {"code": code_of(problem), "message": _message(problem)}
     report |= {name: _plain(facts.get(name)) for name in ("argument", "value", "limit", "remedy")}
     print_json({"error": {**report, "exit_code": exit_code}}, "attnplug.error")
 
@@ -115,7 +115,8 @@ def _near(names: Sequence[str] | None) -> str | None:
 
 
 def _message(problem: Any) -> str:
-    return problem.format_message() if isinstance(problem, USAGE_ERROR) else str(problem)
+    formatted = getattr(problem, "format_message", None)
+    return str(problem if formatted is None else formatted())
 
 
 def _argument_of(problem: Any) -> str | None:
