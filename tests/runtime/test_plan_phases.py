@@ -381,6 +381,9 @@ def test_example_models_are_planned_by_phases_for_a_gpu_elsewhere(path):
         members = made.members[name]
         if spec.direct_kv:
             assert members[Phase.PREFILL] == members[Phase.DECODE]
+        elif spec.mla is not None and spec.sparse is not None:
+            # Nothing is expanded: each query is a decode of its chosen latents.
+            assert members == {Phase.PREFILL: "TRITON", Phase.DECODE: "TRITON"}
         elif spec.mla is not None:
             # Any backend prefills expanded K and V; only one of latent attention decodes.
             assert members == {Phase.PREFILL: "PREFILLS", Phase.DECODE: "TRITON"}
