@@ -133,7 +133,7 @@ def _load(config: pytest.Config, name: str) -> Suite:
         known_failures=config.getoption("--known-failures"),
         source="--attn-backend",
         checks_of=config.getoption("--attn-checks"),
-        options=config.getoption("--attn-option"),
+        options=config.getoption("--attn-option") or (),
     )
     if part is None:
         return suite
@@ -149,7 +149,7 @@ def _rerun(config: pytest.Config) -> Callable[[str], str]:
     return functools.partial(
         suite_command,
         options={name: None if value is None else str(value) for name, value in given.items()},
-        of_backend=config.getoption("--attn-option"),
+        of_backend=config.getoption("--attn-option") or (),
     )
 
 

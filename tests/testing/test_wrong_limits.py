@@ -12,11 +12,16 @@ from wrong_limits import WRONG
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core import AttentionCGSupport, Device
-from attnplug.testing.conformance import captures, correctness, inputs, outputs
+from attnplug.testing.conformance import cache_writes, captures, correctness, inputs, outputs
 from attnplug.testing.conformance.check import CheckSkipped, ConformanceError
 from attnplug.testing.conformance.target import Target
 
-GROUPS = {"correct": correctness.checks, "tensors/strided": inputs.checks, "tensors/output": outputs.checks}
+GROUPS = {
+    "correct": correctness.checks,
+    "tensors/strided": inputs.checks,
+    "tensors/output": outputs.checks,
+    "cache": cache_writes.checks,
+}
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.name)

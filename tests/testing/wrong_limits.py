@@ -66,6 +66,14 @@ class WritesFromStart(TorchImpl):
         return output
 
 
+class StoresHalf(TorchImpl):
+    """Stores no more than float16 holds."""
+
+    def update_kv_cache(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+        most = torch.finfo(torch.float16).max
+        super().update_kv_cache(layer, key, value.clamp(-most, most), kv_cache, slot_mapping)
+
+
 def _alone(common: CommonAttentionMetadata) -> bool:
     return common.num_reqs == 1 and common.max_query_len > 1
 
@@ -88,5 +96,6 @@ WRONG: list[Wrong] = [
     ),
     wrong("signed-encoder", "correct/mixed-h4x2-d64-float32-encoder-alibi", "output", impl=SignedDistances),
     wrong("packed", "tensors/strided-inputs-mixed", "of one packed projection", impl=ReadsPacked),
+    wrong("half-values", "cache/stored-auto", "V of a cache of 'auto' gives back 65504", impl=StoresHalf),
     wrong("from-start", "tensors/output-rows", "some rows of a longer tensor", impl=WritesFromStart),
 ]
