@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
@@ -78,7 +78,7 @@ def code_of(problem: Exception) -> str:
     return next((code for kind, code in _CODES if isinstance(problem, kind)), _OTHER)
 
 
-def _facts(problem: Any, arguments: Sequence[str]) -> dict[str, object]:
+def _facts(problem: Any, arguments: Sequence[str]) -> Mapping[str, object]:
     """The argument, value, limit and remedy of an error, as far as they are known."""
     if isinstance(problem, errors.MatrixFileError):
         return {"argument": "FILE", "value": problem.path, "limit": problem.what, "remedy": problem.remedy}

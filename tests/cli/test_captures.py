@@ -129,9 +129,14 @@ def test_no_capture_breaks_a_word_or_is_too_wide(name):
             assert line == line.rstrip(), f"a trailing blank at {width} columns: {line!r}"
             # Lines of a run are whole in a file, so that they can be searched.
             assert len(line) <= width or name == "conformance", f"wider than {width} columns: {line!r}"
+        # The strip of layers numbers its lines, which depend on the width.
         # A part of a broken word is no word of the widest text, and the whole word is missing. Labels come and go.
-        assert not {word for word in whole - words(text) if re.search(r"[\d_=<>/]", word)}, width
-        assert not {word for word in words(text) - whole if re.search(r"[\d_=<>/]", word)}, width
+        assert not {
+            word for word in whole - words(text) if re.search(r"[\d_=<>/]", word) and not word.isdigit()
+        }, width
+        assert not {
+            word for word in words(text) - whole if re.search(r"[\d_=<>/]", word) and not word.isdigit()
+        }, width
 
 
 def test_a_terminal_has_colours_and_a_file_has_none(run, monkeypatch):
