@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from attnplug.matrix.letters import NO_BACKEND, letters
+
 _COLOURS = (
     "green",
     "cyan",
@@ -18,8 +20,7 @@ _COLOURS = (
     "bright_magenta",
     "bright_blue",
 )
-_NONE, _REFERENCE = "none", "TORCH"
-_STYLES = {_NONE: "red", _REFERENCE: "yellow"}
+_STYLES = {NO_BACKEND: "red", "TORCH": "yellow"}
 _GROUP = 10
 """Cells between two blanks, so that a layer's number can be counted."""
 
@@ -65,15 +66,3 @@ class LayerStrip:
     def _legend(self) -> Text:
         entries = [Text(f"{self._letters[name]} = {name}", self._styles[name]) for name in self._used]
         return Text(", ").join(entries)
-
-
-def letters(names: Iterable[str]) -> dict[str, str]:
-    """A letter or digit for each name, the same for the same set of names: its last digit, or its first free letter."""
-    found = {_NONE: "-"}
-    # Numbered names first: the digit is what tells them apart. The others then share out the letters.
-    for name in sorted(set(names) - {_NONE}, key=lambda name: (not name[-1].isdigit(), name)):
-        wanted = name[-1] + name if name[-1].isdigit() else name
-        free = (sign for sign in wanted.upper() if sign.isalnum() and sign not in found.values())
-        anything = (chr(code) for code in range(ord("!"), ord("\x7f")) if chr(code) not in found.values())
-        found[name] = next(free, None) or next(anything, "?")
-    return found

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.core.device_names import gpu_models
 from attnplug.matrix.example_models import ExampleModel, example_models
+from attnplug.matrix.letters import letters
 from attnplug.matrix.which_backend import GPU, KV_CHOICES, Answer, Kind, answers_for
 from attnplug.registry.devices import resolve_device
 
@@ -53,7 +54,7 @@ def model_data(registry: Registry) -> dict[str, Any]:
     return {
         "start": list(START),
         "common": len(COMMON_GPUS) + 1,
-        "letters": letters_of(numbers.backends()),
+        "letters": letters(registry.backends()),
         "models": [_model(model) for model in example_models()],
         "gpus": gpus,
         "devices": devices,
@@ -122,15 +123,6 @@ def _gpus() -> list[dict[str, str]]:
     gpus.append({"key": "cpu", "name": "CPU", "said": "a CPU", "device": "cpu", "arch": ""})
     common = [*map(_key, COMMON_GPUS), "cpu"]
     return sorted(gpus, key=lambda gpu: common.index(gpu["key"]) if gpu["key"] in common else len(common))
-
-
-def letters_of(backends: list[str]) -> dict[str, str]:
-    """A letter for each backend: the digit that its name ends in, or its first letter that is still free."""
-    letters: dict[str, str] = {}
-    for name in backends:
-        wanted = [*(name[-1] if name[-1:].isdigit() else ""), *filter(str.isalnum, name.upper()), "?"]
-        letters[name] = next((each for each in wanted if each not in letters.values()), wanted[0])
-    return letters
 
 
 def _gpu(name: str, device: str, arch: str) -> dict[str, str]:

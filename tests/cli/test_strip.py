@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from attnplug.cli.spinner import waiting
-from attnplug.cli.strip import LayerStrip, letters
+from attnplug.cli.strip import LayerStrip
+from attnplug.matrix.letters import letters
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 NAMES = ("TORCH", "TRITON", "FLASHINFER", "FLASH_ATTN_2", "FLASH_ATTN_3", "FLASH_ATTN_4")

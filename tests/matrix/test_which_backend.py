@@ -13,7 +13,8 @@ import pytest
 from attnplug.cli import main
 from attnplug.integrations.transformers import read_config
 from attnplug.matrix.example_models import ExampleModel, example_models, models_text
-from attnplug.matrix.model_page import letters_of, model_data
+from attnplug.matrix.letters import letters
+from attnplug.matrix.model_page import model_data
 from attnplug.matrix.which_backend import KV_CHOICES, answers_for
 from attnplug.registry import Registry
 from attnplug.registry.devices import resolve_device
@@ -184,13 +185,6 @@ def test_every_example_is_there_and_the_file_is_the_one_that_is_written() -> Non
     assert path.read_text(encoding="utf-8") == models_text(example_models())
 
 
-def test_each_backend_has_a_letter_of_its_own() -> None:
-    letters = letters_of(["TRITON", "TORCH", "FLASHINFER", "FLASH_ATTN_2", "FLASH_ATTN_4", "TT"])
-    assert letters == {
-        "TRITON": "T",
-        "TORCH": "O",
-        "FLASHINFER": "F",
-        "FLASH_ATTN_2": "2",
-        "FLASH_ATTN_4": "4",
-        "TT": "?",
-    }
+def test_each_backend_has_the_letter_that_select_shows(data: dict[str, Any], registry: Registry) -> None:
+    assert data["letters"] == letters(registry.backends())
+    assert data["letters"]["TRITON"] == "R"
