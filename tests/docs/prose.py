@@ -12,6 +12,7 @@ MOST_WORDS = 25
 _NOT_PROSE = re.compile(
     r"\A---\n.*?^---$|^(```+).*?^\1\s*$|<!--.*?-->|<(?:svg|pre)\b.*?</(?:svg|pre)>", re.M | re.S
 )
+_PICTURE = re.compile(r"!\[([^\]]*)\]\([^)]*\)(?:\{[^}]*\})?")
 _LINK = re.compile(r"!?\[([^\]]*)\](?:\([^)]*\)|\[[^\]]*\])(?:\{[^}]*\})?")
 _OPENER = re.compile(r"(?:What|Who|Whoever|Whichever|Whatever|Those|Nothing|Of) ")
 _WORDS = re.compile(
@@ -25,7 +26,8 @@ _WORDS = re.compile(
 def paragraphs(markdown: str) -> Iterator[str]:
     """The paragraphs, list items, headings and table cells of a page, each in one line; code is the word `x`."""
     text = re.sub(r"`[^`\n]+`", "x", _NOT_PROSE.sub("\n\n", markdown))
-    text = re.sub(r"<[^>\n]*>", " ", _LINK.sub(r"\1", text))
+    # Pictures follow each other in lines of their own: each has a text of its own.
+    text = re.sub(r"<[^>\n]*>", " ", _LINK.sub(r"\1", _PICTURE.sub(r"\1\n\n", text)))
     for block in re.split(r"\n\s*\n|\n(?=\s*(?:[*-] |\d+\. |\||#))", text):
         # One row of a table, or one item, which may go on in further lines.
         cells = block.strip().strip("|").split(" | ") if block.lstrip().startswith("|") else [block]
@@ -42,7 +44,8 @@ def sentences(paragraph: str) -> list[str]:
 def habits(sentence: str) -> list[str]:
     """Why a reader may stumble over a sentence; empty if nothing is known against it."""
     found = []
-    count = sum(bool(re.search(r"\w", word)) for word in sentence.split())
+    # Numbers are no words: a cell may list many sizes.
+    count = sum(bool(re.search(r"[^\W\d]", word)) for word in sentence.split())
     if count > MOST_WORDS:
         found.append(f"{count} words")
     if not sentence.endswith("?") and (match := _OPENER.match(sentence)):

@@ -194,5 +194,6 @@ def test_a_broken_result_file_is_named(script: ModuleType, tmp_path: Path) -> No
 
 def test_the_pictures_of_the_page_are_there(script: ModuleType) -> None:
     pictures = re.findall(r"\]\(\.\./(assets/[\w.-]+\.png)", script.page(Matrix(())))
-    assert len(pictures) == 4
+    assert {picture.rpartition('-')[2] for picture in pictures} == {'light.png', 'dark.png'}
+    assert len(pictures) == len(set(pictures)) == 6
     assert all((DOCS / picture).is_file() for picture in pictures)

@@ -22,12 +22,11 @@ from attnplug.mla.impl import MLADecodeImpl
 class TorchMLABuilder(MLADecodeBuilder):
     """Builds the decodes as TorchMetadata."""
 
-    def build_decode(self, common: CommonAttentionMetadata) -> Callable[[], TorchMetadata]:
-        """As TorchMetadataBuilder.build, for sparse layers when a layer has written the lengths."""
+    def build_decode(self, common: CommonAttentionMetadata) -> TorchMetadata | Callable[[], TorchMetadata]:
+        """As TorchMetadataBuilder.build; for sparse layers later, when a layer has written the lengths."""
         if self.backend.is_selecting:
             return functools.partial(self._decodes.build, 0, common)
-        step = self._decodes.build(0, common)
-        return lambda: step
+        return self._decodes.build(0, common)
 
     @functools.cached_property
     def _decodes(self) -> TorchMetadataBuilder:
@@ -42,14 +41,15 @@ class TorchMLAImpl(MLADecodeImpl):
         q_nope: torch.Tensor,
         q_pe: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: Callable[[], TorchMetadata],
+        metadata: TorchMetadata | Callable[[], TorchMetadata],
         output: torch.Tensor,
         output_lse: torch.Tensor | None,
     ) -> None:
         """As MLADecodeImpl.decode."""
         query = torch.cat((q_nope, q_pe), dim=2)
+        step = metadata() if callable(metadata) else metadata
         self._absorbed.softmax_scale = self.softmax_scale
-        self._absorbed.attend(None, query, None, None, kv_cache, metadata(), output, output_lse=output_lse)
+        self._absorbed.attend(None, query, None, None, kv_cache, step, output, output_lse=output_lse)
 
     @functools.cached_property
     def _absorbed(self) -> _AbsorbedImpl:

@@ -18,7 +18,7 @@ _LONG = (
     *("options/prefill_backend", "state/memory", "state/like-layers-mixed", "state/dropped-layers-mixed"),
     *(f"builder/common-prefix-{name}" for name in ("fp8", "lse", "full", "cap", "chunk")),
 )
-_EVERY = 3
+_EVERY = 5
 """Of the numeric cases."""
 
 

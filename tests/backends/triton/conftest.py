@@ -23,7 +23,7 @@ _LEFT_OUT = (
     ),
 )
 _PLAIN = frozenset(("correct/mixed", "h4x2", "d64", "float32", "b16", "NHD"))
-_SIZES_OF_A_KIND, _EVERY = 1, 6
+_SIZES_OF_A_KIND, _EVERY = 1, 8
 
 
 def _sort_of(check_id: str) -> tuple[str, int]:
