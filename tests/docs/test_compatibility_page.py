@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from types import ModuleType
 
 import pytest
 from fences import DOCS, ROOT
+from scripts import load_script
 from workplace import readers_environment
 
 from attnplug.errors import AttnplugError
@@ -26,12 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compatibility_page", DOCS / "matrix.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(DOCS / "matrix.py")
 
 
 def verified(backend: str, device: str, name: str) -> Run:
@@ -194,6 +189,6 @@ def test_a_broken_result_file_is_named(script: ModuleType, tmp_path: Path) -> No
 
 def test_the_pictures_of_the_page_are_there(script: ModuleType) -> None:
     pictures = re.findall(r"\]\(\.\./(assets/[\w.-]+\.png)", script.page(Matrix(())))
-    assert {picture.rpartition('-')[2] for picture in pictures} == {'light.png', 'dark.png'}
+    assert {picture.rpartition("-")[2] for picture in pictures} == {"light.png", "dark.png"}
     assert len(pictures) == len(set(pictures)) == 6
     assert all((DOCS / picture).is_file() for picture in pictures)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from types import ModuleType
 
 import pytest
 from fences import DOCS, PAGES
+from scripts import load_script
 
 import attnplug
 from attnplug.core.reasons import REASON_CODES
@@ -16,13 +15,7 @@ from attnplug.registry.decision import Gate
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("diagrams", DOCS / "diagrams.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their annotations up there
-    spec.loader.exec_module(module)
-    return module
+    return load_script(DOCS / "diagrams.py")
 
 
 def test_the_kept_files_are_those_that_the_script_writes(script: ModuleType) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -10,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import typer.main
 from fences import DOCS
+from scripts import load_script
 
 from attnplug.cli.app import app
 from attnplug.core.ported_names import BACKEND_NAMES, BUILDER_NAMES, IMPL_NAMES, PORTED_PARAMETERS
@@ -17,12 +17,7 @@ from attnplug.core.reason_help import REASON_HELP
 
 
 def hook(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, DOCS / "hooks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(DOCS / "hooks" / f"{name}.py")
 
 
 def test_the_page_of_commands_has_a_section_for_each_with_its_options() -> None:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from fences import DOCS
+from scripts import load_script
 
 
 def test_the_page_is_the_one_that_its_script_writes() -> None:
-    spec = importlib.util.spec_from_file_location("kernel_libraries_page", DOCS / "kernel_libraries.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script(DOCS / "kernel_libraries.py")
     assert script.PAGE.read_text() == script.page(), "run: python docs/kernel_libraries.py"

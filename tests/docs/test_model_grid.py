@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from fences import DOCS, ROOT
+from scripts import load_script
 from workplace import readers_environment
 
 from attnplug import Device
@@ -18,13 +18,7 @@ from attnplug import Device
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("model_grid", DOCS / "model_grid.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their annotations up there
-    spec.loader.exec_module(module)
-    return module
+    return load_script(DOCS / "model_grid.py")
 
 
 def words(svg: str) -> list[str]:

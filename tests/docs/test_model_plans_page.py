@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from types import ModuleType
 
 import pytest
 from fences import ROOT
+from scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("model_plans_page", ROOT / "benchmarks" / "model_plans.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their annotations up there
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "benchmarks" / "model_plans.py")
 
 
 def test_the_page_is_the_one_that_its_script_writes(script: ModuleType) -> None:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from types import ModuleType
 from xml.etree import ElementTree as ET
 
 import pytest
 from fences import ROOT
+from scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def plots() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("peer_plots", ROOT / "docs" / "peer_plots.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their annotations up there
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "docs" / "peer_plots.py")
 
 
 def test_what_is_kept_is_what_the_script_writes(plots: ModuleType) -> None:
