@@ -173,7 +173,7 @@ class HalfWeights(KernelImpl):
 
 @_impl(
     "tensors/strided-inputs-decode",
-    "whole rows are NaN: they were not written, or rows of blocks without a token (NaN) were read",
+    "with query, key and value as views of one packed projection",
 )
 class PackedQueries(TorchImpl):
     """The strides of queries are those of a dense tensor."""
@@ -687,7 +687,7 @@ class ScaledOnce(TorchImpl):
         )
 
 
-@_impl("cache/stored-bfloat16", "K of a cache of 'bfloat16' gives back 2.0625 for 2.07812")
+@_impl("cache/stored-bfloat16", "K of a cache of 'bfloat16' gives back -inf for -1.04858e+06")
 class HalfStorage(TorchImpl):
     """bfloat16 pages of a float32 layer are written by way of float16."""
 

@@ -264,7 +264,7 @@ WRONG_STRUCTURE = [
     wrong(
         "assumes_contiguous",
         "tensors/strided-inputs",
-        "as views of one packed projection",
+        "with query, key and value as views of",
         impl=AssumesContiguous,
     ),
     wrong("writes_padding", "tensors/padding-rows", "output rows past num_actual_tokens", impl=WritesPadding),
