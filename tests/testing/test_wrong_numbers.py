@@ -59,8 +59,8 @@ def test_wrong_numbers_are_caught_and_named(wrong: WrongNumbers) -> None:
         # A rounded query moves large logits by as much as some mistakes do.
         large = name.endswith(("-far", "-sharp")) and "float16" in name
         told = other.named == problem.named or large or (wide and other.named is None)
-        # An LSE of -inf in other rows than the empty ones is reported before any name is looked for.
-        told = told or "-inf is not exactly in" in str(other)
+        # Rows without keys, and rows that nobody wrote, are reported before any name is looked for.
+        told = told or "-inf is not exactly in" in str(other) or "error nan" in str(other)
         assert told or same_numbers(name, wrong.says, other.named), name
 
 

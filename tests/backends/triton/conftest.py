@@ -13,14 +13,7 @@ _LEFT_OUT = (
     *("builder/", "runtime/", "merge/context", "refused/never-after-acceptance", "state/", "batch/c"),
     *("tensors/same-each-call", "tensors/refilled", "layers/", "context_parallel/extend"),
     *("correct/crowd", "correct/far-decode"),
-    *(
-        "declared/head",
-        "declared/block",
-        "declared/dtype",
-        "declared/feature",
-        "declared/attn",
-        "declared/kv",
-    ),
+    "declared/",
 )
 _PLAIN = frozenset(("correct/mixed", "h4x2", "d64", "float32", "b16", "NHD"))
 _SIZES_OF_A_KIND, _EVERY = 1, 8
