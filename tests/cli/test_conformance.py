@@ -70,6 +70,7 @@ def test_help_fits_80_columns_and_names_the_exit_codes(run):
     )
 
 
+@pytest.mark.slow
 def test_checks_pass_whatever_pytest_is_told_in_the_folder(command, torch_checks, monkeypatch):
     monkeypatch.setenv("PYTEST_ADDOPTS", "-n 4 --no-such-option")
     Path("pytest.ini").write_text("[pytest]\naddopts = --no-such-option\nfilterwarnings = error\n")
@@ -95,6 +96,7 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_where_it_stopped(command, torch_checks, monkeypatch):
     finished = conformance_report.Report.finished
 

@@ -315,6 +315,7 @@ def test_where_select_cannot_be_told_the_results_stand_all_the_same(command, wor
 
 
 @pytest.mark.parametrize("how", [KeyboardInterrupt, signal.SIGTERM])
+@pytest.mark.slow
 def test_an_interrupted_run_writes_what_it_has_and_goes_on_with_resume(command, workers, how):
     cells = torch_cells()
     workers.endings[cells[2]] = how
@@ -538,6 +539,7 @@ def test_diff_names_what_is_refuted_now_and_ends_with_4(command, files):
     assert (back.code, back.out) == (0, f"TORCH on cpu: {cell} now verified (was refuted)\n1 now verified\n")
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_written_is_named(command, monkeypatch):
     def full(path, text):
         raise OSError(28, "No space left on device")

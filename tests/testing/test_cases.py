@@ -54,7 +54,9 @@ def has(case: Case, fields: dict[str, Any]) -> bool:
     return all(getattr(case.spec, name) == value for name, value in fields.items())
 
 
-@pytest.mark.parametrize(("level", "most"), [(Level.SMOKE, 220), (Level.FULL, 1100)])
+@pytest.mark.parametrize(
+    ("level", "most"), [(Level.SMOKE, 220), pytest.param(Level.FULL, 1100, marks=pytest.mark.slow)]
+)
 def test_a_level_has_a_bounded_number_of_cases(level: Level, most: int) -> None:
     assert most / 2 < len(cases(level)) < most
 
@@ -66,6 +68,7 @@ def test_ids_are_unique_and_plain(level: Level) -> None:
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in ids)
 
 
+@pytest.mark.slow
 def test_cases_are_the_same_in_every_process() -> None:
     here = [case.id for case in cases(Level.SMOKE)]
     for seed in "12":

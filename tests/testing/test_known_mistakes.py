@@ -99,6 +99,7 @@ def test_names_are_unique() -> None:
     assert len(set(NAMES)) == len(NAMES)
 
 
+@pytest.mark.slow
 def test_the_right_rules_give_the_oracle() -> None:
     for case in smoke_cases():
         batch = case.batch(target())

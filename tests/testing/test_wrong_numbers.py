@@ -104,6 +104,7 @@ def test_torch_passes() -> None:
     assert failures(TorchBackend, correctness.checks) == {}
 
 
+@pytest.mark.slow
 def test_the_steps_that_wrong_backends_change_are_right_as_they_stand() -> None:
     def some(target: Target) -> Iterator[Check]:
         yield from list(correctness.checks(target))[::3]

@@ -15,7 +15,13 @@ from attnplug.backends.flashinfer.library import Library, library
 
 # Each runs many cases or steps; a plain run keeps another of its kind.
 _LONG = (
-    *("options/prefill_backend", "state/memory", "state/like-layers-mixed", "state/dropped-layers-mixed"),
+    *(
+        "options/",
+        "refused/never-after-acceptance",
+        "state/memory",
+        "state/like-layers",
+        "state/dropped-layers",
+    ),
     *(f"builder/common-prefix-{name}" for name in ("fp8", "lse", "full", "cap", "chunk")),
 )
 _EVERY = 5
