@@ -1,4 +1,4 @@
-"""Of the many wrong backends, and of what the kit asks right ones, a plain run has every tenth test."""
+"""Of the many wrong backends, and of what the kit asks right ones, a plain run has every tenth test, and CI half."""
 
 from __future__ import annotations
 
@@ -26,3 +26,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         found[item.path.stem] += 1
         if found[item.path.stem] % _EVERY != 1:
             item.add_marker(pytest.mark.slow)
+            if found[item.path.stem] % 2 == 0:
+                item.add_marker(pytest.mark.rare)
