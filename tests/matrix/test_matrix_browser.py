@@ -323,7 +323,7 @@ def test_three_choices_lead_from_opening_the_page_to_the_answer(
         "attnplug select examples/models/gpt-oss-20b.json --device a100 --kv-cache-dtype fp8_e5m2"
     )
     strip = page.tab.get_by_role("img", name="24 layers")
-    assert strip.inner_text().split() == ["T"] * 24
+    assert strip.inner_text().split() == ["R"] * 24
 
 
 @pytest.mark.parametrize("gpu", ["h100", "H100", "sm90"])
