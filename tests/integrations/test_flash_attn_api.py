@@ -286,6 +286,7 @@ def test_arguments_are_those_of_the_library() -> None:
 
 @pytest.mark.parametrize("case", ["pages", "packed"])
 def test_triton_serves_the_same(case: str) -> None:
+    pytest.importorskip("triton")
     with attnplug.use("TRITON"):
         if case == "pages":
             test_caches(2, 2, {"causal": True, "window_size": (25, 4)}, "pages")
