@@ -81,10 +81,9 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
     def get_workspace_buffer(self) -> torch.Tensor:
         """The workspace, uint8, allocated at the first call."""
         if self._workspace is None:
-            self.set_workspace_buffer(
-                torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self.device)
-            )
-        assert self._workspace is not None  # noqa: S101 - set above
+            workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self.device)
+            self.set_workspace_buffer(workspace)
+            return workspace
         return self._workspace
 
     def set_workspace_buffer(self, buffer: torch.Tensor) -> None:

@@ -125,6 +125,8 @@ class _Binding(Binding):
         if not is_shared:
             shape = (step.batch, step.q_length, step.kv_length)
             if self._unmasked is None or self._unmasked[0] != shape:
+                # The former step's tensors are freed before new ones are made.
+                self._unmasked = None
                 self._unmasked = (shape, self.build(packing.common))
             return self._unmasked[1]
         key = (self.decision.backend_cls, self.decision.spec, self.decision.options, self.device)

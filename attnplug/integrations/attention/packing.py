@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 
 from attnplug.core.errors import BatchError
-from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attnplug.core.metadata import CommonAttentionMetadata
+from attnplug.integrations.direct_step import direct_step
 from attnplug.integrations.reader.mask_pattern import MaskPattern
 
 _OWN_ROWS = "give each sequence a row of its own, padded"
@@ -67,7 +68,7 @@ def pack_all(
         real[:, : given.shape[1]] = given
     keys, key_lens = _rows(real, batch, kv_length, device)
     query_lens = np.full(batch, q_length, dtype=np.int32)
-    common = _common(query_lens, key_lens, key_lens, False, device)
+    common = direct_step(query_lens, key_lens, key_lens, False, device)
     return Packing(Rows(q_length), keys, common)
 
 
@@ -100,7 +101,7 @@ def pack_real(
             raise _chunks_elsewhere(left_padding)
         query_lens = np.full(batch, len(queries), dtype=np.int32)
         seq_lens = np.full(batch, end, dtype=np.int32)
-        common = _common(query_lens, seq_lens, seq_lens - keys.start, pattern.causal, device, spans)
+        common = direct_step(query_lens, seq_lens, seq_lens - keys.start, pattern.causal, device, spans)
         return Packing(Rows(len(queries)), Rows(end - keys.start), common)
     real = padding[:, :end]
     if pattern.window[0] >= 0 or pattern.window[1] > 0 or pattern.chunk_size is not None:
@@ -117,7 +118,7 @@ def pack_real(
         # Positions of tokens do not count padding.
         before = np.concatenate([np.zeros((batch, 1), dtype=np.int64), real.cumsum(axis=1)], axis=1)
         spans = np.take_along_axis(before[:, :, None], spans, axis=1)[real[:, queries.start :]]
-    common = _common(query_lens, seq_lens, key_lens, pattern.causal, device, spans)
+    common = direct_step(query_lens, seq_lens, key_lens, pattern.causal, device, spans)
     return Packing(query_rows, key_rows, common)
 
 
@@ -151,7 +152,7 @@ def pack_segments(
         firsts = np.repeat(starts[:-1] % count, lengths)[:, None]
         flat = spans.reshape(-1, 2)
         spans = np.where(flat[:, 1:] > flat[:, :1], flat - firsts, 0)
-    common = _common(lengths, lengths, lengths, pattern.causal, device, spans)
+    common = direct_step(lengths, lengths, lengths, pattern.causal, device, spans)
     return Packing(Rows(count), Rows(count), common)
 
 
@@ -160,42 +161,6 @@ def _rows(real: _Bools | None, batch: int, count: int, device: torch.device) -> 
         return Rows(count), np.full(batch, count, dtype=np.int32)
     row, place = (torch.from_numpy(part).to(device) for part in np.nonzero(real))
     return Rows(count, (row, place)), real.sum(axis=1, dtype=np.int32)
-
-
-def _common(
-    query_lens: _Ints,
-    seq_lens: _Ints,
-    key_lens: _Ints,
-    causal: bool,
-    device: torch.device,
-    spans: npt.NDArray[np.int64] | None = None,
-) -> CommonAttentionMetadata:
-    query_starts, key_starts = _starts(query_lens), _starts(key_lens)
-    tokens = int(query_starts[-1])
-    rows = None if spans is None else torch.from_numpy(spans.reshape(-1, 2).astype(np.int32))
-    return CommonAttentionMetadata(
-        query_start_loc=query_starts.to(device),
-        query_start_loc_cpu=query_starts,
-        seq_lens=torch.from_numpy(seq_lens.copy()).to(device),
-        num_reqs=len(query_lens),
-        num_actual_tokens=tokens,
-        max_query_len=int(query_lens.max(initial=0)),
-        max_seq_len=int(seq_lens.max(initial=0)),
-        block_table_tensor=torch.zeros(len(query_lens), 0, dtype=torch.int32, device=device),
-        slot_mapping=torch.full((tokens,), PAD_SLOT_ID, dtype=torch.int64, device=device),
-        causal=causal,
-        key_start_loc=key_starts.to(device),
-        key_start_loc_cpu=key_starts,
-        seq_lens_host=seq_lens,
-        mm_prefix_spans=None if rows is None else rows.to(device),
-        mm_prefix_spans_cpu=rows,
-    )
-
-
-def _starts(lengths: _Ints) -> torch.Tensor:
-    starts = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=starts[1:])
-    return torch.from_numpy(starts)
 
 
 def _check_rows(padding: _Bools, batch: int) -> None:

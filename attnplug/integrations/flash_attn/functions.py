@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -171,7 +173,7 @@ def flash_attn_varlen_func(
             raise BatchError("cu_seqlens_k", int(key_lens.max()), limit)
         lengths = Lengths.of(key_lens, q.device)
         tables = (cu_seqlens_q, cu_seqlens_k, block_table)
-        out, lse = attend_pages(asked, q, [pages], query_lens, lengths, tables)
+        out, lse = attend_pages(asked, q, pages, (), query_lens, lengths, tables)
     return out if lse is None else (out, lse.transpose(0, 1), None)
 
 
@@ -237,19 +239,22 @@ def flash_attn_with_kvcache(
         name, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse, heads
     )
     asked = dataclasses.replace(asked, single=length == 1)
+    others: Iterator[Pages] = iter(())
     if block_table is not None:
         refuse(f"{name} with a block_table", cache_batch_idx=cache_batch_idx)
-        choices = [paged(k_cache, v_cache, block_table, batch)]
+        pages = paged(k_cache, v_cache, block_table, batch)
     else:
-        sizes = block_sizes(k_cache.shape[1])
-        choices = [cut_into_pages(k_cache, v_cache, cache_batch_idx, batch, size) for size in sizes]
+        cut = functools.partial(cut_into_pages, k_cache, v_cache, cache_batch_idx, batch)
+        # Smaller pages are cut only where no backend serves the largest.
+        others = map(cut, block_sizes(k_cache.shape[1]))
+        pages = next(others)
     new = 0 if k is None else k.shape[1]
-    before = read_lengths(cache_seqlens, batch, choices[0].capacity, new, q.device)
+    before = read_lengths(cache_seqlens, batch, pages.capacity, new, q.device)
     if k is not None or v is not None:
-        _write(choices[0], before, k, v, batch)
+        _write(pages, before, k, v, batch)
     given = (cache_seqlens if isinstance(cache_seqlens, torch.Tensor) else None, block_table, cache_batch_idx)
     query_lens = np.full(batch, length, dtype=np.int64)
-    out, lse = attend_pages(asked, q.flatten(0, 1), choices, query_lens, before.plus(new), given)
+    out, lse = attend_pages(asked, q.flatten(0, 1), pages, others, query_lens, before.plus(new), given)
     out = out.view(batch, length, heads, width)
     return out if lse is None else (out, lse.view(batch, length, heads).transpose(1, 2))
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
+from collections.abc import Iterable
 
 import torch
 
 from attnplug.core.errors import BatchError, NoBackendError
 from attnplug.integrations.binding import Binding
+from attnplug.integrations.direct_step import direct_step
 from attnplug.integrations.flash_attn.pages import Pages
 from attnplug.integrations.flash_attn.request import Request
 from attnplug.integrations.flash_attn.serving import bind, shared
-from attnplug.integrations.flash_attn.steps import Ints, Lengths, direct_step, paged_step
+from attnplug.integrations.flash_attn.steps import Ints, Lengths, paged_step
 
 _log = logging.getLogger("attnplug")
-_told: set[str] = set()
 
 
 def attend_given(
@@ -32,7 +35,7 @@ def attend_given(
     metadata = shared(
         (binding, query_lens.tobytes(), key_lens.tobytes()),
         (),
-        lambda: binding.build(direct_step(query_lens, key_lens, spec.causal, q.device)),
+        lambda: binding.build(direct_step(query_lens, key_lens, key_lens, spec.causal, q.device)),
     )
     binding.impl.forward(binding.layer, q, k, v, None, metadata, output, output_lse=lse)
     return output, lse
@@ -41,21 +44,22 @@ def attend_given(
 def attend_pages(
     asked: Request,
     q: torch.Tensor,
-    choices: list[Pages],
+    pages: Pages,
+    others: Iterable[Pages],
     query_lens: Ints,
     lengths: Lengths,
     given: tuple[torch.Tensor | None, ...],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Packed queries over pages, cut in the first way that a backend serves; as `attend_given`.
+    """Packed queries over pages, or over the first of `others` where no backend serves those; as `attend_given`.
 
-    `given` are the caller's tensors of lengths and tables: inside of `one_step` they stand for the metadata.
+    `others` are the same caches in other pages, made when they are asked for. `given` are the caller's tensors of lengths and tables: inside of `one_step` they stand for the metadata.
     """
-    if choices[0].as_one() is None:
-        return _attend_copied(asked, q, choices[0], query_lens, lengths)
-    output, lse = _outputs(asked, q, choices[0].values.shape[3], query_lens)
+    if pages.as_one() is None:
+        return _attend_copied(asked, q, pages, query_lens, lengths)
+    output, lse = _outputs(asked, q, pages.values.shape[3], query_lens)
     if not query_lens.sum():
         return output, lse
-    binding, pages = _bind_pages(asked, q, choices, is_decode=bool((query_lens <= 1).all()))
+    binding, pages = _bind_pages(asked, q, pages, others, is_decode=bool((query_lens <= 1).all()))
     causal = binding.decision.spec.causal
     needs = binding.decision.get_backend_cls().get_builder_cls().needs_host_seq_lens
     metadata = shared(
@@ -78,37 +82,42 @@ def _outputs(
 
 
 def _bind_pages(
-    asked: Request, q: torch.Tensor, choices: list[Pages], *, is_decode: bool
+    asked: Request, q: torch.Tensor, pages: Pages, others: Iterable[Pages], *, is_decode: bool
 ) -> tuple[Binding, Pages]:
     """The first of the ways that a backend serves; the error for the first of them if none is served."""
-    refusal: NoBackendError | None = None
-    for pages in choices:
-        spec = asked.spec(q, pages.keys, pages.values, pages.block_size)
-        try:
-            binding = bind(spec, q.device, asked.slopes, is_decode=is_decode)
-        except NoBackendError as error:
-            refusal = refusal or error
-            continue
-        backend = binding.decision.get_backend_cls()
-        if "NHD" in backend.supported_kv_cache_layouts():
-            return binding, pages
+    try:
+        return _bind(asked, q, pages, is_decode=is_decode), pages
+    except NoBackendError:
+        for other in others:
+            with contextlib.suppress(NoBackendError):
+                return _bind(asked, q, other, is_decode=is_decode), other
+        raise
+
+
+def _bind(asked: Request, q: torch.Tensor, pages: Pages, *, is_decode: bool) -> Binding:
+    spec = asked.spec(q, pages.keys, pages.values, pages.block_size)
+    binding = bind(spec, q.device, asked.slopes, is_decode=is_decode)
+    backend = binding.decision.get_backend_cls()
+    if "NHD" not in backend.supported_kv_cache_layouts():
         limit = f"cannot be read by {backend.get_name()}, and the caches of flash-attn have it"
         raise BatchError("layout", "NHD", limit, "choose another backend by attnplug.use(...)")
-    if refusal is None:
-        raise BatchError("k_cache", 0, "has no rows")
-    raise refusal
+    return binding
+
+
+@functools.cache
+def _warn_of_copies() -> None:
+    """Say once that calls copy what they read."""
+    _log.warning(
+        "flash_attn: each call copies the keys and values that it reads, because k_cache and v_cache are no "
+        "equal views of one allocation; allocate torch.empty(2, ...) and pass its halves"
+    )
 
 
 def _attend_copied(
     asked: Request, q: torch.Tensor, pages: Pages, query_lens: Ints, lengths: Lengths
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The same over copies of the keys and values, for caches that no backend can view as one."""
-    if "copied" not in _told:
-        _told.add("copied")
-        _log.warning(
-            "flash_attn: each call copies the keys and values that it reads, because k_cache and v_cache are no "
-            "equal views of one allocation; allocate torch.empty(2, ...) and pass its halves"
-        )
+    _warn_of_copies()
     key_lens = lengths.on_host()
     slots = pages.slots_of(key_lens)
     blocks, offsets = slots // pages.block_size, slots % pages.block_size

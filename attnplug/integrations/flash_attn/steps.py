@@ -1,4 +1,4 @@
-"""Batches of calls: metadata for packed queries with given keys, and with pages."""
+"""Batches of calls: their lengths, and the metadata for packed queries over pages."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attnplug.integrations.direct_step import starts_of
 from attnplug.integrations.flash_attn.pages import Pages
 
 Ints = npt.NDArray[np.int64]
-
-
-def starts_of(lengths: Ints) -> torch.Tensor:
-    """Where requests of these lengths start in packed rows, int32 `[R + 1]` on the host."""
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -99,32 +95,6 @@ def lengths_of(name: str, starts: torch.Tensor, rows: int | None) -> Ints:
         limit = f"must start at 0, never decrease{within}"
         raise BatchError(name, host.tolist() if host.size < 20 else f"{host.size} numbers", limit)
     return lengths
-
-
-def direct_step(
-    query_lens: Ints, key_lens: Ints, causal: bool, device: torch.device
-) -> CommonAttentionMetadata:
-    """Requests whose keys are given: query j of a request with q queries and s keys has position s - q + j."""
-    query_starts, key_starts = starts_of(query_lens), starts_of(key_lens)
-    tokens = int(query_starts[-1])
-    lens = key_lens.astype(np.int32)
-    return CommonAttentionMetadata(
-        query_start_loc=query_starts.to(device),
-        query_start_loc_cpu=query_starts,
-        seq_lens=torch.from_numpy(lens).to(device),
-        num_reqs=lens.size,
-        num_actual_tokens=tokens,
-        max_query_len=int(query_lens.max()),
-        max_seq_len=int(key_lens.max()),
-        block_table_tensor=torch.empty((lens.size, 0), dtype=torch.int32, device=device),
-        slot_mapping=torch.full((tokens,), PAD_SLOT_ID, dtype=torch.int64, device=device),
-        causal=causal,
-        key_start_loc=key_starts.to(device),
-        key_start_loc_cpu=key_starts,
-        encoder_seq_lens=torch.from_numpy(lens).to(device),
-        encoder_seq_lens_cpu=lens,
-        seq_lens_host=lens,
-    )
 
 
 def paged_step(

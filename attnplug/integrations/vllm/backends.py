@@ -17,7 +17,7 @@ from attnplug.core.features import Feature
 from attnplug.core.spec import LayerSpec
 from attnplug.integrations.vllm.builder import Builder
 from attnplug.integrations.vllm.caches import HAS_CACHE_SHAPE
-from attnplug.integrations.vllm.impl import Layer
+from attnplug.integrations.vllm.impl import KINDS, Layer
 from attnplug.integrations.vllm.names import AUTOMATIC
 from attnplug.registry.default import explain, list_backends
 
@@ -31,12 +31,6 @@ _UNSERVED = {
     "use_dcp": "decode context parallelism is not served in vLLM",
     "use_adaptive_verification": "query lengths that the host does not know are not served",
     "use_rswa": "windows with a visible prefix are not served",
-}
-_KINDS: dict[str, dict[str, Any]] = {
-    "decoder": {},
-    "encoder_only": {"direct_kv": True},
-    "encoder": {"direct_kv": True},
-    "encoder_decoder": {},
 }
 
 
@@ -91,7 +85,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Whether the kind is one that attnplug knows."""
-        return str(getattr(attn_type, "value", attn_type)) in _KINDS
+        return str(getattr(attn_type, "value", attn_type)) in KINDS
 
     @classmethod
     def _declares(cls, feature: Feature) -> bool:
@@ -118,7 +112,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
         given = _named(args, kwargs)
         reasons = [why for name, why in _UNSERVED.items() if given.get(name)]
         kind = str(getattr(given["attn_type"], "value", given["attn_type"]))
-        if kind not in _KINDS:
+        if kind not in KINDS:
             return [*reasons, f"attention type {kind} is not known to attnplug"]
         config = get_current_vllm_config_or_none()
         model = getattr(config, "model_config", None)
@@ -129,7 +123,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
         fields: dict[str, Any] = {"sliding_window": 1024} if given.get("has_sliding_window") else {}
         if given.get("use_non_causal"):
             fields["causal"] = False
-        direct = _KINDS[kind]
+        direct = KINDS[kind]
         try:
             spec = LayerSpec(
                 num_heads=heads,
@@ -140,7 +134,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
                 block_size=None if direct else given.get("block_size"),
                 attn_type=kind,
                 has_sinks=bool(given.get("has_sink")),
-                **direct,
+                direct_kv=direct,
                 **fields,
             )
             decision = explain(spec, None, backend=cls.backend)

@@ -18,8 +18,8 @@ from attnplug.integrations.vllm.caches import logical
 from attnplug.registry.decision import Decision
 from attnplug.registry.default import select
 
-_OF_CALL = ("encoder", "encoder_only")
-"""Kinds of layers whose keys come with the call."""
+KINDS = {"decoder": False, "encoder_decoder": False, "encoder": True, "encoder_only": True}
+"""vLLM's kinds of layers, and whether their keys come with the call."""
 
 
 class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type checkers
@@ -53,26 +53,27 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
                 name, value, "is an argument that attnplug does not know, and may change the result"
             )
         kind = str(getattr(attn_type, "value", attn_type))
+        direct = KINDS.get(kind, False)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.alibi_slopes, self.sinks = alibi_slopes, sinks
         self.target = kv_sharing_target_layer_name
         window: dict[str, Any] = {} if sliding_window is None else {"sliding_window": sliding_window}
-        if kind in _OF_CALL and sliding_window is not None:
+        if direct and sliding_window is not None:
             # vLLM counts the window of an encoder on both sides.
             window = {"window": (sliding_window - 1, sliding_window - 1)}
         self._asked: dict[str, Any] = {
             "num_heads": num_heads,
             "num_kv_heads": self.num_kv_heads,
             "head_size": head_size,
-            "kv_cache_dtype": "auto" if kind in _OF_CALL else kv_cache_dtype,
+            "kv_cache_dtype": "auto" if direct else kv_cache_dtype,
             "scale": self.scale,
             "logits_soft_cap": logits_soft_cap or None,
             "attn_type": kind,
             "has_sinks": sinks is not None,
             "has_alibi": alibi_slopes is not None,
-            "direct_kv": kind in _OF_CALL,
+            "direct_kv": direct,
             **window,
         }
         model = get_current_vllm_config().model_config
