@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import uuid
 import warnings
 from collections import Counter
@@ -17,6 +18,10 @@ from plugin_env import InstallPlugins, PluginEnvironments, RunWithPlugins
 # Tensors here are small: threads would wait for each other, and those of several workers take each other's cores.
 # torch reads it when it is imported, here and in what tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell's background processes ignore Ctrl-C, and so would the programs that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test here depends on the time it takes.
 settings.register_profile("attnplug", deadline=None, print_blob=True)

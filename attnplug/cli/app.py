@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import sys
 from collections.abc import Callable
@@ -106,6 +107,8 @@ def _with_own_output() -> None:
         with contextlib.suppress(BrokenPipeError):
             own.flush()
         sys.stdout = sys.__stdout__
+        # The process ends: Python need not look through all of torch for cycles once more, which takes 0.2 s.
+        gc.freeze()
 
 
 def exit_code(problem: Exception) -> int:

@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -87,15 +86,6 @@ def test_checks_pass_whatever_pytest_is_told_in_the_folder(command, torch_checks
     assert sorted(map(str, Path().iterdir())) == ["conftest.py", "pytest.ini", "report.xml", "torch.py"]
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A shell's background processes, which this may be one of, ignore SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_where_it_stopped(command, torch_checks, monkeypatch):
     finished = conformance_report.Report.finished
