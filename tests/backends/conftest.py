@@ -1,4 +1,4 @@
-"""Of the many numeric cases on stand-ins and interpreted kernels, CI runs every third that a plain run leaves out.
+"""Kernels on stand-ins are slow: a plain run has a part of the kit's checks, and CI some more.
 
 A GPU runs all of them on the kernels themselves, and `pytest -m slow` all of them anywhere.
 """
@@ -6,21 +6,56 @@ A GPU runs all of them on the kernels themselves, and `pytest -m slow` all of th
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 import pytest
 
-_EVERY = 3
+
+class Sample(NamedTuple):
+    """What a plain run has: one of `every` numeric cases, and no check whose id begins with one of `left_out`."""
+
+    every: int
+    left_out: tuple[str, ...]
 
 
-# The folders below have chosen what is slow before: their hooks run first.
+_SAMPLES = {
+    "test_flash_attn_conformance.py": Sample(
+        4,
+        (
+            *("builder/", "runtime/", "merge/context", "refused/never-after-acceptance", "state/", "batch/c"),
+            "declared/",
+        ),
+    ),
+    # Each of these runs many cases or steps; a plain run keeps another of its kind.
+    "test_flashinfer_conformance_cpu.py": Sample(
+        5,
+        (
+            *("options/", "refused/never-after-acceptance"),
+            *("state/memory", "state/like-layers", "state/dropped-layers"),
+            *(f"builder/common-prefix-{name}" for name in ("fp8", "lse", "full", "cap", "chunk")),
+        ),
+    ),
+}
+_EVERY_IN_CI = 3
+"""Of the numeric cases that a plain run leaves out."""
+
+
+# TRITON's folder has chosen what is slow before: its hook runs first.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    found = Counter[str]()
+    numeric, slow = Counter[str](), Counter[str]()
     for item in items:
         check = getattr(item, "callspec", None) and item.callspec.params.get("check")
-        if check is None or "backends" not in item.path.parts or not item.get_closest_marker("slow"):
+        if check is None or "backends" not in item.path.parts:
             continue
-        if check.id.startswith(("correct/", "mla/correct")):
-            found[item.path.name] += 1
-            if found[item.path.name] % _EVERY != 1:
+        name, sample = item.path.name, _SAMPLES.get(item.path.name)
+        is_numeric = check.id.startswith("correct/")
+        if sample is not None:
+            numeric[name] += is_numeric
+            is_sampled_out = is_numeric and numeric[name] % sample.every != 1
+            if is_sampled_out or check.id.startswith(sample.left_out):
+                item.add_marker(pytest.mark.slow)
+        if check.id.startswith(("correct/", "mla/correct")) and item.get_closest_marker("slow"):
+            slow[name] += 1
+            if slow[name] % _EVERY_IN_CI != 1:
                 item.add_marker(pytest.mark.rare)
