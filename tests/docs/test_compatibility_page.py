@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 from fences import DOCS, ROOT
 from scripts import load_script
-from workplace import readers_environment
+from workplace import readers_environment, run_python
 
 from attnplug.errors import AttnplugError
 from attnplug.matrix import Matrix, Run, Status
@@ -48,15 +48,7 @@ def verified(backend: str, device: str, name: str) -> Run:
 
 def test_the_page_and_the_table_are_those_that_the_script_writes() -> None:
     # In a process of its own: TRITON_INTERPRET, which tests set, changes what TRITON declares.
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(DOCS / "matrix.py"), "--check"],
-        cwd=ROOT,
-        env=readers_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python(str(DOCS / "matrix.py"), "--check")
 
 
 def test_a_stale_file_is_named(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

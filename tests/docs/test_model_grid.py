@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from types import ModuleType
 from xml.etree import ElementTree as ET
 
 import pytest
 from fences import DOCS, ROOT
 from scripts import load_script
-from workplace import readers_environment
+from workplace import run_python
 
 from attnplug import Device
 
@@ -27,16 +25,7 @@ def words(svg: str) -> list[str]:
 
 
 def test_both_pictures_are_those_that_the_script_draws() -> None:
-    # In a process of its own, which has no plugin and no variable of the tests.
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(DOCS / "model_grid.py"), "--check"],
-        cwd=ROOT,
-        env=readers_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python(str(DOCS / "model_grid.py"), "--check")
 
 
 def test_a_picture_that_is_not_there_is_stale(

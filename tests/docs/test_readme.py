@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from workplace import readers_environment
+from workplace import readers_environment, run_python
 
 import attnplug
 
@@ -52,15 +52,7 @@ def test_a_command_prints_what_the_readme_shows(command: str, shown: str) -> Non
 def test_the_python_session_gives_what_the_readme_shows() -> None:
     sessions = [block for block in blocks("python") if block.startswith(">>>")]
     assert len(doctest.DocTestParser().get_examples("".join(sessions))) > 5
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "doctest", "README.md"],
-        cwd=ROOT,
-        env=readers_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python("-m", "doctest", "README.md")
 
 
 def test_the_backend_shown_loads_and_is_refused_only_for_what_is_not_installed() -> None:

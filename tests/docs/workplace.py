@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fences import ROOT
 
-__all__ = ["Workplace", "readers_environment"]
+__all__ = ["Workplace", "readers_environment", "run_python"]
 
 _SECONDS = 300
 _LAUNCH = '#!/bin/sh\nexec "{python}" -m {module} "$@"\n'
@@ -23,6 +23,22 @@ def readers_environment() -> dict[str, str]:
     """The variables that a reader has: no switches, and not those that the tests set, TRITON_INTERPRET foremost."""
     left_out = ("ATTNPLUG_", "PYTEST_", "TRITON_")
     return {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+
+
+def run_python(*arguments: str) -> None:
+    """Run Python as a reader does, from the root of the checkout; warnings are errors.
+
+    A process of its own has no plugin and no variable of the tests.
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        cwd=ROOT,
+        env=readers_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 class Workplace:
