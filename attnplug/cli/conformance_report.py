@@ -54,6 +54,7 @@ class Report(RunReport):
             "device": listing.device,
             "device_name": listing.device_name,
             "level": listing.request.level,
+            "options": listing.options,
             "versions": dict(listing.versions),
             "counts": {str(each): counts[each] for each in Outcome},
             "checks": [
