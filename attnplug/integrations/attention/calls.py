@@ -31,7 +31,7 @@ _UNSERVED = {
     "position_bias": "is added to the logits, which a LayerSpec cannot describe",
     "indices": "picks single keys for each query: sparse attention is not served through transformers",
     "block_indices": "picks blocks of keys for each query, which a LayerSpec cannot describe",
-    "cache": "is a paged cache: continuous batching is not served through transformers",
+    "cache": "is not the paged cache of transformers' continuous batching",
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _PACKED),
 }
 

@@ -13,6 +13,7 @@ from attnplug.integrations.attention.forward_pass import forward_pass
 from attnplug.integrations.attention.layers import LayerState, layer_state, name_in_model, set_state
 from attnplug.integrations.attention.mask_functions import read_mask_function
 from attnplug.integrations.attention.model_hooks import watch_running_model
+from attnplug.integrations.attention.paged import attend_paged, take_paged
 from attnplug.integrations.attention.step_mask import PatternMask, StepMask
 from attnplug.integrations.reader.mask_pattern import UnknownMaskError
 
@@ -77,7 +78,8 @@ def attention(
         attention_mask: the result of `attention_mask` for this step, or None.
         dropout: must be 0 in training.
         scaling: softmax scale; None means `D ** -0.5`.
-        **keywords: `is_causal`, `sliding_window`, `softcap`, `s_aux`, and keywords without an effect.
+        **keywords: `is_causal`, `sliding_window`, `softcap`, `s_aux`, those of continuous batching, and keywords
+            without an effect.
 
     Returns:
         `[B, Lq, H, Dv]`, contiguous, with zeros for padding; and None for the weights.
@@ -95,6 +97,7 @@ def attention(
     where = f"{layer.name} ({type(module).__name__})"
     if getattr(getattr(module, "config", None), "output_attentions", False):
         keywords["output_attentions"] = True
+    paged = take_paged(keywords)
     call = AttentionCall(
         module=module,
         layer=where,
@@ -105,6 +108,8 @@ def attention(
         one_sequence=layer.one_sequence,
     )
     call.check(dropout, scaling)
+    if paged is not None:
+        return attend_paged(call, paged, attention_mask, scaling, layer), None
     step = call.mask(attention_mask)
     spec = call.spec(step, scaling)
     binding = layer.binding(spec, query.device, call.keywords.sinks, step.q_length)

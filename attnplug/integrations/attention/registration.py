@@ -10,6 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from attnplug.core.errors import AttnplugError, ModelConfigError
 from attnplug.integrations.attention.class_code import Kind, class_table
+from attnplug.integrations.attention.continuous import serve_continuous_batching
 from attnplug.integrations.attention.functions import attention, attention_mask
 from attnplug.integrations.attention.layers import layer_state
 from attnplug.integrations.attention.model_hooks import NAME, attention_modules, uses_attnplug, watch
@@ -22,7 +23,7 @@ def register() -> None:
     """Make `attn_implementation="attnplug"` known to transformers; may be called again.
 
     Models that dispatch through transformers' attention interface then use the backend that `attnplug.select`
-    chooses for each layer. A forward in which another class (Bloom, CpmAnt, XLNet) computes self-attention of
+    chooses for each layer, also in continuous batching (`generate_batch`). A forward in which another class (Bloom, CpmAnt, XLNet) computes self-attention of
     its own raises ModelConfigError with the name of the layer.
     """
     # A traced call would contain nothing of the step, so torch.compile runs both functions outside of its graphs.
@@ -30,6 +31,7 @@ def register() -> None:
     AttentionInterface.register(NAME, untraced(attention))
     AttentionMaskInterface.register(NAME, untraced(attention_mask))
     _watch_models()
+    serve_continuous_batching()
 
 
 def _watch_models() -> None:

@@ -1,0 +1,100 @@
+"""The paged cache of transformers' continuous batching, in both of its forms (seen in 5.17 and 5.23)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from attnplug.core.errors import BatchError
+from attnplug.integrations.flash_attn.pages import Pages
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LayerCache:
+    """One layer's part of a cache, whose block tables and slots are those of `group`.
+
+    `window` is the number of tokens of the ring that the layer keeps; None if it keeps all tokens. `kind` is
+    transformers' name for it.
+    """
+
+    cache: Any
+    layer: int
+    group: int
+    kind: str
+    window: int | None
+
+    def pages(self) -> Pages:
+        """The pages of keys and values, which backends read as one view; without a table yet.
+
+        Raises:
+            BatchError: keys and values cannot be viewed as one.
+        """
+        keys, values = _pages(self.cache, self.layer)
+        pages = Pages(keys, values, torch.empty(0, 0, dtype=torch.int32, device=keys.device))
+        if pages.as_one() is None:
+            raise BatchError("cache", "keys and values", "have strides that no backend reads as one cache")
+        return pages
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new keys `[1, Hkv, T, D]` and values; all that the step reads, packed `[S, Hkv, D]`."""
+        if _has_allocators(self.cache):
+            # It puts this layer's lengths into the dictionary.
+            found = self.cache.update(key, value, self.layer, dict(arguments))
+            keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in found)
+            return keys, values
+        indices = arguments["read_index"], arguments["write_index"]
+        keys, values = self.cache.update(key, value, self.layer, *indices)
+        return keys, values
+
+
+def layer_cache(cache: Any, layer: int) -> LayerCache:
+    """The part of `cache`, a PagedAttentionCache, for the layer of that index.
+
+    Raises:
+        BatchError: the cache has no such layer, or a kind of layer that is not known.
+    """
+    if _has_allocators(cache):
+        allocator = cache.layer_to_allocator.get(layer)
+        if allocator is not None:
+            kind = allocator.layer_type
+            window = allocator.sliding_window if kind == _SLIDING else None
+            return LayerCache(cache, layer, allocator.index, _checked(kind), window)
+    elif layer in cache.layer_index_to_group_indices:
+        # Groups without a window have 1 there.
+        window = cache.sliding_windows[layer]
+        group = cache.layer_index_to_group_indices[layer][0]
+        return LayerCache(cache, layer, group, *((_FULL, None) if window == 1 else (_SLIDING, window)))
+    raise BatchError("cache", f"layer {layer}", "has no part in the paged cache")
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _checked(kind: str) -> str:
+    if kind not in (_FULL, _SLIDING):
+        raise BatchError("cache", kind, f"must be {_FULL} or {_SLIDING}, the kinds of caches that are served")
+    return kind
+
+
+def _has_allocators(cache: Any) -> bool:
+    """Whether the cache is of the later form, with one allocator for each kind of layer."""
+    return hasattr(cache, "layer_to_allocator")
+
+
+def _pages(cache: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages of keys `[N, page, Hkv, D]`, and of values, in one allocation."""
+    if _has_allocators(cache):
+        keys, values = cache.layer_to_allocator[layer].get_cache_for_block_table(layer)
+        return keys, values
+    index = cache.layer_index_to_group_indices[layer][1]
+    keys, values = cache.key_cache[index], cache.value_cache[index]
+    if keys.untyped_storage().data_ptr() != values.untyped_storage().data_ptr():
+        # Two allocations have no view as one. The cache keeps reading and writing the tensors of its lists.
+        keys, values = torch.stack((keys, values)).unbind(0)
+        cache.key_cache[index], cache.value_cache[index] = keys, values
+    shape = (-1, cache.block_size, *keys.shape[1:])
+    return keys.view(shape), values.view(shape)

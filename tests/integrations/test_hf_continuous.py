@@ -1,0 +1,150 @@
+"""transformers' continuous batching on attnplug: the tokens of ordinary generation, from pages and rings."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hf_models import DECODERS, WINDOW
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import cache as paged_cache
+
+import attnplug
+from attnplug.core.errors import BatchError
+from attnplug.integrations.attention import paged_steps
+from attnplug.integrations.transformers import attention_decisions
+
+PAGE = 8
+SETTINGS = GenerationConfig(max_new_tokens=14, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+CAP = {"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 1}
+"""Large logits and a low cap, so that the cap changes which token is the likeliest."""
+
+
+@pytest.fixture(autouse=True)
+def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without psutil transformers finds no memory on a CPU.
+    monkeypatch.setattr(paged_cache.PagedAttentionMemoryHandler, "get_available_memory", lambda self: 1 << 30)
+
+
+def prompts() -> list[list[int]]:
+    """Some longer than a step's tokens, so that they come in pieces; the last two begin with the same two pages."""
+    generator = torch.Generator().manual_seed(3)
+    made = [torch.randint(3, 96, (length,), generator=generator).tolist() for length in (5, 41, 21)]
+    return [*made, made[1][: 2 * PAGE] + made[0]]
+
+
+def batched(model: Any, **changes: Any) -> list[list[int]]:
+    """The new tokens of each prompt by `generate_batch`, in pages of 8 tokens and steps of at most 32."""
+    fields = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    size = "page_size" if "page_size" in fields else "block_size"
+    config = ContinuousBatchingConfig(**{size: PAGE, "num_blocks": 64, "max_batch_tokens": 32, **changes})
+    results = model.generate_batch(
+        prompts(), generation_config=SETTINGS, continuous_batching_config=config
+    ).values()
+    errors = [result.error for result in results if result.error]
+    if errors:
+        raise RuntimeError(str(errors[0]))
+    return [result.generated_tokens for result in results]
+
+
+def one_by_one(model: Any) -> list[list[int]]:
+    """The new tokens of each prompt by `generate`."""
+    return [
+        model.generate(torch.tensor([ids]), generation_config=SETTINGS)[0, len(ids) :].tolist()
+        for ids in prompts()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reference"),
+    [
+        ("llama", {}, "sdpa"),
+        ("gemma2", {"attn_logit_softcapping": None}, "sdpa"),
+        ("gemma2", CAP, "eager"),
+        ("gpt_oss", {}, "eager"),
+    ],
+    ids=["llama", "gemma2 without a cap", "gemma2", "gpt_oss"],
+)
+def test_tokens_are_those_of_ordinary_generation(family: str, changes: Any, reference: str) -> None:
+    ours, other = DECODERS[family].pair(**changes)
+    # Later versions (seen in 5.23) have no sdpa for Gemma-2.
+    other.set_attn_implementation(reference if other._supports_sdpa else "eager")
+    expected = one_by_one(other)
+    assert batched(ours) == expected
+    decisions = attention_decisions(ours).values()
+    assert len(decisions) == ours.config.num_hidden_layers
+    for spec in (decision.spec for decision in decisions):
+        # Layers with a window keep a ring of tokens, the others keep pages.
+        assert (spec.direct_kv, spec.block_size) == ((True, None) if spec.is_windowed else (False, PAGE))
+        assert spec.logits_soft_cap == getattr(ours.config, "attn_logit_softcapping", None)
+        assert spec.has_sinks == (family == "gpt_oss")
+    # The same model still generates in the ordinary way.
+    assert ours.config._attn_implementation == "attnplug"
+    assert one_by_one(ours) == expected
+
+
+def test_transformers_own_paged_attention_drops_the_cap() -> None:
+    """What the comparison above would show if the cap were dropped."""
+    _, eager = DECODERS["gemma2"].pair(**CAP)
+    expected = one_by_one(eager)
+    eager.set_attn_implementation("paged|eager")
+    assert batched(eager) != expected
+
+
+def test_decodes_read_the_block_tables_that_transformers_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[tuple[bool, tuple[int, ...]]] = []
+    original = paged_steps.PagedStep.paged
+
+    def paged(self: Any, *args: Any) -> Any:
+        common = original(self, *args)
+        steps.append((self.arguments["block_table"] is not None, tuple(self.query_lens.tolist())))
+        table, slots = common.block_table_tensor.long(), common.slot_mapping
+        # The last token of each request is written to its place in the table.
+        last = (common.seq_lens - 1).long()
+        block = table.gather(1, (last // PAGE)[:, None])[:, 0]
+        ends = common.query_start_loc[1:].long() - 1
+        assert (block * PAGE + last % PAGE).tolist() == slots[ends].tolist()
+        return common
+
+    monkeypatch.setattr(paged_steps.PagedStep, "paged", paged)
+    ours, _ = DECODERS["llama"].pair()
+    tokens = batched(ours)
+    assert (True, (1,) * len(prompts())) in steps
+    assert any(not tables and max(lengths) > 1 for tables, lengths in steps)
+    # Without block tables each step has indices, which give the same pages.
+    steps.clear()
+    assert batched(ours, max_blocks_per_request=0) == tokens
+    assert not any(tables for tables, _ in steps)
+
+
+def test_rules_of_the_caller_reach_the_thread_that_generates() -> None:
+    ours, _ = DECODERS["llama"].pair()
+    with attnplug.use("TORCH"):
+        batched(ours)
+    assert {decision.chosen_by for decision in attention_decisions(ours).values()} == {"attnplug.use"}
+
+
+def test_a_cache_that_drops_tokens_which_a_layer_sees_is_refused() -> None:
+    config = DECODERS["llama"].make_config()
+    config.sliding_window = WINDOW  # transformers then keeps a ring for layers whose masks have no window
+    model = DECODERS["llama"].build(config, "attnplug")
+    with pytest.raises(RuntimeError, match=r"sliding_window=8 is all that the cache keeps.*sees all tokens"):
+        batched(model)
+
+
+def test_a_backend_that_cannot_serve_a_layer_is_named_in_the_error() -> None:
+    ours, _ = DECODERS["gemma2"].pair()
+    with attnplug.use("FLASHINFER"), pytest.raises(RuntimeError, match="FLASHINFER"):
+        batched(ours)
+
+
+def test_another_object_named_cache_is_refused() -> None:
+    ours, _ = DECODERS["llama"].pair()
+    ids = torch.tensor(prompts()[:1])
+    with torch.no_grad(), pytest.raises(BatchError, match=r"cache=.* continuous batching"):
+        ours(ids, cache=copy.copy)
