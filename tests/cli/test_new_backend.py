@@ -253,6 +253,7 @@ def test_listing_it_imports_no_torch(acme: Installed) -> None:
     assert ("'ACME'" in names, imports_torch) == (True, "False")
 
 
+@pytest.mark.slow
 def test_its_own_tests_pass(acme: Installed) -> None:
     out = acme.python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "selection or decode or extend")
     assert int(out.split()[-4]) > 5, out

@@ -129,6 +129,7 @@ def test_bad_flags_exit_with_2_and_say_the_limit(run, flags, said):
     assert said in outcome.err
 
 
+@pytest.mark.slow
 def test_doctor_opens_the_doors_of_a_backend(run):
     outcome = run("doctor", "TORCH")
     assert outcome.code == 0

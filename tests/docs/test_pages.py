@@ -15,6 +15,8 @@ from workplace import readers_environment
 RUN_PAGES = [
     page for page in PAGES if any(f.language in ("console", "pycon", "python") for f in fences(page))
 ]
+# These run whole kits and matrices.
+_LONG = ("concepts/matrix.md", "guides/ship-a-backend.md", "performance/libraries.md")
 PROGRAMS = ("attnplug", "cat", "ls", "pip", "pytest", "python")
 OPTIONS = {
     "console": {"data-exit", "data-not-run"},
@@ -42,7 +44,9 @@ def test_a_page_has_only_blocks_that_are_checked(page: str) -> None:
                 assert program_of(command.text) in PROGRAMS, f"{fence.place}: {command.text}"
 
 
-@pytest.mark.parametrize("page", RUN_PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page in _LONG)) for page in RUN_PAGES]
+)
 def test_a_page_does_what_it_says(page: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", str(Path(__file__).with_name("run_page.py")), page, str(tmp_path)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 from design_backends import backend_of, combined
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -145,6 +146,7 @@ def test_two_values_are_shown_served_though_others_do_not_go_together(rules: lis
     assert not lost
 
 
+@pytest.mark.slow
 @some
 @given(declarations, st.sampled_from(COMMON))
 def test_one_more_feature_changes_its_own_cells_only(declared: dict[str, Any], name: str) -> None:
@@ -158,6 +160,7 @@ def test_one_more_feature_changes_its_own_cells_only(declared: dict[str, Any], n
         assert bool(without[cell]) == bool(having[cell]) or name in asked_of(cell)
 
 
+@pytest.mark.slow
 @some
 @given(declarations, _sizes)
 def test_one_more_head_size_changes_its_own_cells_only(declared: dict[str, Any], size: int) -> None:

@@ -40,7 +40,9 @@ def test_the_operators_as_the_library_defines_them_are_bound():
     assert bound().startswith("bound flash_attn_3.fwd.default")
 
 
-@pytest.mark.parametrize("switch", ["PAGEDKV", "LOCAL", "HDIM192"])
+@pytest.mark.parametrize(
+    "switch", ["PAGEDKV", *(pytest.param(each, marks=pytest.mark.slow) for each in ("LOCAL", "HDIM192"))]
+)
 def test_a_build_without_something_declared_is_refused(switch):
     told = bound(**{f"FLASHATTENTION_DISABLE_{switch}": True})
     assert f"built with FLASHATTENTION_DISABLE_{switch}; build it without" in told
