@@ -12,8 +12,9 @@ import torch
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.integrations.attention.paged_cache import LayerCache
+from attnplug.integrations.direct_step import direct_step
 from attnplug.integrations.flash_attn.pages import Pages
-from attnplug.integrations.flash_attn.steps import Ints, Lengths, direct_step, lengths_of, paged_step
+from attnplug.integrations.flash_attn.steps import Ints, Lengths, lengths_of, paged_step
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +57,7 @@ class PagedStep:
 
     def gathered(self, device: torch.device) -> CommonAttentionMetadata:
         """The step of a layer whose keys the cache gathers into one packed tensor."""
-        return direct_step(self.query_lens, self.key_lens, True, device)
+        return direct_step(self.query_lens, self.key_lens, self.key_lens, True, device)
 
     def paged(self, part: LayerCache, pages: Pages, needs: str) -> CommonAttentionMetadata:
         """The step of a layer that reads pages; `needs` is what the builder needs of the lengths on the host."""
