@@ -15,7 +15,8 @@ from typing import Any
 from attnplug.backends.flashinfer import FlashInferBackend
 from attnplug.backends.flashinfer.compiling import build_modules
 from attnplug.backends.flashinfer.impl import FlashInferImpl
-from attnplug.backends.flashinfer.library import Module, library
+from attnplug.backends.flashinfer.library import library
+from attnplug.backends.flashinfer.modules import Module
 from attnplug.backends.flashinfer.options import Options
 from attnplug.core import Device, LayerSpec
 from attnplug.registry.devices import resolve_device

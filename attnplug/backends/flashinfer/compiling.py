@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 
-from attnplug.backends.flashinfer.library import LatentModule, Library, Module
+from attnplug.backends.flashinfer.library import Library
+from attnplug.backends.flashinfer.modules import LatentModule, Module
 from attnplug.core.errors import PluginError
 
 _WATCHES: ContextVar[tuple[list[str], ...]] = ContextVar("watches", default=())

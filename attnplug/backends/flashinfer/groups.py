@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attnplug.backends.flashinfer.library import Module
+from attnplug.backends.flashinfer.modules import Module
 from attnplug.backends.flashinfer.options import Options
 from attnplug.core.device import Device
 from attnplug.core.errors import PolicyError

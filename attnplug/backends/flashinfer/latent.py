@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from attnplug.backends.flashinfer.latent_plans import LatentPlans, LatentStep
-from attnplug.backends.flashinfer.library import LatentModule, library
+from attnplug.backends.flashinfer.library import library
+from attnplug.backends.flashinfer.modules import LatentModule
 from attnplug.backends.flashinfer.planned_wrapper import PlanCost
 from attnplug.backends.flashinfer.step import Part, trimmed
 from attnplug.core.batch.host import known_seq_lens, query_spans, to_device

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from attnplug.backends.flashinfer.compiling import announced
-from attnplug.backends.flashinfer.library import LatentModule, Library
+from attnplug.backends.flashinfer.library import Library
+from attnplug.backends.flashinfer.modules import LatentModule
 from attnplug.backends.flashinfer.planned_wrapper import PlanCost, PlanSpace
 from attnplug.backends.flashinfer.step import Part
 from attnplug.core.errors import BatchError

@@ -10,7 +10,7 @@ import inspect
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,15 @@ from typing import Any
 import torch
 from packaging.version import InvalidVersion, Version
 
+from attnplug.backends.flashinfer.modules import LatentModule, Module
+from attnplug.backends.flashinfer.sink_modules import (
+    PREFILL,
+    SINKS,
+    named_sinks,
+    own_name,
+    sink_arguments,
+    sink_keywords,
+)
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError
 
@@ -28,11 +37,7 @@ _MASKS_INFINITELY = Version("0.7.2")
 _PREBUILT = "flashinfer-jit-cache"
 _DISABLED = "FLASHINFER_DISABLE_JIT"
 
-_DECODE, _PREFILL, _SINKS = (
-    "BatchDecodeWithPagedKVCacheWrapper",
-    "BatchPrefillWithPagedKVCacheWrapper",
-    "BatchAttentionWithAttentionSinkWrapper",
-)
+_DECODE = "BatchDecodeWithPagedKVCacheWrapper"
 _PLANNED = {
     "window_left",
     "logits_soft_cap",
@@ -45,8 +50,8 @@ _PLANNED = {
 _RUN = {"q", "paged_kv_cache", "k_scale", "v_scale", "out", "lse", "return_lse"}
 _ASKED: dict[str, dict[str, set[str]]] = {
     _DECODE: {"plan": _PLANNED, "run": _RUN},
-    _PREFILL: {"plan": _PLANNED | {"causal", "max_token_per_sequence"}, "run": _RUN},
-    _SINKS: {
+    PREFILL: {"plan": _PLANNED | {"causal", "max_token_per_sequence"}, "run": _RUN},
+    SINKS: {
         "__init__": {"backend", "q_data_type", "kv_data_type", "head_dim_qk", "head_dim_vo", "window_left"}
     },
 }
@@ -65,54 +70,6 @@ _PRIVATE = (
     "_paged_kv_indices_buf",
     "_paged_kv_last_page_len_buf",
 )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Module:
-    """A unit that FlashInfer compiles, or loads if it is compiled.
-
-    Args:
-        template: "fa2", "fa3", or "cuda-cores" for decodes without tensor cores.
-        q_dtype: of queries and outputs.
-        kv_dtype: of the pages.
-        head_size: of queries, keys and values.
-        windowed: whether the layers have a window.
-        capped: whether they have a soft cap.
-        sinks: whether it is the kernel with sinks.
-    """
-
-    template: str
-    q_dtype: torch.dtype
-    kv_dtype: torch.dtype
-    head_size: int
-    windowed: bool
-    capped: bool
-    sinks: bool
-
-    def __str__(self) -> str:
-        names = {"windowed": "window", "capped": "soft cap", "sinks": "sinks"}
-        extras = [text for name, text in names.items() if getattr(self, name)]
-        dtypes = " over ".join(str(each).removeprefix("torch.") for each in (self.q_dtype, self.kv_dtype))
-        return ", ".join([f"{self.template} for head size {self.head_size}", dtypes, *extras])
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LatentModule:
-    """A unit for latent attention that FlashInfer compiles, or loads if it is compiled.
-
-    Args:
-        template: "fa2" or "fa3".
-        dtype: of queries, latents and outputs.
-        sizes: elements of a latent, and of its rotated part.
-    """
-
-    template: str
-    dtype: torch.dtype
-    sizes: tuple[int, int]
-
-    def __str__(self) -> str:
-        rank, rope = self.sizes
-        return f"{self.template} for latents of {rank}+{rope}, {str(self.dtype).removeprefix('torch.')}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -160,12 +117,12 @@ class Library:
 
     def prefill_wrapper(self, workspace: torch.Tensor, template: str) -> Any:
         """A wrapper for requests of any number of queries, on "fa2" or "fa3"."""
-        return self._checked(getattr(self.module, _PREFILL)(workspace, "NHD", backend=template))
+        return self._checked(getattr(self.module, PREFILL)(workspace, "NHD", backend=template))
 
     def sink_wrapper(self, workspace: torch.Tensor, built: Module, fixed: Mapping[str, torch.Tensor]) -> Any:
         """A wrapper for requests of any number of queries, with sinks."""
         return self._checked(
-            _named_sinks(self.module)(
+            named_sinks(self.module)(
                 float_workspace_buffer=workspace,
                 kv_layout="NHD",
                 use_cuda_graph=bool(fixed),
@@ -173,7 +130,7 @@ class Library:
                 paged_kv_indptr_buf=fixed.get("kv_indptr"),
                 paged_kv_indices_buf=fixed.get("indices"),
                 paged_kv_last_page_len_buf=fixed.get("last_page_len"),
-                **_sink_keywords(built),
+                **sink_keywords(built),
             )
         )
 
@@ -213,7 +170,7 @@ class Library:
         if built.sinks:
             kind = self._import("jit.utils").filename_safe_dtype_map[built.q_dtype]
             wrapper = f"batch_prefill_attention_sink_{kind}_swa_{built.windowed}_{built.template}"
-            return _own_name(wrapper, built.kv_dtype, built.head_size, built.head_size)
+            return own_name(wrapper, built.kv_dtype, built.head_size, built.head_size)
         attention, arguments = self._import("jit.attention"), _arguments(built)
         if built.template == "cuda-cores":
             return str(attention.get_batch_decode_uri(*arguments))
@@ -228,7 +185,7 @@ class Library:
         """FlashInfer's JitSpec of a module, with its sources written; `build_modules` builds it."""
         generate = self._import("jit.attention.modules")
         if built.sinks:
-            args, keywords = _sink_arguments(self.module, built)
+            args, keywords = sink_arguments(self.module, built)
             return generate.gen_customize_batch_prefill_module(built.template, *args, **keywords)
         arguments = _arguments(built)
         if built.template == "cuda-cores":
@@ -357,57 +314,3 @@ def _arguments(built: Module) -> tuple[Any, ...]:
     """The arguments that name a plain module: dtypes, head sizes, no position encoding, window, cap."""
     dtypes = (built.q_dtype, built.kv_dtype, built.q_dtype, torch.int32)
     return (*dtypes, built.head_size, built.head_size, 0, built.windowed, built.capped)
-
-
-def _sink_keywords(built: Module) -> dict[str, Any]:
-    return {
-        "backend": built.template,
-        "q_data_type": built.q_dtype,
-        "kv_data_type": built.kv_dtype,
-        "head_dim_qk": built.head_size,
-        "head_dim_vo": built.head_size,
-        "window_left": 0 if built.windowed else -1,  # only its presence is compiled in
-    }
-
-
-def _sink_arguments(module: ModuleType, built: Module) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments from which the sink wrapper generates its module, under our name; nothing is compiled."""
-    found: list[tuple[list[Any], dict[str, Any]]] = []
-
-    def collect(*_: Any, jit_args: list[Any], jit_kwargs: dict[str, Any], **__: Any) -> None:
-        found.append((jit_args, jit_kwargs))
-
-    ask = _sinks_naming(module, collect)
-    ask(float_workspace_buffer=torch.empty(0, dtype=torch.uint8, device="cpu"), **_sink_keywords(built))
-    return found[0]
-
-
-def _own_name(wrapper: str, kv_dtype: torch.dtype, qk: int, vo: int) -> str:
-    kind = str(kv_dtype).removeprefix("torch.")
-    return f"{wrapper}_kv_{kind}_d{qk}_{vo}"
-
-
-@functools.cache
-def _named_sinks(module: ModuleType) -> Any:
-    """The sink wrapper, with modules whose names have the KV dtype and the head sizes too.
-
-    FlashInfer names them by query dtype, window and template alone. A second head size would get the same name,
-    and run the kernels of the first, which are already loaded.
-    """
-    return _sinks_naming(module, getattr(module, _PREFILL).__init__)
-
-
-def _sinks_naming(module: ModuleType, init: Callable[..., None]) -> Any:
-    """The sink wrapper, with `init` as the constructor that it passes `jit_args` to, under our name."""
-    prefill: Any = getattr(module, _PREFILL)
-    sinks: Any = getattr(module, _SINKS)
-
-    class Named(prefill):  # type: ignore[misc]
-        def __init__(self, *args: Any, jit_args: list[Any], **keywords: Any) -> None:
-            uri, _, kv_dtype, _, _, qk, vo = jit_args[:7]
-            init(self, *args, jit_args=[_own_name(uri, kv_dtype, qk, vo), *jit_args[1:]], **keywords)
-
-    class NamedSinks(sinks, Named):  # type: ignore[misc]
-        pass
-
-    return NamedSinks

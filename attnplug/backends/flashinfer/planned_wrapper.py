@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from attnplug.backends.flashinfer.groups import PlanGroup
-from attnplug.backends.flashinfer.library import Module
+from attnplug.backends.flashinfer.modules import Module
 from attnplug.backends.flashinfer.native_plan import NativePlan, native_plan_of
 from attnplug.backends.flashinfer.step import Part
 from attnplug.ops.buffers import StagingRing

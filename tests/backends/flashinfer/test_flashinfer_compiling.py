@@ -15,7 +15,8 @@ from flashinfer_signatures import VERSIONS
 from packaging.version import Version
 
 from attnplug.backends.flashinfer.compiling import build_modules
-from attnplug.backends.flashinfer.library import Library, Module
+from attnplug.backends.flashinfer.library import Library
+from attnplug.backends.flashinfer.modules import Module
 from attnplug.errors import PluginError
 
 HALF = (torch.float16, torch.float16)

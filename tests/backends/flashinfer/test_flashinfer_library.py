@@ -22,7 +22,8 @@ from flashinfer_signatures import VERSIONS, recorded
 import attnplug.backends.flashinfer.library as adapter
 from attnplug.backends.flashinfer import FlashInferBackend, compiling
 from attnplug.backends.flashinfer.compiling import announced
-from attnplug.backends.flashinfer.library import Module, library
+from attnplug.backends.flashinfer.library import library
+from attnplug.backends.flashinfer.modules import Module
 from attnplug.errors import BackendUnavailableError, PluginError
 
 BUILT = Module("fa2", torch.bfloat16, torch.bfloat16, 64, True, False, True)
