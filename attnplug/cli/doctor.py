@@ -1,4 +1,4 @@
-"""`attnplug doctor`: imports each backend in a child process and reports problems."""
+"""`attnplug doctor`: imports each backend in a child process, and reports problems, libraries and engines."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import typer
 from attnplug.backends.libraries import LIBRARY_RULES
 from attnplug.cli import completion
 from attnplug.cli.arguments import MOST_SECONDS, AsJson
+from attnplug.cli.engines import EngineState, engine_states
 from attnplug.cli.kernel_libraries import LibraryState, library_states, unbound_states
 from attnplug.cli.output import console, print_json, verdict
 from attnplug.cli.probe_run import Probe, end_probes, run_probe
@@ -66,6 +67,7 @@ def doctor(
     names = dict.fromkeys(rule.backend for rule in LIBRARY_RULES)
     libraries = library_states(device, [name for name in names if _is_wanted(name, wanted)])
     libraries += [] if wanted else unbound_states()
+    engines = [] if wanted else engine_states()
     if as_json:
         report = {
             "environment": _environment(),
@@ -73,6 +75,7 @@ def doctor(
             "findings": [dataclasses.asdict(f) for f in findings],
             "libraries": [dataclasses.asdict(state) for state in libraries],
             "used": used,
+            "engines": [dataclasses.asdict(state) for state in engines],
         }
         print_json(report, "attnplug.doctor")
     else:
@@ -83,6 +86,7 @@ def doctor(
             shown.add_row(finding.what, verdict(finding.state), finding.detail)
         out.print(shown)
         _print_libraries(libraries, device, used)
+        _print_engines(engines)
     raise typer.Exit(int(any(finding.state == "failed" for finding in findings)))
 
 
@@ -108,6 +112,18 @@ def _print_libraries(
         phases = ", ".join(f"{phase} by {name or 'no backend'}" for phase, name in used.items())
         layer = "(32 heads, 8 KV heads, size 128, bfloat16)"
         out.print(f"\nTypical layer {layer} on {device.name or device}: {phases}")
+
+
+def _print_engines(engines: Sequence[EngineState]) -> None:
+    if not engines:
+        return
+    out = console()
+    out.print()
+    shown = WordTable(("engine", "version", "state", "detail"), fixed=("state",), heading="{engine}  {state}")
+    for each in engines:
+        lines = [each.detail, *([f"activate: {each.activate}"] if each.activate else [])]
+        shown.add_row(each.engine, each.version or "-", verdict(each.state), "\n".join(lines))
+    out.print(shown)
 
 
 def refuted_findings(device: Device | None, wanted: Sequence[str]) -> Iterator[Finding]:

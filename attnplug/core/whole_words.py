@@ -25,6 +25,7 @@ _WORD = re.compile(r"\s*\S+\s*")
 _STYLES = {
     "chosen": "bold green",
     "ok": "green",
+    "active": "green",
     "passed": "green",
     "loaded": "green",
     "refused": "red",
@@ -33,6 +34,7 @@ _STYLES = {
     "conflict": "red",
     "warning": "yellow",
     "lacking": "yellow",
+    "inactive": "yellow",
     "none": "yellow",
     "accepted": "",
     "missing": "dim",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from attnplug.cli import doctor
+from attnplug.cli.engines import EngineState
 from attnplug.cli.probe_run import Probe
 from attnplug.testing.isolation import listing
 from attnplug.testing.isolation import run as isolation_run
@@ -73,6 +74,15 @@ RESULTS = (
 )
 
 
+ENGINES = (
+    EngineState("vLLM", "0.33.0", "inactive", "VLLM_PLUGINS='' leaves it out", "VLLM_PLUGINS=attnplug"),
+    EngineState(
+        "transformers", "5.17.0", "ready", "forward, generate and generate_batch; each program activates it",
+        "attnplug.integrations.transformers.set_attention(model)",
+    ),
+)  # fmt: skip
+
+
 @pytest.fixture
 def captured(run, monkeypatch):
     """The output of a command at a width, with what differs between machines left out."""
@@ -81,6 +91,7 @@ def captured(run, monkeypatch):
     monkeypatch.setattr(
         doctor, "_environment", lambda: {"Python": "3.12.1", "attnplug": "0.1.0", "torch": "2.9.0"}
     )
+    monkeypatch.setattr(doctor, "engine_states", lambda: list(ENGINES))
     monkeypatch.setattr(listing, "list_checks", lambda request, *rest, **more: _listing(request))
     monkeypatch.setattr(isolation_run, "run_checks", _run_checks)
 

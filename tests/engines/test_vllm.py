@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from plugin_env import InstallPlugins
 
 HERE = Path(__file__).parent
 SOURCES = [Path(path) for path in os.environ.get("ATTNPLUG_VLLM_SOURCE", "").split(os.pathsep) if path]
@@ -21,9 +22,12 @@ THEIRS = "tests/v1/attention/test_attention_backends.py"
 SMALL = "(causal and (small or single_decode)) or non_causal or (sliding and small)"
 
 
-def run(source: Path, *words: str, backends: str, **variables: str) -> tuple[int, int, str]:
-    """Passed and failed of pytest in vLLM's tree, and what it printed."""
-    path = os.pathsep.join([str(source), str(HERE.parents[1]), str(HERE)])
+def run(
+    source: Path, *words: str, backends: str, plugins: Path | None = None, **variables: str
+) -> tuple[int, int, str]:
+    """Passed and failed of pytest in vLLM's tree, and what it printed; `plugins` is a folder of installed ones."""
+    folders = [source, HERE.parents[1], HERE, *filter(None, [plugins])]
+    path = os.pathsep.join(map(str, folders))
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
         "PYTHONPATH": path,
@@ -70,6 +74,15 @@ def test_their_tests_notice_swapped_keys_and_values(source: Path) -> None:
     passed, failed, printed = run(source, *words, backends="ATTNPLUG", ATTNPLUG_HARNESS_MUTANT="swapped")
     assert failed > 0, printed
     assert passed == 0, printed
+
+
+@pytest.mark.slow
+def test_a_plugin_of_a_third_party_runs_unchanged(source: Path, install_plugins: InstallPlugins) -> None:
+    plugins = install_plugins(HERE.parents[1] / "examples" / "plugins" / "attnplug-flex")
+    words = (THEIRS, "-k", "(causal or sliding) and (small_decode or mixed_small) and not encoder")
+    passed, failed, printed = run(source, *words, backends="ATTNPLUG_FLEX", plugins=plugins)
+    assert failed == 0, printed
+    assert passed > 0, printed
 
 
 def test_vllm_finds_the_plugin_by_its_entry_point() -> None:
