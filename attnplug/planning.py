@@ -20,7 +20,7 @@ from attnplug.registry.registry import Registry, SelectKwargs
 from attnplug.runtime.budget import fit_kv_cache, parse_memory
 from attnplug.runtime.model_plan import ModelPlan
 from attnplug.runtime.plan_choice import check_served, uniform_choice
-from attnplug.runtime.plan_pages import with_equal_pages, with_layout
+from attnplug.runtime.plan_pages import other_pages, with_equal_pages, with_layout
 from attnplug.runtime.plan_phases import (
     LayerChoices,
     has_phase_rules,
@@ -109,8 +109,9 @@ def plan(
     # Pages come later, because a layer without a backend has none to agree on.
     check_served(registry, choices.decisions)
     decisions, notes = agree_on_pages(registry, choices)
+    digest = registry.tuned_tables(device, kwargs.get("tuned")).digest
     made = ModelPlan(
-        decisions, device, dict(kv_sharing or {}), num_blocks, None, choices.by_phase, notes, rows
+        decisions, device, dict(kv_sharing or {}), num_blocks, None, choices.by_phase, notes, rows, digest
     )
     # Computed here, so that this call refuses an impossible kv_sharing.
     config = made.kv_cache_config
@@ -175,7 +176,8 @@ def agree_on_pages(registry: Registry, choices: LayerChoices) -> tuple[dict[str,
     except LayoutError as error:
         choices = without_composites(choices, error)
         decisions = _with_pages(registry, choices.decisions)
-    noted = (note for decision in decisions.values() for note in decision.notes)
+    noted = [note for decision in decisions.values() for note in decision.notes]
+    noted += other_pages(choices.decisions, decisions)
     return decisions, tuple(dict.fromkeys((*phase_notes(decisions, choices), *noted)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -97,6 +97,18 @@ AllowRefuted: TypeAlias = Annotated[
         help="Allow these backends despite wrong results on this machine; may be repeated.",
     ),
 ]
+TunedFile: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--tuned",
+        rich_help_panel=_CHOICE,
+        metavar="FILE",
+        help="Rank by the measured times in this file, which attnplug tune wrote.",
+    ),
+]
+NoTuned: TypeAlias = Annotated[
+    bool, typer.Option("--no-tuned", rich_help_panel=_CHOICE, help="Rank without measured times.")
+]
 OptionTexts: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
@@ -138,6 +150,13 @@ def memory_option(panel: str) -> Any:
 def allowed(given: Sequence[str] | None) -> str | None:
     """The names in `--allow-refuted`; None without any."""
     return ",".join(given) if given else None
+
+
+def tuned_times(file: str | None, without: bool) -> str | Literal[False] | None:
+    """The argument `tuned` for `--tuned` and `--no-tuned`; PolicyError for both."""
+    if without and file is not None:
+        raise PolicyError("--tuned", file, "cannot be combined with --no-tuned", "give one of the two")
+    return False if without else file
 
 
 def options(given: Sequence[str] | None, backend: str | None) -> dict[str, dict[str, Any]] | None:

@@ -19,11 +19,14 @@ from attnplug.cli.arguments import (
     BlockSize,
     DeviceText,
     KVCacheDtype,
+    NoTuned,
     OptionTexts,
     PhaseChoice,
+    TunedFile,
     allowed,
     assumed,
     options,
+    tuned_times,
 )
 from attnplug.cli.output import console, print_json
 from attnplug.core.errors import SpecError
@@ -52,6 +55,8 @@ def explain(
     option: OptionTexts = None,
     assume_installed: AssumedVersions = None,
     allow_refuted: AllowRefuted = None,
+    tuned: TunedFile = None,
+    no_tuned: NoTuned = False,
     as_json: AsJson = False,
     **features: Any,
 ) -> None:
@@ -82,6 +87,7 @@ def explain(
         options=options(option, backend),
         assume_installed=assumed(assume_installed),
         allow_refuted=allowed(allow_refuted),
+        tuned=tuned_times(tuned, no_tuned),
     )
     advice = advice_for([decision])
     if as_json:

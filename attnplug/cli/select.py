@@ -18,11 +18,14 @@ from attnplug.cli.arguments import (
     BlockSize,
     DeviceText,
     KVCacheDtype,
+    NoTuned,
     OptionTexts,
     PhaseChoice,
+    TunedFile,
     allowed,
     assumed,
     options,
+    tuned_times,
 )
 from attnplug.cli.memory import budget_for, print_budget
 from attnplug.cli.output import console, features_in_words, layers_in_words, print_json
@@ -66,6 +69,8 @@ def select(
     ] = False,
     assume_installed: AssumedVersions = None,
     allow_refuted: AllowRefuted = None,
+    tuned: TunedFile = None,
+    no_tuned: NoTuned = False,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -98,6 +103,7 @@ def select(
         "options": options(option, backend),
         "assume_installed": assumed(assume_installed),
         "allow_refuted": allowed(allow_refuted),
+        "tuned": tuned_times(tuned, no_tuned),
     }
     by_phase: ByPhase | None = None
     notes: tuple[str, ...] = ()

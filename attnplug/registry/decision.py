@@ -15,6 +15,7 @@ from attnplug.core.json_reading import parse_json, reading, texts, typed
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.core.text import shown
+from attnplug.registry.measured_choice import Measured
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -73,6 +74,8 @@ class Candidate:
         priority: its place in the automatic order, higher first; None if it is not known.
         refused_at: the first gate that it failed, or None.
         reasons: every reason against it; empty if it was accepted.
+        measured_us: measured microseconds of a layer's attention at the shape that the decision's `measured` names;
+            None if no table decided, or it was not measured.
     """
 
     name: str
@@ -81,6 +84,7 @@ class Candidate:
     priority: int | None = None
     refused_at: Gate | None = None
     reasons: tuple[Reason, ...] = ()
+    measured_us: float | None = None
 
     @property
     def accepted(self) -> bool:
@@ -99,6 +103,7 @@ class Candidate:
             "accepted": self.accepted,
             "refused_at": self.refused_at and str(self.refused_at),
             "reasons": [reason.to_dict() for reason in self.reasons],
+            "measured_us": self.measured_us,
         }
 
     @classmethod
@@ -106,6 +111,8 @@ class Candidate:
         """The candidate that `to_dict` wrote. SpecError for damaged data."""
         with reading("candidate"):
             refused_at = typed(data, "refused_at", str, None)
+            # Older files do not have it.
+            us = typed({"measured_us": None, **data}, "measured_us", int, float, None)
             return cls(
                 name=typed(data, "name", str),
                 distribution=typed(data, "distribution", str, None),
@@ -113,6 +120,7 @@ class Candidate:
                 priority=typed(data, "priority", int, None),
                 refused_at=None if refused_at is None else Gate(refused_at),
                 reasons=tuple(map(Reason.from_dict, typed(data, "reasons", list))),
+                measured_us=us,
             )
 
 
@@ -128,9 +136,10 @@ class Decision:
         candidates: all of them: accepted ones first, in ranking order, then refused ones, nearest first.
         layer_name: the layer's name, if one was given.
         level: "usable" if the chosen backend's parts were imported here, else "declared".
-        chosen_by: "priority", "rank", or the source of the rule.
+        chosen_by: "priority", "measured", "rank", or the source of the rule.
         rule: the rule that asked for the backend, or None.
         ranked_by: the plugins whose `attnplug_rank` reordered the candidates.
+        measured: the comparison of measured times that decided; None if none did.
         block_size: tokens per KV page; None without a backend or pages.
         kv_cache_layout: "NHD" or "HND"; None without a backend or pages.
         options: the chosen backend's options by name, if it has any.
@@ -149,6 +158,7 @@ class Decision:
     chosen_by: str | None = None
     rule: str | None = None
     ranked_by: tuple[str, ...] = ()
+    measured: Measured | None = None
     block_size: int | None = None
     kv_cache_layout: str | None = None
     options: tuple[tuple[str, Any], ...] | None = None
@@ -215,8 +225,10 @@ class Decision:
             won = candidate is self.chosen
             word = "chosen" if won else "accepted" if candidate.accepted else "refused"
             asked = self.rule and f"asked for by {self.chosen_by} ({self.rule})"
-            chosen_by = asked or f"first by {', '.join(self.ranked_by) or self.chosen_by}"
-            why = f"{self.level}; {chosen_by}" if won else "\n".join(candidate.reasons)
+            by = ", ".join(self.ranked_by) or self.chosen_by
+            chosen_by = asked or (f"first by {by}" if self.measured is None else str(self.measured))
+            timed = [] if candidate.measured_us is None else [f"{candidate.measured_us:.1f} us"]
+            why = f"{self.level}; {chosen_by}" if won else "\n".join((*timed, *candidate.reasons))
             priority = "" if candidate.priority is None else str(candidate.priority)
             table.add_row(candidate.name, priority, verdict(word), why)
         return table
@@ -241,6 +253,7 @@ class Decision:
             "version": VERSION,
             **{name: getattr(self, name) for name in _AS_IS},
             **{name: list(getattr(self, name)) for name in _TUPLES},
+            "measured": None if self.measured is None else dataclasses.asdict(self.measured),
             "options": None if self.options is None else dict(self.options),
             "spec": self.spec.to_dict(),
             "device": self.device.to_dict(),
@@ -261,13 +274,14 @@ class Decision:
         """
         with reading("decision"):
             check_schema(data, SCHEMA)
-            data = {"allow_refuted": [], **data}  # older files do not have it
+            data = {"allow_refuted": [], "measured": None, **data}  # older files do not have them
             fields: dict[str, Any] = {name: typed(data, name, *kinds) for name, kinds in _AS_IS.items()}
             fields |= {name: texts(data, name) for name in _TUPLES}
             # JSON has lists for pairs, and a list does not equal the tuple that was written.
             if isinstance(fields["assumed"], list):
                 fields["assumed"] = tuple((str(name), str(version)) for name, version in fields["assumed"])
             options, phase = typed(data, "options", dict, None), typed(data, "phase", str, None)
+            measured = typed(data, "measured", dict, None)
             if options is not None:
                 fields["options"] = tuple(sorted((k, as_tuples(v)) for k, v in options.items()))
             return cls(
@@ -275,6 +289,7 @@ class Decision:
                 device=Device.from_dict(typed(data, "device", dict)),
                 phase=None if phase is None else Phase(phase),
                 candidates=tuple(map(Candidate.from_dict, typed(data, "candidates", list))),
+                measured=None if measured is None else Measured.from_dict(measured),
                 **fields,
             )
 

@@ -8,27 +8,25 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attnplug.core import files
 from attnplug.core.device import Device
 from attnplug.core.errors import MatrixFileError
 from attnplug.core.json_reading import parse_json
 from attnplug.registry.evidence import Cell, Evidence, RefutedCell, Subject
+from attnplug.registry.locks import locked, unwritable
 from attnplug.registry.switches import EVIDENCE
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
 
 SCHEMA = "attnplug.refuted"
 VERSION = 1
 
 _NAME = "refuted.json"
 _WRONG, _RIGHT = ("refuted",), ("verified", "unclaimed")
-_LOCK_SECONDS = 60
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError)
 """Raised by reading JSON of another form."""
 _DELETE = f"delete it and verify again, or name another file in {EVIDENCE}"
+_RENAME = f"name another file in {EVIDENCE}"
 
 Cells = dict[Subject, dict[Cell, RefutedCell]]
 
@@ -87,7 +85,7 @@ def record(run: Mapping[str, Any]) -> Recorded:
     # With nothing to remember or forget, no folder and no lock file is made.
     if not any(status in _WRONG for status, _ in found) and not _read(path):
         return Recorded(path, 0, 0)
-    with _locked(path):
+    with locked(path, _RENAME):
         # Read again under the lock, because another process may have written in between.
         known = _read(path)
         cells = known.setdefault(subject, {})
@@ -115,7 +113,7 @@ def forget(backend: str | None = None) -> int:
     path = evidence_path()
     if not _read(path):
         return 0
-    with _locked(path):
+    with locked(path, _RENAME):
         known = _read(path)
         kept = {each: cells for each, cells in known.items() if backend not in (None, each.backend)}
         forgotten = sum(map(len, known.values())) - sum(map(len, kept.values()))
@@ -124,34 +122,13 @@ def forget(backend: str | None = None) -> int:
     return forgotten
 
 
-def _locked(path: Path) -> AbstractContextManager[object]:
-    from filelock import FileLock, Timeout
-
-    lock = path.with_name(f"{path.name}.lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A link planted there would make the lock empty the file to which it points.
-        files.check_lock(lock)
-        return FileLock(lock).acquire(timeout=_LOCK_SECONDS)
-    except Timeout:
-        what = f"is still being written by another process after {_LOCK_SECONDS} s"
-        raise MatrixFileError(path, what, "try again") from None
-    except OSError as problem:
-        raise _unwritable(path, problem) from None
-
-
 def _write(path: Path, known: Cells) -> None:
     runs = [_text(subject, cells) for subject, cells in known.items() if cells]
     listed = "\n" + ",\n".join(runs) + "\n" if runs else ""
     try:
         files.write_text(path, f'{{"schema": "{SCHEMA}", "version": {VERSION}, "runs": [{listed}]}}\n')
     except OSError as problem:
-        raise _unwritable(path, problem) from None
-
-
-def _unwritable(path: Path, problem: OSError) -> MatrixFileError:
-    what = f"cannot be written: {files.why(problem)}"
-    return MatrixFileError(path, what, f"name another file in {EVIDENCE}")
+        raise unwritable(path, problem, _RENAME) from None
 
 
 def _text(subject: Subject, cells: Mapping[Cell, RefutedCell]) -> str:

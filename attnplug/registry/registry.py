@@ -25,6 +25,7 @@ from attnplug.registry.plugins import PluginSet
 from attnplug.registry.policy import USE_BLOCKS, Rule, phase_rule_for, rule_for, rule_sets
 from attnplug.registry.selector import AUTOMATIC, Policy, decide, refusal
 from attnplug.registry.switches import BACKEND as ENVIRONMENT
+from attnplug.registry.tuned_lookup import TableLookup, Tables, Tuned
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -56,6 +57,9 @@ class SelectKwargs(TypedDict, total=False):
     allow_refuted: AllowRefuted
     """Backends that may serve although they gave wrong results on this device with these versions: names, or
     "all". Comes before ATTNPLUG_ALLOW_REFUTED."""
+    tuned: Tuned
+    """The file of a table that `attnplug tune` wrote, or False for no measured times. Comes before ATTNPLUG_TUNED, which
+    comes before the table for the device in the user's data folder, and then the packaged one."""
 
 
 _UNSET = dict.fromkeys(SelectKwargs.__annotations__)
@@ -81,6 +85,7 @@ class Registry:
         self._lock = threading.Lock()
         self._cache: dict[Any, Decision] = {}
         self._evidence: Evidence | None = None
+        self._tuned = TableLookup()
 
     @property
     def records(self) -> tuple[PluginRecord, ...]:
@@ -98,6 +103,15 @@ class Registry:
                 if self._evidence.read_error:
                     _log.warning("evidence is left out: %s", self._evidence.read_error)
             return self._evidence
+
+    def tuned_tables(self, device: DeviceLike = None, tuned: Tuned = None) -> Tables:
+        """The tables of measured times that a selection with these arguments reads; each file is read once.
+
+        Raises:
+            MatrixFileError: a file that was named is missing or damaged.
+        """
+        given = self._tuned.of_argument(tuned)
+        return self._tuned.for_device(resolve_device(device)) if given is None else given
 
     def backends(self) -> Mapping[str, type[AttentionBackend]]:
         """The backends that can be chosen automatically, by name; a read-only view."""
@@ -250,6 +264,7 @@ class Registry:
         options: Any = None,
         assume_installed: AssumeInstalled = None,
         allow_refuted: AllowRefuted = None,
+        tuned: Tuned = None,
     ) -> Policy:
         sets = rule_sets(backend)
         if layer_name is None:
@@ -265,7 +280,8 @@ class Registry:
         check_options(merged, self.plugins)
         rule = rule_for(sets, spec, phase, layer_name)
         assumed = freeze_assumed(assume_installed)
-        return Policy(rule, freeze(merged), assumed, allowed_names(allow_refuted))
+        names = allowed_names(allow_refuted)
+        return Policy(rule, freeze(merged), assumed, names, self._tuned.of_argument(tuned))
 
     def environment_options(self, rules: Sequence[Rule]) -> dict[str, Any]:
         """The options in ATTNPLUG_OPTIONS, by backend; `rules` are those of ATTNPLUG_BACKEND."""
@@ -317,7 +333,8 @@ class Registry:
         with self._lock:
             plugins, cache = self.plugins, self._cache
         placement = Placement(spec, device, phase)
-        decision = decide(plugins, placement, policy, self.evidence, usable=usable)
+        tuned = self._tuned.for_device(device) if policy.tuned is None else policy.tuned
+        decision = decide(plugins, placement, policy, self.evidence, tuned, usable=usable)
         tries_imports = usable and policy.assumed is None and is_here(device)
         # If another thread still imports the backend, the next call tries again.
         if not (tries_imports and decision.backend is not None and decision.level == "declared"):

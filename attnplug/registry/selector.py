@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.errors import BackendUnavailableError, NoBackendError
@@ -13,6 +13,7 @@ from attnplug.registry.decision import Candidate, Decision, Gate, Placement
 from attnplug.registry.devices import is_here
 from attnplug.registry.evidence_gate import EvidenceGate
 from attnplug.registry.gates import examine, fault, preferred_pages, serving
+from attnplug.registry.measured import rank_by_tables
 from attnplug.registry.options import build_options, options_of
 from attnplug.registry.part_imports import PENDING
 from attnplug.registry.plugin_calls import describe, guarded_call, listed, plain_text
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
     from attnplug.core.reasons import Reason
     from attnplug.registry.evidence import Evidence
     from attnplug.registry.installed import Assumed
+    from attnplug.registry.measured_choice import Measured
     from attnplug.registry.plugins import PluginSet
     from attnplug.registry.policy import Rule
     from attnplug.registry.records import Offer
+    from attnplug.registry.tuned_lookup import Tables
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class Policy:
     options: tuple[tuple[str, Any], ...] = ()
     assumed: Assumed = None
     allow_refuted: tuple[str, ...] | None = None
+    tuned: Tables | None = None
 
 
 AUTOMATIC = Policy()
@@ -42,7 +46,13 @@ AUTOMATIC = Policy()
 
 
 def decide(
-    plugins: PluginSet, placement: Placement, policy: Policy, evidence: Evidence, *, usable: bool
+    plugins: PluginSet,
+    placement: Placement,
+    policy: Policy,
+    evidence: Evidence,
+    tuned: Tables,
+    *,
+    usable: bool,
 ) -> Decision:
     """Check every candidate and choose one. Never raises for lack of a backend.
 
@@ -51,6 +61,7 @@ def decide(
         placement: the layer, device and phase.
         policy: the settings of the user.
         evidence: the cells refuted here.
+        tuned: the measured times, which reorder the candidates.
         usable: pass the last gate too, if the device is one of this machine.
 
     Raises:
@@ -67,18 +78,9 @@ def decide(
         if candidate.accepted:
             candidates[offer], note = gate.check(offer, candidate, placement)
             notes += [note] if note else []
-    order = sorted(
-        (offer for offer, candidate in candidates.items() if candidate.accepted),
-        # The name decides between equal priorities, so that the order is always the same.
-        key=lambda offer: (-(candidates[offer].priority or 0), offer.full_name),
-    )
-    ranked_by: list[str] = []
-    # A ranking plugin has no say where the user asked for a backend.
-    if named is None:
-        order, ranked_by, faults = _ranked(plugins, order, placement)
-        notes += faults
-    else:
-        order.sort(key=lambda offer: offer not in named)
+    found = _in_order(plugins, candidates, placement, policy, tuned, named)
+    order, ranked_by = found.order, found.ranked_by
+    notes += found.notes
     winner, level, pages, spec = None, "declared", None, placement.spec
     winning: type[AttentionBackend] | None = None
     # Only down to the first that imports, because importing a kernel library is slow.
@@ -100,7 +102,9 @@ def decide(
             break
         failed = dataclasses.replace(candidates[offer], refused_at=Gate.IMPORT, reasons=(reason,))
         candidates[offer] = failed
-    automatic = None if winner is None else "rank" if ranked_by else "priority"
+    # A backend behind the first, whose parts do not import, did not win by its time.
+    measured = found.measured if order and winner is order[0] else None
+    automatic = None if winner is None else "rank" if ranked_by else "measured" if measured else "priority"
     of_winner: dict[str, Any] = {}
     if winner is not None:
         of_winner = {"options": _options(winner, policy), "backend_cls": winning}
@@ -118,12 +122,51 @@ def decide(
         level=level,
         chosen_by=automatic if policy.rule is None else policy.rule.source,
         rule=None if policy.rule is None else str(policy.rule),
-        ranked_by=tuple(ranked_by),
+        ranked_by=ranked_by,
+        measured=measured,
         assumed=policy.assumed,
         allow_refuted=gate.allowed,
         notes=(*notes, *([evidence.read_error] if evidence.read_error else [])),
         **of_winner,
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Order:
+    """The accepted offers in order, the plugins and the times that ordered them, and notes."""
+
+    order: list[Offer]
+    ranked_by: tuple[str, ...] = ()
+    measured: Measured | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _in_order(
+    plugins: PluginSet,
+    candidates: dict[Offer, Candidate],
+    placement: Placement,
+    policy: Policy,
+    tuned: Tables,
+    named: Collection[Offer] | None,
+) -> _Order:
+    """Rank the accepted candidates, and write measured times into them."""
+    order = sorted(
+        (offer for offer, candidate in candidates.items() if candidate.accepted),
+        # The name decides between equal priorities, so that the order is always the same.
+        key=lambda offer: (-(candidates[offer].priority or 0), offer.full_name),
+    )
+    # Neither times nor ranking plugins have a say where the user asked for a backend.
+    if named is not None:
+        order.sort(key=lambda offer: offer not in named)
+        return _Order(order)
+    measured, notes = None, tuned.notes
+    if tuned.tables and order:
+        timed = rank_by_tables(tuned.tables, order, placement, policy.assumed, asked=tuned.asked)
+        order, measured, notes = timed.order, timed.measured, (*notes, *timed.notes)
+        for offer, us in timed.times.items():
+            candidates[offer] = dataclasses.replace(candidates[offer], measured_us=us)
+    order, ranked_by, faults = _ranked(plugins, order, placement)
+    return _Order(order, tuple(ranked_by), None if ranked_by else measured, (*notes, *faults))
 
 
 def _ranked(

@@ -42,6 +42,8 @@ class ModelPlan:
         by_phase: by layer, the choice of each phase alone; empty unless the plan asked for it.
         notes: the choices that the plan gave up and why, and the notes of its decisions.
         context_chunk_rows: computed tokens that a prefill of latent attention expands at once.
+        tuned: the digests of the tables of measured times that were read, with + between them; None without any.
+            Ranks of one model need equal ones, because other times may choose other backends.
     """
 
     decisions: Mapping[str, Decision]
@@ -52,6 +54,7 @@ class ModelPlan:
     by_phase: Mapping[str, Mapping[Phase, Decision]] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     context_chunk_rows: int = CONTEXT_CHUNK_ROWS
+    tuned: str | None = None
 
     @property
     def specs(self) -> dict[str, LayerSpec]:
@@ -135,6 +138,8 @@ class ModelPlan:
         parts = [f"{len(self.decisions)} layers on {self.device}"]
         if self.kv_sharing:
             parts.append(f"{len(self.kv_sharing)} read another's pages")
+        if self.tuned is not None and any(each.measured for each in self.decisions.values()):
+            parts.append(f"chosen by measured times {self.tuned}")
         budget = self.budget
         if budget is not None and budget.groups:
             tokens = "any number of" if budget.max_tokens is None else f"{budget.max_tokens:,}"
@@ -166,6 +171,7 @@ class ModelPlan:
             "num_blocks": self.num_blocks,
             "memory": self.memory,
             "context_chunk_rows": self.context_chunk_rows,
+            "tuned": self.tuned,
             "notes": list(self.notes),
         }
 
@@ -212,6 +218,8 @@ class ModelPlan:
                 context_chunk_rows=check_size(
                     "context_chunk_rows", data.get("context_chunk_rows", CONTEXT_CHUNK_ROWS)
                 ),
+                # Older files do not have it.
+                tuned=typed({"tuned": None, **data}, "tuned", str, None),
             )
             # Computed here, so that this call refuses layers whose caches do not fit each other.
             _ = made.budget

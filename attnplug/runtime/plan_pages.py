@@ -79,3 +79,18 @@ def with_layout(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
             raise LayoutError("kv_cache_layout", layout, limit, remedy)
         planned[name] = dataclasses.replace(decision, kv_cache_layout=layout)
     return planned
+
+
+def other_pages(chosen: Mapping[str, Decision], planned: Mapping[str, Decision]) -> tuple[str, ...]:
+    """A note for each backend that was chosen by times with other pages than those that the plan gives it."""
+    notes: dict[tuple[str | None, str, str], str] = {}
+    for name, decision in planned.items():
+        before = chosen.get(name)
+        if decision.measured is None or before is None or before.backend != decision.backend:
+            continue
+        old, new = (f"{each.block_size} tokens in {each.kv_cache_layout}" for each in (before, decision))
+        if old != new:
+            text = f"{decision.backend} was measured with pages of {old}; the plan gives layer {name} pages of {new}"
+            remedy = f"attnplug tune --block-size {decision.block_size} measures these"
+            notes.setdefault((decision.backend, old, new), f"{text}; {remedy}")
+    return tuple(notes.values())

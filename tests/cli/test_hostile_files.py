@@ -16,6 +16,7 @@ from attnplug.core.json_reading import parse_json
 from attnplug.matrix.results import read_matrix, write_file
 from attnplug.registry import refuted
 from attnplug.registry.decision import Decision
+from attnplug.registry.locks import locked
 from attnplug.testing.conformance.selection import read_known_failures
 
 pytestmark = [
@@ -192,14 +193,14 @@ def test_a_planted_lock_is_not_opened(tmp_path, monkeypatch, make):
     make(tmp_path / "refuted.json.lock")
     monkeypatch.setenv("ATTNPLUG_EVIDENCE", str(tmp_path))
     with pytest.raises(MatrixFileError, match="not a regular file"):
-        refuted._locked(tmp_path / "refuted.json")
+        locked(tmp_path / "refuted.json", "name another file")
     assert victim.read_text() == "mine"
 
 
 def test_a_lock_left_by_an_earlier_run_is_used(tmp_path):
     with FileLock(tmp_path / "refuted.json.lock"):
         pass
-    with refuted._locked(tmp_path / "refuted.json"):
+    with locked(tmp_path / "refuted.json", "name another file"):
         assert (tmp_path / "refuted.json.lock").is_file()
 
 

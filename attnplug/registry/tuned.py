@@ -1,0 +1,304 @@
+"""A table of measured times: which backend was how fast for which layer on which device."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+import operator
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from attnplug.core.device_names import find_gpu, same_gpu_name
+from attnplug.core.spec import LayerSpec, Phase
+from attnplug.registry.installed import installed_version
+from attnplug.registry.records import canonical_name
+from attnplug.registry.step_shapes import StepShape
+
+if TYPE_CHECKING:
+    from attnplug.core.device import Device
+    from attnplug.registry.evidence import Pages, Subject
+    from attnplug.registry.installed import Assumed
+
+SCHEMA = "attnplug.tuned"
+VERSION = 1
+
+LayerKey: TypeAlias = tuple[Any, ...]
+
+# The scale changes no kernel, pages are compared row by row, and "auto" and "fp8" name a dtype in other words.
+_LEFT_OUT = {"scale", "block_size", "kv_cache_dtype"}
+_KEY_FIELDS = tuple(f.name for f in dataclasses.fields(LayerSpec) if f.init and f.name not in _LEFT_OUT)
+_key_values = operator.attrgetter(*_KEY_FIELDS)
+
+
+def layer_key(spec: LayerSpec) -> LayerKey:
+    """All of a layer that changes which kernel runs and how long: times are those of equal keys only."""
+    return (spec.resolved_kv_cache_dtype, *_key_values(spec))
+
+
+def device_slug(device: Device) -> str | None:
+    """The name of a device in file names: "h200", "cpu"; None for a GPU of unknown name."""
+    if device.name is None:
+        return device.type if device.type not in ("cuda", "rocm", "xpu") else None
+    known = find_gpu(device.name)
+    name = device.name if known is None else known.name
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or None
+
+
+class RowStatus(enum.StrEnum):
+    """The outcome of a measurement."""
+
+    MEASURED = "measured"
+    WRONG = "wrong"
+    """Its output differed from the reference, so it was not timed."""
+    CRASHED = "crashed"
+    """Its process ended, hung, or it raised an exception."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """The measurement of one backend for one layer and step.
+
+    Args:
+        subject: the backend, its version and the versions of its libraries.
+        shape: the step.
+        pages: tokens per page and layout; None where K and V are arguments of the call.
+        status: measured, wrong or crashed.
+        us: microseconds of one layer's attention: the median of the rounds' medians; 0 if not measured.
+        build_us: microseconds of the host to build the metadata of a step, for all layers of the group together.
+        spread: median absolute deviation of the rounds, relative to `us`.
+        rounds: number of rounds.
+        date: when it was measured, with its offset from UTC.
+        why: why it was not measured, else "".
+    """
+
+    subject: Subject
+    shape: StepShape
+    pages: Pages
+    status: RowStatus = RowStatus.MEASURED
+    us: float = 0.0
+    build_us: float = 0.0
+    spread: float = 0.0
+    rounds: int = 0
+    date: str = ""
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TunedRun:
+    """The rows of one backend with equal versions and pages: by place in the workload, and the places that failed."""
+
+    subject: Subject
+    pages: Pages
+    rows: dict[int, Row]
+    failed: set[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class TunedLayer:
+    """The measurements of one kind of layer.
+
+    Args:
+        spec: the layer, with no block size.
+        count: layers of the model that are like it; a step costs `count` times the kernel and one build.
+        workload: the shapes with their weights.
+        rows: the measurements.
+    """
+
+    spec: LayerSpec
+    count: int
+    workload: tuple[tuple[StepShape, float], ...]
+    rows: tuple[Row, ...]
+
+    @functools.cached_property
+    def weights(self) -> tuple[float, ...]:
+        """The weight of each shape, by its place in the workload."""
+        return tuple(weight for _, weight in self.workload)
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The words for each shape, by its place in the workload."""
+        return tuple(str(shape) for shape, _ in self.workload)
+
+    @functools.cached_property
+    def places_of(self) -> Mapping[Phase | None, tuple[int, ...]]:
+        """The places of the shapes of each phase; None has all."""
+        phases = [shape.phase for shape, _ in self.workload]
+        return {
+            each: tuple(place for place, phase in enumerate(phases) if each in (None, phase))
+            for each in (None, *Phase)
+        }
+
+    @functools.cached_property
+    def runs_of(self) -> Mapping[tuple[str, str | None], tuple[TunedRun, ...]]:
+        """The rows by the name and the distribution of their backend, then by versions and pages."""
+        places = {shape: place for place, (shape, _) in enumerate(self.workload)}
+        runs: dict[tuple[Subject, Pages], TunedRun] = {}
+        for row in self.rows:
+            run = runs.setdefault((row.subject, row.pages), TunedRun(row.subject, row.pages, {}, set()))
+            place = places.get(row.shape)
+            if place is not None and row.status is RowStatus.MEASURED:
+                run.rows[place] = row
+            elif place is not None:
+                run.failed.add(place)
+        found: dict[tuple[str, str | None], tuple[TunedRun, ...]] = {}
+        for run in runs.values():
+            owner = (run.subject.backend, run.subject.distribution)
+            found[owner] = (*found.get(owner, ()), run)
+        return found
+
+    def cost(self, row: Row) -> float:
+        """Microseconds of a step of the model: its layers like this one, and one build of their metadata."""
+        return self.count * row.us + row.build_us
+
+
+# Compared by identity: it is part of the key under which decisions are remembered.
+@dataclasses.dataclass(frozen=True, eq=False)
+class TunedTable:
+    """Measured times of backends on one device; it reorders candidates, and nothing else.
+
+    Args:
+        device: the device of all rows.
+        layers: the layers that were measured.
+        environment: names and versions for people: driver, CUDA, Python, ...
+        policy: how the times were measured.
+        choices: the choices when it was written, for people; selections compute theirs from the rows.
+        path: the file that it was read from.
+    """
+
+    device: Device
+    layers: tuple[TunedLayer, ...]
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    policy: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    choices: tuple[Mapping[str, Any], ...] = ()
+    path: Path | None = None
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits of the contents. Processes that must choose alike compare them."""
+        import hashlib
+
+        text = json.dumps(self.to_dict(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def name(self) -> str:
+        """The file's name, or the digest of a table that was not read from a file."""
+        return f"tuned table {self.digest[:8] if self.path is None else self.path.name}"
+
+    @functools.cached_property
+    def by_key(self) -> Mapping[LayerKey, TunedLayer]:
+        """The layers by what their kernels depend on."""
+        return {layer_key(layer.spec): layer for layer in self.layers}
+
+    def is_for(self, device: Device) -> bool:
+        """Whether its times are of this device: the same type, capability and name."""
+        mine = self.device
+        if (mine.type, mine.capability) != (device.type, device.capability):
+            return False
+        # An H200 and an H100 have one capability, so without a name nobody knows whose times these are.
+        if mine.name is None or device.name is None:
+            return mine.name is device.name
+        return same_gpu_name(mine.name, device.name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON object with every field but the path."""
+        rows = [(index, row) for index, layer in enumerate(self.layers) for row in layer.rows]
+        subjects = list(dict.fromkeys(row.subject for _, row in rows))
+        place = {subject: index for index, subject in enumerate(subjects)}
+        return {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "device": self.device.to_dict(),
+            "environment": dict(self.environment),
+            "policy": dict(self.policy),
+            "subjects": [
+                {
+                    "backend": each.backend,
+                    "distribution": each.distribution,
+                    "version": each.version,
+                    "versions": dict(each.versions),
+                }
+                for each in subjects
+            ],
+            "layers": [
+                {
+                    "spec": layer.spec.to_dict(),
+                    "count": layer.count,
+                    "workload": [{**shape.to_dict(), "weight": weight} for shape, weight in layer.workload],
+                }
+                for layer in self.layers
+            ],
+            "cells": [
+                {
+                    "layer": index,
+                    "subject": place[row.subject],
+                    **row.shape.to_dict(),
+                    "block_size": row.pages and row.pages[0],
+                    "layout": row.pages and row.pages[1],
+                    "status": str(row.status),
+                    **{
+                        name: getattr(row, name)
+                        for name in ("us", "build_us", "spread", "rounds", "date", "why")
+                    },
+                }
+                for index, row in rows
+            ],
+            "choices": [dict(choice) for choice in self.choices],
+        }
+
+    def at(self, *shapes: StepShape) -> TunedTable:
+        """The table with, for each layer, only the measured shapes nearest to `shapes` in each phase.
+
+        Nearest in the logarithms of batch and context, ragged and speculative shapes to their like first.
+        """
+        layers = []
+        for layer in self.layers:
+            kept = {
+                min(same, key=functools.partial(_distance, shape))
+                for shape in shapes
+                if (same := [each for each, _ in layer.workload if each.phase is shape.phase])
+            }
+            workload = tuple((shape, weight) for shape, weight in layer.workload if shape in kept)
+            rows = tuple(row for row in layer.rows if row.shape in kept)
+            layers.append(dataclasses.replace(layer, workload=workload, rows=rows))
+        return dataclasses.replace(self, layers=tuple(layers), choices=())
+
+
+def _distance(wanted: StepShape, other: StepShape) -> tuple[float, str]:
+    import math
+
+    far = abs(math.log2(wanted.batch / other.batch)) + abs(math.log2(wanted.context / other.context))
+    far += abs(math.log2(wanted.query / other.query)) + (wanted.ragged is not other.ragged)
+    return far, str(other)
+
+
+def other_version(subject: Subject, *, here: bool, assumed: Assumed) -> str | None:
+    """The first version that is not the one measured: "flashinfer-python 0.6.13, and 0.7.2 is installed".
+
+    Args:
+        subject: the backend that was measured.
+        here: whether the device is one of this machine. Versions installed here say nothing about another machine.
+        assumed: versions to judge by instead of the installed ones.
+    """
+    if assumed == "all":
+        return None
+    known = dict(assumed) if isinstance(assumed, tuple) else {}
+    for name, version in subject.versions:
+        found, what = known.get(canonical_name(name)), "assumed"
+        if found is None:
+            if not here:
+                continue
+            found, what = installed_version(name), "installed"
+        if found != version:
+            return f"{name} {version}, and {found or 'none'} is {what}"
+    return None
+
+
+def merged(layers: Iterable[TunedLayer], newer: Iterable[TunedLayer]) -> tuple[TunedLayer, ...]:
+    """The layers of both; a newer tuning of a layer replaces the older one whole."""
+    found = {layer_key(layer.spec): layer for layer in layers}
+    return tuple({**found, **{layer_key(layer.spec): layer for layer in newer}}.values())

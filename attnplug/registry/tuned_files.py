@@ -1,0 +1,210 @@
+"""The files of measured times: read strictly, and written whole."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnplug.core import files
+from attnplug.core.device import Device
+from attnplug.core.errors import MatrixFileError
+from attnplug.core.json_reading import parse_json, typed
+from attnplug.core.spec import LayerSpec
+from attnplug.registry.evidence import Subject
+from attnplug.registry.locks import locked, unwritable
+from attnplug.registry.step_shapes import StepShape
+from attnplug.registry.tuned import SCHEMA, VERSION, Row, RowStatus, TunedLayer, TunedTable, layer_key
+
+if TYPE_CHECKING:
+    from attnplug.registry.evidence import Pages
+
+
+_MOST_US = 1e12
+_MOST_LAYERS = 100_000
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+_REMEDY = "measure again with attnplug tune, or leave the table out with --no-tuned"
+_TOP = {"schema", "version", "device", "environment", "policy", "subjects", "layers", "cells", "choices"}
+_SUBJECT = {"backend", "distribution", "version", "versions"}
+_LAYER = {"spec", "count", "workload"}
+_SHAPE = {"phase", "batch", "query", "context", "ragged"}
+_FIGURES = {"us", "build_us", "spread"}
+_ROW = {"layer", "subject", "block_size", "layout", "status", "rounds", "date", "why"} | _SHAPE | _FIGURES
+_CHOICE = {"layer", "phase", "backend", "default", "ratio", "why"}
+
+
+def read_table(path: Path) -> TunedTable:
+    """The table in a file.
+
+    Raises:
+        MatrixFileError: there is no such file, it cannot be read, or any part of it is not as `attnplug tune` writes it.
+    """
+    try:
+        data = parse_json(files.read_text(path))
+    except OSError as problem:
+        raise MatrixFileError(path, f"cannot be read: {files.why(problem)}", _REMEDY) from None
+    except ValueError as problem:
+        raise MatrixFileError(path, f"is half written, or no JSON: {problem}", _REMEDY) from None
+    about = (data.get("schema"), data.get("version")) if isinstance(data, dict) else (None, None)
+    if about != (SCHEMA, VERSION):
+        found = f"{about[0]!r:.60}, version {about[1]!r:.20}"
+        raise MatrixFileError(path, f"has the schema {found}, not {SCHEMA!r}, version {VERSION}", _REMEDY)
+    try:
+        return _table(data, path)
+    except _MALFORMED as problem:
+        told = f"{problem} is missing" if isinstance(problem, KeyError) else str(problem)
+        raise MatrixFileError(path, f"cannot be made sense of: {told}", _REMEDY) from None
+
+
+def update_table(path: Path, change: Callable[[TunedTable | None], TunedTable]) -> TunedTable:
+    """Write what `change` makes of the table in a file, or of None without a file; several processes may write at once.
+
+    Raises:
+        MatrixFileError: the file is damaged or cannot be written.
+    """
+    remedy = "name another file with --output"
+    with locked(path, remedy):
+        # Read under the lock, because another process may have written in between.
+        made = change(read_table(path) if path.exists() else None)
+        try:
+            files.write_text(path, table_text(made))
+        except OSError as problem:
+            raise unwritable(path, problem, remedy) from None
+    return made
+
+
+def table_text(table: TunedTable) -> str:
+    """The text of a table's file, with a line for each cell."""
+    data = table.to_dict()
+    lists = ("subjects", "layers", "cells", "choices")
+    head = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in data.items() if k not in lists)
+    parts = []
+    for name in lists:
+        lines = ",\n".join(f"  {json.dumps(each)}" for each in data[name])
+        parts.append(f' "{name}": [' + (f"\n{lines}\n ]" if lines else "]"))
+    return "{\n" + head.lstrip() + ",\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _table(data: Mapping[str, Any], path: Path) -> TunedTable:
+    _only(data, _TOP, "the table")
+    device = Device.from_dict(typed(data, "device", dict))
+    environment = typed(data, "environment", dict)
+    if not all(type(value) is str for value in environment.values()):
+        raise TypeError("environment must map names to text")
+    subjects = [_subject(each, device) for each in typed(data, "subjects", list)]
+    layers = [_layer(each) for each in typed(data, "layers", list)]
+    if len({layer_key(layer.spec) for layer in layers}) < len(layers):
+        raise ValueError("two layers are alike")
+    rows: list[dict[Any, Row]] = [{} for _ in layers]
+    for cell in typed(data, "cells", list):
+        index, row = _index(cell, "layer", len(layers)), _row(cell, subjects)
+        place = (row.subject.backend, row.subject.distribution, row.shape, row.pages)
+        if rows[index].setdefault(place, row) is not row:
+            raise ValueError(f"two cells are of {row.subject.backend} at {row.shape}")
+    choices = typed(data, "choices", list)
+    for choice in choices:
+        _only(choice, _CHOICE, "a choice")
+        _index(choice, "layer", len(layers))
+        _figure(choice, "ratio", _MOST_US)
+        for name, kinds in (
+            ("phase", (str, None)),
+            ("backend", (str,)),
+            ("default", (str,)),
+            ("why", (str,)),
+        ):
+            typed(choice, name, *kinds)
+    return TunedTable(
+        device,
+        tuple(
+            TunedLayer(spec.spec, spec.count, spec.workload, tuple(own.values()))
+            for spec, own in zip(layers, rows, strict=True)
+        ),
+        environment,
+        typed(data, "policy", dict),
+        tuple(choices),
+        path,
+    )
+
+
+def _subject(data: Mapping[str, Any], device: Device) -> Subject:
+    _only(data, _SUBJECT, "a subject")
+    versions = typed(data, "versions", dict)
+    if not all(type(value) is str for value in versions.values()):
+        raise TypeError("versions must map distributions to text")
+    return Subject(
+        typed(data, "backend", str),
+        typed(data, "distribution", str, None),
+        typed(data, "version", str, None),
+        device,
+        tuple(sorted(versions.items())),
+    )
+
+
+def _layer(data: Mapping[str, Any]) -> TunedLayer:
+    _only(data, _LAYER, "a layer")
+    spec = LayerSpec.from_dict(typed(data, "spec", dict))
+    count = typed(data, "count", int)
+    if not 1 <= count <= _MOST_LAYERS:
+        raise ValueError(f"count must be from 1 to {_MOST_LAYERS}, not {count}")
+    workload = []
+    for each in typed(data, "workload", list):
+        _only(each, {*_SHAPE, "weight"}, "a shape")
+        weight = _figure(each, "weight", 1e6)
+        if not weight:
+            raise ValueError("a weight must be above 0")
+        workload.append((StepShape.from_dict(each), weight))
+    if len({shape for shape, _ in workload}) < len(workload):
+        raise ValueError("a workload has a shape twice")
+    return TunedLayer(spec, count, tuple(workload), ())
+
+
+def _row(data: Mapping[str, Any], subjects: list[Subject]) -> Row:
+    _only(data, _ROW, "a cell")
+    size, layout = typed(data, "block_size", int, None), typed(data, "layout", str, None)
+    if (size is None) is not (layout is None) or layout not in (None, "NHD", "HND") or (size or 1) < 1:
+        raise ValueError(f"pages of {size} tokens in {layout!r:.20} are none")
+    pages: Pages = None if size is None or layout is None else (size, layout)
+    status, rounds, date = RowStatus(typed(data, "status", str)), typed(data, "rounds", int), data["date"]
+    dt.datetime.fromisoformat(date)
+    row = Row(
+        subjects[_index(data, "subject", len(subjects))],
+        StepShape.from_dict(data),
+        pages,
+        status,
+        us=_figure(data, "us", _MOST_US),
+        build_us=_figure(data, "build_us", _MOST_US),
+        spread=_figure(data, "spread", _MOST_US),
+        rounds=rounds,
+        date=date,
+        why=typed(data, "why", str),
+    )
+    if status is RowStatus.MEASURED and (row.us <= 0 or rounds < 1):
+        raise ValueError(f"a measured cell of {row.subject.backend} has no time")
+    return row
+
+
+def _only(data: Any, names: set[str], what: str) -> None:
+    """TypeError unless `data` is an object with exactly these fields: a misspelt one would be ignored."""
+    if type(data) is not dict:
+        raise TypeError(f"{what} must be an object")
+    if missing := names - data.keys():
+        raise KeyError(min(missing))
+    if unknown := data.keys() - names:
+        raise ValueError(f"{what} has the unknown field {min(unknown)!r:.60}")
+
+
+def _index(data: Mapping[str, Any], name: str, count: int) -> int:
+    value: int = typed(data, name, int)
+    if not 0 <= value < count:
+        raise ValueError(f"{name} must be below {count}, not {value}")
+    return value
+
+
+def _figure(data: Mapping[str, Any], name: str, most: float) -> float:
+    value = float(typed(data, name, int, float))
+    if not (math.isfinite(value) and 0 <= value <= most):
+        raise ValueError(f"{name} must be from 0 to {most:g}, not {value}")
+    return value

@@ -1,0 +1,138 @@
+"""The tables of measured times that a selection reads: the argument's, the variable's, the user's, the packaged."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from attnplug.core.errors import MatrixFileError, PolicyError
+from attnplug.registry.switches import TUNED
+from attnplug.registry.tuned import TunedTable, device_slug
+
+if TYPE_CHECKING:
+    from attnplug.core.device import Device
+
+Tuned: TypeAlias = "TunedTable | str | os.PathLike[str] | Literal[False] | None"
+"""A table or its file; False for none; None leaves it to ATTNPLUG_TUNED and the folders of tables."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tables:
+    """The tables of a selection.
+
+    Args:
+        tables: the most important first.
+        asked: the user named them, so a selection notes why one does not apply.
+        notes: files in the user's folder that cannot be read.
+    """
+
+    tables: tuple[TunedTable, ...] = ()
+    asked: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str | None:
+        """The digests of the tables, with + between them; None without any."""
+        return "+".join(table.digest for table in self.tables) or None
+
+
+NO_TABLES = Tables()
+PACKAGED = Path(__file__).with_name("tuned_tables")
+"""The folder of the tables that attnplug ships, one for each device."""
+
+
+def user_folder() -> Path:
+    """The folder of the user's own tables, one for each device."""
+    from platformdirs import user_data_path
+
+    return user_data_path("attnplug", appauthor=False) / "tuned"
+
+
+def table_file(folder: Path, device: Device) -> Path | None:
+    """The file for a device in a folder of tables; None for a GPU of unknown name."""
+    slug = device_slug(device)
+    return None if slug is None else folder / f"{slug}.json"
+
+
+class TableLookup:
+    """Finds tables and remembers them, so that each file is read once. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read: dict[str, Tables] = {}
+        self._variable: list[Tables | None] = []
+        self._named: dict[str, Tables] = {}
+
+    def of_argument(self, tuned: Tuned) -> Tables | None:
+        """The tables that an argument names; None if it names none.
+
+        Raises:
+            MatrixFileError: a file that is missing or damaged.
+            PolicyError: an argument of another type.
+        """
+        if tuned is None:
+            return None
+        if tuned is False:
+            return NO_TABLES
+        if isinstance(tuned, TunedTable):
+            return Tables((tuned,), asked=True)
+        try:
+            path = os.fspath(tuned)
+        except TypeError:
+            path = None
+        if not isinstance(path, str) or not path:
+            raise PolicyError("tuned", tuned, "must be a file, a TunedTable, False or None")
+        with self._lock:
+            if path not in self._named:
+                self._named[path] = _asked_for([Path(path)])
+            return self._named[path]
+
+    def for_device(self, device: Device) -> Tables:
+        """The tables without an argument: those of ATTNPLUG_TUNED, else the user's and the packaged one for a device.
+
+        The variable is read once. If it is set and empty, there are no tables.
+
+        Raises:
+            MatrixFileError: a file that the variable names is missing or damaged.
+        """
+        with self._lock:
+            if not self._variable:
+                given = os.environ.get(TUNED)
+                self._variable.append(None if given is None else _asked_for(_paths(given)))
+            if self._variable[0] is not None:
+                return self._variable[0]
+            key = f"{device.type} {device.name}"
+            if key not in self._read:
+                self._read[key] = _in_folders(device)
+            return self._read[key]
+
+
+def _paths(text: str) -> list[Path]:
+    # os.path, because pathlib raises where a home cannot be looked up.
+    return [Path(os.path.expanduser(each)) for each in text.split(os.pathsep) if each]  # noqa: PTH111
+
+
+def _asked_for(paths: list[Path]) -> Tables:
+    if not paths:
+        return NO_TABLES
+    from attnplug.registry.tuned_files import read_table
+
+    return Tables(tuple(map(read_table, paths)), asked=True)
+
+
+def _in_folders(device: Device) -> Tables:
+    tables, notes = [], []
+    for folder in (user_folder(), PACKAGED):
+        path = table_file(folder, device)
+        if path is None or not path.exists():
+            continue
+        from attnplug.registry.tuned_files import read_table
+
+        try:
+            tables.append(read_table(path))
+        except MatrixFileError as problem:
+            notes.append(str(problem))
+    return Tables(tuple(tables), notes=tuple(notes))
