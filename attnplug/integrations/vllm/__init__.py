@@ -6,7 +6,12 @@ imported by that call only.
 
 from __future__ import annotations
 
-__all__ = ["register"]
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnplug.registry.decision import Decision
+
+__all__ = ["decisions", "register"]
 
 
 def register() -> None:
@@ -18,3 +23,15 @@ def register() -> None:
     from attnplug.integrations.vllm.names import register_names
 
     register_names()
+
+
+def decisions(vllm_config: Any) -> dict[str, Decision]:
+    """The decision for each layer that has run on attnplug, by vLLM's name of the layer.
+
+    Args:
+        vllm_config: the engine's VllmConfig, in the process that runs the model. With
+            `VLLM_ENABLE_V1_MULTIPROCESSING=0` that is `llm.llm_engine.vllm_config`.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    found = {name: getattr(getattr(layer, "impl", None), "decision", None) for name, layer in layers.items()}
+    return {name: decision for name, decision in found.items() if decision is not None}

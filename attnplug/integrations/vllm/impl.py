@@ -30,6 +30,8 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
 
     backend: str | None = None
     supports_quant_query_input = False
+    decision: Decision | None = None
+    """That of the layer's first step; drafts that are not causal may have another."""
 
     def __init__(
         self,
@@ -108,6 +110,7 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
     def bound(self, block_size: int, device: torch.device, causal: bool = True) -> Bound:
         """The impl of the layer in such pages; learned tensors are read now, after vLLM has loaded them."""
         decision = self.decide(block_size, causal)
+        self.decision = self.decision or decision
         sinks, slopes = self.sinks, self.alibi_slopes
         tensors = LayerTensors(
             sinks=None if sinks is None else sinks.detach().to(device, torch.float32),

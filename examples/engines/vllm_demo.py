@@ -1,0 +1,235 @@
+"""vLLM with its own attention and with attnplug's, on one model with made-up weights: one table of their speeds.
+
+python examples/engines/vllm_demo.py
+
+It needs vLLM and an NVIDIA GPU. Each choice runs in a process of its own, one after another; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import importlib.metadata
+import importlib.util
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from vllm_run import MARK
+
+MODELS = Path(__file__).parents[1] / "models"
+CHOICES = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "ATTNPLUG")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; 2 where it cannot run or no choice did, 1 where a choice failed."""
+    options = _parser().parse_args(arguments)
+    console = Console()
+    problem = missing()
+    if problem:
+        print(f"vllm_demo: {problem}", file=sys.stderr)
+        return 2
+    settings = {
+        "model": str(options.model),
+        "layers": options.layers,
+        "workloads": workloads(options.requests, options.prompt),
+        "max_tokens": options.max_tokens,
+        "rounds": options.rounds,
+        "memory": options.memory,
+        "eager": options.eager,
+    }
+    results = {}
+    for choice in dict.fromkeys(options.choices):
+        console.print(f"running {choice} ...")
+        results[choice] = run(choice, settings, options.timeout)
+    show(console, results)
+    if options.json:
+        options.json.write_text(json.dumps(report(settings, results), indent=2) + "\n")
+    failed = ["error" in result for result in results.values()]
+    return 2 if all(failed) else int(any(failed))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    model = MODELS / "qwen3-8b.json"
+    parser.add_argument("--model", type=_file, default=model, help="a config.json (default: %(default)s)")
+    parser.add_argument("--layers", type=_count, help="fewer layers than the model has")
+    parser.add_argument(
+        "--requests", type=_count, default=64, help="requests of a workload (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prompt", type=_count, default=2048, help="tokens of each prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=_several, default=64, help="tokens to draw for each (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=_count, default=2, help="the best counts; one more warms up (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--choices", nargs="+", default=CHOICES, help="attention backends of vLLM (default: all four)"
+    )
+    parser.add_argument(
+        "--memory", type=float, default=0.8, help="share of the GPU's memory (default: %(default)s)"
+    )
+    parser.add_argument("--eager", action="store_true", help="without torch.compile and CUDA graphs")
+    parser.add_argument(
+        "--timeout", type=float, default=900.0, help="seconds for each choice (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    return parser
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text}: no such file; give the path of a config.json")
+    return path
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1 to {1 << 20}")
+    return int(text)
+
+
+def _several(text: str) -> int:
+    if _count(text) < 2:
+        raise argparse.ArgumentTypeError(
+            "1 token is prefill alone; at least 2 are needed to measure decoding"
+        )
+    return int(text)
+
+
+def missing() -> str | None:
+    """A sentence that says what this machine lacks; None if the demo can run."""
+    if importlib.util.find_spec("vllm") is None:
+        return "vllm is not installed; pip install vllm, on a machine with an NVIDIA GPU"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch finds no NVIDIA GPU here, and vLLM's own backends need one"
+    return None
+
+
+def workloads(requests: int, prompt: int) -> dict[str, list[int]]:
+    """The prompts' lengths: all equal, and from a twentieth to seven times as long."""
+    draw = random.Random(3)  # noqa: S311
+    ragged = [max(1, int(prompt / 20 * math.exp(draw.random() * math.log(140)))) for _ in range(requests)]
+    return {f"{requests} x {prompt}": [prompt] * requests, f"{requests} ragged": ragged}
+
+
+def run(choice: str, settings: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+    """The result of one choice, or its `error`."""
+    command = [sys.executable, str(Path(__file__).with_name("vllm_run.py")), choice]
+    try:
+        done = subprocess.run(  # noqa: S603  (our own interpreter on our own script)
+            command, input=json.dumps(settings), capture_output=True, text=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"took more than {timeout:.0f} s"}
+    for line in done.stdout.splitlines():
+        if line.startswith(MARK):
+            found: dict[str, Any] = json.loads(line.removeprefix(MARK))
+            return found
+    return {"error": _last_error(done.stderr) or f"ended with exit code {done.returncode}"}
+
+
+def _last_error(printed: str) -> str:
+    """The message of the last exception in a log, else the last line."""
+    named = re.findall(r"\b\w*(?:Error|Exception): .*", printed)
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    return str((named or lines or [""])[-1])
+
+
+def show(console: Console, results: Mapping[str, Mapping[str, Any]]) -> None:
+    """One table of all choices, and what attnplug chose for which layers."""
+    ran = {choice: result for choice, result in results.items() if "error" not in result}
+    names = list(next(iter(ran.values()))["workloads"]) if ran else []
+    table = Table(title="tokens per second")
+    table.add_column("attention")
+    for name in names:
+        for phase in ("prefill", "decode"):
+            table.add_column(f"{name}\n{phase}", justify="right")
+    table.add_column("tokens as\n" + (next(iter(ran)) if ran else "-"), justify="right")
+    for choice, result in ran.items():
+        cells = [
+            f"{result['workloads'][name][f'{phase}_tokens_per_s']:,.0f}"
+            for name in names
+            for phase in ("prefill", "decode")
+        ]
+        table.add_row(choice, *cells, f"{agreement(next(iter(ran.values())), result):.0%}")
+    console.print(table)
+    for choice, result in results.items():
+        if "error" in result:
+            console.print(f"{choice} did not run: {result['error']}", markup=False)
+        for group in result.get("layers", []):
+            for line in explained(group):
+                console.print(line, markup=False)
+
+
+def explained(group: Mapping[str, Any]) -> list[str]:
+    """What attnplug chose for a group of layers, and why."""
+    first, *_, last = [group["layers"][0], group["layers"][-1]]
+    named = first if len(group["layers"]) == 1 else f"{len(group['layers'])} layers ({first} to {last})"
+    pages = f", pages of {group['block_size']} tokens" if group["block_size"] else ""
+    lines = [f"{named}, {group['kinds']}{pages}: {group['backend']}, chosen by {group['chosen_by']}"]
+    order = ", ".join(f"{name} {priority}" for name, priority in group["accepted"])
+    lines.append(f"  accepted, with priorities: {order}")
+    lines += [f"  {name} refused: {reasons}" for name, reasons in group["refused"]]
+    return lines
+
+
+def agreement(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """The share of requests with the same tokens, over all workloads."""
+    pairs = [
+        pair
+        for name, figures in one["workloads"].items()
+        for pair in zip(figures["tokens"], other["workloads"][name]["tokens"], strict=True)
+    ]
+    return sum(first == second for first, second in pairs) / len(pairs)
+
+
+def report(settings: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures as JSON, without the tokens themselves."""
+    import torch
+
+    ran = [result for result in results.values() if "error" not in result]
+    choices = {}
+    for choice, result in results.items():
+        choices[choice] = dict(result)
+        if "error" not in result:
+            choices[choice]["same_tokens"] = agreement(ran[0], result)
+            choices[choice]["workloads"] = {
+                name: {field: value for field, value in figures.items() if field != "tokens"}
+                for name, figures in result["workloads"].items()
+            }
+    packages = ("attnplug", "vllm", "torch", "transformers", "flashinfer-python")
+    found = {name: _version(name) for name in packages}
+    return {
+        "benchmark": "vllm",
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "versions": {name: version for name, version in found.items() if version},
+        "settings": {**settings, "model": Path(settings["model"]).name},
+        "choices": choices,
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
