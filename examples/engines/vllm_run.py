@@ -24,6 +24,7 @@ def main() -> None:
     choice, settings = sys.argv[1], json.load(sys.stdin)
     # One process, so that the layers can be asked for their decisions; nothing is downloaded.
     quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it compiles kernels at its first use
     os.environ.update({**quiet, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")})
     llm = build(choice, settings)
     result = {
