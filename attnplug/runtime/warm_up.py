@@ -96,8 +96,8 @@ def warm_up(runtime: AttentionRuntime) -> WarmUpReport:
     """Run dummy steps of every kind, once for each group of layers that compile the same kernels.
 
     The steps are decodes of one request and of the most requests, for each number of tokens that speculation
-    allows. Prompts have 2, 4, 8, ... tokens, from the start and after computed tokens. No page of a request is
-    read or written: slots are -1 and tables have the null block. Compiled kernels are logged at INFO.
+    allows. Prompts have 2, 4, 8, ... tokens: one from the start, and one and the most after computed tokens. No page
+    of a request is read or written: slots are -1 and tables have the null block. Compiled kernels are logged at INFO.
 
     Layers of backends that compile nothing (`compile_key` None) are skipped. An active step ends.
 
@@ -150,8 +150,10 @@ def _shapes(runtime: AttentionRuntime, layer: RuntimeLayer) -> Iterator[_Shape]:
                 yield _Shape(requests, query_len, 1, Phase.DECODE)
     lengths = {decodes + 1, *(1 << power for power in range(_LONGEST.bit_length())), longest}
     for query_len in sorted(length for length in lengths if decodes < length <= longest):
-        for computed in (0, 1) if layer.kv_cache is not None else (0,):
-            yield _Shape(1, query_len, computed, Phase.PREFILL)
+        yield _Shape(1, query_len, 0, Phase.PREFILL)
+        if layer.kv_cache is not None:
+            for requests in sorted({1, max(min(most, tokens // query_len), 1)}):
+                yield _Shape(requests, query_len, 1, Phase.PREFILL)
 
 
 def _run(

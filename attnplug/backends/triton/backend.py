@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from attnplug.backends.triton.options import Options
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.features import Feature
@@ -56,6 +57,7 @@ class TritonBackend(AttentionBackend):
         | Feature.ENCODER
     )
     step_safe: ClassVar[bool] = True
+    Options: ClassVar[type[Any] | None] = Options
 
     @staticmethod
     def get_name() -> str:

@@ -20,6 +20,7 @@ from attnplug.backends.triton.launch import (
     prefill_launch,
     tile_side,
 )
+from attnplug.backends.triton.share_bindings import ShareDecode, bind_shares
 from attnplug.backends.triton.workspace import SplitPlan
 from attnplug.core.impl import LayerTensors
 from attnplug.core.spec import LayerSpec
@@ -30,6 +31,10 @@ from attnplug.ops.triton.launch import BoundKernel
 _DECODE: Any = decode_kernel
 _MERGE: Any = merge_kernel
 _PREFILL: Any = prefill_kernel
+_MOST_LENGTHS = 32
+"""Lengths of the longest query for which a layer keeps the kernels over equal shares bound."""
+_PREFILL_ROWS = 128
+"""Rows of most tiles of prefill."""
 
 
 class Prefill(NamedTuple):
@@ -117,6 +122,7 @@ class BoundLayer:
             "COMPUTE": _computed(spec, query.device),
             **limit_switches(reach),
         }
+        self._shares: dict[object, ShareDecode] = {}
         self._decode_key: object = None
         self._prefill_key: object = None
         self._decode: Decode
@@ -129,6 +135,24 @@ class BoundLayer:
             self._decode = self._bind_decode(pages, stride_table, reqs, longest)
             self._decode_key = key
         return self._decode
+
+    def shares(self, pages: Pages, stride_table: int, longest: int) -> ShareDecode:
+        """The kernels over equal shares of keys, for requests of at most `longest` queries."""
+        key = pages.form, stride_table, longest
+        found = self._shares.get(key)
+        if found is None:
+            if len(self._shares) == _MOST_LENGTHS:
+                self._shares.clear()
+            values = {**self._values, **_strides(pages.k.stride(), pages.v.stride()), **_paired(pages.v)}
+            values |= {"stride_table": stride_table, "BLOCK_SIZE": pages.k.shape[1]}
+            found = bind_shares(self._spec, self._reach, values, pages.k.dtype.itemsize, longest, self._gpu)
+            self._shares[key] = found
+        return found
+
+    def fills_gpu(self, tokens: int, reqs: int) -> bool:
+        """Whether prefills of so many tokens have a tile for each multiprocessor without dividing their keys."""
+        tiles = tokens * self._group // _PREFILL_ROWS + reqs
+        return tiles * self.kv_heads >= self._gpu.multiprocessors
 
     def prefill(self, k: torch.Tensor, v: torch.Tensor, stride_table: int, longest: int) -> Prefill:
         """The kernel for requests of at most `longest` queries; 3-dimensional `k` and `v` are given keys, not pages."""

@@ -16,6 +16,13 @@ from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.ops.calls import check_spans
 
+_FEW_QUERIES = 16
+"""Queries up to which a request is a decode: with them, reading the keys takes longer than the products."""
+_SHARED_KEYS = 512
+"""The shortest prefix worth a cascade. Like the next, it is estimated and not measured yet."""
+_SPARED_KEYS = 1 << 14
+"""Keys, over all requests, that take longer to read than what a cascade adds to a step."""
+
 
 class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     """Builds TritonMetadata without reading anything back from the device."""
@@ -25,7 +32,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._init_reorder_batch_threshold(_FEW_QUERIES, supports_spec_as_decode=True)
         self._workspace = Workspace(self.config.max_num_seqs, self.device)
 
     def build(
@@ -34,8 +41,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         """The metadata of one step; it needs no host lengths.
 
         Raises:
-            BatchError: start locations that decrease or pass `num_actual_tokens`, or fewer multimodal spans than
-                tokens.
+            BatchError: start locations that decrease or pass `num_actual_tokens`, a prefix that is negative or, as far
+                as the host knows, not computed by every request, or fewer multimodal spans than tokens.
         """
         common = common_attn_metadata
         reqs, tokens = common.num_reqs, common.num_actual_tokens
@@ -49,6 +56,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             decodes, max_decode_len, max_query_len = 0, 0, max(max_decode_len, max_query_len)
         if common.mm_prefix_spans is not None:
             check_spans(common.mm_prefix_spans, tokens)
+        _check_prefix(common_prefix_len, common, lens)
         # Reading lengths from the device would make the host wait, so only lengths on the host count.
         known = common.seq_lens_host if common.seq_lens_host_exact and decodes < reqs else None
         metadata = TritonMetadata(
@@ -67,6 +75,9 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             causal=common.causal,
             workspace=self._workspace,
             spans=common.mm_prefix_spans,
+            drafted_len=1 + self.config.num_speculative_tokens,
+            # A query may see later keys than its prefix through a span only.
+            prefix_len=common_prefix_len if decodes > 1 and common.mm_prefix_spans is None else 0,
         )
         # Plans are made before any layer runs, because a captured graph must not contain them.
         self._workspace.begin_step(metadata)
@@ -77,7 +88,34 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     ) -> TritonMetadata:
         """`metadata` with another KV group's table and slots."""
         slot_mapping = own_slots(self.kv_cache_spec, slot_mapping, metadata.num_actual_tokens)
-        return dataclasses.replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+        changed = dataclasses.replace(
+            metadata, block_table=blk_table, slot_mapping=slot_mapping, prefix_len=0
+        )
+        if metadata.prefix_len:
+            # The other group's pages may share no prefix, so its plans are others.
+            self._workspace.begin_step(changed)
+        return changed
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: npt.NDArray[np.int32],
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        use_local_attention: bool,
+        num_sms: int,
+        dcp_world_size: int,
+    ) -> bool:
+        """Whether the decodes share so many keys that reading them once spares more than the merge costs.
+
+        Under context parallelism a rank has a part of the prefix only.
+        """
+        decodes, _, _ = _decodes(query_lens, self.reorder_batch_threshold or 1)
+        sharing = int((query_lens[:decodes] > 0).sum())
+        spared = common_prefix_len * (sharing - 1)
+        return dcp_world_size == 1 and common_prefix_len >= _SHARED_KEYS and spared >= _SPARED_KEYS
 
 
 def _decodes(lens: npt.NDArray[np.int32], threshold: int) -> tuple[int, int, int]:
@@ -87,3 +125,15 @@ def _decodes(lens: npt.NDArray[np.int32], threshold: int) -> tuple[int, int, int
         return lens.size, longest, 0
     decodes = int((lens > threshold).argmax())
     return decodes, int(lens[:decodes].max(initial=0)), int(lens[decodes:].max())
+
+
+def _check_prefix(prefix: int, common: CommonAttentionMetadata, query_lens: npt.NDArray[np.int32]) -> None:
+    if not prefix:
+        return
+    computed = max(prefix, 0)
+    if common.seq_lens_host is not None and common.seq_lens_host_exact:
+        before = common.seq_lens_host[: common.num_reqs] - query_lens
+        computed = int(before[query_lens > 0].min(initial=before.max(initial=0)))
+    if not 0 <= prefix <= computed:
+        limit = f"must be in 0 .. {max(computed, 0)}, the tokens that every request has computed"
+        raise BatchError("common_prefix_len", prefix, limit)

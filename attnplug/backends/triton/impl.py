@@ -10,6 +10,7 @@ import torch
 from attnplug.backends.impl import BuiltinImpl, Pages
 from attnplug.backends.triton.bindings import BoundLayer
 from attnplug.backends.triton.metadata import TritonMetadata
+from attnplug.backends.triton.shares import SharesStep
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
 from attnplug.ops.calls import (
@@ -83,14 +84,29 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
                 return output
             pages = self._pages_of(kv_cache)
             if meta.max_decode_len:
-                _decode(bound, meta, call, pages)
+                if self._decodes_by_shares(meta):
+                    tokens, table = meta.num_decode_tokens, meta.block_table
+                    _by_shares(bound, meta, call, pages, meta.decode_shares, table, tokens)
+                else:
+                    _decode(bound, meta, call, pages)
             if meta.max_query_len:
                 starts, lens, table, _ = meta.others
-                decodes, first = meta.num_decodes, meta.num_decode_tokens
-                batch = starts, lens, table, starts
-                keys = self._given(key, value, meta) or (pages.k, pages.v)
-                _prefill(bound, meta, call, keys, batch, (first, meta.num_reqs - decodes), meta.max_query_len)
+                first, reqs = meta.num_decode_tokens, meta.num_reqs - meta.num_decodes
+                tokens = meta.num_actual_tokens - first
+                # Prompts see few keys, and their tiles have unlike numbers of them.
+                if meta.all_new or bound.fills_gpu(tokens, reqs):
+                    keys = self._given(key, value, meta) or (pages.k, pages.v)
+                    batch = starts, lens, table, starts
+                    _prefill(bound, meta, call, keys, batch, (first, reqs), meta.max_query_len)
+                else:
+                    _by_shares(bound, meta, call, pages, meta.other_shares, table, tokens)
         return output
+
+    def _decodes_by_shares(self, meta: TritonMetadata) -> bool:
+        """Whether all programs take equal shares of the decodes' keys, instead of items of single requests."""
+        # The items' kernel is tuned for drafts at most, and does not know prefixes.
+        has_more = meta.max_decode_len > meta.drafted_len or meta.prefix_len > 0
+        return has_more or (self.options is not None and self.options.decode_split == "shares")
 
     def _attend_given(
         self,
@@ -164,6 +180,21 @@ def _decode(bound: BoundLayer, meta: TritonMetadata, call: _Call, pages: Pages) 
     decode.kernel(decode.grid, *tensors, *partials)
     if decode.merge is not None:
         decode.merge(decode.merge_grid, *partials[:2], output, lse, items, spans)
+
+
+def _by_shares(
+    bound: BoundLayer,
+    meta: TritonMetadata,
+    call: _Call,
+    pages: Pages,
+    step: SharesStep,
+    table: torch.Tensor,
+    tokens: int,
+) -> None:
+    query, output, lse, *features = call
+    attend = bound.shares(pages, table.stride(0), step.max_query_len)
+    tensors = query, pages.k, pages.v, output, lse
+    attend(step, meta.workspace.shares, tensors, table, tuple(features), tokens)
 
 
 def _prefill(

@@ -105,7 +105,7 @@ def decode_launch(head_size: int, itemsize: int, rows: int, programs: int, gpu: 
         gpu: the device.
     """
     table = _DECODE_8_BIT if itemsize == 1 else _DECODE
-    few, few_wide, many = table[_wide(head_size, max(itemsize, 2))]
+    few, few_wide, many = table[head_bytes(head_size, max(itemsize, 2))]
     launch = many if programs >= 2 * gpu.multiprocessors else few if rows <= 4 else few_wide
     return _fitting(launch, min(tile_side(rows), 64), tile_side(head_size) * itemsize, gpu)
 
@@ -113,7 +113,7 @@ def decode_launch(head_size: int, itemsize: int, rows: int, programs: int, gpu: 
 @functools.cache
 def prefill_launch(head_size: int, itemsize: int, rows: int, gpu: Gpu) -> PrefillLaunch:
     """The launch for tiles of at most `rows` rows: queries of the longest request times heads of a group."""
-    wide = _wide(head_size, itemsize)
+    wide = head_bytes(head_size, itemsize)
     if rows > 64 or wide > 512:
         launch = _PREFILL[wide]
         launch = dataclasses.replace(launch, block_m=min(launch.block_m, tile_side(rows)))
@@ -137,8 +137,8 @@ def _fitting(launch: _Launch, block_m: int, width: int, gpu: Gpu) -> _Launch:
     return launch
 
 
-def _wide(head_size: int, itemsize: int) -> int:
-    """Bytes of a head in a tile, the key of the tables below."""
+def head_bytes(head_size: int, itemsize: int) -> int:
+    """Bytes of a head in a tile, the key of the tables of launches."""
     return min(max(tile_side(head_size) * itemsize, 128), 1024)
 
 

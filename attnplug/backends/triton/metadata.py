@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnplug.backends.triton.shares import SharesStep
 from attnplug.core.metadata import AttentionMetadata
 
 if TYPE_CHECKING:
@@ -33,8 +34,12 @@ class TritonMetadata(AttentionMetadata):
         causal: of the batch; it may only narrow the layer's spec.
         workspace: buffers and split plans, shared by the builder's steps.
         spans: int32 `[at least T, 2]`, the multimodal span of each query; None if the batch has none.
+        drafted_len: the most queries of a request that only verifies its drafts.
+        prefix_len: computed keys that all decodes share, to be attended once for all of them; 0 without.
         step: the step's number in the workspace.
         others: query starts, lengths, pages and key starts of the requests after the decodes.
+        decode_shares: the decodes, for kernels that divide all keys in equal shares.
+        other_shares: the same of the others.
     """
 
     slot_mapping: torch.Tensor
@@ -52,8 +57,12 @@ class TritonMetadata(AttentionMetadata):
     causal: bool
     workspace: Workspace
     spans: torch.Tensor | None = None
+    drafted_len: int = 1
+    prefix_len: int = 0
     step: int = 0
     others: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = dataclasses.field(init=False)
+    decode_shares: SharesStep = dataclasses.field(init=False)
+    other_shares: SharesStep = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         first = self.num_decodes if self.num_decodes < self.num_reqs else 0
@@ -63,4 +72,22 @@ class TritonMetadata(AttentionMetadata):
             (starts[first:], lens[first:], pages[first:], keys[first:])
             if first
             else (starts, lens, pages, keys)
+        )
+        self.decode_shares = SharesStep(
+            query_start_loc=starts,
+            seq_lens=lens,
+            num_reqs=self.num_decodes,
+            max_query_len=self.max_decode_len,
+            number=self.step,
+            prefix=self.prefix_len,
+            spans=self.spans,
+        )
+        self.other_shares = SharesStep(
+            query_start_loc=self.others[0],
+            seq_lens=self.others[1],
+            num_reqs=self.num_reqs - self.num_decodes,
+            max_query_len=self.max_query_len,
+            number=self.step,
+            spans=self.spans,
+            part=1,
         )

@@ -9,6 +9,7 @@ import torch
 from attnplug.backends.triton.kernels.splits import FIELDS, plan_splits_kernel
 from attnplug.backends.triton.launch import limit_switches, tile_side
 from attnplug.backends.triton.metadata import TritonMetadata
+from attnplug.backends.triton.shares import Shares
 from attnplug.ops.reach import Reach
 from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
@@ -47,6 +48,7 @@ class Workspace:
     """The buffers of one builder, for `max_num_seqs` requests; they grow with larger batches."""
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self.shares = Shares(max_num_seqs, device)
         self._reqs = max_num_seqs
         self._device = device
         self._steps = 0
@@ -66,7 +68,9 @@ class Workspace:
         A captured graph always has such a step, so its plans are made here, outside of the graph.
         """
         self._steps += 1
-        metadata.step = self._steps
+        metadata.step = metadata.decode_shares.number = metadata.other_shares.number = self._steps
+        self.shares.begin_step(metadata.decode_shares)
+        self.shares.begin_step(metadata.other_shares)
         for splits in self._asked.get((metadata.num_decodes, metadata.max_decode_len), ()):
             # Layers with mm_prefix refuse a step without spans, so it needs no plans for them.
             if metadata.spans is not None or not splits.has_spans:

@@ -67,10 +67,11 @@ def run_steps(runtime: AttentionRuntime) -> int:
     step(3, 1)
     step(7, 21)
     for index in range(33):
-        add(f"c{index}", 16)
+        add(f"c{index}", 32)
     step(2, 1, *[9] * 33)
     step(*[1] * 35)
     step(*[2] * 35)
+    step(*[17] * 35)
     for index in range(27):
         builder.remove_request(f"c{index}")
     buffers = state.get_graph_input_buffers(12, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import types
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from attnplug.backends.triton import latent
+from attnplug.backends.triton import shares as host_shares
 from attnplug.backends.triton.backend import TritonBackend
 from attnplug.backends.triton.latent_launch import LatentLaunch, latent_launch
 from attnplug.backends.triton.launch import Gpu
@@ -106,34 +106,41 @@ def test_half_precision(dtype):
 
 def test_plans_are_made_once_per_step_and_before_the_layers_of_a_graph(monkeypatch):
     made = []
-    monkeypatch.setattr(latent, "BoundKernel", lambda *args: lambda *call: made.append(call))
-    shares = latent.Shares(8, torch.device("cpu"))
+    monkeypatch.setattr(host_shares, "BoundKernel", lambda *args: lambda *call: made.append(call))
+    shares = host_shares.Shares(8, torch.device("cpu"))
     lens = torch.tensor([5, 9], dtype=torch.int32)
 
-    def step(number, reqs=2, is_selecting=False):
-        found = types.SimpleNamespace(num_reqs=reqs, max_query_len=1, number=number)
-        found.is_selecting = is_selecting
-        found.query_start_loc = found.seq_lens = found.block_table = lens
-        return found
+    def step(number, reqs=2, is_selecting=False, part=0):
+        return host_shares.SharesStep(
+            query_start_loc=lens,
+            seq_lens=lens,
+            num_reqs=reqs,
+            max_query_len=1,
+            number=number,
+            part=part,
+            is_selecting=is_selecting,
+        )
 
-    launch = LatentLaunch(16, 16, 4, 1, 1, 1)
+    plan = host_shares.SharesPlan(16, 4, 1)
     shares.begin_step(step(1))
     assert not made
-    first = shares.tiles(step(1), launch, 4)
-    assert shares.tiles(step(1), launch, 4) is first
+    first = shares.tiles(step(1), plan)
+    assert shares.tiles(step(1), plan) is first
     assert len(made) == 1
     shares.begin_step(step(2))
     assert len(made) == 2
-    assert shares.tiles(step(2), launch, 4) is first
+    assert shares.tiles(step(2), plan) is first
     assert len(made) == 2
     # Each sparse layer writes other lengths, just before it decodes.
     shares.begin_step(step(4, is_selecting=True))
     assert len(made) == 2
     for count in (3, 4):
-        assert shares.tiles(step(4, is_selecting=True), launch, 4) is first
+        assert shares.tiles(step(4, is_selecting=True), plan) is first
         assert len(made) == count
+    # The other requests of the same step have a plan of their own.
+    assert shares.tiles(step(4, part=1), plan) is not first
     # More requests than the builder's limit have buffers of their own: a graph may read the others.
-    assert shares.tiles(step(3, reqs=9), launch, 4) is not first
+    assert shares.tiles(step(3, reqs=9), plan) is not first
 
 
 def test_a_launch_fits_the_shared_memory():

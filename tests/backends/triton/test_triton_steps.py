@@ -50,9 +50,9 @@ def test_drafts_are_verified_as_decodes_whatever_part_of_them_a_request_has(grou
     """With a group of 24, six queries fill more than one tile of rows."""
     spec = SPEC.replace(num_heads=2 * group)
     layer = Layer(spec, num_speculative_tokens=5)
-    batch = paged_batch(spec, [6, 1, 3, 6, 0, 2, 9], [300, 33, 3, 6, 9, 200, 40], device=DEVICE)
+    batch = paged_batch(spec, [6, 1, 3, 6, 0, 2, 19], [300, 33, 3, 6, 9, 200, 40], device=DEVICE)
     metadata = layer.build(batch)
-    assert (metadata.num_decodes, metadata.max_decode_len, metadata.max_query_len) == (6, 6, 9)
+    assert (metadata.num_decodes, metadata.max_decode_len, metadata.max_query_len) == (6, 6, 19)
     layer.check(batch, layer.run(batch, metadata))
 
 

@@ -37,6 +37,9 @@ def test_the_warm_up_asks_for_every_kernel_that_steps_need():
         "merge_kernel",
         "prefill_kernel",
         "plan_splits_kernel",
+        "share_decode_kernel",
+        "merge_shares_kernel",
+        "plan_shares_kernel",
         "kv_write_kernel",
     }
     assert any("HAS_LEFT=True" in entry and "HAS_SINKS=True" in entry for entry in said["warmed"])

@@ -5,31 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnplug.backends.triton.kernels.scan import LN2, LOG2E, add_parts, finish
-
-
-@triton.jit(
-    do_not_specialize=["num_reqs", "programs", "least"],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens"],
-)
-def plan_shares_kernel(
-    query_start_loc, seq_lens, tiles, num_reqs, programs, least, REQS: tl.constexpr, TILE: tl.constexpr
-):
-    """Number the tiles of all requests, and divide them.
-
-    `tiles [num_reqs + 2]` gets the first tile of each request, the number of all tiles, and how many of them are one
-    program's share: at least `least`. Requests without queries have no tiles.
-    """
-    reqs = tl.arange(0, REQS)
-    here = reqs < num_reqs
-    starts = tl.load(query_start_loc + reqs, mask=here, other=0)
-    stops = tl.load(query_start_loc + reqs + 1, mask=here, other=0)
-    lens = tl.load(seq_lens + reqs, mask=here & (stops > starts), other=0)
-    counts = tl.cdiv(tl.maximum(lens, 0), TILE)
-    ends = tl.cumsum(counts, 0)
-    tl.store(tiles, 0)
-    tl.store(tiles + 1 + reqs, ends, mask=here)
-    tl.store(tiles + 1 + num_reqs, tl.maximum(tl.cdiv(tl.sum(counts, 0), programs), least))
+from attnplug.backends.triton.kernels.scan import LN2, LOG2E, finish
 
 
 @triton.jit
@@ -86,16 +62,16 @@ def latent_decode_kernel(
     HAS_LSE: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """BLOCK_M rows of each request in one share of the keys; row i is head `i % HEADS` of the token `i // HEADS`.
+    """BLOCK_M rows of each request in one share of the keys, as plan_shares_kernel divides them.
 
-    Queries, outputs and LSE are contiguous. A request that is in one share alone is written to `output`. A part of
+    Row i is head `i % HEADS` of the token `i // HEADS`. Queries, outputs and LSE are contiguous. A request that is in one share alone is written to `output`. A part of
     another goes to `partials [2 * shares, max_rows, LATENT]`, and its LSE, in base 2, to `partial_lses`: share c has
     the places 2c, for a request that an earlier share began, and 2c + 1, for one that a later share ends. Products
     are of the type COMPUTE, or of that of the queries where it is None.
     """
     row_block = tl.program_id(0)
     share = tl.program_id(1)
-    size = tl.load(tiles + num_reqs + 1)
+    size = tl.load(tiles + num_reqs + 2)
     begin = share * size
     end = tl.minimum(begin + size, tl.load(tiles + num_reqs))
     if begin >= end:
@@ -185,61 +161,3 @@ def latent_decode_kernel(
                 tl.store(partial_lses + here, out_lse, mask=inside)
         tile = last_tile
         request += 1
-
-
-@triton.jit(
-    do_not_specialize=["num_reqs", "max_rows"],
-    do_not_specialize_on_alignment=["query_start_loc", "lse"],
-)
-def merge_shares_kernel(
-    partials,
-    partial_lses,
-    output,
-    lse,
-    query_start_loc,
-    tiles,
-    num_reqs,
-    max_rows,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-):
-    """One row of a request that is in several shares: merge its parts by their LSE.
-
-    A row that sees no key gets 0, and the LSE -inf.
-    """
-    request = tl.program_id(0)
-    row = tl.program_id(1)
-    token = tl.load(query_start_loc + request)
-    query_len = tl.load(query_start_loc + request + 1) - token
-    if row >= query_len * HEADS:
-        return
-    size = tl.load(tiles + num_reqs + 1)
-    first = tl.load(tiles + request)
-    stop = tl.load(tiles + request + 1)
-    share = first // size
-    parts = tl.where(stop > first, (stop - 1) // size - share + 1, 0)
-    if parts == 1:
-        return
-    dims = tl.arange(0, BLOCK)
-    lanes = tl.arange(0, PARTS)
-    acc = tl.zeros([BLOCK], tl.float32)
-    total = 0.0
-    top = float("-inf")
-    for done in tl.range(0, parts, PARTS):
-        part = done + lanes
-        there = part < parts
-        # The first part is that of a request which a later share ends; see latent_decode_kernel.
-        places = (2 * (share + part) + tl.where(part == 0, 1, 0)).to(tl.int64) * max_rows + row
-        found = tl.load(partial_lses + places, mask=there, other=float("-inf"))
-        inside = there[:, None] & (dims < SIZE)[None, :]
-        out = tl.load(partials + places[:, None] * SIZE + dims[None, :], mask=inside, other=0.0)
-        acc, top, total = add_parts(acc, top, total, out, found)
-    empty = total == 0.0
-    safe = tl.where(empty, 1.0, total)
-    place = (token + row // HEADS).to(tl.int64) * HEADS + row % HEADS
-    tl.store(output + place * SIZE + dims, (acc / safe).to(output.dtype.element_ty), mask=dims < SIZE)
-    if HAS_LSE:
-        tl.store(lse + place, tl.where(empty, float("-inf"), top + tl.log2(safe)) * LN2)

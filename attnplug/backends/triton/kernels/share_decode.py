@@ -1,0 +1,213 @@
+"""Few queries over many keys: every program attends an equal share of all keys, across the borders of requests."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnplug.backends.triton.kernels.ranges import key_range, load_spans
+from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend, load_queries
+from attnplug.backends.triton.kernels.shares import place_of, request_range
+
+
+# Values that differ between steps, or between a step and a graph's buffers, must not compile another kernel.
+@triton.jit(
+    do_not_specialize=[
+        "num_reqs",
+        "prefix",
+        "max_blocks",
+        "left",
+        "right",
+        "chunk",
+        "stride_table",
+        "stride_lse",
+    ],
+    do_not_specialize_on_alignment=["lse", "query_start_loc", "seq_lens", "block_table", "mm_spans"],
+)
+def share_decode_kernel(
+    query,
+    k_cache,
+    v_cache,
+    output,
+    lse,
+    query_start_loc,
+    seq_lens,
+    block_table,
+    tiles,
+    sinks,
+    alibi_slopes,
+    mm_spans,
+    partials,
+    partial_lses,
+    num_reqs,
+    prefix,
+    max_blocks,
+    scale,
+    value_scale,
+    cap,
+    left,
+    right,
+    chunk,
+    stride_qt,
+    stride_qh,
+    stride_ot,
+    stride_oh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_table,
+    stride_lse,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ALIKE: tl.constexpr,
+    SUMS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """One share of the plan for one KV head; see plan_shares_kernel for `tiles`, and for the streams.
+
+    A stream that is in one share alone is written to `output`. Parts of others go to `partials [places, Hkv, BLOCK_M,
+    DV]`, and their LSE, in base 2, to `partial_lses [places, Hkv, BLOCK_M]`, for merge_shares_kernel. So do all
+    streams of a step whose requests share the `prefix` first keys: these are read once for all of them.
+    """
+    kv_head = tl.program_id(0)
+    share = tl.program_id(1)
+    kv_heads = tl.num_programs(0)
+    size = tl.load(tiles + num_reqs + 2)
+    begin = share * size
+    end = tl.minimum(begin + size, tl.load(tiles + num_reqs + 1))
+    if begin >= end:
+        return
+    shared = prefix // BLOCK_N
+    # The last entry, a request or the prefix, that begins at the share's first tile or before.
+    entry = 0
+    after = num_reqs + 1
+    while after - entry > 1:
+        middle = (entry + after) // 2
+        if tl.load(tiles + middle) <= begin:
+            entry = middle
+        else:
+            after = middle
+    lanes = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_DV)
+    if PAIRS:
+        v_cache = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
+    k_head = k_cache + kv_head * stride_kh
+    v_head = v_cache + kv_head * stride_vh
+    tile = begin
+    while tile < end:
+        entry_begin = tl.load(tiles + entry)
+        entry_end = tl.load(tiles + entry + 1)
+        if entry_end > tile:
+            is_prefix = entry == num_reqs
+            first_request = tl.where(is_prefix, 0, entry)
+            past_request = tl.where(is_prefix, num_reqs, entry + 1)
+            first = tl.load(query_start_loc + first_request)
+            tokens = tl.load(query_start_loc + past_request) - first
+            num_rows = tokens * GROUP
+            count = (entry_end - entry_begin) // tl.cdiv(num_rows, BLOCK_M)
+            block = (tile - entry_begin) // count
+            stream = entry_begin + block * count
+            stop = tl.minimum(stream + count, end)
+            rows = block * BLOCK_M + lanes
+            own = first + tl.minimum(rows, num_rows - 1) // GROUP
+
+            # The request of each row: the last one that begins at its token or before.
+            requests = lanes * 0 + first_request
+            later = lanes * 0 + past_request
+            gap = past_request - first_request
+            while gap > 1:
+                between = (requests + later) // 2
+                is_before = tl.load(query_start_loc + between) <= own
+                requests = tl.where(is_before, between, requests)
+                later = tl.where(is_before, later, between)
+                gap = (gap + 1) // 2
+            ends = tl.load(query_start_loc + requests + 1)
+            positions = tl.load(seq_lens + requests) - ends + own
+            request = tl.min(requests, 0)
+            first_pos = tl.min(positions, 0)
+            last_pos = tl.max(positions, 0)
+            length = tl.load(seq_lens + request)
+            limit = tl.where(is_prefix, shared * BLOCK_N, length)
+            floor = tl.where(is_prefix, 0, shared * BLOCK_N)
+
+            # All row blocks of a request have the same tiles, each with its own part of the keys.
+            base, _ = request_range(
+                first, tokens, length, mm_spans, left, right, chunk,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS,
+            )  # fmt: skip
+            origin = tl.where(is_prefix, 0, tl.maximum(base // BLOCK_N, shared)) - stream
+            lo, hi = key_range(
+                first_pos, last_pos, 0, limit, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
+            )
+            starts = positions
+            stops = positions
+            first_stop = 0
+            last_start = 0
+            if HAS_SPANS:
+                starts, stops = load_spans(mm_spans, own.to(tl.int64))
+                top_row = (first + block * BLOCK_M // GROUP).to(tl.int64)
+                last_row = (first + (tl.minimum((block + 1) * BLOCK_M, num_rows) - 1) // GROUP).to(tl.int64)
+                first_start, first_stop = load_spans(mm_spans, top_row)
+                last_start, last_stop = load_spans(mm_spans, last_row)
+                lo = tl.maximum(tl.minimum(lo, first_start), 0)
+                hi = tl.minimum(tl.maximum(hi, last_stop), limit)
+            lo = tl.maximum(tl.maximum(lo, floor), (origin + tile) * BLOCK_N)
+            hi = tl.minimum(hi, (origin + stop) * BLOCK_N)
+
+            heads = kv_head * GROUP + rows % GROUP
+            q, own_scale = load_queries(
+                query, rows, num_rows, first, kv_head, stride_qt, stride_qh, GROUP, D, BLOCK_D, scale, COMPUTE
+            )
+            slopes = tl.zeros([BLOCK_M], tl.float32)
+            if HAS_ALIBI:
+                slopes = tl.load(alibi_slopes + heads)
+            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            if HAS_SINKS:
+                has_sink = (tile == stream) & (entry < num_reqs)
+                top = tl.where(has_sink, tl.load(sinks + heads) * LOG2E, top)
+                total += tl.where(has_sink, 1.0, 0.0)
+            table_row = block_table + request.to(tl.int64) * stride_table
+            out, out_lse = attend(
+                q, own_scale, top, total, positions, slopes, starts, stops, first_pos, last_pos, first_stop,
+                last_start, lo, hi, k_head, v_head, table_row, 0,
+                stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
+                True, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS,
+            )  # fmt: skip
+
+            inside = rows < num_rows
+            mask = inside[:, None] & (dims < DV)[None, :]
+            if (stream >= begin) & (stream + count <= end) & (shared == 0):
+                places = own.to(tl.int64)
+                out_rows = (places * stride_ot + heads * stride_oh)[:, None]
+                result = (out * value_scale).to(output.dtype.element_ty)
+                tl.store(output + out_rows + dims[None, :], result, mask=mask)
+                if HAS_LSE:
+                    tl.store(lse + places * stride_lse + heads, out_lse * LN2, mask=inside)
+            else:
+                place = place_of(entry, block, share, stream >= begin, max_blocks, shared)
+                here = (place * kv_heads + kv_head).to(tl.int64) * BLOCK_M + lanes
+                tl.store(partials + here[:, None] * DV + dims[None, :], out, mask=mask)
+                tl.store(partial_lses + here, out_lse, mask=inside)
+            tile = stop
+        entry += tl.where(tile >= entry_end, 1, 0)

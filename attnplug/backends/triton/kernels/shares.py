@@ -1,0 +1,191 @@
+"""Equal shares of keys: the plan that divides the tiles of all requests, and the merge of what shares cut."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnplug.backends.triton.kernels.ranges import key_range
+from attnplug.backends.triton.kernels.scan import LN2, add_parts
+
+
+@triton.jit
+def request_range(
+    first_row,
+    query_len,
+    seq_len,
+    mm_spans,
+    left,
+    right,
+    chunk,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+):
+    """`[lo, hi)`: the keys that some query of a request sees; its first query is row `first_row` of the batch."""
+    lo, hi = key_range(
+        seq_len - query_len, seq_len - 1, seq_len * 0, seq_len, left, right, chunk,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+    )  # fmt: skip
+    if HAS_SPANS:
+        # The queries are a request's last tokens, so a span ends with the keys.
+        place = mm_spans + first_row.to(tl.int64) * 2
+        start = tl.load(place, mask=query_len > 0, other=0)
+        stop = tl.load(place + 1, mask=query_len > 0, other=0)
+        lo = tl.where(stop > start, tl.minimum(lo, start), lo)
+    return lo, hi
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "prefix", "left", "right", "chunk", "programs", "least"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "mm_spans"],
+)
+def plan_shares_kernel(
+    query_start_loc,
+    seq_lens,
+    tiles,
+    mm_spans,
+    num_reqs,
+    prefix,
+    left,
+    right,
+    chunk,
+    programs,
+    least,
+    REQS: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+):
+    """Number the tiles of all requests, and divide them.
+
+    A request has a stream of tiles for each BLOCK_M of its rows, which are its queries times GROUP; it has no fewer
+    than one tile, and none without queries. Behind the requests comes the prefix that all of them share, in whole
+    tiles, with a stream for each BLOCK_M of the rows of all requests.
+
+    `tiles [num_reqs + 3]` gets the first tile of each request and of the prefix, the number of all tiles, and how
+    many of them are one program's share: at least `least`.
+    """
+    reqs = tl.arange(0, REQS)
+    here = reqs < num_reqs
+    starts = tl.load(query_start_loc + reqs, mask=here, other=0)
+    stops = tl.load(query_start_loc + reqs + 1, mask=here, other=0)
+    lens = tl.load(seq_lens + reqs, mask=here, other=0)
+    query_lens = stops - starts
+    lo, hi = request_range(
+        starts, query_lens, lens, mm_spans, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS
+    )
+    shared = prefix // TILE
+    first = tl.maximum(lo // TILE, shared)
+    counts = tl.maximum(tl.cdiv(hi, TILE) - first, 1) * tl.cdiv(query_lens * GROUP, BLOCK_M)
+    counts = tl.where(query_lens > 0, counts, 0)
+    own = tl.sum(counts, 0)
+    everything = own + shared * tl.cdiv(tl.sum(query_lens, 0) * GROUP, BLOCK_M)
+    tl.store(tiles, 0)
+    tl.store(tiles + 1 + reqs, tl.cumsum(counts, 0), mask=here)
+    tl.store(tiles + 1 + num_reqs, everything)
+    tl.store(tiles + 2 + num_reqs, tl.maximum(tl.cdiv(everything, programs), least))
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "prefix", "max_blocks", "block_rows", "stride_lse"],
+    do_not_specialize_on_alignment=["query_start_loc", "lse"],
+)
+def merge_shares_kernel(
+    partials,
+    partial_lses,
+    output,
+    lse,
+    query_start_loc,
+    tiles,
+    num_reqs,
+    prefix,
+    max_blocks,
+    block_rows,
+    value_scale,
+    stride_ot,
+    stride_oh,
+    stride_lse,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """BLOCK elements of one row of a request, for one KV head: merge its parts by their LSE, always in one order.
+
+    A row whose keys are all in one share is written already, unless there is a prefix. Partial results are in
+    `partials [places, Hkv, block_rows, SIZE]`; see `place_of` for the places.
+    """
+    PIECES: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    request = tl.program_id(0)
+    row = tl.program_id(1)
+    kv_head = tl.program_id(2) // PIECES
+    kv_heads = tl.num_programs(2) // PIECES
+    token = tl.load(query_start_loc + request)
+    num_rows = (tl.load(query_start_loc + request + 1) - token) * GROUP
+    if row >= num_rows:
+        return
+    size = tl.load(tiles + num_reqs + 2)
+    first = tl.load(tiles + request)
+    count = (tl.load(tiles + request + 1) - first) // tl.cdiv(num_rows, block_rows)
+    stream = first + row // block_rows * count
+    share = stream // size
+    parts = (stream + count - 1) // size - share + 1
+    shared = prefix // TILE
+    if (parts == 1) & (shared == 0):
+        return
+    # Rows of the prefix are those of all requests.
+    shared_row = (token - tl.load(query_start_loc)) * GROUP + row
+    shared_stream = tl.load(tiles + num_reqs) + shared_row // block_rows * shared
+    shared_share = shared_stream // size
+    shared_parts = (shared_stream + shared - 1) // size - shared_share + 1
+    all_parts = parts + tl.where(shared > 0, shared_parts, 0)
+
+    dims = tl.program_id(2) % PIECES * BLOCK + tl.arange(0, BLOCK)
+    lanes = tl.arange(0, PARTS)
+    acc = tl.zeros([BLOCK], tl.float32)
+    total = 0.0
+    top = float("-inf")
+    for done in tl.range(0, all_parts, PARTS):
+        part = done + lanes
+        there = part < all_parts
+        own = part < parts
+        place = tl.where(
+            own,
+            place_of(request, row // block_rows, share + part, part == 0, max_blocks, shared),
+            place_of(
+                num_reqs, shared_row // block_rows, shared_share + part - parts, False, max_blocks, shared
+            ),
+        )
+        inner = tl.where(own, row, shared_row) % block_rows
+        rows = (place * kv_heads + kv_head).to(tl.int64) * block_rows + inner
+        found = tl.load(partial_lses + rows, mask=there, other=float("-inf"))
+        inside = there[:, None] & (dims < SIZE)[None, :]
+        out = tl.load(partials + rows[:, None] * SIZE + dims[None, :], mask=inside, other=0.0)
+        acc, top, total = add_parts(acc, top, total, out, found)
+    empty = total == 0.0
+    safe = tl.where(empty, 1.0, total)
+    at = (token + row // GROUP).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    places = output + at * stride_ot + head * stride_oh + dims
+    tl.store(places, (acc / safe * value_scale).to(output.dtype.element_ty), mask=dims < SIZE)
+    if HAS_LSE:
+        tl.store(lse + at * stride_lse + head, tl.where(empty, float("-inf"), top + tl.log2(safe)) * LN2)
+
+
+@triton.jit
+def place_of(entry, block, share, begins, max_blocks, shared):
+    """The place of the partial result of one stream in one share.
+
+    Without a prefix a share cuts at most two streams: place 2c has that which an earlier share began, and 2c + 1 that
+    which `begins` here. With a prefix every stream needs a place: from one part to the next, in the order of the
+    tiles, either the stream or the share grows.
+    """
+    return tl.where(shared == 0, 2 * share + tl.where(begins, 1, 0), entry * max_blocks + block + share)

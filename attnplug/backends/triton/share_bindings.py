@@ -1,0 +1,132 @@
+"""The kernels over equal shares of keys, with all arguments bound that stay the same from step to step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from attnplug.backends.triton.kernels.share_decode import share_decode_kernel
+from attnplug.backends.triton.kernels.shares import merge_shares_kernel
+from attnplug.backends.triton.launch import Gpu, partial_sums
+from attnplug.backends.triton.share_launch import share_launch
+from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep
+from attnplug.core.spec import LayerSpec
+from attnplug.ops.reach import Reach
+from attnplug.ops.triton.launch import BoundKernel, power_of_two
+
+_DECODE: Any = share_decode_kernel
+_MERGE: Any = merge_shares_kernel
+_PARTS = 32
+"""Parts of a row that are merged at once."""
+_MERGED = 64
+"""Elements of a row that one program merges: few rows of many parts fill more of the GPU so."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ShareDecode:
+    """The kernels for requests of one longest length.
+
+    Args:
+        kernel: attends; it takes queries, K, V, outputs, LSE, query starts, lengths, pages, tiles, sinks, slopes, spans,
+            partial results, the number of requests, the prefix, and streams per request.
+        merge: merges; it takes partial results, outputs, LSE, query starts, tiles, the number of requests, the prefix,
+            streams per request and rows of a stream.
+        plan: the division of the keys.
+        kv_heads: KV heads of the layer.
+        max_rows: rows of the longest request: queries times heads of a group.
+        size: elements of a value.
+    """
+
+    kernel: BoundKernel
+    merge: BoundKernel
+    plan: SharesPlan
+    kv_heads: int
+    max_rows: int
+    size: int
+
+    def __call__(
+        self,
+        step: SharesStep,
+        shares: Shares,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        block_table: torch.Tensor,
+        features: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        tokens: int,
+    ) -> None:
+        """Attend the requests of `step`.
+
+        Args:
+            step: the requests.
+            shares: plans and buffers of the builder.
+            tensors: queries, K, V, outputs and LSE.
+            block_table: of the requests.
+            features: sinks, slopes and spans.
+            tokens: no fewer than the queries of all requests.
+        """
+        reqs, block_m = step.num_reqs, self.plan.block_m
+        max_blocks = -(-self.max_rows // block_m)
+        places = 2 * self.plan.programs
+        if step.prefix >= self.plan.tile:
+            places = self.plan.programs + reqs * max_blocks - (-tokens * self.plan.group // block_m)
+        partials = shares.partials(places * self.kv_heads * block_m, self.size)
+        tiles = shares.tiles(step, self.plan)
+        starts, output, lse = step.query_start_loc, *tensors[3:]
+        # The grid depends on no length, so a captured graph serves any lengths.
+        grid = self.kv_heads, self.plan.programs
+        batch = starts, step.seq_lens, block_table, tiles
+        numbers = reqs, step.prefix, max_blocks
+        self.kernel(grid, *tensors, *batch, *features, *partials, *numbers)
+        pieces = self.kv_heads * -(-self.size // _MERGED)
+        self.merge((reqs, self.max_rows, pieces), *partials, output, lse, starts, tiles, *numbers, block_m)
+
+
+def bind_shares(
+    spec: LayerSpec, reach: Reach, values: Mapping[str, Any], itemsize: int, longest: int, gpu: Gpu
+) -> ShareDecode:
+    """The kernels for requests of at most `longest` queries.
+
+    Args:
+        spec: the layer.
+        reach: the keys that a query sees.
+        values: the other arguments of the kernels by name.
+        itemsize: bytes of a stored element.
+        longest: queries of the longest request.
+        gpu: the device.
+    """
+    group = spec.num_heads // spec.num_kv_heads
+    launch = share_launch(max(spec.head_size, spec.head_size_v), itemsize, longest * group, gpu)
+    values = {
+        **values,
+        "BLOCK_M": launch.block_m,
+        "BLOCK_N": launch.block_n,
+        "SUMS": partial_sums(launch.block_n, launch.block_m, launch.num_warps),
+        "TILE": launch.block_n,
+        "SIZE": spec.head_size_v,
+        "BLOCK": min(power_of_two(spec.head_size_v), _MERGED),
+        "PARTS": _PARTS,
+    }
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    if launch.max_registers is not None:
+        options["maxnreg"] = launch.max_registers
+    plan = SharesPlan(
+        tile=launch.block_n,
+        programs=max(gpu.multiprocessors * launch.waves // spec.num_kv_heads, 1),
+        least=launch.least,
+        group=group,
+        block_m=launch.block_m,
+        left=reach.left,
+        right=reach.right,
+        chunk=reach.chunk,
+        has_spans=reach.spans,
+    )
+    return ShareDecode(
+        kernel=BoundKernel(_DECODE, 17, values, **options),
+        merge=BoundKernel(_MERGE, 10, values),
+        plan=plan,
+        kv_heads=spec.num_kv_heads,
+        max_rows=longest * group,
+        size=spec.head_size_v,
+    )

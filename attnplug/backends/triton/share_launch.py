@@ -1,0 +1,87 @@
+"""Tile sizes, warps and stages of the kernel that attends equal shares of keys."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from attnplug.backends.triton.launch import Gpu, head_bytes, tile_side
+
+
+class ShareLaunch(NamedTuple):
+    """Launch parameters of equal shares.
+
+    Args:
+        block_m: rows of a stream: queries times heads of a group.
+        block_n: keys per tile.
+        num_warps: warps of a program.
+        num_stages: tiles in flight.
+        waves: programs per multiprocessor, which must all run at once.
+        least: fewest tiles of a share.
+        max_registers: limit per thread, so that `waves` programs fit at once; None without limit.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    waves: int
+    least: int
+    max_registers: int | None = None
+
+
+# Each layer asks in each step.
+@functools.cache
+def share_launch(head_size: int, itemsize: int, rows: int, gpu: Gpu) -> ShareLaunch:
+    """The launch for requests of at most `rows` rows.
+
+    It depends on no number of requests, so a warm-up with one request compiles for all.
+
+    Args:
+        head_size: elements of a head, the larger of K and V.
+        itemsize: bytes of a stored element.
+        rows: queries of the longest request times heads of a group.
+        gpu: the device.
+    """
+    wide = head_bytes(head_size, max(itemsize, 2))
+    launch = _LAUNCHES[wide].get(tile_side(rows)) or _LAUNCHES[wide][max(_LAUNCHES[wide])]
+    width = tile_side(head_size) * itemsize
+    while (
+        launch.waves * (launch.block_m + 2 * launch.block_n * launch.num_stages) * width > gpu.shared_memory
+    ):
+        if launch.num_stages > 2:
+            launch = launch._replace(num_stages=launch.num_stages - 1)
+        elif launch.waves > 1:
+            launch = launch._replace(waves=1, max_registers=None)
+        elif launch.block_n > 16:
+            launch = launch._replace(block_n=launch.block_n // 2)
+        elif launch.num_stages > 1:
+            launch = launch._replace(num_stages=1)
+        else:
+            break
+    return launch
+
+
+# Not measured yet: chosen by registers and shared memory as compiled for sm90, so that nothing spills and `waves`
+# programs fit at once; benchmarks/attention.py says what to sweep. Keys are bytes of a head, then rows of a tile.
+_LAUNCHES = {
+    128: {
+        16: ShareLaunch(16, 64, 4, 3, 2, 2),
+        32: ShareLaunch(32, 64, 4, 3, 2, 2),
+        64: ShareLaunch(64, 64, 4, 3, 2, 2),
+        128: ShareLaunch(128, 64, 8, 3, 1, 2),
+    },
+    256: {
+        16: ShareLaunch(16, 64, 4, 3, 2, 2),
+        32: ShareLaunch(32, 64, 4, 3, 2, 2),
+        64: ShareLaunch(64, 64, 4, 2, 2, 2),
+        128: ShareLaunch(128, 64, 8, 3, 1, 2),
+    },
+    512: {
+        16: ShareLaunch(16, 64, 4, 2, 1, 2),
+        32: ShareLaunch(32, 64, 4, 2, 1, 2),
+        64: ShareLaunch(64, 64, 8, 2, 1, 2),
+        128: ShareLaunch(128, 32, 8, 2, 1, 4),
+    },
+    1024: {16: ShareLaunch(16, 32, 4, 2, 1, 4), 32: ShareLaunch(32, 16, 4, 1, 1, 8)},
+}

@@ -1,0 +1,325 @@
+"""TRITON divides keys in equal shares: every feature, any lengths, prefixes, and which steps are served so."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from attnplug.backends.triton import TritonBackend, bindings, share_bindings
+from attnplug.backends.triton import impl as triton_impl
+from attnplug.backends.triton.launch import Gpu, tile_side
+from attnplug.backends.triton.options import Options
+from attnplug.backends.triton.share_launch import ShareLaunch, share_launch
+from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep
+from attnplug.core import BuilderConfig, LayerSpec
+from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.errors import BatchError, PolicyError
+from attnplug.ops.reach import Reach
+from attnplug.testing import Batch, paged_batch, run_batch
+from attnplug.testing.conformance.expectations import difference
+from attnplug.testing.conformance.harness import Answer, blank_answer, make_impl
+from attnplug.testing.conformance.shared_prefix import share_prefix
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ON_GPU = DEVICE == "cuda"
+SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", block_size=16, needs_lse=True)
+SHARES = Options("shares")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """`small(programs)`: tiles of 16 rows and keys, and a GPU that runs so many programs."""
+
+    def shrink(programs: int) -> None:
+        monkeypatch.setattr(bindings, "gpu_of", lambda device: Gpu(programs, 1 << 18))
+        launch = ShareLaunch(16, 16, 4, 1, 1, 1)
+        monkeypatch.setattr(share_bindings, "share_launch", lambda *sizes: launch)
+
+    return shrink
+
+
+def check(spec: LayerSpec, new: list[int], tokens: list[int], options: Options = SHARES, **fields) -> None:
+    batch = paged_batch(spec, new, tokens, device=DEVICE, **fields)
+    assert difference(batch, Answer(*run_batch(TritonBackend, batch, options=options))) is None
+
+
+STEPS = {
+    "one": ([1], [300]),
+    "ragged": ([1] * 6, [40, 7, 129, 64, 1, 300]),
+    "idle": ([1, 0, 1, 1, 0], [33, 50, 0, 16, 1]),
+    "drafts": ([3, 1, 8, 0, 2], [3, 70, 131, 9, 64]),
+    "rows": ([16, 9, 1], [210, 9, 30]),
+}
+QUICK = [("ragged", 48, 7), ("idle", 1, 80), ("drafts", 16, 2)]
+
+
+@pytest.mark.parametrize(
+    ("step", "block_size", "programs"),
+    [
+        pytest.param(*case, marks=() if ON_GPU or case in QUICK else pytest.mark.slow)
+        for case in itertools.product(STEPS, [1, 16, 48], [2, 7, 80])
+    ],
+)
+def test_shares_of_programs(step, block_size, programs, small):
+    small(programs)
+    check(SPEC.replace(block_size=block_size), *STEPS[step])
+
+
+FEATURES = {
+    "window": {"window": (37, 0)},
+    "chunk": {"chunk_size": 48},
+    "cap": {"logits_soft_cap": 3.0},
+    "slopes-sinks": {"has_alibi": True, "has_sinks": True},
+    "window-sinks": {"window": (20, 0), "has_sinks": True},
+    "sizes": {"head_size": 24, "head_size_v": 40},
+    "both-sides": {"causal": False, "window": (19, 7)},
+    "cross": {"attn_type": "encoder_decoder"},
+    "spans": {"mm_prefix": True, "window": (30, 0)},
+    "group": {"num_heads": 14},
+    "bfloat16": {"dtype": "bfloat16"},
+    "fp8": {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"},
+    "fp8-e5m2": {"dtype": "float16", "kv_cache_dtype": "fp8_e5m2", "head_size": 32},
+}
+
+
+QUICK_FEATURES = ("window-sinks", "chunk", "slopes-sinks", "sizes", "spans", "fp8")
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        pytest.param(name, marks=() if ON_GPU or name in QUICK_FEATURES else pytest.mark.slow)
+        for name in FEATURES
+    ],
+)
+def test_features(feature, small):
+    small(6)
+    scales = {"k_scale": 0.4, "v_scale": 1.7} if "kv_cache_dtype" in FEATURES[feature] else {}
+    check(SPEC.replace(**FEATURES[feature]), [2, 1, 0, 5], [90, 33, 4, 110], **scales)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_launches_of_every_size(layout):
+    """Tiles as large as on a GPU, in both layouts."""
+    check(SPEC, [1, 4], [130, 300], layout=layout)
+
+
+# ---- prefixes
+
+
+class Cascade:
+    """A layer over steps whose requests share their first tokens."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        self.spec = spec
+
+    def batch(self, new: list[int], tokens: list[int], shared: int) -> Batch:
+        size = self.spec.block_size
+        batch = paged_batch(self.spec, new, tokens, device=DEVICE, padding=2)
+        return share_prefix(batch, shared // size, size)
+
+    def run(self, batch: Batch, prefix: int, impl=None) -> Answer:
+        impl = impl or make_impl(TritonBackend, batch.spec, batch.tensors, options=Options())
+        cache = kv_cache_spec_for(self.spec, self.spec.block_size)
+        builder = TritonBackend.get_builder_cls()(cache, ["layer"], BuilderConfig(), batch.query.device)
+        into = blank_answer(batch)
+        given = batch.query, batch.key, batch.value, batch.kv_cache
+        impl.forward(None, *given, builder.build(prefix, batch.common), into.output, output_lse=into.lse)
+        return into
+
+
+PREFIXED = {
+    "plain": {},
+    "sinks-slopes": {"has_sinks": True, "has_alibi": True},
+    "window": {"window": (400, 0)},
+    "cap": {"logits_soft_cap": 3.0},
+    "fp8": {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"},
+    "pages-of-24": {"block_size": 24},
+}
+QUICK_PREFIXED = [("sinks-slopes", 2), ("pages-of-24", 11)]
+
+
+@pytest.mark.parametrize(
+    ("feature", "programs"),
+    [
+        pytest.param(*case, marks=() if ON_GPU or case in QUICK_PREFIXED else pytest.mark.slow)
+        for case in itertools.product(PREFIXED, [2, 11])
+    ],
+)
+def test_a_prefix_is_attended_once_and_changes_no_number(feature, programs, small):
+    small(programs)
+    cascade = Cascade(SPEC.replace(**PREFIXED[feature]))
+    batch = cascade.batch([1, 3, 0, 1, 2, 9], [97, 140, 96, 97, 130, 106], 96)
+    assert difference(batch, cascade.run(batch, 96)) is None
+
+
+def test_keys_of_a_prefix_are_read_through_the_first_table_only():
+    """So the prefix is really attended once: the other tables may be wrong there."""
+    cascade = Cascade(SPEC)
+    batch = cascade.batch([0, 1, 2, 1], [128, 170, 200, 129], 128)
+    table = batch.common.block_table_tensor.clone()
+    table[2:, :8] = table[2:, 8:9]
+    table[0] = 0
+    wrong = dataclasses.replace(batch, common=dataclasses.replace(batch.common, block_table_tensor=table))
+    assert difference(wrong, cascade.run(wrong, 128)) is None
+    assert difference(wrong, cascade.run(wrong, 0)) is not None
+
+
+def test_a_prefix_that_no_request_can_share_is_refused():
+    cascade = Cascade(SPEC)
+    batch = cascade.batch([1, 1], [40, 33], 32)
+    for prefix in (-16, 48):
+        with pytest.raises(BatchError, match=f"common_prefix_len={prefix} must be in 0 .. 32"):
+            cascade.run(batch, prefix)
+
+
+def builder_of(**limits):
+    cache = kv_cache_spec_for(SPEC, 16)
+    return TritonBackend.get_builder_cls()(cache, ["layer"], BuilderConfig(**limits), torch.device(DEVICE))
+
+
+def test_tables_of_another_group_share_no_prefix():
+    cascade = Cascade(SPEC)
+    batch, other = (cascade.batch([1, 1], [140, 133], shared) for shared in (128, 0))
+    builder = builder_of()
+    made = builder.build(128, batch.common)
+    swapped = builder.update_block_table(made, other.common.block_table_tensor, other.common.slot_mapping)
+    for step, metadata in ((batch, made), (other, swapped), (batch, made)):
+        impl, into = make_impl(TritonBackend, SPEC, step.tensors, options=Options()), blank_answer(step)
+        given = step.query, step.key, step.value, step.kv_cache
+        impl.forward(None, *given, metadata, into.output, output_lse=into.lse)
+        assert difference(step, into) is None
+
+
+@pytest.mark.parametrize(
+    ("prefix", "lens", "ranks", "wanted"),
+    [
+        (16_384, [1] * 64, 1, True),
+        (16_384, [1, 4, 2], 1, True),
+        (16_384, [1], 1, False),
+        (16_384, [1, 0, 0], 1, False),
+        (16_384, [1, 900, 900], 1, False),
+        (256, [1] * 256, 1, False),
+        (1024, [1] * 8, 1, False),
+        (1024, [1] * 32, 1, True),
+        (16_384, [1] * 64, 2, False),
+    ],
+)
+def test_a_prefix_is_wanted_where_it_spares_many_keys(prefix, lens, ranks, wanted):
+    found = builder_of().use_cascade_attention(
+        prefix, np.array(lens, dtype=np.int32), 4, 2, False, False, False, 132, ranks
+    )
+    assert found is wanted
+
+
+# ---- which steps are divided in shares
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """The kernels that serve a step: "items", "shares" and "prefill"."""
+    found: list[str] = []
+    for name, kind in (("_decode", "items"), ("_by_shares", "shares"), ("_prefill", "prefill")):
+        monkeypatch.setattr(triton_impl, name, lambda *_, kind=kind: found.append(kind))
+    monkeypatch.setattr(bindings, "gpu_of", lambda device: Gpu(132, 227 << 10))
+
+    def run(new, tokens, options=None, prefix=0, spec=SPEC, **limits):
+        found.clear()
+        batch = paged_batch(spec, new, tokens, device=DEVICE)
+        impl = make_impl(TritonBackend, spec, batch.tensors, options=options)
+        into = blank_answer(batch)
+        cache = kv_cache_spec_for(spec, 16)
+        builder = TritonBackend.get_builder_cls()(cache, ["l"], BuilderConfig(**limits), batch.query.device)
+        given = batch.query, batch.key, batch.value, batch.kv_cache
+        impl.forward(None, *given, builder.build(prefix, batch.common), into.output, output_lse=into.lse)
+        return list(found)
+
+    return run
+
+
+def test_decodes_are_divided_as_the_option_says(served):
+    assert served([1, 1], [40, 90]) == ["items"]
+    assert served([1, 1], [40, 90], Options()) == ["items"]
+    assert served([1, 1], [40, 90], SHARES) == ["shares"]
+    assert served([3, 1], [40, 90], num_speculative_tokens=2) == ["items"]
+
+
+def test_short_queries_that_are_no_drafts_are_divided_in_shares(served):
+    assert served([3, 1], [40, 90]) == ["shares"]
+    assert served([16, 1], [40, 90], num_speculative_tokens=2) == ["shares"]
+
+
+def test_a_shared_prefix_is_divided_in_shares(served):
+    assert served([1, 1], [40, 90], prefix=32) == ["shares"]
+    assert served([1, 60], [40, 90], prefix=16) == ["items", "shares"]
+
+
+def test_longer_queries_are_divided_where_their_tiles_would_leave_most_of_the_gpu_idle(served):
+    assert served([60], [90]) == ["shares"]
+    assert served([1, 60], [90, 90]) == ["items", "shares"]
+    assert served([60] * 70, [90] * 70) == ["prefill"]
+    # Prompts see each other's keys only: there are few keys to divide.
+    assert served([60], [60]) == ["prefill"]
+
+
+def test_steps_of_both_kinds_are_right():
+    check(SPEC, [1, 20, 33], [70, 90, 33], Options())
+
+
+@settings(max_examples=25)
+@given(
+    reach=st.sampled_from([Reach(-1, 0, 0), Reach(31, 0, 0), Reach(-1, 0, 64), Reach(-1, -1, 0)]),
+    lens=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 400)), min_size=1, max_size=9),
+    programs=st.integers(1, 20),
+    prefix=st.integers(0, 3),
+)
+def test_a_plan_has_all_tiles_of_all_rows(reach, lens, programs, prefix):
+    new = [count for count, _ in lens]
+    lengths = [prefix * 16 + count + before for count, before in lens]
+    starts = torch.tensor(np.cumsum([0, *new]), dtype=torch.int32, device=DEVICE)
+    step = SharesStep(
+        query_start_loc=starts,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        num_reqs=len(new),
+        max_query_len=max(new),
+        number=1,
+        prefix=prefix * 16 + 7,
+    )
+    plan = SharesPlan(16, programs, 2, 3, 16, reach.left, reach.right, reach.chunk)
+    tiles = Shares(9, torch.device(DEVICE)).tiles(step, plan).tolist()
+    first = 0
+    for index, (count, length) in enumerate(zip(new, lengths, strict=True)):
+        assert tiles[index] == first
+        positions = np.arange(length - count, length)
+        low, high = reach.bounds(positions, np.zeros(count, int), np.full(count, length))
+        if count:
+            begin = max(int(low.min()) // 16, prefix)
+            first += max(-(-int(high.max()) // 16) - begin, 1) * -(-count * 3 // 16)
+    assert tiles[len(new)] == first
+    first += prefix * -(-sum(new) * 3 // 16)
+    assert tiles[len(new) + 1 : len(new) + 3] == [first, max(-(-first // programs), 2)]
+
+
+def test_other_values_of_the_option_are_refused():
+    with pytest.raises(PolicyError, match=r"decode_split.*must be one of requests, shares"):
+        Options("evenly")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("gpu", [Gpu(132, 227 << 10), Gpu(108, 163 << 10), Gpu(128, 99 << 10)])
+@pytest.mark.parametrize(("head_size", "itemsize"), [*itertools.product([16, 80, 128, 256], [1, 2, 4])])
+def test_all_programs_of_a_launch_fit_the_gpu_at_once(head_size, itemsize, gpu):
+    for rows in (1, 16, 17, 64, 65, 2048):
+        launch = share_launch(head_size, itemsize, rows, gpu)
+        tiles = 2 * launch.block_n * launch.num_stages + launch.block_m
+        assert launch.waves * tiles * tile_side(head_size) * itemsize <= gpu.shared_memory
+        threads = launch.waves * launch.num_warps * 32
+        assert threads * (launch.max_registers or 255) <= 1 << 16
+        assert launch.block_m >= min(rows, 32)
