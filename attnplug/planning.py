@@ -9,6 +9,7 @@ from typing import Protocol, Unpack, runtime_checkable
 
 from attnplug.core.checks import check_size
 from attnplug.core.config import CONTEXT_CHUNK_ROWS
+from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.device import Device
 from attnplug.core.errors import LayoutError, PolicyError, SpecError
 from attnplug.core.spec import LayerSpec, Phase
@@ -27,6 +28,14 @@ from attnplug.runtime.plan_phases import (
     phase_choices,
     phase_notes,
     without_composites,
+)
+from attnplug.runtime.sharding import (
+    check_interleave,
+    checked_place,
+    context_spec,
+    is_sharded,
+    new_tokens_spec,
+    refuse_layers,
 )
 
 _log = logging.getLogger("attnplug")
@@ -57,6 +66,7 @@ def plan(
     num_blocks: int | None = None,
     memory: int | str | None = None,
     context_chunk_rows: int = CONTEXT_CHUNK_ROWS,
+    context_parallel: ContextParallel | None = None,
     registry: Registry | None = None,
     **kwargs: Unpack[SelectKwargs],
 ) -> ModelPlan:
@@ -77,16 +87,22 @@ def plan(
         memory: bytes for the KV caches and the prefill workspace instead ("80GiB"): as many blocks as fit.
         context_chunk_rows: computed tokens that a prefill of latent attention expands at once: the rows of the
             prefill workspace.
+        context_parallel: the rank of this process among those that share the tokens of each request, from
+            `attnplug.runtime.context_parallel`. Layers that see all tokens are sharded: they are planned without a
+            causal mask and with LSE, and `ModelPlan.new_tokens` has their decisions for the tokens of a step. Layers
+            with a window or chunks, of encoders or with cross attention are whole on each rank.
         registry: chooses the backends; by default the registry of the process.
         **kwargs: as in `attnplug.select`.
 
     Raises:
         NoBackendError: no backend serves a layer, or with `uniform` no one backend serves all; it lists
-            each kind with its reasons.
+            each kind with its reasons. Also for layers whose tokens ranks cannot share: with ALiBi, a selection, or
+            multimodal spans (code `context_parallel`).
         BackendUnavailableError: the backends asked for do not serve a layer; or two backends that rules
             ask for in the phases of one layer share no KV cache.
         LayoutError: layers that agree on no block size or layout, naming layer and backend; an impossible
-            `kv_sharing`; too little memory for the workspace and a token of every KV group.
+            `kv_sharing`; too little memory for the workspace and a token of every KV group; an interleave that does
+            not divide the block size of a sharded layer.
         PolicyError: as `attnplug.select_layers`; both num_blocks and memory.
         SpecError: `specs` without layers by name, or a `num_blocks` below 2, or `context_chunk_rows` below 1.
     """
@@ -103,15 +119,33 @@ def plan(
         # Block 0 is the null block, so one block alone serves no request.
         num_blocks = check_size("num_blocks", num_blocks, 2)
     rows = check_size("context_chunk_rows", context_chunk_rows)
+    place = checked_place(context_parallel)
     registry = get_registry() if registry is None else registry
     device = resolve_device(device)
+    new_tokens: dict[str, Decision] = {}
+    if place is not None:
+        refuse_layers(registry.decide_layers(specs, device, negotiate=False, **kwargs)[None], specs)
+        new_tokens = _new_tokens(registry, specs, device, kwargs)
+        specs = {name: context_spec(spec) if is_sharded(spec) else spec for name, spec in specs.items()}
     choices = choose_backends(registry, specs, device, kwargs, per_phase=per_phase, uniform=uniform)
     # Pages come later, because a layer without a backend has none to agree on.
     check_served(registry, choices.decisions)
     decisions, notes = agree_on_pages(registry, choices)
     digest = registry.tuned_tables(device, kwargs.get("tuned")).digest
+    if place is not None:
+        check_interleave(decisions.items(), place)
     made = ModelPlan(
-        decisions, device, dict(kv_sharing or {}), num_blocks, None, choices.by_phase, notes, rows, digest
+        decisions,
+        device,
+        dict(kv_sharing or {}),
+        num_blocks,
+        None,
+        choices.by_phase,
+        notes,
+        rows,
+        digest,
+        place,
+        new_tokens,
     )
     # Computed here, so that this call refuses an impossible kv_sharing.
     config = made.kv_cache_config
@@ -126,6 +160,22 @@ def plan(
         raise LayoutError("num_blocks", made.num_blocks, limit)
     _log.info("%s", made)
     return made
+
+
+def _new_tokens(
+    registry: Registry, specs: Mapping[str, LayerSpec], device: Device, kwargs: SelectKwargs
+) -> dict[str, Decision]:
+    """The decision of each sharded layer for the tokens of a step; latent attention decodes them row by row.
+
+    Raises:
+        NoBackendError, BackendUnavailableError, PolicyError, PluginError: as `attnplug.plan`.
+    """
+    parts = {n: spec for n, spec in specs.items() if is_sharded(spec) and spec.mla is None}
+    # All layers, because a rule that matches none of those asked about is an error.
+    asked = {n: new_tokens_spec(spec) if n in parts else spec for n, spec in specs.items()}
+    found = registry.decide_layers(asked, device, negotiate=False, **kwargs)[None]
+    check_served(registry, {f"{name} (its new tokens)": found[name] for name in parts})
+    return {name: found[name] for name in parts}
 
 
 def choose_backends(

@@ -9,6 +9,7 @@ AttnplugError
 ├── ModelConfigError (ValueError)       a model configuration that cannot be read
 ├── MatrixFileError (ValueError)        a file of the compatibility matrix that cannot be read or written
 ├── BackendFaultError                   a backend that broke the contract while running (debug mode)
+├── RankFailureError                    a rank that died, hangs, or decided otherwise than the others
 ├── PluginError                         a plugin asked for by name, or under strict mode, that did not load
 └── NoBackendError                      no backend serves a layer; carries the Decision
     └── BackendUnavailableError         the backend asked for by name does not serve it
@@ -36,6 +37,7 @@ __all__ = [
     "NoBackendError",
     "PluginError",
     "PolicyError",
+    "RankFailureError",
     "SpecError",
     "UnknownBackendError",
 ]
@@ -111,6 +113,17 @@ class MatrixFileError(AttnplugError, ValueError):
 
 class BackendFaultError(AttnplugError):
     """A backend that wrote another shape, another dtype or NaN; debug mode finds and names it."""
+
+
+class RankFailureError(AttnplugError):
+    """A rank of several that died, did not answer in time, or made other decisions; `ranks` are its numbers."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[RankFailureError], tuple[object, ...]]:
+        return type(self), (str(self), self.ranks)
 
 
 class PluginError(AttnplugError):

@@ -203,5 +203,13 @@ REASON_HELP: Mapping[str, CodeHelp] = {
             "To use it all the same, pass `--allow-refuted NAME`. The decision notes it.",
         ),
     ),
+    "context_parallel": CodeHelp(
+        "alibi not supported under context parallelism: a rank's keys are not at consecutive positions; ...",
+        "Ranks would share the tokens of the layer, and the layer needs the true positions of all keys at once.",
+        (
+            "Plan the model without `context_parallel`, and share its heads by tensor parallelism instead.",
+            "For a block size, choose an interleave that divides it.",
+        ),
+    ),
 }
 """Help for every code, in the order of REASON_CODES."""

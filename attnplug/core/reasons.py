@@ -33,6 +33,7 @@ REASON_CODES: tuple[str, ...] = (
     "plugin_error",
     "policy",
     "refuted",
+    "context_parallel",
 )
 """Every stable code, in the order of listed reasons. Features report `feature.<name>`."""
 

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from attnplug.core._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from attnplug.ops.combining import ExchangeBuffers as ExchangeBuffers
+    from attnplug.ops.combining import combine as combine
+    from attnplug.ops.combining import combine_partials as combine_partials
     from attnplug.ops.gather import gather_pages as gather_pages
     from attnplug.ops.gather import gather_slots as gather_slots
     from attnplug.ops.kv_write import write_kv_cache as write_kv_cache
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
+        "combining": "ExchangeBuffers combine combine_partials",
         "gather": "gather_pages gather_slots",
         "kv_write": "write_kv_cache",
         "merging": "merge merge_attn_states",

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from attnplug.runtime.layout import set_kv_cache_layout as set_kv_cache_layout
     from attnplug.runtime.model_plan import ModelPlan as ModelPlan
     from attnplug.runtime.placeholders import PlaceholderMap as PlaceholderMap
+    from attnplug.runtime.rank_groups import check_same_plan as check_same_plan
+    from attnplug.runtime.rank_groups import context_parallel as context_parallel
     from attnplug.runtime.staging import CpuGpuBuffer as CpuGpuBuffer
     from attnplug.runtime.staging import StagingRing as StagingRing
     from attnplug.runtime.step_batch import StepBatch as StepBatch
@@ -58,6 +60,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "layout": "KVCacheLayoutType get_kv_cache_layout is_valid_kv_cache_layout set_kv_cache_layout",
         "model_plan": "ModelPlan",
         "placeholders": "PlaceholderMap",
+        "rank_groups": "check_same_plan context_parallel",
         "staging": "CpuGpuBuffer StagingRing",
         "step_batch": "StepBatch StepBatchBuilder",
         "warm_up": "WarmUpReport WarmUpStep",

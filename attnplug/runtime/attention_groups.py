@@ -14,7 +14,7 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.batch.kv_sharing import create_fast_prefill_custom_backend, of_wanted_tokens
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError, LayoutError
-from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MLAAttentionSpec
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.core.parts import make_builder
 from attnplug.core.spec import LayerSpec, Phase
@@ -184,10 +184,13 @@ def build_attn_metadata(
             prefix = cascade_prefix_len(group.builder, group.specs, batch.shared_prefix_lens[at], step)
         # A prefix is in blocks of its own group, so its metadata is never a copy and never copied.
         if twin in built and not prefix and group.builder.supports_update_block_table:
-            made: AttentionMetadata = group.builder.update_block_table(built[twin], *batch.of_group(at))
+            if _is_sharded(batch, at) and at not in commons:
+                commons[at] = _for_group(batch, at, group.kv_cache_spec)
+            parts = _pages_of(commons[at]) if _is_sharded(batch, at) else batch.of_group(at)
+            made: AttentionMetadata = group.builder.update_block_table(built[twin], *parts)
         else:
             if at not in commons:
-                commons[at] = _for_group(batch, at)
+                commons[at] = _for_group(batch, at, group.kv_cache_spec)
             if for_capture:
                 made = group.builder.build_for_cudagraph_capture(commons[at])
             else:
@@ -196,6 +199,14 @@ def build_attn_metadata(
                 built[twin] = made
         metadata.update(dict.fromkeys(group.layer_names, made))
     return metadata
+
+
+def _is_sharded(batch: StepBatch, group: int) -> bool:
+    return batch.sharded is not None and group in batch.sharded.groups
+
+
+def _pages_of(common: CommonAttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+    return common.block_table_tensor, common.slot_mapping
 
 
 def _wanting_all(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
@@ -254,10 +265,14 @@ def cross_metadata(
     )
 
 
-def _for_group(batch: StepBatch, group: int) -> CommonAttentionMetadata:
+def _for_group(batch: StepBatch, group: int, cache: KVCacheSpec) -> CommonAttentionMetadata:
     table, slots = batch.of_group(group)
     if group in batch.cross_groups:
         return cross_metadata(batch.common, table, slots)
+    if batch.sharded is not None and _is_sharded(batch, group):
+        is_latent = isinstance(cache, MLAAttentionSpec)
+        part = batch.sharded.rows if is_latent else batch.sharded.context
+        return part(batch.common, table, slots)
     if group == batch.common_group:
         return batch.common
     # The batch serves all groups, so the table and slots of one group go into a copy.

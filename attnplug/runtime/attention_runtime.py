@@ -12,11 +12,13 @@ import torch
 
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.config import BuilderConfig
+from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, LayoutError, PolicyError, SpecError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.kv_cache_spec import KVCacheSpec, kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.core.parts import make_builder
+from attnplug.registry.decision import Decision
 from attnplug.runtime.allocation import init_kv_cache
 from attnplug.runtime.arguments import instance, integer, torch_device
 from attnplug.runtime.attention_groups import (
@@ -39,6 +41,7 @@ from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.model_plan import ModelPlan
 from attnplug.runtime.runtime_layer import RuntimeLayer, tensors_of_layers
 from attnplug.runtime.selections import check_given, check_values, first_sparse, widest_topk
+from attnplug.runtime.sharded_layers import ShardedLayers
 from attnplug.runtime.step_batch import StepBatch, StepBatchBuilder
 from attnplug.runtime.warm_up import WarmUpReport, warm_up
 
@@ -74,6 +77,8 @@ class AttentionRuntime:
             it writes only the K and V of tokens; they may have any content, also NaN.
         allocator: gives that memory as raw bytes: called with a number of bytes and the device, once for each
             tensor of `plan.kv_cache_config`.
+        context_parallel: for a plan with `context_parallel` that has no process group, such as one from JSON: the same
+            place with its group. All ranks make their runtimes at the same time, and run the same steps and layers.
 
     Raises:
         LayoutError: memory of the engine does not fit its layer (device, dtype, shape, strides, 16-byte
@@ -81,7 +86,8 @@ class AttentionRuntime:
             unknown layer; the device has another type than the plan's; layers that share pages read them
             differently; fast prefill is requested and the last layer of the plan has its own pages.
         SpecError: a tensor is missing, not needed, or of another shape; the error names the layer.
-        PolicyError: the configuration has context parallelism.
+        PolicyError: the configuration has context parallelism, which the plan has instead.
+        RankFailureError: another rank of the plan's `context_parallel` planned otherwise.
     """
 
     def __init__(
@@ -95,6 +101,7 @@ class AttentionRuntime:
         debug: bool | None = None,
         kv_caches: Mapping[str, torch.Tensor] | None = None,
         allocator: Allocator | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> None:
         self.plan = instance("plan", plan, ModelPlan, LayoutError, "make one by attnplug.plan")
         instance("kv_sharing_fast_prefill", kv_sharing_fast_prefill, bool, LayoutError)
@@ -114,13 +121,14 @@ class AttentionRuntime:
         rows = _context_chunk_rows(plan, config)
         ranks = config.decode_context_parallel_size
         if ranks > 1:
-            limit = "must be 1: this runtime keeps all KV of a request on one device"
-            raise PolicyError("config.decode_context_parallel_size", ranks, limit)
+            limit = "must be 1: the builders of this runtime see the keys of one rank as an ordinary batch"
+            remedy = "plan with context_parallel=attnplug.runtime.context_parallel(group)"
+            raise PolicyError("config.decode_context_parallel_size", ranks, limit, remedy)
+        _check_sharing(plan, context_parallel, self.fast_prefill_layers)
+        tensors_by_layer = tensors_of_layers(plan, {} if layer_tensors is None else layer_tensors)
         self.layers = {
             name: RuntimeLayer(name, plan.decisions[name], tensors, self.device, plan.kv_sharing.get(name))
-            for name, tensors in tensors_of_layers(
-                plan, {} if layer_tensors is None else layer_tensors
-            ).items()
+            for name, tensors in tensors_by_layer.items()
         }
         self.config = dataclasses.replace(config, layers=self.layers, context_chunk_rows=rows)
         paged = {n: d for n, d in plan.decisions.items() if not d.spec.direct_kv}
@@ -128,7 +136,18 @@ class AttentionRuntime:
             groups, paged, self.config, self.device, self.fast_prefill_layers
         )
         """The layers with pages, grouped by builder."""
-        self._direct_groups = self._make_direct_groups()
+        self._direct_groups = self._make_direct_groups(
+            {n: d for n, d in plan.decisions.items() if d.spec.direct_kv}
+        )
+        self._sharded: ShardedLayers | None = None
+        if plan.context_parallel is not None:
+            tokens = self.config.max_num_batched_tokens
+            made = tensors_by_layer, self.device, tokens, context_parallel, self._make_direct_groups
+            self._sharded = ShardedLayers(plan, *made)
+        new_groups = () if self._sharded is None else self._sharded.groups
+        share_workspace(
+            group.builder for group in (*self.attention_groups, *self._direct_groups, *new_groups)
+        )
         specs = {name: layer.spec for name, layer in self.layers.items()}
         self._needs_selection = first_sparse(specs, direct=False), first_sparse(specs, direct=True)
         self._needs_spans = _first_with_spans(self.attention_groups), _first_with_spans(self._direct_groups)
@@ -194,6 +213,7 @@ class AttentionRuntime:
             mm_prefix=self.has_mm_prefix,
             sparse_topk=self.sparse_topk,
             mm_prefix_modalities=mm_prefix_modalities,
+            context_parallel=self.plan.context_parallel,
         )
 
     @property
@@ -242,7 +262,7 @@ class AttentionRuntime:
                 runtime is closed.
         """
         self._check_open()
-        self._step = {}
+        self.end_step()
         self._check_kinds(batch, direct)
         self._check_draft(draft_index, metadata)
         check_device(batch, direct, self._home)
@@ -270,6 +290,8 @@ class AttentionRuntime:
                     tokens = wanted
                 for name in group.layer_names:
                     step[name] = built.get(name), tokens, written
+            if self._sharded is not None:
+                self._sharded.begin(batch, draft_index)
         if direct is not None:
             _check_spans("direct", direct, self._needs_spans[1])
             check_given("direct", direct, self._needs_selection[1])
@@ -333,42 +355,63 @@ class AttentionRuntime:
             )
         metadata, tokens, keys = step
         # It reads shapes and dtypes only, so the host never waits, and it runs outside of debug mode too.
-        scales: dict[str, Any] = {}
-        if output_scale is not None or output_block_scale is not None:
+        sharded = self._sharded if self._sharded and layer_name in self._sharded.names else None
+        given = {"output_scale": output_scale, "output_block_scale": output_block_scale}
+        scales: dict[str, Any] = {name: scale for name, scale in given.items() if scale is not None}
+        if scales and sharded is not None:
+            sharded.refuse_scales(layer_name, scales)
+        elif scales:
             layer.check_quantised(output, output_scale, output_block_scale, tokens)
-            given = {"output_scale": output_scale, "output_block_scale": output_block_scale}
-            scales = {name: scale for name, scale in given.items() if scale is not None}
         layer.check_call(query, key, value, None if scales else output, output_lse, tokens, keys)
         if output is None:
             output = layer.new_output(query)
         if metadata is None:
             return output
         if self.debug:
-            # In debug mode only, because a search for NaN reads values back from the device.
-            layer.refuse_nan(tokens, keys, query=query, key=key, value=value)
-            common = self._given[layer.spec.direct_kv]
-            if common is not None:
-                check_values(common, layer.spec)
-            # A row that the backend leaves unwritten then shows as NaN in `check_result`.
-            if output.is_floating_point():
-                output[:tokens] = torch.nan
-            if output_lse is not None:
-                output_lse[:tokens] = torch.nan
-        found = layer.impl.forward(
-            layer, query, key, value, layer.kv_cache, metadata, output, output_lse=output_lse, **scales
-        )
+            self._poison(layer, tokens, keys, query, key, value, output, output_lse)
+        found = output
+        if sharded is not None:
+            sharded.forward(layer, query, key, value, metadata, output, output_lse)
+        else:
+            found = layer.impl.forward(
+                layer, query, key, value, layer.kv_cache, metadata, output, output_lse=output_lse, **scales
+            )
         if self.debug:
             layer.check_result(found, output, output_lse, tokens)
         return output
 
+    def _poison(
+        self,
+        layer: RuntimeLayer,
+        tokens: int,
+        keys: int,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        output: torch.Tensor,
+        output_lse: torch.Tensor | None,
+    ) -> None:
+        """Refuse NaN in the arguments and fill the outputs with it; a search for NaN waits for the device."""
+        layer.refuse_nan(tokens, keys, query=query, key=key, value=value)
+        common = self._given[layer.spec.direct_kv]
+        if common is not None:
+            check_values(common, layer.spec)
+        # A row that the backend leaves unwritten then shows as NaN in `check_result`.
+        if output.is_floating_point():
+            output[:tokens] = torch.nan
+        if output_lse is not None:
+            output_lse[:tokens] = torch.nan
+
     def end_step(self) -> None:
         """End the active step: `forward` raises until the next one begins."""
         self._step, self._given = {}, (None, None)
+        if self._sharded is not None:
+            self._sharded.end()
 
     def close(self) -> None:
         """Release caches and workspaces; all methods except `close` raise afterwards."""
         self._closed = True
-        self._step, self._given = {}, (None, None)
+        self.end_step()
         self.kv_caches.clear()
         self.attention_groups.clear()
         self._direct_groups.clear()
@@ -381,18 +424,16 @@ class AttentionRuntime:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _make_direct_groups(self) -> list[AttentionGroup]:
+    def _make_direct_groups(self, decisions: Mapping[str, Decision]) -> list[AttentionGroup]:
         names_by_key: dict[Any, list[str]] = {}
-        for name, decision in self.plan.decisions.items():
-            if decision.spec.direct_kv:
-                names_by_key.setdefault((decision.get_backend_cls(), decision.spec), []).append(name)
+        for name, decision in decisions.items():
+            names_by_key.setdefault((decision.get_backend_cls(), decision.spec), []).append(name)
         made = []
         for (backend, spec), names in names_by_key.items():
             # The layers have no pages, but builders read the heads of a layer from a page spec.
             cache = cast(KVCacheSpec, kv_cache_spec_for(spec.replace(direct_kv=False), spec.block_size or 1))
             builder = make_builder(backend, cache, names, self.config, self.device)
             made.append(AttentionGroup(backend, tuple(names), cache, -1, builder, frozenset({spec})))
-        share_workspace(group.builder for group in (*self.attention_groups, *made))
         return made
 
     def _check_shared_pages(self) -> None:
@@ -481,6 +522,16 @@ def _check_spans(field: str, common: CommonAttentionMetadata, layer: str | None)
         raise BatchError(
             f"{field}.mm_prefix_spans", None, f"is required: layer {layer} has mm_prefix", remedy
         )
+
+
+def _check_sharing(plan: ModelPlan, place: ContextParallel | None, fast_prefill: Collection[str]) -> None:
+    """LayoutError for a place without a plan for it, or with layers that compute only some tokens of a step."""
+    if place is not None and plan.context_parallel is None:
+        remedy = "plan with context_parallel, or leave it out"
+        raise LayoutError("context_parallel", place, "is not what the plan was made for", remedy)
+    if plan.context_parallel is not None and fast_prefill:
+        limit = f"is not served under context parallelism, where layer {next(iter(fast_prefill))} needs all tokens"
+        raise LayoutError("kv_sharing_fast_prefill", True, limit, "leave it False")
 
 
 def _context_chunk_rows(plan: ModelPlan, config: BuilderConfig) -> int:

@@ -13,6 +13,7 @@ from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.null_blocks import first_attended, reach
+from attnplug.runtime.sharding import tokens_per_block
 from attnplug.runtime.step_batch import StepBatch
 
 _Ints: TypeAlias = npt.NDArray[Any]
@@ -87,9 +88,10 @@ def check_pool(batch: StepBatch, config: KVCacheConfig) -> None:
             tokens = _on_host(common.encoder_seq_lens_cpu, common.encoder_seq_lens, common.num_reqs)
             _check_pages(field, table, -(-tokens // spec.block_size), config.num_blocks)
             continue
-        low = _check_pages(field, table, -(-lengths // spec.block_size), config.num_blocks)
+        size = tokens_per_block(spec, None if batch.sharded is None else batch.sharded.place)
+        low = _check_pages(field, table, -(-lengths // size), config.num_blocks)
         if low == 0:
-            _check_nulls(field, table, slots, lengths, starts, spec)
+            _check_nulls(field, table, slots, lengths, starts, spec, size)
 
 
 def _check_pages(field: str, table: torch.Tensor, pages: _Ints, num_blocks: int) -> int:
@@ -113,7 +115,13 @@ def _check_pages(field: str, table: torch.Tensor, pages: _Ints, num_blocks: int)
 
 
 def _check_nulls(
-    field: str, table: torch.Tensor, slots: torch.Tensor, lengths: _Ints, starts: _Ints, spec: KVCacheSpec
+    field: str,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: _Ints,
+    starts: _Ints,
+    spec: KVCacheSpec,
+    size: int,
 ) -> None:
     queries = np.diff(starts)
     rows = np.flatnonzero(queries > 0)
@@ -121,7 +129,7 @@ def _check_nulls(
     rows = rows[slots.cpu().numpy()[starts[rows + 1] - 1] >= 0]
     if not rows.size:
         return
-    size, ends = spec.block_size, lengths[rows].astype(np.int64)
+    ends = lengths[rows].astype(np.int64)
     first = first_attended(spec, ends - queries[rows])
     pages = np.arange(-(-int(ends.max()) // size))
     is_attended = (pages >= first[:, None] // size) & (pages < -(-ends // size)[:, None])

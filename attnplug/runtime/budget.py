@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from attnplug.core.checks import short_number
+from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import LayoutError
 from attnplug.core.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
@@ -21,6 +22,7 @@ from attnplug.core.kv_cache_spec import (
 from attnplug.core.spec import LayerSpec
 from attnplug.mla.chunks import prefill_workspace_bytes
 from attnplug.runtime.grouping import num_padding_layers
+from attnplug.runtime.sharding import tokens_per_block
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _ANY_LENGTH = 1 << 62
@@ -42,6 +44,7 @@ class MemoryBudget:
         padding_layers: unused pages, counted in layers.
         groups: the KV groups.
         prefill_workspace: bytes of `memory` in which prefills of latent attention expand computed tokens.
+        context_parallel: the ranks that share tokens; the memory is that of one of them. None for one alone.
     """
 
     memory: int
@@ -51,6 +54,7 @@ class MemoryBudget:
     padding_layers: int
     groups: tuple[KVCacheGroupSpec, ...]
     prefill_workspace: int = 0
+    context_parallel: ContextParallel | None = None
 
     @property
     def usable_blocks(self) -> int:
@@ -59,7 +63,7 @@ class MemoryBudget:
 
     def tokens_of(self, group: KVCacheGroupSpec) -> int:
         """Tokens that fit if this group used the whole pool alone."""
-        return self.usable_blocks * group.kv_cache_spec.block_size
+        return self.usable_blocks * tokens_per_block(group.kv_cache_spec, self.context_parallel)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON object."""
@@ -70,6 +74,7 @@ class MemoryBudget:
             "num_blocks": self.num_blocks,
             "max_tokens": self.max_tokens,
             "padding_layers": self.padding_layers,
+            "ranks": 1 if self.context_parallel is None else self.context_parallel.size,
             "groups": [
                 {
                     "kind": type(group.kv_cache_spec).__name__,
@@ -105,16 +110,19 @@ def bytes_per_block(config: KVCacheConfig) -> int:
     return sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
 
 
-def blocks_needed(spec: KVCacheSpec, num_tokens: int, new_tokens: int = 1) -> int:
+def blocks_needed(
+    spec: KVCacheSpec, num_tokens: int, new_tokens: int = 1, context_parallel: ContextParallel | None = None
+) -> int:
     """The most blocks that one sequence of `num_tokens` needs at once in a group of this spec.
 
     Args:
         spec: of the group's pages.
         num_tokens: tokens of the sequence.
         new_tokens: tokens computed in one step; the blocks cover the window or chunk of each.
+        context_parallel: the ranks that share the tokens of groups without a window or chunks.
     """
     size = spec.block_size
-    whole = -(-num_tokens // size)
+    whole = -(-num_tokens // tokens_per_block(spec, context_parallel))
     if isinstance(spec, SlidingWindowSpec):
         # A window may begin at any token of a page, in the worst case at the last.
         return min(whole, -(-(spec.sliding_window + new_tokens - 2) // size) + 1)
@@ -132,7 +140,11 @@ def most_workspace_bytes(specs: Iterable[LayerSpec], rows: int) -> int:
 
 
 def fit_kv_cache(
-    config: KVCacheConfig, memory: int, new_tokens: int = 1, prefill_workspace: int = 0
+    config: KVCacheConfig,
+    memory: int,
+    new_tokens: int = 1,
+    prefill_workspace: int = 0,
+    context_parallel: ContextParallel | None = None,
 ) -> MemoryBudget:
     """The budget for `memory` bytes; ignores the configuration's own number of blocks.
 
@@ -141,13 +153,14 @@ def fit_kv_cache(
         memory: bytes for the caches and the workspace.
         new_tokens: tokens of a sequence computed in one step; see `blocks_needed`.
         prefill_workspace: bytes that the caches leave free; see `ModelPlan.prefill_workspace_bytes`.
+        context_parallel: the ranks that share tokens, each with `memory` bytes.
 
     Raises:
         LayoutError: the null block and one more block do not fit.
     """
     groups = config.kv_cache_groups
     if not groups:
-        return MemoryBudget(memory, 0, 0, None, 0, (), prefill_workspace)
+        return MemoryBudget(memory, 0, 0, None, 0, (), prefill_workspace, context_parallel)
     each = bytes_per_block(config)
     blocks = (memory - prefill_workspace) // each
     if blocks < 2:
@@ -158,15 +171,19 @@ def fit_kv_cache(
         raise LayoutError("memory", memory, limit, remedy)
 
     def fits(num_tokens: int) -> bool:
-        return sum(blocks_needed(group.kv_cache_spec, num_tokens, new_tokens) for group in groups) < blocks
+        needed = (blocks_needed(g.kv_cache_spec, num_tokens, new_tokens, context_parallel) for g in groups)
+        return sum(needed) < blocks
 
     longest = None
     if not fits(_ANY_LENGTH):
         # The upper bound never fits: a group without a window, or all windows, would fill the pool.
-        low, high = 0, blocks * max(group.kv_cache_spec.block_size for group in groups)
+        low, high = (
+            0,
+            blocks * max(tokens_per_block(group.kv_cache_spec, context_parallel) for group in groups),
+        )
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         longest = low
     padding = num_padding_layers(config)
-    return MemoryBudget(memory, each, blocks, longest, padding, groups, prefill_workspace)
+    return MemoryBudget(memory, each, blocks, longest, padding, groups, prefill_workspace, context_parallel)

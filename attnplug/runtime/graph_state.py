@@ -17,6 +17,8 @@ from attnplug.runtime.attention_runtime import AttentionRuntime, longest_sequenc
 from attnplug.runtime.batch_checks import check_groups
 from attnplug.runtime.graph_buffers import GraphInputBuffers as GraphInputBuffers
 from attnplug.runtime.grouping import cross_groups
+from attnplug.runtime.sharded_step import ShardedStep
+from attnplug.runtime.sharding import shares_tokens
 from attnplug.runtime.step_batch import StepBatch
 
 _Lengths = npt.NDArray[np.int32]
@@ -68,6 +70,10 @@ class GraphState:
         self.max_query_len = integer("max_query_len", max_query_len)
         if not 1 <= self.max_query_len <= self.max_model_len:
             raise BatchError("max_query_len", self.max_query_len, f"must be in 1 .. {self.max_model_len}")
+        place = runtime.plan.context_parallel
+        if place is not None and self.max_query_len > 1:
+            limit = "must be 1 under context parallelism, where steps of more tokens run without a graph"
+            raise BatchError("max_query_len", self.max_query_len, limit)
         self._runtime = runtime
         groups = runtime.kv_cache_config.kv_cache_groups
         self._cross = cross_groups(runtime.kv_cache_config)
@@ -81,7 +87,8 @@ class GraphState:
         self._first = next((i for i in range(len(groups)) if i not in self._cross), 0)
         lengths = [max_encoder_len if i in self._cross else self.max_model_len for i in range(len(groups))]
         self._sizes = tuple(group.kv_cache_spec.block_size for group in groups)
-        blocks = max(-(-length // size) for length, size in zip(lengths, self._sizes, strict=True))
+        covered = runtime.plan.tokens_per_block
+        blocks = max(-(-length // size) for length, size in zip(lengths, covered, strict=True))
         self._buffers = GraphInputBuffers.allocate(
             self.batch_sizes[-1],
             self.max_query_len,
@@ -90,6 +97,7 @@ class GraphState:
             with_encoder=bool(self._cross),
             with_spans=runtime.has_mm_prefix,
             sparse_topk=runtime.sparse_topk,
+            is_sharded=place is not None,
             device=runtime.device,
         )
 
@@ -240,6 +248,10 @@ class GraphState:
             lengths = sorted(set(queries.tolist()))
             limit = f"must be the graph's query_len={buffers.query_len} for every request"
             raise BatchError("batch.query_lens", lengths, limit, "run this step without a graph")
+        if buffers.local_lens is not None and (batch.sharded is None or not batch.sharded.is_decode):
+            found = None if batch.sharded is None else "a step of several new tokens"
+            limit = "must be the step of a decode: this runtime has context parallelism"
+            raise BatchError("batch.sharded", found, limit, "run this step without a graph")
         for group in sorted(self._cross):
             if batch.num_slots[group]:
                 limit = (
@@ -259,7 +271,9 @@ class GraphState:
             if self._runtime.has_mm_prefix
             else None
         )
-        return self._batch(buffers, starts, lengths, False, encoder, spans, ())
+        place = self._runtime.plan.context_parallel
+        local = None if place is None else np.full(reqs, place.most_local(self.max_model_len), dtype=np.int32)
+        return self._batch(buffers, starts, lengths, False, encoder, spans, (), local)
 
     def _padded(self, buffers: GraphInputBuffers, batch: StepBatch) -> StepBatch:
         common, padding = batch.common, buffers.batch_size - batch.common.num_reqs
@@ -279,6 +293,7 @@ class GraphState:
             _extended(common.encoder_seq_lens_cpu, padding) if self._cross else None,
             spans,
             batch.req_ids,
+            _extended(None if batch.sharded is None else batch.sharded.local_lens_host, padding),
         )
 
     def _batch(
@@ -290,6 +305,7 @@ class GraphState:
         encoder: _Lengths | None,
         spans: torch.Tensor | None,
         req_ids: tuple[str, ...],
+        local: _Lengths | None,
     ) -> StepBatch:
         tokens = buffers.num_tokens
         common = CommonAttentionMetadata(
@@ -313,7 +329,20 @@ class GraphState:
         groups = buffers.block_tables.shape[0]
         counts = tuple(0 if group in self._cross else tokens for group in range(groups))
         tables, slots = buffers.block_tables, buffers.slot_mappings
-        return StepBatch(common, self._first, tables, slots, counts, self._cross, req_ids, self._sizes)
+        place, sharded = self._runtime.plan.context_parallel, None
+        if place is not None and local is not None and buffers.local_lens is not None:
+            specs = [group.kv_cache_spec for group in self._runtime.kv_cache_config.kv_cache_groups]
+            shared = frozenset(index for index, spec in enumerate(specs) if shares_tokens(spec))
+            sharded = ShardedStep(
+                place,
+                shared,
+                is_decode=True,
+                has_context=True,
+                local_lens=buffers.local_lens,
+                local_lens_host=local,
+            )
+        at = tables, slots, counts, self._cross, req_ids, self._sizes
+        return StepBatch(common, self._first, *at, sharded=sharded)
 
 
 def _extended(lengths: _Lengths | None, padding: int) -> _Lengths | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from attnplug.core.checks import check_size
 from attnplug.core.config import CONTEXT_CHUNK_ROWS
+from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.device import Device
 from attnplug.core.hyperparameters import PerLayerParameters, group_by_hyperparameters
 from attnplug.core.json_reading import parse_json, reading, texts, typed
@@ -18,6 +20,7 @@ from attnplug.registry.decision import VERSION, Decision, as_text, check_schema
 from attnplug.runtime.budget import MemoryBudget, bytes_per_block, fit_kv_cache, most_workspace_bytes
 from attnplug.runtime.grouping import group_kv_caches
 from attnplug.runtime.plan_pages import planned_caches
+from attnplug.runtime.sharding import is_sharded, tokens_per_block
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -44,6 +47,8 @@ class ModelPlan:
         context_chunk_rows: computed tokens that a prefill of latent attention expands at once.
         tuned: the digests of the tables of measured times that were read, with + between them; None without any.
             Ranks of one model need equal ones, because other times may choose other backends.
+        context_parallel: the rank of this process among those that share the tokens of `sharded_layers`; None alone.
+        new_tokens: by sharded layer, the decision for the tokens of a step, whose K and V come with the call.
     """
 
     decisions: Mapping[str, Decision]
@@ -55,6 +60,8 @@ class ModelPlan:
     notes: tuple[str, ...] = ()
     context_chunk_rows: int = CONTEXT_CHUNK_ROWS
     tuned: str | None = None
+    context_parallel: ContextParallel | None = None
+    new_tokens: Mapping[str, Decision] = dataclasses.field(default_factory=dict)
 
     @property
     def specs(self) -> dict[str, LayerSpec]:
@@ -66,6 +73,19 @@ class ModelPlan:
         """The KV groups and raw tensors; over one block where the plan has no number of blocks."""
         num_blocks = 1 if self.num_blocks is None else self.num_blocks
         return group_kv_caches(planned_caches(self.decisions), num_blocks, self.kv_sharing)
+
+    @property
+    def sharded_layers(self) -> tuple[str, ...]:
+        """The layers whose tokens the ranks of `context_parallel` share, in layer order."""
+        if self.context_parallel is None:
+            return ()
+        return tuple(name for name, spec in self.specs.items() if is_sharded(spec))
+
+    @property
+    def tokens_per_block(self) -> tuple[int, ...]:
+        """Tokens of a request that one block number of each KV group covers, over all ranks."""
+        groups = self.kv_cache_config.kv_cache_groups
+        return tuple(tokens_per_block(group.kv_cache_spec, self.context_parallel) for group in groups)
 
     @property
     def hyperparameter_groups(self) -> dict[PerLayerParameters, list[str]]:
@@ -85,7 +105,9 @@ class ModelPlan:
             if self.num_blocks is None:
                 return None
             memory = bytes_per_block(config) * self.num_blocks + workspace
-        return fit_kv_cache(config, memory, prefill_workspace=workspace)
+        return fit_kv_cache(
+            config, memory, prefill_workspace=workspace, context_parallel=self.context_parallel
+        )
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -145,12 +167,46 @@ class ModelPlan:
             tokens = "any number of" if budget.max_tokens is None else f"{budget.max_tokens:,}"
             parts.append(f"{budget.num_blocks:,} blocks of {budget.bytes_per_block:,} bytes")
             parts.append(f"one sequence of {tokens} tokens fits")
+        if self.context_parallel is not None:
+            parts.append(self._sharing(self.context_parallel))
         if workspace := self.prefill_workspace_bytes():
             parts.append(f"a prefill workspace of {workspace:,} bytes")
         return Group(Paragraph(", ".join(parts)), self.table(), *map(Paragraph, self.notes))
 
+    def _sharing(self, place: ContextParallel) -> str:
+        """The layers whose tokens the ranks share, and the gain in tokens."""
+        config, budget = self.kv_cache_config, self.budget
+        count = len(self.sharded_layers)
+        which = "all layers" if count == len(self.decisions) else f"{count} of {len(self.decisions)} layers"
+        text = f"{place.size} ranks share the tokens of {which}"
+        if budget is not None and budget.max_tokens:
+            alone = fit_kv_cache(config, budget.memory, prefill_workspace=budget.prefill_workspace).max_tokens
+            text += f", {budget.max_tokens / (alone or 1):.2f} x the {alone:,} tokens of one rank"
+        return text
+
     def __str__(self) -> str:
         return as_text(self)
+
+    def layer_digests(self) -> dict[str, str]:
+        """A digest of the decisions for each layer: backends with versions, options, spec, pages and phases."""
+        digests = {}
+        for name, decision in self.decisions.items():
+            parts = [decision, *self.by_phase.get(name, {}).values(), *_present(self.new_tokens.get(name))]
+            digests[name] = _digest([_chosen_facts(part) for part in parts])
+        return digests
+
+    def digest(self) -> str:
+        """A digest of all that the ranks of a group must decide alike; the rank itself is left out."""
+        place = self.context_parallel
+        shared = None if place is None else [place.size, place.interleave]
+        facts = [
+            self.device.to_dict(),
+            dict(self.kv_sharing),
+            self.num_blocks,
+            self.context_chunk_rows,
+            shared,
+        ]
+        return _digest([list(self.layer_digests().items()), facts])
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON object. It leaves out groups and budget, which `from_dict` computes again."""
@@ -172,6 +228,8 @@ class ModelPlan:
             "memory": self.memory,
             "context_chunk_rows": self.context_chunk_rows,
             "tuned": self.tuned,
+            "context_parallel": self.context_parallel and self.context_parallel.to_dict(),
+            "new_tokens": {name: decision.to_dict() for name, decision in self.new_tokens.items()},
             "notes": list(self.notes),
         }
 
@@ -202,6 +260,9 @@ class ModelPlan:
         with reading("plan"):
             check_schema(data, SCHEMA)
             by_phase, kv_sharing = typed(data, "by_phase", dict), typed(data, "kv_sharing", dict)
+            # Older files have neither.
+            data = {"context_parallel": None, "new_tokens": {}, **data}
+            place, new_tokens = typed(data, "context_parallel", dict, None), typed(data, "new_tokens", dict)
             if not all(type(value) is str for value in kv_sharing.values()):
                 raise TypeError("kv_sharing must map layer names to layer names")
             made = cls(
@@ -220,6 +281,8 @@ class ModelPlan:
                 ),
                 # Older files do not have it.
                 tuned=typed({"tuned": None, **data}, "tuned", str, None),
+                context_parallel=None if place is None else ContextParallel.from_dict(place),
+                new_tokens={name: decision(item) for name, item in new_tokens.items()},
             )
             # Computed here, so that this call refuses layers whose caches do not fit each other.
             _ = made.budget
@@ -230,3 +293,24 @@ class ModelPlan:
         """The plan that `to_json` wrote; see `from_dict`."""
         with reading("plan"):
             return cls.from_dict(parse_json(text), registry)
+
+
+def _present(decision: Decision | None) -> tuple[Decision, ...]:
+    return () if decision is None else (decision,)
+
+
+def _chosen_facts(decision: Decision) -> list[Any]:
+    chosen, options = decision.chosen, decision.options
+    version = None if chosen is None else [chosen.distribution, chosen.version]
+    pages = [decision.block_size, decision.kv_cache_layout]
+    return [
+        decision.backend,
+        version,
+        None if options is None else dict(options),
+        decision.spec.to_dict(),
+        *pages,
+    ]
+
+
+def _digest(facts: object) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError
-from attnplug.core.kv_cache_spec import KVCacheSpec
+from attnplug.core.kv_cache_spec import KVCacheSpec, MLAAttentionSpec
 from attnplug.core.selection import Selection
 from attnplug.ops.buffers import StagingRing
 from attnplug.runtime.arguments import instance, integer, integers, listed, torch_device
@@ -17,6 +18,7 @@ from attnplug.runtime.block_numbers import INT32_MAX, block_numbers
 from attnplug.runtime.mm_prefix import MMPrefix
 from attnplug.runtime.null_blocks import first_attended, reach
 from attnplug.runtime.placeholders import Placeholder, PlaceholderRanges, check_placeholders
+from attnplug.runtime.sharding import checked_place, shares_tokens, tokens_per_block
 from attnplug.runtime.staging import StepStaging
 
 _Ints = npt.NDArray[np.int64]
@@ -50,6 +52,7 @@ class RequestTable:
         num_blocks: int | None = None,
         kv_cache_specs: Sequence[KVCacheSpec] = (),
         cascade_groups: Collection[int] | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> None:
         self.device = torch_device("device", device)
         thresholds = integers("reorder_batch_thresholds", reorder_batch_thresholds)
@@ -63,17 +66,24 @@ class RequestTable:
         self.num_blocks = None if num_blocks is None else integer("num_blocks", num_blocks)
         specs = listed("kv_cache_specs", kv_cache_specs, "KVCacheSpecs")
         self.kv_cache_specs = tuple(instance("kv_cache_specs", spec, KVCacheSpec) for spec in specs)
+        self.context_parallel = checked_place(context_parallel)
         groups = len(self.block_sizes)
         self.cross_groups = _numbers("cross_groups", cross_groups, "KV groups", groups)
         if cascade_groups is not None:
             cascade_groups = _numbers("cascade_groups", cascade_groups, "KV groups", groups)
         sparse_topk = integer("sparse_topk", sparse_topk)
         self._check_sizes(sparse_topk)
+        self.tokens_per_block = self._tokens_per_block()
+        """Tokens of a request that one block number covers: those of a page, on all ranks that share them."""
         self._mm_prefix = _spans_of(mm_prefix, mm_prefix_modalities, max_num_batched_tokens)
         self._self_groups = [g for g in range(groups) if g not in self.cross_groups]
-        self._cascade_groups = [g for g in self._self_groups if cascade_groups is None or g in cascade_groups]
+        self.sharded_groups = self._sharded_groups()
+        """The KV groups whose tokens the ranks share."""
+        # A prefix of shared blocks has other tokens on each rank, so no builder is asked about it.
+        may_cascade = [g for g in self._self_groups if g not in self.sharded_groups]
+        self._cascade_groups = [g for g in may_cascade if cascade_groups is None or g in cascade_groups]
         lengths = [max_encoder_len if g in self.cross_groups else max_model_len for g in range(groups)]
-        width = max(-(-length // size) for length, size in zip(lengths, self.block_sizes, strict=True))
+        width = max(-(-length // size) for length, size in zip(lengths, self.tokens_per_block, strict=True))
         entries = groups * max_num_seqs * width
         if entries > _MOST_ENTRIES:
             limit = f"needs block tables of {entries} entries with max_model_len={max_model_len}; the limit is {_MOST_ENTRIES}"
@@ -88,7 +98,8 @@ class RequestTable:
         # Without null pages, the flag spares each step a pass over its slots.
         self._has_null_pages = False
         # Groups with one block size share page and offset, so one look-up serves all of them.
-        self._is_uniform = not self.cross_groups and len(set(self.block_sizes)) == 1
+        is_alike = len(set(self.block_sizes)) == 1 and not self.sharded_groups
+        self._is_uniform = not self.cross_groups and is_alike
         self._capacity = np.zeros(max_num_seqs, dtype=np.int64)
         self._computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._scheduled = np.zeros(max_num_seqs, dtype=np.int64)
@@ -103,7 +114,9 @@ class RequestTable:
         slots = max(max_num_batched_tokens, max_num_seqs * max_encoder_len)
         sizes = max_num_seqs, max_num_batched_tokens, slots, self._tables.shape
         # Two sets: the host fills one while the device may still copy from the other.
-        staging = [StepStaging(*sizes, self.device, mm_prefix) for _ in range(2)]
+        has_rows = any(isinstance(self.kv_cache_specs[g], MLAAttentionSpec) for g in self.sharded_groups)
+        forms = mm_prefix, bool(self.sharded_groups), has_rows
+        staging = [StepStaging(*sizes, self.device, *forms) for _ in range(2)]
         self._ring = StagingRing(staging, self.device)
         # One buffer is enough: the indexer writes it on the device, in the order of the steps.
         self._selection = (
@@ -207,7 +220,7 @@ class RequestTable:
         if self.kv_cache_specs:
             spec = self.kv_cache_specs[group]
             passed, which = first_attended(spec, passed), f"the pages that {reach(spec)} has passed"
-        limit = min(int(passed[0]) // self.block_sizes[group], int(self._num_blocks[group, index]))
+        limit = min(int(passed[0]) // self.tokens_per_block[group], int(self._num_blocks[group, index]))
         if not 0 <= num_blocks <= limit:
             raise BatchError("num_blocks", num_blocks, f"must be in 0 .. {limit}, {which}")
         # `_has_null_pages` stays as it is: steps write after computed tokens only, never to these pages.
@@ -307,6 +320,26 @@ class RequestTable:
         if self.max_encoder_len and not self.cross_groups:
             raise BatchError("max_encoder_len", self.max_encoder_len, "is for builders with cross_groups")
 
+    def _sharded_groups(self) -> frozenset[int]:
+        place = self.context_parallel
+        shared = [
+            g for g, spec in enumerate(self.kv_cache_specs) if place is not None and shares_tokens(spec)
+        ]
+        for group in shared:
+            if place is not None and self.block_sizes[group] % place.interleave:
+                limit = f"must divide block_sizes[{group}]={self.block_sizes[group]}"
+                raise BatchError("context_parallel.interleave", place.interleave, limit)
+        return frozenset(shared)
+
+    def _tokens_per_block(self) -> tuple[int, ...]:
+        place = self.context_parallel
+        if place is None:
+            return self.block_sizes
+        if not self.kv_cache_specs:
+            limit = "needs kv_cache_specs: ranks share the tokens of some kinds of groups only"
+            raise BatchError("context_parallel", place, limit)
+        return tuple(tokens_per_block(spec, place) for spec in self.kv_cache_specs)
+
     def _at(self, req_id: str) -> int:
         index = self._index.get(req_id) if isinstance(req_id, str) else None
         if index is None:
@@ -350,7 +383,7 @@ class RequestTable:
                 self._has_null_pages = True
                 self._null_ends[group, index] = start + nulls[-1] + 1
                 self._first_served[index] = self._computed[index]
-        tokens = [int(self._num_blocks[g, index]) * self.block_sizes[g] for g in self._self_groups]
+        tokens = [int(self._num_blocks[g, index]) * self.tokens_per_block[g] for g in self._self_groups]
         self._capacity[index] = min(tokens, default=self.max_model_len)
 
 

@@ -35,7 +35,8 @@ class StepStaging:
     """One step's fields, on the host and on the device.
 
     `slots` is the most slots of a KV group, `tables` the shape `(G, max_num_seqs, max_blocks)` of the block tables.
-    With `mm_prefix`, each token has a multimodal span.
+    With `mm_prefix`, each token has a multimodal span. With `is_sharded`, each request has a number of keys on this
+    rank, and with `has_rows` each token too.
     """
 
     def __init__(
@@ -46,6 +47,8 @@ class StepStaging:
         tables: tuple[int, ...],
         device: torch.device,
         mm_prefix: bool = False,
+        is_sharded: bool = False,
+        has_rows: bool = False,
     ) -> None:
         self.query_start_loc = CpuGpuBuffer(max_num_seqs + 1, dtype=torch.int32, device=device)
         self.seq_lens = CpuGpuBuffer(max_num_seqs, dtype=torch.int32, device=device)
@@ -55,6 +58,10 @@ class StepStaging:
         self.placeholders = PackedBuffer(2, max_num_batched_tokens, dtype=torch.int64, device=device)
         spans = max_num_batched_tokens if mm_prefix else 0
         self.mm_prefix_spans = CpuGpuBuffer(spans, 2, dtype=torch.int32, device=device)
+        reqs, rows = max_num_seqs if is_sharded else 0, max_num_batched_tokens if has_rows else 0
+        self.local_lens = CpuGpuBuffer(reqs, dtype=torch.int32, device=device)
+        self.row_lens = CpuGpuBuffer(rows, dtype=torch.int32, device=device)
+        self.row_requests = CpuGpuBuffer(rows, dtype=torch.int64, device=device)
         # On the CPU steps read the builder's own tables, so the staging buffer is empty there.
         self._on_device = device.type != "cpu"
         self._tables = PackedBuffer(*tables if self._on_device else (0,), dtype=torch.int32, device=device)

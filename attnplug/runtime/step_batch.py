@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug.core.batch.context_parallel import local_lengths, local_offsets
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import KVCacheSpec
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
@@ -19,6 +20,7 @@ from attnplug.runtime.null_blocks import first_attended
 from attnplug.runtime.placeholders import PlaceholderMap, Span, map_placeholders, spans_of
 from attnplug.runtime.request_counts import Counts, Ints, check_at_most, counts_of
 from attnplug.runtime.requests import RequestTable
+from attnplug.runtime.sharded_step import ShardedStep
 from attnplug.runtime.staging import StepStaging
 
 
@@ -43,6 +45,7 @@ class StepBatch:
         shared_prefix_lens: computed tokens of the leading blocks that all requests share, in each KV group; empty if
             unknown, which counts as 0.
         kv_cache_specs: of each KV group, as given to the builder; empty if unknown.
+        sharded: the keys on this rank, under context parallelism; None without.
     """
 
     common: CommonAttentionMetadata
@@ -57,6 +60,7 @@ class StepBatch:
     order: Ints | None = None
     shared_prefix_lens: tuple[int, ...] = ()
     kv_cache_specs: tuple[KVCacheSpec, ...] = ()
+    sharded: ShardedStep | None = None
 
     def in_former_order(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of `tokens [T, ...]`, such as an output, by the order that the requests had before the step."""
@@ -99,6 +103,9 @@ class StepBatchBuilder(RequestTable):
         num_blocks: blocks of the pool. Block numbers past it are refused; with None, only those past int32.
         kv_cache_specs: of each KV group. Null blocks are then refused where a request still attends their tokens;
             without any, each group may have them anywhere.
+        context_parallel: the rank of this process among those that share the tokens of groups without a window or
+            chunks; it needs `kv_cache_specs`. A block number of such a group covers a page on each rank, and tokens
+            of other ranks have slot -1.
 
     Raises:
         BatchError: a size is below 1, no KV group is given, a cross group is not one of them, or modalities are
@@ -176,7 +183,10 @@ class StepBatchBuilder(RequestTable):
         self._scheduled[:reqs] = scheduled
         self._stepped = names
         logits = None if wanted is None else int(wanted.sum())
-        return self._batch(staging, names, counts, max_query, longest, width, maps, order, shared, logits)
+        sharded = self._sharded_step(staging, starts[:reqs], scheduled, computed, max_query)
+        return self._batch(
+            staging, names, counts, max_query, longest, width, maps, order, shared, logits, sharded
+        )
 
     def finish_step(self, accepted: Counts | None = None) -> None:
         """Count the last step's tokens as computed: all, or only the accepted speculative ones.
@@ -265,7 +275,13 @@ class StepBatchBuilder(RequestTable):
         self._tables[:, :num_reqs] = 0
         names = tuple(f"profile-{index}" for index in range(num_reqs))
         longest = int(lengths[0])
-        return self._batch(staging, names, counts, longest, longest, self._tables.shape[2], {})
+        # From the start, so `_computed` of earlier requests does not count.
+        computed = np.zeros(num_reqs, dtype=np.int64)
+        starts = staging.query_start_loc.np[:num_reqs]
+        sharded = self._sharded_step(staging, starts, lengths, computed, longest)
+        return self._batch(
+            staging, names, counts, longest, longest, self._tables.shape[2], {}, sharded=sharded
+        )
 
     def _slot_counts(self, tokens: int, encoder_tokens: int) -> tuple[int, ...]:
         groups = range(len(self.block_sizes))
@@ -302,7 +318,7 @@ class StepBatchBuilder(RequestTable):
         for group, spec in enumerate(self.kv_cache_specs):
             if not self._null_ends[group, :reqs].any():
                 continue
-            size = self.block_sizes[group]
+            size = self.tokens_per_block[group]
             ends = self._encoder_lens[:reqs] if group in self.cross_groups else lengths
             first = first_attended(spec, self._computed[:reqs])
             # Null blocks past the tokens do no harm, so each suspect's pages are looked at.
@@ -324,7 +340,7 @@ class StepBatchBuilder(RequestTable):
 
     def _refuse_short(self, field: str, needed: npt.NDArray[Any], groups: Iterable[int]) -> None:
         for group in groups:
-            capacity = self._num_blocks[group, : needed.size] * self.block_sizes[group]
+            capacity = self._num_blocks[group, : needed.size] * self.tokens_per_block[group]
             if (needed > capacity).any():
                 worst = int((needed > capacity).argmax())
                 name = self.req_ids[worst]
@@ -359,12 +375,46 @@ class StepBatchBuilder(RequestTable):
 
     def _put_slots(self, out: Ints, group: int, rows: Ints, positions: Ints) -> None:
         size = self.block_sizes[group]
-        page, offset = np.divmod(positions, size)
+        page, offset = np.divmod(positions, self.tokens_per_block[group])
         np.multiply(self._tables[group, rows, page], size, out=out, dtype=np.int64)
+        if group in self.sharded_groups and self.context_parallel is not None:
+            offset = local_offsets(positions, page, size, self.context_parallel)
+            out[offset < 0] = PAD_SLOT_ID
+            offset = np.maximum(offset, 0)
         out += offset
         if self._has_null_pages:
             # These slots lie in block 0, the null block, which no request may write.
             out[out < size] = PAD_SLOT_ID
+
+    def _sharded_step(
+        self, staging: StepStaging, starts: npt.NDArray[Any], scheduled: Ints, computed: Ints, max_query: int
+    ) -> ShardedStep | None:
+        """The keys on this rank; None without context parallelism."""
+        place = self.context_parallel
+        if place is None or not self.sharded_groups:
+            return None
+        reqs, is_decode = scheduled.size, max_query <= 1
+        # A single new token sees all keys up to itself, so it is written first and counts as one of them.
+        before = computed + scheduled if is_decode else computed
+        staging.local_lens.np[:reqs] = local_lengths(before, place)
+        rows = 0
+        if staging.row_lens.np.size and not is_decode:
+            rows = int(scheduled.sum())
+            requests = np.repeat(self._rows[:reqs], scheduled)
+            staging.row_requests.np[:rows] = requests
+            ends = self._rows[:rows] + np.repeat(computed - starts, scheduled) + 1
+            staging.row_lens.np[:rows] = local_lengths(ends, place)
+        return ShardedStep(
+            place,
+            self.sharded_groups,
+            is_decode,
+            has_context=bool(before.any()),
+            local_lens=staging.local_lens.copy_to_gpu(reqs),
+            local_lens_host=staging.local_lens.np[:reqs],
+            row_lens=staging.row_lens.copy_to_gpu(rows) if rows else None,
+            row_lens_host=staging.row_lens.np[:rows] if rows else None,
+            row_requests=staging.row_requests.copy_to_gpu(rows) if rows else None,
+        )
 
     def _fill_encoder_slots(self, slots: Ints, unwritten: Ints, count: int) -> None:
         rows = np.repeat(self._rows[: unwritten.size], unwritten)
@@ -399,6 +449,7 @@ class StepBatchBuilder(RequestTable):
         order: Ints | None = None,
         shared: tuple[int, ...] = (),
         logits: int | None = None,
+        sharded: ShardedStep | None = None,
     ) -> StepBatch:
         reqs, first = len(names), self._self_groups[0] if self._self_groups else 0
         tokens = int(staging.query_start_loc.np[reqs])
@@ -435,4 +486,4 @@ class StepBatchBuilder(RequestTable):
         # All copies of the set are issued, so the event that guards it can be recorded.
         self._ring.release()
         own = self.cross_groups, names, self.block_sizes, placeholders, order, shared, self.kv_cache_specs
-        return StepBatch(common, first, tables, slots, counts, *own)
+        return StepBatch(common, first, tables, slots, counts, *own, sharded)

@@ -19,6 +19,8 @@ from attnplug.core.selection import Selection
 from attnplug.core.spec import Phase
 from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.selections import widest_topk
+from attnplug.runtime.sharded_step import ShardedStep
+from attnplug.runtime.sharding import shares_tokens
 from attnplug.runtime.step_batch import StepBatch
 
 if TYPE_CHECKING:
@@ -99,7 +101,8 @@ def warm_up(runtime: AttentionRuntime) -> WarmUpReport:
     allows. Prompts have 2, 4, 8, ... tokens: one from the start, and one and the most after computed tokens. No page
     of a request is read or written: slots are -1 and tables have the null block. Compiled kernels are logged at INFO.
 
-    Layers of backends that compile nothing (`compile_key` None) are skipped. An active step ends.
+    Layers of backends that compile nothing (`compile_key` None) are skipped. An active step ends. Under context
+    parallelism all ranks call it at the same time.
 
     Args:
         runtime: its config limits requests, tokens and speculative tokens.
@@ -127,7 +130,12 @@ def _distinct(runtime: AttentionRuntime) -> Iterator[tuple[RuntimeLayer, type[At
     layers_by_key: dict[Any, list[RuntimeLayer]] = {}
     for name, layer in runtime.layers.items():
         backend = runtime.plan.decisions[name].get_backend_cls()
-        key = backend.compile_key(layer.spec)
+        key: Any = backend.compile_key(layer.spec)
+        if name in runtime.plan.new_tokens:
+            new = runtime.plan.new_tokens[name]
+            # A step runs both backends, so either one may have kernels to compile.
+            new_key = new.get_backend_cls().compile_key(new.spec)
+            key = None if key is None and new_key is None else (key, new.backend, new_key)
         if key is None:
             continue
         spec, cache = layer.spec, layer.kv_cache
@@ -242,4 +250,10 @@ def _batch(runtime: AttentionRuntime, shape: _Shape, *, causal: bool) -> StepBat
     )
     names = tuple(f"warm-up-{index}" for index in range(reqs))
     sizes = tuple(group.kv_cache_spec.block_size for group in groups)
-    return StepBatch(common, first, tables, slots, (rows,) * len(groups), cross, names, sizes)
+    place = runtime.plan.context_parallel
+    sharded = None
+    if place is not None:
+        shared = [i for i, group in enumerate(groups) if shares_tokens(group.kv_cache_spec)]
+        sharded = ShardedStep.uniform(place, shared, reqs, shape.computed, shape.query_len, device)
+    counts = (rows,) * len(groups)
+    return StepBatch(common, first, tables, slots, counts, cross, names, sizes, sharded=sharded)

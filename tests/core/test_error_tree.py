@@ -20,6 +20,7 @@ PARENTS = {
     "ModelConfigError": ValueError,
     "MatrixFileError": ValueError,
     "BackendFaultError": errors.AttnplugError,
+    "RankFailureError": errors.AttnplugError,
     "PluginError": errors.AttnplugError,
     "NoBackendError": errors.AttnplugError,
     "BackendUnavailableError": errors.NoBackendError,

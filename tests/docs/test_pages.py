@@ -17,7 +17,7 @@ RUN_PAGES = [
 ]
 # These run whole kits and matrices.
 _LONG = ("concepts/matrix.md", "guides/ship-a-backend.md", "performance/libraries.md")
-PROGRAMS = ("attnplug", "cat", "ls", "pip", "pytest", "python")
+PROGRAMS = ("attnplug", "cat", "ls", "pip", "pytest", "python", "torchrun")
 OPTIONS = {
     "console": {"data-exit", "data-not-run"},
     "diff": {"data-edit", "title"},

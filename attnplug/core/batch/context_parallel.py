@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import torch
 
 from attnplug.core.batch.host import check_count
+from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError
+
+_Integers = TypeVar("_Integers", bound=Any)
+"""A numpy array, or a tensor, of integers."""
+
+
+def local_lengths(lengths: _Integers, place: ContextParallel) -> _Integers:
+    """Tokens of each request of `lengths` tokens that a rank stores; arrays and tensors alike, none is checked."""
+    run, size = place.interleave, place.size
+    rounds = lengths // (run * size)
+    left = lengths - rounds * (run * size) - place.rank * run
+    return rounds * run + left.clip(0, run)  # type: ignore[no-any-return]
+
+
+def local_offsets(
+    positions: _Integers, blocks: _Integers, block_size: int, place: ContextParallel
+) -> _Integers:
+    """The place inside its block of each token, whose block number in the table is `blocks`; -1 on another rank.
+
+    Args:
+        positions: in the request.
+        blocks: `positions // (block_size * place.size)`.
+        block_size: slots of a block on each rank.
+        place: this rank's.
+    """
+    inside = place.local_position(positions) - blocks * block_size
+    # 1 on this rank and 0 on others: the products need no branch, so arrays and tensors share the code.
+    own = (place.owner(positions) == place.rank) * 1
+    return inside * own + own - 1
 
 
 def get_dcp_local_seq_lens(

@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug.core.batch.context_parallel import local_offsets
 from attnplug.core.batch.host import IntArray, check_count
+from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID
 
@@ -56,6 +58,7 @@ def compute_slot_mapping(
     start_idx: IntArray | None = None,
     num_tokens: int | None = None,
     out: Slots | None = None,
+    context_parallel: ContextParallel | None = None,
 ) -> Slots: ...
 
 
@@ -69,6 +72,7 @@ def compute_slot_mapping(
     start_idx: torch.Tensor | None = None,
     num_tokens: int | None = None,
     out: torch.Tensor | None = None,
+    context_parallel: ContextParallel | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -81,6 +85,7 @@ def compute_slot_mapping(
     start_idx: Any = None,
     num_tokens: int | None = None,
     out: Any = None,
+    context_parallel: ContextParallel | None = None,
 ) -> Any:
     """The slot of every new token, request after request: `table[p // block] * block + p % block`.
 
@@ -96,26 +101,42 @@ def compute_slot_mapping(
         num_tokens: slots to give, those past the new tokens being -1; default as many as there are
             new tokens. Required on a device, where they cannot be counted without waiting.
         out: int64, at least `num_tokens` long: the slots are written to its front.
+        context_parallel: the rank whose slots are given. An entry of the table then covers `block_size` tokens of
+            each rank, and tokens of other ranks get -1.
 
     Returns:
         int64 `[num_tokens]`; a view of `out` where it is given.
 
     Raises:
         BatchError: a list or another kind of input than num_new_tokens, ragged or negative counts, a
-            position past the table's width, `num_tokens` or `out` too small.
+            position past the table's width, `num_tokens` or `out` too small, an interleave that does not divide
+            the block size.
     """
     check_count("block_size", block_size, 1)
+    place = _checked(context_parallel, block_size)
     table = None if is_block_tables_empty(block_table) else block_table
     given = (table, num_computed_tokens, num_new_tokens, start_idx, out)
     _check_kinds(given)
     _check_shapes(table, num_computed_tokens, num_new_tokens, start_idx)
     if not isinstance(num_new_tokens, torch.Tensor):
-        return _on_host(block_size, num_tokens, *given)
+        return _on_host(block_size, num_tokens, *given, place)
     if num_new_tokens.device.type != "cpu":
-        return _on_device(block_size, num_tokens, *given)
+        return _on_device(block_size, num_tokens, *given, place)
     views: Any = [None if part is None else part.numpy() for part in given]
-    slots = _on_host(block_size, num_tokens, *views)
+    slots = _on_host(block_size, num_tokens, *views, place)
     return torch.from_numpy(slots) if out is None else out[: slots.shape[0]]
+
+
+def _checked(place: ContextParallel | None, block_size: int) -> ContextParallel | None:
+    """`place` where ranks share tokens, else None; BatchError for runs that a block would cut."""
+    if place is None:
+        return None
+    if not isinstance(place, ContextParallel):
+        raise BatchError("context_parallel", place, "must be a ContextParallel or None")
+    if block_size % place.interleave:
+        limit = f"must divide block_size={block_size}"
+        raise BatchError("context_parallel.interleave", place.interleave, limit)
+    return place if place.size > 1 else None
 
 
 _FIELDS = ("block_table", "num_computed_tokens", "num_new_tokens", "start_idx", "out")
@@ -153,6 +174,7 @@ def _on_host(
     new: IntArray,
     start_idx: IntArray | None,
     out: Slots | None,
+    place: ContextParallel | None = None,
 ) -> Slots:
     for field, counts in (("num_new_tokens", new), ("num_computed_tokens", computed)):
         if counts.size and counts.min() < 0:
@@ -164,18 +186,25 @@ def _on_host(
         slots[:] = PAD_SLOT_ID
         return slots
     rows, positions = _positions(computed, new, total)
-    blocks = positions // block_size
+    covered = block_size if place is None else block_size * place.size
+    blocks = positions // covered
     width = table.shape[1]
     last = blocks.argmax()
     if blocks[last] >= width:
-        limit = f"of request {int(rows[last])} is past its table: {width} blocks of {block_size} tokens"
+        limit = f"of request {int(rows[last])} is past its table: {width} blocks of {covered} tokens"
         raise BatchError("position", int(positions[last]), limit)
     pages = table.take(rows * width + blocks) if table.flags.c_contiguous else table[rows, blocks]
     written = slots[:total]
-    # block * block_size + position - position // block_size * block_size, in 64 bits
-    np.subtract(pages, blocks, out=written, dtype=np.int64)
-    written *= block_size
-    written += positions
+    if place is None:
+        # block * block_size + position - position // block_size * block_size, in 64 bits
+        np.subtract(pages, blocks, out=written, dtype=np.int64)
+        written *= block_size
+        written += positions
+    else:
+        np.multiply(pages, block_size, out=written, dtype=np.int64)
+        offsets = local_offsets(positions, blocks, block_size, place)
+        written += offsets
+        written[offsets < 0] = PAD_SLOT_ID
     if start_idx is not None:
         written[positions < start_idx[rows]] = PAD_SLOT_ID
     slots[total:] = PAD_SLOT_ID
@@ -216,6 +245,7 @@ def _on_device(
     new: torch.Tensor,
     start_idx: torch.Tensor | None,
     out: torch.Tensor | None,
+    place: ContextParallel | None = None,
 ) -> torch.Tensor:
     if num_tokens is None:
         raise BatchError("num_tokens", None, "is required on a device: counting would wait for it")
@@ -229,10 +259,15 @@ def _on_device(
     padding = rows == num_reqs
     rows.clamp_(max=num_reqs - 1)
     positions = tokens + (computed - ends + new)[rows]
-    blocks = positions // block_size
+    blocks = positions // (block_size if place is None else block_size * place.size)
     pages = table[rows, blocks.clamp(max=table.shape[1] - 1)]
-    torch.sub(pages, blocks, out=slots)
-    slots.mul_(block_size).add_(positions)
+    if place is None:
+        torch.sub(pages, blocks, out=slots)
+        slots.mul_(block_size).add_(positions)
+    else:
+        offsets = local_offsets(positions, blocks, block_size, place)
+        torch.add(offsets, pages, alpha=block_size, out=slots)
+        padding |= offsets < 0
     if start_idx is not None:
         padding |= positions < start_idx[rows]
     return slots.masked_fill_(padding, PAD_SLOT_ID)

@@ -1,0 +1,317 @@
+"""Partial results of ranks that share the keys of each request, as one result: in one process, and over a group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from attnplug.core.errors import BatchError
+from attnplug.ops.merging import merge_attn_states
+
+Exchange: TypeAlias = Literal["ag_rs", "a2a"]
+"""How ranks exchange partial results: weighted outputs are summed, or the outputs themselves are sent."""
+_EXCHANGES = ("ag_rs", "a2a")
+
+# torch 2.13 gave these a new name, and warns about the old one.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+_SENT_BYTES = 4 << 20
+"""Up to this many bytes on each rank one exchange of whole partial results is faster than two collectives.
+
+On two H200 the all-gather of 64 x 32 x 128 outputs takes 13 us and the pair of LSE and sum 21; of 8 MB both take 56.
+"""
+_ALIGN = 16
+
+
+class ExchangeBuffers:
+    """The memory of `combine_partials` on one rank: it grows until `freeze`, and never afterwards.
+
+    CUDA graphs keep addresses, so a buffer that grows after a capture would leave graphs with freed memory.
+
+    Args:
+        device: of the partial results.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self._memory: dict[str, torch.Tensor] = {}
+        self._is_frozen = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(buffer.numel() for buffer in self._memory.values())
+
+    def freeze(self) -> None:
+        """Refuse to grow from now on."""
+        self._is_frozen = True
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor in the buffer `name`: the same memory in each call.
+
+        Raises:
+            BatchError: more bytes than the frozen buffer has.
+        """
+        needed = math.prod(shape) * dtype.itemsize
+        memory = self._memory.get(name)
+        if memory is None or memory.numel() < needed:
+            if self._is_frozen:
+                found = 0 if memory is None else memory.numel()
+                limit = f"is above the {found} bytes of buffer {name!r}, which is frozen"
+                raise BatchError("nbytes", needed, limit, "reserve for the largest step before freeze()")
+            memory = self._memory[name] = torch.empty(needed, dtype=torch.uint8, device=self.device)
+        return memory[:needed].view(dtype).view(tuple(shape))
+
+    def partial(
+        self, tokens: int, heads: int, head_size: int, dtype: torch.dtype, group: dist.ProcessGroup
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """An output `[T, H, D]` and LSE `[T, H]` to write, in the memory that a2a without scattered heads sends."""
+        block = self._block(tokens, heads, head_size, dtype, group.size())[group.rank()]
+        return _views(block, tokens, heads, head_size, dtype)
+
+    def partial_or_new(
+        self, like: torch.Tensor, group: dist.ProcessGroup
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """An output shaped as `like [T, H, D]` and its LSE to write before `combine_partials` of all heads.
+
+        They are in the memory that is sent if partial results of this size are sent, else new.
+        """
+        tokens, heads, head_size = like.shape
+        if tokens and group.size() > 1 and _chosen(tokens, heads, head_size, like.dtype) == "a2a":
+            return self.partial(tokens, heads, head_size, like.dtype, group)
+        lse = torch.empty(tokens, heads, dtype=torch.float32, device=like.device)
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device), lse
+
+    def reserve(
+        self,
+        tokens: int,
+        heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        *,
+        scatter_heads: bool = False,
+        backend: Exchange | None = None,
+    ) -> None:
+        """Allocate for steps of up to `tokens` rows, with the backend that `combine_partials` then uses."""
+        size = group.size()
+        for rows in {tokens, min(tokens, _most_sent_rows(heads, head_size, dtype))}:
+            if (backend or _chosen(rows, heads, head_size, dtype)) == "a2a":
+                self._block(rows, heads, head_size, dtype, size)
+                if scatter_heads:
+                    self._block(rows, heads, head_size, dtype, size, "sent")
+            else:
+                self.take("lses", (size, rows, heads), torch.float32)
+                self.take("weighted", (rows, heads, head_size), dtype)
+
+    def _block(
+        self, tokens: int, heads: int, head_size: int, dtype: torch.dtype, size: int, name: str = "partials"
+    ) -> torch.Tensor:
+        """Bytes `[size, block]` of the outputs and LSEs of all ranks."""
+        out = -(-tokens * heads * head_size * dtype.itemsize // _ALIGN) * _ALIGN
+        lse = -(-tokens * heads * 4 // _ALIGN) * _ALIGN
+        return self.take(name, (size, out + lse), torch.uint8)
+
+
+def combine(
+    outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor] | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The partial results of N ranks as one, in one process: the reference of `combine_partials`.
+
+    A rank without keys has LSE -inf, and any output: NaN and infinity there have no effect. An LSE of NaN or +inf,
+    as some kernels write for rows without keys, counts as -inf. A row without keys on every rank has output 0.
+
+    Args:
+        outs: `[N, T, H, D]`, or N of `[T, H, D]`.
+        lses: `[N, T, H]`, natural log.
+
+    Returns:
+        The output in the dtype of `outs`, and the LSE, computed in float32, or float64 where given.
+    """
+    stacked, logs = torch.stack(tuple(outs)), torch.stack(tuple(lses))
+    precise = torch.float64 if torch.float64 in (stacked.dtype, logs.dtype) else torch.float32
+    weights, total = _weights(logs.to(precise))
+    parts = stacked.to(precise) * weights[..., None]
+    out = torch.where(weights[..., None] > 0, parts, 0.0).sum(0)
+    return out.to(stacked.dtype), total
+
+
+def combine_partials(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    scatter_heads: bool = False,
+    backend: Exchange | None = None,
+    buffers: ExchangeBuffers | None = None,
+    output: torch.Tensor | None = None,
+    output_lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge the partial results of all ranks of a group; each rank calls it with its own, of equal shapes.
+
+    Nothing waits for the device and no size depends on values, so a CUDA graph can capture it. Sums are in the order
+    of the ranks, and equal inputs give equal results. See `combine` for ranks without keys.
+
+    Args:
+        out: `[T, H, D]` of this rank.
+        lse: float32 `[T, H]`, natural log; NaN and +inf count as -inf.
+        group: the ranks that share the keys.
+        scatter_heads: give each rank its own H / N heads, as with tensor parallelism after it; else all heads.
+        backend: "ag_rs" gathers the LSEs, weights the own output and sums the outputs (reduce-scatter, or all-reduce
+            for all heads), in the dtype of `out`. "a2a" sends output and LSE in one collective (all-to-all, or
+            all-gather for all heads), and each rank merges in float32. None chooses by size.
+        buffers: the memory of the exchange; None allocates.
+        output: `[T, H, D]`, or `[T, H / N, D]` with scattered heads, written where given.
+        output_lse: float32, its LSE, written where given.
+
+    Returns:
+        The merged output and its LSE.
+
+    Raises:
+        BatchError: shapes that do not fit each other; heads that the ranks cannot split; an unknown backend.
+    """
+    _check(out, lse, group, scatter_heads, backend)
+    tokens, heads, head_size = out.shape
+    own = heads // group.size() if scatter_heads else heads
+    if output is None:
+        output = out.new_empty(tokens, own, head_size)
+    if output_lse is None:
+        output_lse = lse.new_empty(tokens, own)
+    if not out.numel():
+        return output, output_lse
+    if group.size() == 1:
+        # As in a group, rows without keys are 0, whatever a kernel left there.
+        return merge_attn_states([out], [_without_nan(lse)], output, output_lse)
+    memory = buffers or ExchangeBuffers(out.device)
+    if (backend or _chosen(tokens, heads, head_size, out.dtype)) == "a2a":
+        _send_partials(out, lse, group, scatter_heads, memory, output, output_lse)
+    else:
+        _sum_weighted(out, lse, group, scatter_heads, memory, output, output_lse)
+    return output, output_lse
+
+
+def _send_partials(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    group: dist.ProcessGroup,
+    scatter_heads: bool,
+    memory: ExchangeBuffers,
+    output: torch.Tensor,
+    output_lse: torch.Tensor,
+) -> None:
+    """One collective of outputs and LSEs together, then one merge."""
+    size, (tokens, heads, head_size), dtype = group.size(), out.shape, out.dtype
+    own = heads // size if scatter_heads else heads
+    blocks = memory._block(tokens, own, head_size, dtype, size)
+    if scatter_heads:
+        sent = memory._block(tokens, own, head_size, dtype, size, "sent")
+        for rank in range(size):
+            part, part_lse = _views(sent[rank], tokens, own, head_size, dtype)
+            part.copy_(out[:, rank * own : (rank + 1) * own])
+            _without_nan(lse[:, rank * own : (rank + 1) * own], part_lse)
+        dist.all_to_all_single(blocks.view(-1), sent.view(-1), group=group)
+    else:
+        mine = blocks[group.rank()]
+        part, part_lse = _views(mine, tokens, own, head_size, dtype)
+        # A kernel that wrote to `ExchangeBuffers.partial` has written what is sent.
+        if part.data_ptr() != out.data_ptr():
+            part.copy_(out)
+        _without_nan(lse, part_lse)
+        _all_gather(blocks.view(-1), mine, group=group)
+    parts = [_views(block, tokens, own, head_size, dtype) for block in blocks]
+    merge_attn_states([part for part, _ in parts], [each for _, each in parts], output, output_lse)
+
+
+def _sum_weighted(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    group: dist.ProcessGroup,
+    scatter_heads: bool,
+    memory: ExchangeBuffers,
+    output: torch.Tensor,
+    output_lse: torch.Tensor,
+) -> None:
+    """Gather the LSEs, then sum the weighted outputs."""
+    size, rank, (tokens, heads, head_size) = group.size(), group.rank(), out.shape
+    lses = memory.take("lses", (size, tokens, heads), torch.float32)
+    # gloo gathers into flat tensors only.
+    _all_gather(lses.view(-1), lse.contiguous().view(-1), group=group)
+    weights, total = _weights(lses)
+    weight = weights[rank][..., None]
+    weighted = torch.where(weight > 0, out.float() * weight, 0.0)
+    if scatter_heads:
+        own = heads // size
+        by_rank = memory.take("weighted", (size, tokens, own, head_size), out.dtype)
+        by_rank.copy_(weighted.view(tokens, size, own, head_size).transpose(0, 1))
+        result = (
+            output
+            if output.is_contiguous()
+            else torch.empty_like(output, memory_format=torch.contiguous_format)
+        )
+        _reduce_scatter(result.view(-1), by_rank.view(-1), group=group)
+        if result is not output:
+            output.copy_(result)
+        output_lse.copy_(total[:, rank * own : (rank + 1) * own])
+        return
+    summed = memory.take("weighted", (tokens, heads, head_size), out.dtype).copy_(weighted)
+    dist.all_reduce(summed, group=group)
+    output.copy_(summed)
+    output_lse.copy_(total)
+
+
+def _weights(lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The share of each partial `[N, T, H]`, 0 for those without keys, and the LSE of all together `[T, H]`."""
+    lses = _without_nan(lses)
+    top = lses.amax(0)
+    # In rows without any key a finite pivot keeps -inf - pivot from becoming NaN.
+    pivot = torch.where(top == -torch.inf, 0.0, top)
+    weights = torch.exp(lses - pivot)
+    total = weights.sum(0)
+    return weights / torch.where(total == 0, 1.0, total), pivot + total.log()
+
+
+def _without_nan(lse: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+    """The LSE with -inf for NaN and +inf, in `into` if given."""
+    return torch.nan_to_num(lse, nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf, out=into)
+
+
+def _views(
+    block: torch.Tensor, tokens: int, heads: int, head_size: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output `[T, H, D]` and LSE `[T, H]` in a rank's bytes: first the output, and the LSE from an aligned byte."""
+    lse = -(-tokens * heads * 4 // _ALIGN) * _ALIGN
+    end = block.numel() - lse
+    used = tokens * heads * head_size * dtype.itemsize
+    out = block[:used].view(dtype).view(tokens, heads, head_size)
+    return out, block[end : end + tokens * heads * 4].view(torch.float32).view(tokens, heads)
+
+
+def _chosen(tokens: int, heads: int, head_size: int, dtype: torch.dtype) -> Exchange:
+    return "a2a" if tokens <= _most_sent_rows(heads, head_size, dtype) else "ag_rs"
+
+
+def _most_sent_rows(heads: int, head_size: int, dtype: torch.dtype) -> int:
+    return max(_SENT_BYTES // (heads * head_size * dtype.itemsize), 1)
+
+
+def _check(
+    out: Any, lse: Any, group: dist.ProcessGroup, scatter_heads: bool, backend: Exchange | None
+) -> None:
+    if backend is not None and backend not in _EXCHANGES:
+        raise BatchError("backend", backend, f"must be one of {', '.join(_EXCHANGES)}, or None")
+    if not isinstance(out, torch.Tensor) or out.ndim != 3:
+        found = tuple(out.shape) if isinstance(out, torch.Tensor) else out
+        raise BatchError("out", found, "must be a tensor [T, H, D]")
+    if not isinstance(lse, torch.Tensor) or lse.dtype != torch.float32 or lse.shape != out.shape[:2]:
+        found = f"{lse.dtype} {tuple(lse.shape)}" if isinstance(lse, torch.Tensor) else lse
+        raise BatchError("lse", found, f"must be torch.float32 {tuple(out.shape[:2])}")
+    if scatter_heads and out.shape[1] % group.size():
+        limit = f"must be a multiple of {group.size()}, the ranks that split them"
+        raise BatchError("out.shape[1]", out.shape[1], limit)

@@ -1,0 +1,138 @@
+"""A step under context parallelism, as ordinary batches over the keys of one rank and over the new tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attnplug.core.batch.context_parallel import local_lengths
+from attnplug.core.context_parallel import ContextParallel
+from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+
+_Ints = npt.NDArray[Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ShardedStep:
+    """The keys of a step on this rank, for the KV groups whose tokens the ranks share.
+
+    A step of at most one new token per request is a decode: its tokens are written first, and its queries attend all
+    keys of the rank. In other steps the queries attend the computed keys of the rank, and the new tokens apart.
+
+    Args:
+        place: of this rank.
+        groups: the KV groups whose tokens the ranks share.
+        is_decode: whether no request has more than one new token.
+        has_context: whether any rank has a key that the queries attend in pages.
+        local_lens: int32 `[R]`, the keys on this rank: computed ones, in a decode the new ones too.
+        local_lens_host: the same on the host.
+        row_lens: for latent attention in other steps, int32 `[T]`: the keys on this rank that each new token sees.
+        row_lens_host: the same on the host.
+        row_requests: the request of each new token, int64 `[T]`.
+    """
+
+    place: ContextParallel
+    groups: frozenset[int]
+    is_decode: bool
+    has_context: bool
+    local_lens: torch.Tensor
+    local_lens_host: _Ints
+    row_lens: torch.Tensor | None = None
+    row_lens_host: _Ints | None = None
+    row_requests: torch.Tensor | None = None
+
+    @classmethod
+    def uniform(
+        cls,
+        place: ContextParallel,
+        groups: Collection[int],
+        requests: int,
+        computed: int,
+        new: int,
+        device: torch.device,
+    ) -> ShardedStep:
+        """A step of requests with equal numbers of computed and new tokens, such as one for a warm-up."""
+        before = np.full(requests, computed + 1 if new == 1 else computed, dtype=np.int32)
+        ends = np.tile(np.arange(computed + 1, computed + new + 1, dtype=np.int32), requests)
+        local, rows = local_lengths(before, place), local_lengths(ends, place)
+        return cls(
+            place,
+            frozenset(groups),
+            is_decode=new == 1,
+            has_context=bool(before.any()),
+            local_lens=torch.from_numpy(local).to(device),
+            local_lens_host=local,
+            row_lens=torch.from_numpy(rows).to(device),
+            row_lens_host=rows,
+            row_requests=torch.arange(requests, device=device).repeat_interleave(new),
+        )
+
+    def context(
+        self, common: CommonAttentionMetadata, table: torch.Tensor, slots: torch.Tensor
+    ) -> CommonAttentionMetadata:
+        """The step's queries over the keys of this rank, none of which comes after them."""
+        lengths = self.local_lens, self.local_lens_host
+        return self._batch(common, *lengths, block_table_tensor=table, slot_mapping=slots, causal=False)
+
+    def rows(
+        self, common: CommonAttentionMetadata, table: torch.Tensor, slots: torch.Tensor
+    ) -> CommonAttentionMetadata:
+        """Each new token as a request of its own, with the keys of this rank that it sees: for latent attention."""
+        lens, host, requests = self.row_lens, self.row_lens_host, self.row_requests
+        if self.is_decode or lens is None or host is None or requests is None:
+            lengths = self.local_lens, self.local_lens_host
+            return self._batch(common, *lengths, block_table_tensor=table, slot_mapping=slots)
+        count = lens.shape[0]
+        starts = torch.arange(count + 1, dtype=torch.int32, device="cpu")
+        return self._batch(
+            common,
+            lens,
+            host,
+            query_start_loc=starts.to(lens.device, non_blocking=True),
+            query_start_loc_cpu=starts,
+            num_reqs=count,
+            max_query_len=min(count, 1),
+            block_table_tensor=table.index_select(0, requests),
+            slot_mapping=slots,
+            logits_indices_padded=None,
+            num_logits_indices=None,
+            logits_indices_cpu=None,
+        )
+
+    def new_tokens(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """The new tokens of the step alone, with K and V in the call."""
+        queries = common.query_start_loc_cpu.diff()
+        return dataclasses.replace(
+            common,
+            seq_lens=common.query_start_loc.diff(),
+            seq_lens_host=queries.numpy(),
+            seq_lens_host_exact=True,
+            max_seq_len=common.max_query_len,
+            key_start_loc=common.query_start_loc,
+            key_start_loc_cpu=common.query_start_loc_cpu,
+            slot_mapping=torch.full_like(common.slot_mapping, PAD_SLOT_ID),
+            logits_indices_padded=None,
+            num_logits_indices=None,
+            logits_indices_cpu=None,
+            _seq_lens_cpu=None,
+            _num_computed_tokens_cpu=None,
+        )
+
+    def _batch(
+        self, common: CommonAttentionMetadata, lengths: torch.Tensor, host: _Ints, **changes: Any
+    ) -> CommonAttentionMetadata:
+        return dataclasses.replace(
+            common,
+            seq_lens=lengths,
+            seq_lens_host=host,
+            # An upper bound that is equal on all ranks, so that kernels split the keys alike.
+            max_seq_len=self.place.most_local(common.max_seq_len),
+            _seq_lens_cpu=None,
+            _num_computed_tokens_cpu=None,
+            **changes,
+        )

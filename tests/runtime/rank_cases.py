@@ -1,0 +1,203 @@
+"""What several ranks do together: exchanges of partial results, and steps of runtimes compared with one rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import attnplug
+from attnplug import LayerSpec, errors
+from attnplug.core import BuilderConfig, ContextParallel, LayerTensors, MLADims
+from attnplug.ops import ExchangeBuffers, combine, combine_partials
+from attnplug.runtime import AttentionRuntime, ModelPlan, check_same_plan, context_parallel
+
+Case = Callable[[dist.ProcessGroup], None]
+
+FULL = LayerSpec(num_heads=6, num_kv_heads=2, head_size=16, dtype="float32")
+LATENT = LayerSpec(
+    num_heads=4,
+    num_kv_heads=1,
+    head_size=40,
+    dtype="float32",
+    mla=MLADims(q_lora_rank=None, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12),
+)
+MODELS: dict[str, dict[str, LayerSpec]] = {
+    "llama": {"0": FULL, "1": FULL},
+    "gemma": {"0": FULL.replace(logits_soft_cap=3.0), "1": FULL.replace(sliding_window=8)},
+    "sinks": {"0": FULL.replace(has_sinks=True), "1": FULL.replace(has_sinks=True, sliding_window=8)},
+    "chunks": {"0": FULL, "1": FULL.replace(chunk_size=16)},
+    "value sizes": {"0": FULL.replace(head_size_v=8)},
+    "latents": {"0": LATENT},
+    "readers": {"0": FULL, "1": FULL},
+}
+# Decodes, chunked prefills, several new tokens, a request without tokens, and shards without keys.
+STEPS = (
+    {"x": 5, "y": 20, "z": 1},
+    {"x": 1, "y": 1, "z": 1},
+    {"x": 1, "y": 7, "z": 1},
+    {"x": 4, "y": 4, "z": 4},
+    {"x": 1, "y": 0, "z": 1},
+    {"x": 30, "y": 0, "z": 1},
+    {"x": 1, "y": 1, "z": 1},
+)
+
+
+def cases(size: int) -> Iterator[tuple[str, Case]]:
+    """The cases of a group, by name."""
+    for backend in ("ag_rs", "a2a", None):
+        for scatter_heads in (False, True):
+            for dtype in (torch.float32, torch.bfloat16):
+                name = f"combine {backend} scatter_heads={scatter_heads} {dtype}"
+                yield name, functools.partial(_combines, backend, scatter_heads, dtype)
+    yield "an exchange keeps its memory", _keeps_memory
+    for model in MODELS:
+        for interleave in (1, 16) if size == 2 else (4,):
+            yield f"{model} interleave={interleave}", functools.partial(_equals_one_rank, model, interleave)
+    yield "a plan from JSON", _runs_a_plan_from_json
+    yield "a plan that differs", _names_the_plan_that_differs
+    yield "a batch of one rank", _refuses_batches_of_one_rank
+
+
+def _partials(group: dist.ProcessGroup, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The partial results of all ranks, the same on each: rows without keys have any output."""
+    generator, heads = torch.Generator().manual_seed(3), 2 * group.size()
+    outs = [torch.randn(5, heads, 8, generator=generator).to(dtype) for _ in range(group.size())]
+    lses = [torch.randn(5, heads, generator=generator) * 9 for _ in range(group.size())]
+    for rank, poison in enumerate((-torch.inf, torch.inf, torch.nan)[: group.size()]):
+        lses[rank][rank] = poison
+        outs[rank][rank] = torch.nan
+    for out, lse in zip(outs, lses, strict=True):
+        lse[4], out[4] = -torch.inf, torch.inf
+    return outs, lses
+
+
+def _combines(backend: Any, scatter_heads: bool, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+    outs, lses = _partials(group, dtype)
+    expected, expected_lse = combine(outs, lses)
+    rank, own = group.rank(), expected.shape[1] // group.size()
+    heads = slice(rank * own, (rank + 1) * own) if scatter_heads else slice(None)
+    mine, mine_lse = outs[rank].clone(), lses[rank].clone()
+    found, lse = combine_partials(mine, mine_lse, group, scatter_heads=scatter_heads, backend=backend)
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(found, expected[:, heads], **close)
+    torch.testing.assert_close(lse, expected_lse[:, heads])
+    assert (found[4] == 0).all()
+    assert (lse[4] == -torch.inf).all()
+    torch.testing.assert_close(mine_lse, lses[rank], equal_nan=True)
+    again, _ = combine_partials(mine, mine_lse, group, scatter_heads=scatter_heads, backend=backend)
+    assert torch.equal(found, again)
+
+
+def _keeps_memory(group: dist.ProcessGroup) -> None:
+    buffers = ExchangeBuffers()
+    heads, size = 2 * group.size(), 8
+    buffers.reserve(5, heads, size, torch.float32, group, backend="ag_rs")
+    buffers.reserve(5, heads, size, torch.float32, group)
+    buffers.freeze()
+    held = buffers.nbytes
+    outs, lses = _partials(group, torch.float32)
+    expected, _ = combine(outs, lses)
+    for backend in ("ag_rs", "a2a", "a2a"):
+        part, lse = buffers.partial(5, heads, size, torch.float32, group)
+        part.copy_(outs[group.rank()])
+        lse.copy_(lses[group.rank()])
+        found, _ = combine_partials(part, lse, group, backend=backend, buffers=buffers)
+        torch.testing.assert_close(found, expected)
+    assert buffers.nbytes == held
+    with pytest.raises(errors.BatchError, match="frozen"):
+        buffers.partial(6, heads, size, torch.float32, group)
+
+
+def _equals_one_rank(model: str, interleave: int, group: dist.ProcessGroup) -> None:
+    alone = _outputs(model, None)
+    place = context_parallel(group, interleave)
+    shared = _outputs(model, place)
+    for step, (one, many) in enumerate(zip(alone, shared, strict=True)):
+        error = float((one - many).abs().max() / one.abs().max().clamp_min(1e-9)) if one.numel() else 0.0
+        assert error < 1e-5, f"step {step}: {error}"
+    for one, again in zip(shared, _outputs(model, place), strict=True):
+        assert torch.equal(one, again)
+
+
+def _outputs(model: str, place: ContextParallel | None) -> list[torch.Tensor]:
+    """Every layer's output in every step, in the order of the requests."""
+    specs = MODELS[model]
+    sharing = {"1": "0"} if model == "readers" else {}
+    plan = attnplug.plan(specs, "cpu", num_blocks=64, kv_sharing=sharing, context_parallel=place)
+    if place is not None and model == "llama":
+        assert all(tokens == place.size * 16 for tokens in plan.tokens_per_block)
+    return _run(plan, specs, None)
+
+
+def _run(plan: ModelPlan, specs: dict[str, LayerSpec], place: ContextParallel | None) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    config = BuilderConfig(max_model_len=96, max_num_batched_tokens=64, max_num_seqs=4)
+    tensors = {name: _tensors(spec, generator) for name, spec in specs.items()}
+    found = []
+    with AttentionRuntime(plan, tensors, config=config, debug=True, context_parallel=place) as runtime:
+        runtime.warm_up()
+        builder = runtime.step_batch_builder()
+        blocks = iter(range(1, 64))
+        for name in ("x", "y", "z"):
+            pages = [[next(blocks) for _ in range(-(-64 // tokens))] for tokens in plan.tokens_per_block]
+            builder.add_request(name, pages)
+        for counts in STEPS:
+            batch = builder.step(counts)
+            runtime.begin_step(batch)
+            tokens = batch.common.num_actual_tokens
+            for name, spec in specs.items():
+                query = torch.randn(tokens, spec.num_heads, spec.query_size, generator=generator)
+                key = torch.randn(tokens, spec.num_kv_heads, spec.head_size, generator=generator)
+                value = torch.randn(tokens, spec.num_kv_heads, spec.head_size_v, generator=generator)
+                given = (None, None) if name in plan.kv_sharing else (key, None if spec.mla else value)
+                out = runtime.forward(name, query, *given)
+                found.append(batch.in_former_order(out).clone())
+            builder.finish_step()
+    return found
+
+
+def _tensors(spec: LayerSpec, generator: torch.Generator) -> LayerTensors:
+    sinks = torch.randn(spec.num_heads, generator=generator) if spec.has_sinks else None
+    if spec.mla is None:
+        return LayerTensors(sinks=sinks)
+    rows = spec.num_heads * (spec.mla.qk_nope_head_dim + spec.mla.v_head_dim)
+    return LayerTensors(kv_b_proj=torch.randn(rows, spec.mla.kv_lora_rank, generator=generator) * 0.2)
+
+
+def _runs_a_plan_from_json(group: dist.ProcessGroup) -> None:
+    place = context_parallel(group)
+    specs = MODELS["llama"]
+    made = attnplug.plan(specs, "cpu", num_blocks=64, context_parallel=place)
+    read = ModelPlan.from_json(made.to_json(), attnplug.registry.get_registry())
+    assert read.digest() == made.digest()
+    with pytest.raises(errors.LayoutError, match="has no process group"):
+        AttentionRuntime(read)
+    for one, other in zip(_run(read, specs, place), _run(made, specs, None), strict=True):
+        assert torch.equal(one, other)
+
+
+def _names_the_plan_that_differs(group: dist.ProcessGroup) -> None:
+    blocks = 64 + (group.rank() == 1)
+    spec = FULL if group.size() == 2 else FULL.replace(block_size=16 << (group.rank() == 1))
+    plan = attnplug.plan({"deep": spec}, "cpu", num_blocks=blocks, context_parallel=context_parallel(group))
+    what = "the blocks" if group.size() == 2 else "layer deep differs"
+    expected = f"rank 1 of {group.size()} planned otherwise.*{what}"
+    with pytest.raises(errors.RankFailureError, match=expected) as raised:
+        check_same_plan(plan, group)
+    assert raised.value.ranks == (1,)
+
+
+def _refuses_batches_of_one_rank(group: dist.ProcessGroup) -> None:
+    plan = attnplug.plan({"a": FULL}, "cpu", num_blocks=8, context_parallel=context_parallel(group))
+    alone = attnplug.plan({"a": FULL}, "cpu", num_blocks=8)
+    config = BuilderConfig(max_model_len=32)
+    batch = AttentionRuntime(alone, config=config).step_batch_builder()
+    batch.add_request("x", [[1]])
+    runtime = AttentionRuntime(plan, config=config)
+    with pytest.raises(errors.BatchError, match=r"batch\.sharded"):
+        runtime.begin_step(batch.step({"x": 3}))
