@@ -415,6 +415,7 @@ class AttentionRuntime:
         self.kv_caches.clear()
         self.attention_groups.clear()
         self._direct_groups.clear()
+        self._sharded = None
         for layer in self.layers.values():
             layer.kv_cache = None
 

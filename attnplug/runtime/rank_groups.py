@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -20,7 +21,13 @@ if TYPE_CHECKING:
 class ContextParallelGroup(ContextParallel):
     """A place among ranks together with their process group; it equals the plain place."""
 
-    group: Any = dataclasses.field(default=None, repr=False)
+    # Weak, because a plan may outlive the group: processes of gloo that exit with a group abort.
+    _group: weakref.ref[dist.ProcessGroup] | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None once it is destroyed."""
+        return None if self._group is None else self._group()
 
     def __reduce__(self) -> tuple[type[ContextParallel], tuple[int, int, int]]:
         # A process group is of its own process, so a copy in another one has the place alone.
@@ -46,7 +53,7 @@ def context_parallel(group: dist.ProcessGroup | DeviceMesh, interleave: int = 1)
     if not isinstance(found, dist.ProcessGroup):
         limit = "must be a ProcessGroup that this process is in, or one dimension of a DeviceMesh"
         raise SpecError("group", type(group).__name__, limit)
-    return ContextParallelGroup(found.size(), found.rank(), interleave, found)
+    return ContextParallelGroup(found.size(), found.rank(), interleave, weakref.ref(found))
 
 
 def check_same_plan(plan: ModelPlan, group: dist.ProcessGroup) -> None:
