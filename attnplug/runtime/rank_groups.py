@@ -77,7 +77,7 @@ def compare_digests(gathered: list[tuple[str, dict[str, str]]]) -> None:
         return
     right, wrong = gathered[plans.index(usual)][1], gathered[others[0]][1]
     layers = [name for name in {**right, **wrong} if right.get(name) != wrong.get(name)]
-    what = f"layer {layers[0]}" if layers else "the blocks, the device, or the sharing of pages"
+    what = f"layer {layers[0]}" if layers else "the number of blocks, the device, or the measured times"
     if layers[1:]:
         what += f" and {len(layers) - 1} more"
     names = ", ".join(map(str, others))

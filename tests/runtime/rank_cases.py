@@ -185,7 +185,7 @@ def _names_the_plan_that_differs(group: dist.ProcessGroup) -> None:
     blocks = 64 + (group.rank() == 1)
     spec = FULL if group.size() == 2 else FULL.replace(block_size=16 << (group.rank() == 1))
     plan = attnplug.plan({"deep": spec}, "cpu", num_blocks=blocks, context_parallel=context_parallel(group))
-    what = "the blocks" if group.size() == 2 else "layer deep differs"
+    what = "the number of blocks" if group.size() == 2 else "layer deep differs"
     expected = f"rank 1 of {group.size()} planned otherwise.*{what}"
     with pytest.raises(errors.RankFailureError, match=expected) as raised:
         check_same_plan(plan, group)
