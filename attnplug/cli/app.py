@@ -26,6 +26,7 @@ from attnplug.cli.output import CommandError, error
 from attnplug.cli.own_output import apart_from_plugins, is_own_process, reserve_standard_output
 from attnplug.cli.own_process import can_watch, run_watched
 from attnplug.cli.select import select
+from attnplug.cli.tune import tune
 from attnplug.core.errors import (
     AttnplugError,
     LayoutError,
@@ -68,6 +69,7 @@ _add("explain-code", explain_code, " head_size")
 _add("doctor", doctor, " FLASH_ATTN")
 _add("conformance", conformance, " TRITON --only 'correct/*'")
 app.add_typer(matrix_app, name="matrix")
+_add("tune", tune, " config.json --batch 1,8,64 --context 8k --prefill 4x4k")
 _add("completion", completion, " bash >> ~/.bashrc")
 _add("new-backend", new_backend, " acme")
 

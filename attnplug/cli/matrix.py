@@ -126,7 +126,8 @@ def matrix(
         return
     # Only a run needs the extra `testing`; a display of the cells does not.
     require_the_extra("matrix --verify")
-    from attnplug.cli.matrix_verify import RunOptions, interrupt_on_sigterm, run_cells
+    from attnplug.cli.interrupts import interrupt_on_sigterm
+    from attnplug.cli.matrix_verify import RunOptions, run_cells
     from attnplug.matrix.verify import Extent
     from attnplug.runtime.budget import parse_memory
 

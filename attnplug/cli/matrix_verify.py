@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from attnplug.cli.matrix_files import Outputs, show
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
     from attnplug.cli.matrix_cells import Pair
 
 _FAILED, _REFUTED, _INTERRUPTED = 1, 4, 130
-_SAME_SIGNAL_SECONDS = 1.0
-"""Several signals within this time count as one."""
 _SECONDS = 30.0
 """Seconds between two saves, and without a bar between two lines of progress."""
 
@@ -180,27 +176,3 @@ def _record_refuted(found: Matrix, report: MatrixReport) -> None:
             report.say(f"{about}: attnplug select refuses what was refuted ({recorded.path})")
         if recorded.cleared:
             report.say(f"{about}: {recorded.cleared} refuted before and right now, no longer refused")
-
-
-@contextlib.contextmanager
-def interrupt_on_sigterm() -> Iterator[None]:
-    """SIGTERM interrupts as SIGINT does, and several signals at once are one interrupt.
-
-    coreutils' timeout sends its signal to this process, and then to its process group. The second signal must not stop
-    the first one's handling, which writes the results.
-    """
-    last = -_SAME_SIGNAL_SECONDS
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= _SAME_SIGNAL_SECONDS:
-            last = now
-            raise KeyboardInterrupt
-
-    before = {each: signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)

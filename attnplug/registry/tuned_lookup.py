@@ -110,6 +110,18 @@ class TableLookup:
             return self._read[key]
 
 
+def tables_by_source(device: Device) -> dict[str, TunedTable]:
+    """The user's own table for a device and the packaged one, as far as there are any.
+
+    Raises:
+        MatrixFileError: one of them is damaged.
+    """
+    from attnplug.registry.tuned_files import read_table
+
+    paths = {"user table": table_file(user_folder(), device), "packaged table": table_file(PACKAGED, device)}
+    return {name: read_table(path) for name, path in paths.items() if path is not None and path.exists()}
+
+
 def _paths(text: str) -> list[Path]:
     # os.path, because pathlib raises where a home cannot be looked up.
     return [Path(os.path.expanduser(each)) for each in text.split(os.pathsep) if each]  # noqa: PTH111

@@ -43,7 +43,7 @@ COMMANDS = {
         f"help-{name.replace(' ', '-')}": (*name.split(), "--help")
         for name in (
             "list", "show", "select", "explain", "explain-code", "doctor", "conformance", "completion",
-            "new-backend", "matrix", "matrix merge", "matrix diff",
+            "new-backend", "tune", "matrix", "matrix merge", "matrix diff",
         )
     },
     "help": ("--help",),

@@ -49,6 +49,18 @@ CODES = {
     ("conformance", "TORCH", "--junit", MISSING): 2,
     ("conformance", "TORCH", "--shard", "3/2"): 2,
     ("doctor", "NONE"): 2,
+    ("tune",): 2,
+    ("tune", MISSING, "--device", "cpu"): 2,
+    ("tune", GPT, "--device", "h100"): 2,
+    ("tune", GPT, "--device", "cpu", "--workload", "talk"): 2,
+    ("tune", GPT, "--device", "cpu", "--workload", "chat", "--batch", "1"): 2,
+    ("tune", GPT, "--device", "cpu", "--prefill", "4"): 2,
+    ("tune", GPT, "--device", "cpu", "--budget", "soon"): 2,
+    ("tune", GPT, "--device", "cpu", "--backends", "NONE"): 2,
+    ("tune", GPT, "--device", "cpu", "--output", "/"): 2,
+    ("select", GPT, "--device", "cpu", "--tuned", MISSING): 2,
+    ("select", GPT, "--device", "cpu", "--tuned", MISSING, "--no-tuned"): 2,
+    ("explain", "--device", "cpu", "--tuned", MISSING): 2,
     ("new-backend", "a b"): 2,
     ("--version",): 0,
     ("none",): 2,
@@ -102,6 +114,9 @@ def processes(mark: str) -> list[int]:
             marks=pytest.mark.slow,
         ),
         (("matrix", "--backend", "TORCH", "--device", "cpu", "--json", "matrix.json"), 2),
+        pytest.param(
+            ("tune", GPT, "--device", "cpu", "--output", "cache/table.json"), 3, marks=pytest.mark.slow
+        ),
     ],
     ids=lambda each: " ".join(map(str, each[:2])) if isinstance(each, tuple) else "",
 )

@@ -12,6 +12,7 @@ MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 GPT = MODELS / "gpt-oss-20b.json"
 CELLS = ("--backend", "TORCH", "--device", "cpu", "--only", "sinks/decode/d128/*")
 CHECKS = ("conformance", "TORCH", "--device", "cpu", "--only", "declaration/b*")
+STEP = ("--device", "cpu", "--workload", "decode 1 x 16")
 DOCUMENTS = {
     ("list", "--json"): "attnplug.list",
     ("list", "--no-load", "--json"): "attnplug.plugins",
@@ -41,6 +42,8 @@ SLOW = {
     (*CHECKS, "--list", "--json"): "attnplug.checks",
     (*CHECKS, "--json"): "attnplug.conformance",
     ("doctor", "TORCH", "--json"): "attnplug.doctor",
+    ("tune", GPT, *STEP, "--json", "--output", "../t.json"): "attnplug.tuned",
+    ("tune", GPT, *STEP, "--json", "--regret"): "attnplug.regret",
 }
 
 
@@ -123,6 +126,8 @@ ERRORS = {
     ("matrix", "--feature", "none"): (2, "invalid_option", "--feature", "none"),
     ("matrix", "--only", "none"): (2, "invalid_option", "--only", "none"),
     ("conformance", "TORCH", "--level", "all"): (2, "invalid_option", "--level", "all"),
+    ("tune", GPT, "--workload", "talk"): (2, "invalid_option", "--workload", "talk"),
+    ("tune", GPT, "--device", "h100"): (2, "invalid_option", "--device", "h100"),
 }
 
 

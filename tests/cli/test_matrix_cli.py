@@ -350,7 +350,7 @@ def test_a_signal_that_comes_twice_at_once_is_one_interrupt(command, workers, mo
 
 
 def test_one_that_comes_later_is_another(command, workers, monkeypatch):
-    monkeypatch.setattr("attnplug.cli.matrix_verify._SAME_SIGNAL_SECONDS", 0.0)
+    monkeypatch.setattr("attnplug.cli.interrupts._SAME_SIGNAL_SECONDS", 0.0)
     monkeypatch.setattr(matrix_files.Outputs, "write", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
     workers.endings[torch_cells()[1]] = signal.SIGTERM
     assert command(*verifying()).code == 130

@@ -1,0 +1,223 @@
+"""`attnplug tune`: measures the backends of a model's layers, and writes the times for selections."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attnplug.cli import completion
+from attnplug.cli.arguments import AsJson, BlockSize, DeviceText, KVCacheDtype
+from attnplug.cli.interrupts import interrupt_on_sigterm
+from attnplug.cli.output import echo, print_json
+from attnplug.cli.spinner import waiting
+from attnplug.core.errors import PolicyError
+
+if TYPE_CHECKING:
+    from attnplug.cli.tune_report import TuneReport
+    from attnplug.core.device import Device
+    from attnplug.registry.tuned import TunedTable
+    from attnplug.tuning.session import Tuner
+    from attnplug.tuning.workloads import Workload
+
+_NO_BACKEND, _WRONG, _INTERRUPTED = 3, 4, 130
+_what = functools.partial(typer.Option, rich_help_panel="What is measured")
+_out = functools.partial(typer.Option, rich_help_panel="Output")
+
+
+def tune(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="A Hugging Face config.json, or its folder.")
+    ],
+    device: DeviceText = "current",
+    workload: Annotated[
+        str | None,
+        _what(
+            metavar="NAME|SHAPES",
+            help="chat, long or batch, or shapes such as 'decode 64 x 8k, prefill 4 x 4k' \\[default: chat]",
+        ),
+    ] = None,
+    batch: Annotated[
+        str | None, _what(metavar="N,...", help="Decodes of these batches, such as 1,8,64.")
+    ] = None,
+    context: Annotated[
+        str | None, _what(metavar="TOKENS,...", help="Decodes with these contexts, such as 1k,8k.")
+    ] = None,
+    prefill: Annotated[
+        str | None, _what(metavar="NxTOKENS,...", help="Prefills, such as 4x4k, or '4x1k of 9k'.")
+    ] = None,
+    backends: Annotated[
+        str | None,
+        _what(
+            metavar="NAMES",
+            autocompletion=completion.backends,
+            help="Measure only these beside the default, with commas between \\[default: all]",
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None, _what(metavar="TIME", help="Stop measuring after this time, such as 300s or 5m.")
+    ] = None,
+    tp: Annotated[
+        int, typer.Option("--tp", "--tensor-parallel-size", min=1, metavar="N", help="Tensor-parallel size.")
+    ] = 1,
+    kv_cache_dtype: KVCacheDtype = "auto",
+    block_size: BlockSize = None,
+    fresh: Annotated[bool, _what("--fresh", help="Measure again what an earlier run has measured.")] = False,
+    regret: Annotated[
+        bool,
+        _out("--regret", help="Measure how much slower than the best the priorities and the tables choose."),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        _out(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write the times here \\[default: your table for the device, which attnplug select reads]",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure which backend is fastest for each layer of a model on this machine.
+
+    Each backend is first compared with a float64 reference, in a process of its own: a wrong output becomes a refuted cell, and a crash costs one row. Backends then take turns. Times are written after each cell, so the same command continues an interrupted run.
+
+    Exit codes: 0 done, 4 a backend gave a wrong output, 3 no backend serves a layer, 2 bad usage, 130 interrupted (the times so far are written).
+    """
+    from attnplug.cli.tune_report import TuneReport
+    from attnplug.integrations.transformers import read_config
+    from attnplug.registry.default import get_registry
+    from attnplug.tuning.session import Tuner
+    from attnplug.tuning.workloads import layers_of
+
+    shapes = _workload(workload, batch, context, prefill)
+    seconds = None if budget is None else _seconds(budget)
+    where = _device_here(device)
+    path = None if regret and output is None else _file(output, where)
+    registry = get_registry()
+    names = None if backends is None else _known(backends, registry.plugins.find)
+    with waiting(f"Running {config} once without weights, to see each layer's attention"):
+        model = read_config(config, tensor_parallel_size=tp, kv_cache_dtype=kv_cache_dtype)
+    tuner = Tuner(registry, where, layers_of(model.layers, block_size), shapes, backends=names)
+    if not tuner.cells:
+        echo("attnplug: no backend serves a layer that can be measured with this workload", err=True)
+        raise typer.Exit(_NO_BACKEND)
+    report = TuneReport()
+    with interrupt_on_sigterm():
+        try:
+            (_regret if regret else _tune)(tuner, report, path, seconds, fresh, as_json)
+        except KeyboardInterrupt:
+            report.say("interrupted; the same command continues" if path else "interrupted")
+            raise typer.Exit(_INTERRUPTED) from None
+    raise typer.Exit(_WRONG if report.wrong_outputs else 0)
+
+
+def _tune(
+    tuner: Tuner, report: TuneReport, path: Path | None, budget: float | None, fresh: bool, as_json: bool
+) -> None:
+    from attnplug.cli.tune_report import print_outcome
+    from attnplug.registry.tuned_files import read_table, update_table
+
+    assert path is not None  # noqa: S101  (only --regret may have none)
+    old = read_table(path) if path.exists() and not fresh else None
+    with report.bar():
+        outcome = tuner.run(old, report, functools.partial(update_table, path), budget)
+    if as_json:
+        print_json(outcome.table.to_dict())
+    else:
+        print_outcome(tuner, outcome, report)
+    report.say(f"wrote {path} ({outcome.table.digest})")
+
+
+def _regret(
+    tuner: Tuner, report: TuneReport, path: Path | None, budget: float | None, fresh: bool, as_json: bool
+) -> None:
+    from attnplug.cli.tune_report import print_regret
+    from attnplug.registry.tuned_files import update_table
+    from attnplug.registry.tuned_lookup import tables_by_source
+    from attnplug.tuning.regret import regrets, summaries
+
+    kept: list[TunedTable] = []
+
+    def keep(change: Callable[[TunedTable | None], TunedTable]) -> TunedTable:
+        kept[:] = [change(kept[-1] if kept else None)]
+        return kept[0]
+
+    save = keep if path is None else functools.partial(update_table, path)
+    with report.bar():
+        outcome = tuner.run(None, report, save, budget)
+    cells = regrets(tuner.registry, outcome.table, tables_by_source(tuner.device))
+    found = summaries(cells)
+    if not as_json:
+        print_regret(found, outcome.table)
+        return
+    data: dict[str, Any] = {
+        "device": tuner.device.to_dict(),
+        "policies": [dataclasses.asdict(each) for each in found],
+        "cells": [
+            {
+                "layer": cell.layer,
+                "shape": str(cell.shape),
+                "best": cell.best,
+                "us": dict(cell.costs),
+                "chosen": dict(cell.chosen),
+                "regret": {policy: cell.regret(policy) for policy in cell.chosen},
+            }
+            for cell in cells
+        ],
+    }
+    print_json(data, "attnplug.regret")
+
+
+def _workload(name: str | None, batch: str | None, context: str | None, prefill: str | None) -> Workload:
+    from attnplug.tuning.workloads import DEFAULT, workload_from_lists, workload_of
+
+    lists = {"--batch": batch, "--context": context, "--prefill": prefill}
+    given = next(((option, text) for option, text in lists.items() if text is not None), None)
+    if given is None:
+        return workload_of(DEFAULT if name is None else name)
+    if name is not None:
+        raise PolicyError(*given, "cannot be combined with --workload", "give one of the two")
+    return workload_from_lists(batch, context, prefill)
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)\s*(s|m|h)?", text.strip().lower())
+    if match is None or not float(match[1]):
+        raise PolicyError("--budget", text, "must be a time above 0", "write 300s, 5m or 1h")
+    return float(match[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0}[match[2] or "s"]
+
+
+def _device_here(text: str) -> Device:
+    from attnplug.registry.devices import is_here, resolve_device
+
+    device = resolve_device(text)
+    if not is_here(device):
+        raise PolicyError(
+            "--device", text, "is not a device of this machine, so nothing can be measured on it"
+        )
+    return device
+
+
+def _file(output: Path | None, device: Device) -> Path:
+    from attnplug.registry.tuned_lookup import table_file, user_folder
+
+    path = table_file(user_folder(), device) if output is None else output
+    if path is None:
+        raise PolicyError("--output", None, f"is required: {device} has no name for a table of yours")
+    if path.is_dir():
+        raise PolicyError("--output", str(path), "is a folder", "name a file in it")
+    return path
+
+
+def _known(text: str, find: Callable[[str], Sequence[object]]) -> list[str]:
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        if not find(name):
+            raise PolicyError("--backends", name, "is not a backend", "attnplug list shows the names")
+    return names

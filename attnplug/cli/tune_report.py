@@ -1,0 +1,123 @@
+"""The progress and the results of `attnplug tune`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from attnplug.cli.output import console, features_in_words, layers_in_words
+from attnplug.cli.run_report import RunReport, counted, in_words
+from attnplug.core.errors import MatrixFileError
+from attnplug.core.whole_words import WordTable
+from attnplug.registry.tuned import Row, RowStatus
+
+if TYPE_CHECKING:
+    from attnplug.core.spec import LayerSpec
+    from attnplug.registry.tuned import TunedTable
+    from attnplug.tuning.regret import Summary
+    from attnplug.tuning.session import Contender, Outcome, TuneCell, Tuner
+
+_MOST_LEFT = 5
+
+
+class TuneReport(RunReport):
+    """Prints a tuning to standard error: cells as they are measured, and the time left; it records wrong outputs."""
+
+    def __init__(self) -> None:
+        super().__init__(verbose=False, err=True)
+        self.wrong_outputs = 0
+        """Number of wrong outputs."""
+
+    def planned(self, kept: int, pending: int) -> None:
+        """Say how much there is to do."""
+        self._total = pending
+        more = f", {kept} kept from an earlier run" if kept else ""
+        self.say(f"{counted(pending, 'cell')} to measure{more}")
+
+    def checking(self, backend: str, cells: int) -> None:
+        """A backend is about to be compared with the oracle."""
+        self.say(f"checking {backend} in {counted(cells, 'cell')}")
+
+    def started(self, cell: TuneCell) -> None:  # type: ignore[override]
+        """A cell is about to be measured."""
+        super().started(_id(cell))
+
+    def finished(self, cell: TuneCell, rows: Sequence[Row]) -> None:
+        """Print the times of a cell."""
+        self._under_way.pop(_id(cell), None)
+        self._verdicts[_id(cell)] = RowStatus.MEASURED
+        timed = sorted((row for row in rows if row.status is RowStatus.MEASURED), key=lambda row: row.us)
+        words = [f"{row.subject.backend} {row.us:.1f} us" for row in timed]
+        words += [
+            f"{row.subject.backend} {row.status}" for row in rows if row.status is not RowStatus.MEASURED
+        ]
+        self.say(f"{_id(cell)}: {', '.join(words)}{self._time_left()}")
+        self._tell_how_far()
+
+    def wrong(self, contender: Contender, spec: LayerSpec, row: Row, feature: str) -> None:
+        """Print a wrong output, and remember it for selections."""
+        from attnplug.tuning.refuting import record_wrong
+
+        self.wrong_outputs += 1
+        self.say(f"{contender.offer.name} is wrong at {row.shape}: {row.why.splitlines()[0]}", "red")
+        try:
+            recorded = record_wrong(contender, spec, row, feature)
+        except MatrixFileError as problem:
+            self.say(f"attnplug select will not refuse it: {problem}", "red")
+            return
+        if recorded.refuted:
+            self.say(f"attnplug select refuses what was refuted ({recorded.path})")
+
+
+def _id(cell: TuneCell) -> str:
+    return f"layer kind {cell.layer + 1}, {cell.shape}"
+
+
+def print_outcome(tuner: Tuner, outcome: Outcome, report: TuneReport) -> None:
+    """Print the choices as a table on standard output, and what was not measured."""
+    shown = WordTable(
+        ("kind", "layers", "which", "asks for", "phase", "chosen", "why"),
+        right=("kind", "layers"),
+        fixed=("kind", "layers", "phase", "chosen"),
+        heading="kind {kind}  {phase}  {chosen}",
+    )
+    numbers = {id(kind): number for number, kind in enumerate(tuner.kinds, 1)}
+    for kind, phase, decision in tuner.decisions(outcome.table):
+        shown.add_row(
+            str(numbers[id(kind)]),
+            str(len(kind.names)),
+            layers_in_words(kind.names, 3),
+            features_in_words(kind.spec),
+            str(phase or "both"),
+            decision.backend or "none",
+            str(decision.measured or "no times of the default: chosen by priority"),
+        )
+    console().print(shown)
+    for name, why in outcome.left_out.items():
+        report.say(f"layer {name} {why}")
+    if outcome.compiled:
+        slow = ", ".join(f"{name} {in_words(seconds)}" for name, seconds in outcome.compiled.items())
+        report.say(f"first calls, with compilation: {slow}")
+    for row in (
+        row for layer in outcome.table.layers for row in layer.rows if row.status is RowStatus.CRASHED
+    ):
+        report.say(f"{row.subject.backend} at {row.shape}: {row.why}")
+    if outcome.left:
+        listed = ", ".join(map(_id, outcome.left[:_MOST_LEFT]))
+        more = len(outcome.left) - _MOST_LEFT
+        also = f" and {more} more" if more > 0 else ""
+        report.say(f"not measured: {listed}{also}; the same command continues")
+
+
+def print_regret(found: Sequence[Summary], table: TunedTable) -> None:
+    """Print the regret of each policy on standard output."""
+    shown = WordTable(
+        ("policy", "cells", "mean", "p95", "worst", "against priorities"),
+        right=("cells", "mean", "p95", "worst", "against priorities"),
+        fixed=("cells", "mean", "p95", "worst"),
+        heading="{policy}",
+    )
+    for each in found:
+        shares = [f"{100 * value:.1f} %" for value in (each.mean, each.p95, each.worst)]
+        shown.add_row(each.policy, str(each.cells), *shares, f"{100 * each.over_default:+.1f} %")
+    console().print(shown)

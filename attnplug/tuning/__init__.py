@@ -1,0 +1,1 @@
+"""Measured selection: workloads, timing, and the table of times that selections read."""

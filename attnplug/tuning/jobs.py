@@ -1,0 +1,202 @@
+"""Jobs for worker processes: a backend that crashes or hangs ends its process, and costs one row."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from attnplug.core.device import Device
+from attnplug.core.spec import LayerSpec
+from attnplug.registry.step_shapes import StepShape
+
+Event: TypeAlias = Mapping[str, Any]
+"""A line that a worker wrote, or the end of one that died; `worker.main` lists them."""
+
+SECONDS = 600.0
+"""A worker without a new line for this long hangs: some libraries compile for minutes."""
+_POLL = 0.02
+_DEAD_WITHOUT_WORK = 2
+# The child gets the import path of this process, because -c would put the current folder first.
+_CHILD = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from attnplug.tuning.worker import main
+main(sys.argv[2], sys.argv[3])
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """One step of one layer, with the backends to run.
+
+    Args:
+        number: its place in the caller's list.
+        spec: the layer.
+        shape: the step.
+        backends: name and distribution of each.
+        default: the name of the one that is measured in every round.
+        timed: measure times; else run each once and compare its output with the oracle.
+    """
+
+    number: int
+    spec: LayerSpec
+    shape: StepShape
+    backends: tuple[tuple[str, str | None], ...]
+    default: str | None = None
+    timed: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON object with every field."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**fields, "spec": self.spec.to_dict(), "shape": self.shape.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Job:
+        """The job that `to_dict` wrote."""
+        given = {"spec": LayerSpec.from_dict(data["spec"]), "shape": StepShape.from_dict(data["shape"])}
+        return cls(**{**data, **given, "backends": tuple(map(tuple, data["backends"]))})
+
+
+def run_jobs(device: Device, jobs: Sequence[Job], seconds: float = SECONDS) -> Iterator[Event]:
+    """Run jobs in one worker after another, and give its events as they come.
+
+    If a worker dies, the backend that it was running gets the event "failed". The next worker goes on without this
+    backend: with the rest of the same job if it is timed, else with the jobs of other layers or of the other phase.
+    """
+    rest, idle = list(jobs), 0
+    while rest:
+        seen = _Seen()
+        with _Worker(device, rest) as worker:
+            for event in worker.events(seconds):
+                if seen.take(event):
+                    yield event
+            why = worker.why
+        if why is None:
+            return
+        # A worker that dies outside of any backend, such as at its start, is tried once more.
+        idle = 0 if seen.did_anything else idle + 1
+        if idle >= _DEAD_WITHOUT_WORK:
+            yield from (_failed(job.number, name, why) for job in rest for name, _ in job.backends)
+            return
+        if seen.running is not None:
+            yield _failed(*seen.running, why)
+            seen.failed.append(seen.running)
+        for number, name in seen.failed:
+            rest = _without(rest, number, name)
+        rest = [job for job in rest if job.number not in seen.done]
+
+
+def _failed(number: int, name: str, why: str) -> Event:
+    return {"event": "failed", "job": number, "backend": name, "why": why}
+
+
+@dataclasses.dataclass(slots=True)
+class _Seen:
+    """The events of one worker: the jobs that are done, the backends that failed, and the one that runs."""
+
+    done: set[int] = dataclasses.field(default_factory=set)
+    failed: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    running: tuple[int, str] | None = None
+
+    @property
+    def did_anything(self) -> bool:
+        return bool(self.done or self.failed or self.running)
+
+    def take(self, event: Event) -> bool:
+        """Remember an event; whether the caller of `run_jobs` gets it."""
+        kind, place = event["event"], (event.get("job"), event.get("backend"))
+        if kind == "begin":
+            self.running = (event["job"], event["backend"])
+        elif kind == "done" or place == self.running:
+            self.running = None
+        if kind == "done":
+            self.done.add(event["job"])
+        elif kind in ("failed", "wrong"):
+            self.failed.append((event["job"], event["backend"]))
+        return kind not in ("begin", "lost")
+
+
+def _without(jobs: Sequence[Job], number: int, name: str) -> list[Job]:
+    """The jobs without a backend that died in job `number`: in it, or in all that check its layer in its phase."""
+    died = next((job for job in jobs if job.number == number), None)
+    kept = []
+    for job in jobs:
+        alike = died is not None and (job.spec, job.shape.phase) == (died.spec, died.shape.phase)
+        left = job.backends
+        if job.number == number or (alike and not job.timed):
+            left = tuple(each for each in left if each[0] != name)
+        if left:
+            kept.append(dataclasses.replace(job, backends=left))
+    return kept
+
+
+class _Worker:
+    """A child process, its task and its report."""
+
+    def __init__(self, device: Device, jobs: Sequence[Job]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="attnplug-tune-")
+        folder = Path(self._folder.name)
+        self._report, self._log = folder / "report", folder / "log"
+        self._report.touch()
+        task = folder / "task"
+        data = {"device": device.to_dict(), "jobs": [job.to_dict() for job in jobs]}
+        task.write_text(json.dumps(data), encoding="utf-8")
+        with self._log.open("wb") as log:
+            self._child = subprocess.Popen(  # noqa: S603  (our own interpreter on our own code)
+                [sys.executable, "-c", _CHILD, json.dumps(sys.path), str(task), str(self._report)],
+                # A backend that reads the standard input would otherwise wait for the user.
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self.why: str | None = None
+        """Why it died; None while it runs and after an orderly end."""
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        with contextlib.suppress(OSError):
+            self._child.kill()
+        self._child.wait()
+        self._folder.cleanup()
+
+    def events(self, seconds: float) -> Iterator[Event]:
+        """Its lines until it ends, or writes none for `seconds`."""
+        last = time.monotonic()
+        with self._report.open(encoding="utf-8") as report:
+            part = ""
+            while True:
+                # Asked before reading, so that the lines of a worker that has ended are all read.
+                ended = self._child.poll() is not None
+                part += report.read()
+                *lines, part = part.split("\n")
+                for line in lines:
+                    last = time.monotonic()
+                    yield json.loads(line)
+                if ended:
+                    break
+                if time.monotonic() - last > seconds:
+                    self.why = f"took longer than {seconds:g} s"
+                    return
+                time.sleep(_POLL)
+        self.why = self._end()
+
+    def _end(self) -> str | None:
+        code = self._child.returncode
+        if code == 0:
+            return None
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        last = f": {lines[-1][:200]}" if lines else ""
+        if code < 0:
+            return f"its process crashed: {signal.Signals(-code).name}"
+        return f"its process left with exit code {code}{last}"

@@ -1,0 +1,100 @@
+"""Regret: how much slower a choice is than the best backend of each cell, for priorities and for tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from attnplug.registry.tuned import RowStatus, TunedLayer, TunedTable
+
+if TYPE_CHECKING:
+    from attnplug.registry.registry import Registry
+    from attnplug.registry.step_shapes import StepShape
+
+PRIORITIES = "priorities"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CellRegret:
+    """One cell: the time of each backend, and the choice of each policy.
+
+    Args:
+        layer: place of the layer in the measured table.
+        shape: the step.
+        costs: microseconds of the step for all layers of the kind, with one build, by backend.
+        chosen: the backend that each policy chooses.
+    """
+
+    layer: int
+    shape: StepShape
+    costs: Mapping[str, float]
+    chosen: Mapping[str, str]
+
+    @property
+    def best(self) -> str:
+        """The fastest backend."""
+        return min(self.costs, key=self.costs.__getitem__)
+
+    def regret(self, policy: str) -> float:
+        """Time of the choice over that of the best, minus 1."""
+        return self.costs[self.chosen[policy]] / self.costs[self.best] - 1
+
+    def over_default(self, policy: str) -> float:
+        """Time of the choice over that of the priorities' choice, minus 1."""
+        return self.costs[self.chosen[policy]] / self.costs[self.chosen[PRIORITIES]] - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Summary:
+    """The regret of a policy over all cells, and the most that it is slower than the priorities."""
+
+    policy: str
+    cells: int
+    mean: float
+    p95: float
+    worst: float
+    over_default: float
+
+
+def regrets(registry: Registry, found: TunedTable, tables: Mapping[str, TunedTable]) -> list[CellRegret]:
+    """The choices of the priorities and of tables, compared at the times that `found` has measured.
+
+    Each table has two policies: its name, one choice for each layer and phase; and "its name, nearest shape", the choice
+    by its shape nearest to that of the cell. A cell whose choice was not measured is left out.
+    """
+    cells = []
+    for place, layer in enumerate(found.layers):
+        for shape, _ in layer.workload:
+            costs = _costs(layer, shape)
+            chosen = {PRIORITIES: _choice(registry, found, layer, shape, False)}
+            for name, table in tables.items():
+                chosen[name] = _choice(registry, found, layer, shape, table)
+                chosen[f"{name}, nearest shape"] = _choice(registry, found, layer, shape, table.at(shape))
+            if costs and all(each in costs for each in chosen.values()):
+                cells.append(CellRegret(place, shape, costs, {k: str(v) for k, v in chosen.items()}))
+    return cells
+
+
+def _costs(layer: TunedLayer, shape: StepShape) -> dict[str, float]:
+    rows = (row for row in layer.rows if row.shape == shape and row.status is RowStatus.MEASURED)
+    return {row.subject.backend: layer.cost(row) for row in rows}
+
+
+def _choice(
+    registry: Registry, found: TunedTable, layer: TunedLayer, shape: StepShape, tuned: Any
+) -> str | None:
+    return registry.explain(layer.spec, found.device, shape.phase, tuned=tuned).backend
+
+
+def summaries(cells: Sequence[CellRegret]) -> list[Summary]:
+    """The summary of each policy; empty without cells."""
+    found = []
+    for policy in cells[0].chosen if cells else ():
+        values = sorted(cell.regret(policy) for cell in cells)
+        # The smallest value that at least 95 % of the cells do not exceed.
+        p95 = values[max(0, -(-95 * len(values) // 100) - 1)]
+        worst = max(cell.over_default(policy) for cell in cells)
+        found.append(Summary(policy, len(values), statistics.fmean(values), p95, values[-1], worst))
+    return found

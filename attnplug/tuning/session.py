@@ -1,0 +1,416 @@
+"""One tuning of a model: which cells to measure, in which order, and the table that they give."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attnplug.core.composite import CompositeBackend
+from attnplug.core.spec import LayerSpec, Phase
+from attnplug.registry.decision import Decision, Placement
+from attnplug.registry.gates import preferred_pages, serving
+from attnplug.registry.tuned import Row, RowStatus, TunedLayer, TunedTable, layer_key, merged
+from attnplug.tuning.jobs import Event, Job, run_jobs
+from attnplug.tuning.rounds import ROUNDS
+from attnplug.tuning.subjects import subject_of
+from attnplug.tuning.workloads import Workload, shapes_for
+
+if TYPE_CHECKING:
+    from attnplug.core.device import Device
+    from attnplug.registry.evidence import Pages, Subject
+    from attnplug.registry.records import Offer
+    from attnplug.registry.registry import Registry
+    from attnplug.registry.step_shapes import StepShape
+
+Run = Callable[["Device", Sequence[Job]], Iterable[Event]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Contender:
+    """One backend for one cell: its offer, the versions that its times are valid for, and its pages."""
+
+    offer: Offer
+    subject: Subject
+    pages: Pages
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TuneCell:
+    """One layer at one step, with the backends that serve it; the first is the default."""
+
+    layer: int
+    shape: StepShape
+    weight: float
+    contenders: tuple[Contender, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Layers of a model that are alike, and the shapes that they meet."""
+
+    spec: LayerSpec
+    names: tuple[str, ...]
+    workload: Workload
+
+
+class Observer(Protocol):
+    """Receives the progress of a tuning."""
+
+    def planned(self, kept: int, pending: int) -> None:
+        """The numbers of cells that an earlier run has measured, and of the others."""
+
+    def checking(self, backend: str, cells: int) -> None:
+        """A backend is about to run `cells` cells once."""
+
+    def started(self, cell: TuneCell) -> None:
+        """A cell is about to be measured."""
+
+    def finished(self, cell: TuneCell, rows: Sequence[Row]) -> None:
+        """A cell has its rows; those of an earlier run are not told."""
+
+    def wrong(self, contender: Contender, spec: LayerSpec, row: Row, feature: str) -> None:
+        """A backend gave a wrong output."""
+
+
+@dataclasses.dataclass(slots=True)
+class Outcome:
+    """The end of a tuning.
+
+    Args:
+        table: with all layers that the file has.
+        measured: cells that were measured now.
+        kept: cells whose times an earlier run has measured.
+        left: cells that the budget left out.
+        compiled: seconds of each backend's first calls, most of which is compilation.
+        left_out: the layers that cannot be measured, and why.
+    """
+
+    table: TunedTable
+    measured: list[TuneCell]
+    kept: list[TuneCell]
+    left: list[TuneCell]
+    compiled: dict[str, float]
+    left_out: dict[str, str]
+
+
+class Tuner:
+    """Measures the backends of a model's layers.
+
+    Args:
+        registry: chooses the candidates.
+        device: of this machine.
+        layers: the layers of the model by name.
+        workload: the shapes to measure.
+        backends: names or families to measure beside the default; None for all.
+        run: runs jobs in worker processes.
+        clock: gives seconds, for the budget.
+        now: gives the date of rows.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        device: Device,
+        layers: Mapping[LayerSpec, Sequence[str]],
+        workload: Workload,
+        *,
+        backends: Collection[str] | None = None,
+        run: Run = run_jobs,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
+    ) -> None:
+        self.registry, self.device, self._backends = registry, device, backends
+        self._run, self._clock, self._now = run, clock, now
+        self._left_out: dict[str, str] = {}
+        self.kinds: list[LayerKind] = []
+        for spec, names in layers.items():
+            part, why = _measurable(spec, workload)
+            if why:
+                self._left_out[names[0]] = why
+            if part:
+                self.kinds.append(LayerKind(spec, tuple(names), part))
+        self._environment: Mapping[str, str] = {}
+        self._rows: dict[tuple[int, StepShape, str], Row] = {}
+        self._checked: set[tuple[int, StepShape, str]] = set()
+        self.cells = self._made_cells()
+        """The cells, the heaviest first."""
+
+    @property
+    def policy(self) -> dict[str, Any]:
+        """How times are measured here: rows of another policy are not kept."""
+        on_gpu = self.device.type != "cpu"
+        mode = "graph replay of decodes, prefills behind a sleeping GPU" if on_gpu else "calls"
+        return {"mode": mode, "l2": "cold" if on_gpu else "warm", "pages": "random", "rounds": ROUNDS}
+
+    def run(
+        self,
+        old: TunedTable | None,
+        observer: Observer,
+        save: Callable[[Callable[[TunedTable | None], TunedTable]], TunedTable],
+        budget: float | None = None,
+    ) -> Outcome:
+        """Check and measure what `old` does not have.
+
+        Args:
+            old: the table of an earlier run.
+            observer: is told of each cell.
+            save: writes the table after each cell: it is given the change.
+            budget: seconds for the measuring; checks and compilation are not counted.
+
+        Raises:
+            KeyboardInterrupt: the user's; what was measured is saved.
+        """
+        kept, pending = self._split(old)
+        observer.planned(len(kept), len(pending))
+        compiled = self._check_all(pending, observer)
+        outcome = Outcome(TunedTable(self.device, ()), [], kept, [], compiled, self._left_out)
+        deadline = None if budget is None else self._clock() + budget
+        table = save(self._change)
+        for cell in self._time_all(pending, observer, deadline):
+            outcome.measured.append(cell)
+            table = save(self._change)
+        outcome.left = [cell for cell in pending if cell not in outcome.measured]
+        outcome.table = save(
+            lambda current: dataclasses.replace(self._change(current), choices=self.choices(table))
+        )
+        return outcome
+
+    def decisions(self, table: TunedTable) -> list[tuple[LayerKind, Phase | None, Decision]]:
+        """The choice by a table for each kind of layer: in each phase, and where it is another one, for both."""
+        found = []
+        for kind in self.kinds:
+            phases = [phase for phase in Phase if any(shape.phase is phase for shape, _ in kind.workload)]
+            for phase in (*phases, *((None,) if len(phases) > 1 else ())):
+                decision = self.registry.explain(kind.spec, self.device, phase, tuned=table)
+                if decision:
+                    found.append((kind, phase, decision))
+        return found
+
+    def choices(self, table: TunedTable) -> tuple[dict[str, Any], ...]:
+        """The choices as the table has them for people."""
+        places = {layer_key(layer.spec): place for place, layer in enumerate(table.layers)}
+        return tuple(
+            {
+                "layer": places[layer_key(kind.spec)],
+                "phase": phase and str(phase),
+                "backend": decision.backend,
+                "default": self._default(kind.spec, phase),
+                "ratio": decision.measured.ratio,
+                "why": str(decision.measured),
+            }
+            for kind, phase, decision in self.decisions(table)
+            if decision.measured is not None and layer_key(kind.spec) in places
+        )
+
+    def _default(self, spec: LayerSpec, phase: Phase | None) -> str:
+        return self.registry.explain(spec, self.device, phase, tuned=False).backend or "none"
+
+    def _made_cells(self) -> list[TuneCell]:
+        cells = []
+        for place, kind in enumerate(self.kinds):
+            by_phase = {phase: self._contenders(kind, phase) for phase in Phase}
+            for shape, weight in kind.workload:
+                if by_phase[shape.phase]:
+                    cells.append(TuneCell(place, shape, weight, by_phase[shape.phase]))
+        # The sort is stable, so equal cells keep the order of the model.
+        return sorted(cells, key=lambda cell: -cell.weight * len(self.kinds[cell.layer].names))
+
+    def _contenders(self, kind: LayerKind, phase: Phase) -> tuple[Contender, ...]:
+        """The accepted backends in the order of their priority; of the others than the first, those asked for."""
+        decision = self.registry.explain(kind.spec, self.device, phase, tuned=False)
+        plugins = self.registry.plugins
+        wanted = (
+            None if self._backends is None else {o for name in self._backends for o in plugins.find(name)}
+        )
+        found: list[Contender] = []
+        for candidate in decision.candidates:
+            offer = next(
+                (
+                    o
+                    for o in plugins.offers
+                    if (o.name, o.distribution) == (candidate.name, candidate.distribution)
+                ),
+                None,
+            )
+            if not candidate.accepted or offer is None or issubclass(offer.backend, CompositeBackend):
+                continue
+            if found and wanted is not None and offer not in wanted:
+                continue
+            served, asked = serving(offer, Placement(kind.spec, self.device, phase))
+            pages = preferred_pages(served.backend, asked.spec, self.device)
+            found.append(Contender(offer, subject_of(offer, self.device), pages))
+        return tuple(found)
+
+    def _split(self, old: TunedTable | None) -> tuple[list[TuneCell], list[TuneCell]]:
+        """The cells that the table has whole, whose rows are taken over, and the others.
+
+        A cell with a new backend or version is measured again as a whole, because only backends that take turns can be
+        compared.
+        """
+        kept: list[TuneCell] = []
+        pending: list[TuneCell] = []
+        usable = old is not None and old.is_for(self.device) and dict(old.policy) == self.policy
+        for cell in self.cells:
+            layer = (
+                old.by_key.get(layer_key(self.kinds[cell.layer].spec)) if old is not None and usable else None
+            )
+            found = [_earlier(layer, cell.shape, each) for each in cell.contenders]
+            if not all(found):
+                pending.append(cell)
+                continue
+            kept.append(cell)
+            for each, row in zip(cell.contenders, found, strict=True):
+                if row is not None:
+                    self._rows[cell.layer, row.shape, each.offer.full_name] = row
+        return kept, pending
+
+    def _check_all(self, pending: Sequence[TuneCell], observer: Observer) -> dict[str, float]:
+        """Run each backend once in each cell, in a process of its own; gives the seconds of first calls."""
+        compiled: dict[str, float] = {}
+        offers = {each.offer.full_name: each for cell in pending for each in cell.contenders}
+        for name in offers:
+            own = {
+                number: (cell, each)
+                for number, cell in enumerate(pending)
+                for each in cell.contenders
+                if each.offer.full_name == name
+            }
+            observer.checking(offers[name].offer.name, len(own))
+            jobs = [self._job(number, cell, [each]) for number, (cell, each) in own.items()]
+            for event in self._events(jobs):
+                if event["event"] == "checked":
+                    cell = own[event["job"]][0]
+                    self._checked.add((cell.layer, cell.shape, name))
+                    short = offers[name].offer.name
+                    compiled[short] = compiled.get(short, 0.0) + float(event["seconds"])
+                elif event["event"] in ("wrong", "failed"):
+                    self._note_failure(*own[event["job"]], event, observer)
+        return compiled
+
+    def _note_failure(self, cell: TuneCell, contender: Contender, event: Event, observer: Observer) -> None:
+        status = RowStatus.WRONG if event["event"] == "wrong" else RowStatus.CRASHED
+        row = self._row(cell, contender, status, why=str(event["why"]))
+        self._rows[cell.layer, cell.shape, contender.offer.full_name] = row
+        if status is RowStatus.WRONG:
+            observer.wrong(contender, self.kinds[cell.layer].spec, row, str(event["feature"]))
+
+    def _time_all(
+        self, pending: Sequence[TuneCell], observer: Observer, deadline: float | None
+    ) -> Iterable[TuneCell]:
+        """Measure the cells until the deadline, and give each as it is done."""
+        by_number = dict(enumerate(pending))
+        jobs = [self._job(number, cell, self._alive(cell), timed=True) for number, cell in by_number.items()]
+        jobs = [job for job in jobs if job.backends]
+        started = iter(jobs)
+        if not jobs or (deadline is not None and self._clock() >= deadline):
+            return
+        observer.started(by_number[next(started).number])
+        for event in self._events(jobs):
+            if event["event"] == "environment":
+                self._environment = event["facts"]
+                continue
+            cell = by_number[event["job"]]
+            if event["event"] == "done":
+                observer.finished(cell, self._rows_of(cell))
+                yield cell
+                if deadline is not None and self._clock() >= deadline:
+                    return
+                following = next(started, None)
+                if following is not None:
+                    observer.started(by_number[following.number])
+                continue
+            contender = next(each for each in cell.contenders if each.offer.name == event["backend"])
+            if event["event"] == "failed":
+                self._note_failure(cell, contender, event, observer)
+            elif event["event"] == "timed":
+                figures = {name: event[name] for name in ("us", "spread", "rounds", "build_us")}
+                row = self._row(cell, contender, RowStatus.MEASURED, **figures)
+                self._rows[cell.layer, cell.shape, contender.offer.full_name] = row
+
+    def _events(self, jobs: Sequence[Job]) -> Iterable[Event]:
+        return self._run(self.device, jobs) if jobs else ()
+
+    def _alive(self, cell: TuneCell) -> list[Contender]:
+        """The contenders of a cell that were right in it and failed in no cell of its layer and phase."""
+        failed = {
+            name
+            for (layer, shape, name), row in self._rows.items()
+            if layer == cell.layer
+            and shape.phase is cell.shape.phase
+            and row.status is not RowStatus.MEASURED
+        }
+        named = [(each, each.offer.full_name) for each in cell.contenders]
+        return [
+            each
+            for each, name in named
+            if name not in failed and (cell.layer, cell.shape, name) in self._checked
+        ]
+
+    def _job(
+        self, number: int, cell: TuneCell, contenders: Sequence[Contender], *, timed: bool = False
+    ) -> Job:
+        offers = [each.offer for each in contenders]
+        return Job(
+            number,
+            self.kinds[cell.layer].spec,
+            cell.shape,
+            tuple((offer.name, offer.distribution) for offer in offers),
+            offers[0].name if offers else None,
+            timed,
+        )
+
+    def _row(self, cell: TuneCell, contender: Contender, status: RowStatus, **figures: Any) -> Row:
+        date = self._now().isoformat(timespec="seconds")
+        return Row(contender.subject, cell.shape, contender.pages, status, date=date, **figures)
+
+    def _rows_of(self, cell: TuneCell) -> list[Row]:
+        names = [each.offer.full_name for each in cell.contenders]
+        return [row for name in names if (row := self._rows.get((cell.layer, cell.shape, name))) is not None]
+
+    def _change(self, current: TunedTable | None) -> TunedTable:
+        """The table of the file with this tuning's layers in it."""
+        layers = [
+            TunedLayer(
+                kind.spec if kind.spec.direct_kv else kind.spec.replace(block_size=None),
+                len(kind.names),
+                kind.workload,
+                tuple(row for (layer, _, _), row in self._rows.items() if layer == place),
+            )
+            for place, kind in enumerate(self.kinds)
+            # A layer without a new row keeps what the file has of it.
+            if any(layer == place for layer, _, _ in self._rows)
+        ]
+        # Times that were measured in another way are not compared with these.
+        same = current is not None and current.is_for(self.device) and dict(current.policy) == self.policy
+        before = current.layers if current is not None and same else ()
+        environment = self._environment or (current.environment if current is not None else {})
+        return TunedTable(self.device, merged(before, layers), environment, self.policy)
+
+
+def _earlier(layer: TunedLayer | None, shape: StepShape, contender: Contender) -> Row | None:
+    """The row of an earlier run; for a backend that failed in the phase, the row that says so."""
+    mine = [row for row in (layer.rows if layer else ()) if row.subject == contender.subject]
+    same = (row for row in mine if row.shape == shape and row.pages == contender.pages)
+    bad = (row for row in mine if row.shape.phase is shape.phase and row.status is not RowStatus.MEASURED)
+    return next(same, None) or next(bad, None)
+
+
+def _measurable(spec: LayerSpec, workload: Workload) -> tuple[Workload, str]:
+    """The shapes of a layer that can be measured; and why not all, else ""."""
+    if spec.sparse is not None or spec.mm_prefix:
+        return (
+            (),
+            f"is {'sparse' if spec.sparse else 'of spans'}: its steps need inputs that no workload describes",
+        )
+    if spec.attn_type == "encoder_decoder":
+        return (), "attends an encoder: no workload has its tokens"
+    part = shapes_for(spec, workload)
+    if spec.mla is not None:
+        # Backends prefill latents in unlike parts, some with keys that the engine expands.
+        return tuple(
+            each for each in part if each[0].phase is Phase.DECODE
+        ), "is MLA: only decodes are measured"
+    return part, "" if part else "computes all its tokens at once, and the workload has no such prefill"

@@ -1,0 +1,224 @@
+"""The tensors of one step for one layer, made on the device: random pages in random order, and as many copies as the L2 cannot hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from attnplug.core.config import BuilderConfig
+from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.core.metadata import CommonAttentionMetadata
+from attnplug.core.spec import LayerSpec, Phase
+from attnplug.ops.storage import STORAGE_DTYPES
+from attnplug.registry.step_shapes import StepShape
+from attnplug.testing.drawn_values import layer_tensors
+from attnplug.tuning.timers import least_bytes
+
+if TYPE_CHECKING:
+    from attnplug.core.backend import AttentionBackend
+    from attnplug.core.impl import AttentionImpl, LayerTensors
+    from attnplug.core.metadata import AttentionMetadataBuilder
+    from attnplug.registry.evidence import Pages
+
+_MOST_COPIES = 8
+_SEED = 0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class StepInputs:
+    """The inputs of a step: queries, new keys and values, caches, and the common metadata.
+
+    Args:
+        spec: the layer.
+        shape: the step.
+        common: the metadata of the step.
+        query: `[T, H, query_size]`.
+        key: the new keys `[T, Hkv, D]`, equal to those in the first cache; all keys with direct KV.
+        value: the values of `key`; None with MLA, whose latents contain them.
+        caches: copies of the cache with unlike numbers; empty with direct KV.
+        output: `[T, H, output_size]`.
+        lse: float32 `[T, H]` if the layer needs it.
+        tensors: sinks, slopes, scales and weights of the layer.
+        keys: gives all keys and values of a request, `[seq_len, Hkv, ...]`, from the first cache.
+    """
+
+    spec: LayerSpec
+    shape: StepShape
+    common: CommonAttentionMetadata
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor | None
+    caches: list[torch.Tensor]
+    output: torch.Tensor
+    lse: torch.Tensor | None
+    tensors: LayerTensors
+    keys: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+
+    def forward(self, impl: AttentionImpl[Any], metadata: Any) -> Callable[[int], object]:
+        """The forward of a layer, as a model calls it: it writes the new keys and values, and attends."""
+        # A layer with latents and one without are called alike, except for the value.
+        kwargs: dict[str, Any] = {} if self.lse is None else {"output_lse": self.lse}
+
+        def call(index: int) -> object:
+            cache = self.caches[index % len(self.caches)] if self.caches else None
+            return impl.forward(
+                None, self.query, self.key, self.value, cache, metadata, self.output, **kwargs
+            )
+
+        return call
+
+
+def made_inputs(
+    backend: type[AttentionBackend], spec: LayerSpec, shape: StepShape, pages: Pages, device: torch.device
+) -> StepInputs:
+    """The inputs for one backend with its pages; equal seeds give equal numbers.
+
+    Raises:
+        RuntimeError: the device has too little memory.
+    """
+    torch.manual_seed(_SEED)
+    dtype = STORAGE_DTYPES[spec.dtype]
+    lengths, count = shape.lengths, shape.batch * shape.query
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, device=device, dtype=dtype)
+
+    query = random(count, spec.num_heads, spec.query_size)
+    caches: list[torch.Tensor] = []
+    if pages is None:
+        table = torch.zeros(shape.batch, 1, dtype=torch.int32)
+        slots = torch.full((count,), -1, dtype=torch.int64)
+        key = random(sum(lengths), spec.num_kv_heads, spec.head_size)
+        value: torch.Tensor | None = random(sum(lengths), spec.num_kv_heads, spec.head_size_v)
+        ends = np.cumsum([0, *lengths]).tolist()
+
+        def keys(request: int) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = slice(ends[request], ends[request + 1])
+            assert value is not None  # noqa: S101  (set above)
+            return key[rows], value[rows]
+
+    else:
+        size, layout = pages
+        table, blocks = _random_table(lengths, size)
+        caches = _caches(backend, spec, shape, (blocks, size, layout), device)
+        stored_key, stored_value = backend.split_kv(caches[0], spec)
+        on_device = table.to(device)
+
+        def keys(request: int) -> tuple[torch.Tensor, torch.Tensor]:
+            used = on_device[request, : -(-lengths[request] // size)].long()
+            k, v = (each[used].flatten(0, 1)[: lengths[request]] for each in (stored_key, stored_value))
+            return k, v
+
+        slots = _slots(table, lengths, shape.query, size)
+        # The new tokens are those that the first cache has, so that writing them changes nothing there.
+        new = [keys(request) for request in range(shape.batch)]
+        key = torch.cat([k[-shape.query :] for k, _ in new]).to(dtype)
+        value = None if spec.mla is not None else torch.cat([v[-shape.query :] for _, v in new]).to(dtype)
+    output = torch.full((count, spec.num_heads, spec.output_size), torch.nan, device=device, dtype=dtype)
+    lse = torch.full(output.shape[:2], torch.nan, device=device) if spec.needs_lse else None
+    common = _common(spec, shape, table, slots, device)
+    tensors = layer_tensors(spec, seed=_SEED, device=str(device))
+    return StepInputs(spec, shape, common, query, key, value, caches, output, lse, tensors, keys)
+
+
+def made_parts(
+    backend: type[AttentionBackend], inputs: StepInputs, pages: Pages
+) -> tuple[AttentionImpl[Any], AttentionMetadataBuilder[Any]]:
+    """The impl and the builder of one layer, as an engine makes them."""
+    spec, shape = inputs.spec, inputs.shape
+    impl = backend.get_impl_cls().from_spec(
+        spec,
+        backend=backend,
+        layer_name="layer",
+        tensors=inputs.tensors,
+        options=None if backend.Options is None else backend.Options(),
+    )
+    impl.process_weights_after_loading(getattr(torch, spec.dtype))
+    layer: Any = types.SimpleNamespace(impl=impl)
+    config = BuilderConfig(
+        layers={"layer": layer},
+        num_speculative_tokens=shape.query - 1 if shape.phase is Phase.DECODE else 0,
+        max_num_seqs=shape.batch,
+        max_num_batched_tokens=max(shape.batch * shape.query, 1),
+        max_model_len=max(shape.lengths),
+    )
+    cache: Any = kv_cache_spec_for(spec, 1 if pages is None else pages[0])
+    builder = backend.get_builder_cls()(cache, ["layer"], config, inputs.query.device)
+    return impl, builder
+
+
+def _random_table(lengths: tuple[int, ...], size: int) -> tuple[torch.Tensor, int]:
+    """The blocks of each request in random order, int32 `[R, width]`, and the number of blocks with the null block."""
+    counts = [-(-length // size) for length in lengths]
+    order = (torch.randperm(sum(counts)) + 1).int()
+    table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    for row, part in enumerate(torch.split(order, counts)):
+        table[row, : len(part)] = part
+    return table, sum(counts) + 1
+
+
+def _slots(table: torch.Tensor, lengths: tuple[int, ...], new: int, size: int) -> torch.Tensor:
+    """The slots of the last `new` tokens of each request, int64."""
+    found = []
+    for row, length in zip(table.long(), lengths, strict=True):
+        positions = torch.arange(length - new, length)
+        found.append(row[positions // size] * size + positions % size)
+    return torch.cat(found)
+
+
+def _caches(
+    backend: type[AttentionBackend],
+    spec: LayerSpec,
+    shape: StepShape,
+    form: tuple[int, int, str],
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """Copies of a cache of random numbers: enough that the L2 holds no number until it is read again."""
+    blocks, size, layout = form
+    logical = backend.get_kv_cache_shape(
+        blocks, size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype, spec.head_size_v
+    )
+    order = backend.get_kv_cache_stride_order(layout=layout, spec=spec)
+    stored = STORAGE_DTYPES[spec.resolved_kv_cache_dtype]
+    physical = [logical[dim] for dim in order]
+
+    def made() -> torch.Tensor:
+        drawn = torch.randn(physical, device=device, dtype=STORAGE_DTYPES[spec.dtype]).to(stored)
+        return drawn.permute([order.index(dim) for dim in range(len(order))])
+
+    first = made()
+    left = spec.window[0]
+    seen = sum(n if left < 0 else min(n, left + shape.query) for n in shape.lengths)
+    read = max(1, first.nbytes * seen // max(sum(shape.lengths), 1))
+    copies = min(-(-least_bytes(device) // read), _MOST_COPIES)
+    if device.type == "cuda":
+        # Other candidates have caches of their own at the same time.
+        free, _ = torch.cuda.mem_get_info(device)
+        copies = min(copies, free // 8 // first.nbytes)
+    return [first, *(made() for _ in range(copies - 1))]
+
+
+def _common(
+    spec: LayerSpec, shape: StepShape, table: torch.Tensor, slots: torch.Tensor, device: torch.device
+) -> CommonAttentionMetadata:
+    starts = torch.arange(shape.batch + 1, dtype=torch.int32) * shape.query
+    host = np.asarray(shape.lengths, dtype=np.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts,
+        # The device tensor gets a copy, so that it and the host array share no memory.
+        seq_lens=torch.from_numpy(host.copy()).to(device),
+        num_reqs=shape.batch,
+        num_actual_tokens=shape.batch * shape.query,
+        max_query_len=shape.query,
+        max_seq_len=int(host.max()),
+        block_table_tensor=table.to(device),
+        slot_mapping=slots.to(device),
+        causal=spec.causal,
+        seq_lens_host=host,
+    )

@@ -1,0 +1,47 @@
+"""The versions for which a time is valid, and the facts about this machine that a table keeps for people."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from attnplug.registry.evidence import Subject
+from attnplug.registry.records import COMPOSITE_SEPARATOR
+
+if TYPE_CHECKING:
+    from attnplug.core.device import Device
+    from attnplug.registry.records import Offer
+
+
+def subject_of(offer: Offer, device: Device) -> Subject:
+    """A backend with the versions of torch, its distribution and the distributions that it requires.
+
+    Python's version is not among them: it changes no kernel.
+    """
+    from packaging.requirements import Requirement
+
+    names = ["torch", *(offer.distribution.split(COMPOSITE_SEPARATOR) if offer.distribution else [])]
+    for entry in offer.backend.requires:
+        names += [Requirement(text).name for text in ([entry] if isinstance(entry, str) else entry)]
+    found = {}
+    for name in dict.fromkeys(names):
+        with contextlib.suppress(PackageNotFoundError):  # an alternative that is not installed
+            found[name] = version(name)
+    return Subject(offer.name, offer.distribution, offer.version, device, tuple(sorted(found.items())))
+
+
+def environment() -> dict[str, str]:
+    """Names and versions of this machine. It imports torch if another module has."""
+    found = {"Python": platform.python_version(), "system": platform.system(), "machine": platform.machine()}
+    for name in ("attnplug", "torch", "triton"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        about = torch.cuda.get_device_properties(torch.cuda.current_device())
+        found |= {"CUDA": str(torch.version.cuda), "multiprocessors": str(about.multi_processor_count)}
+        found["memory"] = f"{about.total_memory >> 30} GiB"
+    return found

@@ -1,0 +1,131 @@
+"""Timers: microseconds of a call on a CPU, and on a GPU by graph replay or behind a sleeping device."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+Call: TypeAlias = Callable[[int], object]
+"""One forward on the copy of the cache with this number."""
+
+_ROUND_US = 10_000.0
+"""A round lasts at least this long, because a short one measures the clock."""
+_MOST_CALLS = 200
+_SLEEPS = (2_000_000, 8_000_000, 32_000_000)
+"""Cycles for which the GPU waits until the host has issued all calls: a millisecond, then more where it was too short."""
+
+
+class Timer(Protocol):
+    """Makes the rounds of a candidate."""
+
+    mode: str
+    """How a decode is timed: "graph" or "calls"."""
+
+    def prepare(self, call: Call, copies: int, *, graph: bool) -> Callable[[], float]:
+        """A function that runs one round and gives microseconds of one call.
+
+        Args:
+            call: the forward; its argument chooses one of the copies of the cache in turn.
+            copies: the number of copies.
+            graph: time the replay of a graph, if this device has graphs.
+        """
+
+
+@dataclasses.dataclass
+class HostTimer:
+    """Times calls on the host's clock: for CPUs, whose calls return when they are done.
+
+    Args:
+        clock: gives seconds.
+        round_us: least microseconds of a round.
+    """
+
+    clock: Callable[[], float] = time.perf_counter
+    round_us: float = _ROUND_US
+    mode: str = "calls"
+
+    def prepare(self, call: Call, copies: int, *, graph: bool) -> Callable[[], float]:
+        """As `Timer.prepare`; a CPU has no graphs."""
+        call(0)
+        count = _count(self._us(call, 1), self.round_us)
+        return lambda: self._us(call, count)
+
+    def _us(self, call: Call, count: int) -> float:
+        begin = self.clock()
+        for index in range(count):
+            call(index)
+        return 1e6 * (self.clock() - begin) / count
+
+
+@dataclasses.dataclass
+class GpuTimer:
+    """Times a GPU by events; it sleeps until the host has issued a round, so that launches cost nothing."""
+
+    mode: str = "graph"
+
+    def prepare(self, call: Call, copies: int, *, graph: bool) -> Callable[[], float]:
+        """As `Timer.prepare`. Raises what the capture of the graph raises."""
+        for index in range(2):
+            call(index)
+        torch.cuda.synchronize()
+        count = _count(1e3 * _timed_ms(lambda: call(0)), _ROUND_US)
+        if not graph:
+            # Few calls at once: the host must issue all of them while the GPU sleeps.
+            some = max(1, min(count, 4 * copies, 16))
+            repeats = max(1, min(-(-count // some), 8))
+            return lambda: _median_us(lambda: [call(index) for index in range(some)], some, repeats)
+        # A multiple of the copies, so that each is read once before it is read again.
+        some = copies * max(1, min(-(-16 // copies), -(-count // copies)))
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            for index in range(some):
+                call(index)
+        repeats = max(1, min(-(-count // some), 8))
+        return lambda: _median_us(captured.replay, some, repeats)
+
+
+def _count(us: float, round_us: float) -> int:
+    return max(1, min(int(round_us / max(us, 1e-3)) + 1, _MOST_CALLS))
+
+
+def _median_us(run: Callable[[], object], calls: int, repeats: int) -> float:
+    return statistics.median(1e3 * _timed_ms(run) / calls for _ in range(repeats))
+
+
+def _timed_ms(run: Callable[[], object]) -> float:
+    """Milliseconds of the GPU for `run`, all of which the host issues while the GPU sleeps, if it can."""
+    events: Any = torch.cuda.Event
+    begin, end = (events(enable_timing=True) for _ in range(2))
+    for cycles in _SLEEPS:
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        was_late = begin.query()
+        torch.cuda.synchronize()
+        if not was_late:
+            break
+    return float(begin.elapsed_time(end))
+
+
+def timer_for(device_type: str) -> Timer:
+    """The timer of a kind of device."""
+    return HostTimer() if device_type == "cpu" else GpuTimer()
+
+
+def least_bytes(device: torch.device) -> int:
+    """Bytes of KV that calls in turn must read before they read the first again: twice the L2; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0
+    return 2 * int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU."""
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)

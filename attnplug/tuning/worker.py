@@ -1,0 +1,184 @@
+"""The worker process of `attnplug tune`: runs the jobs of a file and reports each step as a JSON line."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnplug.core.device import Device
+from attnplug.registry.decision import Placement
+from attnplug.registry.default import get_registry
+from attnplug.registry.gates import import_parts, preferred_pages, serving
+from attnplug.tuning.jobs import Job
+from attnplug.tuning.reference import check_output
+from attnplug.tuning.rounds import measure_in_turns
+from attnplug.tuning.step_inputs import StepInputs, made_inputs, made_parts
+from attnplug.tuning.subjects import environment
+from attnplug.tuning.timers import Timer, synchronize, timer_for
+
+if TYPE_CHECKING:
+    from attnplug.core.backend import AttentionBackend
+
+_BUILDS = 9
+_SHORT = 16
+"""Steps of at most this many new tokens per request are replayed as graphs, as engines run their decodes."""
+
+
+def main(task: str, report: str) -> None:
+    """Run the jobs in the file `task`, and append events to the file `report`.
+
+    "environment" once; for each backend of a job "begin" when it starts to run, then "checked" with seconds, "wrong"
+    with why and feature, "failed" with why, or "timed" with the figures; "done" after each job.
+    """
+    data = json.loads(Path(task).read_text(encoding="utf-8"))
+    device = Device.from_dict(data["device"])
+    handle = os.open(report, os.O_WRONLY | os.O_APPEND)
+
+    def tell(event: str, **facts: Any) -> None:
+        # One write for each line, so that a crash of the next step loses none.
+        os.write(handle, f"{json.dumps({'event': event, **facts})}\n".encode())
+
+    runner = Runner(device, timer_for(device.type), tell)
+    tell("environment", facts=environment())
+    for each in data["jobs"]:
+        runner.run(Job.from_dict(each))
+    # The modules of torch take a tenth of a second to end, and those of a backend may hang.
+    os._exit(0)
+
+
+class Runner:
+    """Runs jobs on one device.
+
+    Args:
+        device: of this machine.
+        timer: measures rounds.
+        tell: receives the events.
+    """
+
+    def __init__(self, device: Device, timer: Timer, tell: Callable[..., None]) -> None:
+        self._device, self._timer, self._tell = device, timer, tell
+        self._where = torch.device("cpu" if device.type == "cpu" else "cuda")
+        self._offers = {(o.name, o.distribution): o for o in get_registry().plugins.every_offer}
+
+    def run(self, job: Job) -> None:
+        """Run one job."""
+        (self._time if job.timed else self._check)(job)
+        self._tell("done", job=job.number)
+
+    def _check(self, job: Job) -> None:
+        for name, distribution in job.backends:
+            self._tell("begin", job=job.number, backend=name)
+            began = time.perf_counter()
+            try:
+                inputs, call, _ = self._made(job, name, distribution)
+                call(0)
+                synchronize(self._where)
+            except Exception as problem:  # noqa: BLE001  (a backend's, which costs a row)
+                self._failed(job, name, problem)
+                continue
+            seconds = time.perf_counter() - began
+            wrong = check_output(inputs)
+            if wrong is None:
+                self._tell("checked", job=job.number, backend=name, seconds=seconds)
+            else:
+                self._tell("wrong", job=job.number, backend=name, why=wrong.text, feature=wrong.feature)
+
+    def _time(self, job: Job) -> None:
+        runs: dict[str, Callable[[], float]] = {}
+        builds: dict[str, float] = {}
+        for name, distribution in job.backends:
+            self._tell("begin", job=job.number, backend=name)
+            try:
+                inputs, call, build = self._made(job, name, distribution)
+                builds[name] = self._build_us(build)
+                graph = job.shape.query <= _SHORT
+                runs[name] = self._announced(
+                    job, name, self._timer.prepare(call, max(len(inputs.caches), 1), graph=graph)
+                )
+            except Exception as problem:  # noqa: BLE001  (a backend's, which costs a row)
+                self._failed(job, name, problem)
+        while runs:
+            try:
+                found = measure_in_turns(runs, job.default)
+                break
+            except _RoundError as problem:
+                del runs[problem.backend]
+                self._failed(job, problem.backend, problem.cause)
+        for name, timing in found.items() if runs else ():
+            figures = {
+                "us": timing.us,
+                "spread": timing.spread,
+                "rounds": timing.rounds,
+                "build_us": builds[name],
+            }
+            self._tell("timed", job=job.number, backend=name, **figures)
+
+    def _announced(self, job: Job, name: str, run: Callable[[], float]) -> Callable[[], float]:
+        """A round that says whose it is, so that its crash is charged to this backend."""
+
+        def announced() -> float:
+            self._tell("begin", job=job.number, backend=name)
+            try:
+                return run()
+            except Exception as problem:
+                raise _RoundError(name, problem) from problem
+
+        return announced
+
+    def _made(
+        self, job: Job, name: str, distribution: str | None
+    ) -> tuple[StepInputs, Callable[[int], object], Callable[[], object]]:
+        """The inputs of a job for one backend, its forward, and the build of its metadata."""
+        offer = self._offers[name, distribution]
+        served, asked = serving(offer, Placement(job.spec, self._device, job.shape.phase))
+        backend: type[AttentionBackend] = served.backend
+        if (reason := import_parts(backend)) is not None:
+            raise RuntimeError(str(reason))
+        pages = preferred_pages(backend, asked.spec, self._device)
+        inputs = made_inputs(backend, asked.spec, job.shape, pages, self._where)
+        impl, builder = made_parts(backend, inputs, pages)
+        with torch.inference_mode():
+            metadata = builder.build(0, inputs.common)
+        forward = inputs.forward(impl, metadata)
+
+        @torch.inference_mode()
+        def call(index: int) -> object:
+            return forward(index)
+
+        return inputs, call, lambda: builder.build(0, inputs.common)
+
+    def _build_us(self, build: Callable[[], object]) -> float:
+        """Microseconds of the host for a build, the median of some; the GPU does its part meanwhile."""
+        times = []
+        for _ in range(_BUILDS):
+            synchronize(self._where)
+            began = time.perf_counter()
+            build()
+            times.append(time.perf_counter() - began)
+        return 1e6 * statistics.median(times)
+
+    def _failed(self, job: Job, name: str, problem: BaseException) -> None:
+        text = f"{type(problem).__name__}: {problem}".splitlines()[0][:500]
+        self._tell("failed", job=job.number, backend=name, why=text)
+        if self._where.type == "cuda":
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:
+                # An error of a kernel makes the GPU unusable for this process: the next one goes on.
+                self._tell("lost", job=job.number, backend=name)
+                os._exit(1)
+
+
+class _RoundError(Exception):
+    """An exception in a round of `backend`."""
+
+    def __init__(self, backend: str, cause: BaseException) -> None:
+        self.backend, self.cause = backend, cause
+        super().__init__(backend)

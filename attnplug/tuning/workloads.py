@@ -1,0 +1,111 @@
+"""Workloads: the shapes of steps to measure, by name or by list, with their weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from attnplug.core.errors import PolicyError
+from attnplug.core.spec import LayerSpec, Phase
+from attnplug.registry.step_shapes import StepShape, tokens_of
+
+Workload: TypeAlias = tuple[tuple[StepShape, float], ...]
+"""Shapes with their weights."""
+
+_NAMED = {
+    "chat": (
+        ("decode 64 x 4k ragged", 4.0),
+        ("decode 8 x 4k", 2.0),
+        ("decode 1 x 4k", 1.0),
+        ("decode 16 x 4 of 4k", 1.0),
+        ("prefill 4 x 1k", 1.0),
+        ("prefill 4 x 512 of 4k ragged", 1.0),
+    ),
+    "long": (
+        ("decode 8 x 64k ragged", 4.0),
+        ("decode 1 x 64k", 2.0),
+        ("decode 1 x 4 of 64k", 1.0),
+        ("prefill 1 x 16k", 1.0),
+        ("prefill 1 x 2k of 32k", 2.0),
+    ),
+    "batch": (
+        ("decode 256 x 1k ragged", 4.0),
+        ("decode 64 x 8k", 2.0),
+        ("prefill 16 x 1k", 2.0),
+        ("prefill 4 x 4k", 1.0),
+    ),
+}
+NAMES: tuple[str, ...] = tuple(_NAMED)
+"""The names of workloads."""
+DEFAULT = "chat"
+
+_PAIR = re.compile(r"(\d{1,8})\s*x\s*(\d{1,8}k?)(?:\s*of\s*(\d{1,8}k?))?")
+
+
+def workload_of(text: str) -> Workload:
+    """The workload of a name, or of shapes with commas between them, which weigh alike.
+
+    Raises:
+        PolicyError: an unknown name, text that is no shape, or a shape twice.
+    """
+    if text.strip().lower() in _NAMED:
+        return tuple((StepShape.parse(each), weight) for each, weight in _NAMED[text.strip().lower()])
+    if not re.search(r"\d", text):
+        limit = f"is no workload; there are {', '.join(NAMES)}, and lists of shapes"
+        raise PolicyError("--workload", text, limit, "write 'decode 64 x 8k, prefill 4 x 4k'")
+    return _alike([StepShape.parse(each, "--workload") for each in text.split(",")], "--workload", text)
+
+
+def workload_from_lists(batch: str | None, context: str | None, prefill: str | None) -> Workload:
+    """Decodes of each batch with each context, and prefills such as "4x4k" or "4x1k of 9k"; all weigh alike.
+
+    Without `batch` it is "1,8,64" and without `context` "8k", if the other one is given.
+
+    Raises:
+        PolicyError: text of another form, or a shape twice.
+    """
+    shapes = []
+    if batch is not None or context is not None:
+        batches = _numbers("--batch", batch or "1,8,64")
+        contexts = _numbers("--context", context or "8k")
+        shapes += [StepShape(Phase.DECODE, many, 1, tokens) for tokens in contexts for many in batches]
+    for part in prefill.split(",") if prefill is not None else ():
+        match = _PAIR.fullmatch(part.strip().lower())
+        if match is None:
+            raise PolicyError("--prefill", part, "is no prefill", "write 4x4k, or 4x1k of 9k")
+        new = tokens_of(match[2]) or 0
+        whole = new if match[3] is None else tokens_of(match[3]) or 0
+        shapes.append(StepShape(Phase.PREFILL, int(match[1]), new, whole))
+    return _alike(shapes, "--batch, --context or --prefill", batch or context or prefill)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    found = [tokens_of(part) for part in text.split(",")]
+    if not all(found):
+        raise PolicyError(option, text, "must be numbers with commas between them", "write 1,8,64 or 8k,32k")
+    return [number for number in found if number]
+
+
+def _alike(shapes: Sequence[StepShape], argument: str, text: object) -> Workload:
+    if len(set(shapes)) < len(shapes):
+        raise PolicyError(argument, text, "has a shape twice")
+    return tuple((shape, 1.0) for shape in shapes)
+
+
+def shapes_for(spec: LayerSpec, workload: Workload) -> Workload:
+    """The part of a workload that a layer can meet: an encoder computes all its tokens at once."""
+    if not spec.is_encoder and not spec.direct_kv:
+        return workload
+    return tuple((s, weight) for s, weight in workload if s.phase is Phase.PREFILL and s.query == s.context)
+
+
+def layers_of(specs: Mapping[str, LayerSpec], block_size: int | None) -> dict[LayerSpec, list[str]]:
+    """The layers of a model by kind, each kind with its names; the layers of a kind differ in their scale at most."""
+    from attnplug.registry.tuned import layer_key
+
+    kinds: dict[object, tuple[LayerSpec, list[str]]] = {}
+    for name, spec in specs.items():
+        asked = spec if spec.direct_kv or block_size is None else spec.replace(block_size=block_size)
+        kinds.setdefault((layer_key(asked), asked.block_size), (asked, []))[1].append(name)
+    return dict(kinds.values())

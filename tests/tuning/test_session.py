@@ -1,0 +1,287 @@
+"""A tuning with scripted workers and a clock that a test moves: what is measured, kept, left out and written."""
+
+from __future__ import annotations
+
+import datetime as dt
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "registry"))
+from fake_plugins import CPU, SPEC, backend, registry
+
+from attnplug import LayerSpec, Phase
+from attnplug.registry.tuned import Row, RowStatus, TunedTable
+from attnplug.registry.tuned_files import read_table, update_table
+from attnplug.tuning.jobs import Event, Job
+from attnplug.tuning.session import Tuner
+from attnplug.tuning.workloads import workload_of
+
+SLIDING = SPEC.replace(sliding_window=64)
+LAYERS = {SPEC: ["0", "2"], SLIDING: ["1"]}
+WORKLOAD = workload_of("decode 8 x 1k, prefill 2 x 1k")
+FAKES = [backend(name, priority) for name, priority in (("A", 90), ("B", 50), ("C", 10))]
+
+
+class Workers:
+    """Runs jobs by a script: times by backend, and backends that fail."""
+
+    def __init__(self, **times: float) -> None:
+        self.times, self.now = times, 0.0
+        self.wrong: set[str] = set()
+        self.crashed: set[str] = set()
+        self.jobs: list[Job] = []
+        self.interrupt_after: int | None = None
+
+    def __call__(self, device: Any, jobs: Sequence[Job]) -> Iterator[Event]:
+        yield {"event": "environment", "facts": {"driver": "1"}}
+        for job in jobs:
+            self.jobs.append(job)
+            for name, _ in job.backends:
+                yield self._event(job, name)
+            self.now += 10.0 if job.timed else 1.0
+            yield {"event": "done", "job": job.number}
+            if (
+                self.interrupt_after is not None
+                and job.timed
+                and sum(j.timed for j in self.jobs) >= self.interrupt_after
+            ):
+                raise KeyboardInterrupt
+
+    def _event(self, job: Job, name: str) -> Event:
+        about = {"job": job.number, "backend": name}
+        if name in self.crashed:
+            return {**about, "event": "failed", "why": "its process crashed: SIGSEGV"}
+        if name in self.wrong:
+            return {**about, "event": "wrong", "why": "output[0] is off", "feature": "plain"}
+        if not job.timed:
+            return {**about, "event": "checked", "seconds": 2.0}
+        return {
+            **about,
+            "event": "timed",
+            "us": self.times[name],
+            "spread": 0.001,
+            "rounds": 5,
+            "build_us": 1.0,
+        }
+
+    @property
+    def timed(self) -> list[str]:
+        return [f"{job.shape} {'+'.join(name for name, _ in job.backends)}" for job in self.jobs if job.timed]
+
+
+class Log:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.wrongs: list[str] = []
+
+    def planned(self, kept: int, pending: int) -> None:
+        self.told.append(f"{kept} kept, {pending} to measure")
+
+    def checking(self, name: str, cells: int) -> None:
+        self.told.append(f"checking {name}")
+
+    def started(self, cell: Any) -> None:
+        self.told.append(f"started {cell.shape}")
+
+    def finished(self, cell: Any, rows: Sequence[Row]) -> None:
+        self.told.append(f"finished {cell.shape}")
+
+    def wrong(self, contender: Any, spec: LayerSpec, row: Row, feature: str) -> None:
+        self.wrongs.append(f"{contender.offer.name} {row.shape}")
+
+
+class Case:
+    """A tuning in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.log = path, Log()
+        self.workers = Workers(A=100.0, B=50.0, C=80.0)
+        self.fakes = list(FAKES)
+
+    def tuner(self, **facts: Any) -> Tuner:
+        now = lambda: dt.datetime(2026, 11, 22, tzinfo=dt.UTC)  # noqa: E731
+        given = {"run": self.workers, "clock": lambda: self.workers.now, "now": now, **facts}
+        return Tuner(
+            registry(*self.fakes), CPU, given.pop("layers", LAYERS), given.pop("workload", WORKLOAD), **given
+        )
+
+    def save(self, change: Callable[[TunedTable | None], TunedTable]) -> TunedTable:
+        return update_table(self.path, change)
+
+    def run(self, budget: float | None = None, **facts: Any) -> Any:
+        old = read_table(self.path) if self.path.exists() else None
+        return self.tuner(**facts).run(old, self.log, self.save, budget)
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path / "table.json")
+
+
+def test_each_cell_is_checked_then_measured_heaviest_first_and_written(case: Case) -> None:
+    outcome = case.run()
+    assert case.workers.timed == ["decode 8 x 1k A+B+C", "prefill 2 x 1k A+B+C"] * 2
+    # Two layers of the first kind weigh twice.
+    assert [job.spec for job in case.workers.jobs if job.timed] == [SPEC, SPEC, SLIDING, SLIDING]
+    first = case.log.told.index("started decode 8 x 1k")
+    assert case.log.told[:first] == ["0 kept, 4 to measure", "checking A", "checking B", "checking C"]
+    assert outcome.compiled == {"A": 8.0, "B": 8.0, "C": 8.0}
+    assert (len(outcome.measured), outcome.left, outcome.left_out) == (4, [], {})
+    written = read_table(case.path)
+    assert written.digest == outcome.table.digest
+    assert [(layer.count, len(layer.rows)) for layer in written.layers] == [(2, 6), (1, 6)]
+    assert written.environment == {"driver": "1"}
+    assert [(c["layer"], c["phase"], c["backend"], c["default"]) for c in written.choices] == [
+        (layer, phase, "B", "A") for layer in (0, 1) for phase in ("decode", "prefill", None)
+    ]
+    decision = registry(*FAKES).explain(SPEC, CPU, Phase.DECODE, tuned=case.path)
+    assert str(decision.measured) == "measured 1.99x faster than A at decode 8 x 1k, spread 0.1 %, 2026-11-22"
+
+
+def test_a_second_run_measures_nothing(case: Case) -> None:
+    first = case.run()
+    case.workers.jobs.clear()
+    again = case.run()
+    assert case.workers.jobs == []
+    assert (len(again.kept), again.measured) == (4, [])
+    assert again.table.digest == first.table.digest
+    assert case.log.told[-1] == "4 kept, 0 to measure"
+
+
+def test_an_exhausted_budget_leaves_cells_to_the_next_run(case: Case) -> None:
+    outcome = case.run(budget=15.0)
+    assert len(outcome.measured) == 2
+    assert [str(cell.shape) for cell in outcome.left] == ["decode 8 x 1k", "prefill 2 x 1k"]
+    assert [layer.spec for layer in read_table(case.path).layers] == [SPEC]
+    rest = case.run(budget=1000.0)
+    assert (len(rest.kept), len(rest.measured), rest.left) == (2, 2, [])
+    assert {layer.spec for layer in rest.table.layers} == {SPEC, SLIDING}
+
+
+def test_a_budget_counts_neither_checks_nor_a_cell_that_has_begun(case: Case) -> None:
+    # Twelve checks take twelve seconds.
+    assert len(case.run(budget=0.5).measured) == 1
+
+
+def test_an_interrupted_run_keeps_what_it_has_and_the_next_one_goes_on(case: Case) -> None:
+    case.workers.interrupt_after = 2
+    with pytest.raises(KeyboardInterrupt):
+        case.run()
+    case.workers.interrupt_after = None
+    assert [len(layer.rows) for layer in read_table(case.path).layers] == [6]
+    case.workers.jobs.clear()
+    rest = case.run()
+    assert (len(rest.kept), len(rest.measured)) == (2, 2)
+    whole = Case(case.path.with_name("whole.json"))
+    assert whole.run().table.to_dict()["cells"] == rest.table.to_dict()["cells"]
+
+
+def test_a_wrong_backend_is_told_never_timed_and_not_tried_again(case: Case) -> None:
+    case.workers.times["B"] = 1.0
+    case.workers.wrong = {"B"}
+    outcome = case.run()
+    assert case.log.wrongs == ["B decode 8 x 1k", "B prefill 2 x 1k"] * 2
+    assert case.workers.timed == ["decode 8 x 1k A+C", "prefill 2 x 1k A+C"] * 2
+    assert {c["backend"] for c in outcome.table.choices} == {"C"}
+    case.workers.jobs.clear()
+    assert len(case.run().kept) == 4
+    assert case.workers.jobs == []
+
+
+def test_a_crashed_default_is_compared_with_by_nobody(case: Case) -> None:
+    case.workers.crashed = {"A"}
+    table = case.run().table
+    assert [row.status for row in table.layers[0].rows if row.subject.backend == "A"] == [
+        RowStatus.CRASHED
+    ] * 2
+    decision = registry(*FAKES).explain(SPEC, CPU, Phase.DECODE, tuned=table)
+    assert [each.name for each in decision.candidates] == ["B", "C", "A"]
+    assert all(job.default == "B" for job in case.workers.jobs if job.timed)
+
+
+def test_a_crash_while_measuring_costs_its_cell(case: Case) -> None:
+    plain = case.workers._event
+
+    def event(job: Job, name: str) -> Event:
+        if job.timed and name == "B" and job.shape.phase is Phase.DECODE:
+            return {
+                "event": "failed",
+                "job": job.number,
+                "backend": name,
+                "why": "its process crashed: SIGKILL",
+            }
+        return plain(job, name)
+
+    case.workers._event = event  # type: ignore[method-assign]
+    table = case.run().table
+    chosen = {(c["layer"], c["phase"]): c["backend"] for c in table.choices}
+    assert chosen[0, "decode"] == "C"
+    assert chosen[0, "prefill"] == "B"
+
+
+def test_only_the_backends_asked_for_and_the_default_are_measured(case: Case) -> None:
+    case.run(backends=["C"])
+    assert case.workers.timed == ["decode 8 x 1k A+C", "prefill 2 x 1k A+C"] * 2
+
+
+def test_a_new_backend_or_version_is_measured_with_all_others(case: Case) -> None:
+    case.fakes = FAKES[:2]
+    case.run()
+    case.fakes = list(FAKES)
+    case.workers.jobs.clear()
+    case.run()
+    assert case.workers.timed == ["decode 8 x 1k A+B+C", "prefill 2 x 1k A+B+C"] * 2
+
+
+def test_times_of_another_policy_or_device_are_not_kept(case: Case) -> None:
+    case.run()
+    text = case.path.read_text()
+    case.path.write_text(text.replace('"rounds": 5}', '"rounds": 9}', 1))
+    assert len(case.run().measured) == 4
+    case.path.write_text(case.path.read_text().replace('"type": "cpu"', '"type": "mps"', 1))
+    outcome = case.run()
+    assert len(outcome.measured) == 4
+    assert read_table(case.path).device == CPU
+
+
+def test_other_layers_of_the_file_stay(case: Case) -> None:
+    case.run(layers={SPEC: ["0"]})
+    case.run(layers={SLIDING: ["0"]})
+    assert [layer.spec for layer in read_table(case.path).layers] == [SPEC, SLIDING]
+
+
+def test_layers_that_cannot_be_measured_are_named(case: Case) -> None:
+    spans, cross = SPEC.replace(mm_prefix=True), SPEC.replace(attn_type="encoder_decoder")
+    encoder = SPEC.replace(attn_type="encoder", causal=False)
+    layers = {SPEC: ["0"], spans: ["spans"], cross: ["cross"], encoder: ["encoder"]}
+    outcome = case.run(layers=layers, workload=workload_of("decode 1 x 64"))
+    assert {name: why.partition(":")[0] for name, why in outcome.left_out.items()} == {
+        "spans": "is of spans",
+        "cross": "attends an encoder",
+        "encoder": "computes all its tokens at once, and the workload has no such prefill",
+    }
+
+
+def test_regret_compares_choices_with_the_best_of_each_cell(case: Case) -> None:
+    from attnplug.tuning.regret import regrets, summaries
+
+    measured = case.run().table
+    case.workers.times = {"A": 10.0, "B": 20.0, "C": 40.0}
+    case.path.unlink()
+    other = case.run().table
+    cells = regrets(registry(*FAKES), measured, {"table": measured, "other": other})
+    assert len(cells) == 4
+    assert {cell.best for cell in cells} == {"B"}
+    found = {each.policy: each for each in summaries(cells)}
+    assert set(found) == {"priorities", "table", "table, nearest shape", "other", "other, nearest shape"}
+    assert found["table"].mean == found["table"].worst == 0.0
+    assert found["table"].over_default < -0.4
+    assert found["priorities"].mean == found["other"].mean
+    assert found["priorities"].worst == pytest.approx(201 / 101 - 1)
+    assert summaries([]) == []
