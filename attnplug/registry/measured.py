@@ -81,7 +81,8 @@ class _Ranking:
         self, table: TunedTable, layer: TunedLayer, order: list[Offer], placement: Placement, assumed: Assumed
     ) -> None:
         self._table, self._layer, self._order = table, layer, order
-        self._placement, self._assumed = placement, assumed
+        self._placement = placement
+        self._assumed: Assumed = assumed
         self._shapes = layer.places_of[placement.phase]
         self._notes: list[str] = []
 

@@ -34,6 +34,7 @@ class Timer(Protocol):
             copies: the number of copies.
             graph: time the replay of a graph, if this device has graphs.
         """
+        ...
 
 
 @dataclasses.dataclass

@@ -18,7 +18,7 @@ from attnplug.registry.default import get_registry
 from attnplug.registry.gates import import_parts, preferred_pages, serving
 from attnplug.tuning.jobs import Job
 from attnplug.tuning.reference import check_output
-from attnplug.tuning.rounds import measure_in_turns
+from attnplug.tuning.rounds import Timing, measure_in_turns
 from attnplug.tuning.step_inputs import StepInputs, made_inputs, made_parts
 from attnplug.tuning.subjects import environment
 from attnplug.tuning.timers import Timer, synchronize, timer_for
@@ -104,14 +104,7 @@ class Runner:
                 )
             except Exception as problem:  # noqa: BLE001  (a backend's, which costs a row)
                 self._failed(job, name, problem)
-        while runs:
-            try:
-                found = measure_in_turns(runs, job.default)
-                break
-            except _RoundError as problem:
-                del runs[problem.backend]
-                self._failed(job, problem.backend, problem.cause)
-        for name, timing in found.items() if runs else ():
+        for name, timing in self._measured(job, runs).items():
             figures = {
                 "us": timing.us,
                 "spread": timing.spread,
@@ -119,6 +112,15 @@ class Runner:
                 "build_us": builds[name],
             }
             self._tell("timed", job=job.number, backend=name, **figures)
+
+    def _measured(self, job: Job, runs: dict[str, Callable[[], float]]) -> dict[str, Timing]:
+        """The times of the backends that get through all rounds."""
+        while True:
+            try:
+                return measure_in_turns(runs, job.default)
+            except _RoundError as problem:
+                del runs[problem.backend]
+                self._failed(job, problem.backend, problem.cause)
 
     def _announced(self, job: Job, name: str, run: Callable[[], float]) -> Callable[[], float]:
         """A round that says whose it is, so that its crash is charged to this backend."""
