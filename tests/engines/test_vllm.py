@@ -69,6 +69,18 @@ def test_the_numbers_are_those_of_vllms_own_reference(source: Path) -> None:
 
 
 @pytest.mark.slow
+def test_latent_attention_gives_the_numbers_of_vllms_own_reference(source: Path) -> None:
+    cases = str(HERE / "latent_cases_for_vllm.py")
+    passed, failed, printed = run(source, cases, backends="ATTNPLUG_MLA,ATTNPLUG_TORCH_MLA")
+    assert failed == 0, printed
+    assert passed >= 9, printed
+    words = (cases, "-k", "latents and small_decode")
+    mutant = {"ATTNPLUG_HARNESS_MUTANT": "swapped"}
+    passed, failed, printed = run(source, *words, backends="ATTNPLUG_MLA", **mutant)
+    assert (passed, failed) == (0, 1), printed
+
+
+@pytest.mark.slow
 def test_their_tests_notice_swapped_keys_and_values(source: Path) -> None:
     words = (THEIRS, "-k", "causal and small_decode")
     passed, failed, printed = run(source, *words, backends="ATTNPLUG", ATTNPLUG_HARNESS_MUTANT="swapped")

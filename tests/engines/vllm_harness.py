@@ -58,6 +58,20 @@ MODELS = {
         "num_local_experts": 2,
         "num_experts_per_tok": 2,
     },
+    "deepseek-ai/DeepSeek-R1": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_size": 1024,
+        "intermediate_size": 1024,
+        "moe_intermediate_size": 256,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 256,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    },
     "google/embeddinggemma-300m": {
         "architectures": ["Gemma3TextModel"],
         "model_type": "gemma3_text",
@@ -130,7 +144,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The mutant that the tests have to notice: keys and values change places."""
     if os.environ.get("ATTNPLUG_HARNESS_MUTANT") != "swapped":
         return
-    from attnplug.integrations.vllm import impl
+    from attnplug.integrations.vllm import impl, latent
 
     right = impl.logical
-    impl.logical = lambda *given: right(*given).flip(1)
+    impl.logical = latent.logical = lambda *given: right(*given).flip(1)

@@ -21,8 +21,8 @@ from attnplug.integrations.vllm.impl import KINDS, Layer
 from attnplug.integrations.vllm.names import AUTOMATIC
 from attnplug.registry.default import explain, list_backends
 
-_UNSERVED = {
-    "use_mla": "latent attention (MLA) is not served in vLLM yet",
+UNSERVED = {
+    "use_mla": "latent attention (MLA) is served by the names that end in _MLA, such as ATTNPLUG_MLA",
     "use_sparse": "sparse attention is not served in vLLM",
     "use_mm_prefix": "spans of multimodal tokens are not served in vLLM",
     "use_per_head_quant_scales": "scales for each head are not served",
@@ -50,12 +50,12 @@ class Backend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def get_impl_cls(cls) -> type[Layer]:
         """The layer's class."""
-        return _subclass(Layer, cls.backend)
+        return subclass(Layer, cls.backend)
 
     @classmethod
     def get_builder_cls(cls) -> type[Builder]:
         """The builder's class."""
-        return _subclass(Builder, cls.backend)
+        return subclass(Builder, cls.backend)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -109,8 +109,8 @@ class Backend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
         """The reasons of attnplug against the layer, in sentences; its heads, cap and slopes come with the layer itself."""
-        given = _named(args, kwargs)
-        reasons = [why for name, why in _UNSERVED.items() if given.get(name)]
+        given = named(args, kwargs)
+        reasons = [why for name, why in UNSERVED.items() if given.get(name)]
         kind = str(getattr(given["attn_type"], "value", given["attn_type"]))
         if kind not in KINDS:
             return [*reasons, f"attention type {kind} is not known to attnplug"]
@@ -137,12 +137,9 @@ class Backend(AttentionBackend):  # type: ignore[misc]
                 direct_kv=direct,
                 **fields,
             )
-            decision = explain(spec, None, backend=cls.backend)
         except AttnplugError as error:
             return [*reasons, str(error)]
-        if decision.backend is not None:
-            return reasons
-        return reasons + [f"{each.name}: {reason}" for each in decision.refused for reason in each.reasons]
+        return reasons + reasons_against(spec, cls.backend)
 
 
 if HAS_CACHE_SHAPE:
@@ -157,13 +154,25 @@ if HAS_CACHE_SHAPE:
     Backend.__abstractmethods__ = frozenset()
 
 
-def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def reasons_against(spec: LayerSpec, backend: str | None) -> list[str]:
+    """Each backend's reasons; none if the layer is served."""
+    try:
+        decision = explain(spec, None, backend=backend)
+    except AttnplugError as error:
+        return [str(error)]
+    if decision.backend is not None:
+        return []
+    return [f"{each.name}: {reason}" for each in decision.refused for reason in each.reasons]
+
+
+def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of vLLM's `validate_configuration` by their names in this version."""
     return dict(inspect.signature(AttentionBackend.validate_configuration).bind(*args, **kwargs).arguments)
 
 
 @functools.cache
-def _subclass(base: type[Any], backend: str | None) -> type[Any]:
+def subclass(base: type[Any], backend: str | None) -> type[Any]:
+    """The class of a layer or builder for one backend, or for all."""
     return type(f"{base.__name__}_{backend or AUTOMATIC}", (base,), {"backend": backend})
 
 

@@ -24,7 +24,7 @@ class Step(AttentionMetadata):  # type: ignore[misc]
         self.slot_mapping = common.slot_mapping
         self.made: dict[Any, Any] = {}
 
-    def of(self, layer: Layer) -> tuple[Any, Bound]:
+    def of(self, layer: Any) -> tuple[Any, Bound]:
         """The layer's metadata and impl."""
         bound = layer.bound(self.builder.block_size, self.builder.device, self.common.causal)
         return self.for_bound(bound), bound
@@ -46,6 +46,8 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
     """What vLLM constructs for each group of layers with one KV cache spec."""
 
     backend: str | None = None
+    layer_class: type[Any] = Layer
+    step_class: type[Step] = Step
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -56,7 +58,7 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         self.layers = {
             name: known[name]
             for name in layer_names
-            if isinstance(getattr(known.get(name), "impl", None), Layer)
+            if isinstance(getattr(known.get(name), "impl", None), self.layer_class)
         }
         speculation = vllm_config.speculative_config
         self.drafts = 0 if speculation is None else int(speculation.num_speculative_tokens or 0)
@@ -109,7 +111,7 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         return self._step(common_attn_metadata, "capture")
 
     def _step(self, given: Any, how: str) -> Step:
-        step = Step(self, translate(given, exact=self.exact), how)
+        step = self.step_class(self, translate(given, exact=self.exact), how)
         for bound in self.kinds(step.common.causal):
             step.for_bound(bound)
         return step
@@ -119,7 +121,9 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         """The least that a backend of the model's layers supports."""
         size = int(kv_cache_spec.block_size)
         layers = vllm_config.compilation_config.static_forward_context.values()
-        impls = [impl for layer in layers if isinstance(impl := getattr(layer, "impl", None), Layer)]
+        impls = [
+            impl for layer in layers if isinstance(impl := getattr(layer, "impl", None), cls.layer_class)
+        ]
         builders = [impl.decide(size).get_backend_cls().get_builder_cls() for impl in impls]
         levels = [int(builder.cudagraph_support) for builder in builders]
         # vLLM would capture mixed batches for the longest prompt that fits: graphs are for decodes here.

@@ -9,14 +9,18 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from attnplug.registry.default import list_backends
 
 AUTOMATIC = "ATTNPLUG"
-_CLASSES = "attnplug.integrations.vllm.backends"
+LATENT = "MLA"
+"""The end of the names for latent attention."""
+_FOLDER = "attnplug.integrations.vllm"
 
 
 def register_names() -> None:
-    """Add ATTNPLUG and a name for each loaded backend, unless they are there."""
+    """Add ATTNPLUG and a name for each loaded backend, and those for latent attention, unless they are there."""
     for name in (AUTOMATIC, *(f"{AUTOMATIC}_{backend}" for backend in list_backends())):
-        if name not in AttentionBackendEnum.__members__:
-            _add(name, f"{_CLASSES}.{name}")
+        latent = f"{name}_{LATENT}"
+        for each, module in ((name, "backends"), (latent, "latent_backends")):
+            if each not in AttentionBackendEnum.__members__:
+                _add(each, f"{_FOLDER}.{module}.{each}")
 
 
 def _add(name: str, path: str) -> None:

@@ -1,0 +1,104 @@
+"""vLLM's backend classes for latent attention (MLA): `ATTNPLUG_MLA` and `ATTNPLUG_NAME_MLA`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from vllm.config import get_current_vllm_config_or_none
+
+from attnplug.core.errors import AttnplugError
+from attnplug.core.mla import get_mla_dims
+from attnplug.core.spec import LayerSpec
+from attnplug.integrations.vllm.backends import UNSERVED, Backend, named, reasons_against, subclass
+from attnplug.integrations.vllm.caches import HAS_CACHE_SHAPE
+from attnplug.integrations.vllm.latent import LatentBuilder, LatentLayer
+from attnplug.integrations.vllm.names import AUTOMATIC, LATENT
+from attnplug.registry.default import list_backends
+
+
+class LatentBackend(Backend):
+    """What the classes share."""
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """True."""
+        return True
+
+    @classmethod
+    def get_impl_cls(cls) -> type[LatentLayer]:
+        """The layer's class."""
+        return subclass(LatentLayer, cls.backend)
+
+    @classmethod
+    def get_builder_cls(cls) -> type[LatentBuilder]:
+        """The builder's class."""
+        return subclass(LatentBuilder, cls.backend)
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """The reasons of attnplug against the layer, in sentences."""
+        given = named(args, kwargs)
+        reasons = [why for name, why in UNSERVED.items() if given.get(name) and name != "use_mla"]
+        asked = [name for name in ("has_sink", "has_sliding_window", "use_non_causal") if given.get(name)]
+        reasons += [f"{name} is not served with latent attention in vLLM" for name in asked]
+        if not given.get("use_mla"):
+            return [*reasons, f"{cls.name} serves latent attention alone; name {AUTOMATIC} for other layers"]
+        config = get_current_vllm_config_or_none()
+        model = getattr(config, "model_config", None)
+        if model is None:
+            return reasons
+        try:
+            spec = LayerSpec(
+                num_heads=model.get_num_attention_heads(config.parallel_config),
+                num_kv_heads=1,
+                head_size=given["head_size"],
+                dtype=given["dtype"],
+                kv_cache_dtype=given.get("kv_cache_dtype") or "auto",
+                block_size=given.get("block_size"),
+                mla=get_mla_dims(model.hf_text_config),
+            )
+        except AttnplugError as error:
+            return [*reasons, str(error)]
+        return reasons + reasons_against(spec, cls.backend)
+
+
+if HAS_CACHE_SHAPE:
+
+    def _get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return (num_blocks, block_size, head_size)
+
+    LatentBackend.get_kv_cache_shape = staticmethod(_get_kv_cache_shape)
+
+
+@functools.cache
+def latent_class(name: str) -> type[LatentBackend]:
+    """The class for ATTNPLUG_MLA or ATTNPLUG_NAME_MLA.
+
+    Raises:
+        AttributeError: no backend has that name.
+    """
+    known = list_backends()
+    backend = None if name == f"{AUTOMATIC}_{LATENT}" else name[len(AUTOMATIC) + 1 : -len(LATENT) - 1]
+    if backend is not None and backend not in known:
+        raise AttributeError(f"{name} is not a backend; loaded are {', '.join(sorted(known))}")
+    theirs = tuple(known.values()) if backend is None else (known[backend],)
+    stored = [dtype for each in theirs for dtype in each.supported_kv_cache_dtypes if dtype != "float32"]
+    fields = {
+        "name": name,
+        "backend": backend,
+        "theirs": theirs,
+        "supported_kv_cache_dtypes": list(dict.fromkeys(stored)),
+        "__module__": __name__,
+        "__qualname__": name,
+    }
+    return type(name, (LatentBackend,), fields)
+
+
+def __getattr__(name: str) -> type[LatentBackend]:
+    """The class by its name, as vLLM resolves paths."""
+    if name.startswith(AUTOMATIC) and name.endswith(LATENT):
+        return latent_class(name)
+    raise AttributeError(name)
