@@ -88,6 +88,25 @@ def test_fp8_pages_of_a_shared_prefix_have_their_scales(monkeypatch: pytest.Monk
     assert 32 in asked.built
 
 
+def test_triton_attends_a_shared_prefix_once_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from attnplug.backends.triton import builder as triton_builder
+    from attnplug.backends.triton.impl import TritonImpl
+
+    monkeypatch.setattr(triton_builder, "_SHARED_KEYS", 16)
+    monkeypatch.setattr(triton_builder, "_SPARED_KEYS", 32)
+    attended, attend = [], TritonImpl.attend
+
+    def noted(impl: TritonImpl, *given: Any, **named: Any) -> torch.Tensor:
+        attended.append(given[5].prefix_len)
+        return attend(impl, *given, **named)
+
+    monkeypatch.setattr(TritonImpl, "attend", noted)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    serve(ServedModel({"0": layer(dtype="float32", head_size=16)}, backend="TRITON", device=device))
+    assert attended == [0, 32, 32, 32, 32, 0, 0]
+
+
 def test_a_builder_that_says_no_gets_no_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Asked(monkeypatch, answer=False)
     serve(ServedModel({"layers.0": FULL}))

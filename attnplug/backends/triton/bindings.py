@@ -21,6 +21,7 @@ from attnplug.backends.triton.launch import (
     tile_side,
 )
 from attnplug.backends.triton.share_bindings import ShareDecode, bind_shares
+from attnplug.backends.triton.share_launch import share_launch
 from attnplug.backends.triton.workspace import SplitPlan
 from attnplug.core.impl import LayerTensors
 from attnplug.core.spec import LayerSpec
@@ -31,8 +32,8 @@ from attnplug.ops.triton.launch import BoundKernel
 _DECODE: Any = decode_kernel
 _MERGE: Any = merge_kernel
 _PREFILL: Any = prefill_kernel
-_MOST_LENGTHS = 32
-"""Lengths of the longest query for which a layer keeps the kernels over equal shares bound."""
+_MOST_SHARES = 8
+"""Launches of equal shares that a layer keeps bound: those of decodes, of other requests, with another cache."""
 _PREFILL_ROWS = 128
 """Rows of most tiles of prefill."""
 
@@ -138,15 +139,15 @@ class BoundLayer:
 
     def shares(self, pages: Pages, stride_table: int, longest: int) -> ShareDecode:
         """The kernels over equal shares of keys, for requests of at most `longest` queries."""
-        key = pages.form, stride_table, longest
+        launch = share_launch(self._widest, pages.k.dtype.itemsize, longest * self._group, self._gpu)
+        key = pages.form, stride_table, launch
         found = self._shares.get(key)
         if found is None:
-            if len(self._shares) == _MOST_LENGTHS:
+            if len(self._shares) == _MOST_SHARES:
                 self._shares.clear()
             values = {**self._values, **_strides(pages.k.stride(), pages.v.stride()), **_paired(pages.v)}
             values |= {"stride_table": stride_table, "BLOCK_SIZE": pages.k.shape[1]}
-            found = bind_shares(self._spec, self._reach, values, pages.k.dtype.itemsize, longest, self._gpu)
-            self._shares[key] = found
+            found = self._shares[key] = bind_shares(self._spec, self._reach, values, launch, self._gpu)
         return found
 
     def fills_gpu(self, tokens: int, reqs: int) -> bool:

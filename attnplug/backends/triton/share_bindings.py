@@ -11,7 +11,7 @@ import torch
 from attnplug.backends.triton.kernels.share_decode import share_decode_kernel
 from attnplug.backends.triton.kernels.shares import merge_shares_kernel
 from attnplug.backends.triton.launch import Gpu, partial_sums
-from attnplug.backends.triton.share_launch import share_launch
+from attnplug.backends.triton.share_launch import ShareLaunch
 from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.reach import Reach
@@ -27,7 +27,7 @@ _MERGED = 64
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ShareDecode:
-    """The kernels for requests of one longest length.
+    """The kernels of one launch.
 
     Args:
         kernel: attends; it takes queries, K, V, outputs, LSE, query starts, lengths, pages, tiles, sinks, slopes, spans,
@@ -36,7 +36,6 @@ class ShareDecode:
             streams per request and rows of a stream.
         plan: the division of the keys.
         kv_heads: KV heads of the layer.
-        max_rows: rows of the longest request: queries times heads of a group.
         size: elements of a value.
     """
 
@@ -44,7 +43,6 @@ class ShareDecode:
     merge: BoundKernel
     plan: SharesPlan
     kv_heads: int
-    max_rows: int
     size: int
 
     def __call__(
@@ -67,7 +65,8 @@ class ShareDecode:
             tokens: no fewer than the queries of all requests.
         """
         reqs, block_m = step.num_reqs, self.plan.block_m
-        max_blocks = -(-self.max_rows // block_m)
+        max_rows = step.max_query_len * self.plan.group
+        max_blocks = -(-max_rows // block_m)
         places = 2 * self.plan.programs
         if step.prefix >= self.plan.tile:
             places = self.plan.programs + reqs * max_blocks - (-tokens * self.plan.group // block_m)
@@ -80,24 +79,21 @@ class ShareDecode:
         numbers = reqs, step.prefix, max_blocks
         self.kernel(grid, *tensors, *batch, *features, *partials, *numbers)
         pieces = self.kv_heads * -(-self.size // _MERGED)
-        self.merge((reqs, self.max_rows, pieces), *partials, output, lse, starts, tiles, *numbers, block_m)
+        self.merge((reqs, max_rows, pieces), *partials, output, lse, starts, tiles, *numbers, block_m)
 
 
 def bind_shares(
-    spec: LayerSpec, reach: Reach, values: Mapping[str, Any], itemsize: int, longest: int, gpu: Gpu
+    spec: LayerSpec, reach: Reach, values: Mapping[str, Any], launch: ShareLaunch, gpu: Gpu
 ) -> ShareDecode:
-    """The kernels for requests of at most `longest` queries.
+    """The kernels of a launch.
 
     Args:
         spec: the layer.
         reach: the keys that a query sees.
         values: the other arguments of the kernels by name.
-        itemsize: bytes of a stored element.
-        longest: queries of the longest request.
+        launch: their launch.
         gpu: the device.
     """
-    group = spec.num_heads // spec.num_kv_heads
-    launch = share_launch(max(spec.head_size, spec.head_size_v), itemsize, longest * group, gpu)
     values = {
         **values,
         "BLOCK_M": launch.block_m,
@@ -115,7 +111,7 @@ def bind_shares(
         tile=launch.block_n,
         programs=max(gpu.multiprocessors * launch.waves // spec.num_kv_heads, 1),
         least=launch.least,
-        group=group,
+        group=spec.num_heads // spec.num_kv_heads,
         block_m=launch.block_m,
         left=reach.left,
         right=reach.right,
@@ -127,6 +123,5 @@ def bind_shares(
         merge=BoundKernel(_MERGE, 10, values),
         plan=plan,
         kv_heads=spec.num_kv_heads,
-        max_rows=longest * group,
         size=spec.head_size_v,
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from attnplug.backends.triton import TritonBackend, bindings, share_bindings
+from attnplug.backends.triton import TritonBackend, bindings
 from attnplug.backends.triton import impl as triton_impl
 from attnplug.backends.triton.launch import Gpu, tile_side
 from attnplug.backends.triton.options import Options
@@ -41,7 +41,7 @@ def small(monkeypatch):
     def shrink(programs: int) -> None:
         monkeypatch.setattr(bindings, "gpu_of", lambda device: Gpu(programs, 1 << 18))
         launch = ShareLaunch(16, 16, 4, 1, 1, 1)
-        monkeypatch.setattr(share_bindings, "share_launch", lambda *sizes: launch)
+        monkeypatch.setattr(bindings, "share_launch", lambda *sizes: launch)
 
     return shrink
 
