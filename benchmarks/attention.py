@@ -1,10 +1,30 @@
 """Attention on a GPU: attnplug's backends and the kernel libraries called directly, in one process.
 
     python benchmarks/attention.py --suite core --backends TRITON,peers --json core.json
+    python benchmarks/attention.py --suite serving --backends TRITON,TRITON.decode_split=shares,peers --json serving.json
+    python benchmarks/attention.py --suite serving --smoke      # without a GPU and without times: small cells are right
 
 Ceilings first (copy, matrix product on random data), then every cell: correctness, then times of all
 contenders in turn, decodes by graph replay and prefills as calls, behind a sleeping GPU and over more KV than the L2
-holds. The environment variable FLASHINFER_PREFILL says which template the peer FlashInfer prefills on.
+holds. The environment variable FLASHINFER_PREFILL says which template the peer FlashInfer prefills on. A contender
+may be a backend with one option, such as TRITON.decode_split=shares.
+
+The equal shares of TRITON were written without a GPU. This is what to run to settle their default and constants:
+
+1. `pytest -m gpu tests/backends/triton` and `attnplug conformance TRITON --option decode_split=shares`: the numbers.
+2. `--suite serving --kinds ragged,single --backends TRITON,TRITON.decode_split=shares,peers`: what shares gain.
+3. `--suite core --kinds decode,skew,window,fp8,feature --backends TRITON,TRITON.decode_split=shares,peers`: what even
+   decodes lose. If nothing loses 1 %, make "shares" the default in `backends/triton/options.py` and remove the other
+   kernel. Else choose by the step: more decodes than fill the GPU, or the option.
+4. `--suite serving --kinds speculative,extend --backends TRITON,peers`: the tiles of 32, 64 and 128 rows. Extends of 64
+   and 512 tokens say whether `BoundLayer.fills_gpu` should compare with one, two or three tiles per multiprocessor.
+5. `--suite serving --kinds prefix --backends TRITON`: cascade against none. `_SHARED_KEYS` and `_SPARED_KEYS` in
+   `backends/triton/builder.py` are where both take equally long: sweep the prefix from 256 to 4096 and the requests
+   from 2 to 64.
+6. `tune_triton.py --shares`: tiles, stages and waves by rows and heads. Besides its candidates: `least`, the fewest tiles
+   of a share (1, 2, 4, 8; for 1 x 1k); in `share_bindings.py` the parts merged at once (32, 64, 128) and elements of a
+   merging program (32, 64, 128; for 1 x 128k); `_FEW_QUERIES` in `builder.py` (8, 16, 32).
+7. `--suite serving --kinds prefill --backends TRITON,peers`: head sizes, groups, windows and short prompts.
 """
 
 from __future__ import annotations
@@ -23,8 +43,10 @@ from typing import Any
 import torch
 from paged_layers import Cell, PagedLayer, graph_us, interleaved_us
 from peers import PEERS
+from serving import SERVING, judge_serving, small
 
 import attnplug
+from attnplug.registry.option_texts import parse_options
 
 LLAMA_8B, LLAMA_70B, LLAMA_70B_TP8 = (32, 8, 128), (64, 8, 128), (8, 1, 128)
 QWEN3_30B, GEMMA_2, GEMMA_3, GPT_OSS = (32, 4, 128), (16, 8, 256), (32, 16, 128), (64, 8, 64)
@@ -79,27 +101,35 @@ CORE = [
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--suite", choices=("core",), default="core")
+    parser.add_argument("--suite", choices=("core", "serving"), default="core")
     parser.add_argument("--kinds", help="only cells of these kinds, as decode,prefill")
     parser.add_argument("--backends", default="TRITON,peers", help="names of attnplug's, and peers")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--plot", type=Path, help="write a bar chart here")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--smoke", action="store_true", help="check small cells on a CPU, and time nothing")
     parser.add_argument("--page", type=int, default=16, help="tokens of a page; FlashAttention 2 needs 256")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("needs a GPU that torch can use")
     names = options.backends.split(",")
     kinds = options.kinds.split(",") if options.kinds else None
-    ceilings = measure_ceilings()
-    print(f"copy {ceilings['copy_tbps']:.2f} TB/s   matmul {ceilings['matmul_tflops']:.0f} TFLOP/s")
-    cells = [
-        measure(dataclasses.replace(cell, page=options.page), names, ceilings, options.repeats)
-        for cell in CORE
+    chosen = [
+        dataclasses.replace(cell, page=options.page)
+        for cell in (CORE if options.suite == "core" else SERVING)
         if kinds is None or cell.kind in kinds
     ]
-    goals = judge(cells) if "TRITON" in names else []
-    goals += judge_libraries(cells, [name for name in names if name != "peers"])
+    if options.smoke:
+        return smoke(chosen, [name for name in names if name != "peers"])
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU that torch can use; --smoke needs none")
+    ceilings = measure_ceilings()
+    print(f"copy {ceilings['copy_tbps']:.2f} TB/s   matmul {ceilings['matmul_tflops']:.0f} TFLOP/s")
+    cells = [measure(cell, names, ceilings, options.repeats) for cell in chosen]
+    own = [name for name in names if name != "peers"]
+    if options.suite == "serving":
+        goals = [goal for name in own for goal in judge_serving(cells, name, PEERS)]
+    else:
+        goals = judge(cells) if "TRITON" in names else []
+        goals += judge_libraries(cells, own)
     for goal in goals:
         mark = "" if goal["met"] is None else "met" if goal["met"] else "MISSED"
         print(f"{goal['name']:60}{goal['value']:8.3f}  {goal['goal']:12}{mark}")
@@ -124,6 +154,23 @@ def measure_ceilings() -> dict[str, float]:
     return {"copy_tbps": 2 * source.nbytes / copy / 1e6, "matmul_tflops": 2 * 8192**3 / matmul / 1e6}
 
 
+def smoke(cells: Sequence[Cell], names: Sequence[str]) -> int:
+    """Whether small cells of all kinds are right; those that no backend here serves are named."""
+    wrong = 0
+    for cell in map(small, cells):
+        # The interpreter multiplies bfloat16 as integers, and not all CPUs know 8-bit floats.
+        layer = PagedLayer(cell, "cpu", copies=1)
+        bound = TOLERANCE["fp8" if layer.spec.has_quantized_kv_cache else "bfloat16"]
+        for name, call in contenders(layer, names).items():
+            layer.output.fill_(torch.nan)
+            error = layer.error(call(0))
+            wrong += not error < bound
+            print(
+                f"{cell.kind:12}{cell.name:36}{name:44}error {error:.2g}{'' if error < bound else ', WRONG'}"
+            )
+    return 1 if wrong else 0
+
+
 def contenders(layer: PagedLayer, names: Sequence[str]) -> dict[str, Callable[[int], torch.Tensor]]:
     calls: dict[str, Callable[[int], torch.Tensor]] = {}
     for name in names:
@@ -137,14 +184,18 @@ def contenders(layer: PagedLayer, names: Sequence[str]) -> dict[str, Callable[[i
                 if call is not None:
                     calls[peer] = call
             continue
-        decision = attnplug.explain(layer.spec, backend=name)
+        named = name.partition(".")[0]
+        given = parse_options([name], "--backends", None) if "=" in name else None
+        decision = attnplug.explain(layer.spec, layer.device.type, backend=named, options=given)
         if not decision:
             print(f"  {name}: {decision.explanation()}", file=sys.stderr)
             continue
-        backend = decision.get_backend_cls()
-        calls[name] = layer.attend(backend)
+        backend, chosen = decision.get_backend_cls(), decision.get_options()
+        calls[name] = layer.attend(backend, options=chosen, prefix=layer.cell.shared)
+        if layer.cell.shared:
+            calls[f"{name}, no cascade"] = layer.attend(backend, options=chosen)
         if layer.given[0] is not None:
-            calls[f"{name}, keys given"] = layer.attend(backend, give_new=True)
+            calls[f"{name}, keys given"] = layer.attend(backend, options=chosen, give_new=True)
     return calls
 
 

@@ -25,7 +25,8 @@ _MORE_THAN_L2 = 200_000_000
 class Cell:
     """What is measured: heads of query, heads of KV, head size; new tokens and all tokens of each request.
 
-    `layer`, where it is given, says all of the layer, and `heads` and `page` must be its.
+    `layer`, where it is given, says all of the layer, and `heads` and `page` must be its. The first `shared` tokens of
+    all requests, whole pages of computed tokens, are on the same pages.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Cell:
     fields: tuple[tuple[str, Any], ...] = ()
     page: int = 16
     layer: LayerSpec | None = None
+    shared: int = 0
 
     @property
     def spec(self) -> LayerSpec:
@@ -53,13 +55,14 @@ class Cell:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V that some query sees."""
+        """Bytes of K and V that some query sees; those of shared pages once."""
         spec = self.spec
         left = spec.window[0]
         seen = (
             n if left < 0 else min(n, left + q) for q, n in zip(self.query_lens, self.seq_lens, strict=True)
         )
-        return sum(seen) * spec.num_kv_heads * spec.head_size * 2 * (1 if spec.has_quantized_kv_cache else 2)
+        tokens = sum(seen) - self.shared * (len(self.seq_lens) - 1)
+        return tokens * spec.num_kv_heads * spec.head_size * 2 * (1 if spec.has_quantized_kv_cache else 2)
 
     @property
     def flops(self) -> float:
@@ -106,7 +109,9 @@ class PagedLayer:
         self.table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
         for row, part in enumerate(order.split(counts)):
             self.table[row, : len(part)] = part
-        self.pages = order
+        common = cell.shared // cell.page
+        self.table[:, :common] = self.table[0, :common].clone()
+        self.pages = torch.cat([row[:count] for row, count in zip(self.table, counts, strict=True)])
         self.counts = counts
         starts = torch.from_numpy(np.cumsum([0, *cell.query_lens]).astype(np.int32))
         lens = np.asarray(cell.seq_lens, dtype=np.int32)
@@ -137,10 +142,13 @@ class PagedLayer:
         whole = torch.cat([self.keys_of(r, self.caches[0]) for r in range(len(self.counts))], 1)
         return whole[0].contiguous(), whole[1].contiguous()
 
-    def attend(self, backend: Any, *, give_new: bool = False) -> Callable[[int], torch.Tensor]:
-        """A call of an attnplug backend on cache number `index`."""
+    def attend(
+        self, backend: Any, *, give_new: bool = False, options: Any = None, prefix: int = 0
+    ) -> Callable[[int], torch.Tensor]:
+        """A call of an attnplug backend on cache number `index`, built with a common prefix of `prefix` tokens."""
         spec = self.spec
-        options = None if backend.Options is None else backend.Options()
+        if options is None and backend.Options is not None:
+            options = backend.Options()
         impl = backend.get_impl_cls().from_spec(
             spec, backend=backend, layer_name="layer", tensors=self.tensors, options=options
         )
@@ -150,7 +158,7 @@ class PagedLayer:
         builder = backend.get_builder_cls()(
             kv_cache_spec_for(spec, self.cell.page), ["layer"], config, self.device
         )
-        metadata = builder.build(0, self.common)
+        metadata = builder.build(prefix, self.common)
         given = self.given if give_new else (None, None)
 
         def call(index: int) -> torch.Tensor:

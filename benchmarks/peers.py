@@ -90,7 +90,7 @@ def flashinfer(layer: PagedLayer) -> Call | None:
         "q_data_type": torch.bfloat16,
         "kv_data_type": layer.caches[0].dtype,
     }
-    if cell.is_prefill:
+    if max(cell.query_lens) > 1:
         template = os.environ.get("FLASHINFER_PREFILL", "fa2")  # fa3 compiles for minutes
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=template)
         wrapper.plan(
