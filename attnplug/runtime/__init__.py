@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from attnplug.runtime.placeholders import PlaceholderMap as PlaceholderMap
     from attnplug.runtime.rank_groups import check_same_plan as check_same_plan
     from attnplug.runtime.rank_groups import context_parallel as context_parallel
+    from attnplug.runtime.rank_watch import RankWatch as RankWatch
     from attnplug.runtime.staging import CpuGpuBuffer as CpuGpuBuffer
     from attnplug.runtime.staging import StagingRing as StagingRing
     from attnplug.runtime.step_batch import StepBatch as StepBatch
@@ -61,6 +62,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "model_plan": "ModelPlan",
         "placeholders": "PlaceholderMap",
         "rank_groups": "check_same_plan context_parallel",
+        "rank_watch": "RankWatch",
         "staging": "CpuGpuBuffer StagingRing",
         "step_batch": "StepBatch StepBatchBuilder",
         "warm_up": "WarmUpReport WarmUpStep",

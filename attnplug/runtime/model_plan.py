@@ -204,6 +204,7 @@ class ModelPlan:
             dict(self.kv_sharing),
             self.num_blocks,
             self.context_chunk_rows,
+            self.tuned,
             shared,
         ]
         return _digest([list(self.layer_digests().items()), facts])

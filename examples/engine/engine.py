@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from model import page_model
 from pages import Page, Pages
+from ranks import Ranks
 from transformers import PreTrainedModel
 
 from attnplug.core import BuilderConfig
@@ -80,7 +81,8 @@ class Engine:
     runs at most `max_num_seqs` requests and `max_num_batched_tokens` tokens: long prompts are computed in chunks.
     A step verifies up to `draft_tokens` guesses for each request, found in its own tokens: it draws the same
     tokens as without, and text that repeats itself takes fewer steps. Layers with latent attention expand at most
-    `context_chunk_rows` computed tokens at once, as many as the plan says where it is None.
+    `context_chunk_rows` computed tokens at once, as many as the plan says where it is None. With `ranks`, several
+    processes run the same requests, and each has its part of the heads or the tokens.
     """
 
     def __init__(
@@ -92,16 +94,18 @@ class Engine:
         max_num_batched_tokens: int = 512,
         draft_tokens: int = 0,
         context_chunk_rows: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
+        self.ranks = Ranks() if ranks is None else ranks
         self.limits = BuilderConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             num_speculative_tokens=draft_tokens,
             context_chunk_rows=context_chunk_rows,
         )
-        self.runtime = page_model(model, num_blocks, block_size, self.limits)
-        self.pages = Pages(self.runtime.block_pool, self.runtime.kv_cache_config)
+        self.runtime = page_model(model, num_blocks, block_size, self.limits, self.ranks)
+        self.pages = Pages(self.runtime.block_pool, self.runtime.plan.tokens_per_block)
         self.builder = self.runtime.step_batch_builder(self.pages.max_tokens)
         self.runtime.warm_up()
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
@@ -196,9 +200,11 @@ class Engine:
             positions += range(request.computed, end)
         ready = [self.running[name] for name in batch.req_ids if name in wanted]
         ids, at = torch.tensor([tokens, positions], device=self.model.device)
-        self.runtime.begin_step(batch)
-        rows = batch.common.logits_indices_padded
-        logits = self.model(ids[None], position_ids=at[None], logits_to_keep=rows, use_cache=False).logits[0]
+        with self.ranks.step(str((batch.req_ids, tokens, positions))):
+            self.runtime.begin_step(batch)
+            rows = batch.common.logits_indices_padded
+            given = {"position_ids": at[None], "logits_to_keep": rows, "use_cache": False}
+            logits = self.model(ids[None], **given).logits[0]
         self._draw(ready, logits, counts)
         self.builder.finish_step(counts)
         self.steps += 1

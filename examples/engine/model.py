@@ -6,13 +6,15 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from ranks import Ranks
 from transformers import AttentionInterface, PreTrainedModel
 
 import attnplug
 from attnplug.core import BuilderConfig, LayerSpec, LayerTensors
 from attnplug.errors import ModelConfigError
 from attnplug.integrations.transformers import read_config
-from attnplug.runtime import AttentionRuntime
+from attnplug.runtime import AttentionRuntime, check_same_plan
 
 NAME = "attnplug_engine"  # without a mask entry transformers makes no mask: the runtime knows who sees what
 
@@ -51,7 +53,11 @@ def attention(
 
 
 def page_model(
-    model: PreTrainedModel, num_blocks: int, block_size: int | None, limits: BuilderConfig
+    model: PreTrainedModel,
+    num_blocks: int,
+    block_size: int | None,
+    limits: BuilderConfig,
+    ranks: Ranks | None = None,
 ) -> AttentionRuntime:
     """Plan the layers of a model, and have it call the runtime given back; ModelConfigError if it cannot."""
     if not model._can_set_attn_implementation():
@@ -61,8 +67,12 @@ def page_model(
     if kinds != {"decoder"} or read.kv_sharing:
         raise ModelConfigError(f"{read.name} has other layers than decoders with KV of their own: {kinds}")
     modules = {name: model.get_submodule(name) for name in read.layers}
+    ranks = Ranks() if ranks is None else ranks
     layers = {n: spec.replace(block_size=block_size, dtype=model.dtype) for n, spec in read.layers.items()}
-    plan = attnplug.plan(layers, model.device, num_blocks=num_blocks)
+    layers = {name: ranks.own_part(spec) for name, spec in layers.items()}
+    plan = attnplug.plan(layers, model.device, num_blocks=num_blocks, context_parallel=ranks.tokens)
+    if ranks.watch is not None:
+        check_same_plan(plan, dist.group.WORLD)
     tensors = {name: tensors_of(module, layers[name]) for name, module in modules.items()}
     runtime = AttentionRuntime(plan, tensors, config=limits, device=model.device)
     for name, module in modules.items():

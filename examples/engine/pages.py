@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from attnplug.core import KVCacheConfig
 from attnplug.runtime import BlockPool
 
 Page = tuple[int, ...]  # its blocks, of every KV group in turn
@@ -16,8 +15,8 @@ Page = tuple[int, ...]  # its blocks, of every KV group in turn
 class Pages:
     """Hands out pages of `size` tokens. A full one that was stored is found until its blocks are handed out again."""
 
-    def __init__(self, pool: BlockPool, config: KVCacheConfig) -> None:
-        block_sizes = [group.kv_cache_spec.block_size for group in config.kv_cache_groups]
+    def __init__(self, pool: BlockPool, block_sizes: Sequence[int]) -> None:
+        """`block_sizes` are the tokens that a block of each KV group covers, on all ranks together."""
         self.pool, self.size, self.shared = pool, math.lcm(*block_sizes), 0
         # KV groups with larger blocks have fewer of them in a page.
         self.group_of = [g for g, size in enumerate(block_sizes) for _ in range(self.size // size)]

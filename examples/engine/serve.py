@@ -1,35 +1,41 @@
 """Serves many requests at once on few KV blocks: those that do not fit are preempted, and none is lost.
 
 python examples/engine/serve.py --model examples/models/llama-3.1-8b.json --scale tiny --requests 64 --max-blocks 96
+torchrun --standalone --nproc-per-node 2 examples/engine/serve.py --context-parallel 2
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from engine import Engine
+from ranks import Ranks, joined_ranks
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from tiny import add_options, load
 from transformers import PreTrainedModel
 
-from attnplug.errors import AttnplugError
+from attnplug.errors import AttnplugError, RankFailureError
+from attnplug.integrations.transformers import read_config
 
+MODELS = Path(__file__).parents[1] / "models"
 CONSOLE = Console()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve; 2 for bad arguments, 1 where a request was lost or, in float32, an output differs between the runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="the path of a config.json; weights are random")
     parser.add_argument(
-        "--scale", choices=["tiny", "full"], default="full", help="tiny: same structure, small sizes"
+        "--model", help="the path of a config.json; weights are random (default: a tiny Llama)"
     )
+    parser.add_argument("--scale", choices=["tiny", "full"], help="tiny: same structure, small sizes")
     parser.add_argument("--requests", type=positive, default=64, help="how many (default: %(default)s)")
     parser.add_argument("--max-blocks", type=positive, default=96, help="KV blocks, the null block included")
     parser.add_argument(
@@ -51,21 +57,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--draft-tokens", type=int, default=0, help="drafts to verify in a step of a request (default: none)"
     )
+    parser.add_argument(
+        "--tensor-parallel", type=positive, default=1, help="processes that share heads, started by torchrun"
+    )
+    parser.add_argument(
+        "--context-parallel",
+        type=positive,
+        default=1,
+        help="processes that share tokens, started by torchrun",
+    )
+    parser.add_argument("--interleave", type=positive, default=1, help="tokens that a rank gets in a run")
+    parser.add_argument(
+        "--timeout", type=positive, default=60, help="seconds to wait for other ranks (default: %(default)s)"
+    )
     add_options(parser)
     options = parser.parse_args(arguments)
+    if options.scale is None:
+        options.scale = "full" if options.model else "tiny"
+    options.model = options.model or MODELS / "llama-3.1-8b.json"
     if options.chunk < options.batch:
         parser.error(
             f"--chunk {options.chunk} must be at least --batch {options.batch}: a token for each request"
         )
+    sizes = options.tensor_parallel, options.context_parallel
     try:
-        return run(options)
+        with joined_ranks(*sizes, options.interleave, options.device, options.timeout) as ranks:
+            return run(options, ranks)
+    except RankFailureError as error:
+        print(f"serve.py: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # the threads of a group that failed would keep the process
     except AttnplugError as error:
         print(f"serve.py: {error}", file=sys.stderr)
         return 2
 
 
-def run(options: argparse.Namespace) -> int:
-    """The constrained run, the same without drafts, then with blocks for all."""
+def run(options: argparse.Namespace, ranks: Ranks) -> int:
+    """The constrained run, the same without drafts and in one process, then with blocks for all."""
+    CONSOLE.quiet = ranks.watch is not None and ranks.watch.rank > 0
     model = load(options.model, options.scale, options.device, options.dtype)
     if options.scale == "tiny":
         torch.set_num_threads(1)  # more would wait for each other
@@ -76,8 +104,11 @@ def run(options: argparse.Namespace) -> int:
         system + draw.choices(vocabulary, k=draw.randint(1, options.max_prompt - len(system)))
         for _ in range(options.requests)
     ]
-    drafts = options.draft_tokens
-    engine, outputs = serve(model, prompts, options.max_blocks, drafts, options, "constrained")
+    drafts, alone = options.draft_tokens, None
+    if ranks.watch is not None:
+        _, alone = serve(model, prompts, options.max_blocks, drafts, options, "one process", Ranks())
+        ranks.split_heads(model, dict(read_config(model.config).layers))
+    engine, outputs = serve(model, prompts, options.max_blocks, drafts, options, "constrained", ranks)
     CONSOLE.print(engine.runtime.plan)
     lost = sum(len(output) != options.max_tokens for output in outputs)
     CONSOLE.print(
@@ -85,12 +116,12 @@ def run(options: argparse.Namespace) -> int:
         f"{engine.pages.shared} pages shared, {engine.steps} steps"
     )
     longest = options.max_prompt + options.max_tokens
-    equal = True
+    equal = alone in (None, outputs)
     if drafts:
-        _, expected = serve(model, prompts, options.max_blocks, 0, options, "without drafts")
-        equal = outputs == expected
+        _, expected = serve(model, prompts, options.max_blocks, 0, options, "without drafts", ranks)
+        equal = equal and outputs == expected
     enough = 1 + options.requests * -(-longest // engine.pages.size) * len(engine.pages.group_of)
-    free, expected = serve(model, prompts, enough, 0, options, "unconstrained")
+    free, expected = serve(model, prompts, enough, 0, options, "unconstrained", ranks)
     equal = equal and outputs == expected
     CONSOLE.print(f"unconstrained: {free.preemptions} preemptions, {free.steps} steps")
     CONSOLE.print(f"outputs equal: {'yes' if equal else 'no'}")
@@ -105,6 +136,7 @@ def serve(
     drafts: int,
     options: argparse.Namespace,
     title: str,
+    ranks: Ranks,
 ) -> tuple[Engine, list[list[int]]]:
     """The engine, and each prompt's output. The model then runs on this engine, and no more on an earlier one."""
     engine = Engine(
@@ -114,6 +146,7 @@ def serve(
         max_num_seqs=options.batch,
         max_num_batched_tokens=options.chunk,
         draft_tokens=drafts,
+        ranks=ranks,
     )
     requests = [
         engine.add(prompt, max_tokens=options.max_tokens, temperature=options.temperature, seed=seed)
