@@ -96,7 +96,8 @@ class RankWatch:
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
             self._failure = RankFailureError(f"rank {self.rank} of {self.size} failed: {text}", [self.rank])
-            self._finish(self._send(_Report(self._step, error=text)), time.monotonic() + self.timeout)
+            # Their reports are received too: a message that nobody takes would make them wait.
+            self._exchange(_Report(self._step, error=text))
             raise
         self._check_reports(self._exchange(_Report(self._step)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ import attnplug
 from attnplug import LayerSpec, errors
 from attnplug.core import BuilderConfig, ContextParallel, LayerTensors, MLADims
 from attnplug.ops import ExchangeBuffers, combine, combine_partials
-from attnplug.runtime import AttentionRuntime, ModelPlan, check_same_plan, context_parallel
+from attnplug.runtime import AttentionRuntime, ModelPlan, RankWatch, check_same_plan, context_parallel
 
 Case = Callable[[dist.ProcessGroup], None]
 
@@ -61,6 +62,8 @@ def cases(size: int) -> Iterator[tuple[str, Case]]:
     yield "a plan from JSON", _runs_a_plan_from_json
     yield "a plan that differs", _names_the_plan_that_differs
     yield "a batch of one rank", _refuses_batches_of_one_rank
+    yield "a rank that raises", _names_the_rank_that_raises
+    yield "a rank with another step", _names_the_rank_with_another_step
 
 
 def _partials(group: dist.ProcessGroup, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -201,3 +204,60 @@ def _refuses_batches_of_one_rank(group: dist.ProcessGroup) -> None:
     runtime = AttentionRuntime(plan, config=config)
     with pytest.raises(errors.BatchError, match=r"batch\.sharded"):
         runtime.begin_step(batch.step({"x": 3}))
+
+
+def _names_the_rank_that_raises(group: dist.ProcessGroup) -> None:
+    watch = RankWatch(dist.new_group(backend="gloo"), timeout=60)
+    for _ in range(3):
+        with watch.step("the same"):
+            dist.all_reduce(torch.ones(1), group=group)
+    if group.rank() == 1:
+        with pytest.raises(ValueError, match="out of ideas"), watch.step("the same"):
+            raise ValueError("out of ideas")
+    else:
+        expected = f"rank 1 of {group.size()} failed: ValueError: out of ideas; step 4 has no result"
+        with pytest.raises(errors.RankFailureError, match=expected) as raised, watch.step("the same"):
+            pass
+        assert raised.value.ranks == (1,)
+    with (
+        pytest.raises(errors.RankFailureError, match="an earlier step failed: rank 1"),
+        watch.step("the same"),
+    ):
+        raise AssertionError("a step ran after a failure")
+
+
+def _names_the_rank_with_another_step(group: dist.ProcessGroup) -> None:
+    watch = RankWatch(dist.new_group(backend="gloo"), timeout=60)
+    expected = f"rank 1 of {group.size()} runs another step than the others"
+    with pytest.raises(errors.RankFailureError, match=expected), watch.step(f"step of {group.rank() == 1}"):
+        raise AssertionError("the step ran")
+
+
+def lose_a_rank(group: dist.ProcessGroup, leave: Callable[[], None]) -> None:
+    """The last rank leaves in the middle of a step: the others name it, and none has an output."""
+    seconds = dt.timedelta(seconds=2)
+    place = context_parallel(dist.new_group(timeout=seconds))
+    watch = RankWatch(dist.new_group(backend="gloo"), timeout=1)
+    plan = attnplug.plan({"a": FULL}, "cpu", num_blocks=8, context_parallel=place)
+    runtime = AttentionRuntime(plan, config=BuilderConfig(max_model_len=32))
+    builder = runtime.step_batch_builder()
+    builder.add_request("x", [[1]])
+    last, outputs = group.size() - 1, []
+
+    def step(new: int) -> None:
+        with watch.step(str(new)):
+            runtime.begin_step(builder.step(new))
+            if group.rank() == last and new == 1:
+                leave()
+            key = torch.ones(new, 2, 16)
+            output = runtime.forward("a", torch.ones(new, 6, 16), key, key)
+        outputs.append(output)
+        builder.finish_step()
+
+    step(4)
+    with pytest.raises(
+        errors.RankFailureError, match=f"rank {last} of {group.size()} (has died|did not answer)"
+    ) as raised:
+        step(1)
+    assert raised.value.ranks == (last,)
+    assert len(outputs) == 1

@@ -1,12 +1,14 @@
 """One rank of a gloo group that runs every case of `rank_cases`: `rank_worker.py RANK SIZE FOLDER`.
 
-It writes what failed to `FOLDER/RANK.json`, by the name of the case.
+It writes what failed to `FOLDER/RANK.json`, by the name of the case. In the last case the last rank of two hangs, and
+that of three dies.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -14,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rank_cases import cases  # isort: skip
+from rank_cases import Case, cases, lose_a_rank  # isort: skip
 
 
 def main(rank: int, size: int, folder: Path) -> None:
@@ -25,7 +27,7 @@ def main(rank: int, size: int, folder: Path) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=limit
     )
     failed, ran = {}, []
-    for name, case in cases(size):
+    for name, case in (*cases(size), ("a lost rank", _lose_a_rank(folder))):
         ran.append(name)
         try:
             case(dist.group.WORLD)
@@ -34,7 +36,24 @@ def main(rank: int, size: int, folder: Path) -> None:
             # The others wait for what this rank no longer sends, so no later case can run.
             break
     (folder / f"{rank}.json").write_text(json.dumps({"ran": ran, "failed": failed}))
-    dist.destroy_process_group()
+    sys.stderr.flush()
+    # The groups of a rank that was lost would keep the process.
+    os._exit(0)
+
+
+def _lose_a_rank(folder: Path) -> Case:
+    def leave() -> None:
+        if dist.get_world_size() == 3:
+            os._exit(3)
+        dist.FileStore(f"{folder}/named", 2).wait(["named"])
+        os._exit(3)
+
+    def lose(group: dist.ProcessGroup) -> None:
+        lose_a_rank(group, leave)
+        if dist.get_world_size() == 2:
+            dist.FileStore(f"{folder}/named", 2).set("named", "yes")
+
+    return lose
 
 
 if __name__ == "__main__":
