@@ -47,7 +47,8 @@ class Ranks:
         if self.heads is None:
             return
         size, rank = self.heads.size(), self.heads.rank()
-        for name in layers:
+        for name, spec in layers.items():
+            self.own_part(spec)  # for its error, before anything changes
             module = model.get_submodule(name)
             if any(not isinstance(getattr(module, each, None), torch.nn.Linear) for each in PROJECTIONS):
                 raise ModelConfigError(

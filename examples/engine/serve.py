@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve; 2 for bad arguments, 1 where a request was lost or, in float32, an output differs between the runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--model", help="the path of a config.json; weights are random (default: a tiny Llama)"
+        "--model",
+        help="the path of a config.json; weights are random (several processes: default a tiny Llama)",
     )
     parser.add_argument("--scale", choices=["tiny", "full"], help="tiny: same structure, small sizes")
     parser.add_argument("--requests", type=positive, default=64, help="how many (default: %(default)s)")
@@ -72,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_options(parser)
     options = parser.parse_args(arguments)
+    if options.model is None and options.tensor_parallel * options.context_parallel == 1:
+        parser.error("the following arguments are required: --model")
     if options.scale is None:
         options.scale = "full" if options.model else "tiny"
     options.model = options.model or MODELS / "llama-3.1-8b.json"
