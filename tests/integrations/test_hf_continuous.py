@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from hf_models import DECODERS, WINDOW
+from packaging.version import Version
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache as paged_cache
@@ -16,6 +19,7 @@ from transformers.generation.continuous_batching import cache as paged_cache
 import attnplug
 from attnplug.core.errors import BatchError
 from attnplug.integrations.attention import paged_steps
+from attnplug.integrations.attention.paged_cache import layer_cache
 from attnplug.integrations.transformers import attention_decisions
 
 PAGE = 8
@@ -71,6 +75,8 @@ def one_by_one(model: Any) -> list[list[int]]:
     ids=["llama", "gemma2 without a cap", "gemma2", "gpt_oss"],
 )
 def test_tokens_are_those_of_ordinary_generation(family: str, changes: Any, reference: str) -> None:
+    if family != "llama" and Version(transformers.__version__) < Version("5.16"):
+        pytest.skip("transformers before 5.16 reads other tokens than those of the window")
     ours, other = DECODERS[family].pair(**changes)
     # Later versions (seen in 5.23) have no sdpa for Gemma-2.
     other.set_attn_implementation(reference if other._supports_sdpa else "eager")
@@ -135,6 +141,16 @@ def test_a_cache_that_drops_tokens_which_a_layer_sees_is_refused() -> None:
     model = DECODERS["llama"].build(config, "attnplug")
     with pytest.raises(RuntimeError, match=r"sliding_window=8 is all that the cache keeps.*sees all tokens"):
         batched(model)
+
+
+def test_rings_of_a_version_that_reads_other_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", "5.15.0")
+    cache = SimpleNamespace(
+        layer_index_to_group_indices={0: (0, 0), 1: (1, 0)}, sliding_windows={0: 1, 1: WINDOW}
+    )
+    assert layer_cache(cache, 0).window is None
+    with pytest.raises(BatchError, match=r"transformers='5.15.0' before 5.16 reads a token that has left"):
+        layer_cache(cache, 1)
 
 
 def test_a_backend_that_cannot_serve_a_layer_is_named_in_the_error() -> None:

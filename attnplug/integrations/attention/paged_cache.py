@@ -6,6 +6,8 @@ import dataclasses
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 
 from attnplug.core.errors import BatchError
 from attnplug.integrations.flash_attn.pages import Pages
@@ -64,13 +66,19 @@ def layer_cache(cache: Any, layer: int) -> LayerCache:
             window = allocator.sliding_window if kind == _SLIDING else None
             return LayerCache(cache, layer, allocator.index, _checked(kind), window)
     elif layer in cache.layer_index_to_group_indices:
-        # Groups without a window have 1 there.
-        window = cache.sliding_windows[layer]
         group = cache.layer_index_to_group_indices[layer][0]
-        return LayerCache(cache, layer, group, *((_FULL, None) if window == 1 else (_SLIDING, window)))
+        window = cache.sliding_windows[layer]
+        if window == 1:  # transformers' value for no window
+            return LayerCache(cache, layer, group, _FULL, None)
+        if Version(transformers.__version__) < _RIGHT_RINGS:
+            limit = f"before {_RIGHT_RINGS} reads a token that has left the window, and not the latest one"
+            remedy = f"pip install 'transformers>={_RIGHT_RINGS}'"
+            raise BatchError("transformers", transformers.__version__, limit, remedy)
+        return LayerCache(cache, layer, group, _SLIDING, window)
     raise BatchError("cache", f"layer {layer}", "has no part in the paged cache")
 
 
+_RIGHT_RINGS = Version("5.16")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
