@@ -132,6 +132,25 @@ def test_a_required_field_that_is_absent_is_left_to_the_full_reader(model_type: 
         assert known(data) is None
 
 
+_WRONG_TYPES: list[Any] = [0, 3, True, False, 1.5, "text", [], [None], {}, {"a": 1}]
+_UNDERSTOOD = {
+    "architectures": (None, []),
+    "auto_map": ({}, {"a": 1}),
+    "layer_types": (None,),
+    "rope_parameters": (None,),
+    "rope_scaling": (None,),
+}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_values_of_wrong_types_are_left_to_the_full_reader(model_type: str) -> None:
+    data, fields = small(model_type), FAMILIES[model_type].fields
+    for name in _UNDERSTOOD.keys() & fields.keys():
+        for value in _WRONG_TYPES:
+            if not any(type(value) is type(each) and value == each for each in _UNDERSTOOD[name]):
+                assert known({**data, name: value}) is None, (name, value)
+
+
 def test_another_transformers_is_left_to_the_full_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known(small("llama")) is not None
     monkeypatch.setattr(reading.metadata, "version", lambda name: "6.0.0")

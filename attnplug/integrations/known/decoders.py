@@ -20,6 +20,7 @@ from attnplug.integrations.known.fields import (
     one_of,
     optional,
     real,
+    some,
     whole,
 )
 from attnplug.integrations.known.layers import Attention, Family, Layers
@@ -29,7 +30,7 @@ Values = Mapping[str, Any]
 Kinds = list[str]
 
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-_KINDS: Final = optional(listed(one_of(_FULL, _SLIDING)))
+_KINDS: Final = optional(some(one_of(_FULL, _SLIDING)))
 _WINDOWS: Final[dict[str, Check]] = {
     "layer_types": _KINDS,
     "max_window_layers": SMALL,
@@ -132,6 +133,8 @@ def _gemma3(values: Values) -> Layers | None:
     """Gemma 3: one rotary embedding for windows, another for full attention."""
     old, new = values.get("rope_scaling"), values.get("rope_parameters")
     if any(not number(2)(values.get(name, 2)) for name in ("rope_theta", "rope_local_base_freq")):
+        return None
+    if old is not None and not (old and type(old) is dict):
         return None
     ropes = {_FULL: old or {}, _SLIDING: {}} if new is None else new
     if type(ropes) is not dict or set(ropes) != {_FULL, _SLIDING} or (old and new):
@@ -353,7 +356,7 @@ DECODERS: Final[dict[str, Family]] = {
         head_dim=_HEAD,
         interleave_moe_layer_step=whole(1, 512),
         intermediate_size_mlp=SIZE,
-        layer_types=optional(listed(one_of(_FULL, _CHUNKED))),
+        layer_types=optional(some(one_of(_FULL, _CHUNKED))),
         moe_layers=optional(listed(SMALL)),
         no_rope_layer_interval=whole(1, 512),
         no_rope_layers=optional(listed(one_of(0, 1))),

@@ -36,6 +36,11 @@ def listed(check: Check, most: int = 4096) -> Check:
     return lambda value: type(value) is list and len(value) <= most and all(map(check, value))
 
 
+def some(check: Check) -> Check:
+    """A list with at least one value, all of which pass `check`."""
+    return lambda value: bool(value) and listed(check)(value)
+
+
 def optional(check: Check) -> Check:
     """None, or a value that passes `check`."""
     return lambda value: value is None or check(value)
@@ -48,6 +53,11 @@ def settings(value: object) -> bool:
     if type(value) is list:
         return len(value) <= 4096 and all(map(settings, value))
     return type(value) in (str, bool, NoneType) or number(-1024, 1024)(value)
+
+
+def code_map(value: object) -> bool:
+    """The classes of remote code by the class that loads them. No such code is run."""
+    return type(value) is dict and settings(value)
 
 
 def quantization(value: object) -> bool:
@@ -80,7 +90,7 @@ COMMON: Final[Mapping[str, Check]] = MappingProxyType(
         "_name_or_path": TEXT,
         "architectures": optional(listed(TEXT, 1)),
         "attention_dropout": SHARE,
-        "auto_map": settings,
+        "auto_map": code_map,
         "bos_token_id": optional(TOKEN),
         "chunk_size_feed_forward": one_of(0),
         "dtype": optional(one_of(*DTYPES)),

@@ -35,8 +35,10 @@ def read_known(data: Mapping[str, Any], ranks: int, kv_cache_dtype: str, client:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None or client not in family.clients or not _version_fits():
         return None
+    if not _understands(family, data):
+        return None
     name = (data.get("architectures") or [next(iter(family.classes))])[0]
-    if not (_understands(family, data) and name in family.classes):
+    if name not in family.classes:
         return None
     layers = family.read({**family.defaults, **data})
     if layers is None:

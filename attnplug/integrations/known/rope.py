@@ -62,7 +62,10 @@ def rope_of(
         share: the `partial_rotary_factor` that the caller has found; None where the model type has none.
     """
     old, new, theta = (data.get(name) for name in ("rope_scaling", "rope_parameters", "rope_theta"))
-    if rotary_size < 2 or rotary_size % 2 or (old and new) or old == {} or new == {}:
+    if rotary_size < 2 or rotary_size % 2 or (old and new):
+        return None
+    # Empty values of any type have other meanings in other versions of transformers.
+    if any(given is not None and not given for given in (old, new)):
         return None
     if not ((theta is None and "rope_theta" not in data) or number(2)(theta)):
         return None
