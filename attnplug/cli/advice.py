@@ -44,13 +44,19 @@ def print_advice(advice: Mapping[tuple[NearMiss, ...], list[Decision]]) -> None:
 
 
 def advice_in_words(advice: Mapping[tuple[NearMiss, ...], list[Decision]]) -> Iterator[str]:
-    """A warning for each group of layers, and a sentence for each of the cheapest changes."""
+    """A warning for each group of layers, then a sentence for each of the cheapest changes.
+
+    Without such a change, the sentence has the reasons of the nearest backend.
+    """
     for misses, decisions in advice.items():
         first = decisions[0]
         which = _which(decisions)
         device = first.device.name or first.device
         if first:
             yield f"warning: only the reference {first.backend} serves {which} on {device}. It is slow on a GPU."
+            nearest = next(iter(first.refused), None)
+            if nearest and not misses:
+                yield f"{nearest.name} is the nearest: {'; '.join(nearest.reasons)}."
         for miss in misses:
             if miss.cost == misses[0].cost:
                 yield f"{miss.backend} serves {'this' if first else which} {miss}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import io
 import sys
@@ -18,12 +19,17 @@ from attnplug.cli.doctor import doctor
 from attnplug.cli.explain import explain
 from attnplug.cli.explain_code import explain_code
 from attnplug.cli.help import HelpfulCommand, HelpfulGroup
-from attnplug.cli.json_option import USAGE_ERROR, print_json_error, with_json
+from attnplug.cli.json_option import USAGE_ERROR, message_of, print_json_error, with_json
 from attnplug.cli.list import list_backends, show
 from attnplug.cli.matrix import matrix_app
 from attnplug.cli.new_backend import new_backend
 from attnplug.cli.output import CommandError, error
-from attnplug.cli.own_output import apart_from_plugins, is_own_process, reserve_standard_output
+from attnplug.cli.own_output import (
+    apart_from_plugins,
+    is_own_process,
+    leave_standard_output,
+    reserve_standard_output,
+)
 from attnplug.cli.own_process import can_watch, run_watched
 from attnplug.cli.select import select
 from attnplug.cli.tune import tune
@@ -140,10 +146,15 @@ def _program() -> None:
         code = exit_code(problem)
         if to_stdout:
             print_json_error(problem, code, arguments)
-        sys.exit(error(problem, code))
+        sys.exit(error(message_of(problem), code))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # The reader of the output has exited, such as in `attnplug list | head`.
         sys.stderr.close()
         sys.exit(FAILED)
+    except OSError as problem:
+        if problem.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise
+        leave_standard_output()
+        sys.exit(error(f"the output cannot be written: {problem.strerror}", FAILED))

@@ -45,6 +45,10 @@ PhaseChoice: TypeAlias = Annotated[
 ]
 
 
+_SHORT = {"half": "float16", "fp16": "float16", "f16": "float16", "float": "float32", "fp32": "float32"}
+"""Short names of dtypes that resemble another one, or none."""
+
+
 def _known_kv_cache_dtype(text: str) -> str:
     """`text`; PolicyError if no engine and no loaded backend has such a dtype."""
     if kv_cache_dtype_name(text, "--kv-cache-dtype") in KV_CACHE_DTYPES:
@@ -58,7 +62,9 @@ def _known_kv_cache_dtype(text: str) -> str:
         known |= dict.fromkeys(declared or ())
     if kv_cache_dtype_name(text) in known:
         return text
-    near = difflib.get_close_matches(text, known, 2)
+    asked = text.strip().lower()
+    exact = asked if asked in known else _SHORT.get(asked)
+    near = [exact] if exact else difflib.get_close_matches(asked, known, 2)
     remedy = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
     raise PolicyError("--kv-cache-dtype", text, "is an unknown dtype", remedy)
 

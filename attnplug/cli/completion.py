@@ -57,7 +57,11 @@ def devices(incomplete: str) -> list[str]:
     gpus = gpu_models()
     names = [model.name.lower().replace(" ", "") for model in gpus]
     archs = [model.arch for model in gpus if model.arch.startswith("sm")]
-    return _from(["current", "cpu", "cuda", "rocm", "mps", "xpu", *archs, *names], incomplete.lower())
+    found = _from(["current", "cpu", "cuda", "rocm", "mps", "xpu", *archs, *names], incomplete.lower())
+    # A shell keeps only words that begin as the typed text does.
+    if incomplete.isupper():
+        return [name.upper() for name in found]
+    return [f"{incomplete}{name[len(incomplete) :]}" for name in found]
 
 
 def dtypes(incomplete: str) -> list[str]:

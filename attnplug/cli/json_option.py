@@ -66,7 +66,7 @@ def with_json(arguments: Sequence[str]) -> tuple[list[str], bool]:
 def print_json_error(problem: Exception, exit_code: int, arguments: Sequence[str] = ()) -> None:
     """Print an error as a JSON document; `arguments` are those of the command line."""
     facts = _facts(problem, arguments)
-    report: dict[str, object] = {"code": code_of(problem), "message": _message(problem)}
+    report: dict[str, object] = {"code": code_of(problem), "message": message_of(problem)}
     report |= {name: _plain(facts.get(name)) for name in ("argument", "value", "limit", "remedy")}
     print_json({"error": {**report, "exit_code": exit_code}}, "attnplug.error")
 
@@ -92,7 +92,7 @@ def _facts(problem: Any, arguments: Sequence[str]) -> Mapping[str, object]:
         return {
             "argument": option,
             "value": _given(option, arguments),
-            "limit": str(getattr(problem, "message", "")) or _message(problem),
+            "limit": str(getattr(problem, "message", "")) or message_of(problem),
             "remedy": _near(getattr(problem, "possibilities", None)),
         }
     if isinstance(problem, CommandError) and (match := _SENTENCE.fullmatch(str(problem))):
@@ -114,7 +114,8 @@ def _near(names: Sequence[str] | None) -> str | None:
     return f"did you mean {' or '.join(names)}?" if names else None
 
 
-def _message(problem: Any) -> str:
+def message_of(problem: Any) -> str:
+    """The whole sentence of an error."""
     formatted = getattr(problem, "format_message", None)
     return str(problem if formatted is None else formatted())
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from attnplug.cli.output import STDOUT, console, echo, put
+from attnplug.cli.output import STDOUT, console, echo, json_text, put
 from attnplug.core.errors import AttnplugError, PolicyError
 from attnplug.matrix import merging
-from attnplug.matrix.changes import changes
+from attnplug.matrix.changes import Change, Kind, changes
 from attnplug.matrix.model import Matrix, Status
 from attnplug.matrix.results import matrix_text, read_matrix
 
@@ -101,7 +101,9 @@ def merge(
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Results from attnplug matrix --json.")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write the joined JSON; - is standard output."),
+        typer.Option(
+            "--output", "-o", "--json", metavar="FILE", help="Write the joined JSON; - is standard output."
+        ),
     ] = None,
     html: Annotated[
         Path | None,
@@ -149,13 +151,29 @@ def diff(
     show_all: Annotated[
         bool, typer.Option("--all", help="Show every change, even if there are many of one kind.")
     ] = False,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write every change as JSON; - is standard output."),
+    ] = None,
 ) -> None:
     """Show the changes from OLD to NEW, the most serious first.
 
     Exit codes: 0 no claim was lost, 4 a claim is refuted, withdrawn, or its cell is missing, 2 a file cannot be read.
     """
+    outputs = Outputs(json_file)
+    outputs.check()
     found = changes(read_matrix(old), read_matrix(new))
     counts = Counter(change.kind for change in found)
+    if json_file is not None:
+        data = {"counts": counts, "changes": [dataclasses.asdict(change) for change in found]}
+        put(json_file, json_text(data, "attnplug.matrix-changes"))
+    if not outputs.to_stdout:
+        _print_changes(found, counts, show_all)
+    if any(kind.is_loss for kind in counts):
+        raise typer.Exit(_LOST)
+
+
+def _print_changes(found: Sequence[Change], counts: Mapping[Kind, int], show_all: bool) -> None:
     for kind, number in counts.items():
         most = number if show_all else _SHOWN
         for change in [each for each in found if each.kind is kind][:most]:
@@ -163,8 +181,6 @@ def diff(
         if number > most:
             echo(f"... and {number - most} more {kind}; --all shows them")
     echo(", ".join(f"{number} {kind}" for kind, number in counts.items()) or "nothing changed")
-    if any(kind.is_loss for kind in counts):
-        raise typer.Exit(_LOST)
 
 
 def _names(files: Sequence[Path]) -> list[str]:

@@ -42,9 +42,14 @@ def echo(text: str, *, err: bool = False) -> None:
 
 def print_json(data: Mapping[str, Any], schema: str | None = None) -> None:
     """Print a JSON document of a schema, such as "attnplug.list"; `data` may name its own."""
+    typer.echo(json_text(data, schema), own_stream())
+
+
+def json_text(data: Mapping[str, Any], schema: str | None = None) -> str:
+    """The text of a JSON document of a schema."""
     about = {} if schema is None else {"schema": schema, "version": VERSION}
     # json writes every character beyond ASCII as an escape.
-    typer.echo(json.dumps({**about, **data}, indent=2), own_stream())
+    return json.dumps({**about, **data}, indent=2)
 
 
 STDOUT = Path("-")

@@ -67,3 +67,10 @@ def reserve_standard_output() -> TextIO:
         os.close(nowhere)
     _Streams.of_plugins, sys.stdout = theirs, own
     return own
+
+
+def leave_standard_output() -> None:
+    """Drop the output that is left, after a write that failed: Python would try it again at its exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, own_stream().fileno())
+    os.close(nowhere)

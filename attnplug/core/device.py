@@ -69,7 +69,9 @@ class Device:
 
         count = 0 if ask is None else torch.cuda.device_count()
         if not 0 <= index < count:
-            raise SpecError("device.index", index, f"must be below {count}, the GPUs of this machine")
+            limit = f"must be below {count}, the number of GPUs of this machine"
+            remedy = None if count else "name the GPU of another machine, such as 'H100' or 'sm90'"
+            raise SpecError("device.index", index, limit if count else "needs a GPU here", remedy)
         return _probe(index)
 
     @classmethod

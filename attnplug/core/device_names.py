@@ -16,7 +16,7 @@ _NVIDIA = {
     ),
     "sm110": "Thor: 128",
     "sm103": "B300: 288, GB300: 288",
-    "sm100": "B200: 180, GB200: 186",
+    "sm100": "B100: 192, B200: 180, GB200: 186",
     "sm90": "H100: 80/94, H200: 141, H800: 80, H20: 96/141, GH200: 96/144",
     "sm89": (
         "L4: 24, L20: 48, L40: 48, L40S: 48, RTX 6000 Ada: 48, RTX 5880 Ada: 48, RTX 5000 Ada: "
@@ -38,7 +38,7 @@ _NVIDIA = {
         "RTX 2070: 8, RTX 2060: 6/12"
     ),
     "sm70": "V100: 16/32, V100S: 32, TITAN V: 12",
-    "sm61": "P40: 24, P4: 8, GTX 1080 Ti: 11",
+    "sm61": "P40: 24, P4: 8, GTX 1080 Ti: 11, GTX 1080: 8",
     "sm60": "P100: 12/16",
 }
 """NVIDIA's GPUs by compute capability: the memory of each desktop or server card in GB, with / between sizes."""
@@ -147,9 +147,15 @@ def arch_capability(arch: str) -> tuple[int, int] | None:
 @functools.cache
 def _by_key() -> dict[str, GpuModel]:
     models = {_compact(model.name): model for model in gpu_models()}
-    # The A6000 and the R9700 are often named without their series.
+    # The A6000 and the R9700 are often named without their series, and the GB10 by its computer.
     short = {key.removeprefix("rtx"): model for key, model in models.items() if key.startswith("rtxa")}
-    return {**short, "r9700": models["aipror9700"], "w7900": models["prow7900"], **models}
+    return {
+        **short,
+        "dgxspark": models["gb10"],
+        "r9700": models["aipror9700"],
+        "w7900": models["prow7900"],
+        **models,
+    }
 
 
 def _compact(text: str) -> str:

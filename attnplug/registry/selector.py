@@ -21,6 +21,7 @@ from attnplug.registry.plugin_calls import describe, guarded_call, listed, plain
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.reasons import Reason
+    from attnplug.core.spec import LayerSpec
     from attnplug.registry.evidence import Evidence
     from attnplug.registry.installed import Assumed
     from attnplug.registry.measured_choice import Measured
@@ -118,7 +119,7 @@ def decide(
         device=device,
         phase=placement.phase,
         backend=None if winner is None else winner.name,
-        candidates=_listed(plugins, candidates, order, winner),
+        candidates=_listed(plugins, candidates, order, winner, placement.spec),
         level=level,
         chosen_by=automatic if policy.rule is None else policy.rule.source,
         rule=None if policy.rule is None else str(policy.rule),
@@ -207,14 +208,18 @@ def _ranking(
 
 
 def _listed(
-    plugins: PluginSet, candidates: Mapping[Offer, Candidate], order: Sequence[Offer], winner: Offer | None
+    plugins: PluginSet,
+    candidates: Mapping[Offer, Candidate],
+    order: Sequence[Offer],
+    winner: Offer | None,
+    spec: LayerSpec,
 ) -> tuple[Candidate, ...]:
     """The winner, the other accepted candidates in order, the refused ones, nearest first, and the unavailable ones."""
     first = [candidates[winner]] if winner is not None else []
     accepted = [candidates[o] for o in order if o is not winner and candidates[o].accepted]
     refused = sorted(
         (candidate for candidate in candidates.values() if not candidate.accepted),
-        key=lambda candidate: (*_distance(candidate), -(candidate.priority or 0), candidate.name),
+        key=lambda candidate: (*_distance(candidate, spec), -(candidate.priority or 0), candidate.name),
     )
     listed = {offer.full_name for offer in candidates}
     unavailable = (candidate for candidate in plugins.unavailable if candidate.name not in listed)
@@ -232,9 +237,12 @@ _FAR = {
 """How far a refused candidate is from serving, by the code of a reason; what a layer needs is between."""
 
 
-def _distance(candidate: Candidate) -> tuple[int, int]:
+def _distance(candidate: Candidate, spec: LayerSpec) -> tuple[int, int]:
     """The farthest of the reasons against a candidate, and their number: the nearest candidate is listed first."""
-    return max((_FAR.get(code, _LAYER) for code in candidate.codes), default=_FAULT), len(candidate.codes)
+    # A combination with a cache dtype or a block size that the user gave may be served with another one.
+    combined = _LAYER if spec.kv_cache_dtype == "auto" and spec.block_size is None else _CHOICE
+    far = {**_FAR, "combination": combined}
+    return max((far.get(code, _LAYER) for code in candidate.codes), default=_FAULT), len(candidate.codes)
 
 
 def _options(winner: Offer, policy: Policy) -> tuple[tuple[str, Any], ...] | None:

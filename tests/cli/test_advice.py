@@ -36,6 +36,28 @@ def test_fp8_on_an_a100_names_the_fp8_that_triton_serves(run):
     assert advice["nearest"][0] == nearest
 
 
+def test_the_nearest_miss_is_the_first_refused_backend(run):
+    found = run("explain", "--device", "a100", "--kv-cache-dtype", "fp8", *TRITON_ALONE, "--json").json
+    refused = [each["name"] for each in found["candidates"] if not each["accepted"]]
+    assert refused[0] == found["advice"][0]["nearest"][0]["backend"] == "TRITON"
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        ("t4", "TRITON is the nearest: compute capability not supported: 7.5."),
+        (
+            "rocm",
+            "TRITON is the nearest: compute capability not known; name the device with one, such as rocm:9.4.",
+        ),
+    ],
+)
+def test_where_no_change_helps_the_reasons_of_the_nearest_backend_are_named(run, device, reason):
+    outcome = run("explain", "--device", device, *TRITON_ALONE)
+    assert "warning: only the reference TORCH serves this layer" in words(outcome.out)
+    assert words(outcome.out).endswith(reason)
+
+
 def test_the_change_helps(run):
     outcome = run("select", GPT_OSS, "--device", "a100", "--kv-cache-dtype", "fp8_e5m2", *TRITON_ALONE)
     assert "warning" not in outcome.out

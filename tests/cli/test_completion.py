@@ -37,6 +37,7 @@ def completed(line: str, shell: str = "bash", **environment: str) -> list[str]:
         ("attnplug expl", ["explain", "explain-code"]),
         ("attnplug explain --dev", ["--device"]),
         ("attnplug explain --device h1", ["h100"]),
+        ("attnplug explain --device H1", ["H100"]),
         ("attnplug select --device rtx4090", ["rtx4090", "rtx4090d"]),
         ("attnplug explain --dtype b", ["bfloat16"]),
         ("attnplug explain --kv-cache-dtype fp8_e5m2f", ["fp8_e5m2fnuz"]),

@@ -147,3 +147,16 @@ def test_ctrl_c_ends_a_command_and_its_children(tmp_path, arguments, number):
     assert [path.name for path in written] in ([], ["matrix.json"])
     for path in written:
         assert json.loads(path.read_text())["schema"] == "attnplug.matrix"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [("explain",), ("list", "--json"), ("matrix", "--html", "-")])
+def test_output_that_cannot_be_written_is_one_message(arguments):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "attnplug", *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "attnplug: the output cannot be written: No space left on device\n",
+    )

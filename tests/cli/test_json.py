@@ -86,6 +86,25 @@ def test_a_file_and_standard_output_have_the_same_matrix(run, tmp_path):
     assert run("matrix", "merge", file, "--output", "-").json["schema"] == "attnplug.matrix"
 
 
+def test_the_changes_of_two_matrices_are_json_too(run, tmp_path):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    fp8 = ("matrix", "--backend", "TRITON", "--only", "fp8_kv/decode/d128/*")
+    assert run(*fp8, "--device", "h100", "--json", old).code == 0
+    assert run(*fp8, "--device", "a100", "--json", new).code == 0
+    new.write_text(new.read_text().replace("sm80", "sm90"))
+    for options in (("--json",), ("--json", "-")):
+        outcome = run("matrix", "diff", old, new, *options)
+        assert outcome.code == 4
+        check_document(outcome.json)
+        assert outcome.json["counts"]["no longer claimed"] == len(outcome.json["changes"]) > 0
+    assert (
+        run("matrix", "diff", old, new, "--json", tmp_path / "changes.json").out.count("no longer claimed")
+        > 1
+    )
+    assert json.loads((tmp_path / "changes.json").read_text()) == outcome.json
+    assert run("matrix", "merge", old, new, "--json").json["schema"] == "attnplug.matrix"
+
+
 @pytest.mark.parametrize("option", ["--html", "--markdown"])
 def test_pages_may_go_to_standard_output(run, tmp_path, monkeypatch, option):
     monkeypatch.chdir(tmp_path)
@@ -137,6 +156,7 @@ def test_an_error_is_json_too(run, arguments, expected):
     assert outcome.err, "the message is on standard error too"
     check_document(outcome.json)
     error = outcome.json["error"]
+    assert outcome.err == f"attnplug: {error['message']}\n", "both have the same sentence"
     code, kind, argument, value = expected
     assert (plain.code, outcome.code, error["exit_code"], error["code"]) == (code, code, code, kind)
     assert plain.out == ""
@@ -146,5 +166,11 @@ def test_an_error_is_json_too(run, arguments, expected):
 
 
 def test_every_described_schema_is_printed_by_a_command():
-    tested = {*DOCUMENTS.values(), *SLOW.values(), "attnplug.new-backend", "attnplug.error"}
+    tested = {
+        *DOCUMENTS.values(),
+        *SLOW.values(),
+        "attnplug.new-backend",
+        "attnplug.error",
+        "attnplug.matrix-changes",
+    }
     assert {name for name in described() if name.startswith("attnplug.")} == tested

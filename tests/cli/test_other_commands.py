@@ -170,3 +170,12 @@ def test_layer_names_become_runs_of_numbers():
 )
 def test_a_spec_in_few_words(asked, words):
     assert features_in_words(LayerSpec(num_heads=8, num_kv_heads=8, head_size=64, **asked)) == words
+
+
+@pytest.mark.parametrize(
+    ("dtype", "meant"), [("FP8", "fp8"), ("half", "float16"), ("fp16", "float16"), ("e5m2", "fp8_e5m2")]
+)
+def test_an_unknown_cache_dtype_names_the_one_that_is_meant(run, dtype, meant):
+    outcome = run("explain", "--kv-cache-dtype", dtype)
+    assert outcome.code == 2
+    assert outcome.err == f"attnplug: --kv-cache-dtype='{dtype}' is an unknown dtype; did you mean {meant}?\n"

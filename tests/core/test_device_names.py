@@ -21,6 +21,8 @@ from attnplug.errors import SpecError
         ("H20", "H20", "sm90"),
         ("b300", "B300", "sm103"),
         ("gb200", "GB200", "sm100"),
+        ("B100", "B100", "sm100"),
+        ("NVIDIA DGX Spark", "GB10", "sm121"),
         ("L40S", "L40S", "sm89"),
         ("rtx 4090", "RTX 4090", "sm89"),
         ("rtx-4090", "RTX 4090", "sm89"),

@@ -63,7 +63,7 @@ def test_a_numbered_gpu_is_that_one_not_the_current_one(form: str, monkeypatch: 
 
 
 def test_a_gpu_that_is_not_here_is_an_error() -> None:
-    with pytest.raises(SpecError, match=r"device\.index=99 must be below"):
+    with pytest.raises(SpecError, match=r"device\.index=99 (must be below|needs a GPU here; name the GPU)"):
         resolve_device("cuda:99")
 
 
