@@ -1,6 +1,7 @@
 """Launch parameters of TRITON's kernels on this GPU: every candidate of every cell, checked, then timed.
 
     python benchmarks/tune_triton.py --json tuned.json
+    python benchmarks/tune_triton.py --shares --json shares.json      # the launches of equal shares, on real batches
 
 Each cell prints its best candidates, and what `attnplug.backends.triton.launch` gives today.
 """
@@ -21,9 +22,19 @@ from typing import Any
 
 import torch
 from paged_layers import Cell, PagedLayer, graph_us
+from serving import SERVING
 
 from attnplug.backends.triton import TritonBackend, bindings
-from attnplug.backends.triton.launch import DecodeLaunch, Gpu, PrefillLaunch, decode_launch, prefill_launch
+from attnplug.backends.triton.launch import (
+    DecodeLaunch,
+    Gpu,
+    PrefillLaunch,
+    decode_launch,
+    prefill_launch,
+    tile_side,
+)
+from attnplug.backends.triton.options import Options
+from attnplug.backends.triton.share_launch import ShareLaunch, share_launch
 
 SHARED_MEMORY = 230_000
 H200 = Gpu(132, SHARED_MEMORY)
@@ -70,11 +81,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Tune the launches of TRITON on this GPU.")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cells", type=int, nargs="+", help="numbers of the cells")
+    parser.add_argument("--shares", action="store_true", help="equal shares, on the cells of serving.py")
     parser.add_argument("--given", action="store_true", help="prefill of the keys given, not of pages")
     parser.add_argument("--jobs", type=int, default=14, help="processes that compile")
     options = parser.parse_args()
     results = []
-    chosen = [cell for number, cell in enumerate(CELLS) if not options.cells or number in options.cells]
+    cells = SHARED if options.shares else CELLS
+    chosen = [cell for number, cell in enumerate(cells) if not options.cells or number in options.cells]
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         # Other processes fill Triton's cache on disk: compiling is most of the work.
         work = {(compiled_as(cell), candidate) for cell in chosen for candidate in candidates(cell)}
@@ -88,9 +101,14 @@ def main() -> int:
     return 0
 
 
+SHARED = [cell for cell in SERVING if cell.kind in ("ragged", "speculative", "single")]
+
+
 def candidates(cell: Cell) -> list[Any]:
     """What launch.py gives today, then whatever fits the GPU."""
     heads, kv_heads, size = cell.heads
+    if cell in SHARED:
+        return share_candidates(cell)
     if cell.is_prefill:
         found: list[Any] = [
             PrefillLaunch(m, n, warps, stages)
@@ -117,6 +135,22 @@ def candidates(cell: Cell) -> list[Any]:
     return [now, *found]
 
 
+def share_candidates(cell: Cell) -> list[Any]:
+    """What share_launch.py gives today, then whatever fits the GPU, with tiles of one height and of half of it."""
+    heads, kv_heads, size = cell.heads
+    itemsize = 1 if cell.spec.has_quantized_kv_cache else 2
+    rows, width = max(cell.query_lens) * heads // kv_heads, tile_side(size) * itemsize
+    now = share_launch(size, itemsize, rows, H200)
+    found = [
+        ShareLaunch(m, n, warps, stages, waves, least, registers(warps, waves))
+        for m, n, warps, stages, waves, least in itertools.product(
+            {now.block_m, max(now.block_m // 2, 16)}, (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3), (2,)
+        )
+        if waves * (m + 2 * n * (stages - 1)) * width <= SHARED_MEMORY and n // warps >= 8
+    ]
+    return [now, *(now._replace(least=least) for least in (1, 4, 8)), *found]
+
+
 def registers(warps: int, resident: int | None) -> int | None:
     """Registers of a thread with which as many programs run at once on a multiprocessor."""
     return None if resident is None else min(REGISTERS // (warps * 32 * resident) // 8 * 8, 255)
@@ -131,7 +165,8 @@ def compiled_as(cell: Cell) -> Cell:
 
 @contextlib.contextmanager
 def launching(candidate: Any) -> Iterator[None]:
-    name = "decode_launch" if isinstance(candidate, DecodeLaunch) else "prefill_launch"
+    names = {DecodeLaunch: "decode_launch", PrefillLaunch: "prefill_launch", ShareLaunch: "share_launch"}
+    name = names[type(candidate)]
     kept = getattr(bindings, name)
     setattr(bindings, name, lambda *_: candidate)
     try:
@@ -140,9 +175,13 @@ def launching(candidate: Any) -> Iterator[None]:
         setattr(bindings, name, kept)
 
 
+def options_for(candidate: Any) -> Options:
+    return Options("shares" if isinstance(candidate, ShareLaunch) else "requests")
+
+
 def compile_one(cell: Cell, candidate: Any, given: bool) -> None:
     with launching(candidate), contextlib.suppress(Exception):
-        PagedLayer(cell).attend(TritonBackend, give_new=given)(0)
+        PagedLayer(cell).attend(TritonBackend, give_new=given, options=options_for(candidate))(0)
         torch.cuda.synchronize()
 
 
@@ -154,7 +193,7 @@ def tune(cell: Cell, given: bool) -> list[dict[str, Any]]:
         with launching(candidate):
             try:
                 layer.output.fill_(torch.nan)
-                call = layer.attend(TritonBackend, give_new=given)
+                call = layer.attend(TritonBackend, give_new=given, options=options_for(candidate))
                 error = layer.error(call(0))
                 if not error < bound:
                     print("WRONG", candidate, error)

@@ -191,10 +191,10 @@ def _by_shares(
     table: torch.Tensor,
     tokens: int,
 ) -> None:
-    query, output, lse, *features = call
+    query, output, lse, sinks, slopes, spans = call
     attend = bound.shares(pages, table.stride(0), step.max_query_len)
     tensors = query, pages.k, pages.v, output, lse
-    attend(step, meta.workspace.shares, tensors, table, tuple(features), tokens)
+    attend(step, meta.workspace.shares, tensors, table, (sinks, slopes, spans), tokens)
 
 
 def _prefill(
