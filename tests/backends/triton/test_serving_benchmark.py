@@ -19,6 +19,7 @@ def modules(monkeypatch):
     return importlib.import_module("attention"), importlib.import_module("serving")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its small cells are for the interpreter")
 def test_small_cells_are_right_with_both_values_of_an_option(modules, capsys):
     attention, _ = modules

@@ -107,7 +107,9 @@ def test_features(feature, small):
     check(SPEC.replace(**FEATURES[feature]), [2, 1, 0, 5], [90, 33, 4, 110], **scales)
 
 
-@pytest.mark.parametrize("layout", ["NHD", pytest.param("HND", marks=() if ON_GPU else pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=() if ON_GPU else pytest.mark.slow) for layout in ("NHD", "HND")]
+)
 def test_launches_of_every_size(layout):
     """Tiles as large as on a GPU, in both layouts."""
     check(SPEC, [1, 4], [130, 300], layout=layout)
