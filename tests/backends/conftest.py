@@ -36,7 +36,7 @@ _SAMPLES = {
         ),
     ),
 }
-_EVERY_IN_CI = 3
+_EVERY_IN_CI = 6
 """Of the numeric cases that a plain run leaves out."""
 
 

@@ -1,4 +1,4 @@
-"""Of the many wrong backends, and of what the kit asks right ones, a plain run has every tenth test, and CI half."""
+"""Of the many wrong backends, and of what the kit asks right ones, a plain run has every tenth test, and CI a third."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-_EVERY = 10
+_EVERY, _EVERY_IN_CI = 10, 3
 _SAMPLED = (
     *("test_composite_conformance", "test_declared_nothing", "test_known_mistakes", "test_mutants_numeric"),
     *("test_mutants_structural", "test_right_variants", "test_wrong_accidents", "test_wrong_builders"),
@@ -26,5 +26,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         found[item.path.stem] += 1
         if found[item.path.stem] % _EVERY != 1:
             item.add_marker(pytest.mark.slow)
-            if found[item.path.stem] % 2 == 0:
+            if found[item.path.stem] % _EVERY_IN_CI:
                 item.add_marker(pytest.mark.rare)
