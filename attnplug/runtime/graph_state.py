@@ -249,9 +249,9 @@ class GraphState:
             limit = f"must be the graph's query_len={buffers.query_len} for every request"
             raise BatchError("batch.query_lens", lengths, limit, "run this step without a graph")
         if buffers.local_lens is not None and (batch.sharded is None or not batch.sharded.is_decode):
-            found = None if batch.sharded is None else "a step of several new tokens"
+            step = None if batch.sharded is None else "a step of several new tokens"
             limit = "must be the step of a decode: this runtime has context parallelism"
-            raise BatchError("batch.sharded", found, limit, "run this step without a graph")
+            raise BatchError("batch.sharded", step, limit, "run this step without a graph")
         for group in sorted(self._cross):
             if batch.num_slots[group]:
                 limit = (

@@ -7,13 +7,12 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import RankFailureError, SpecError
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from attnplug.runtime.model_plan import ModelPlan
 
 
@@ -44,8 +43,8 @@ def context_parallel(group: dist.ProcessGroup | DeviceMesh, interleave: int = 1)
     Raises:
         SpecError: a mesh of several dimensions; this process is not in the group; an interleave below 1.
     """
-    found = group
-    if hasattr(group, "get_group"):
+    found: object = group
+    if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             remedy = 'take one by its name, such as mesh["cp"]'
             raise SpecError("group", f"a mesh of {group.ndim} dimensions", "must have one dimension", remedy)

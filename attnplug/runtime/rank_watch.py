@@ -104,7 +104,8 @@ class RankWatch:
     def _wait_for_device(self) -> None:
         if self._device.type != "cuda":
             return
-        ended, limit = torch.cuda.Event(), time.monotonic() + self.timeout
+        ended: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        limit = time.monotonic() + self.timeout
         ended.record(torch.cuda.current_stream(self._device))
         # NCCL waits on the device, where no error ends it: a synchronisation would wait with it.
         while not ended.query():

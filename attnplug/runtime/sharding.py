@@ -109,8 +109,14 @@ def _refused(decision: Decision, reason: Reason) -> Decision:
         )
         for each in decision.candidates
     )
-    nothing = {"backend": None, "backend_cls": None, "block_size": None, "kv_cache_layout": None}
-    return dataclasses.replace(decision, candidates=candidates, **nothing)
+    return dataclasses.replace(
+        decision,
+        candidates=candidates,
+        backend=None,
+        backend_cls=None,
+        block_size=None,
+        kv_cache_layout=None,
+    )
 
 
 def check_interleave(decisions: Iterable[tuple[str, Decision]], place: ContextParallel) -> None:

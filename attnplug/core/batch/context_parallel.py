@@ -19,7 +19,8 @@ def local_lengths(lengths: _Integers, place: ContextParallel) -> _Integers:
     run, size = place.interleave, place.size
     rounds = lengths // (run * size)
     left = lengths - rounds * (run * size) - place.rank * run
-    return rounds * run + left.clip(0, run)  # type: ignore[no-any-return]
+    local: _Integers = rounds * run + left.clip(0, run)
+    return local
 
 
 def local_offsets(

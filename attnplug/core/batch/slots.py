@@ -119,11 +119,11 @@ def compute_slot_mapping(
     _check_kinds(given)
     _check_shapes(table, num_computed_tokens, num_new_tokens, start_idx)
     if not isinstance(num_new_tokens, torch.Tensor):
-        return _on_host(block_size, num_tokens, *given, place)
+        return _on_host(block_size, num_tokens, *given, place=place)
     if num_new_tokens.device.type != "cpu":
-        return _on_device(block_size, num_tokens, *given, place)
+        return _on_device(block_size, num_tokens, *given, place=place)
     views: Any = [None if part is None else part.numpy() for part in given]
-    slots = _on_host(block_size, num_tokens, *views, place)
+    slots = _on_host(block_size, num_tokens, *views, place=place)
     return torch.from_numpy(slots) if out is None else out[: slots.shape[0]]
 
 
