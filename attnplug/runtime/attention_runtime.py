@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
 import torch
 
@@ -41,9 +41,11 @@ from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.model_plan import ModelPlan
 from attnplug.runtime.runtime_layer import RuntimeLayer, tensors_of_layers
 from attnplug.runtime.selections import check_given, check_values, first_sparse, widest_topk
-from attnplug.runtime.sharded_layers import ShardedLayers
 from attnplug.runtime.step_batch import StepBatch, StepBatchBuilder
 from attnplug.runtime.warm_up import WarmUpReport, warm_up
+
+if TYPE_CHECKING:
+    from attnplug.runtime.sharded_layers import ShardedLayers
 
 _DEBUG = "ATTNPLUG_DEBUG"
 _LayerStep: TypeAlias = tuple[AttentionMetadata | None, int, int]
@@ -141,6 +143,9 @@ class AttentionRuntime:
         )
         self._sharded: ShardedLayers | None = None
         if plan.context_parallel is not None:
+            # Only here, because torch may be built without torch.distributed.
+            from attnplug.runtime.sharded_layers import ShardedLayers
+
             tokens = self.config.max_num_batched_tokens
             made = tensors_by_layer, self.device, tokens, context_parallel, self._make_direct_groups
             self._sharded = ShardedLayers(plan, *made)

@@ -190,7 +190,7 @@ def _group(plan: ModelPlan, place: ContextParallel | None) -> tuple[ContextParal
     """The place of the plan, and its process group."""
     planned = plan.context_parallel
     given = planned if place is None else place
-    if planned is None or given != planned:
+    if planned is None or given is None or given != planned:
         limit = f"must be the place of the plan, {planned}"
         raise LayoutError("context_parallel", given, limit, "plan with this context_parallel")
     group = given.group if isinstance(given, ContextParallelGroup) else None

@@ -15,7 +15,14 @@ import attnplug
 from attnplug import LayerSpec, errors
 from attnplug.core import BuilderConfig, ContextParallel, LayerTensors, MLADims
 from attnplug.ops import ExchangeBuffers, combine, combine_partials
-from attnplug.runtime import AttentionRuntime, ModelPlan, RankWatch, check_same_plan, context_parallel
+from attnplug.runtime import (
+    AttentionRuntime,
+    GraphState,
+    ModelPlan,
+    RankWatch,
+    check_same_plan,
+    context_parallel,
+)
 
 Case = Callable[[dist.ProcessGroup], None]
 
@@ -59,6 +66,7 @@ def cases(size: int) -> Iterator[tuple[str, Case]]:
     for model in MODELS:
         for interleave in (1, 16) if size == 2 else (4,):
             yield f"{model} interleave={interleave}", functools.partial(_equals_one_rank, model, interleave)
+    yield "decodes in the buffers of graphs", _pads_decodes
     yield "a plan from JSON", _runs_a_plan_from_json
     yield "a plan that differs", _names_the_plan_that_differs
     yield "a batch of one rank", _refuses_batches_of_one_rank
@@ -170,6 +178,45 @@ def _tensors(spec: LayerSpec, generator: torch.Generator) -> LayerTensors:
         return LayerTensors(sinks=sinks)
     rows = spec.num_heads * (spec.mla.qk_nope_head_dim + spec.mla.v_head_dim)
     return LayerTensors(kv_b_proj=torch.randn(rows, spec.mla.kv_lora_rank, generator=generator) * 0.2)
+
+
+def _pads_decodes(group: dist.ProcessGroup) -> None:
+    """Three requests in the buffers of a graph for four, which nothing of the fourth may change."""
+    place, found = context_parallel(group), []
+    config = BuilderConfig(
+        max_model_len=96, max_num_batched_tokens=64, max_num_seqs=4, cudagraph_batch_sizes=(4,)
+    )
+    for padded in (False, True):
+        plan = attnplug.plan(MODELS["gemma"], "cpu", num_blocks=64, context_parallel=place)
+        generator = torch.Generator().manual_seed(2)
+        with AttentionRuntime(plan, config=config) as runtime:
+            state, builder = GraphState(runtime), runtime.step_batch_builder()
+            blocks = iter(range(1, 64))
+            for name in ("x", "y", "z"):
+                pages = [[next(blocks) for _ in range(-(-40 // tokens))] for tokens in plan.tokens_per_block]
+                builder.add_request(name, pages)
+            for counts in ({"x": 9, "y": 30, "z": 2}, 1, 1):
+                batch = builder.step(counts)
+                tokens = batch.common.num_actual_tokens
+                buffers = state.get_graph_input_buffers(4)
+                if padded and tokens == 3:
+                    assert state.prepare_graph_input_buffers(buffers, batch).sharded is not None
+                elif padded:
+                    with pytest.raises(errors.BatchError):
+                        state.prepare_graph_input_buffers(buffers, batch)
+                    runtime.begin_step(batch)
+                else:
+                    runtime.begin_step(batch)
+                for name in MODELS["gemma"]:
+                    query = torch.zeros(max(tokens, 4), 6, 16)
+                    query[:tokens] = torch.randn(tokens, 6, 16, generator=generator)
+                    key = torch.zeros(max(tokens, 4), 2, 16)
+                    key[:tokens] = torch.randn(tokens, 2, 16, generator=generator)
+                    found.append(runtime.forward(name, query, key, key)[:tokens].clone())
+                builder.finish_step()
+    half = len(found) // 2
+    for one, other in zip(found[:half], found[half:], strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def _runs_a_plan_from_json(group: dist.ProcessGroup) -> None:

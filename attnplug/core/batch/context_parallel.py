@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -19,8 +19,7 @@ def local_lengths(lengths: _Integers, place: ContextParallel) -> _Integers:
     run, size = place.interleave, place.size
     rounds = lengths // (run * size)
     left = lengths - rounds * (run * size) - place.rank * run
-    local: _Integers = rounds * run + left.clip(0, run)
-    return local
+    return cast("_Integers", rounds * run + left.clip(0, run))
 
 
 def local_offsets(

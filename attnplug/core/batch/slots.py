@@ -123,7 +123,7 @@ def compute_slot_mapping(
     if num_new_tokens.device.type != "cpu":
         return _on_device(block_size, num_tokens, *given, place=place)
     views: Any = [None if part is None else part.numpy() for part in given]
-    slots = _on_host(block_size, num_tokens, *views, place=place)
+    slots = _on_host(block_size, num_tokens, views[0], views[1], views[2], views[3], views[4], place)
     return torch.from_numpy(slots) if out is None else out[: slots.shape[0]]
 
 
