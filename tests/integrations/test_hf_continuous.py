@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from types import SimpleNamespace
@@ -14,11 +15,12 @@ from hf_models import DECODERS, WINDOW
 from packaging.version import Version
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching import cache as paged_cache
 
 import attnplug
 from attnplug.core.errors import BatchError
-from attnplug.integrations.attention import paged_steps
+from attnplug.integrations.attention import continuous, paged_steps
 from attnplug.integrations.attention.paged_cache import layer_cache
 from attnplug.integrations.transformers import attention_decisions
 
@@ -157,6 +159,21 @@ def test_a_backend_that_cannot_serve_a_layer_is_named_in_the_error() -> None:
     ours, _ = DECODERS["gemma2"].pair()
     with attnplug.use("FLASHINFER"), pytest.raises(RuntimeError, match="FLASHINFER"):
         batched(ours)
+
+
+@pytest.mark.parametrize(
+    ("whole", "text", "kept"),
+    [("attnplug", "attnplug", True), ("sdpa", "attnplug", True), ("sdpa", "sdpa", False)],
+)
+def test_a_model_whose_text_part_runs_on_attnplug_keeps_it(whole: str, text: str, kept: bool) -> None:
+    def switched(*_: object) -> str:
+        raise LookupError("switched")
+
+    part = SimpleNamespace(_attn_implementation=text)
+    config = SimpleNamespace(_attn_implementation=whole, get_text_config=lambda: part)
+    manager, model = ContinuousBatchingManager, SimpleNamespace(config=config)
+    with contextlib.nullcontext() if kept else pytest.raises(LookupError):
+        continuous._keep(switched, manager, model)
 
 
 def test_another_object_named_cache_is_refused() -> None:

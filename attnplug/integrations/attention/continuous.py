@@ -41,8 +41,8 @@ def _wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
 
 
 def _keep(original: Callable[..., Any], manager: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    """In place of a switch to another implementation."""
-    if model.config._attn_implementation != NAME:
+    """In place of a switch to another implementation, also where attnplug serves the text part alone."""
+    if NAME not in (model.config._attn_implementation, model.config.get_text_config()._attn_implementation):
         original(manager, model, *args, **kwargs)
 
 
