@@ -33,7 +33,10 @@ def pages() -> dict[str, str]:
         links={home: "../index.html", "Which backend for my model?": f"../{MODELS}"},
     )
     models = render_html(
-        Matrix(()), models=model_data(Registry()), links={home: "index.html", "Compatibility matrix": ADDRESS}
+        Matrix(()),
+        models=model_data(Registry()),
+        title="Which backend for my model?",
+        links={home: "index.html", "Compatibility matrix": ADDRESS},
     )
     return {ADDRESS: matrix, MODELS: models}
 
