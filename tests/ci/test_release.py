@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -33,6 +35,19 @@ def release(tmp_path: Path) -> Path:
 
 def test_everything_names_one_version(release: Path) -> None:
     assert disagreements(f"v{VERSION}", release / "dist", release) == []
+
+
+def test_the_script_succeeds_for_this_version_alone(release: Path) -> None:
+    script = release / "ci" / "check_version.py"
+    script.parent.mkdir()
+    shutil.copy(ROOT / "ci" / "check_version.py", script)
+    done = [
+        subprocess.run([sys.executable, script, tag, release / "dist"], capture_output=True, text=True)
+        for tag in (f"v{VERSION}", "v9.9.9")
+    ]
+    assert [each.returncode for each in done] == [0, 1]
+    assert done[0].stderr == ""
+    assert "9.9.9" in done[1].stderr
 
 
 @pytest.mark.parametrize("tag", ["v9.9.9", VERSION])
