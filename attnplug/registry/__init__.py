@@ -19,12 +19,16 @@ if TYPE_CHECKING:
     from attnplug.registry.hookspecs import API_VERSION as API_VERSION
     from attnplug.registry.hookspecs import ENTRY_POINT_GROUP as ENTRY_POINT_GROUP
     from attnplug.registry.hookspecs import hookimpl as hookimpl
+    from attnplug.registry.measured_choice import Measured as Measured
     from attnplug.registry.policy import Rule as Rule
     from attnplug.registry.policy import parse_rules as parse_rules
     from attnplug.registry.policy import use as use
     from attnplug.registry.records import PluginRecord as PluginRecord
     from attnplug.registry.records import PluginStatus as PluginStatus
     from attnplug.registry.registry import Registry as Registry
+    from attnplug.registry.step_shapes import StepShape as StepShape
+    from attnplug.registry.tuned import TunedTable as TunedTable
+    from attnplug.registry.tuned_files import read_table as read_table
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
@@ -32,8 +36,12 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "decision": "Candidate Decision Gate",
         "default": "explain get_registry list_backends register select select_layers",
         "hookspecs": "API_VERSION ENTRY_POINT_GROUP hookimpl",
+        "measured_choice": "Measured",
         "policy": "Rule parse_rules use",
         "records": "PluginRecord PluginStatus",
         "registry": "Registry",
+        "step_shapes": "StepShape",
+        "tuned": "TunedTable",
+        "tuned_files": "read_table",
     },
 )

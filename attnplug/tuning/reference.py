@@ -92,8 +92,8 @@ def _parts(inputs: StepInputs) -> Iterator[_Part]:
     chosen = sorted({0, shape.batch // 2, shape.batch - 1})[:_REQUESTS]
     kv_heads = sorted({0, spec.num_kv_heads - 1})
     group = spec.num_heads // spec.num_kv_heads
-    # With latents all heads share one key; the others are compared by the groups of two KV heads.
-    heads = [head * group + each for head in kv_heads for each in range(group)]
+    # The first and the last query head of each KV head: a wrong mapping of heads is wrong in these too.
+    heads = [head * group + each for head in kv_heads for each in sorted({0, group - 1})]
     tensors = _tensors_of(inputs.tensors, heads)
     for request in chosen:
         keys, values = inputs.keys(request)

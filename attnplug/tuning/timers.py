@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -23,16 +23,14 @@ _SLEEPS = (2_000_000, 8_000_000, 32_000_000)
 class Timer(Protocol):
     """Makes the rounds of a candidate."""
 
-    mode: str
-    """How a decode is timed: "graph" or "calls"."""
-
     def prepare(self, call: Call, copies: int, *, graph: bool) -> Callable[[], float]:
         """A function that runs one round and gives microseconds of one call.
 
         Args:
             call: the forward; its argument chooses one of the copies of the cache in turn.
             copies: the number of copies.
-            graph: time the replay of a graph, if this device has graphs.
+            graph: time the replay of a graph, if this device has graphs; else calls, with the time that the host
+                takes where it is slower than the device.
         """
         ...
 
@@ -48,7 +46,6 @@ class HostTimer:
 
     clock: Callable[[], float] = time.perf_counter
     round_us: float = _ROUND_US
-    mode: str = "calls"
 
     def prepare(self, call: Call, copies: int, *, graph: bool) -> Callable[[], float]:
         """As `Timer.prepare`; a CPU has no graphs."""
@@ -65,44 +62,52 @@ class HostTimer:
 
 @dataclasses.dataclass
 class GpuTimer:
-    """Times a GPU by events; it sleeps until the host has issued a round, so that launches cost nothing."""
+    """Times a GPU by events.
 
-    mode: str = "graph"
+    Args:
+        sleeps: cycles for which the GPU waits until the host has issued a round; empty to count the host's time too.
+    """
+
+    sleeps: Sequence[int] = _SLEEPS
 
     def prepare(self, call: Call, copies: int, *, graph: bool) -> Callable[[], float]:
-        """As `Timer.prepare`. Raises what the capture of the graph raises."""
+        """As `Timer.prepare`. A prefill is timed while the GPU sleeps, because its host runs ahead in a model too.
+
+        Raises what the capture of a graph raises.
+        """
         for index in range(2):
             call(index)
         torch.cuda.synchronize()
         count = _count(1e3 * _timed_ms(lambda: call(0)), _ROUND_US)
-        if not graph:
+        if graph:
+            # A multiple of the copies, so that each is read once before it is read again.
+            some = copies * max(1, min(-(-16 // copies), -(-count // copies)))
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured):
+                for index in range(some):
+                    call(index)
+            run: Callable[[], object] = captured.replay
+        else:
             # Few calls at once: the host must issue all of them while the GPU sleeps.
             some = max(1, min(count, 4 * copies, 16))
-            repeats = max(1, min(-(-count // some), 8))
-            return lambda: _median_us(lambda: [call(index) for index in range(some)], some, repeats)
-        # A multiple of the copies, so that each is read once before it is read again.
-        some = copies * max(1, min(-(-16 // copies), -(-count // copies)))
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            for index in range(some):
-                call(index)
-        repeats = max(1, min(-(-count // some), 8))
-        return lambda: _median_us(captured.replay, some, repeats)
+
+            def run() -> None:
+                for index in range(some):
+                    call(index)
+
+        repeats = max(1, min(-(-count // some), 16))
+        return lambda: statistics.median(1e3 * _timed_ms(run, self.sleeps) / some for _ in range(repeats))
 
 
 def _count(us: float, round_us: float) -> int:
     return max(1, min(int(round_us / max(us, 1e-3)) + 1, _MOST_CALLS))
 
 
-def _median_us(run: Callable[[], object], calls: int, repeats: int) -> float:
-    return statistics.median(1e3 * _timed_ms(run) / calls for _ in range(repeats))
-
-
-def _timed_ms(run: Callable[[], object]) -> float:
-    """Milliseconds of the GPU for `run`, all of which the host issues while the GPU sleeps, if it can."""
+def _timed_ms(run: Callable[[], object], sleeps: Sequence[int] = _SLEEPS) -> float:
+    """Milliseconds of the GPU for `run`; with `sleeps` the host issues all of it while the GPU sleeps, if it can."""
     events: Any = torch.cuda.Event
     begin, end = (events(enable_timing=True) for _ in range(2))
-    for cycles in _SLEEPS:
+    for cycles in sleeps or (0,):
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         begin.record()
         run()
@@ -114,9 +119,9 @@ def _timed_ms(run: Callable[[], object]) -> float:
     return float(begin.elapsed_time(end))
 
 
-def timer_for(device_type: str) -> Timer:
-    """The timer of a kind of device."""
-    return HostTimer() if device_type == "cpu" else GpuTimer()
+def timer_for(device_type: str, *, host: bool = False) -> Timer:
+    """The timer of a kind of device; with `host` it counts the host's time of launches on a GPU too."""
+    return HostTimer() if device_type == "cpu" else GpuTimer(() if host else _SLEEPS)
 
 
 def least_bytes(device: torch.device) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnplug.core.device import Device
+from attnplug.core.metadata import AttentionCGSupport
 from attnplug.registry.decision import Placement
 from attnplug.registry.default import get_registry
 from attnplug.registry.gates import import_parts, preferred_pages, serving
@@ -25,6 +26,7 @@ from attnplug.tuning.timers import Timer, synchronize, timer_for
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
+    from attnplug.core.metadata import AttentionMetadataBuilder
 
 _BUILDS = 9
 _SHORT = 16
@@ -45,7 +47,7 @@ def main(task: str, report: str) -> None:
         # One write for each line, so that a crash of the next step loses none.
         os.write(handle, f"{json.dumps({'event': event, **facts})}\n".encode())
 
-    runner = Runner(device, timer_for(device.type), tell)
+    runner = Runner(device, tell)
     tell("environment", facts=environment())
     for each in data["jobs"]:
         runner.run(Job.from_dict(each))
@@ -58,18 +60,23 @@ class Runner:
 
     Args:
         device: of this machine.
-        timer: measures rounds.
         tell: receives the events.
+        timer: measures rounds, by default as the device's kind needs.
     """
 
-    def __init__(self, device: Device, timer: Timer, tell: Callable[..., None]) -> None:
-        self._device, self._timer, self._tell = device, timer, tell
+    def __init__(self, device: Device, tell: Callable[..., None], timer: Timer | None = None) -> None:
+        self._device, self._tell = device, tell
+        self._timer: Timer = timer or timer_for(device.type)
+        self._host_timer: Timer = timer or timer_for(device.type, host=True)
         self._where = torch.device("cpu" if device.type == "cpu" else "cuda")
         self._offers = {(o.name, o.distribution): o for o in get_registry().plugins.every_offer}
 
     def run(self, job: Job) -> None:
         """Run one job."""
         (self._time if job.timed else self._check)(job)
+        if self._where.type == "cuda":
+            # The caches of the next job have other sizes.
+            torch.cuda.empty_cache()
         self._tell("done", job=job.number)
 
     def _check(self, job: Job) -> None:
@@ -96,12 +103,14 @@ class Runner:
         for name, distribution in job.backends:
             self._tell("begin", job=job.number, backend=name)
             try:
-                inputs, call, build = self._made(job, name, distribution)
-                builds[name] = self._build_us(build)
-                graph = job.shape.query <= _SHORT
-                runs[name] = self._announced(
-                    job, name, self._timer.prepare(call, max(len(inputs.caches), 1), graph=graph)
-                )
+                inputs, call, builder = self._made(job, name, distribution)
+                builds[name] = self._build_us(lambda: builder.build(0, inputs.common))  # noqa: B023
+                short = job.shape.query <= _SHORT
+                graph = short and _has_graphs(builder, job.shape.query)
+                # Engines replay decodes. A backend without graphs pays for its launches there.
+                timer = self._host_timer if short and not graph else self._timer
+                run = timer.prepare(call, max(len(inputs.caches), 1), graph=graph)
+                runs[name] = self._announced(job, name, run)
             except Exception as problem:  # noqa: BLE001  (a backend's, which costs a row)
                 self._failed(job, name, problem)
         for name, timing in self._measured(job, runs).items():
@@ -136,8 +145,8 @@ class Runner:
 
     def _made(
         self, job: Job, name: str, distribution: str | None
-    ) -> tuple[StepInputs, Callable[[int], object], Callable[[], object]]:
-        """The inputs of a job for one backend, its forward, and the build of its metadata."""
+    ) -> tuple[StepInputs, Callable[[int], object], AttentionMetadataBuilder[Any]]:
+        """The inputs of a job for one backend, its forward, and its builder."""
         offer = self._offers[name, distribution]
         served, asked = serving(offer, Placement(job.spec, self._device, job.shape.phase))
         backend: type[AttentionBackend] = served.backend
@@ -154,7 +163,7 @@ class Runner:
         def call(index: int) -> object:
             return forward(index)
 
-        return inputs, call, lambda: builder.build(0, inputs.common)
+        return inputs, call, builder
 
     def _build_us(self, build: Callable[[], object]) -> float:
         """Microseconds of the host for a build, the median of some; the GPU does its part meanwhile."""
@@ -176,6 +185,14 @@ class Runner:
                 # An error of a kernel makes the GPU unusable for this process: the next one goes on.
                 self._tell("lost", job=job.number, backend=name)
                 os._exit(1)
+
+
+def _has_graphs(builder: AttentionMetadataBuilder[Any], query: int) -> bool:
+    """Whether a backend declares that a graph may replay decodes of `query` tokens."""
+    needed = (
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if query == 1 else AttentionCGSupport.UNIFORM_BATCH
+    )
+    return builder.get_cudagraph_support(builder.config, builder.kv_cache_spec) >= needed
 
 
 class _RoundError(Exception):

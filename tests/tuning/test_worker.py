@@ -1,0 +1,304 @@
+"""The parts of a worker: inputs, the check against the oracle, timers, and jobs whose worker dies."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attnplug import Device, LayerSpec
+from attnplug.core.mla import MLADims
+from attnplug.registry.default import list_backends
+from attnplug.registry.evidence import Subject
+from attnplug.registry.records import Offer
+from attnplug.registry.refuted import read_evidence
+from attnplug.registry.step_shapes import StepShape
+from attnplug.registry.tuned import Row, RowStatus
+from attnplug.tuning import jobs, timers
+from attnplug.tuning.jobs import Event, Job, run_jobs
+from attnplug.tuning.reference import check_output
+from attnplug.tuning.refuting import record_wrong
+from attnplug.tuning.session import Contender
+from attnplug.tuning.step_inputs import StepInputs, made_inputs, made_parts
+from attnplug.tuning.worker import Runner
+
+CPU, HERE = torch.device("cpu"), Device("cpu")
+SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32)
+DIMS = MLADims(q_lora_rank=None, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
+LAYERS = {
+    "full": SPEC,
+    "sliding": SPEC.replace(sliding_window=16),
+    "chunked": SPEC.replace(chunk_size=32),
+    "sinks": SPEC.replace(has_sinks=True),
+    "alibi": SPEC.replace(has_alibi=True),
+    "cap": SPEC.replace(logits_soft_cap=1.0),
+    "lse": SPEC.replace(needs_lse=True),
+    "fp8": SPEC.replace(kv_cache_dtype="fp8"),
+    "float32": SPEC.replace(dtype="float32"),
+    "values": SPEC.replace(head_size_v=16),
+    "latent": LayerSpec(num_heads=4, num_kv_heads=1, head_size=80, mla=DIMS),
+}
+SHAPES = ("decode 3 x 70 ragged", "decode 2 x 3 of 50", "prefill 2 x 40", "prefill 2 x 20 of 60")
+
+
+def run_torch(spec: LayerSpec, shape: str, served: LayerSpec | None = None) -> StepInputs:
+    """The inputs after TORCH has run them as if the layer were `served`."""
+    backend = list_backends()["TORCH"].for_layer(spec)
+    pages = None if spec.direct_kv else (16, "NHD")
+    inputs = made_inputs(backend, spec, StepShape.parse(shape), pages, CPU)
+    run = served or spec
+    tensors = dataclasses.replace(
+        inputs.tensors,
+        sinks=inputs.tensors.sinks if run.has_sinks else None,
+        alibi_slopes=inputs.tensors.alibi_slopes if run.has_alibi else None,
+    )
+    mistaken = dataclasses.replace(inputs, spec=run, tensors=tensors)
+    impl, builder = made_parts(backend, mistaken, pages)
+    inputs.forward(impl, builder.build(0, inputs.common))(0)
+    return inputs
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_right_backend_passes(name: str, shape: str) -> None:
+    assert check_output(run_torch(LAYERS[name], shape)) is None
+
+
+@pytest.mark.parametrize(
+    "spec", [SPEC.replace(direct_kv=True), SPEC.replace(attn_type="encoder_only", causal=False)]
+)
+def test_a_right_backend_without_pages_passes(spec: LayerSpec) -> None:
+    backend = list_backends()["TORCH"]
+    pages = None if spec.direct_kv else (16, "NHD")
+    inputs = made_inputs(backend, spec, StepShape.parse("prefill 2 x 40"), pages, CPU)
+    impl, builder = made_parts(backend, inputs, pages)
+    inputs.forward(impl, builder.build(0, inputs.common))(0)
+    assert check_output(inputs) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "ignored"),
+    [
+        ("sliding", {"window": (-1, -1)}),
+        ("chunked", {"chunk_size": None}),
+        ("sinks", {"has_sinks": False}),
+        ("alibi", {"has_alibi": False}),
+        ("cap", {"logits_soft_cap": None}),
+    ],
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_ignored_feature_is_found_and_named(name: str, ignored: dict[str, Any], shape: str) -> None:
+    spec = LAYERS[name]
+    found = check_output(run_torch(spec, shape, spec.replace(**ignored)))
+    assert found is not None
+    assert found.feature == next(iter(spec.required_features().names()))
+    assert found.text.startswith(f"{found.feature} ignored: output of request ")
+
+
+def test_other_mistakes_are_found_too() -> None:
+    assert check_output(run_torch(SPEC, "decode 2 x 50", SPEC.replace(scale=0.05))) is not None
+    inputs = run_torch(SPEC, "decode 2 x 50")
+    inputs.output[0] = torch.nan
+    wrong = check_output(inputs)
+    assert wrong is not None
+    assert (wrong.feature, "NaN" in wrong.text) == ("plain", True)
+    # Each of the heads that are compared has rows of its own.
+    swapped = run_torch(SPEC, "decode 2 x 50")
+    swapped.output.copy_(swapped.output.flip(1))
+    assert check_output(swapped) is not None
+
+
+def test_a_wrong_output_is_a_refuted_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNPLUG_EVIDENCE", str(tmp_path / "refuted.json"))
+    offer = Offer("TORCH", list_backends()["TORCH"], "", "attnplug", "0.1.0")
+    subject = Subject("TORCH", "attnplug", "0.1.0", HERE, ())
+    row = Row(subject, StepShape.parse("decode 2 x 50"), (16, "NHD"), RowStatus.WRONG,
+              date="2026-11-22T00:00:00+00:00", why="off by 1")  # fmt: skip
+    sliding = LAYERS["sliding"]
+    assert record_wrong(Contender(offer, subject, (16, "NHD")), sliding, row, "sliding_window").refuted == 1
+    ((_, (cell,)),) = read_evidence().cells.items()
+    assert cell.id == "sliding_window/decode/d32/bfloat16/auto/b16/NHD"
+    assert cell.why == ("at decode 2 x 50: off by 1",)
+
+
+def job(
+    number: int = 0, *, timed: bool = False, spec: LayerSpec = SPEC, backends: Any = (("TORCH", "attnplug"),)
+) -> Job:
+    return Job(number, spec, StepShape.parse("decode 2 x 40"), backends, "TORCH", timed)
+
+
+def test_a_runner_checks_then_times() -> None:
+    told: list[tuple[str, dict[str, Any]]] = []
+    runner = Runner(
+        HERE, lambda event, **facts: told.append((event, facts)), timers.HostTimer(round_us=100.0)
+    )
+    runner.run(job())
+    runner.run(job(1, timed=True))
+    kinds = [event for event, _ in told if event != "begin"]
+    assert kinds == ["checked", "done", "timed", "done"]
+    timed = next(facts for event, facts in told if event == "timed")
+    assert timed["us"] > 0
+    assert timed["build_us"] > 0
+    assert timed["rounds"] >= 3
+    assert told[-2][1]["backend"] == "TORCH"
+
+
+def test_a_job_reads_back_from_json() -> None:
+    one = job(3, timed=True, spec=LAYERS["latent"])
+    assert Job.from_dict(one.to_dict()) == one
+
+
+class Scripted:
+    """Stands in for worker processes: each takes the next script of events, and dies if it says so."""
+
+    def __init__(self, scripts: Sequence[tuple[Sequence[Event], str | None]]) -> None:
+        self.scripts, self.given = list(scripts), []  # type: ignore[var-annotated]
+
+    def __call__(self, device: Device, rest: Sequence[Job]) -> Any:
+        self.given.append([(each.number, [name for name, _ in each.backends]) for each in rest])
+        events, why = self.scripts.pop(0)
+
+        class Worker:
+            def __enter__(self) -> Worker:
+                return self
+
+            def __exit__(self, *problem: object) -> None:
+                pass
+
+            def events(self, seconds: float) -> Any:
+                yield from events
+
+        worker = Worker()
+        worker.why = why  # type: ignore[attr-defined]
+        return worker
+
+
+def told(event: str, number: int, name: str | None = None, **facts: Any) -> Event:
+    return {"event": event, "job": number, **({} if name is None else {"backend": name}), **facts}
+
+
+TWO = (("A", None), ("B", None))
+
+
+def test_a_timed_job_goes_on_without_the_backend_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    crash = [told("begin", 0, "A"), told("begin", 0, "B")]
+    rest = [
+        told("timed", 0, "A"),
+        told("done", 0),
+        told("timed", 1, "A"),
+        told("timed", 1, "B"),
+        told("done", 1),
+    ]
+    workers = Scripted([(crash, "its process crashed: SIGSEGV"), (rest, None)])
+    monkeypatch.setattr(jobs, "_Worker", workers)
+    found = list(run_jobs(HERE, [job(0, timed=True, backends=TWO), job(1, timed=True, backends=TWO)]))
+    assert found[0] == told("failed", 0, "B", why="its process crashed: SIGSEGV")
+    assert found[1:] == rest
+    assert workers.given[1] == [(0, ["A"]), (1, ["A", "B"])]
+
+
+def test_a_check_that_died_is_not_repeated_for_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    crash = [told("begin", 0, "A")]
+    other = [told("begin", 2, "A"), told("checked", 2, "A"), told("done", 2)]
+    workers = Scripted([(crash, "took longer than 600 s"), (other, None)])
+    monkeypatch.setattr(jobs, "_Worker", workers)
+    one = (("A", None),)
+    asked = [job(0, backends=one), job(1, backends=one), job(2, backends=one, spec=LAYERS["sinks"])]
+    found = list(run_jobs(HERE, asked))
+    assert [each["event"] for each in found] == ["failed", "checked", "done"]
+    assert workers.given == [[(0, ["A"]), (1, ["A"]), (2, ["A"])], [(2, ["A"])]]
+
+
+def test_a_lost_gpu_costs_the_backend_that_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = [told("begin", 0, "A"), told("failed", 0, "A", why="CUDA error"), told("lost", 0, "A")]
+    workers = Scripted([(lost, "its process left with exit code 1"), ([told("done", 0)], None)])
+    monkeypatch.setattr(jobs, "_Worker", workers)
+    found = list(run_jobs(HERE, [job(0, timed=True, backends=TWO)]))
+    assert [each["event"] for each in found] == ["failed", "done"]
+    assert workers.given[1] == [(0, ["B"])]
+
+
+def test_a_worker_that_never_starts_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Scripted([([], "its process left with exit code 1: no torch")] * 2)
+    monkeypatch.setattr(jobs, "_Worker", workers)
+    found = list(run_jobs(HERE, [job(0, backends=TWO)]))
+    assert [(each["event"], each["backend"]) for each in found] == [("failed", "A"), ("failed", "B")]
+
+
+class FakeGpu:
+    """torch.cuda with a clock: a call takes 50 us of the device and 10 us of the host."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.host = self.device = 0.0
+        self.slept: list[int] = []
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at = 0.0
+
+            def record(self) -> None:
+                gpu.device = max(gpu.device, gpu.host)
+                self.at = gpu.device
+
+            def query(self) -> bool:
+                return gpu.host >= self.at
+
+            def elapsed_time(self, end: Any) -> float:
+                return (end.at - self.at) / 1e3
+
+        class Graph:
+            def replay(self) -> None:
+                gpu.host += 5.0
+                gpu.device = max(gpu.device, gpu.host) + 50.0 * gpu.captured
+
+        @contextlib.contextmanager
+        def graph(_: Graph) -> Any:
+            gpu.captured, before = 0, (gpu.host, gpu.device)
+            gpu.capturing = True
+            yield
+            gpu.capturing = False
+            gpu.host, gpu.device = before
+
+        self.capturing, self.captured = False, 0
+        for name, value in {"Event": Event, "CUDAGraph": Graph, "graph": graph, "synchronize": self.synchronize,
+                            "_sleep": self.sleep}.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def synchronize(self, *_: object) -> None:
+        self.host = self.device = max(self.host, self.device)
+
+    def sleep(self, cycles: int) -> None:
+        self.slept.append(cycles)
+        self.device = max(self.device, self.host) + cycles / 2000.0
+
+    def call(self, index: int) -> None:
+        self.captured += self.capturing
+        self.host += 10.0
+        self.device = max(self.device, self.host) + 50.0
+
+
+def test_a_gpu_is_timed_by_replay_and_behind_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    timer = timers.GpuTimer()
+    assert timer.prepare(gpu.call, 3, graph=True)() == pytest.approx(50.0)
+    assert gpu.captured % 3 == 0, "each copy of the cache is read as often"
+    assert timer.prepare(gpu.call, 3, graph=False)() == pytest.approx(50.0)
+    assert set(gpu.slept) == {timers._SLEEPS[0]}
+
+
+def test_launches_of_a_backend_without_graphs_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+
+    def slow_host(index: int) -> None:
+        gpu.host += 90.0
+        gpu.call(index)
+
+    sleeping, counting = timers.timer_for("cuda"), timers.timer_for("cuda", host=True)
+    assert sleeping.prepare(slow_host, 1, graph=False)() == pytest.approx(50.0)
+    assert counting.prepare(slow_host, 1, graph=False)() > 95.0
