@@ -264,7 +264,6 @@ class Registry:
         options: Any = None,
         assume_installed: AssumeInstalled = None,
         allow_refuted: AllowRefuted = None,
-        tuned: Tuned = None,
     ) -> Policy:
         sets = rule_sets(backend)
         if layer_name is None:
@@ -280,8 +279,7 @@ class Registry:
         check_options(merged, self.plugins)
         rule = rule_for(sets, spec, phase, layer_name)
         assumed = freeze_assumed(assume_installed)
-        names = allowed_names(allow_refuted)
-        return Policy(rule, freeze(merged), assumed, names, self._tuned.of_argument(tuned))
+        return Policy(rule, freeze(merged), assumed, allowed_names(allow_refuted))
 
     def environment_options(self, rules: Sequence[Rule]) -> dict[str, Any]:
         """The options in ATTNPLUG_OPTIONS, by backend; `rules` are those of ATTNPLUG_BACKEND."""
@@ -309,14 +307,18 @@ class Registry:
             raise SpecError("spec", spec, "must be a LayerSpec")
         where = resolve_device(device)
         when = phase if phase is None or isinstance(phase, Phase) else check_member(Phase, "phase", phase)
-        policy = AUTOMATIC
+        # Engines name their table in every call, so this setting alone takes no time to merge.
+        tuned = self._tuned.of_argument(kwargs.pop("tuned", None))
+        policy = AUTOMATIC if tuned is None else Policy(tuned=tuned)
         # Callers may pass every setting on, unset ones as None.
         is_set = kwargs and not kwargs.items() <= _UNSET.items()
         if is_set or USE_BLOCKS.get() or os.environ.get(ENVIRONMENT) or os.environ.get(OPTIONS):
             if unknown := kwargs.keys() - _UNSET:
                 known = ", ".join(_UNSET)
                 raise TypeError(f"unexpected keyword argument {min(unknown)!r}; settings are {known}")
-            policy = self._policy(spec, when, layer_name, is_whole, **kwargs)
+            others: Any = kwargs
+            merged = self._policy(spec, when, layer_name, is_whole, **others)
+            policy = merged if tuned is None else dataclasses.replace(merged, tuned=tuned)
         # A plain tuple, since a Placement for each look-up would take 0.5 us more than the 1.3 us of today.
         key = (spec, where, when, policy, usable)
         decision = self._cache.get(key)
