@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -84,19 +85,19 @@ class GpuTimer:
             some = copies * max(1, min(-(-16 // copies), -(-count // copies)))
             captured = torch.cuda.CUDAGraph()
             with torch.cuda.graph(captured):
-                for index in range(some):
-                    call(index)
-            run: Callable[[], object] = captured.replay
+                _call_all(call, some)
+            run = captured.replay
         else:
             # Few calls at once: the host must issue all of them while the GPU sleeps.
             some = max(1, min(count, 4 * copies, 16))
-
-            def run() -> None:
-                for index in range(some):
-                    call(index)
-
+            run = functools.partial(_call_all, call, some)
         repeats = max(1, min(-(-count // some), 16))
         return lambda: statistics.median(1e3 * _timed_ms(run, self.sleeps) / some for _ in range(repeats))
+
+
+def _call_all(call: Call, count: int) -> None:
+    for index in range(count):
+        call(index)
 
 
 def _count(us: float, round_us: float) -> int:
