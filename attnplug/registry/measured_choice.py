@@ -48,7 +48,7 @@ class Measured:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """What `dataclasses.asdict` gave; LookupError or TypeError for damaged data."""
+        """The comparison that `dataclasses.asdict` wrote; LookupError or TypeError for damaged data."""
         kinds: dict[str, tuple[type | None, ...]] = {
             "is_default": (bool,),
             "over": (str, None),
