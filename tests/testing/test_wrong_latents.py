@@ -10,7 +10,7 @@ from catching import Wrong
 from wrong_latents import WRONG_LATENTS
 
 from attnplug.core import Device
-from attnplug.testing.conformance import builders
+from attnplug.testing.conformance import builders, context_parallel
 from attnplug.testing.conformance.check import ConformanceError
 from attnplug.testing.conformance.correctness import check_latent_case
 from attnplug.testing.conformance.latent_cases import latent_cases
@@ -19,7 +19,8 @@ from attnplug.testing.conformance.target import Target
 
 def problems(wrong: Wrong) -> list[str]:
     target, found = Target(wrong.backend, Device("cpu")), []
-    runs = [(check.id, check.run) for check in builders.checks(target)]
+    listed = [*builders.checks(target), *context_parallel.checks(target)]
+    runs = [(check.id, check.run) for check in listed]
     runs += [
         (f"correct/{case.id}", functools.partial(check_latent_case, target, case))
         for case in latent_cases(target)

@@ -61,6 +61,14 @@ class BaseTwo(Decode):
             output_lse.div_(math.log(2))
 
 
+class ZeroForNoKeys(Decode):
+    """Gives queries without keys, as on a rank that has none of a request, the LSE 0."""
+
+    def after(self, kv_cache: Any, metadata: Any, output: Any, output_lse: Any) -> None:
+        if output_lse is not None:
+            output_lse.masked_fill_(output_lse == -torch.inf, 0.0)
+
+
 class LastValues(Decode):
     """Takes the last elements of a latent as its value."""
 
@@ -157,6 +165,8 @@ WRONG_LATENTS = [
     ),
     _wrong("own_scale", "correct/latent-ordered-*scale0.15*", "softmax scale ignored", OwnScale),
     _wrong("base_two", "correct/latent-decode-*float32-b16-lse", "LSE in base 2", BaseTwo),
+    _wrong("base_two_on_ranks", "context_parallel/latents-2-*", "LSE in base 2", BaseTwo),
+    _wrong("zero_for_no_keys", "context_parallel/latents-3-*", "see nothing is 0, not -inf", ZeroForNoKeys),
     _wrong("last_values", "correct/latent-decode-*", "values from the last elements", LastValues),
     _wrong("rotated_first", "correct/latent-decode-*", "rotated part of the keys taken first", RotatedFirst),
     _wrong("dense", "correct/latent-decode-*apart*", "", Dense),

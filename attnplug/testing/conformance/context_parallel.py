@@ -18,6 +18,7 @@ from attnplug.testing.conformance.check import Check, CheckSkipped, Level, SkipK
 from attnplug.testing.conformance.deviation import deviation
 from attnplug.testing.conformance.expectations import difference, wrong_answer
 from attnplug.testing.conformance.harness import Answer, Harness
+from attnplug.testing.conformance.latent_sizes import fields_of, latent_pairs
 from attnplug.testing.conformance.merging import part_mistake
 from attnplug.testing.conformance.steps import layer_without_limits, with_lengths
 from attnplug.testing.conformance.target import Target
@@ -49,8 +50,10 @@ class _Part:
 
 
 def checks(target: Target) -> Iterator[Check]:
-    """The checks of shared requests, where the backend declares LSE and NON_CAUSAL."""
+    """The checks of shared requests, where the backend declares LSE, and for other layers than latents NON_CAUSAL."""
     features = target.backend.features
+    if Feature.LSE | Feature.MLA in features:
+        yield from _latent_checks(target)
     if Feature.LSE | Feature.NON_CAUSAL not in features:
         return
     pairs = [(2, "1"), (3, "block")]
@@ -68,6 +71,31 @@ def checks(target: Target) -> Iterator[Check]:
                 yield Check.of(
                     f"context_parallel/extend-{place}", summary, _check_extend, target, ranks, runs, has_sinks
                 )
+
+
+def _latent_checks(target: Target) -> Iterator[Check]:
+    for ranks, runs in [(2, "1"), (3, "block")]:
+        summary = "a decode over latents on several ranks is the decode over all latents"
+        name = f"context_parallel/latents-{ranks}-ranks-runs-of-{runs}"
+        yield Check.of(name, summary, _check_latents, target, ranks, runs)
+
+
+def _check_latents(target: Target, ranks: int, runs: str) -> None:
+    """Each query is a request of its own, and sees all latents of its rank: no mask differs between ranks."""
+    size = target.block_sizes[0]
+    fields = fields_of(latent_pairs(target.backend)[0])
+    spec = LayerSpec(num_heads=4, dtype=target.dtypes[0], needs_lse=True, **fields)
+    if reasons := target.reasons(spec):
+        raise CheckSkipped(f"{target.name} serves no such layer: {'; '.join(reasons)}", SkipKind.LAYER)
+    sharing = _Sharing(ranks, {"1": 1, "block": size}[runs])
+    lengths = [1, 5 * size + 3, size, 2 * size + 1, 7]
+    whole = target.batch(spec, [1] * len(lengths), lengths, exact=True, block_size=size)
+    parts = []
+    for rank in range(ranks):
+        batch = _on_rank(target, whole, spec, size, sharing, rank, lengths, written=1)
+        batch = dataclasses.replace(batch, common=dataclasses.replace(batch.common, causal=True))
+        parts.append(_Part(f"rank {rank}", batch, ContextParallel(ranks, rank), True, use_sinks=rank == 0))
+    _expect_merged(target, whole, parts, sharing, lengths)
 
 
 def _layer(

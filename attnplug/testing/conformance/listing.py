@@ -112,7 +112,7 @@ _OF_LATENTS = tuple(
             requests,
             correctness,
         ),
-        *(builders, builder_inputs, selections, sharing, merging, runtimes, gpu, graphs),
+        *(builders, builder_inputs, selections, sharing, merging, context_parallel, runtimes, gpu, graphs),
     )
 )
 """The groups that check the class of latent attention of a backend, whose declarations are checked by GROUPS."""
