@@ -15,7 +15,7 @@ from hf_models import DECODERS, WINDOW
 from packaging.version import Version
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching import ContinuousBatchingManager, offloading_manager
 from transformers.generation.continuous_batching import cache as paged_cache
 
 import attnplug
@@ -128,6 +128,33 @@ def test_decodes_read_the_block_tables_that_transformers_makes(monkeypatch: pyte
     steps.clear()
     assert batched(ours, max_blocks_per_request=0) == tokens
     assert not any(tables for tables, _ in steps)
+
+
+def test_keys_and_values_are_joined_before_transformers_keeps_views_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    original = offloading_manager.OffloadingManager.__init__
+
+    def note(self: Any, *args: Any, **kwargs: Any) -> None:
+        cache = kwargs.get("cache", *args[:1])
+        pairs = zip(getattr(cache, "key_cache", ()), getattr(cache, "value_cache", ()), strict=True)
+        made.append((cache, [(key.data_ptr(), value.data_ptr()) for key, value in pairs]))
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(offloading_manager.OffloadingManager, "__init__", note)
+    ours, _ = DECODERS["llama"].pair()
+    batched(ours)
+    [(cache, before)] = made
+    if not before:
+        pytest.skip("this version has one allocation for all layers")
+    assert [
+        (key.data_ptr(), value.data_ptr()) for key, value in zip(cache.key_cache, cache.value_cache)
+    ] == before
+    assert all(
+        key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+        for key, value in zip(cache.key_cache, cache.value_cache, strict=True)
+    )
 
 
 def test_rules_of_the_caller_reach_the_thread_that_generates() -> None:

@@ -7,9 +7,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from transformers.generation.continuous_batching import continuous_api, initialization
+from transformers.generation.continuous_batching import PagedAttentionCache, continuous_api, initialization
 
 from attnplug.integrations.attention.model_hooks import NAME
+from attnplug.integrations.attention.paged_cache import join_keys_and_values
 
 _ORIGINAL = "_attnplug_original"
 
@@ -22,6 +23,7 @@ def serve_continuous_batching() -> None:
     """
     _wrap(continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _keep)
     _wrap(continuous_api.ContinuousBatchingManager, "start", _start)
+    _wrap(PagedAttentionCache, "__init__", _make_cache)
     # A private function, seen in 5.17 and 5.23; without it decodes have no block tables, only an index for each token.
     if hasattr(initialization, "ensure_decode_fast_path_is_available"):
         _wrap(initialization, "ensure_decode_fast_path_is_available", _allow_block_tables)
@@ -51,6 +53,13 @@ def _start(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
     loop = type(manager)._run_generation_loop.__get__(manager)
     manager._run_generation_loop = functools.partial(contextvars.copy_context().run, loop)
     original(manager, *args, **kwargs)
+
+
+def _make_cache(original: Callable[..., Any], cache: Any, *args: Any, **kwargs: Any) -> None:
+    """Make the cache, with keys and values that backends can read as one."""
+    original(cache, *args, **kwargs)
+    if cache.config._attn_implementation == NAME:
+        join_keys_and_values(cache)
 
 
 def _allow_block_tables(

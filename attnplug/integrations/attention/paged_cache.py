@@ -36,7 +36,10 @@ class LayerCache:
         keys, values = _pages(self.cache, self.layer)
         pages = Pages(keys, values, torch.empty(0, 0, dtype=torch.int32, device=keys.device))
         if pages.as_one() is None:
-            raise BatchError("cache", "keys and values", "have strides that no backend reads as one cache")
+            limit = "are not in one allocation: the cache was made before attnplug was registered"
+            raise BatchError(
+                "cache", "keys and values", limit, "make a new manager, or a new call of generate_batch"
+            )
         return pages
 
     def update(
@@ -100,9 +103,19 @@ def _pages(cache: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return keys, values
     index = cache.layer_index_to_group_indices[layer][1]
     keys, values = cache.key_cache[index], cache.value_cache[index]
-    if keys.untyped_storage().data_ptr() != values.untyped_storage().data_ptr():
-        # Two allocations have no view as one. The cache keeps reading and writing the tensors of its lists.
-        keys, values = torch.stack((keys, values)).unbind(0)
-        cache.key_cache[index], cache.value_cache[index] = keys, values
     shape = (-1, cache.block_size, *keys.shape[1:])
     return keys.view(shape), values.view(shape)
+
+
+def join_keys_and_values(cache: Any) -> None:
+    """Put the keys and values of a new cache into one allocation for each layer, which backends read as one cache.
+
+    Caches of the later form have one allocation. Others must be joined before transformers keeps views of them.
+    """
+    if _has_allocators(cache):
+        return
+    for index, (keys, values) in enumerate(zip(cache.key_cache, cache.value_cache, strict=True)):
+        joined = torch.stack((keys, values)).unbind(0)
+        for part in joined:
+            torch._dynamo.mark_static_address(part)
+        cache.key_cache[index], cache.value_cache[index] = joined
