@@ -148,13 +148,9 @@ def test_keys_and_values_are_joined_before_transformers_keeps_views_of_them(
     [(cache, before)] = made
     if not before:
         pytest.skip("this version has one allocation for all layers")
-    assert [
-        (key.data_ptr(), value.data_ptr()) for key, value in zip(cache.key_cache, cache.value_cache)
-    ] == before
-    assert all(
-        key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
-        for key, value in zip(cache.key_cache, cache.value_cache, strict=True)
-    )
+    pairs = list(zip(cache.key_cache, cache.value_cache, strict=True))
+    assert [(key.data_ptr(), value.data_ptr()) for key, value in pairs] == before
+    assert all(key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr() for key, value in pairs)
 
 
 def test_rules_of_the_caller_reach_the_thread_that_generates() -> None:
