@@ -139,7 +139,8 @@ class BoundLayer:
 
     def shares(self, pages: Pages, stride_table: int, longest: int) -> ShareDecode:
         """The kernels over equal shares of keys, for requests of at most `longest` queries."""
-        launch = share_launch(self._widest, pages.k.dtype.itemsize, longest * self._group, self._gpu)
+        itemsize = 4 if self._itemsize == 4 else pages.k.dtype.itemsize
+        launch = share_launch(self._widest, itemsize, longest * self._group, self._gpu)
         key = pages.form, stride_table, launch
         found = self._shares.get(key)
         if found is None:

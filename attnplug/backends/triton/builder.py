@@ -76,7 +76,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             workspace=self._workspace,
             spans=common.mm_prefix_spans,
             drafted_len=1 + self.config.num_speculative_tokens,
-            # A query may see later keys than its prefix through a span only.
+            # A row of the prefix has no span: its tile has rows of several requests.
             prefix_len=common_prefix_len if decodes > 1 and common.mm_prefix_spans is None else 0,
         )
         # Plans are made before any layer runs, because a captured graph must not contain them.

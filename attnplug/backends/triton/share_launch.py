@@ -39,12 +39,16 @@ def share_launch(head_size: int, itemsize: int, rows: int, gpu: Gpu) -> ShareLau
 
     Args:
         head_size: elements of a head, the larger of K and V.
-        itemsize: bytes of a stored element.
+        itemsize: bytes of an element, as it is stored; 4 if it is computed in float32.
         rows: queries of the longest request times heads of a group.
         gpu: the device.
     """
-    wide = head_bytes(head_size, max(itemsize, 2))
-    launch = _LAUNCHES[wide].get(tile_side(rows)) or _LAUNCHES[wide][max(_LAUNCHES[wide])]
+    if itemsize == 4:
+        # Products in float32 have no tensor cores: with more rows, all of a tile would be in registers.
+        launch = _FLOAT32[head_size > 128]
+    else:
+        launches = _LAUNCHES[head_bytes(head_size, 2)]
+        launch = launches[min(tile_side(rows), 128)]
     width = tile_side(head_size) * itemsize
     while (
         launch.waves * (launch.block_m + 2 * launch.block_n * launch.num_stages) * width > gpu.shared_memory
@@ -83,5 +87,6 @@ _LAUNCHES = {
         64: ShareLaunch(64, 32, 8, 3, 1, 4),
         128: ShareLaunch(128, 32, 8, 2, 1, 4),
     },
-    1024: {16: ShareLaunch(16, 16, 4, 2, 1, 8)},
 }
+_FLOAT32 = ShareLaunch(16, 32, 4, 2, 2, 4), ShareLaunch(16, 16, 4, 2, 1, 8)
+"""For heads of up to 128 elements, and of more."""
