@@ -123,13 +123,15 @@ def plan(
     registry = get_registry() if registry is None else registry
     device = resolve_device(device)
     new_tokens: dict[str, Decision] = {}
+    given = specs
     if place is not None:
         refuse_layers(registry.decide_layers(specs, device, negotiate=False, **kwargs)[None], specs)
-        new_tokens = _new_tokens(registry, specs, device, kwargs)
         specs = {name: context_spec(spec) if is_sharded(spec) else spec for name, spec in specs.items()}
     choices = choose_backends(registry, specs, device, kwargs, per_phase=per_phase, uniform=uniform)
     # Pages come later, because a layer without a backend has none to agree on.
     check_served(registry, choices.decisions)
+    if place is not None:
+        new_tokens = _new_tokens(registry, given, device, _alike(kwargs, choices.decisions, uniform))
     decisions, notes = agree_on_pages(registry, choices)
     digest = registry.tuned_tables(device, kwargs.get("tuned")).digest
     if place is not None:
@@ -160,6 +162,12 @@ def plan(
         raise LayoutError("num_blocks", made.num_blocks, limit)
     _log.info("%s", made)
     return made
+
+
+def _alike(kwargs: SelectKwargs, decisions: Mapping[str, Decision], uniform: bool) -> SelectKwargs:
+    """The settings that ask for the one backend of all layers, if `uniform` did."""
+    first = next(iter(decisions.values()), None)
+    return {**kwargs, "backend": first.backend} if uniform and first is not None else kwargs
 
 
 def _new_tokens(

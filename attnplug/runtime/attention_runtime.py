@@ -462,6 +462,10 @@ class AttentionRuntime:
             raise BatchError("batch", None, "is required: give batch, direct, or both")
         if batch is not None:
             instance("batch", batch, StepBatch, remedy="make it by StepBatchBuilder.step")
+            if batch.sharded is not None and self._sharded is None:
+                limit = "must be None: the plan of this runtime has no context parallelism"
+                remedy = "make batches with the runtime's step_batch_builder()"
+                raise BatchError("batch.sharded", batch.sharded.place, limit, remedy)
         if direct is not None:
             reqs = instance("direct", direct, CommonAttentionMetadata).num_reqs
             if not self._direct_groups:

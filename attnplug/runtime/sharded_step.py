@@ -88,13 +88,14 @@ class ShardedStep:
             lengths = self.local_lens, self.local_lens_host
             return self._batch(common, *lengths, block_table_tensor=table, slot_mapping=slots)
         count = lens.shape[0]
-        starts = torch.arange(count + 1, dtype=torch.int32, device="cpu")
+        # Made on the device, because a copy from pageable memory would wait for it.
+        starts = torch.arange(count + 1, dtype=torch.int32, device=lens.device)
         return self._batch(
             common,
             lens,
             host,
-            query_start_loc=starts.to(lens.device, non_blocking=True),
-            query_start_loc_cpu=starts,
+            query_start_loc=starts,
+            query_start_loc_cpu=torch.arange(count + 1, dtype=torch.int32, device="cpu"),
             num_reqs=count,
             max_query_len=min(count, 1),
             block_table_tensor=table.index_select(0, requests),

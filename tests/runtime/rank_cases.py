@@ -249,8 +249,12 @@ def _refuses_batches_of_one_rank(group: dist.ProcessGroup) -> None:
     batch = AttentionRuntime(alone, config=config).step_batch_builder()
     batch.add_request("x", [[1]])
     runtime = AttentionRuntime(plan, config=config)
-    with pytest.raises(errors.BatchError, match=r"batch\.sharded"):
+    with pytest.raises(errors.BatchError, match=r"batch\.sharded=None must be the step of"):
         runtime.begin_step(batch.step({"x": 3}))
+    shared = runtime.step_batch_builder()
+    shared.add_request("x", [[1]])
+    with pytest.raises(errors.BatchError, match=r"batch\.sharded=.* must be None: the plan"):
+        AttentionRuntime(alone, config=config).begin_step(shared.step({"x": 3}))
 
 
 def _names_the_rank_that_raises(group: dist.ProcessGroup) -> None:

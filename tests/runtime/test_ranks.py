@@ -22,6 +22,8 @@ def test_ranks_that_share_tokens_do_what_one_rank_does(size: int, tmp_path: Path
         for rank in range(size)
     ]
     printed = [rank.communicate(timeout=300)[1].decode() for rank in ranks]
+    for result in map(Path.read_text, tmp_path.glob("*.json")):
+        assert json.loads(result)["failed"] == {}
     assert [rank.returncode for rank in ranks] == [0] * (size - 1) + [3], "\n".join(printed)
     for rank in range(size - 1):
         result = json.loads((tmp_path / f"{rank}.json").read_text())
