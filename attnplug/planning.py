@@ -123,7 +123,7 @@ def plan(
     registry = get_registry() if registry is None else registry
     device = resolve_device(device)
     new_tokens: dict[str, Decision] = {}
-    given = specs
+    layers = specs
     if place is not None:
         refuse_layers(registry.decide_layers(specs, device, negotiate=False, **kwargs)[None], specs)
         specs = {name: context_spec(spec) if is_sharded(spec) else spec for name, spec in specs.items()}
@@ -131,7 +131,7 @@ def plan(
     # Pages come later, because a layer without a backend has none to agree on.
     check_served(registry, choices.decisions)
     if place is not None:
-        new_tokens = _new_tokens(registry, given, device, _alike(kwargs, choices.decisions, uniform))
+        new_tokens = _new_tokens(registry, layers, device, _alike(kwargs, choices.decisions, uniform))
     decisions, notes = agree_on_pages(registry, choices)
     digest = registry.tuned_tables(device, kwargs.get("tuned")).digest
     if place is not None:

@@ -156,7 +156,7 @@ def combine_partials(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge the partial results of all ranks of a group; each rank calls it with its own, of equal shapes.
 
-    Nothing waits for the device and no size depends on values, so a CUDA graph can capture it. Sums are in the order
+    The host never waits for the device, and no size depends on values, so a CUDA graph can capture it. Sums are in the order
     of the ranks, and equal inputs give equal results. See `combine` for ranks without keys.
 
     Args:

@@ -196,7 +196,7 @@ class ModelPlan:
         return digests
 
     def digest(self) -> str:
-        """A digest of all that the ranks of a group must decide alike; the rank itself is left out."""
+        """A digest of all decisions that must be equal on the ranks of a group; it leaves out the rank."""
         place = self.context_parallel
         shared = None if place is None else [place.size, place.interleave]
         facts = [

@@ -68,7 +68,7 @@ class RankWatch:
 
     @contextlib.contextmanager
     def step(self, digest: str = "") -> Iterator[None]:
-        """Run the block as one step of all ranks; `digest` is of what all of them must run alike.
+        """Run the block as one step of all ranks; `digest` is text about it, equal on all of them.
 
         If the block raises, the others learn of it, and the error is raised here. RankFailureError of an exchange
         is raised with the name of the rank that caused it.

@@ -36,7 +36,7 @@ def local_offsets(
     inside = place.local_position(positions) - blocks * block_size
     # 1 on this rank and 0 on others: the products need no branch, so arrays and tensors share the code.
     own = (place.owner(positions) == place.rank) * 1
-    return inside * own + own - 1
+    return cast("_Integers", inside * own + own - 1)
 
 
 def get_dcp_local_seq_lens(

@@ -109,8 +109,8 @@ def compute_slot_mapping(
 
     Raises:
         BatchError: a list or another kind of input than num_new_tokens, ragged or negative counts, a
-            position past the table's width, `num_tokens` or `out` too small, an interleave that does not divide
-            the block size.
+            position past the table's width, `num_tokens` or `out` too small. Also for an interleave that does not
+            divide the block size.
     """
     check_count("block_size", block_size, 1)
     place = _checked(context_parallel, block_size)
