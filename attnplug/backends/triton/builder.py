@@ -20,8 +20,8 @@ _FEW_QUERIES = 16
 """Queries up to which a request is a decode: with them, reading the keys takes longer than the products."""
 _SHARED_KEYS = 512
 """The shortest prefix worth a cascade. Like the next, it is estimated and not measured yet."""
-_SPARED_KEYS = 1 << 14
-"""Keys, over all requests, that take longer to read than what a cascade adds to a step."""
+_SPARED_KEYS = 1 << 18
+"""Keys of single heads, over all requests, that take longer to read than the merge of a cascade, from the L2 too."""
 
 
 class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
@@ -114,7 +114,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         """
         decodes, _, _ = _decodes(query_lens, self.reorder_batch_threshold or 1)
         sharing = int((query_lens[:decodes] > 0).sum())
-        spared = common_prefix_len * (sharing - 1)
+        spared = common_prefix_len * (sharing - 1) * num_kv_heads
         return dcp_world_size == 1 and common_prefix_len >= _SHARED_KEYS and spared >= _SPARED_KEYS
 
 

@@ -32,6 +32,8 @@ def test_small_cells_are_right_with_both_values_of_an_option(modules, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its small cells are for the interpreter")
 def test_small_cells_of_all_kinds_are_right(modules):
     attention, _ = modules
     assert attention.main(["--suite", "serving", "--smoke", "--backends", "TRITON"]) == 0

@@ -281,18 +281,19 @@ def test_tables_of_another_group_share_no_prefix():
     [
         (16_384, [1] * 64, 1, True),
         (16_384, [1, 4, 2], 1, True),
+        (8192, [1, 4, 2], 1, False),
         (16_384, [1], 1, False),
         (16_384, [1, 0, 0], 1, False),
         (16_384, [1, 900, 900], 1, False),
         (256, [1] * 256, 1, False),
-        (1024, [1] * 8, 1, False),
-        (1024, [1] * 32, 1, True),
+        (1024, [1] * 32, 1, False),
+        (1024, [1] * 33, 1, True),
         (16_384, [1] * 64, 2, False),
     ],
 )
 def test_a_prefix_is_wanted_where_it_spares_many_keys(prefix, lens, ranks, wanted):
     found = builder_of().use_cascade_attention(
-        prefix, np.array(lens, dtype=np.int32), 4, 2, False, False, False, 132, ranks
+        prefix, np.array(lens, dtype=np.int32), 32, 8, False, False, False, 132, ranks
     )
     assert found is wanted
 
