@@ -127,7 +127,7 @@ def exit_code(problem: Exception) -> int:
         return NO_BACKEND
     is_usage = isinstance(problem, (LayoutError, MatrixFileError, PolicyError, SpecError))
     if isinstance(problem, ModelConfigError):
-        is_usage = problem.unreadable
+        is_usage = problem.unreadable or problem.argument is not None
     return BAD_USAGE if is_usage or not isinstance(problem, AttnplugError) else FAILED
 
 

@@ -86,6 +86,9 @@ def _facts(problem: Any, arguments: Sequence[str]) -> Mapping[str, object]:
         # Its sentence has the form "PATH: LIMIT; REMEDY".
         path, _, rest = str(problem).partition(": ")
         limit, _, remedy = rest.partition("; ")
+        if problem.argument is not None:
+            value, _, limit = limit.removeprefix(f"{problem.argument}=").partition(" ")
+            return {"argument": problem.argument, "value": value, "limit": limit}
         return {"argument": "CONFIG", "value": path, "limit": limit or str(problem), "remedy": remedy or None}
     if isinstance(problem, USAGE_ERROR):
         option = _argument_of(problem)

@@ -112,7 +112,7 @@ def declared_cells(
         cells, number = ([], 0) if sampled_only else _named_by(pattern, pairs, features)
         if not cells and len(lacking) == len(runs):
             ids = dict.fromkeys(finding.cell.id for run in runs for finding in run.findings)
-            raise _unmatched(pattern, number, list(ids))
+            raise _unmatched(pattern, number, list(ids), sampled_only)
         for place in lacking if cells else ():
             chosen[place] += evaluate(pairs[place].offer.backend, pairs[place].device, cells)
             what = "this combination" if len(cells) == 1 else f"its {len(cells):,} combinations"
@@ -142,7 +142,7 @@ def _named_by(pattern: str, pairs: Sequence[Pair], features: Sequence[str]) -> t
     return combinations(pattern, axes, frozenset(latents))
 
 
-def _unmatched(pattern: str, number: int, ids: Sequence[str]) -> PolicyError:
+def _unmatched(pattern: str, number: int, ids: Sequence[str], sampled_only: bool) -> PolicyError:
     from attnplug.matrix.unsampled import MOST_COMBINATIONS
 
     if number > MOST_COMBINATIONS:
@@ -152,4 +152,5 @@ def _unmatched(pattern: str, number: int, ids: Sequence[str]) -> PolicyError:
         remedy = "fp8 storage is the feature fp8_kv, and no plain layer has it"
         return PolicyError("--only", pattern, "names values that no layer has together", remedy)
     near = difflib.get_close_matches(pattern, ids, 1, 0.0)
-    return PolicyError("--only", pattern, "matches no cell", f"an id is {near[0]}" if near else None)
+    limit = "matches no sampled cell, and only these are run" if sampled_only else "matches no cell"
+    return PolicyError("--only", pattern, limit, f"an id is {near[0]}" if near else None)

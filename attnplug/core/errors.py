@@ -89,11 +89,13 @@ class UnknownBackendError(PolicyError, LookupError):
 class ModelConfigError(AttnplugError, ValueError):
     """A model configuration that cannot be read, or whose attention no LayerSpec can express.
 
-    `unreadable` is true if its file is missing, or is no configuration.
+    `unreadable` is true if its file is missing, or is no configuration. `argument` names an argument of the call that
+    does not fit the model.
     """
 
-    def __init__(self, message: str = "", *, unreadable: bool = False) -> None:
+    def __init__(self, message: str = "", *, unreadable: bool = False, argument: str | None = None) -> None:
         self.unreadable = unreadable
+        self.argument = argument
         super().__init__(message)
 
 

@@ -34,6 +34,7 @@ CODES = {
     ("select", GPT, "--device", "cpu", "--kv-cache-dtype", "fp9"): 2,
     ("select", GPT, "--device", "cpu", "--memory", "lots"): 2,
     ("select", GPT, "--device", "cpu", "--tp", "0"): 2,
+    ("select", GPT, "--device", "cpu", "--tp", "3"): 2,
     ("select", MISSING): 2,
     ("select",): 2,
     ("explain-code", "head_size"): 0,

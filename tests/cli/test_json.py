@@ -137,6 +137,7 @@ ERRORS = {
     ("explain", "--device", "gpu9"): (2, "invalid_layer", "device", "gpu9"),
     ("explain", "--backend", "NONE"): (2, "unknown_backend", None, None),
     ("select", "missing.json"): (2, "invalid_config", "CONFIG", "missing.json"),
+    ("select", GPT, "--tp", "3"): (2, "invalid_config", "tensor_parallel_size", "3"),
     ("show", "TROCH"): (2, "unknown_backend", "BACKEND", "TROCH"),
     ("show",): (2, "usage", "BACKEND", None),
     ("doctor", "NONE"): (2, "unknown_backend", "BACKEND", "NONE"),

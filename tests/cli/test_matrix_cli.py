@@ -176,7 +176,7 @@ def test_all_three_files_are_written(command):
         (("--only", "sinks/decode/d73/float16/fp9/b16/NHD"), "matches no cell; an id is "),
         (
             ("--verify", "--device", "cpu", "--only", "sinks/decode/d73/float16/auto/b16/NHD"),
-            "matches no cell",
+            "matches no sampled cell, and only these are run; an id is sinks/",
         ),
         (("--unclaimed",), "--unclaimed=True says how cells are run; add --verify"),
         (("--resume",), "--resume=True says how cells are run; add --verify"),

@@ -56,4 +56,6 @@ def parse(path: Path) -> dict[str, Any]:
 def one_line(error: BaseException, limit: int = 240) -> str:
     """The message of `error` as a single line of at most `limit` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, KeyError):  # its message is the key alone
+        text = f"KeyError: {text}"
     return text if len(text) <= limit else text[: limit - 3] + "..."

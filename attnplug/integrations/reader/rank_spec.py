@@ -12,12 +12,14 @@ def make_spec(path: str, *, num_heads: int, num_kv_heads: int, ranks: int, **fie
     """A spec with the heads divided among `ranks`; fewer KV heads than ranks are replicated."""
     if num_heads % ranks:
         raise ModelConfigError(
-            f"{path}: tensor_parallel_size={ranks} does not divide the {num_heads} attention heads"
+            f"{path}: tensor_parallel_size={ranks} does not divide the {num_heads} attention heads",
+            argument="tensor_parallel_size",
         )
     few, many = sorted((num_kv_heads, ranks))
     if many % few:
         raise ModelConfigError(
-            f"{path}: tensor_parallel_size={ranks} and the {num_kv_heads} KV heads must divide one another"
+            f"{path}: tensor_parallel_size={ranks} and the {num_kv_heads} KV heads must divide one another",
+            argument="tensor_parallel_size",
         )
     try:
         return LayerSpec(num_heads=num_heads // ranks, num_kv_heads=max(1, num_kv_heads // ranks), **fields)
