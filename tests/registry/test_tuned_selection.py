@@ -402,6 +402,22 @@ def test_a_plan_has_the_digest(written: Path) -> None:
     assert by_times.by_phase["layer"][Phase.DECODE].chosen_by == "measured"
 
 
+def test_ranks_with_unlike_tables_have_unlike_plans() -> None:
+    from attnplug import plan
+    from attnplug.errors import RankFailureError
+    from attnplug.runtime.rank_groups import compare_digests
+
+    def made(us: float) -> Any:
+        return plan({"layer": SPEC}, "cpu", registry=of(), tuned=table(row("A", 131.0), row("C", us)))
+
+    one, other = made(100.0), made(100.1)
+    assert {name: d.backend for name, d in one.decisions.items()} == {"layer": "C"}
+    assert one.digest() == made(100.0).digest() != other.digest()
+    plans = [(each.digest(), each.layer_digests()) for each in (one, one, other)]
+    with pytest.raises(RankFailureError, match=r"rank 2 of 3 planned otherwise than the others"):
+        compare_digests(plans)
+
+
 def test_a_plan_notes_pages_that_were_not_measured() -> None:
     from attnplug import plan
 
