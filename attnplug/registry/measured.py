@@ -13,6 +13,7 @@ from attnplug.registry.plugin_calls import guarded_call
 from attnplug.registry.tuned import Row, TunedLayer, TunedTable, layer_key, other_version
 
 if TYPE_CHECKING:
+    from attnplug.core.spec import Phase
     from attnplug.registry.decision import Placement
     from attnplug.registry.installed import Assumed
     from attnplug.registry.records import Offer
@@ -100,6 +101,9 @@ class _Ranking:
                 self._notes.append(f"{self._table.name} has no time of {what}: not used")
             return Ranked(self._order, None, {}, tuple(self._notes))
         own, shapes = rows[default], list(rows[default])
+        if (alone := self._one_phase(shapes)) is not None:
+            self._notes.append(f"{self._table.name} has times of {alone} only, not of both phases: not used")
+            return Ranked(self._order, None, {}, tuple(self._notes))
         # Who was not measured at every shape of the default cannot be compared with it.
         timed = {place: found for place, found in rows.items() if found.keys() >= own.keys()}
         scores = self._scores(timed, shapes)
@@ -126,6 +130,15 @@ class _Ranking:
         )
         times = {self._order[place]: found[shown].us for place, found in timed.items()}
         return Ranked([self._order[place] for place in order], measured, times, tuple(self._notes))
+
+    def _one_phase(self, shapes: Sequence[int]) -> Phase | None:
+        """The one phase that was measured where the choice is for both; None if that is enough."""
+        spec = self._placement.spec
+        # The fastest backend of one phase may be the slowest of the other; an encoder has one phase only.
+        if self._placement.phase is not None or spec.is_encoder or spec.direct_kv:
+            return None
+        phases = {self._layer.workload[shape][0].phase for shape in shapes}
+        return next(iter(phases)) if len(phases) == 1 else None
 
     def _rows_of(self, offer: Offer, here: bool) -> Rows | None:
         """The rows of an offer that apply here, by shape; None if it failed when it was measured."""

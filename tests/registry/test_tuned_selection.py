@@ -37,6 +37,11 @@ def row(name: str, us: float, shape: StepShape = DECODE, **facts: Any) -> Row:
     return Row(subject, shape, us=us, **given)
 
 
+def of_both(name: str, us: float, **facts: Any) -> tuple[Row, Row]:
+    """Equal times in both phases."""
+    return row(name, us, **facts), row(name, us, PREFILL, **facts)
+
+
 def table(
     *rows: Row, spec: LayerSpec = SPEC, count: int = 1, device: Device = CPU, **facts: Any
 ) -> TunedTable:
@@ -130,6 +135,17 @@ def test_both_phases_weigh_where_one_backend_serves_both() -> None:
     tuned = table(*rows)
     chosen = {phase: found(tuned, phase=phase).backend for phase in (None, *Phase)}
     assert chosen == {None: "A", Phase.DECODE: "C", Phase.PREFILL: "A"}
+
+
+def test_times_of_one_phase_say_nothing_about_both() -> None:
+    tuned = table(row("A", 131.0), row("C", 100.0))
+    assert found(tuned).backend == "C"
+    both = found(tuned, phase=None)
+    assert (both.backend, both.chosen_by, both.measured) == ("A", "priority", None)
+    assert both.notes[0].endswith("has times of decode only, not of both phases: not used")
+    encoder = SPEC.replace(attn_type="encoder_only", causal=False)
+    whole = table(row("A", 131.0, PREFILL), row("C", 100.0, PREFILL), spec=encoder)
+    assert found(whole, encoder, phase=None).backend == "C"
 
 
 # What it cannot do
@@ -408,7 +424,9 @@ def test_ranks_with_unlike_tables_have_unlike_plans() -> None:
     from attnplug.runtime.rank_groups import compare_digests
 
     def made(us: float) -> Any:
-        return plan({"layer": SPEC}, "cpu", registry=of(), tuned=table(row("A", 131.0), row("C", us)))
+        return plan(
+            {"layer": SPEC}, "cpu", registry=of(), tuned=table(*of_both("A", 131.0), *of_both("C", us))
+        )
 
     one, other = made(100.0), made(100.1)
     assert {name: d.backend for name, d in one.decisions.items()} == {"layer": "C"}
@@ -428,7 +446,7 @@ def test_a_plan_notes_pages_that_were_not_measured() -> None:
         }
 
     both = registry(backend("WIDE", 10, **sizes(64, 16)), backend("ODD", 90, **sizes(16)))
-    tuned = table(row("ODD", 200.0), row("WIDE", 100.0, pages=(64, "NHD")))
+    tuned = table(*of_both("ODD", 200.0), *of_both("WIDE", 100.0, pages=(64, "NHD")))
     made = plan({"a": SPEC, "b": SPEC.replace(logits_soft_cap=30.0)}, "cpu", registry=both, tuned=tuned)
     assert {name: (d.backend, d.block_size) for name, d in made.decisions.items()} == {
         "a": ("WIDE", 16),
