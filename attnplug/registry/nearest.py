@@ -76,7 +76,7 @@ class NearMiss:
 
 def only_reference_serves(decision: Decision) -> bool:
     """Whether a layer on a GPU is served by attnplug's reference alone, which is made for correctness, not speed."""
-    if decision.device.type == "cpu" or decision.chosen is None or decision.chosen_by != "priority":
+    if decision.device.type == "cpu" or decision.chosen is None or decision.rule is not None:
         return False
     # Priority 0 is kept for the reference.
     return all(candidate.priority == 0 for candidate in decision.candidates if candidate.accepted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -176,3 +177,12 @@ def test_another_accepted_backend_means_no_advice():
     assert not only_reference_serves(decision)
     assert advice_for([decision]) == {}
     assert json.loads(decision.to_json())["backend"] == "TRITON"
+
+
+@pytest.mark.parametrize("chosen_by", ["priority", "measured", "rank"])
+def test_only_a_rule_of_the_user_needs_no_warning(chosen_by):
+    decision = attnplug.explain(SPEC, "t4", assume_installed={"triton": "3.7.1"})
+    assert only_reference_serves(dataclasses.replace(decision, chosen_by=chosen_by))
+    asked = attnplug.explain(SPEC, "t4", backend="TORCH", assume_installed={"triton": "3.7.1"})
+    assert asked.backend == "TORCH"
+    assert not only_reference_serves(asked)
