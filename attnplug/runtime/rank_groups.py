@@ -58,6 +58,8 @@ def context_parallel(group: dist.ProcessGroup | DeviceMesh, interleave: int = 1)
 def check_same_plan(plan: ModelPlan, group: dist.ProcessGroup) -> None:
     """Compare the decisions of a plan across ranks by their digest; every rank of the group calls it.
 
+    With NCCL each process must have set its own GPU by `torch.cuda.set_device` before.
+
     Raises:
         RankFailureError: a rank planned otherwise than rank 0. It names the ranks, and on such a rank the first layer.
     """

@@ -48,7 +48,8 @@ class RankWatch:
     Args:
         group: of gloo, for these messages alone: `torch.distributed.new_group(backend="gloo")`.
         timeout: seconds that a rank waits for the others, after its own part is done. The groups of the model need
-            a timeout too, in `init_process_group` or `new_group`, because their exchanges wait as long as that.
+            a timeout too, in `init_process_group` or `new_group`, because their exchanges wait as long as that. Give
+            groups of NCCL a longer one than this: when it is over, NCCL ends the process without naming a rank.
         device: a GPU whose work ends with the step; the step waits for it, but not longer than `timeout`.
 
     Raises:

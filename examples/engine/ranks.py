@@ -108,7 +108,8 @@ def joined_ranks(
     if size == 1:
         yield Ranks()
         return
-    limit = dt.timedelta(seconds=timeout)
+    # NCCL ends the process when its time is over, so the watch must be the first to give up.
+    limit = dt.timedelta(seconds=2 * timeout if device.type == "cuda" else timeout)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit)
