@@ -12,9 +12,17 @@ from rich.text import Text
 from attnplug.core.text import safe_text
 from attnplug.core.whole_words import Paragraph
 
+_UNKNOWN_WIDTH = 80
+
 
 class SafeConsole(Console):
     """A rich Console that escapes what text could do to a terminal; colours and styles are rich's own."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # Terminals that do not know their size say COLUMNS=0, with which rich prints nothing.
+        if self.width < 1:
+            self.width = _UNKNOWN_WIDTH
 
     def print(self, *objects: Any, soft_wrap: bool | None = None, **settings: Any) -> None:
         """As rich, but each text is a paragraph, and a word that is wider than the terminal is not cut."""

@@ -160,3 +160,11 @@ def test_a_terminal_has_colours_and_a_file_has_none(run, monkeypatch):
     assert "\x1b[31mrefused" in coloured
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[" not in run("explain", "--device", "h100").out
+
+
+def test_a_terminal_without_a_known_width_has_80_columns(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    usual = run("explain", "--device", "h100").out
+    assert usual.startswith("TRITON on sm90\n")
+    monkeypatch.setenv("COLUMNS", "0")
+    assert run("explain", "--device", "h100").out == usual
