@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from attnplug.backends.impl import own_slots
+from attnplug.backends.triton.impl import TritonImpl
 from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.workspace import Workspace
 from attnplug.core.errors import BatchError
@@ -17,7 +18,7 @@ from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder,
 from attnplug.ops.calls import check_spans
 
 _FEW_QUERIES = 16
-"""Queries up to which a request is a decode: with them, reading the keys takes longer than the products."""
+"""Queries up to which a request is a decode if shares divide its keys: reading them takes longer than the products."""
 _SHARED_KEYS = 512
 """The shortest prefix worth a cascade. Like the next, it is estimated and not measured yet."""
 _SPARED_KEYS = 1 << 18
@@ -32,7 +33,10 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._init_reorder_batch_threshold(_FEW_QUERIES, supports_spec_as_decode=True)
+        impls = (getattr(self.config.layers.get(name), "impl", None) for name in self.layer_names)
+        self._by_shares = any(isinstance(impl, TritonImpl) and impl.by_shares for impl in impls)
+        few = _FEW_QUERIES if self._by_shares else 1
+        self._init_reorder_batch_threshold(few, supports_spec_as_decode=True)
         self._workspace = Workspace(self.config.max_num_seqs, self.device)
 
     def build(
@@ -59,6 +63,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         _check_prefix(common_prefix_len, common, lens)
         # Reading lengths from the device would make the host wait, so only lengths on the host count.
         known = common.seq_lens_host if common.seq_lens_host_exact and decodes < reqs else None
+        # A row of the prefix has no span: its tile has rows of several requests.
+        has_prefix = self._by_shares and decodes > 1 and common.mm_prefix_spans is None
         metadata = TritonMetadata(
             slot_mapping=own_slots(self.kv_cache_spec, common.slot_mapping, tokens),
             block_table=common.block_table_tensor,
@@ -75,9 +81,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             causal=common.causal,
             workspace=self._workspace,
             spans=common.mm_prefix_spans,
-            drafted_len=1 + self.config.num_speculative_tokens,
-            # A row of the prefix has no span: its tile has rows of several requests.
-            prefix_len=common_prefix_len if decodes > 1 and common.mm_prefix_spans is None else 0,
+            prefix_len=common_prefix_len if has_prefix else 0,
         )
         # Plans are made before any layer runs, because a captured graph must not contain them.
         self._workspace.begin_step(metadata)
@@ -112,6 +116,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
         Under context parallelism a rank has a part of the prefix only.
         """
+        if not self._by_shares:
+            return False
         decodes, _, _ = _decodes(query_lens, self.reorder_batch_threshold or 1)
         sharing = int((query_lens[:decodes] > 0).sum())
         spared = common_prefix_len * (sharing - 1) * num_kv_heads

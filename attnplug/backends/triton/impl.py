@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, TypeAlias
 
 import torch
@@ -84,7 +85,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
                 return output
             pages = self._pages_of(kv_cache)
             if meta.max_decode_len:
-                if self._decodes_by_shares(meta):
+                if self.by_shares:
                     tokens, table = meta.num_decode_tokens, meta.block_table
                     _by_shares(bound, meta, call, pages, meta.decode_shares, table, tokens)
                 else:
@@ -94,7 +95,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
                 first, reqs = meta.num_decode_tokens, meta.num_reqs - meta.num_decodes
                 tokens = meta.num_actual_tokens - first
                 # Prompts see few keys, and their tiles have unlike numbers of them.
-                if meta.all_new or bound.fills_gpu(tokens, reqs):
+                if not self.by_shares or meta.all_new or bound.fills_gpu(tokens, reqs):
                     keys = self._given(key, value, meta) or (pages.k, pages.v)
                     batch = starts, lens, table, starts
                     _prefill(bound, meta, call, keys, batch, (first, reqs), meta.max_query_len)
@@ -102,11 +103,10 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
                     _by_shares(bound, meta, call, pages, meta.other_shares, table, tokens)
         return output
 
-    def _decodes_by_shares(self, meta: TritonMetadata) -> bool:
-        """Whether all programs take equal shares of the decodes' keys, instead of items of single requests."""
-        # The items' kernel is tuned for drafts at most, and does not know prefixes.
-        has_more = meta.max_decode_len > meta.drafted_len or meta.prefix_len > 0
-        return has_more or (self.options is not None and self.options.decode_split == "shares")
+    @functools.cached_property
+    def by_shares(self) -> bool:
+        """Whether all programs take equal shares of a step's keys, instead of items of single requests."""
+        return self.options is not None and self.options.decode_split == "shares"
 
     def _attend_given(
         self,

@@ -34,7 +34,6 @@ class TritonMetadata(AttentionMetadata):
         causal: of the batch; it may only narrow the layer's spec.
         workspace: buffers and split plans, shared by the builder's steps.
         spans: int32 `[at least T, 2]`, the multimodal span of each query; None if the batch has none.
-        drafted_len: the most queries of a request that only verifies its drafts.
         prefix_len: computed keys that all decodes share, to be attended once for all of them; 0 without.
         step: the step's number in the workspace.
         others: query starts, lengths, pages and key starts of the requests after the decodes.
@@ -57,7 +56,6 @@ class TritonMetadata(AttentionMetadata):
     causal: bool
     workspace: Workspace
     spans: torch.Tensor | None = None
-    drafted_len: int = 1
     prefix_len: int = 0
     step: int = 0
     others: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = dataclasses.field(init=False)

@@ -17,8 +17,8 @@ class Options:
     Args:
         decode_split: how decodes are divided over the GPU. With "requests", the keys of each request are cut into
             about equal items. With "shares", every program takes an equal share of all keys, across the borders of
-            requests, which suits requests of unlike lengths. Steps with more queries per request than drafts, and
-            prefixes that requests share, always use shares.
+            requests, which suits requests of unlike lengths. Up to 16 queries per request are then decodes too,
+            longer extends take shares where their tiles are few, and a prefix that requests share is read once.
 
     Raises:
         PolicyError: another value.

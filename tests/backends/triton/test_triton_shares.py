@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,11 +16,12 @@ pytest.importorskip("triton")
 
 from attnplug.backends.triton import TritonBackend, bindings
 from attnplug.backends.triton import impl as triton_impl
+from attnplug.backends.triton.builder import TritonMetadataBuilder
 from attnplug.backends.triton.launch import Gpu, tile_side
 from attnplug.backends.triton.options import Options
 from attnplug.backends.triton.share_launch import ShareLaunch, share_launch
 from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep
-from attnplug.core import BuilderConfig, LayerSpec
+from attnplug.core import BuilderConfig, LayerSpec, LayerTensors
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.errors import BatchError, PolicyError
 from attnplug.ops.reach import Reach
@@ -45,6 +47,17 @@ def small(monkeypatch):
         monkeypatch.setattr(bindings, "share_launch", lambda *sizes: launch)
 
     return shrink
+
+
+def builder_of(
+    spec: LayerSpec = SPEC, options: Options | None = SHARES, **limits: int
+) -> TritonMetadataBuilder:
+    """A builder of one layer with these options."""
+    plain = spec.replace(has_sinks=False, has_alibi=False)
+    impl = make_impl(TritonBackend, plain, LayerTensors(), options=options)
+    config = BuilderConfig(layers={"layer": SimpleNamespace(impl=impl)}, **limits)
+    cache = kv_cache_spec_for(spec, spec.block_size)
+    return TritonBackend.get_builder_cls()(cache, ["layer"], config, torch.device(DEVICE))
 
 
 def check(spec: LayerSpec, new: list[int], tokens: list[int], options: Options = SHARES, **fields) -> None:
@@ -123,9 +136,7 @@ LENGTHS = ([2, 60, 3, 119], [90, 2, 2, 2], [90, 60, 33, 120], [44, 45, 17, 16])
 def attend_of(batch: Batch, options: Options):
     """A builder, and a function that attends its metadata on the batch's tensors."""
     impl = make_impl(TritonBackend, batch.spec, batch.tensors, options=options)
-    cache = kv_cache_spec_for(batch.spec, batch.spec.block_size)
-    config = BuilderConfig(max_num_seqs=4, num_speculative_tokens=1)
-    builder = TritonBackend.get_builder_cls()(cache, ["layer"], config, batch.query.device)
+    builder = builder_of(batch.spec, options, max_num_seqs=4, num_speculative_tokens=1)
 
     def attend(metadata, into: Answer) -> Answer:
         given = batch.query, batch.key, batch.value, batch.kv_cache
@@ -204,9 +215,8 @@ class Cascade:
         return share_prefix(batch, shared // size, size)
 
     def run(self, batch: Batch, prefix: int, impl=None) -> Answer:
-        impl = impl or make_impl(TritonBackend, batch.spec, batch.tensors, options=Options())
-        cache = kv_cache_spec_for(self.spec, self.spec.block_size)
-        builder = TritonBackend.get_builder_cls()(cache, ["layer"], BuilderConfig(), batch.query.device)
+        impl = impl or make_impl(TritonBackend, batch.spec, batch.tensors, options=SHARES)
+        builder = builder_of(self.spec)
         into = blank_answer(batch)
         given = batch.query, batch.key, batch.value, batch.kv_cache
         impl.forward(None, *given, builder.build(prefix, batch.common), into.output, output_lse=into.lse)
@@ -258,11 +268,6 @@ def test_a_prefix_that_no_request_can_share_is_refused():
             cascade.run(batch, prefix)
 
 
-def builder_of(**limits):
-    cache = kv_cache_spec_for(SPEC, 16)
-    return TritonBackend.get_builder_cls()(cache, ["layer"], BuilderConfig(**limits), torch.device(DEVICE))
-
-
 def test_tables_of_another_group_share_no_prefix():
     cascade = Cascade(SPEC)
     batch, other = (cascade.batch([1, 1], [140, 133], shared) for shared in (128, 0))
@@ -270,7 +275,7 @@ def test_tables_of_another_group_share_no_prefix():
     made = builder.build(128, batch.common)
     swapped = builder.update_block_table(made, other.common.block_table_tensor, other.common.slot_mapping)
     for step, metadata in ((batch, made), (other, swapped), (batch, made)):
-        impl, into = make_impl(TritonBackend, SPEC, step.tensors, options=Options()), blank_answer(step)
+        impl, into = make_impl(TritonBackend, SPEC, step.tensors, options=SHARES), blank_answer(step)
         given = step.query, step.key, step.value, step.kv_cache
         impl.forward(None, *given, metadata, into.output, output_lse=into.lse)
         assert difference(step, into) is None
@@ -314,8 +319,7 @@ def served(monkeypatch):
         batch = paged_batch(spec, new, tokens, device=DEVICE)
         impl = make_impl(TritonBackend, spec, batch.tensors, options=options)
         into = blank_answer(batch)
-        cache = kv_cache_spec_for(spec, 16)
-        builder = TritonBackend.get_builder_cls()(cache, ["l"], BuilderConfig(**limits), batch.query.device)
+        builder = builder_of(spec, options, **limits)
         given = batch.query, batch.key, batch.value, batch.kv_cache
         impl.forward(None, *given, builder.build(prefix, batch.common), into.output, output_lse=into.lse)
         return list(found)
@@ -330,26 +334,32 @@ def test_decodes_are_divided_as_the_option_says(served):
     assert served([3, 1], [40, 90], num_speculative_tokens=2) == ["items"]
 
 
-def test_short_queries_that_are_no_drafts_are_divided_in_shares(served):
-    assert served([3, 1], [40, 90]) == ["shares"]
-    assert served([16, 1], [40, 90], num_speculative_tokens=2) == ["shares"]
+@pytest.mark.parametrize("queries", [3, 16])
+def test_queries_that_are_no_drafts_are_divided_in_shares_only(served, queries):
+    assert served([queries, 1], [40, 90], SHARES) == ["shares"]
+    assert served([1, queries], [90, 40]) == ["items", "prefill"]
 
 
-def test_a_shared_prefix_is_divided_in_shares(served):
-    assert served([1, 1], [40, 90], prefix=32) == ["shares"]
-    assert served([1, 60], [40, 90], prefix=16) == ["items", "shares"]
+def test_a_shared_prefix_is_divided_in_shares_only(served):
+    assert served([1, 1], [40, 90], SHARES, prefix=32) == ["shares"]
+    assert served([1, 60], [40, 90], SHARES, prefix=16) == ["shares", "shares"]
+    assert served([1, 1], [40, 90], prefix=32) == ["items"]
+    assert not builder_of(options=None).use_cascade_attention(
+        16_384, np.ones(64, dtype=np.int32), 32, 8, False, False, False, 132, 1
+    )
 
 
 def test_longer_queries_are_divided_where_their_tiles_would_leave_most_of_the_gpu_idle(served):
-    assert served([60], [90]) == ["shares"]
-    assert served([1, 60], [90, 90]) == ["items", "shares"]
-    assert served([60] * 70, [90] * 70) == ["prefill"]
+    assert served([60], [90], SHARES) == ["shares"]
+    assert served([1, 60], [90, 90], SHARES) == ["shares", "shares"]
+    assert served([60] * 70, [90] * 70, SHARES) == ["prefill"]
     # Prompts see each other's keys only: there are few keys to divide.
-    assert served([60], [60]) == ["prefill"]
+    assert served([60], [60], SHARES) == ["prefill"]
+    assert served([60], [90]) == ["prefill"]
 
 
 def test_steps_of_both_kinds_are_right():
-    check(SPEC, [1, 20, 33], [70, 90, 33], Options())
+    check(SPEC, [1, 20, 33], [70, 90, 33], SHARES)
 
 
 @settings(max_examples=25)
