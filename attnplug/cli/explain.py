@@ -37,18 +37,23 @@ _layer = functools.partial(typer.Option, rich_help_panel="The layer")
 
 
 def explain(
-    num_heads: Annotated[int, _layer(help="Query heads.")] = 32,
-    num_kv_heads: Annotated[int | None, _layer(help="Key and value heads \\[default: as num-heads].")] = None,
-    head_size: Annotated[int, _layer(help="Elements per head.")] = 128,
+    num_heads: Annotated[int, _layer(metavar="N", help="Query heads.")] = 32,
+    num_kv_heads: Annotated[
+        int | None, _layer(metavar="N", help="Key and value heads \\[default: as num-heads].")
+    ] = None,
+    head_size: Annotated[int, _layer(metavar="N", help="Elements per head.")] = 128,
     dtype: Annotated[
-        str, _layer(help="float16, bfloat16 or float32.", autocompletion=completion.dtypes)
+        str,
+        _layer(metavar="DTYPE", help="float16, bfloat16 or float32.", autocompletion=completion.dtypes),
     ] = "bfloat16",
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = None,
     attn_type: Annotated[AttentionType, _layer(help="Kind of attention.")] = AttentionType.DECODER,
     causal: Annotated[bool | None, _layer(help="\\[default: causal for a decoder]")] = None,
-    scale: Annotated[float | None, _layer(help="Softmax scale.")] = None,
-    sliding_window: Annotated[int | None, _layer(help="Keys that a query sees, including its own.")] = None,
+    scale: Annotated[float | None, _layer(metavar="X", help="Softmax scale.")] = None,
+    sliding_window: Annotated[
+        int | None, _layer(metavar="N", help="Keys that a query sees, including its own.")
+    ] = None,
     device: DeviceText = "current",
     phase: PhaseChoice = None,
     backend: BackendRules = None,
@@ -106,7 +111,8 @@ def _option(flag: Feature) -> inspect.Parameter:
     """The option of a feature, as typer reads it from a signature."""
     row = flag.ask
     kind = str if row.parse else type(row.values[0])
-    option = _layer(row.option, metavar=row.metavar, help=row.help)
+    metavar = row.metavar or {int: "N", float: "X"}.get(kind)
+    option = _layer(row.option, metavar=metavar, help=row.help)
     default, hint = (False, bool) if kind is bool else (None, kind | None)
     return inspect.Parameter(
         row.field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option]
