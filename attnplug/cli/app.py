@@ -53,7 +53,7 @@ app = typer.Typer(
     cls=HelpfulGroup,
     help=_HELP,
     epilog="Example: attnplug select examples/models/gpt-oss-20b.json --device h100\n"
-    "Exit codes: 0 success, 1 other failure, 2 bad usage, 3 a layer without a backend, 130 interrupted.",
+    "Exit codes: 0 success, 1 other failure, 2 bad usage, 3 a layer without a backend, 4 a refuted claim, 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
