@@ -20,7 +20,7 @@ from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.core.parts import make_builder
 from attnplug.registry.decision import Decision
 from attnplug.runtime.allocation import init_kv_cache
-from attnplug.runtime.arguments import instance, integer, torch_device
+from attnplug.runtime.arguments import instance, integer
 from attnplug.runtime.attention_groups import (
     AttentionGroup,
     build_attn_metadata,
@@ -39,6 +39,13 @@ from attnplug.runtime.engine_caches import (
 )
 from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.model_plan import ModelPlan
+from attnplug.runtime.plan_limits import (
+    check_sharing,
+    context_chunk_rows,
+    device_of,
+    last_readers,
+    longest_sequence,
+)
 from attnplug.runtime.runtime_layer import RuntimeLayer, tensors_of_layers
 from attnplug.runtime.selections import check_given, check_values, first_sparse, widest_topk
 from attnplug.runtime.step_batch import StepBatch, StepBatchBuilder
@@ -109,9 +116,9 @@ class AttentionRuntime:
         instance("kv_sharing_fast_prefill", kv_sharing_fast_prefill, bool, LayoutError)
         if debug is not None:
             instance("debug", debug, bool, LayoutError)
-        self.fast_prefill_layers = _last_readers(plan) if kv_sharing_fast_prefill else ()
+        self.fast_prefill_layers = last_readers(plan) if kv_sharing_fast_prefill else ()
         """The layers of fast prefill, in the order of the plan."""
-        self.device = _device(plan, device)
+        self.device = device_of(plan, device)
         # "cuda" means the current GPU, which only a tensor's device tells.
         self._home = torch.empty(0, device=self.device).device
         self.debug = os.environ.get(_DEBUG, "") not in ("", "0") if debug is None else debug
@@ -120,13 +127,13 @@ class AttentionRuntime:
         if groups and plan.num_blocks is None:
             raise LayoutError("plan.num_blocks", None, "is required", "plan with num_blocks or memory")
         config = BuilderConfig() if config is None else instance("config", config, BuilderConfig, SpecError)
-        rows = _context_chunk_rows(plan, config)
+        rows = context_chunk_rows(plan, config)
         ranks = config.decode_context_parallel_size
         if ranks > 1:
             limit = "must be 1: the builders of this runtime see the keys of one rank as an ordinary batch"
             remedy = "plan with context_parallel=attnplug.runtime.context_parallel(group)"
             raise PolicyError("config.decode_context_parallel_size", ranks, limit, remedy)
-        _check_sharing(plan, context_parallel, self.fast_prefill_layers)
+        check_sharing(plan, context_parallel, self.fast_prefill_layers)
         tensors_by_layer = tensors_of_layers(plan, {} if layer_tensors is None else layer_tensors)
         self.layers = {
             name: RuntimeLayer(name, plan.decisions[name], tensors, self.device, plan.kv_sharing.get(name))
@@ -532,69 +539,3 @@ def _check_spans(field: str, common: CommonAttentionMetadata, layer: str | None)
         raise BatchError(
             f"{field}.mm_prefix_spans", None, f"is required: layer {layer} has mm_prefix", remedy
         )
-
-
-def _check_sharing(plan: ModelPlan, place: ContextParallel | None, fast_prefill: Collection[str]) -> None:
-    """LayoutError for a place without a plan for it, or with layers that compute only some tokens of a step."""
-    if place is not None and plan.context_parallel is None:
-        remedy = "plan with context_parallel, or leave it out"
-        raise LayoutError("context_parallel", place, "is not what the plan was made for", remedy)
-    if plan.context_parallel is not None and fast_prefill:
-        limit = f"is not served under context parallelism, where layer {next(iter(fast_prefill))} needs all tokens"
-        raise LayoutError("kv_sharing_fast_prefill", True, limit, "leave it False")
-
-
-def _context_chunk_rows(plan: ModelPlan, config: BuilderConfig) -> int:
-    """The rows of the prefill workspace; LayoutError for more than the plan's memory counts."""
-    rows = config.context_chunk_rows
-    if rows is None:
-        return plan.context_chunk_rows
-    if plan.memory is not None and rows > plan.context_chunk_rows:
-        limit = f"must be at most {plan.context_chunk_rows}, which the plan's memory counts"
-        remedy = f"plan with context_chunk_rows={rows}"
-        raise LayoutError("config.context_chunk_rows", rows, limit, remedy)
-    return rows
-
-
-def _last_readers(plan: ModelPlan) -> tuple[str, ...]:
-    """The longest run of layers at the end that read the pages of others: no layer after them needs all tokens."""
-    names = list(plan.decisions)
-    last = list(itertools.takewhile(plan.kv_sharing.__contains__, reversed(names)))
-    if not last:
-        found = names[-1] if names else None
-        limit = "needs last layers that read the pages of others: the last layer has its own"
-        raise LayoutError("kv_sharing_fast_prefill", found, limit, "leave it False")
-    sparse = next((name for name in last if plan.specs[name].sparse is not None), None)
-    if sparse is not None:
-        limit = "is sparse: a step's selection has a row for every token, not for the wanted ones"
-        raise LayoutError("kv_sharing_fast_prefill", sparse, limit, "leave it False")
-    return tuple(reversed(last))
-
-
-def longest_sequence(config: BuilderConfig, max_model_len: int | None) -> int:
-    """`max_model_len`, by default the configuration's.
-
-    Raises:
-        BatchError: both are None, or the length is above the configuration's.
-    """
-    limit = config.max_model_len
-    if max_model_len is not None:
-        max_model_len = integer("max_model_len", max_model_len)
-    if max_model_len is None:
-        if limit is None:
-            raise BatchError("max_model_len", None, "is required: config.max_model_len is None too")
-        return limit
-    if limit is not None and max_model_len > limit:
-        raise BatchError("max_model_len", max_model_len, f"must be at most config.max_model_len={limit}")
-    return max_model_len
-
-
-def _device(plan: ModelPlan, device: torch.device | str | None) -> torch.device:
-    # torch names ROCm devices "cuda".
-    planned = {"rocm": "cuda"}.get(plan.device.type, plan.device.type)
-    where = torch_device("device", planned if device is None else device, LayoutError)
-    if where.type != planned:
-        raise LayoutError(
-            "device", str(where), f"is not the device of the plan: {plan.device}", "plan for it"
-        )
-    return where

@@ -13,10 +13,11 @@ from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadata, CommonAttentionMetadata
 from attnplug.runtime.arguments import instance, integer
 from attnplug.runtime.attention_groups import build_attn_metadata
-from attnplug.runtime.attention_runtime import AttentionRuntime, longest_sequence
+from attnplug.runtime.attention_runtime import AttentionRuntime
 from attnplug.runtime.batch_checks import check_groups
 from attnplug.runtime.graph_buffers import GraphInputBuffers as GraphInputBuffers
 from attnplug.runtime.grouping import cross_groups
+from attnplug.runtime.plan_limits import longest_sequence
 from attnplug.runtime.sharded_step import ShardedStep
 from attnplug.runtime.sharding import shares_tokens
 from attnplug.runtime.step_batch import StepBatch
