@@ -28,7 +28,7 @@ _SAMPLES = {
     ),
     # Each of these runs many cases or steps; a plain run keeps another of its kind.
     "test_flashinfer_conformance_cpu.py": Sample(
-        5,
+        10,
         (
             *("options/", "refused/never-after-acceptance"),
             *("state/memory", "state/like-layers", "state/dropped-layers"),

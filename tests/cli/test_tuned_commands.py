@@ -101,6 +101,7 @@ def test_a_foreign_device_and_a_damaged_table_are_said(run, tmp_path):
     assert "--no-tuned" in damaged.json["error"]["remedy"]
 
 
+@pytest.mark.slow
 def test_tune_writes_a_table_that_select_reads(run, tmp_path):
     done = run("tune", QWEN, "--device", "cpu", "--workload", "decode 1 x 32", "--json")
     assert done.code == 0, done.err

@@ -97,6 +97,7 @@ print([path.name for path in script["stale"](matrix)])
     assert done.stdout == "['compatibility.md', 'README.md']\n", done.stderr
 
 
+@pytest.mark.slow
 def test_what_was_run_stands_before_what_is_only_declared(script: ModuleType, tmp_path: Path) -> None:
     write_matrix(Matrix((verified("TRITON", "sm90", "NVIDIA H200"),)), tmp_path / "matrix-triton-h200.json")
     matrix = script.docs_matrix(tmp_path)
@@ -106,6 +107,7 @@ def test_what_was_run_stands_before_what_is_only_declared(script: ModuleType, tm
     assert devices == ["sm90 (NVIDIA H200)", "cpu", "sm80", "sm100", "rocm:9.4"]
 
 
+@pytest.mark.slow
 def test_a_cell_that_no_run_has_tried_is_as_the_class_declares_it_today(
     script: ModuleType, tmp_path: Path
 ) -> None:
@@ -137,10 +139,12 @@ def test_a_cell_that_was_verified_and_is_refused_today_is_refused(script: Module
     assert found[lost].why[0].startswith("head_size not supported: 20")
 
 
+@pytest.mark.slow
 def test_declarations_have_no_date_that_would_make_the_page_stale(script: ModuleType, tmp_path: Path) -> None:
     assert {(run.date, run.commit) for run in script.docs_matrix(tmp_path).runs} == {("", None)}
 
 
+@pytest.mark.slow
 def test_the_table_shows_a_backend_where_most_of_it_was_run(script: ModuleType, tmp_path: Path) -> None:
     write_matrix(Matrix((verified("TRITON", "sm90", "NVIDIA H200"),)), tmp_path / "matrix-1.json")
     write_matrix(Matrix((verified("TORCH", "cpu", "some CPU"),)), tmp_path / "matrix-2.json")

@@ -15,8 +15,13 @@ from workplace import readers_environment
 RUN_PAGES = [
     page for page in PAGES if any(f.language in ("console", "pycon", "python") for f in fences(page))
 ]
-# These run whole kits and matrices.
-_LONG = ("concepts/matrix.md", "guides/ship-a-backend.md", "performance/libraries.md")
+# These run kits, matrices, models or processes for several seconds.
+_LONG = (
+    *("concepts/context-parallel.md", "concepts/matrix.md"),
+    *("guides/options.md", "guides/port-from-vllm.md", "guides/ship-a-backend.md"),
+    *("guides/ship-an-mla-backend.md", "guides/transformers.md", "guides/tune.md"),
+    *("performance/libraries.md", "performance/triton.md"),
+)
 PROGRAMS = ("attnplug", "cat", "ls", "pip", "pytest", "python", "torchrun")
 OPTIONS = {
     "console": {"data-exit", "data-not-run"},

@@ -49,6 +49,7 @@ def test_heads_that_ranks_cannot_split_are_refused() -> None:
     )
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_is_refused() -> None:
     script = ROOT / "examples/engine/serve.py"
     done = subprocess.run(

@@ -96,6 +96,7 @@ def test_tokens_are_those_of_ordinary_generation(family: str, changes: Any, refe
     assert one_by_one(ours) == expected
 
 
+@pytest.mark.slow
 def test_transformers_own_paged_attention_drops_the_cap() -> None:
     """What the comparison above would show if the cap were dropped."""
     _, eager = DECODERS["gemma2"].pair(**CAP)

@@ -263,6 +263,7 @@ except attnplug.errors.BackendUnavailableError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_hostile_door_that_raises_passes_the_layer_on_but_not_where_it_is_asked_for(
     run_with_plugins: RunWithPlugins,
 ) -> None:

@@ -401,6 +401,7 @@ def test_cases_are_searched_only_if_a_pattern_may_match_one(patterns, has_cases)
     assert "declaration/name" in ids
 
 
+@pytest.mark.slow
 def test_a_pattern_that_matches_nothing_brings_the_whole_list_for_the_message():
     listing = list_checks(SuiteRequest("TORCH", "cpu", only=("declaration/nme",)), 120)
     assert isinstance(listing, Listing)
@@ -499,6 +500,7 @@ def test_the_child_reports_bad_usage_as_such(monkeypatch, tmp_path):
     assert codes == [0]
 
 
+@pytest.mark.slow
 def test_a_gpu_with_a_number_becomes_the_current_one(monkeypatch):
     import torch
 

@@ -100,6 +100,7 @@ def test_a_cap_that_is_ignored_is_caught_within_the_wider_bounds_of_half_precisi
     assert capped[0].id in found
 
 
+@pytest.mark.slow
 def test_torch_passes() -> None:
     assert failures(TorchBackend, correctness.checks) == {}
 

@@ -48,6 +48,7 @@ def test_a_build_without_something_declared_is_refused(switch):
     assert f"built with FLASHATTENTION_DISABLE_{switch}; build it without" in told
 
 
+@pytest.mark.slow
 def test_operators_that_are_missing_or_take_less_are_refused():
     assert "registers no operator get_scheduler_metadata" in bound("library.define(FA3_FWD)")
     less = "library.define(FA3_FWD.replace('Tensor? page_table = None, ', '')); library.define(FA3_SCHEDULE)"

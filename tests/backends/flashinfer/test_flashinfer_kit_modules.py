@@ -19,6 +19,7 @@ def listed(*arguments: str) -> list[str]:
     return [line.strip() for line in modules]
 
 
+@pytest.mark.slow
 def test_the_smoke_level_of_the_kit_needs_few_modules() -> None:
     modules = listed("--kit", "smoke")
     assert "fa2 for head size 64, float16 over float16" in modules

@@ -16,7 +16,7 @@ _LEFT_OUT = (
     "declared/",
 )
 _PLAIN = frozenset(("correct/mixed", "h4x2", "d64", "float32", "b16", "NHD"))
-_SIZES_OF_A_KIND, _EVERY = 1, 8
+_SIZES_OF_A_KIND, _EVERY = 1, 16
 
 
 def _sort_of(check_id: str) -> tuple[str, int]:
