@@ -133,6 +133,7 @@ def test_what_is_refused_changes_nothing_and_the_rest_is_as_in_the_model(machine
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize(("machine", "examples"), [(PoolMachine, 1500), (AttackedBuilder, 500)])
 def test_what_is_refused_changes_nothing_for_longer(machine, examples):
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=60))

@@ -23,9 +23,12 @@ def run(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "heads", "tokens"),
-    [("llama-3.1-8b", 1, 2), ("gpt-oss-20b", 1, 2), ("deepseek-v2-lite", 1, 2), ("gpt-oss-20b", 2, 1),
-     ("gemma-3-27b-text", 2, 2)],
-)  # fmt: skip
+    [
+        *[("llama-3.1-8b", 1, 2), ("deepseek-v2-lite", 1, 2), ("gpt-oss-20b", 2, 1)],
+        pytest.param("gpt-oss-20b", 1, 2, marks=pytest.mark.rare),
+        pytest.param("gemma-3-27b-text", 2, 2, marks=pytest.mark.rare),
+    ],
+)
 def test_ranks_draw_the_tokens_of_one_process(model: str, heads: int, tokens: int) -> None:
     sizes = ["--tensor-parallel", str(heads), "--context-parallel", str(tokens)]
     path = ROOT / f"examples/models/{model}.json"

@@ -34,5 +34,6 @@ def test_random_selections_have_one_answer_or_a_documented_error() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_ten_thousand_random_selections() -> None:
     check(10_000)

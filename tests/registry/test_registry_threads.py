@@ -178,5 +178,6 @@ def test_selections_see_all_of_a_change_or_none() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_selections_see_all_of_a_change_or_none_for_longer() -> None:
     _stress(20.0)

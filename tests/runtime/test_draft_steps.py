@@ -180,7 +180,8 @@ def speculate(model: ServedModel, draw: random.Random) -> None:
         ("TORCH", 0),
         ("TRITON,decode=TORCH", 1),
         *(
-            pytest.param(rule, seed, marks=pytest.mark.slow)
+            # CI has one seed of interpreted decodes.
+            pytest.param(rule, seed, marks=[pytest.mark.slow] + [pytest.mark.rare] * (seed == 3))
             for rule in ("TORCH", "TRITON", "TORCH,decode=TRITON", "TRITON,decode=TORCH")
             for seed in (2, 3)
         ),

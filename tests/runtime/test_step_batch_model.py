@@ -260,6 +260,7 @@ def test_the_builder_does_what_the_model_does():
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_the_builder_does_what_the_model_does_for_long():
     run_state_machine_as_test(
         StepBatchModel, settings=settings(max_examples=1000, stateful_step_count=60, deadline=None)

@@ -99,6 +99,7 @@ def test_a_backend_that_crashes_costs_a_row_and_the_others_are_measured(machine:
     assert "0 cells to measure, 4 kept" in again.stderr
 
 
+@pytest.mark.rare
 def test_a_new_version_leaves_exactly_its_rows_out_and_is_measured_again(machine: Machine) -> None:
     plant(machine.plugins, "SLOW", priority=900, attend="import time; time.sleep(0.01)")
     assert machine.tune().returncode == 0
