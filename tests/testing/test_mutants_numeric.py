@@ -41,6 +41,7 @@ def test_the_reference_passes_some_checks() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_the_reference_passes_all_checks() -> None:
     assert list(failures_of(ReferenceBackend, checks_of_reference())) == []
 
