@@ -107,6 +107,8 @@ def main() -> None:
 
 
 def _with_own_output() -> None:
+    # Imports make objects by the hundred thousand, and hardly any garbage to look for.
+    gc.set_threshold(50_000)
     own = reserve_standard_output()
     try:
         _program()
