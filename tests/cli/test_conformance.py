@@ -113,6 +113,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(command, torch_checks, monk
     assert sorted(cases("report.xml")) == sorted(torch_checks.ids[:5])
 
 
+@pytest.mark.slow
 def test_a_known_failure_that_passes_fails_and_says_so(command, torch_checks, monkeypatch):
     known = dataclasses.replace(torch_checks, known={torch_checks.ids[0]: "acme#12"})
     monkeypatch.setattr(listing_module, "list_checks", lambda request, timeout, **rest: known)
@@ -123,6 +124,7 @@ def test_a_known_failure_that_passes_fails_and_says_so(command, torch_checks, mo
     assert cases("report.xml")[torch_checks.ids[0]].find("failure") is not None
 
 
+@pytest.mark.slow
 def test_a_terminal_sees_a_bar(command, torch_checks, monkeypatch):
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("TERM", "xterm")

@@ -151,7 +151,10 @@ def test_ctrl_c_ends_a_command_and_its_children(tmp_path, arguments, number):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("arguments", [("explain",), ("list", "--json"), ("matrix", "--html", "-")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("explain",), ("list", "--json"), pytest.param(("matrix", "--html", "-"), marks=pytest.mark.slow)],
+)
 def test_output_that_cannot_be_written_is_one_message(arguments):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

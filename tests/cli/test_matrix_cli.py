@@ -152,6 +152,7 @@ def test_the_commit_is_that_of_the_checkout_unless_told(command):
     assert read_matrix(Path("m.json")).runs[0].commit == "4567"
 
 
+@pytest.mark.slow
 def test_all_three_files_are_written(command):
     outcome = command(
         "--backend", "TORCH", "--device", "cpu", "--json", "m.json", "--html", "m.html", "--markdown", "m.md"

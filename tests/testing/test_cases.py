@@ -61,7 +61,7 @@ def test_a_level_has_a_bounded_number_of_cases(level: Level, most: int) -> None:
     assert most / 2 < len(cases(level)) < most
 
 
-@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize("level", [Level.SMOKE, pytest.param(Level.FULL, marks=pytest.mark.slow)])
 def test_ids_are_unique_and_plain(level: Level) -> None:
     ids = [case.id for case in cases(level)]
     assert len(set(ids)) == len(ids)

@@ -17,6 +17,7 @@ _LEFT_OUT = (
 )
 _PLAIN = frozenset(("correct/mixed", "h4x2", "d64", "float32", "b16", "NHD"))
 _SIZES_OF_A_KIND, _EVERY = 1, 16
+_MANY, _EVERY_OF_MANY = ("tensors/", "cache/", "batch/"), 3
 
 
 def _sort_of(check_id: str) -> tuple[str, int]:
@@ -48,5 +49,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # Each takes a third of a second under the interpreter.
             found["mixed"] += 1
             kept = found["mixed"] % _EVERY == 1
+        many = next((kind for kind in _MANY if check.id.startswith(kind)), None)
+        if many is not None:
+            found[many] += 1
+            kept = kept and found[many] % _EVERY_OF_MANY == 1
         if not kept:
             item.add_marker(pytest.mark.slow)
