@@ -15,6 +15,7 @@ import torch
 from attnplug.core import BuilderConfig, CommonAttentionMetadata, LayerSpec, LayerTensors
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.ops.storage import STORAGE_DTYPES
+from attnplug.tuning.timers import timed_ms
 
 __all__ = ["Cell", "PagedLayer", "graph_us", "interleaved_us"]
 
@@ -211,25 +212,6 @@ def _captured(call: Callable[[int], object], count: int) -> torch.cuda.CUDAGraph
     return graph
 
 
-_SLEEPS = (2_000_000, 8_000_000, 32_000_000)
-"""Cycles: a millisecond is longer than a contender's call takes most hosts; then more, as long as it was too short."""
-
-
-def _timed_ms(run: Callable[[], object]) -> float:
-    """What the GPU takes: it sleeps until the host has issued all of it, and so rests alike before each."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for cycles in _SLEEPS:
-        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
-        begin.record()
-        run()
-        end.record()
-        was_late = begin.query()
-        torch.cuda.synchronize()
-        if not was_late:
-            break
-    return begin.elapsed_time(end)
-
-
 def graph_us(call: Callable[[int], object], count: int, repeats: int = 7) -> float:
     """Microseconds of one call, of `count` replayed in one graph; the median of `repeats`."""
     return interleaved_us({"it": call}, count, repeats)["it"]
@@ -250,7 +232,7 @@ def interleaved_us(
     order, shuffled = list(runs), random.Random(0)
     for repeat in range(repeats + 1):
         for name in order:
-            spent = _timed_ms(runs[name])
+            spent = timed_ms(runs[name])
             if repeat:
                 times[name].append(1e3 * spent / count)
         shuffled.shuffle(order)

@@ -98,7 +98,10 @@ def tune(
     shapes = _workload(workload, batch, context, prefill)
     seconds = None if budget is None else _seconds(budget)
     where = _device_here(device)
-    path = None if regret and output is None else _file(output, where)
+    if regret:
+        work = functools.partial(_regret, path=None if output is None else _file(output, where))
+    else:
+        work = functools.partial(_tune, path=_file(output, where), fresh=fresh)
     registry = get_registry()
     names = None if backends is None else _known(backends, registry.plugins.find)
     with waiting(f"Running {config} once without weights, to see each layer's attention"):
@@ -110,20 +113,20 @@ def tune(
     report = TuneReport()
     with interrupt_on_sigterm():
         try:
-            (_regret if regret else _tune)(tuner, report, path, seconds, fresh, as_json)
+            work(tuner, report, budget=seconds, as_json=as_json)
         except KeyboardInterrupt:
-            report.say("interrupted; the same command continues" if path else "interrupted")
+            is_kept = output is not None or not regret
+            report.say("interrupted; the same command continues" if is_kept else "interrupted")
             raise typer.Exit(_INTERRUPTED) from None
     raise typer.Exit(_WRONG if report.wrong_outputs else 0)
 
 
 def _tune(
-    tuner: Tuner, report: TuneReport, path: Path | None, budget: float | None, fresh: bool, as_json: bool
+    tuner: Tuner, report: TuneReport, *, path: Path, budget: float | None, fresh: bool, as_json: bool
 ) -> None:
     from attnplug.cli.tune_report import print_outcome
     from attnplug.registry.tuned_files import read_table, update_table
 
-    assert path is not None  # noqa: S101  (only --regret may have none)
     old = read_table(path) if path.exists() and not fresh else None
     with report.bar():
         outcome = tuner.run(old, report, functools.partial(update_table, path), budget)
@@ -135,7 +138,7 @@ def _tune(
 
 
 def _regret(
-    tuner: Tuner, report: TuneReport, path: Path | None, budget: float | None, fresh: bool, as_json: bool
+    tuner: Tuner, report: TuneReport, *, path: Path | None, budget: float | None, as_json: bool
 ) -> None:
     from attnplug.cli.tune_report import print_regret
     from attnplug.registry.tuned_files import update_table

@@ -14,8 +14,9 @@ from attnplug.registry.tuned import Row, RowStatus
 if TYPE_CHECKING:
     from attnplug.core.spec import LayerSpec
     from attnplug.registry.tuned import TunedTable
+    from attnplug.tuning.cells import Contender, Outcome, TuneCell
     from attnplug.tuning.regret import Summary
-    from attnplug.tuning.session import Contender, Outcome, TuneCell, Tuner
+    from attnplug.tuning.session import Tuner
 
 _MOST_LEFT = 5
 

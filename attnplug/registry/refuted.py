@@ -13,9 +13,8 @@ from typing import Any
 from attnplug.core import files
 from attnplug.core.device import Device
 from attnplug.core.errors import MatrixFileError
-from attnplug.core.json_reading import parse_json
 from attnplug.registry.evidence import Cell, Evidence, RefutedCell, Subject
-from attnplug.registry.locks import locked, unwritable
+from attnplug.registry.shared_files import locked, read_document, told, unwritable
 from attnplug.registry.switches import EVIDENCE
 
 SCHEMA = "attnplug.refuted"
@@ -148,24 +147,16 @@ def _text(subject: Subject, cells: Mapping[Cell, RefutedCell]) -> str:
 def _read(path: Path) -> Cells:
     """The contents of a file, empty if there is no file; MatrixFileError for other contents."""
     try:
-        data = parse_json(files.read_text(path))
+        data = read_document(path, SCHEMA, VERSION, _DELETE)
     except FileNotFoundError:
         return {}
-    except OSError as problem:
-        raise MatrixFileError(path, f"cannot be read: {files.why(problem)}", _DELETE) from None
-    except ValueError as problem:
-        raise MatrixFileError(path, f"is half written, or no JSON: {problem}", _DELETE) from None
-    about = (data.get("schema"), data.get("version")) if isinstance(data, dict) else (None, None)
-    if about != (SCHEMA, VERSION):
-        found = f"{about[0]!r:.60}, version {about[1]!r:.20}"
-        raise MatrixFileError(path, f"has the schema {found}, not {SCHEMA!r}, version {VERSION}", _DELETE)
     try:
         return {
             _subject(run): {each.cell: each for each in (_refuted_cell(c, c["date"]) for c in run["cells"])}
             for run in data["runs"]
         }
     except _MALFORMED as problem:
-        raise MatrixFileError(path, f"cannot be made sense of: {_told(problem)}", _DELETE) from None
+        raise MatrixFileError(path, f"cannot be made sense of: {told(problem)}", _DELETE) from None
 
 
 def _run(path: Path, run: Mapping[str, Any]) -> tuple[Subject, list[tuple[str, RefutedCell]]]:
@@ -174,11 +165,7 @@ def _run(path: Path, run: Mapping[str, Any]) -> tuple[Subject, list[tuple[str, R
         was_run = [each for each in run["cells"] if each["status"] in (*_WRONG, *_RIGHT)]
         return _subject(run), [(each["status"], _refuted_cell(each, run["date"])) for each in was_run]
     except _MALFORMED as problem:
-        raise MatrixFileError(path, f"cannot take the run in: {_told(problem)}") from None
-
-
-def _told(problem: Exception) -> str:
-    return f"{problem} is missing" if isinstance(problem, KeyError) else str(problem)
+        raise MatrixFileError(path, f"cannot take the run in: {told(problem)}") from None
 
 
 def _subject(data: Mapping[str, Any]) -> Subject:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from attnplug.core import files
 from attnplug.core.device import Device
 from attnplug.core.errors import MatrixFileError
-from attnplug.core.json_reading import parse_json, typed
+from attnplug.core.json_reading import typed
 from attnplug.core.spec import LayerSpec
 from attnplug.registry.evidence import Subject
-from attnplug.registry.locks import locked, unwritable
+from attnplug.registry.shared_files import locked, read_document, told, unreadable, unwritable
 from attnplug.registry.step_shapes import StepShape
 from attnplug.registry.tuned import SCHEMA, VERSION, Row, RowStatus, TunedLayer, TunedTable, layer_key
 
@@ -43,20 +43,13 @@ def read_table(path: Path) -> TunedTable:
         MatrixFileError: there is no such file, it cannot be read, or any part of it is not as `attnplug tune` writes it.
     """
     try:
-        data = parse_json(files.read_text(path))
-    except OSError as problem:
-        raise MatrixFileError(path, f"cannot be read: {files.why(problem)}", _REMEDY) from None
-    except ValueError as problem:
-        raise MatrixFileError(path, f"is half written, or no JSON: {problem}", _REMEDY) from None
-    about = (data.get("schema"), data.get("version")) if isinstance(data, dict) else (None, None)
-    if about != (SCHEMA, VERSION):
-        found = f"{about[0]!r:.60}, version {about[1]!r:.20}"
-        raise MatrixFileError(path, f"has the schema {found}, not {SCHEMA!r}, version {VERSION}", _REMEDY)
+        data = read_document(path, SCHEMA, VERSION, _REMEDY)
+    except FileNotFoundError as problem:
+        raise unreadable(path, problem, _REMEDY) from None
     try:
         return _table(data, path)
     except _MALFORMED as problem:
-        told = f"{problem} is missing" if isinstance(problem, KeyError) else str(problem)
-        raise MatrixFileError(path, f"cannot be made sense of: {told}", _REMEDY) from None
+        raise MatrixFileError(path, f"cannot be made sense of: {told(problem)}", _REMEDY) from None
 
 
 def update_table(path: Path, change: Callable[[TunedTable | None], TunedTable]) -> TunedTable:

@@ -10,7 +10,7 @@ from attnplug.testing.isolation.listing import versions
 if TYPE_CHECKING:
     from attnplug.core.spec import LayerSpec
     from attnplug.registry.tuned import Row
-    from attnplug.tuning.session import Contender
+    from attnplug.tuning.cells import Contender
 
 
 def record_wrong(contender: Contender, spec: LayerSpec, row: Row, feature: str) -> Recorded:

@@ -6,13 +6,14 @@ import dataclasses
 import datetime as dt
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.decision import Decision, Placement
 from attnplug.registry.gates import preferred_pages, serving
 from attnplug.registry.tuned import Row, RowStatus, TunedLayer, TunedTable, layer_key, merged
+from attnplug.tuning.cells import Contender, LayerKind, Observer, Outcome, TuneCell
 from attnplug.tuning.jobs import Event, Job, run_jobs
 from attnplug.tuning.rounds import ROUNDS
 from attnplug.tuning.subjects import subject_of
@@ -20,80 +21,10 @@ from attnplug.tuning.workloads import Workload, shapes_for
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
-    from attnplug.registry.evidence import Pages, Subject
-    from attnplug.registry.records import Offer
     from attnplug.registry.registry import Registry
     from attnplug.registry.step_shapes import StepShape
 
 Run = Callable[["Device", Sequence[Job]], Iterable[Event]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Contender:
-    """One backend for one cell: its offer, the versions that its times are valid for, and its pages."""
-
-    offer: Offer
-    subject: Subject
-    pages: Pages
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TuneCell:
-    """One layer at one step, with the backends that serve it; the first is the default."""
-
-    layer: int
-    shape: StepShape
-    weight: float
-    contenders: tuple[Contender, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayerKind:
-    """Layers of a model that are alike, and the shapes that they meet."""
-
-    spec: LayerSpec
-    names: tuple[str, ...]
-    workload: Workload
-
-
-class Observer(Protocol):
-    """Receives the progress of a tuning."""
-
-    def planned(self, kept: int, pending: int) -> None:
-        """The numbers of cells that an earlier run has measured, and of the others."""
-
-    def checking(self, backend: str, cells: int) -> None:
-        """A backend is about to run `cells` cells once."""
-
-    def started(self, cell: TuneCell) -> None:
-        """A cell is about to be measured."""
-
-    def finished(self, cell: TuneCell, rows: Sequence[Row]) -> None:
-        """A cell has its rows; those of an earlier run are not told."""
-
-    def wrong(self, contender: Contender, spec: LayerSpec, row: Row, feature: str) -> None:
-        """A backend gave a wrong output."""
-
-
-@dataclasses.dataclass(slots=True)
-class Outcome:
-    """The end of a tuning.
-
-    Args:
-        table: with all layers that the file has.
-        measured: cells that were measured now.
-        kept: cells whose times an earlier run has measured.
-        left: cells that the budget left out.
-        compiled: seconds of each backend's first calls, most of which is compilation.
-        left_out: the layers that cannot be measured, and why.
-    """
-
-    table: TunedTable
-    measured: list[TuneCell]
-    kept: list[TuneCell]
-    left: list[TuneCell]
-    compiled: dict[str, float]
-    left_out: dict[str, str]
 
 
 class Tuner:

@@ -94,13 +94,13 @@ def made_inputs(
         table = torch.zeros(shape.batch, 1, dtype=torch.int32)
         slots = torch.full((count,), -1, dtype=torch.int64)
         key = random(sum(lengths), spec.num_kv_heads, spec.head_size)
-        value: torch.Tensor | None = random(sum(lengths), spec.num_kv_heads, spec.head_size_v)
+        values = random(sum(lengths), spec.num_kv_heads, spec.head_size_v)
+        value: torch.Tensor | None = values
         ends = np.cumsum([0, *lengths]).tolist()
 
         def keys(request: int) -> tuple[torch.Tensor, torch.Tensor]:
             rows = slice(ends[request], ends[request + 1])
-            assert value is not None  # noqa: S101  (set above)
-            return key[rows], value[rows]
+            return key[rows], values[rows]
 
     else:
         size, layout = pages

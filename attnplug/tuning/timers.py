@@ -79,7 +79,7 @@ class GpuTimer:
         for index in range(2):
             call(index)
         torch.cuda.synchronize()
-        count = _count(1e3 * _timed_ms(lambda: call(0)), _ROUND_US)
+        count = _count(1e3 * timed_ms(lambda: call(0)), _ROUND_US)
         if graph:
             # A multiple of the copies, so that each is read once before it is read again.
             some = copies * max(1, min(-(-16 // copies), -(-count // copies)))
@@ -92,7 +92,7 @@ class GpuTimer:
             some = max(1, min(count, 4 * copies, 16))
             run = functools.partial(_call_all, call, some)
         repeats = max(1, min(-(-count // some), 16))
-        return lambda: statistics.median(1e3 * _timed_ms(run, self.sleeps) / some for _ in range(repeats))
+        return lambda: statistics.median(1e3 * timed_ms(run, self.sleeps) / some for _ in range(repeats))
 
 
 def _call_all(call: Call, count: int) -> None:
@@ -104,7 +104,7 @@ def _count(us: float, round_us: float) -> int:
     return max(1, min(int(round_us / max(us, 1e-3)) + 1, _MOST_CALLS))
 
 
-def _timed_ms(run: Callable[[], object], sleeps: Sequence[int] = _SLEEPS) -> float:
+def timed_ms(run: Callable[[], object], sleeps: Sequence[int] = _SLEEPS) -> float:
     """Milliseconds of the GPU for `run`; with `sleeps` the host issues all of it while the GPU sleeps, if it can."""
     events: Any = torch.cuda.Event
     begin, end = (events(enable_timing=True) for _ in range(2))

@@ -16,7 +16,7 @@ from attnplug.core.json_reading import parse_json
 from attnplug.matrix.results import read_matrix, write_file
 from attnplug.registry import refuted
 from attnplug.registry.decision import Decision
-from attnplug.registry.locks import locked
+from attnplug.registry.shared_files import locked
 from attnplug.testing.conformance.selection import read_known_failures
 
 pytestmark = [

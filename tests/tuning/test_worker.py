@@ -20,10 +20,10 @@ from attnplug.registry.refuted import read_evidence
 from attnplug.registry.step_shapes import StepShape
 from attnplug.registry.tuned import Row, RowStatus
 from attnplug.tuning import jobs, timers
+from attnplug.tuning.cells import Contender
 from attnplug.tuning.jobs import Event, Job, run_jobs
 from attnplug.tuning.reference import check_output
 from attnplug.tuning.refuting import record_wrong
-from attnplug.tuning.session import Contender
 from attnplug.tuning.step_inputs import StepInputs, made_inputs, made_parts
 from attnplug.tuning.worker import Runner
 

@@ -40,6 +40,8 @@ class Backend(AttentionBackend):  # type: ignore[misc]
     name = AUTOMATIC
     backend: str | None = None
     theirs: tuple[type[Theirs], ...] = ()
+    layer_class: Any = Layer
+    builder_class: Any = Builder
     forward_includes_kv_cache_update = False
 
     @classmethod
@@ -48,14 +50,14 @@ class Backend(AttentionBackend):  # type: ignore[misc]
         return cls.name
 
     @classmethod
-    def get_impl_cls(cls) -> type[Layer]:
+    def get_impl_cls(cls) -> type[Any]:
         """The layer's class."""
-        return subclass(Layer, cls.backend)
+        return _subclass(cls.layer_class, cls.backend)
 
     @classmethod
-    def get_builder_cls(cls) -> type[Builder]:
+    def get_builder_cls(cls) -> type[Any]:
         """The builder's class."""
-        return subclass(Builder, cls.backend)
+        return _subclass(cls.builder_class, cls.backend)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -171,9 +173,31 @@ def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def subclass(base: type[Any], backend: str | None) -> type[Any]:
+def _subclass(base: type[Any], backend: str | None) -> type[Any]:
     """The class of a layer or builder for one backend, or for all."""
     return type(f"{base.__name__}_{backend or AUTOMATIC}", (base,), {"backend": backend})
+
+
+def class_of(base: type[Backend], name: str, backend: str | None, **fields: Any) -> type[Backend]:
+    """The subclass of `base` that vLLM calls `name`, for one backend, or for all.
+
+    Raises:
+        AttributeError: no backend has that name.
+    """
+    known = list_backends()
+    if backend is not None and backend not in known:
+        raise AttributeError(f"{name} is not a backend; loaded are {', '.join(sorted(known))}")
+    theirs = tuple(known.values()) if backend is None else (known[backend],)
+    stored = [dtype for each in theirs for dtype in each.supported_kv_cache_dtypes if dtype != "float32"]
+    fields |= {
+        "name": name,
+        "backend": backend,
+        "theirs": theirs,
+        "supported_kv_cache_dtypes": list(dict.fromkeys(stored)),
+        "__module__": base.__module__,
+        "__qualname__": name,
+    }
+    return type(name, (base,), fields)
 
 
 @functools.cache
@@ -183,22 +207,11 @@ def backend_class(name: str) -> type[Backend]:
     Raises:
         AttributeError: no backend has that name.
     """
-    known = list_backends()
-    backend = None if name == AUTOMATIC else name.removeprefix(f"{AUTOMATIC}_")
-    if backend is not None and (backend == name or backend not in known):
-        raise AttributeError(f"{name} is no backend; loaded are {', '.join(sorted(known))}")
-    theirs = tuple(known.values()) if backend is None else (known[backend],)
-    stored = [dtype for each in theirs for dtype in each.supported_kv_cache_dtypes if dtype != "float32"]
-    fields = {
-        "name": name,
-        "backend": backend,
-        "theirs": theirs,
-        "supported_dtypes": [torch.float16, torch.bfloat16, torch.float32],
-        "supported_kv_cache_dtypes": list(dict.fromkeys(stored)),
-        "__module__": __name__,
-        "__qualname__": name,
-    }
-    return type(name, (Backend,), fields)
+    prefix = f"{AUTOMATIC}_"
+    # Without the prefix it is the name of no backend.
+    backend = None if name == AUTOMATIC else name[len(prefix) :] if name.startswith(prefix) else ""
+    dtypes = [torch.float16, torch.bfloat16, torch.float32]
+    return class_of(Backend, name, backend, supported_dtypes=dtypes)
 
 
 def __getattr__(name: str) -> type[Backend]:

@@ -10,30 +10,22 @@ from vllm.config import get_current_vllm_config_or_none
 from attnplug.core.errors import AttnplugError
 from attnplug.core.mla import get_mla_dims
 from attnplug.core.spec import LayerSpec
-from attnplug.integrations.vllm.backends import UNSERVED, Backend, named, reasons_against, subclass
+from attnplug.integrations.vllm.backends import UNSERVED, Backend, class_of, named, reasons_against
 from attnplug.integrations.vllm.caches import HAS_CACHE_SHAPE
 from attnplug.integrations.vllm.latent import LatentBuilder, LatentLayer
 from attnplug.integrations.vllm.names import AUTOMATIC, LATENT
-from attnplug.registry.default import list_backends
 
 
 class LatentBackend(Backend):
     """What the classes share."""
 
+    layer_class = LatentLayer
+    builder_class = LatentBuilder
+
     @classmethod
     def is_mla(cls) -> bool:
         """True."""
         return True
-
-    @classmethod
-    def get_impl_cls(cls) -> type[LatentLayer]:
-        """The layer's class."""
-        return subclass(LatentLayer, cls.backend)
-
-    @classmethod
-    def get_builder_cls(cls) -> type[LatentBuilder]:
-        """The builder's class."""
-        return subclass(LatentBuilder, cls.backend)
 
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
@@ -74,30 +66,17 @@ if HAS_CACHE_SHAPE:
 
 
 @functools.cache
-def latent_class(name: str) -> type[LatentBackend]:
+def latent_class(name: str) -> type[Backend]:
     """The class for ATTNPLUG_MLA or ATTNPLUG_NAME_MLA.
 
     Raises:
         AttributeError: no backend has that name.
     """
-    known = list_backends()
     backend = None if name == f"{AUTOMATIC}_{LATENT}" else name[len(AUTOMATIC) + 1 : -len(LATENT) - 1]
-    if backend is not None and backend not in known:
-        raise AttributeError(f"{name} is not a backend; loaded are {', '.join(sorted(known))}")
-    theirs = tuple(known.values()) if backend is None else (known[backend],)
-    stored = [dtype for each in theirs for dtype in each.supported_kv_cache_dtypes if dtype != "float32"]
-    fields = {
-        "name": name,
-        "backend": backend,
-        "theirs": theirs,
-        "supported_kv_cache_dtypes": list(dict.fromkeys(stored)),
-        "__module__": __name__,
-        "__qualname__": name,
-    }
-    return type(name, (LatentBackend,), fields)
+    return class_of(LatentBackend, name, backend)
 
 
-def __getattr__(name: str) -> type[LatentBackend]:
+def __getattr__(name: str) -> type[Backend]:
     """The class by its name, as vLLM resolves paths."""
     if name.startswith(AUTOMATIC) and name.endswith(LATENT):
         return latent_class(name)
