@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from attnplug.runtime.staging import CpuGpuBuffer as CpuGpuBuffer
     from attnplug.runtime.staging import StagingRing as StagingRing
     from attnplug.runtime.step_batch import StepBatch as StepBatch
-    from attnplug.runtime.step_batch import StepBatchBuilder as StepBatchBuilder
+    from attnplug.runtime.step_batch_builder import StepBatchBuilder as StepBatchBuilder
     from attnplug.runtime.warm_up import WarmUpReport as WarmUpReport
     from attnplug.runtime.warm_up import WarmUpStep as WarmUpStep
 
@@ -64,7 +64,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "rank_groups": "check_same_plan context_parallel",
         "rank_watch": "RankWatch",
         "staging": "CpuGpuBuffer StagingRing",
-        "step_batch": "StepBatch StepBatchBuilder",
+        "step_batch": "StepBatch",
+        "step_batch_builder": "StepBatchBuilder",
         "warm_up": "WarmUpReport WarmUpStep",
     },
 )

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -14,7 +14,13 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.batch.kv_sharing import create_fast_prefill_custom_backend, of_wanted_tokens
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError, LayoutError
-from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MLAAttentionSpec
+from attnplug.core.kv_cache_spec import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    kv_cache_spec_for,
+)
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.core.parts import make_builder
 from attnplug.core.spec import LayerSpec, Phase
@@ -115,6 +121,22 @@ def init_attn_backend(
             specs = frozenset(decisions[name].spec for name in names)
             made.append(AttentionGroup(used, tuple(names), cache, group_id, builder, specs, phase, is_fast))
     share_workspace(group.builder for group in made)
+    return made
+
+
+def init_direct_groups(
+    decisions: Mapping[str, Decision], config: BuilderConfig, device: torch.device
+) -> list[AttentionGroup]:
+    """One builder for the layers with direct K and V of each backend and spec; they belong to KV group -1."""
+    names_by_key: dict[Any, list[str]] = {}
+    for name, decision in decisions.items():
+        names_by_key.setdefault((decision.get_backend_cls(), decision.spec), []).append(name)
+    made = []
+    for (backend, spec), names in names_by_key.items():
+        # The layers have no pages, but builders read the heads of a layer from a page spec.
+        cache = cast(KVCacheSpec, kv_cache_spec_for(spec.replace(direct_kv=False), spec.block_size or 1))
+        builder = make_builder(backend, cache, names, config, device)
+        made.append(AttentionGroup(backend, tuple(names), cache, -1, builder, frozenset({spec})))
     return made
 
 

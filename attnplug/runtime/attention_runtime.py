@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import os
-from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from attnplug.core.composite import CompositeBackend
 from attnplug.core.config import BuilderConfig
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, LayoutError, PolicyError, SpecError
 from attnplug.core.impl import LayerTensors
-from attnplug.core.kv_cache_spec import KVCacheSpec, kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
-from attnplug.core.parts import make_builder
-from attnplug.registry.decision import Decision
 from attnplug.runtime.allocation import init_kv_cache
-from attnplug.runtime.arguments import instance, integer
-from attnplug.runtime.attention_groups import (
-    AttentionGroup,
-    build_attn_metadata,
-    build_step,
-    init_attn_backend,
-    share_workspace,
-)
+from attnplug.runtime.arguments import instance
+from attnplug.runtime.attention_groups import init_attn_backend, init_direct_groups, share_workspace
 from attnplug.runtime.batch_checks import check_device, check_groups, check_pool
 from attnplug.runtime.block_pool import BlockPool
 from attnplug.runtime.cascade import may_cascade
 from attnplug.runtime.engine_caches import (
     Allocator,
     check_kv_caches,
+    check_shared_views,
     clear_null_blocks,
     engine_memory,
 )
 from attnplug.runtime.grouping import cross_groups
+from attnplug.runtime.layer_steps import LayerStep, direct_steps, paged_steps
 from attnplug.runtime.model_plan import ModelPlan
 from attnplug.runtime.plan_limits import (
     check_sharing,
@@ -48,18 +40,21 @@ from attnplug.runtime.plan_limits import (
 )
 from attnplug.runtime.runtime_layer import RuntimeLayer, tensors_of_layers
 from attnplug.runtime.selections import check_given, check_values, first_sparse, widest_topk
-from attnplug.runtime.step_batch import StepBatch, StepBatchBuilder
+from attnplug.runtime.step_batch import StepBatch
+from attnplug.runtime.step_batch_builder import StepBatchBuilder
+from attnplug.runtime.step_refusals import (
+    check_draft,
+    check_kinds,
+    check_order,
+    check_spans,
+    first_with_spans,
+)
 from attnplug.runtime.warm_up import WarmUpReport, warm_up
 
 if TYPE_CHECKING:
     from attnplug.runtime.sharded_layers import ShardedLayers
 
 _DEBUG = "ATTNPLUG_DEBUG"
-_LayerStep: TypeAlias = tuple[AttentionMetadata | None, int, int]
-"""One layer's part of the current step: metadata, number of queries, and of keys that a call must pass.
-
-The metadata is None for a layer of fast prefill in a step that wants no logits.
-"""
 
 
 class AttentionRuntime:
@@ -145,16 +140,15 @@ class AttentionRuntime:
             groups, paged, self.config, self.device, self.fast_prefill_layers
         )
         """The layers with pages, grouped by builder."""
-        self._direct_groups = self._make_direct_groups(
-            {n: d for n, d in plan.decisions.items() if d.spec.direct_kv}
-        )
+        make_direct = functools.partial(init_direct_groups, config=self.config, device=self.device)
+        self._direct_groups = make_direct({n: d for n, d in plan.decisions.items() if d.spec.direct_kv})
         self._sharded: ShardedLayers | None = None
         if plan.context_parallel is not None:
             # Only here, because torch may be built without torch.distributed.
             from attnplug.runtime.sharded_layers import ShardedLayers
 
             tokens = self.config.max_num_batched_tokens
-            made = tensors_by_layer, self.device, tokens, context_parallel, self._make_direct_groups
+            made = tensors_by_layer, self.device, tokens, context_parallel, make_direct
             self._sharded = ShardedLayers(plan, *made)
         new_groups = () if self._sharded is None else self._sharded.groups
         share_workspace(
@@ -162,7 +156,7 @@ class AttentionRuntime:
         )
         specs = {name: layer.spec for name, layer in self.layers.items()}
         self._needs_selection = first_sparse(specs, direct=False), first_sparse(specs, direct=True)
-        self._needs_spans = _first_with_spans(self.attention_groups), _first_with_spans(self._direct_groups)
+        self._needs_spans = first_with_spans(self.attention_groups), first_with_spans(self._direct_groups)
         backends = {name: decision.get_backend_cls() for name, decision in paged.items()}
         layouts = {name: str(decision.kv_cache_layout) for name, decision in paged.items()}
         form = plan.specs, backends, self.device, layouts
@@ -174,12 +168,12 @@ class AttentionRuntime:
         for name, cache in self.kv_caches.items():
             self.layers[name].kv_cache = cache
         # Two backends may view the same bytes differently, and only views of real caches show it.
-        self._check_shared_pages()
+        check_shared_views(self.kv_caches, plan.kv_sharing, plan.specs, backends)
         if kv_caches is not None or allocator is not None:
             # After all checks, because memory that is refused is not written.
             clear_null_blocks(self.kv_caches, plan.specs, backends)
         self.block_pool = BlockPool(plan.num_blocks or 1)
-        self._step: dict[str, _LayerStep] = {}
+        self._step: dict[str, LayerStep] = {}
         self._given: tuple[CommonAttentionMetadata | None, CommonAttentionMetadata | None] = (None, None)
         self._closed = False
 
@@ -275,45 +269,25 @@ class AttentionRuntime:
         """
         self._check_open()
         self.end_step()
-        self._check_kinds(batch, direct)
-        self._check_draft(draft_index, metadata)
+        check_kinds(batch, direct, self._sharded is not None, bool(self._direct_groups))
+        check_draft(draft_index, metadata, self.config.num_speculative_tokens)
         check_device(batch, direct, self._home)
-        step: dict[str, _LayerStep] = {}
+        step: dict[str, LayerStep] = {}
         if batch is not None:
             check_groups(batch, self.kv_cache_config)
             if self.device.type == "cpu" or self.debug:
                 # On a GPU the host would wait for the tables, so only debug mode checks them.
                 check_pool(batch, self.kv_cache_config)
-            self._check_order(batch)
-            _check_spans("batch.common", batch.common, self._needs_spans[0])
+            check_order(batch, self.attention_groups)
+            check_spans("batch.common", batch.common, self._needs_spans[0])
             check_given("batch.common", batch.common, self._needs_selection[0])
-            # Builders of fast prefill never see a step without tokens.
-            wanted = None if draft_index is not None else batch.common.num_logits_indices
-            groups = [g for g in self.attention_groups if not (g.fast_prefill and wanted == 0)]
-            built: Mapping[str, AttentionMetadata]
-            if metadata is None:
-                built = build_attn_metadata(groups, batch, self.kv_cache_config, draft_index=draft_index)
-            else:
-                built = _built(metadata, groups)
-            for group in self.attention_groups:
-                written = batch.num_slots[group.kv_cache_group_id]
-                tokens = batch.common.num_actual_tokens
-                if group.fast_prefill and wanted is not None:
-                    tokens = wanted
-                for name in group.layer_names:
-                    step[name] = built.get(name), tokens, written
+            step |= paged_steps(self.attention_groups, batch, self.kv_cache_config, metadata, draft_index)
             if self._sharded is not None:
                 self._sharded.begin(batch, draft_index)
         if direct is not None:
-            _check_spans("direct", direct, self._needs_spans[1])
+            check_spans("direct", direct, self._needs_spans[1])
             check_given("direct", direct, self._needs_selection[1])
-            # The number of keys is 0, which checks nothing, if only the device has it.
-            keys = direct.num_actual_tokens if direct.key_start_loc is None else 0
-            if direct.key_start_loc_cpu is not None:
-                keys = int(direct.key_start_loc_cpu[direct.num_reqs])
-            for group in self._direct_groups:
-                made = build_step(group.builder, direct, draft_index)
-                step.update(dict.fromkeys(group.layer_names, (made, direct.num_actual_tokens, keys)))
+            step |= direct_steps(self._direct_groups, direct, draft_index)
         # Set last: if a builder raises, no step is active.
         self._step = step
         self._given = None if batch is None else batch.common, direct
@@ -380,7 +354,12 @@ class AttentionRuntime:
         if metadata is None:
             return output
         if self.debug:
-            self._poison(layer, tokens, keys, query, key, value, output, output_lse)
+            # A search for NaN waits for the device.
+            layer.refuse_nan(tokens, keys, query=query, key=key, value=value)
+            common = self._given[layer.spec.direct_kv]
+            if common is not None:
+                check_values(common, layer.spec)
+            layer.poison(output, output_lse, tokens)
         found = output
         if sharded is not None:
             sharded.forward(layer, query, key, value, metadata, output, output_lse)
@@ -391,28 +370,6 @@ class AttentionRuntime:
         if self.debug:
             layer.check_result(found, output, output_lse, tokens)
         return output
-
-    def _poison(
-        self,
-        layer: RuntimeLayer,
-        tokens: int,
-        keys: int,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        output: torch.Tensor,
-        output_lse: torch.Tensor | None,
-    ) -> None:
-        """Refuse NaN in the arguments and fill the outputs with it; a search for NaN waits for the device."""
-        layer.refuse_nan(tokens, keys, query=query, key=key, value=value)
-        common = self._given[layer.spec.direct_kv]
-        if common is not None:
-            check_values(common, layer.spec)
-        # A row that the backend leaves unwritten then shows as NaN in `check_result`.
-        if output.is_floating_point():
-            output[:tokens] = torch.nan
-        if output_lse is not None:
-            output_lse[:tokens] = torch.nan
 
     def end_step(self) -> None:
         """End the active step: `forward` raises until the next one begins."""
@@ -437,105 +394,6 @@ class AttentionRuntime:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _make_direct_groups(self, decisions: Mapping[str, Decision]) -> list[AttentionGroup]:
-        names_by_key: dict[Any, list[str]] = {}
-        for name, decision in decisions.items():
-            names_by_key.setdefault((decision.get_backend_cls(), decision.spec), []).append(name)
-        made = []
-        for (backend, spec), names in names_by_key.items():
-            # The layers have no pages, but builders read the heads of a layer from a page spec.
-            cache = cast(KVCacheSpec, kv_cache_spec_for(spec.replace(direct_kv=False), spec.block_size or 1))
-            builder = make_builder(backend, cache, names, self.config, self.device)
-            made.append(AttentionGroup(backend, tuple(names), cache, -1, builder, frozenset({spec})))
-        return made
-
-    def _check_shared_pages(self) -> None:
-        """Refuse layers that share pages if their backends view the same bytes differently."""
-        for name, target in self.plan.kv_sharing.items():
-            views = []
-            for layer in (name, target):
-                backend = self.plan.decisions[layer].get_backend_cls()
-                both = backend.split_kv(self.kv_caches[layer], self.layers[layer].spec)
-                views.append([(view.data_ptr(), view.shape, view.stride()) for view in both])
-            if views[0] != views[1]:
-                reader, writer = self.layers[name].backend, self.layers[target].backend
-                limit = (
-                    f"on {reader} would read the pages of {target} differently from how {writer} writes them"
-                )
-                raise LayoutError("kv_sharing", name, limit, "choose one backend for both")
-
-    def _check_kinds(self, batch: StepBatch | None, direct: CommonAttentionMetadata | None) -> None:
-        if batch is None and direct is None:
-            raise BatchError("batch", None, "is required: give batch, direct, or both")
-        if batch is not None:
-            instance("batch", batch, StepBatch, remedy="make it by StepBatchBuilder.step")
-            if batch.sharded is not None and self._sharded is None:
-                limit = "must be None: the plan of this runtime has no context parallelism"
-                remedy = "make batches with the runtime's step_batch_builder()"
-                raise BatchError("batch.sharded", batch.sharded.place, limit, remedy)
-        if direct is not None:
-            reqs = instance("direct", direct, CommonAttentionMetadata).num_reqs
-            if not self._direct_groups:
-                raise BatchError("direct", reqs, "requests, and no layer of the plan has direct K and V")
-
-    def _check_order(self, batch: StepBatch) -> None:
-        """Refuse decodes behind longer queries, which a composite would serve by its prefilling half."""
-        # Read from the host's copy, so that the check does not wait for the device.
-        lengths = batch.common.query_start_loc_cpu.diff()
-        for group in self.attention_groups:
-            threshold = group.builder.reorder_batch_threshold
-            if threshold is None or not issubclass(group.backend, CompositeBackend):
-                continue
-            is_short = lengths <= threshold
-            if bool((is_short[1:] & ~is_short[:-1]).any()):
-                name, decode = group.backend.get_name(), group.backend.decode.get_name()
-                limit = f"has queries of up to {threshold} tokens behind longer ones, so {decode} of {name} would miss them"
-                remedy = "make batches with the runtime's step_batch_builder(), which orders them"
-                raise BatchError("batch", f"{batch.common.num_reqs} requests", limit, remedy)
-
-    def _check_draft(self, index: int | None, metadata: Mapping[str, AttentionMetadata] | None) -> None:
-        if index is None:
-            return
-        if metadata is not None:
-            raise BatchError("draft_index", index, "has no effect on metadata that is already built")
-        index = integer("draft_index", index)
-        drafts = self.config.num_speculative_tokens
-        if not 0 <= index < drafts:
-            limit = f"must be in 0 .. {drafts - 1}, below config.num_speculative_tokens={drafts}"
-            if drafts == 0:
-                limit = "needs a runtime that drafts, and config.num_speculative_tokens is 0"
-            raise BatchError("draft_index", index, limit, "set it to the number of draft steps")
-
     def _check_open(self) -> None:
         if self._closed:
             raise BatchError("runtime", "closed", "cannot be used any more", "make another one")
-
-
-def _first_with_spans(groups: Iterable[AttentionGroup]) -> str | None:
-    """A layer that needs multimodal spans."""
-    return next((g.layer_names[0] for g in groups if any(spec.mm_prefix for spec in g.specs)), None)
-
-
-def _built(
-    metadata: Mapping[str, AttentionMetadata], groups: Iterable[AttentionGroup]
-) -> Mapping[str, AttentionMetadata]:
-    """`metadata`; BatchError if a layer of the groups has none, because its output would stay unwritten."""
-    instance("metadata", metadata, Mapping)  # type: ignore[type-abstract]
-    for name in itertools.chain.from_iterable(group.layer_names for group in groups):
-        made = metadata.get(name)
-        # Those of ported backends are dataclasses of their own.
-        if isinstance(made, type) or not (
-            isinstance(made, AttentionMetadata) or dataclasses.is_dataclass(made)
-        ):
-            limit = "must be the metadata that the layer's builder made"
-            raise BatchError(f"metadata[{name!r}]", made, limit, "build it by build_attn_metadata")
-    return metadata
-
-
-def _check_spans(field: str, common: CommonAttentionMetadata, layer: str | None) -> None:
-    """BatchError if `layer` needs multimodal spans and the step has none."""
-    if layer is not None and common.mm_prefix_spans is None:
-        remedy = "give int32 [T, 2], zeros for text; the runtime's step_batch_builder() fills them"
-        raise BatchError(
-            f"{field}.mm_prefix_spans", None, f"is required: layer {layer} has mm_prefix", remedy
-        )

@@ -109,6 +109,28 @@ def clear_null_blocks(
             (null.view(torch.uint8) if null.element_size() == 1 else null).zero_()
 
 
+def check_shared_views(
+    caches: Mapping[str, torch.Tensor],
+    kv_sharing: Mapping[str, str],
+    specs: Mapping[str, LayerSpec],
+    backends: Mapping[str, type[AttentionBackend]],
+) -> None:
+    """Refuse layers that share pages if their backends view the same bytes differently.
+
+    Raises:
+        LayoutError: names the layer and both backends.
+    """
+    for name, target in kv_sharing.items():
+        views = []
+        for layer in (name, target):
+            both = backends[layer].split_kv(caches[layer], specs[layer])
+            views.append([(view.data_ptr(), view.shape, view.stride()) for view in both])
+        if views[0] != views[1]:
+            reader, writer = backends[name].get_name(), backends[target].get_name()
+            limit = f"on {reader} would read the pages of {target} differently from how {writer} writes them"
+            raise LayoutError("kv_sharing", name, limit, "choose one backend for both")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Layer:
     """The cache that one layer needs. `field` names its tensor in errors."""

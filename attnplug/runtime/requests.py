@@ -14,17 +14,15 @@ from attnplug.core.kv_cache_spec import KVCacheSpec, MLAAttentionSpec
 from attnplug.core.selection import Selection
 from attnplug.ops.buffers import StagingRing
 from attnplug.runtime.arguments import instance, integer, integers, listed, torch_device
-from attnplug.runtime.block_numbers import INT32_MAX, block_numbers
-from attnplug.runtime.mm_prefix import MMPrefix
+from attnplug.runtime.block_numbers import block_numbers
 from attnplug.runtime.null_blocks import first_attended, reach
 from attnplug.runtime.placeholders import Placeholder, PlaceholderRanges, check_placeholders
+from attnplug.runtime.request_limits import check_entries, check_sizes, numbers, spans_of
 from attnplug.runtime.sharding import checked_place, shares_tokens, tokens_per_block
+from attnplug.runtime.slot_mappings import SlotMappings
 from attnplug.runtime.staging import StepStaging
 
 _Ints = npt.NDArray[np.int64]
-_MOST_ROWS = 1 << 27
-_MOST_ENTRIES = 1 << 32
-"""Of all block tables: 16 GiB on the host."""
 
 
 class RequestTable:
@@ -68,14 +66,25 @@ class RequestTable:
         self.kv_cache_specs = tuple(instance("kv_cache_specs", spec, KVCacheSpec) for spec in specs)
         self.context_parallel = checked_place(context_parallel)
         groups = len(self.block_sizes)
-        self.cross_groups = _numbers("cross_groups", cross_groups, "KV groups", groups)
+        self.cross_groups = numbers("cross_groups", cross_groups, "KV groups", groups)
         if cascade_groups is not None:
-            cascade_groups = _numbers("cascade_groups", cascade_groups, "KV groups", groups)
+            cascade_groups = numbers("cascade_groups", cascade_groups, "KV groups", groups)
         sparse_topk = integer("sparse_topk", sparse_topk)
-        self._check_sizes(sparse_topk)
+        check_sizes(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            block_sizes=self.block_sizes,
+            num_blocks=self.num_blocks,
+            thresholds=self.reorder_batch_thresholds,
+            sparse_topk=sparse_topk,
+            max_encoder_len=max_encoder_len,
+            has_cross_groups=bool(self.cross_groups),
+            specs=self.kv_cache_specs,
+        )
         self.tokens_per_block = self._tokens_per_block()
         """Tokens of a request that one block number covers: those of a page, on all ranks that share them."""
-        self._mm_prefix = _spans_of(mm_prefix, mm_prefix_modalities, max_num_batched_tokens)
+        self._mm_prefix = spans_of(mm_prefix, mm_prefix_modalities, max_num_batched_tokens)
         self._self_groups = [g for g in range(groups) if g not in self.cross_groups]
         self.sharded_groups = self._sharded_groups()
         """The KV groups whose tokens the ranks share."""
@@ -84,12 +93,8 @@ class RequestTable:
         self._cascade_groups = [g for g in may_cascade if cascade_groups is None or g in cascade_groups]
         lengths = [max_encoder_len if g in self.cross_groups else max_model_len for g in range(groups)]
         width = max(-(-length // size) for length, size in zip(lengths, self.tokens_per_block, strict=True))
-        entries = groups * max_num_seqs * width
-        if entries > _MOST_ENTRIES:
-            limit = f"needs block tables of {entries} entries with max_model_len={max_model_len}; the limit is {_MOST_ENTRIES}"
-            raise BatchError("max_num_seqs", max_num_seqs, limit, "lower one of them, or use larger blocks")
+        check_entries(groups * max_num_seqs * width, max_num_seqs, max_model_len)
         self._tables = np.zeros((groups, max_num_seqs, width), dtype=np.int32)
-        self._flat_tables = self._tables.reshape(groups, -1)
         # On the CPU a batch gets a view of this tensor, so that a step copies no table.
         self._tables_cpu = torch.from_numpy(self._tables)
         self._num_blocks = np.zeros((groups, max_num_seqs), dtype=np.int64)
@@ -97,9 +102,8 @@ class RequestTable:
         self._null_ends = np.zeros((groups, max_num_seqs), dtype=np.int64)
         # Without null pages, the flag spares each step a pass over its slots.
         self._has_null_pages = False
-        # Groups with one block size share page and offset, so one look-up serves all of them.
-        is_alike = len(set(self.block_sizes)) == 1 and not self.sharded_groups
-        self._is_uniform = not self.cross_groups and is_alike
+        covered = self.block_sizes, self.tokens_per_block, self.cross_groups, self.sharded_groups
+        self._slots = SlotMappings(self._tables, *covered, self.context_parallel)
         self._capacity = np.zeros(max_num_seqs, dtype=np.int64)
         self._computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._scheduled = np.zeros(max_num_seqs, dtype=np.int64)
@@ -284,42 +288,6 @@ class RequestTable:
             self.req_ids[target] = name
             self._index[name] = target
 
-    def _check_sizes(self, sparse_topk: int) -> None:
-        if self.reorder_batch_thresholds and self.reorder_batch_thresholds[0] < 1:
-            limit = "must be query lengths of at least 1"
-            raise BatchError("reorder_batch_thresholds", self.reorder_batch_thresholds, limit)
-        sizes = {
-            "max_num_seqs": self.max_num_seqs,
-            "max_num_batched_tokens": self.max_num_batched_tokens,
-            "max_model_len": self.max_model_len,
-            "block_sizes": min(self.block_sizes, default=0),
-            "num_blocks": 1 if self.num_blocks is None else self.num_blocks,
-        }
-        largest = max(self.block_sizes, default=0)
-        for name, value in (*sizes.items(), ("block_sizes", largest)):
-            if not 1 <= value <= INT32_MAX:
-                raise BatchError(name, value, f"must be in 1 .. {INT32_MAX}")
-        rows = {
-            "max_num_seqs": self.max_num_seqs,
-            "max_num_batched_tokens": self.max_num_batched_tokens,
-            "max_num_seqs * max_encoder_len": self.max_num_seqs * self.max_encoder_len,
-        }
-        for name, value in rows.items():
-            if value > _MOST_ROWS:
-                limit = f"must be at most {_MOST_ROWS}"
-                raise BatchError(name, value, limit, "buffers have an entry for each of them")
-        sizes_of_specs = tuple(spec.block_size for spec in self.kv_cache_specs)
-        if sizes_of_specs and sizes_of_specs != self.block_sizes:
-            limit = f"must have the block sizes {self.block_sizes}"
-            raise BatchError("kv_cache_specs", sizes_of_specs, limit)
-        if not 0 <= sparse_topk <= INT32_MAX:
-            raise BatchError("sparse_topk", sparse_topk, f"must be in 0 .. {INT32_MAX}")
-        if self.cross_groups and not 1 <= self.max_encoder_len <= INT32_MAX:
-            limit = f"must be in 1 .. {INT32_MAX} with cross_groups"
-            raise BatchError("max_encoder_len", self.max_encoder_len, limit)
-        if self.max_encoder_len and not self.cross_groups:
-            raise BatchError("max_encoder_len", self.max_encoder_len, "is for builders with cross_groups")
-
     def _sharded_groups(self) -> frozenset[int]:
         place = self.context_parallel
         shared = [
@@ -385,25 +353,3 @@ class RequestTable:
                 self._first_served[index] = self._computed[index]
         tokens = [int(self._num_blocks[g, index]) * self.tokens_per_block[g] for g in self._self_groups]
         self._capacity[index] = min(tokens, default=self.max_model_len)
-
-
-def _spans_of(mm_prefix: bool, modalities: Collection[str] | None, longest: int) -> MMPrefix | None:
-    """The spans of layers with mm_prefix; None without such layers."""
-    instance("mm_prefix", mm_prefix, bool)
-    if modalities is None:
-        return MMPrefix(None, longest) if mm_prefix else None
-    names = [
-        instance("mm_prefix_modalities", name, str)
-        for name in listed("mm_prefix_modalities", modalities, "names")
-    ]
-    if not mm_prefix:
-        raise BatchError("mm_prefix_modalities", sorted(names), "is for builders of layers with mm_prefix")
-    return MMPrefix(names, longest)
-
-
-def _numbers(field: str, given: object, what: str, most: int) -> frozenset[int]:
-    """`given` as a set of integers below `most`; BatchError for anything else."""
-    numbers = frozenset(integers(field, given))
-    if not numbers <= set(range(most)):
-        raise BatchError(field, sorted(numbers), f"must be indices of {most} {what}")
-    return numbers

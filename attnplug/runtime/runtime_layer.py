@@ -172,6 +172,13 @@ class RuntimeLayer:
                 limit = self._of_layer("must not be NaN: the value was passed to the call")
                 raise BatchError(f"{name}[{rows[0]}]", float("nan"), limit)
 
+    def poison(self, output: torch.Tensor, output_lse: torch.Tensor | None, tokens: int) -> None:
+        """Fill the outputs with NaN, so that `check_result` finds rows that the backend leaves unwritten."""
+        if output.is_floating_point():
+            output[:tokens] = torch.nan
+        if output_lse is not None:
+            output_lse[:tokens] = torch.nan
+
     def check_result(
         self, found: object, output: torch.Tensor, output_lse: torch.Tensor | None, tokens: int
     ) -> None:

@@ -13,6 +13,7 @@ import torch
 from attnplug.core.batch.context_parallel import local_lengths
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attnplug.runtime.staging import StepStaging
 
 _Ints = npt.NDArray[Any]
 
@@ -70,6 +71,48 @@ class ShardedStep:
             row_lens=torch.from_numpy(rows).to(device),
             row_lens_host=rows,
             row_requests=torch.arange(requests, device=device).repeat_interleave(new),
+        )
+
+    @classmethod
+    def staged(
+        cls,
+        place: ContextParallel,
+        groups: frozenset[int],
+        staging: StepStaging,
+        scheduled: _Ints,
+        computed: _Ints,
+        requests: _Ints,
+        positions: _Ints,
+    ) -> ShardedStep:
+        """A step of a builder, by way of its buffers.
+
+        Args:
+            place: of this rank.
+            groups: the KV groups whose tokens the ranks share.
+            staging: of the step.
+            scheduled: new tokens of each request, `[R]`.
+            computed: computed tokens of each request, `[R]`.
+            requests: the request of each new token, `[T]`.
+            positions: of each new token in its sequence, `[T]`.
+        """
+        reqs, is_decode = scheduled.size, int(scheduled.max(initial=0)) <= 1
+        # A single new token sees all keys up to itself, so it is written first and counts as one of them.
+        before = computed + scheduled if is_decode else computed
+        staging.local_lens.np[:reqs] = local_lengths(before, place)
+        rows = positions.size if staging.row_lens.np.size and not is_decode else 0
+        if rows:
+            staging.row_requests.np[:rows] = requests
+            staging.row_lens.np[:rows] = local_lengths(positions + 1, place)
+        return cls(
+            place,
+            groups,
+            is_decode,
+            has_context=bool(before.any()),
+            local_lens=staging.local_lens.copy_to_gpu(reqs),
+            local_lens_host=staging.local_lens.np[:reqs],
+            row_lens=staging.row_lens.copy_to_gpu(rows) if rows else None,
+            row_lens_host=staging.row_lens.np[:rows] if rows else None,
+            row_requests=staging.row_requests.copy_to_gpu(rows) if rows else None,
         )
 
     def context(

@@ -12,7 +12,7 @@ from attnplug.core.errors import BatchError, LayoutError, ModelConfigError, Spec
 from attnplug.registry.devices import resolve_device
 from attnplug.runtime.block_pool import BlockPool
 from attnplug.runtime.budget import parse_memory
-from attnplug.runtime.step_batch import StepBatchBuilder
+from attnplug.runtime.step_batch_builder import StepBatchBuilder
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 HUGE = 10**12
