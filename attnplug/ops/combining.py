@@ -17,7 +17,7 @@ Exchange: TypeAlias = Literal["ag_rs", "a2a"]
 _EXCHANGES = ("ag_rs", "a2a")
 
 # torch 2.13 gave these a new name, and warns about the old one.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
@@ -188,7 +188,7 @@ def combine_partials(
         return output, output_lse
     if group.size() == 1:
         # As in a group, rows without keys are 0, whatever a kernel left there.
-        return merge_attn_states([out], [_without_nan(lse)], output, output_lse)
+        return merge_attn_states([out], [without_nan(lse)], output, output_lse)
     memory = buffers or ExchangeBuffers(out.device)
     if (backend or _chosen(tokens, heads, head_size, out.dtype)) == "a2a":
         _send_partials(out, lse, group, scatter_heads, memory, output, output_lse)
@@ -215,7 +215,7 @@ def _send_partials(
         for rank in range(size):
             part, part_lse = _views(sent[rank], tokens, own, head_size, dtype)
             part.copy_(out[:, rank * own : (rank + 1) * own])
-            _without_nan(lse[:, rank * own : (rank + 1) * own], part_lse)
+            without_nan(lse[:, rank * own : (rank + 1) * own], part_lse)
         dist.all_to_all_single(blocks.view(-1), sent.view(-1), group=group)
     else:
         mine = blocks[group.rank()]
@@ -223,8 +223,8 @@ def _send_partials(
         # A kernel that wrote to `ExchangeBuffers.partial` has written what is sent.
         if part.data_ptr() != out.data_ptr():
             part.copy_(out)
-        _without_nan(lse, part_lse)
-        _all_gather(blocks.view(-1), mine, group=group)
+        without_nan(lse, part_lse)
+        all_gather(blocks.view(-1), mine, group=group)
     parts = [_views(block, tokens, own, head_size, dtype) for block in blocks]
     merge_attn_states([part for part, _ in parts], [each for _, each in parts], output, output_lse)
 
@@ -242,7 +242,7 @@ def _sum_weighted(
     size, rank, (tokens, heads, head_size) = group.size(), group.rank(), out.shape
     lses = memory.take("lses", (size, tokens, heads), torch.float32)
     # gloo gathers into flat tensors only.
-    _all_gather(lses.view(-1), lse.contiguous().view(-1), group=group)
+    all_gather(lses.view(-1), lse.contiguous().view(-1), group=group)
     weights, total = _weights(lses)
     weight = weights[rank][..., None]
     weighted = torch.where(weight > 0, out.float() * weight, 0.0)
@@ -268,7 +268,7 @@ def _sum_weighted(
 
 def _weights(lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The share of each partial `[N, T, H]`, 0 for those without keys, and the LSE of all together `[T, H]`."""
-    lses = _without_nan(lses)
+    lses = without_nan(lses)
     top = lses.amax(0)
     # In rows without any key a finite pivot keeps -inf - pivot from becoming NaN.
     pivot = torch.where(top == -torch.inf, 0.0, top)
@@ -277,7 +277,24 @@ def _weights(lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return weights / torch.where(total == 0, 1.0, total), pivot + total.log()
 
 
-def _without_nan(lse: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+def gather_rows(
+    own: torch.Tensor, most: int, group: dist.ProcessGroup, buffers: ExchangeBuffers, name: str
+) -> torch.Tensor:
+    """The rows `own [t, ...]` of each rank, `most` of them for each, in the order of ranks: `[N * most, ...]`.
+
+    Rows past those that a rank gave are unspecified. The result is in the buffer `name`, `[N, most, ...]`; `own` may
+    already be in this rank's part of it.
+    """
+    blocks = buffers.take(name, (group.size(), most, *own.shape[1:]), own.dtype)
+    mine = blocks[group.rank()]
+    if own.data_ptr() != mine.data_ptr():
+        mine[: own.shape[0]].copy_(own)
+    # gloo gathers into flat tensors only.
+    all_gather(blocks.view(-1), mine.view(-1), group=group)
+    return blocks.view(-1, *own.shape[1:])
+
+
+def without_nan(lse: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
     """The LSE with -inf for NaN and +inf, in `into` if given."""
     return torch.nan_to_num(lse, nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf, out=into)
 

@@ -147,8 +147,8 @@ class AttentionRuntime:
             # Only here, because torch may be built without torch.distributed.
             from attnplug.runtime.sharded_layers import ShardedLayers
 
-            tokens = self.config.max_num_batched_tokens
-            made = tensors_by_layer, self.device, tokens, context_parallel, make_direct
+            most = self.config.max_num_batched_tokens, self.config.max_num_seqs
+            made = tensors_by_layer, self.device, *most, context_parallel, make_direct
             self._sharded = ShardedLayers(plan, *made)
         new_groups = () if self._sharded is None else self._sharded.groups
         share_workspace(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,16 +13,19 @@ from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, LayoutError, RankFailureError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import AttentionMetadata
-from attnplug.ops.combining import ExchangeBuffers, combine_partials
+from attnplug.ops.combining import ExchangeBuffers, combine_partials, gather_rows, without_nan
 from attnplug.ops.merging import merge_attn_states
 from attnplug.registry.decision import Decision
-from attnplug.runtime.attention_groups import AttentionGroup, build_step
+from attnplug.runtime.attention_groups import AttentionGroup
 from attnplug.runtime.model_plan import ModelPlan
+from attnplug.runtime.new_tokens import NewTokens
 from attnplug.runtime.rank_groups import ContextParallelGroup, check_same_plan
 from attnplug.runtime.runtime_layer import RuntimeLayer
+from attnplug.runtime.split_queries import SplitQueries, most_rows
 from attnplug.runtime.step_batch import StepBatch
 
-_Keys = tuple[torch.Tensor, torch.Tensor]
+# The memory of weighted sums, which such a step does not need.
+_OUTPUTS, _LSES = "weighted", "lses"
 
 
 class ShardedLayers:
@@ -33,6 +36,7 @@ class ShardedLayers:
         tensors: of all layers.
         device: of the layers.
         max_tokens: most tokens in a step; the exchange never needs more memory than for these.
+        max_requests: most requests in a step.
         place: the rank with its process group, if the plan's own has none, such as one from JSON.
         make_groups: builders for layers with direct K and V, by decision.
 
@@ -47,30 +51,29 @@ class ShardedLayers:
         tensors: Mapping[str, LayerTensors],
         device: torch.device,
         max_tokens: int,
+        max_requests: int,
         place: ContextParallel | None,
         make_groups: Callable[[Mapping[str, Decision]], list[AttentionGroup]],
     ) -> None:
         self.place, self.group = _group(plan, place)
         check_same_plan(plan, self.group)
         self.names = frozenset(plan.sharded_layers)
-        self._new = {
-            # K and V of the call are as computed: the scales are those of stored ones.
-            name: RuntimeLayer(
-                name, decision, dataclasses.replace(tensors[name], k_scale=1.0, v_scale=1.0), device
-            )
-            for name, decision in plan.new_tokens.items()
-        }
-        self.groups = make_groups(plan.new_tokens)
-        """The builders for the new tokens of a step."""
-        self._readers = set(plan.kv_sharing.values())
-        self._metadata: dict[str, AttentionMetadata] = {}
-        self._keys: dict[str, _Keys] = {}
+        self._new = NewTokens(plan.new_tokens, tensors, set(plan.kv_sharing.values()), device, make_groups)
         self._step: StepBatch | None = None
         self._buffers = ExchangeBuffers(device)
+        size, most = self.group.size(), most_rows(max_tokens, max_requests, self.group.size())
         for spec in {plan.specs[name] for name in self.names}:
             dtype: torch.dtype = getattr(torch, spec.dtype)
             self._buffers.reserve(max_tokens, spec.num_heads, spec.output_size, dtype, self.group)
+            if self._new.groups:
+                self._buffers.take(_OUTPUTS, (size, most, spec.num_heads, spec.output_size), dtype)
+                self._buffers.take(_LSES, (size, most, spec.num_heads), torch.float32)
         self._buffers.freeze()
+
+    @property
+    def groups(self) -> list[AttentionGroup]:
+        """The builders for the new tokens of a step."""
+        return self._new.groups
 
     def begin(self, batch: StepBatch, draft_index: int | None) -> None:
         """Build the metadata of the new tokens of a step; BatchError for a batch of another place."""
@@ -81,18 +84,13 @@ class ShardedLayers:
             remedy = "make batches with the runtime's step_batch_builder()"
             raise BatchError("batch.sharded", found, f"must be the step of {self.place}", remedy)
         if not step.is_decode:
-            common = step.new_tokens(batch.common)
-            for group in self.groups:
-                causal = next(iter(group.specs)).causal
-                made = build_step(group.builder, dataclasses.replace(common, causal=causal), draft_index)
-                self._metadata.update(dict.fromkeys(group.layer_names, made))
+            self._new.begin(step, batch.common, draft_index)
         self._step = batch
 
     def end(self) -> None:
         """Forget the step."""
         self._step = None
-        self._metadata.clear()
-        self._keys.clear()
+        self._new.end()
 
     def refuse_scales(self, layer_name: str, scales: Mapping[str, object]) -> None:
         """BatchError for the quantisation of an output, which no merge of partial results does."""
@@ -121,16 +119,30 @@ class ShardedLayers:
             # The sinks count on exactly one rank.
             self._attend_and_combine(*call, self.place.rank == 0, output, output_lse)
             return
-        new_keys = self._new_keys(layer, key, value)
-        new, made = self._new[layer.name], self._metadata[layer.name]
+        keys = self._new.keys_of(layer, key, value)
+        split = self._new.split
         if not step.has_context:
             self._write(layer, key, value, metadata)
-            new.impl.attend(new, query, *new_keys, None, made, output, output_lse=output_lse, use_sinks=True)
+            if split is None:
+                self._new.attend(layer.name, query, keys, output, output_lse)
+            else:
+                self._attend_and_gather(layer.name, query, keys, split, output, output_lse)
             return
-        context, context_lse = torch.empty_like(output), self._new_lse(output)
+        if split is not None:
+            part, lse = self._attend_pages(*call, False, output)
+            rows = self._rows_of(part, split)
+            self._new.attend(layer.name, query, keys, *rows)
+            # Each row is on one rank, so all its new keys and its sinks count once.
+            own = part.index_select(0, split.rows), without_nan(lse.index_select(0, split.rows))
+            merge_attn_states((own[0], rows[0]), (own[1], rows[1]), *rows)
+            part.index_copy_(0, split.rows, rows[0])
+            lse.index_copy_(0, split.rows, rows[1])
+            self._combine(layer.name, part, lse, output, output_lse)
+            return
+        context, context_lse = torch.empty_like(output), _new_lse(output)
         self._attend_and_combine(*call, False, context, context_lse)
-        fresh, fresh_lse = torch.empty_like(output), self._new_lse(output)
-        new.impl.attend(new, query, *new_keys, None, made, fresh, output_lse=fresh_lse, use_sinks=True)
+        fresh, fresh_lse = torch.empty_like(output), _new_lse(output)
+        self._new.attend(layer.name, query, keys, fresh, fresh_lse)
         merge_attn_states((context, fresh), (context_lse, fresh_lse), output, output_lse)
 
     def _attend_and_combine(
@@ -145,32 +157,74 @@ class ShardedLayers:
         output_lse: torch.Tensor | None,
     ) -> None:
         """Attend the keys of this rank, and merge the partial results of all ranks into `output`."""
-        part, lse = self._buffers.partial_or_new(output, self.group)
+        part, lse = self._attend_pages(layer, query, key, value, metadata, use_sinks, output)
+        self._combine(layer.name, part, lse, output, output_lse)
+
+    def _attend_pages(
+        self,
+        layer: RuntimeLayer,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        metadata: AttentionMetadata,
+        use_sinks: bool,
+        like: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new K and V of this rank, and attend its keys: an output shaped as `like`, and its LSE."""
+        part, lse = self._buffers.partial_or_new(like, self.group)
         layer.impl.forward(
             layer, query, key, value, layer.kv_cache, metadata, part, output_lse=lse, use_sinks=use_sinks
         )
+        return part, lse
+
+    def _combine(
+        self,
+        name: str,
+        part: torch.Tensor,
+        lse: torch.Tensor,
+        output: torch.Tensor,
+        output_lse: torch.Tensor | None,
+    ) -> None:
+        given: dict[str, Any] = {"buffers": self._buffers, "output": output, "output_lse": output_lse}
+        with self._exchange_of(name):
+            combine_partials(part, lse, self.group, **given)
+
+    def _attend_and_gather(
+        self,
+        name: str,
+        query: torch.Tensor,
+        keys: tuple[torch.Tensor, torch.Tensor],
+        split: SplitQueries,
+        output: torch.Tensor,
+        output_lse: torch.Tensor | None,
+    ) -> None:
+        """Attend the rows of this rank, and take those of the others from them."""
+        shape = self.group.size(), split.most_rows, *output.shape[1:]
+        own = self._buffers.take(_OUTPUTS, shape, output.dtype)[self.place.rank, : split.rows.shape[0]]
+        lse = None if output_lse is None else _new_lse(own)
+        self._new.attend(name, query, keys, own, lse)
+        for rows, buffer, into in ((own, _OUTPUTS, output), (lse, _LSES, output_lse)):
+            if rows is None or into is None:
+                continue
+            with self._exchange_of(name):
+                every = gather_rows(rows, split.most_rows, self.group, self._buffers, buffer)
+            into.copy_(every.index_select(0, split.gathered))
+
+    def _rows_of(self, part: torch.Tensor, split: SplitQueries) -> tuple[torch.Tensor, torch.Tensor]:
+        own = part.new_empty(split.rows.shape[0], *part.shape[1:])
+        return own, _new_lse(own)
+
+    @contextlib.contextmanager
+    def _exchange_of(self, name: str) -> Iterator[None]:
+        """Name the layer in errors of torch.distributed."""
         try:
-            combine_partials(
-                part, lse, self.group, buffers=self._buffers, output=output, output_lse=output_lse
-            )
+            yield
         except RuntimeError as error:
             first = next(iter(str(error).splitlines()), "") or type(error).__name__
             raise RankFailureError(
                 f"rank {self.place.rank} of {self.place.size} could not exchange the partial results of layer "
-                f"{layer.name}: {first}"
+                f"{name}: {first}"
             ) from error
-
-    def _new_keys(self, layer: RuntimeLayer, key: torch.Tensor | None, value: torch.Tensor | None) -> _Keys:
-        """K and V of the new tokens: of the call, or of the layer whose pages this one reads."""
-        if key is not None and value is not None:
-            if layer.name in self._readers:
-                self._keys[layer.name] = key, value
-            return key, value
-        found = self._keys.get(layer.target or "")
-        if found is None:
-            limit = f"reads the pages of {layer.target}, whose new keys are not known in this step"
-            raise BatchError("layer_name", layer.name, limit, f"call forward of {layer.target} first")
-        return found
 
     def _write(
         self,
@@ -182,8 +236,9 @@ class ShardedLayers:
         if layer.target is None and key is not None and value is not None and layer.kv_cache is not None:
             layer.impl.update_kv_cache(layer, key, value, layer.kv_cache, metadata.slot_mapping)
 
-    def _new_lse(self, output: torch.Tensor) -> torch.Tensor:
-        return torch.empty(output.shape[:2], dtype=torch.float32, device=output.device)
+
+def _new_lse(output: torch.Tensor) -> torch.Tensor:
+    return torch.empty(output.shape[:2], dtype=torch.float32, device=output.device)
 
 
 def _group(plan: ModelPlan, place: ContextParallel | None) -> tuple[ContextParallel, Any]:

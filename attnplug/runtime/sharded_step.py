@@ -35,6 +35,8 @@ class ShardedStep:
         row_lens: for latent attention in other steps, int32 `[T]`: the keys on this rank that each new token sees.
         row_lens_host: the same on the host.
         row_requests: the request of each new token, int64 `[T]`.
+        in_graph: whether a CUDA graph runs it, whose kernels are the same in each step of its size.
+        for_capture: whether a graph is captured with it.
     """
 
     place: ContextParallel
@@ -46,6 +48,8 @@ class ShardedStep:
     row_lens: torch.Tensor | None = None
     row_lens_host: _Ints | None = None
     row_requests: torch.Tensor | None = None
+    in_graph: bool = False
+    for_capture: bool = False
 
     @classmethod
     def uniform(

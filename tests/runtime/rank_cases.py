@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import attnplug
 from attnplug import LayerSpec, errors
+from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core import BuilderConfig, ContextParallel, LayerTensors, MLADims
 from attnplug.ops import ExchangeBuffers, combine, combine_partials
 from attnplug.runtime import (
@@ -22,6 +23,7 @@ from attnplug.runtime import (
     RankWatch,
     check_same_plan,
     context_parallel,
+    split_queries,
 )
 
 Case = Callable[[dist.ProcessGroup], None]
@@ -42,6 +44,8 @@ MODELS: dict[str, dict[str, LayerSpec]] = {
     "value sizes": {"0": FULL.replace(head_size_v=8)},
     "latents": {"0": LATENT},
     "readers": {"0": FULL, "1": FULL},
+    "lse": {"0": FULL.replace(needs_lse=True)},
+    "not causal": {"0": FULL.replace(causal=False)},
 }
 # Decodes, chunked prefills, several new tokens, a request without tokens, and shards without keys.
 STEPS = (
@@ -66,6 +70,8 @@ def cases(size: int) -> Iterator[tuple[str, Case]]:
     for model in MODELS:
         for interleave in (1, 16) if size == 2 else (4,):
             yield f"{model} interleave={interleave}", functools.partial(_equals_one_rank, model, interleave)
+    for model in ("llama", "sinks", "value sizes", "readers", "lse", "not causal"):
+        yield f"{model} with all rows split", functools.partial(_splits_rows, model)
     yield "decodes in the buffers of graphs", _pads_decodes
     yield "a plan from JSON", _runs_a_plan_from_json
     yield "a plan that differs", _names_the_plan_that_differs
@@ -135,6 +141,29 @@ def _equals_one_rank(model: str, interleave: int, group: dist.ProcessGroup) -> N
         assert torch.equal(one, again)
 
 
+def _splits_rows(model: str, group: dist.ProcessGroup) -> None:
+    """Steps of more than one new token: even the shortest is split, and none has the rows of another rank."""
+    seen, limit = [], split_queries._LEAST_CPU_PAIRS
+    attend = TorchImpl.attend
+
+    def counted(self: TorchImpl, layer: Any, query: torch.Tensor, *given: Any, **named: Any) -> Any:
+        if self.spec.direct_kv:
+            seen.append(query.shape[0])
+        return attend(self, layer, query, *given, **named)
+
+    alone = _outputs(model, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchImpl, "attend", counted)
+        for least in (1, limit):
+            seen.clear()
+            patch.setattr(split_queries, "_LEAST_CPU_PAIRS", least)
+            shared = _outputs(model, context_parallel(group))
+            for one, many in zip(alone, shared, strict=True):
+                torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-5)
+            if least == 1:
+                assert max(seen) <= 2 * -(-30 // (2 * group.size())) + 4, seen
+
+
 def _outputs(model: str, place: ContextParallel | None) -> list[torch.Tensor]:
     """Every layer's output in every step, in the order of the requests."""
     specs = MODELS[model]
@@ -166,8 +195,11 @@ def _run(plan: ModelPlan, specs: dict[str, LayerSpec], place: ContextParallel | 
                 key = torch.randn(tokens, spec.num_kv_heads, spec.head_size, generator=generator)
                 value = torch.randn(tokens, spec.num_kv_heads, spec.head_size_v, generator=generator)
                 given = (None, None) if name in plan.kv_sharing else (key, None if spec.mla else value)
-                out = runtime.forward(name, query, *given)
+                lse = torch.empty(tokens, spec.num_heads) if spec.needs_lse else None
+                out = runtime.forward(name, query, *given, output_lse=lse)
                 found.append(batch.in_former_order(out).clone())
+                if lse is not None:
+                    found.append(batch.in_former_order(lse).clone())
             builder.finish_step()
     return found
 

@@ -1,0 +1,104 @@
+"""Attends the new tokens of a step in sharded layers: their K and V come with the call, and no page is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+
+from attnplug.core.errors import BatchError
+from attnplug.core.impl import LayerTensors
+from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
+from attnplug.registry.decision import Decision
+from attnplug.runtime.attention_groups import AttentionGroup, build_step
+from attnplug.runtime.runtime_layer import RuntimeLayer
+from attnplug.runtime.sharded_step import ShardedStep
+from attnplug.runtime.split_queries import SplitQueries, pays_to_split
+
+_Keys = tuple[torch.Tensor, torch.Tensor]
+
+
+class NewTokens:
+    """The layers of `plan.new_tokens` on one rank.
+
+    Args:
+        decisions: by sharded layer; empty for layers of latent attention.
+        tensors: of all layers.
+        readers: the layers that are read by others: their K and V of a step are kept.
+        device: of the layers.
+        make_groups: builders for layers with direct K and V, by decision.
+    """
+
+    def __init__(
+        self,
+        decisions: Mapping[str, Decision],
+        tensors: Mapping[str, LayerTensors],
+        readers: Collection[str],
+        device: torch.device,
+        make_groups: Callable[[Mapping[str, Decision]], list[AttentionGroup]],
+    ) -> None:
+        self._layers = {
+            # K and V of the call are as computed: the scales are those of stored ones.
+            name: RuntimeLayer(
+                name, decision, dataclasses.replace(tensors[name], k_scale=1.0, v_scale=1.0), device
+            )
+            for name, decision in decisions.items()
+        }
+        self.groups = make_groups(decisions)
+        """The builders for the new tokens of a step."""
+        self.split: SplitQueries | None = None
+        """The rows of this rank, in a step whose rows the ranks share."""
+        self._readers, self._device = frozenset(readers), device
+        self._metadata: dict[str, AttentionMetadata] = {}
+        self._keys: dict[str, _Keys] = {}
+
+    def begin(self, step: ShardedStep, common: CommonAttentionMetadata, draft_index: int | None) -> None:
+        """Build the metadata of a step that is not a decode."""
+        lens = common.query_start_loc_cpu.diff().numpy()
+        # A row that sees later tokens would need the keys of all pieces.
+        if self.groups and common.causal and not step.in_graph and pays_to_split(lens, self._device):
+            self.split = SplitQueries.of(common, step.place)
+        batch = step.new_tokens(common) if self.split is None else self.split.pieces
+        for group in self.groups if batch.num_reqs else ():
+            if step.for_capture:
+                made = group.builder.build_for_cudagraph_capture(batch)
+            else:
+                made = build_step(group.builder, batch, draft_index)
+            self._metadata.update(dict.fromkeys(group.layer_names, made))
+
+    def end(self) -> None:
+        """Forget the step."""
+        self.split = None
+        self._metadata.clear()
+        self._keys.clear()
+
+    def keys_of(self, layer: RuntimeLayer, key: torch.Tensor | None, value: torch.Tensor | None) -> _Keys:
+        """K and V of the new tokens: of the call, or of the layer whose pages this one reads."""
+        if key is not None and value is not None:
+            if layer.name in self._readers:
+                self._keys[layer.name] = key, value
+            return key, value
+        found = self._keys.get(layer.target or "")
+        if found is None:
+            limit = f"reads the pages of {layer.target}, whose new keys are not known in this step"
+            raise BatchError("layer_name", layer.name, limit, f"call forward of {layer.target} first")
+        return found
+
+    def attend(
+        self,
+        name: str,
+        query: torch.Tensor,
+        keys: _Keys,
+        output: torch.Tensor,
+        output_lse: torch.Tensor | None,
+    ) -> None:
+        """Attend causally, with the sinks: all rows of the step, or in a split step those of this rank."""
+        split, layer = self.split, self._layers[name]
+        if split is not None:
+            if not split.pieces.num_reqs:
+                return
+            query = query.index_select(0, split.rows)
+            keys = keys[0].index_select(0, split.key_rows), keys[1].index_select(0, split.key_rows)
+        made = self._metadata[name]
+        layer.impl.attend(layer, query, *keys, None, made, output, output_lse=output_lse, use_sinks=True)
