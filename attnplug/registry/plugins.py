@@ -117,8 +117,8 @@ class PluginSet:
                 rival = taken[offer.name].plugin
                 raise PluginError(f"{title} offers {offer.name}, which {rival} offers already")
         self._loaded[title] = loaded
-        if title not in self._in_code:
-            self._in_code.append(title)
+        # A plugin that replaces another ranks last, as it comes last among the records.
+        self._in_code = [*(other for other in self._in_code if other != title), title]
         self._index()
         return loaded.record
 

@@ -187,6 +187,18 @@ def test_rankers_follow_each_other() -> None:
     assert decision.ranked_by == ("first", "second")
 
 
+def test_a_ranker_that_replaces_another_ranks_last() -> None:
+    found = registry(backend("LOW", 10), backend("HIGH", 20))
+    prefers = {name: plugin(rank=lambda candidates, name=name: [name]) for name in ("LOW", "HIGH")}
+    found.register(plugin(), "replaced")
+    found.register(prefers["LOW"], "other")
+    found.register(prefers["HIGH"], "replaced")
+    assert [record.name for record in found.records][-2:] == ["other", "replaced"]
+    decision = found.select(SPEC, CPU)
+    assert decision.backend == "HIGH"
+    assert decision.ranked_by == ("other", "replaced")
+
+
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process whose registry was not built yet."""
