@@ -292,9 +292,9 @@ def _for_group(batch: StepBatch, group: int, cache: KVCacheSpec) -> CommonAttent
     if group in batch.cross_groups:
         return cross_metadata(batch.common, table, slots)
     if batch.sharded is not None and _is_sharded(batch, group):
-        is_latent = isinstance(cache, MLAAttentionSpec)
-        part = batch.sharded.rows if is_latent else batch.sharded.context
-        return part(batch.common, table, slots)
+        if isinstance(cache, MLAAttentionSpec):
+            return batch.sharded.rows(batch.common, table, slots, group)
+        return batch.sharded.context(batch.common, table, slots)
     if group == batch.common_group:
         return batch.common
     # The batch serves all groups, so the table and slots of one group go into a copy.

@@ -17,7 +17,12 @@ from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.runtime.allocation import init_kv_cache
 from attnplug.runtime.arguments import instance
-from attnplug.runtime.attention_groups import init_attn_backend, init_direct_groups, share_workspace
+from attnplug.runtime.attention_groups import (
+    AttentionGroup,
+    init_attn_backend,
+    init_direct_groups,
+    share_workspace,
+)
 from attnplug.runtime.batch_checks import check_device, check_groups, check_pool
 from attnplug.runtime.block_pool import BlockPool
 from attnplug.runtime.cascade import may_cascade
@@ -150,9 +155,8 @@ class AttentionRuntime:
             most = self.config.max_num_batched_tokens, self.config.max_num_seqs
             made = tensors_by_layer, self.device, *most, context_parallel, make_direct
             self._sharded = ShardedLayers(plan, *made)
-        new_groups = () if self._sharded is None else self._sharded.groups
         share_workspace(
-            group.builder for group in (*self.attention_groups, *self._direct_groups, *new_groups)
+            group.builder for group in (*self.attention_groups, *self._direct_groups, *self.new_token_groups)
         )
         specs = {name: layer.spec for name, layer in self.layers.items()}
         self._needs_selection = first_sparse(specs, direct=False), first_sparse(specs, direct=True)
@@ -221,6 +225,11 @@ class AttentionRuntime:
             mm_prefix_modalities=mm_prefix_modalities,
             context_parallel=self.plan.context_parallel,
         )
+
+    @property
+    def new_token_groups(self) -> tuple[AttentionGroup, ...]:
+        """The builders for the new tokens of layers whose tokens ranks share; empty without context parallelism."""
+        return () if self._sharded is None else tuple(self._sharded.groups)
 
     @property
     def has_mm_prefix(self) -> bool:

@@ -10,6 +10,7 @@ from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID
 from attnplug.core.selection import Selection
 from attnplug.runtime.arguments import integer
+from attnplug.runtime.sharded_graphs import ShardedGraphBuffers
 from attnplug.runtime.step_batch import StepBatch
 
 
@@ -27,7 +28,7 @@ class GraphInputBuffers:
         encoder_seq_lens: int32 `[B]`; None without cross groups.
         mm_prefix_spans: int32 `[B * q, 2]`; None without layers with mm_prefix.
         selection: of `B * q` queries, for an indexer inside the graph to fill; None without sparse layers.
-        local_lens: int32 `[B]`, the keys on this rank; None without context parallelism.
+        sharded: the keys on this rank; None without context parallelism.
     """
 
     batch_size: int
@@ -39,7 +40,7 @@ class GraphInputBuffers:
     encoder_seq_lens: torch.Tensor | None
     mm_prefix_spans: torch.Tensor | None
     selection: Selection | None
-    local_lens: torch.Tensor | None = None
+    sharded: ShardedGraphBuffers | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -57,7 +58,6 @@ class GraphInputBuffers:
         with_encoder: bool,
         with_spans: bool,
         sparse_topk: int = 0,
-        is_sharded: bool = False,
         device: torch.device,
     ) -> GraphInputBuffers:
         """New buffers for `groups` KV groups, with tables of `max_blocks` pages."""
@@ -75,7 +75,6 @@ class GraphInputBuffers:
             encoder_seq_lens=torch.ones_like(seq_lens) if with_encoder else None,
             mm_prefix_spans=spans if with_spans else None,
             selection=Selection.allocate(spans.shape[0], sparse_topk, device) if sparse_topk else None,
-            local_lens=torch.ones_like(seq_lens) if is_sharded else None,
         )
 
     def first(self, batch_size: int, query_len: int) -> GraphInputBuffers:
@@ -100,7 +99,7 @@ class GraphInputBuffers:
             encoder_seq_lens=None if encoder is None else encoder[:batch_size],
             mm_prefix_spans=None if spans is None else spans[: batch_size * query_len],
             selection=None if self.selection is None else self.selection[: batch_size * query_len],
-            local_lens=None if self.local_lens is None else self.local_lens[:batch_size],
+            sharded=None if self.sharded is None else self.sharded.first(batch_size, query_len),
         )
 
     def clear(self) -> None:
@@ -121,8 +120,8 @@ class GraphInputBuffers:
         for group, count in enumerate(batch.num_slots):
             if count:
                 self.slot_mappings[group, :count].copy_(batch.of_group(group)[1], non_blocking=True)
-        if self.local_lens is not None and batch.sharded is not None:
-            self.local_lens[:reqs].copy_(batch.sharded.local_lens, non_blocking=True)
+        if self.sharded is not None and batch.sharded is not None:
+            self.sharded.copy_from(batch.sharded)
         if self.encoder_seq_lens is not None and common.encoder_seq_lens is not None:
             self.encoder_seq_lens[:reqs].copy_(common.encoder_seq_lens, non_blocking=True)
         if self.mm_prefix_spans is not None and common.mm_prefix_spans is not None:
@@ -144,8 +143,8 @@ class GraphInputBuffers:
         self.slot_mappings[:, tokens:].fill_(PAD_SLOT_ID)
         if self.encoder_seq_lens is not None:
             self.encoder_seq_lens[reqs:].fill_(1)
-        if self.local_lens is not None:
-            self.local_lens[reqs:].fill_(1)
+        if self.sharded is not None:
+            self.sharded.pad(reqs, self.block_tables)
         if self.mm_prefix_spans is not None:
             self.mm_prefix_spans[tokens:].fill_(0)
         if self.selection is not None:

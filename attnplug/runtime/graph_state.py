@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError
+from attnplug.core.kv_cache_spec import MLAAttentionSpec
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadata, CommonAttentionMetadata
 from attnplug.runtime.arguments import instance, integer
 from attnplug.runtime.attention_groups import build_attn_metadata
@@ -18,6 +21,7 @@ from attnplug.runtime.batch_checks import check_groups
 from attnplug.runtime.graph_buffers import GraphInputBuffers as GraphInputBuffers
 from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.plan_limits import longest_sequence
+from attnplug.runtime.sharded_graphs import ShardedGraphBuffers
 from attnplug.runtime.sharded_step import ShardedStep
 from attnplug.runtime.sharding import shares_tokens
 from attnplug.runtime.step_batch import StepBatch
@@ -71,10 +75,6 @@ class GraphState:
         self.max_query_len = integer("max_query_len", max_query_len)
         if not 1 <= self.max_query_len <= self.max_model_len:
             raise BatchError("max_query_len", self.max_query_len, f"must be in 1 .. {self.max_model_len}")
-        place = runtime.plan.context_parallel
-        if place is not None and self.max_query_len > 1:
-            limit = "must be 1 under context parallelism, where steps of more tokens run without a graph"
-            raise BatchError("max_query_len", self.max_query_len, limit)
         self._runtime = runtime
         groups = runtime.kv_cache_config.kv_cache_groups
         self._cross = cross_groups(runtime.kv_cache_config)
@@ -98,14 +98,15 @@ class GraphState:
             with_encoder=bool(self._cross),
             with_spans=runtime.has_mm_prefix,
             sparse_topk=runtime.sparse_topk,
-            is_sharded=place is not None,
             device=runtime.device,
         )
+        if runtime.plan.context_parallel is not None:
+            self._buffers = self._with_sharding(runtime.plan.context_parallel)
 
     @property
     def support(self) -> AttentionCGSupport:
         """The lowest support level of the runtime's builders."""
-        return min((level for level, _ in self._levels()), default=AttentionCGSupport.NEVER)
+        return min((level for level, *_ in self._levels()), default=AttentionCGSupport.NEVER)
 
     def batch_size_for(self, num_reqs: int) -> int | None:
         """The smallest captured batch size of at least `num_reqs` requests; None if there is none.
@@ -202,19 +203,31 @@ class GraphState:
         self._runtime.begin_step(padded, draft_index=draft_index)
         return padded
 
-    def _levels(self) -> list[tuple[AttentionCGSupport, str]]:
-        """Each builder's level, and its name for errors."""
+    def _with_sharding(self, place: ContextParallel) -> GraphInputBuffers:
+        specs = [group.kv_cache_spec for group in self._runtime.kv_cache_config.kv_cache_groups]
+        groups = frozenset(index for index, spec in enumerate(specs) if shares_tokens(spec))
+        has_latents = any(isinstance(specs[index], MLAAttentionSpec) for index in groups)
+        sizes = self._buffers.block_tables, self.max_query_len, has_latents
+        return dataclasses.replace(self._buffers, sharded=ShardedGraphBuffers.allocate(place, groups, *sizes))
+
+    def _levels(self, query_len: int = 1) -> list[tuple[AttentionCGSupport, AttentionCGSupport, str]]:
+        """Each builder's level, the level that queries of a length ask for, and its name for errors."""
+        single, uniform = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, AttentionCGSupport.UNIFORM_BATCH
+        is_sharded = self._runtime.plan.context_parallel is not None
+        new = self._runtime.new_token_groups if query_len > 1 else ()
         found = []
-        for group in self._runtime.attention_groups:
+        for group in (*self._runtime.attention_groups, *new):
             level = group.builder.get_cudagraph_support(self._runtime.config, group.kv_cache_spec)
             owner = f"{group.backend.get_name()} (layer {group.layer_names[0]})"
-            found.append((level, f"{type(group.builder).__name__} of {owner}"))
+            # Ranks that share latents decode each new token as a request of its own.
+            by_row = is_sharded and isinstance(group.kv_cache_spec, MLAAttentionSpec)
+            asked = single if query_len == 1 or by_row else uniform
+            found.append((level, asked, f"{type(group.builder).__name__} of {owner}"))
         return found
 
     def _check_support(self, batch_size: int, query_len: int) -> None:
         single = query_len == 1
-        asked = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if single else AttentionCGSupport.UNIFORM_BATCH
-        for level, builder in self._levels():
+        for level, asked, builder in self._levels(query_len):
             if level < asked:
                 field, value = ("batch_size", batch_size) if single else ("query_len", query_len)
                 limit = f"asks to capture {asked.name}, and {builder} declares {level.name}"
@@ -249,10 +262,7 @@ class GraphState:
             lengths = sorted(set(queries.tolist()))
             limit = f"must be the graph's query_len={buffers.query_len} for every request"
             raise BatchError("batch.query_lens", lengths, limit, "run this step without a graph")
-        if buffers.local_lens is not None and (batch.sharded is None or not batch.sharded.is_decode):
-            step = None if batch.sharded is None else "a step of several new tokens"
-            limit = "must be the step of a decode: this runtime has context parallelism"
-            raise BatchError("batch.sharded", step, limit, "run this step without a graph")
+        self._check_sharded(buffers, batch, uniform)
         for group in sorted(self._cross):
             if batch.num_slots[group]:
                 limit = (
@@ -260,6 +270,21 @@ class GraphState:
                 )
                 remedy = "run this step without a graph"
                 raise BatchError("batch.num_slots", batch.num_slots[group], limit, remedy)
+
+    def _check_sharded(self, buffers: GraphInputBuffers, batch: StepBatch, uniform: bool) -> None:
+        if buffers.sharded is None:
+            return
+        step, by_row = batch.sharded, buffers.sharded.row_lens is not None
+        if step is None or step.place != buffers.sharded.place or (by_row and step.row_lens is None):
+            found = None if step is None else step.place
+            limit = f"must be the step of {buffers.sharded.place}"
+            remedy = "make batches with the runtime's step_batch_builder()"
+            raise BatchError("batch.sharded", found, limit, remedy)
+        # New tokens are attended apart from computed ones, or each alone: both need the graph's rows.
+        if step.is_decode is not (buffers.query_len == 1) or not (step.is_decode or uniform):
+            limit = f"must be the graph's query_len={buffers.query_len} for every request under context parallelism"
+            lengths = sorted(set(np.diff(batch.common.query_start_loc_cpu.numpy()).tolist()))
+            raise BatchError("batch.query_lens", lengths, limit, "run this step without a graph")
 
     def _capture_batch(self, buffers: GraphInputBuffers) -> StepBatch:
         reqs = buffers.batch_size
@@ -272,9 +297,12 @@ class GraphState:
             if self._runtime.has_mm_prefix
             else None
         )
-        place = self._runtime.plan.context_parallel
-        local = None if place is None else np.full(reqs, place.most_local(self.max_model_len), dtype=np.int32)
-        return self._batch(buffers, starts, lengths, False, encoder, spans, (), local)
+        sharded = None
+        if buffers.sharded is not None:
+            most = buffers.sharded.place.most_local(self.max_model_len)
+            local, rows = (np.full(count, most, dtype=np.int32) for count in (reqs, buffers.num_tokens))
+            sharded = buffers.sharded.step(local, rows, for_capture=True)
+        return self._batch(buffers, starts, lengths, False, encoder, spans, (), sharded)
 
     def _padded(self, buffers: GraphInputBuffers, batch: StepBatch) -> StepBatch:
         common, padding = batch.common, buffers.batch_size - batch.common.num_reqs
@@ -286,6 +314,11 @@ class GraphState:
             common.num_actual_tokens
             + torch.arange(1, padding + 1, dtype=torch.int32, device="cpu") * buffers.query_len
         )
+        step, sharded = batch.sharded, None
+        if buffers.sharded is not None and step is not None:
+            local = np.concatenate([step.local_lens_host, np.ones(padding, dtype=np.int32)])
+            by_row = _extended(step.row_lens_host, padding * buffers.query_len)
+            sharded = buffers.sharded.step(local, by_row, for_capture=False)
         return self._batch(
             buffers,
             torch.cat([common.query_start_loc_cpu, ends.int()]),
@@ -294,7 +327,7 @@ class GraphState:
             _extended(common.encoder_seq_lens_cpu, padding) if self._cross else None,
             spans,
             batch.req_ids,
-            _extended(None if batch.sharded is None else batch.sharded.local_lens_host, padding),
+            sharded,
         )
 
     def _batch(
@@ -306,7 +339,7 @@ class GraphState:
         encoder: _Lengths | None,
         spans: torch.Tensor | None,
         req_ids: tuple[str, ...],
-        local: _Lengths | None,
+        sharded: ShardedStep | None,
     ) -> StepBatch:
         tokens = buffers.num_tokens
         common = CommonAttentionMetadata(
@@ -330,18 +363,6 @@ class GraphState:
         groups = buffers.block_tables.shape[0]
         counts = tuple(0 if group in self._cross else tokens for group in range(groups))
         tables, slots = buffers.block_tables, buffers.slot_mappings
-        place, sharded = self._runtime.plan.context_parallel, None
-        if place is not None and local is not None and buffers.local_lens is not None:
-            specs = [group.kv_cache_spec for group in self._runtime.kv_cache_config.kv_cache_groups]
-            shared = frozenset(index for index, spec in enumerate(specs) if shares_tokens(spec))
-            sharded = ShardedStep(
-                place,
-                shared,
-                is_decode=True,
-                has_context=True,
-                local_lens=buffers.local_lens,
-                local_lens_host=local,
-            )
         at = tables, slots, counts, self._cross, req_ids, self._sizes
         return StepBatch(common, self._first, *at, sharded=sharded)
 

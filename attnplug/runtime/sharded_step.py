@@ -35,7 +35,10 @@ class ShardedStep:
         row_lens: for latent attention in other steps, int32 `[T]`: the keys on this rank that each new token sees.
         row_lens_host: the same on the host.
         row_requests: the request of each new token, int64 `[T]`.
-        in_graph: whether a CUDA graph runs it, whose kernels are the same in each step of its size.
+        new_lens: of a graph: int32 `[R]`, its new tokens of each request.
+        no_slots: of a graph: int64 `[T]`, all -1.
+        row_starts: of a graph: int32 `[T + 1]`, 0, 1, 2, ...
+        row_tables: of a graph: int32 `[G, T, max_blocks]`, the block table of each new token in each KV group.
         for_capture: whether a graph is captured with it.
     """
 
@@ -48,8 +51,16 @@ class ShardedStep:
     row_lens: torch.Tensor | None = None
     row_lens_host: _Ints | None = None
     row_requests: torch.Tensor | None = None
-    in_graph: bool = False
+    new_lens: torch.Tensor | None = None
+    no_slots: torch.Tensor | None = None
+    row_starts: torch.Tensor | None = None
+    row_tables: torch.Tensor | None = None
     for_capture: bool = False
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether a CUDA graph runs it: its kernels read the same memory in each step."""
+        return self.new_lens is not None
 
     @classmethod
     def uniform(
@@ -127,16 +138,27 @@ class ShardedStep:
         return self._batch(common, *lengths, block_table_tensor=table, slot_mapping=slots, causal=False)
 
     def rows(
-        self, common: CommonAttentionMetadata, table: torch.Tensor, slots: torch.Tensor
+        self, common: CommonAttentionMetadata, table: torch.Tensor, slots: torch.Tensor, group: int
     ) -> CommonAttentionMetadata:
         """Each new token as a request of its own, with the keys of this rank that it sees: for latent attention."""
-        lens, host, requests = self.row_lens, self.row_lens_host, self.row_requests
-        if self.is_decode or lens is None or host is None or requests is None:
+        lens, host, requests, tables = (
+            self.row_lens,
+            self.row_lens_host,
+            self.row_requests,
+            self.row_tables,
+        )
+        if self.is_decode or lens is None or host is None:
             lengths = self.local_lens, self.local_lens_host
             return self._batch(common, *lengths, block_table_tensor=table, slot_mapping=slots)
         count = lens.shape[0]
         # Made on the device, because a copy from pageable memory would wait for it.
-        starts = torch.arange(count + 1, dtype=torch.int32, device=lens.device)
+        starts = self.row_starts
+        if starts is None:
+            starts = torch.arange(count + 1, dtype=torch.int32, device=lens.device)
+        if tables is not None:
+            table = tables[group]
+        elif requests is not None:
+            table = table.index_select(0, requests)
         return self._batch(
             common,
             lens,
@@ -145,7 +167,7 @@ class ShardedStep:
             query_start_loc_cpu=torch.arange(count + 1, dtype=torch.int32, device="cpu"),
             num_reqs=count,
             max_query_len=min(count, 1),
-            block_table_tensor=table.index_select(0, requests),
+            block_table_tensor=table,
             slot_mapping=slots,
             logits_indices_padded=None,
             num_logits_indices=None,
@@ -154,16 +176,16 @@ class ShardedStep:
 
     def new_tokens(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """The new tokens of the step alone, with K and V in the call."""
-        queries = common.query_start_loc_cpu.diff()
+        queries, slots = common.query_start_loc_cpu.diff(), self.no_slots
         return dataclasses.replace(
             common,
-            seq_lens=common.query_start_loc.diff(),
+            seq_lens=common.query_start_loc.diff() if self.new_lens is None else self.new_lens,
             seq_lens_host=queries.numpy(),
             seq_lens_host_exact=True,
             max_seq_len=common.max_query_len,
             key_start_loc=common.query_start_loc,
             key_start_loc_cpu=common.query_start_loc_cpu,
-            slot_mapping=torch.full_like(common.slot_mapping, PAD_SLOT_ID),
+            slot_mapping=torch.full_like(common.slot_mapping, PAD_SLOT_ID) if slots is None else slots,
             logits_indices_padded=None,
             num_logits_indices=None,
             logits_indices_cpu=None,

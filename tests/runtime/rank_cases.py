@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from graph_ranks import DirectBuilder, Replays, graph_backends
 
 import attnplug
 from attnplug import LayerSpec, errors
@@ -40,6 +41,7 @@ MODELS: dict[str, dict[str, LayerSpec]] = {
     "llama": {"0": FULL, "1": FULL},
     "gemma": {"0": FULL.replace(logits_soft_cap=3.0), "1": FULL.replace(sliding_window=8)},
     "sinks": {"0": FULL.replace(has_sinks=True), "1": FULL.replace(has_sinks=True, sliding_window=8)},
+    "windows": {"0": FULL, "1": FULL.replace(sliding_window=8)},
     "chunks": {"0": FULL, "1": FULL.replace(chunk_size=16)},
     "value sizes": {"0": FULL.replace(head_size_v=8)},
     "latents": {"0": LATENT},
@@ -67,12 +69,14 @@ def cases(size: int) -> Iterator[tuple[str, Case]]:
                 name = f"combine {backend} scatter_heads={scatter_heads} {dtype}"
                 yield name, functools.partial(_combines, backend, scatter_heads, dtype)
     yield "an exchange keeps its memory", _keeps_memory
-    for model in MODELS:
+    for model in [name for name in MODELS if name != "windows"]:
         for interleave in (1, 16) if size == 2 else (4,):
             yield f"{model} interleave={interleave}", functools.partial(_equals_one_rank, model, interleave)
     for model in ("llama", "sinks", "value sizes", "readers", "lse", "not causal"):
         yield f"{model} with all rows split", functools.partial(_splits_rows, model)
-    yield "decodes in the buffers of graphs", _pads_decodes
+    for model in ("llama", "windows", "latents"):
+        yield f"{model} in graphs", functools.partial(_replays, model)
+    yield "graphs without support", _refuses_graphs_without_support
     yield "a plan from JSON", _runs_a_plan_from_json
     yield "a plan that differs", _names_the_plan_that_differs
     yield "a batch of one rank", _refuses_batches_of_one_rank
@@ -212,43 +216,83 @@ def _tensors(spec: LayerSpec, generator: torch.Generator) -> LayerTensors:
     return LayerTensors(kv_b_proj=torch.randn(rows, spec.mla.kv_lora_rank, generator=generator) * 0.2)
 
 
-def _pads_decodes(group: dist.ProcessGroup) -> None:
-    """Three requests in the buffers of a graph for four, which nothing of the fourth may change."""
-    place, found = context_parallel(group), []
-    config = BuilderConfig(
-        max_model_len=96, max_num_batched_tokens=64, max_num_seqs=4, cudagraph_batch_sizes=(4,)
+def _replays(model: str, group: dist.ProcessGroup) -> None:
+    """Three requests in graphs for four, on the metadata of the capture: nothing of the fourth may change them."""
+    alone, shared, replayed = (
+        _steps_of_drafts(model, place, in_graphs)
+        for place, in_graphs in (
+            (None, False),
+            (context_parallel(group), False),
+            (context_parallel(group), True),
+        )
     )
-    for padded in (False, True):
-        plan = attnplug.plan(MODELS["gemma"], "cpu", num_blocks=64, context_parallel=place)
-        generator = torch.Generator().manual_seed(2)
-        with AttentionRuntime(plan, config=config) as runtime:
-            state, builder = GraphState(runtime), runtime.step_batch_builder()
-            blocks = iter(range(1, 64))
+    for one, many, again in zip(alone, shared, replayed, strict=True):
+        torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(many, again, rtol=1e-5, atol=1e-5)
+
+
+def _steps_of_drafts(model: str, place: ContextParallel | None, in_graphs: bool) -> list[torch.Tensor]:
+    """A prefill, then steps of one and of three new tokens for each request."""
+    specs, found = MODELS[model], []
+    generator = torch.Generator().manual_seed(2)
+    sizes = {"cudagraph_batch_sizes": (4,), "num_speculative_tokens": 2}
+    config = BuilderConfig(max_model_len=96, max_num_batched_tokens=64, max_num_seqs=4, **sizes)
+    with graph_backends():
+        plan = attnplug.plan(specs, "cpu", num_blocks=64, context_parallel=place)
+        tensors = {name: _tensors(spec, generator) for name, spec in specs.items()}
+        with AttentionRuntime(plan, tensors, config=config) as runtime:
+            state = GraphState(runtime)
+            graphs = {q: Replays(runtime, state, 4, q) for q in (1, 3) if in_graphs}
+            builder, blocks = runtime.step_batch_builder(), iter(range(1, 64))
             for name in ("x", "y", "z"):
-                pages = [[next(blocks) for _ in range(-(-40 // tokens))] for tokens in plan.tokens_per_block]
+                pages = [[next(blocks) for _ in range(-(-64 // tokens))] for tokens in plan.tokens_per_block]
                 builder.add_request(name, pages)
-            for counts in ({"x": 9, "y": 30, "z": 2}, 1, 1):
+            for counts, accepted in (
+                ({"x": 9, "y": 30, "z": 2}, None),
+                (3, 2),
+                (1, 1),
+                (3, 1),
+                (3, 3),
+                (1, 1),
+            ):
                 batch = builder.step(counts)
-                tokens = batch.common.num_actual_tokens
-                buffers = state.get_graph_input_buffers(4)
-                if padded and tokens == 3:
-                    assert state.prepare_graph_input_buffers(buffers, batch).sharded is not None
-                elif padded:
-                    with pytest.raises(errors.BatchError):
-                        state.prepare_graph_input_buffers(buffers, batch)
-                    runtime.begin_step(batch)
-                else:
-                    runtime.begin_step(batch)
-                for name in MODELS["gemma"]:
-                    query = torch.zeros(max(tokens, 4), 6, 16)
-                    query[:tokens] = torch.randn(tokens, 6, 16, generator=generator)
-                    key = torch.zeros(max(tokens, 4), 2, 16)
-                    key[:tokens] = torch.randn(tokens, 2, 16, generator=generator)
-                    found.append(runtime.forward(name, query, key, key)[:tokens].clone())
-                builder.finish_step()
-    half = len(found) // 2
-    for one, other in zip(found[:half], found[half:], strict=True):
-        torch.testing.assert_close(one, other)
+                graph = graphs.get(batch.common.max_query_len)
+                runtime.begin_step(batch) if graph is None else graph.begin(batch)
+                found += _forward_padded(runtime, specs, batch.common.num_actual_tokens, generator)
+                builder.finish_step(accepted)
+            if in_graphs:
+                uneven = builder.step({"x": 3, "y": 2, "z": 3})
+                with pytest.raises(errors.BatchError, match="query_len=3 for every request"):
+                    graphs[3].begin(uneven)
+    return found
+
+
+def _forward_padded(
+    runtime: AttentionRuntime, specs: dict[str, LayerSpec], tokens: int, generator: torch.Generator
+) -> list[torch.Tensor]:
+    """Every layer's output, with rows of zeros after those of the step, as graphs have."""
+    found, rows = [], max(tokens, 12)
+    for name, spec in specs.items():
+        shapes = (spec.num_heads, spec.query_size), (spec.num_kv_heads, spec.head_size)
+        query, key = torch.zeros(rows, *shapes[0]), torch.zeros(rows, *shapes[1])
+        for each in (query, key):
+            each[:tokens] = torch.randn(tokens, *each.shape[1:], generator=generator)
+        found.append(runtime.forward(name, query, key, None if spec.mla else key)[:tokens].clone())
+    return found
+
+
+def _refuses_graphs_without_support(group: dist.ProcessGroup) -> None:
+    """A graph of several new tokens runs the backend of new tokens too, and asks for its support."""
+    config = BuilderConfig(max_model_len=96, cudagraph_batch_sizes=(4,), num_speculative_tokens=2)
+    with graph_backends(direct=DirectBuilder):
+        plan = attnplug.plan({"a": FULL}, "cpu", num_blocks=64, context_parallel=context_parallel(group))
+        with AttentionRuntime(plan, config=config) as runtime:
+            state = GraphState(runtime)
+            state.metadata_for_capture(4, 1)
+            with pytest.raises(
+                errors.BatchError, match=r"DirectBuilder of DIRECT .* declares UNIFORM_SINGLE"
+            ):
+                state.metadata_for_capture(4, 3)
 
 
 def _runs_a_plan_from_json(group: dist.ProcessGroup) -> None:
