@@ -26,6 +26,8 @@ from rich.table import Table
 from vllm_run import MARK
 
 MODELS = Path(__file__).parents[1] / "models"
+TIE = 0.125
+"""Four steps of a bfloat16 from 4 to 8, where the largest of the model's logits are."""
 CHOICES = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "ATTNPLUG")
 
 
@@ -40,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = {
         "model": str(options.model),
         "layers": options.layers,
-        "workloads": workloads(options.requests, options.prompt),
+        "dense": options.dense,
+        "workloads": workloads(options.requests, options.prompts),
         "max_tokens": options.max_tokens,
         "rounds": options.rounds,
         "memory": options.memory,
@@ -48,11 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     results = {}
     for choice in dict.fromkeys(options.choices):
-        console.print(f"running {choice} ...")
+        console.print(f"running {choice} ...", markup=False)
         results[choice] = run(choice, settings, options.timeout)
+        if options.json:
+            # After each choice, so that an interrupted run keeps what it has.
+            options.json.write_text(json.dumps(report(settings, results), indent=2) + "\n")
     show(console, results)
-    if options.json:
-        options.json.write_text(json.dumps(report(settings, results), indent=2) + "\n")
     failed = ["error" in result for result in results.values()]
     return 2 if all(failed) else int(any(failed))
 
@@ -62,20 +66,28 @@ def _parser() -> argparse.ArgumentParser:
     model = MODELS / "qwen3-8b.json"
     parser.add_argument("--model", type=_file, default=model, help="a config.json (default: %(default)s)")
     parser.add_argument("--layers", type=_count, help="fewer layers than the model has")
+    parser.add_argument("--dense", action="store_true", help="gpt-oss with a dense block for its experts")
     parser.add_argument(
         "--requests", type=_count, default=64, help="requests of a workload (default: %(default)s)"
     )
     parser.add_argument(
-        "--prompt", type=_count, default=2048, help="tokens of each prompt (default: %(default)s)"
+        "--prompts",
+        type=_lengths,
+        nargs="+",
+        default=[(2048, 2048), (100, 14_000)],
+        metavar="N|MIN-MAX",
+        help="tokens of each prompt, a workload for each value (default: 2048 100-14000)",
     )
     parser.add_argument(
         "--max-tokens", type=_several, default=64, help="tokens to draw for each (default: %(default)s)"
     )
+    parser.add_argument("--rounds", type=_count, default=2, help="the best counts (default: %(default)s)")
     parser.add_argument(
-        "--rounds", type=_count, default=2, help="the best counts; one more warms up (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--choices", nargs="+", default=CHOICES, help="attention backends of vLLM (default: all four)"
+        "--choices",
+        nargs="+",
+        default=CHOICES,
+        metavar="NAME[:OPTIONS]",
+        help="attention backends of vLLM, with what ATTNPLUG_OPTIONS shall be (default: all four)",
     )
     parser.add_argument(
         "--memory", type=float, default=0.8, help="share of the GPU's memory (default: %(default)s)"
@@ -101,6 +113,18 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _lengths(text: str) -> tuple[int, int]:
+    if not re.fullmatch(r"\d+(-\d+)?", text):
+        raise argparse.ArgumentTypeError(
+            f"{text}: give a number of tokens, or the least and the most as in 100-14000"
+        )
+    numbers = [_count(number) for number in text.split("-")]
+    pair = numbers[0], numbers[-1]
+    if pair[0] > pair[1]:
+        raise argparse.ArgumentTypeError(f"{text}: the least is above the most")
+    return pair
+
+
 def _several(text: str) -> int:
     if _count(text) < 2:
         raise argparse.ArgumentTypeError(
@@ -120,11 +144,15 @@ def missing() -> str | None:
     return None
 
 
-def workloads(requests: int, prompt: int) -> dict[str, list[int]]:
-    """The prompts' lengths: all equal, and from a twentieth to seven times as long."""
-    draw = random.Random(3)  # noqa: S311
-    ragged = [max(1, int(prompt / 20 * math.exp(draw.random() * math.log(140)))) for _ in range(requests)]
-    return {f"{requests} x {prompt}": [prompt] * requests, f"{requests} ragged": ragged}
+def workloads(requests: int, prompts: Sequence[tuple[int, int]]) -> dict[str, list[int]]:
+    """The prompts' lengths for each pair of least and most tokens: all equal, or evenly on a logarithmic scale."""
+    found = {}
+    for least, most in prompts:
+        draw = random.Random(3)  # noqa: S311
+        spread = math.log(most / least)
+        name = f"{requests} x {least}" if least == most else f"{requests} x {least} to {most}"
+        found[name] = [max(least, int(least * math.exp(draw.random() * spread))) for _ in range(requests)]
+    return found
 
 
 def run(choice: str, settings: Mapping[str, Any], timeout: float) -> dict[str, Any]:
@@ -159,14 +187,17 @@ def show(console: Console, results: Mapping[str, Mapping[str, Any]]) -> None:
     for name in names:
         for phase in ("prefill", "decode"):
             table.add_column(f"{name}\n{phase}", justify="right")
-    table.add_column("tokens as\n" + (next(iter(ran)) if ran else "-"), justify="right")
+    first = next(iter(ran), "-")
+    table.add_column(f"tokens as\n{first}", justify="right")
+    table.add_column("same but\nfor ties", justify="right")
     for choice, result in ran.items():
         cells = [
             f"{result['workloads'][name][f'{phase}_tokens_per_s']:,.0f}"
             for name in names
             for phase in ("prefill", "decode")
         ]
-        table.add_row(choice, *cells, f"{agreement(next(iter(ran.values())), result):.0%}")
+        alike = agreement(ran[first], result)
+        table.add_row(choice, *cells, f"{alike['same']:.0%}", f"{alike['same_but_for_ties']:.0%}")
     console.print(table)
     for choice, result in results.items():
         if "error" in result:
@@ -188,14 +219,34 @@ def explained(group: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def agreement(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """The share of requests with the same tokens, over all workloads."""
+def agreement(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:
+    """How alike two choices' tokens are, over all workloads.
+
+    `same` is the share of requests with the same tokens. `same_but_for_ties` also counts requests whose first other
+    token is a tie: `one` has it among its likeliest, at most `TIE` below its own. Later tokens follow other prompts.
+    `logprob_difference` is the mean difference in the logarithm of a token's probability, where both drew it so far.
+    """
     pairs = [
         pair
         for name, figures in one["workloads"].items()
         for pair in zip(figures["tokens"], other["workloads"][name]["tokens"], strict=True)
     ]
-    return sum(first == second for first, second in pairs) / len(pairs)
+    same = tied = 0
+    differences = []
+    for ours, theirs in pairs:
+        for here, there in zip(ours, theirs, strict=True):
+            drawn, drawn_there = next(iter(here)), next(iter(there))
+            if drawn != drawn_there:
+                tied += here[drawn] - here.get(drawn_there, -math.inf) <= TIE
+                break
+            differences.append(abs(here[drawn] - there[drawn]))
+        else:
+            same += 1
+    return {
+        "same": same / len(pairs),
+        "same_but_for_ties": (same + tied) / len(pairs),
+        "logprob_difference": sum(differences) / max(1, len(differences)),
+    }
 
 
 def report(settings: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -207,7 +258,7 @@ def report(settings: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]
     for choice, result in results.items():
         choices[choice] = dict(result)
         if "error" not in result:
-            choices[choice]["same_tokens"] = agreement(ran[0], result)
+            choices[choice]["tokens_as_first"] = agreement(ran[0], result)
             choices[choice]["workloads"] = {
                 name: {field: value for field, value in figures.items() if field != "tokens"}
                 for name, figures in result["workloads"].items()

@@ -10,53 +10,68 @@ import json
 import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import vllm_model
+
 MARK = "vllm_demo result: "
+TOP = 5
+"""How many of a token's most likely values are kept."""
 
 
 def main() -> None:
     """Run the choice and print its result."""
+    begin = time.perf_counter()
     choice, settings = sys.argv[1], json.load(sys.stdin)
+    name, _, options = choice.partition(":")
+    if options:
+        os.environ["ATTNPLUG_OPTIONS"] = options
     # One process, so that the layers can be asked for their decisions; nothing is downloaded.
     quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it compiles kernels at its first use
     os.environ.update({**quiet, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")})
-    llm = build(choice, settings)
+    llm = build(name, settings)
+    ready = time.perf_counter() - begin
     result = {
+        "start_s": ready,
         "workloads": measure(llm, settings["workloads"], settings["max_tokens"], settings["rounds"]),
-        "layers": layers(llm) if choice.startswith("ATTNPLUG") else [],
+        "layers": layers(llm) if name.startswith("ATTNPLUG") else [],
     }
     print(MARK + json.dumps(result), flush=True)
 
 
-def build(choice: str, settings: Mapping[str, Any]) -> Any:
+def build(name: str, settings: Mapping[str, Any]) -> Any:
     """The engine of vLLM for the configuration, with random weights."""
     import vllm
 
-    folder = Path(tempfile.mkdtemp())
-    config = json.loads(Path(settings["model"]).read_text())
-    if settings["layers"]:
-        config["num_hidden_layers"] = settings["layers"]
-        if config.get("layer_types"):
-            config["layer_types"] = config["layer_types"][: settings["layers"]]
-    (folder / "config.json").write_text(json.dumps(config))
+    vllm_model.register_weights()
+    if name.startswith("ATTNPLUG"):
+        # vLLM does this itself where attnplug is installed, and not only on the path.
+        from attnplug.integrations.vllm import register
+
+        register()
+    if settings["dense"]:
+        vllm_model.dense_experts(json.loads(Path(settings["model"]).read_text()))
     longest = max(max(lengths) for lengths in settings["workloads"].values())
+    requests = max(len(lengths) for lengths in settings["workloads"].values())
+    graphs = {} if settings["eager"] else {"cudagraph_capture_sizes": [requests]}
     return vllm.LLM(
-        model=str(folder),
-        load_format="dummy",
+        model=vllm_model.folder(settings["model"], settings["layers"]),
+        load_format=vllm_model.LOAD_FORMAT,
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        attention_backend=choice,
+        attention_backend=name,
         max_model_len=longest + settings["max_tokens"],
-        max_num_seqs=max(len(lengths) for lengths in settings["workloads"].values()),
+        max_num_seqs=requests,
         gpu_memory_utilization=settings["memory"],
         enforce_eager=settings["eager"],
-        enable_prefix_caching=False,
+        compilation_config=graphs,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+        max_logprobs=TOP,
         seed=0,
     )
 
@@ -66,10 +81,9 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
     """Tokens per second of prefill and decode, the best of the rounds, and each request's tokens, by workload.
 
-    A run of one token is the prefill. Decoding is the time that a run of `max_tokens` takes more.
+    A run of one token is the prefill, from an empty cache. The prompts are in the cache when decoding is measured, so
+    all requests decode together from their first step.
     """
-    from vllm import SamplingParams
-
     found = {}
     draw = random.Random(0)  # noqa: S311
     vocabulary = llm.llm_engine.vllm_config.model_config.get_vocab_size()
@@ -77,24 +91,48 @@ def measure(
         prompts = [
             {"prompt_token_ids": [draw.randrange(3, vocabulary) for _ in range(length)]} for length in lengths
         ]
-        times: dict[int, list[float]] = {1: [], max_tokens: []}
-        outputs: list[Any] = []
-        # The first round also compiles kernels.
-        for _ in range(rounds + 1):
-            for count, seconds in times.items():
-                sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-                begin = time.perf_counter()
-                outputs = llm.generate(prompts, sampling, use_tqdm=False)
-                seconds.append(time.perf_counter() - begin)
-        first, whole = min(times[1][1:]), min(times[max_tokens][1:])
-        decoding = max(whole - first, 1e-9)
+        filling = []
+        for _ in range(rounds):
+            llm.reset_prefix_cache()
+            begin = time.perf_counter()
+            generate(llm, prompts, 1)
+            filling.append(time.perf_counter() - begin)
+        steps = min(step_seconds(generate(llm, prompts, max_tokens), max_tokens) for _ in range(rounds))
+        # The tokens are those of a run of their own, because likelihoods cost time.
+        drawn = [tokens(output) for output in generate(llm, prompts, max_tokens, logprobs=TOP)]
         found[name] = {
-            "prefill_tokens_per_s": sum(lengths) / first,
-            "decode_tokens_per_s": len(lengths) * (max_tokens - 1) / decoding,
-            "decode_ms_per_step": 1e3 * decoding / (max_tokens - 1),
-            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "prefill_tokens_per_s": sum(lengths) / min(filling),
+            "decode_tokens_per_s": len(lengths) / steps,
+            "decode_ms_per_step": 1e3 * steps,
+            "tokens": drawn,
         }
     return found
+
+
+def generate(llm: Any, prompts: Sequence[Any], count: int, **more: Any) -> list[Any]:
+    """The requests' outputs of `count` tokens each, the most likely ones."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, **more)
+    outputs: list[Any] = llm.generate(prompts, sampling, use_tqdm=False)
+    return outputs
+
+
+def step_seconds(outputs: Sequence[Any], count: int) -> float:
+    """The mean time of a decode: the request that began last has `count - 1` of them, all with every request."""
+    begin = max(output.metrics.first_token_ts for output in outputs)
+    end = max(output.metrics.last_token_ts for output in outputs)
+    return max(end - begin, 1e-9) / (count - 1)
+
+
+def tokens(output: Any) -> list[dict[str, float]]:
+    """For each token of a request the log of the likeliest values' probabilities; the token drawn is first."""
+    only = output.outputs[0]
+    return [
+        {str(drawn): at[drawn].logprob}
+        | {str(other): each.logprob for other, each in at.items() if other != drawn}
+        for drawn, at in zip(only.token_ids, only.logprobs, strict=True)
+    ]
 
 
 def layers(llm: Any) -> list[dict[str, Any]]:

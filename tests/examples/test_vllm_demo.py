@@ -15,22 +15,28 @@ from rich.console import Console
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "engines"))
 import vllm_demo  # noqa: E402
+import vllm_model  # noqa: E402
 
-STAND_IN = '''
-"""What vllm_run.py uses of vLLM. FLASHINFER cannot start, and TRITON_ATTN draws other tokens for one request."""
+STAND_IN = {
+    "__init__.py": '''
+"""What vllm_run.py uses of vLLM. FLASHINFER cannot start, and TRITON_ATTN draws other tokens for two requests."""
 import types
 
 import attnplug
 
+NAMES = []
+
 class SamplingParams:
-    def __init__(self, max_tokens, **rest):
+    def __init__(self, max_tokens, logprobs=0, **rest):
         assert rest == {"temperature": 0, "ignore_eos": True, "detokenize": False}
         self.max_tokens = max_tokens
 
 class LLM:
-    def __init__(self, model, attention_backend, max_model_len, **rest):
+    def __init__(self, model, attention_backend, max_model_len, load_format, **rest):
         if attention_backend == "FLASHINFER":
             raise ValueError("Selected backend FLASHINFER is not valid: no [module] named flashinfer")
+        assert attention_backend in {*NAMES, "FLASH_ATTN", "TRITON_ATTN"}
+        assert load_format == "attnplug_random"
         self.name, self.longest = attention_backend, max_model_len
         spec = attnplug.LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, block_size=16)
         impl = types.SimpleNamespace(decision=attnplug.explain(spec, "cpu"))
@@ -41,15 +47,40 @@ class LLM:
         )
         self.llm_engine = types.SimpleNamespace(vllm_config=config)
 
+    def reset_prefix_cache(self):
+        pass
+
     def generate(self, prompts, sampling, use_tqdm):
         outputs = []
         for index, prompt in enumerate(prompts):
             assert len(prompt["prompt_token_ids"]) + sampling.max_tokens <= self.longest
-            token = 1 if self.name == "TRITON_ATTN" and index == 0 else 0
-            tokens = types.SimpleNamespace(token_ids=[token] * sampling.max_tokens)
-            outputs.append(types.SimpleNamespace(outputs=[tokens]))
+            # The first request's other token is a tie in FLASH_ATTN, and the second's is not.
+            token = 1 + index if self.name == "TRITON_ATTN" and index < 2 else 0
+            near = {0: -1.0, 1: -1.1, 2: -1.2}
+            logprobs = {value: types.SimpleNamespace(logprob=each) for value, each in near.items()}
+            count = sampling.max_tokens
+            only = types.SimpleNamespace(token_ids=[token] * count, logprobs=[logprobs] * count)
+            times = types.SimpleNamespace(first_token_ts=1.0 + index, last_token_ts=6.0 + count)
+            outputs.append(types.SimpleNamespace(outputs=[only], metrics=times))
         return outputs
-'''
+''',
+    "model_executor/__init__.py": "",
+    "model_executor/model_loader/__init__.py": "def register_model_loader(name): return lambda cls: cls",
+    "model_executor/model_loader/dummy_loader.py": "class DummyModelLoader: pass",
+    "v1/__init__.py": "",
+    "v1/attention/__init__.py": "",
+    "v1/attention/backends/__init__.py": "",
+    "v1/attention/backends/registry.py": """
+from vllm import NAMES
+
+class AttentionBackendEnum:
+    __members__ = {}
+    register = None
+
+def register_backend(name, path):
+    NAMES.append(name)
+""",
+}
 
 
 def test_a_machine_without_vllm_is_refused_in_a_sentence(
@@ -83,6 +114,8 @@ def test_a_machine_without_a_gpu_is_refused_in_a_sentence(
         (["--model", "none.json"], "none.json: no such file"),
         (["--max-tokens", "1"], "at least 2 are needed"),
         (["--requests", "0"], "'0' is not an integer from 1"),
+        (["--prompts", "20-10"], "20-10: the least is above the most"),
+        (["--prompts", "20-"], "20-: give a number of tokens, or the least and the most as in 100-14000"),
     ],
 )
 def test_bad_arguments_are_refused(
@@ -97,13 +130,16 @@ def test_bad_arguments_are_refused(
 def test_one_command_prints_one_table_of_all_choices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "vllm.py").write_text(STAND_IN)
+    for name, text in STAND_IN.items():
+        file = tmp_path / "vllm" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
     path = [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(vllm_demo, "missing", lambda: None)
     file = tmp_path / "figures.json"
-    asked = ["--requests", "4", "--prompt", "40", "--max-tokens", "8", "--rounds", "1"]
+    asked = ["--requests", "4", "--prompts", "40", "5-200", "--max-tokens", "8", "--rounds", "1"]
 
     assert vllm_demo.main([*asked, "--json", str(file)]) == 1, "one choice failed"
 
@@ -111,7 +147,8 @@ def test_one_command_prints_one_table_of_all_choices(
     rows = {line.split()[1]: line for line in shown.splitlines() if line.startswith("│ ")}
     assert set(rows) >= {"FLASH_ATTN", "TRITON_ATTN", "ATTNPLUG"}
     assert "100%" in rows["ATTNPLUG"]
-    assert "75%" in rows["TRITON_ATTN"]
+    assert "50%" in rows["TRITON_ATTN"]
+    assert "75%" in rows["TRITON_ATTN"], "one of the two is a tie"
     assert (
         "FLASHINFER did not run: ValueError: Selected backend FLASHINFER is not valid: no [module]" in shown
     )
@@ -123,10 +160,13 @@ def test_one_command_prints_one_table_of_all_choices(
     assert (figures["benchmark"], figures["settings"]["model"]) == ("vllm", "qwen3-8b.json")
     assert figures["choices"]["FLASHINFER"]["error"].startswith("ValueError")
     ours = figures["choices"]["ATTNPLUG"]
-    assert set(ours["workloads"]) == {"4 x 40", "4 ragged"}
+    assert set(ours["workloads"]) == {"4 x 40", "4 x 5 to 200"}
+    # The last request's first token comes at 4.0, and its eighth at 14.0.
+    assert ours["workloads"]["4 x 40"]["decode_ms_per_step"] == pytest.approx(10_000 / 7)
     assert all(figure > 0 for workload in ours["workloads"].values() for figure in workload.values())
     assert ours["layers"][0]["backend"] == "TORCH"
-    assert figures["choices"]["TRITON_ATTN"]["same_tokens"] == 0.75
+    alike = figures["choices"]["TRITON_ATTN"]["tokens_as_first"]
+    assert (alike["same"], alike["same_but_for_ties"]) == (0.5, 0.75)
 
 
 def test_results_without_a_single_run_are_still_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,5 +175,45 @@ def test_results_without_a_single_run_are_still_shown(capsys: pytest.CaptureFixt
 
 
 def test_ragged_prompts_differ_in_length() -> None:
-    lengths = vllm_demo.workloads(64, 2048)["64 ragged"]
-    assert min(lengths) < 300 < 10_000 < max(lengths) <= 7 * 2048 + 1
+    lengths = vllm_demo.workloads(64, [(2048, 2048), (100, 14_000)])
+    assert set(lengths["64 x 2048"]) == {2048}
+    ragged = lengths["64 x 100 to 14000"]
+    assert 100 <= min(ragged) < 300 < 10_000 < max(ragged) <= 14_000
+
+
+def test_random_weights_have_a_useful_size_and_are_the_same_each_time() -> None:
+    class RMSNorm(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(64))
+
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv_proj, self.q_size = torch.nn.Linear(256, 192), 64
+            self.norm, self.sinks = RMSNorm(), torch.nn.Parameter(torch.zeros(8))
+
+    one, other = Attention(), Attention()
+    vllm_model.fill(one)
+    vllm_model.fill(other)
+    assert all(torch.equal(*pair) for pair in zip(one.parameters(), other.parameters(), strict=True))
+    given = torch.randn(512, 256)
+    made = one.qkv_proj(given).detach()
+    assert made[:, :64].std() == pytest.approx(vllm_model.SHARPNESS, rel=0.1)
+    assert made[:, 64:].std() == pytest.approx(1.0, rel=0.1)
+    assert one.norm.weight.eq(1).all()
+    assert one.sinks.std() > 0.1
+
+
+def test_a_configuration_is_cut_to_fewer_layers(tmp_path: Path) -> None:
+    given = tmp_path / "config.json"
+    given.write_text(
+        json.dumps({"num_hidden_layers": 4, "layer_types": list("abab"), "quantization_config": {}})
+    )
+    made = json.loads((Path(vllm_model.folder(str(given), 2)) / "config.json").read_text())
+    assert made == {"num_hidden_layers": 2, "layer_types": ["a", "b"], "tie_word_embeddings": False}
+
+
+def test_only_gpt_oss_has_experts_that_can_be_replaced() -> None:
+    with pytest.raises(ValueError, match="--dense is for gpt_oss; this model is 'qwen3'"):
+        vllm_model.dense_experts({"model_type": "qwen3"})
