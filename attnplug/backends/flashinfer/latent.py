@@ -7,6 +7,7 @@ import math
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from attnplug.backends.flashinfer.latent_plans import LatentPlans, LatentStep
@@ -66,12 +67,13 @@ class FlashInferMLABuilder(MLADecodeBuilder):
             raise BatchError("seq_lens_host", None, "must be the exact lengths of the requests")
         known = given.astype(np.int32)
         key = common.num_reqs, common.max_query_len
-        rows = seen = None
+        rows = seen = captured = None
+        if int(starts[-1]) == key[0] * key[1] and self._plans.is_captured(key):
+            known = _with_padding(lens, known)
+            captured = key if (known >= lens).all() else None
         if (lens < 1).any() or (known < lens).any():
             # FlashInfer's result for queries that see nothing is undefined.
             rows, seen, starts, lens, known = trimmed(starts, lens, known, True)
-        uniform = rows is None and int(starts[-1]) == key[0] * key[1]
-        captured = key if uniform and self._plans.is_captured(key) else None
         step = LatentStep(
             _part(starts, lens, known, self.kv_cache_spec.block_size),
             common.seq_lens,
@@ -141,6 +143,16 @@ class FlashInferMLAImpl(MLADecodeImpl):
             output[seen] = found
             if output_lse is not None and lse is not None:
                 output_lse[seen] = lse
+
+
+def _with_padding(lens: npt.NDArray[np.int32], known: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """The keys of requests, and for the padding at a graph's end, which has one key, as many as queries.
+
+    A graph replays the plan that it captured, with as many tiles, so its padding must not be left out of the plan.
+    """
+    blind = known < lens
+    last = lens.size - int(np.argmin(blind[::-1])) if not blind.all() else 0
+    return np.concatenate((known[:last], np.maximum(known[last:], lens[last:])))
 
 
 def _part(starts: Any, lens: Any, seq_lens: Any, page_size: int) -> Part:

@@ -179,6 +179,24 @@ def test_a_captured_step_keeps_its_buffers_and_is_planned_anew_for_each_replay(q
         builder.build(0, long.common)
 
 
+def test_padding_of_a_graph_stays_in_its_plan() -> None:
+    builder = builder_of(layer(), num_speculative_tokens=2)
+    builder.build_for_cudagraph_capture(paged_batch(layer(), [3] * 4, [60] * 4, block_size=4).common)
+    common = paged_batch(layer(), [3] * 4, [40, 9, 3, 3], block_size=4).common
+
+    def planned(lens: list[int]) -> tuple[Any, Any]:
+        host = np.array(lens, dtype=np.int32)
+        step = dataclasses.replace(common, seq_lens=torch.from_numpy(host), seq_lens_host=host)
+        builder.build(0, step)
+        captured = builder._plans._planned.captured  # type: ignore[union-attr]
+        return captured, builder._plans._wrappers[captured].plans[-1]["lengths"]
+
+    assert planned([40, 9, 1, 1]) == ((4, 3), [40, 9, 3, 3])
+    assert planned([40, 9, 7, 1]) == ((4, 3), [40, 9, 7, 3])
+    # A request that is no padding has queries without keys, which this kernel cannot serve in a graph.
+    assert planned([40, 1, 7, 9]) == (None, [40, 1, 7, 9])
+
+
 def replayed(builder: FlashInferMLABuilder, batch: Batch, wrapper: Any) -> Answer:
     """The answer of a step that was just built, by the wrapper of the graph alone."""
     assert builder._plans._planned is not None
