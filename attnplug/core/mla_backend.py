@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
+from attnplug.core.checks import check_size
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.reasons import Reason, as_reason
@@ -60,7 +61,10 @@ class MLADecodeBackend(AttentionBackend):
     query_lens: ClassVar[QueryLens | str] = QueryLens.SINGLE
     """The query lengths of one call of `decode`."""
     decode_threshold: ClassVar[int] = 1
-    """The longest query that is decoded on the latents; longer ones are prefilled."""
+    """The longest query that is decoded on the latents; longer ones are prefilled, also those of drafts.
+
+    A builder with `decodes_drafts` decodes the drafts of an engine whatever their number.
+    """
 
     @classmethod
     def for_layer(cls, spec: LayerSpec) -> type[AttentionBackend]:
@@ -97,10 +101,16 @@ class MLADecodeBackend(AttentionBackend):
     def validate_configuration(
         cls, spec: LayerSpec, device: Device, phase: Phase | None = None
     ) -> list[Reason]:
-        """The reasons against the decode, then those of the prefill half against the expanded layer."""
+        """The reasons against the decode, then those of the prefill half against the expanded layer.
+
+        Raises:
+            SpecError: an attribute of the class has a value without meaning, or `padded_heads` gives too few.
+        """
         serving = cls.for_layer(spec)
         if serving is not cls:
             return serving.validate_configuration(spec, device, phase)
+        if spec.mla is not None:
+            cls._check_declared(spec.num_heads)
         reasons = super().validate_configuration(spec, device, phase)
         told = {reason.code for reason in reasons}
         # A declared feature that the base does not carry out would be ignored.
@@ -115,6 +125,20 @@ class MLADecodeBackend(AttentionBackend):
             reason = as_reason(each)
             reasons.append(Reason.from_dict({**reason.to_dict(), "text": f"{who}: {reason}"}))
         return reasons
+
+    @classmethod
+    def _check_declared(cls, num_heads: int) -> None:
+        # A value that nobody checks here would be ignored, or raise in the first step.
+        for field, known in (("query_layout", ("split", "packed")), ("query_lens", tuple(QueryLens))):
+            if getattr(cls, field) not in known:
+                raise SpecError(field, getattr(cls, field), f"must be one of {', '.join(known)}")
+        check_size("decode_threshold", cls.decode_threshold)
+        for pair in cls.latent_sizes:
+            if not isinstance(pair, Sequence) or len(pair) != 2:
+                raise SpecError("latent_sizes", pair, "must be pairs of kv_lora_rank and qk_rope_head_dim")
+            check_size("latent_sizes", pair[0])
+            check_size("latent_sizes", pair[1], 0)
+        check_size("padded_heads", cls.padded_heads(num_heads), num_heads)
 
     @classmethod
     def notes(cls, spec: LayerSpec) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ from attnplug.mla.metadata import ChunkMetadata, MLAMetadata, MLAPrefillMetadata
 from attnplug.mla.selected import SelectedSteps
 
 _Ints = npt.NDArray[np.int64]
+_OnBoth: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""The same values on the host and on the device."""
 
 
 class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
@@ -37,6 +39,8 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
     needs_host_seq_lens: ClassVar[Literal["none", "upper_bound", "exact"]] = "exact"
     decode_needs_host_seq_lens: ClassVar[bool] = True
     """Whether `build_decode` reads exact lengths on the host; a step of a captured graph has none."""
+    decodes_drafts: ClassVar[bool] = False
+    """Whether the drafts of an engine are decoded even if they are longer than the backend's `decode_threshold`."""
 
     def __init__(
         self,
@@ -49,11 +53,11 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         impl = _impl_of(config, layer_names)
         self.backend: type[MLADecodeBackend] = impl.backend
         self.query_lens = QueryLens(self.backend.query_lens)
-        single = self.query_lens is QueryLens.SINGLE
-        threshold = 1 if single else self.backend.decode_threshold
+        several = self.query_lens is not QueryLens.SINGLE
+        threshold = self.backend.decode_threshold if several else 1
         self._selected = _selected_steps(config, layer_names, device)
         if self._selected is None:
-            self._init_reorder_batch_threshold(threshold, supports_spec_as_decode=not single)
+            self._init_reorder_batch_threshold(threshold, several and self.decodes_drafts)
         self.prefill: AttentionMetadataBuilder[Any] | None = None
         if self.backend.prefill is not None:
             # The expanded layer has no pages, but builders read the heads of a layer from a page spec.
@@ -143,6 +147,14 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             )
         return MLAMetadata(slots, tokens, cut.num_tokens, decode, prefill)
 
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLAMetadata:
+        """As AttentionMetadataBuilder.build_for_cudagraph_capture; BatchError if the queries are no decodes."""
+        longest, most = common_attn_metadata.max_query_len, self.reorder_batch_threshold
+        if most is not None and longest > most:
+            limit = f"is past the {most} that {self.backend.get_name()} decodes, and no graph has prefills"
+            raise BatchError("max_query_len", longest, limit, "run such steps without a graph")
+        return super().build_for_cudagraph_capture(common_attn_metadata)
+
     def _cut(self, common: CommonAttentionMetadata, starts: _Ints, lens: _Ints) -> Cut:
         longer = lens > (self.reorder_batch_threshold or 1)
         if self.query_lens is QueryLens.UNIFORM:
@@ -163,13 +175,13 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             return common
         kept = np.flatnonzero(lens)
         on_device = torch.from_numpy(kept).to(common.seq_lens.device, non_blocking=True)
-        starts = torch.from_numpy(np.cumsum([0, *lens[kept]]).astype(np.int32))
+        starts_cpu, starts = self._starts(lens[kept])
         host = common.seq_lens_host
         return dataclasses.replace(
             common,
             num_reqs=kept.size,
-            query_start_loc_cpu=starts,
-            query_start_loc=starts.to(common.seq_lens.device, non_blocking=True),
+            query_start_loc_cpu=starts_cpu,
+            query_start_loc=starts,
             seq_lens=common.seq_lens[on_device],
             block_table_tensor=common.block_table_tensor[on_device],
             seq_lens_host=None if host is None else host[kept],
@@ -194,7 +206,11 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             ends = np.cumsum(lens)
             rows = [np.arange(end - count, end) for end, count in zip(ends, keys, strict=True)]
             key_rows = torch.from_numpy(np.concatenate(rows)).to(self.device, non_blocking=True)
-        new = self._step(common, slice(0, lens.size), lens, keys, keys, causal=True)
+        # Keys that are packed like the queries need no start locations of their own.
+        packed = bool((lens == keys).all())
+        new = self._step(
+            common, slice(0, lens.size), lens, keys, None if packed else self._starts(keys), causal=True
+        )
         block_size = self.kv_cache_spec.block_size
         chunks = plan_context_chunks(context.tolist(), self.context_chunk_rows, block_size)
         return MLAPrefillMetadata(
@@ -215,15 +231,15 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
     ) -> ChunkMetadata:
         requests = slice(chunk.first, chunk.first + len(chunk.lengths))
         counts, own = np.array(chunk.lengths, dtype=np.int64), lens[requests]
+        key_starts = self._starts(counts)
         # Keys are the last tokens of a sequence: here the queries come after them.
-        step = self._step(common, requests, own, counts, counts + own, causal=False)
+        step = self._step(common, requests, own, counts + own, key_starts, causal=False)
         first = int(lens[: chunk.first].sum())
-        assert step.key_start_loc is not None  # noqa: S101 - chunks have lengths of their own
         return ChunkMetadata(
             slice(first, first + int(own.sum())),
             chunk.rows,
             common.block_table_tensor[requests],
-            step.key_start_loc,
+            key_starts[1],
             self._on_device(np.array(chunk.starts)),
             prefill.build(0, step),
         )
@@ -233,19 +249,19 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         common: CommonAttentionMetadata,
         requests: slice,
         lens: _Ints,
-        key_lens: _Ints,
         seq_lens: _Ints,
+        key_starts: _OnBoth | None,
         *,
         causal: bool,
     ) -> CommonAttentionMetadata:
-        """A step of the prefill backend for some requests, with the last `key_lens` tokens of each as keys."""
+        """A step of the prefill backend for some requests; without `key_starts`, keys are packed like the queries."""
         host = seq_lens.astype(np.int32)
-        starts, key_starts = (torch.from_numpy(_starts(each)) for each in (lens, key_lens))
-        is_packed_alike = causal and bool((lens == key_lens).all())
+        starts_cpu, starts = self._starts(lens)
+        key_starts_cpu, on_device = key_starts or (None, None)
         tokens = int(lens.sum())
         return CommonAttentionMetadata(
-            query_start_loc=starts.to(self.device, non_blocking=True),
-            query_start_loc_cpu=starts,
+            query_start_loc=starts,
+            query_start_loc_cpu=starts_cpu,
             seq_lens=self._on_device(host),
             num_reqs=lens.size,
             num_actual_tokens=tokens,
@@ -254,17 +270,18 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             block_table_tensor=common.block_table_tensor[requests],
             slot_mapping=common.slot_mapping[:tokens],
             causal=causal,
-            key_start_loc=None if is_packed_alike else key_starts.to(self.device, non_blocking=True),
-            key_start_loc_cpu=None if is_packed_alike else key_starts,
+            key_start_loc=on_device,
+            key_start_loc_cpu=key_starts_cpu,
             seq_lens_host=host,
         )
 
+    def _starts(self, lengths: _Ints) -> _OnBoth:
+        """Where each of some packed parts starts, then the end of the last."""
+        host = torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32))
+        return host, host.to(self.device, non_blocking=True)
+
     def _on_device(self, values: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int32)).to(self.device, non_blocking=True)
-
-
-def _starts(lengths: _Ints) -> npt.NDArray[np.int32]:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
 def _impl_of(config: BuilderConfig, layer_names: Sequence[str]) -> MLADecodeImpl:

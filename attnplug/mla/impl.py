@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 _PRODUCT_ROWS = 4096
+_FEW_CHUNKS = 8
 
 
 class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
@@ -89,9 +90,6 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
         self.projection = projection_of(spec, tensors)
         self._dtype = compute_dtype(spec)
         self._heads = self.backend.padded_heads(spec.num_heads)
-        if self._heads < spec.num_heads:
-            limit = f"of {self.backend.get_name()} must be at least {spec.num_heads}"
-            raise SpecError("padded_heads", self._heads, limit)
         if spec.sparse is not None and not self.backend.is_selecting:
             remedy = f"take {self.backend.__name__}.for_layer(spec)"
             raise SpecError("sparse", str(spec.sparse), "is served by a class of its own", remedy)
@@ -244,15 +242,19 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
             return
         pages, scale = self._latents(kv_cache), float(k_scale)
         rank = self.dims.kv_lora_rank
+        # Each merge rounds its result, which adds up over many chunks.
+        merged = output if len(meta.chunks) <= _FEW_CHUNKS else output.float()
         for chunk in meta.chunks:
             latent, key, value = self._workspace(meta.workspace, chunk.rows, q)
             gather_pages(pages, chunk.block_table, chunk.cu_lens, chunk.starts, latent, scale)
             self._expand(latent[:, :rank], latent[:, rank:], key, value)
-            queries, into = q[chunk.queries], output[chunk.queries]
-            part, part_lse = torch.empty_like(into), torch.empty_like(lse[chunk.queries])
+            queries, into = q[chunk.queries], merged[chunk.queries]
+            part, part_lse = torch.empty_like(output[chunk.queries]), torch.empty_like(lse[chunk.queries])
             impl.attend(None, queries, key, value, None, chunk.attend, part, output_lse=part_lse)
             parts = (into, part), (lse[chunk.queries], part_lse)
             merge_attn_states(*parts, into, lse[chunk.queries])
+        if merged is not output:
+            output.copy_(merged)
 
     def _decode_rows(
         self,

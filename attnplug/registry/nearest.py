@@ -14,7 +14,7 @@ from attnplug.core.dtypes import DTYPES, is_quantized_kv_cache
 from attnplug.core.errors import SpecError
 from attnplug.registry.decision import Candidate, Decision, Placement
 from attnplug.registry.evidence_gate import EvidenceGate
-from attnplug.registry.gates import examine
+from attnplug.registry.gates import examine, serving
 from attnplug.registry.installed import missing_requirements
 from attnplug.registry.plugin_calls import guarded_call
 
@@ -134,7 +134,9 @@ _NO_CHANGE: Final[tuple[int, None]] = (0, None)
 
 def _installs(offer: Offer, decision: Decision) -> _Choices:
     """The installation of what the backend lacks, if it lacks anything."""
-    missing, error = guarded_call(missing_requirements, offer.backend.requires, decision.assumed)
+    # Another class than the one that is offered can serve the layer, and need another version.
+    served, _ = serving(offer, Placement(decision.spec, decision.device, decision.phase))
+    missing, error = guarded_call(missing_requirements, served.backend.requires, decision.assumed)
     if error is not None or not missing:
         return [_NO_CHANGE]
     commands = [reason.remedy or str(reason) for reason in missing]

@@ -59,6 +59,12 @@ def test_where_no_change_helps_the_reasons_of_the_nearest_backend_are_named(run,
     assert words(outcome.out).endswith(reason)
 
 
+def test_the_version_is_that_of_the_class_that_serves_the_layer(run):
+    outcome = run("select", MODELS / "deepseek-v3.json", "--device", "sm90", "--backend", "FLASHINFER")
+    assert outcome.code == 3
+    assert words(outcome.out).endswith("in decode after pip install 'flashinfer-python<0.7,>=0.6.13'.")
+
+
 def test_the_change_helps(run):
     outcome = run("select", GPT_OSS, "--device", "a100", "--kv-cache-dtype", "fp8_e5m2", *TRITON_ALONE)
     assert "warning" not in outcome.out

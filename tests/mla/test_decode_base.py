@@ -11,6 +11,7 @@ import torch
 
 import attnplug
 from attnplug.backends.torch_native import TorchBackend
+from attnplug.backends.torch_native.backend import TorchMLABackend
 from attnplug.core import (
     BuilderConfig,
     DenseProjection,
@@ -23,6 +24,7 @@ from attnplug.core import (
     QueryLens,
 )
 from attnplug.core.errors import BatchError, LayoutError, PluginError, SpecError
+from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.mla import MLADecodeBuilder, MLADecodeImpl, packed_query
 from attnplug.registry import Registry
 from attnplug.testing import assert_close, paged_batch, run_batch, tolerance
@@ -74,6 +76,48 @@ def test_uniform_decodes_have_the_length_of_the_first(loop: Any) -> None:
     assert is_right(backend, paged_batch(SPEC, [0, 3, 3, 0, 3, 2, 3], [4, 30, 9, 8, 3, 50, 60]))
     ((_, _, metadata),) = loop.calls
     assert metadata.query_start_loc_cpu.diff().tolist() == [3, 3, 3]
+
+
+def test_drafts_past_the_declared_threshold_are_prefilled_unless_the_builder_decodes_them(loop: Any) -> None:
+    backend = declared(loop, query_lens="any", decode_threshold=4)
+    batch = paged_batch(SPEC, [4, 5, 5], [30, 9, 50])
+    assert is_right(backend, batch, num_speculative_tokens=4)
+    free = type("Free", (MLADecodeBuilder,), {"decodes_drafts": True})
+    loop.get_builder_cls = staticmethod(lambda: free)
+    assert is_right(backend, batch, num_speculative_tokens=4)
+    assert [metadata.query_start_loc_cpu.tolist() for *_, metadata in loop.calls] == [[0, 4], [0, 4, 9, 14]]
+
+
+def test_a_graph_of_longer_queries_than_decodes_have_is_refused(loop: Any) -> None:
+    impl = loop.get_impl_cls().from_spec(
+        SPEC, backend=loop, layer_name="0", tensors=paged_batch(SPEC, [1], [1]).tensors
+    )
+    config = BuilderConfig(layers={"0": types.SimpleNamespace(impl=impl)})
+    builder = MLADecodeBuilder(kv_cache_spec_for(SPEC, 16), ["0"], config, torch.device("cpu"))  # type: ignore[arg-type]
+    with pytest.raises(BatchError, match="max_query_len=2 is past the 1 that LOOP decodes, and no graph has"):
+        builder.build_for_cudagraph_capture(paged_batch(SPEC, [2, 2], [9, 9]).common)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        ("query_layout", "spilt"),
+        ("query_lens", "several"),
+        ("decode_threshold", 0),
+        ("latent_sizes", (32, 8)),
+        ("latent_sizes", ((32, -1),)),
+        ("padded_heads", classmethod(lambda cls, num_heads: 4)),
+    ],
+)
+def test_a_declaration_without_meaning_is_a_reason(loop: Any, attribute: str, value: Any) -> None:
+    setattr(loop, attribute, value)
+    plugin = types.SimpleNamespace(ATTNPLUG_API=(1, 1), attnplug_backends=attnplug.hookimpl(lambda: [loop]))
+    registry = Registry()
+    registry.register(plugin, name="wrong")
+    decision = registry.explain(SPEC, "cpu", phase="decode")
+    (refused,) = [each for each in decision.refused if each.name == "LOOP"]
+    assert f"raised SpecError: {attribute}=" in refused.reasons[0]
+    assert decision.backend == "TORCH"
 
 
 @pytest.mark.parametrize("layout", ["split", "packed"])
@@ -173,6 +217,27 @@ def test_chunks_of_any_size_give_the_numbers_of_one_pass(loop: Any, rows: int | 
     config = {} if rows is None else {"context_chunk_rows": rows}
     batch = paged_batch(SPEC, [20, 18, 40, 33], [120, 18, 171, 90])
     assert is_right(declared(loop), batch, **config)
+
+
+def test_many_chunks_round_no_more_than_few(loop: Any) -> None:
+    spec, backend = SPEC.replace(dtype="bfloat16"), declared(loop)
+    batch = paged_batch(spec, [20], [520], block_size=1)
+    exact = batch.oracle().output
+    errors = []
+    for rows in (256, 2):
+        output, _ = run_batch(backend, batch, context_chunk_rows=rows)
+        errors.append(float((output.double() - exact).norm() / exact.norm()))
+    assert errors[1] < 1.5 * errors[0]
+
+
+def test_prefills_of_padding_alone_have_no_keys(loop: Any) -> None:
+    bound = declared(loop, query_lens="uniform", decode_threshold=8)
+    assert is_right(bound, paged_batch(SPEC, [5, 5, 1], [21, 6, 0]))
+
+
+def test_a_subclass_of_torch_gets_the_heads_that_it_pads() -> None:
+    padded = {"padded_heads": classmethod(lambda cls, num_heads: 16)}
+    assert is_right(type("Padded", (TorchMLABackend,), padded), paged_batch(SPEC, [1, 1], [30, 9]))
 
 
 def test_a_backend_alone_decodes_only_and_says_so(loop: Any) -> None:

@@ -31,6 +31,7 @@ class FlashInferMLABuilder(MLADecodeBuilder):
     """Plans the decodes of a step once for all its layers, from exact host lengths; the host never waits."""
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    decodes_drafts: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 
@@ -21,6 +22,8 @@ from attnplug.mla.impl import MLADecodeImpl
 
 class TorchMLABuilder(MLADecodeBuilder):
     """Builds the decodes as TorchMetadata."""
+
+    decodes_drafts: ClassVar[bool] = True
 
     def build_decode(self, common: CommonAttentionMetadata) -> TorchMetadata | Callable[[], TorchMetadata]:
         """As TorchMetadataBuilder.build; for sparse layers later, when a layer has written the lengths."""
@@ -55,7 +58,7 @@ class TorchMLAImpl(MLADecodeImpl):
     def _absorbed(self) -> _AbsorbedImpl:
         spec, dims = self.spec, self.dims
         absorbed = LayerSpec(
-            num_heads=spec.num_heads,
+            num_heads=self.backend.padded_heads(spec.num_heads),
             num_kv_heads=1,
             head_size=dims.latent_size,
             head_size_v=dims.kv_lora_rank,

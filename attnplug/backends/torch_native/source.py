@@ -39,7 +39,8 @@ class HeadRows:
         unit = math.gcd(*outer) or 1
         block_step, offset_step, head_step = (stride // unit for stride in outer)
         last = (blocks - 1) * block_step + (block_size - 1) * offset_step + (heads - 1) * head_step
-        rows = pages.as_strided((max(last, 0) + 1, size), (unit, pages.stride(3)), pages.storage_offset())
+        count = last + 1 if blocks * block_size else 0
+        rows = pages.as_strided((count, size), (unit, pages.stride(3)), pages.storage_offset())
         return cls(rows, (block_step, offset_step, head_step), dtype)
 
     def index(self, tokens: torch.Tensor, heads: int) -> torch.Tensor:

@@ -42,6 +42,7 @@ class TritonMLABuilder(MLADecodeBuilder):
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     decode_needs_host_seq_lens: ClassVar[bool] = False
+    decodes_drafts: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

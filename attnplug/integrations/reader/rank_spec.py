@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from attnplug.core.errors import ModelConfigError, SpecError
@@ -12,7 +13,8 @@ def make_spec(path: str, *, num_heads: int, num_kv_heads: int, ranks: int, **fie
     """A spec with the heads divided among `ranks`; fewer KV heads than ranks are replicated."""
     if num_heads % ranks:
         raise ModelConfigError(
-            f"{path}: tensor_parallel_size={ranks} does not divide the {num_heads} attention heads",
+            f"{path}: tensor_parallel_size={ranks} does not divide the {num_heads} attention heads; "
+            f"use one that does, such as {math.gcd(num_heads, ranks)}",
             argument="tensor_parallel_size",
         )
     few, many = sorted((num_kv_heads, ranks))
