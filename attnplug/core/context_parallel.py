@@ -9,6 +9,12 @@ from typing import Any, Protocol, Self
 from attnplug.core.checks import check_size
 from attnplug.core.errors import SpecError
 
+MOST_SENT_BYTES = 4 << 20
+"""Up to this many bytes on each rank one exchange of whole partial results is faster than two collectives.
+
+On two H200 the all-gather of 64 x 32 x 128 outputs takes 13 us and the pair of LSE and sum 21; of 8 MB both take 56.
+"""
+
 
 class RankGroup(Protocol):
     """A group of processes, such as `torch.distributed.ProcessGroup`."""

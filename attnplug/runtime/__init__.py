@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from attnplug.runtime.rank_groups import check_same_plan as check_same_plan
     from attnplug.runtime.rank_groups import context_parallel as context_parallel
     from attnplug.runtime.rank_watch import RankWatch as RankWatch
+    from attnplug.runtime.sharing_cost import SharingCost as SharingCost
     from attnplug.runtime.staging import CpuGpuBuffer as CpuGpuBuffer
     from attnplug.runtime.staging import StagingRing as StagingRing
     from attnplug.runtime.step_batch import StepBatch as StepBatch
@@ -63,6 +64,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "placeholders": "PlaceholderMap",
         "rank_groups": "check_same_plan context_parallel",
         "rank_watch": "RankWatch",
+        "sharing_cost": "SharingCost",
         "staging": "CpuGpuBuffer StagingRing",
         "step_batch": "StepBatch",
         "step_batch_builder": "StepBatchBuilder",

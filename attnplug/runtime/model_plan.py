@@ -21,6 +21,7 @@ from attnplug.runtime.budget import MemoryBudget, bytes_per_block, fit_kv_cache,
 from attnplug.runtime.grouping import group_kv_caches
 from attnplug.runtime.plan_pages import planned_caches
 from attnplug.runtime.sharding import is_sharded, tokens_per_block
+from attnplug.runtime.sharing_cost import SharingCost
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -110,6 +111,14 @@ class ModelPlan:
         )
 
     @property
+    def sharing_cost(self) -> SharingCost | None:
+        """From where sharing tokens makes decodes faster; None without it, or for a device that was not measured."""
+        if self.context_parallel is None:
+            return None
+        shared = (self.specs[name] for name in self.sharded_layers)
+        return SharingCost.of(self.context_parallel.size, shared, self.device)
+
+    @property
     def backends(self) -> tuple[str, ...]:
         """The names of the backends chosen, in layer order."""
         return tuple(dict.fromkeys(str(decision.backend) for decision in self.decisions.values()))
@@ -171,7 +180,9 @@ class ModelPlan:
             parts.append(self._sharing(self.context_parallel))
         if workspace := self.prefill_workspace_bytes():
             parts.append(f"a prefill workspace of {workspace:,} bytes")
-        return Group(Paragraph(", ".join(parts)), self.table(), *map(Paragraph, self.notes))
+        cost = self.sharing_cost
+        notes = (*self.notes, *([] if cost is None else [str(cost)]))
+        return Group(Paragraph(", ".join(parts)), self.table(), *map(Paragraph, notes))
 
     def _sharing(self, place: ContextParallel) -> str:
         """The layers whose tokens the ranks share, and the gain in tokens."""
@@ -210,7 +221,10 @@ class ModelPlan:
         return _digest([list(self.layer_digests().items()), facts])
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON object. It leaves out groups and budget, which `from_dict` computes again."""
+        """A JSON object. It leaves out groups and budget, which `from_dict` computes again.
+
+        `sharing_cost` is there for readers, and `from_dict` computes it again.
+        """
         return {
             "schema": SCHEMA,
             "version": VERSION,
@@ -231,6 +245,7 @@ class ModelPlan:
             "tuned": self.tuned,
             "context_parallel": self.context_parallel and self.context_parallel.to_dict(),
             "new_tokens": {name: decision.to_dict() for name, decision in self.new_tokens.items()},
+            "sharing_cost": self.sharing_cost and self.sharing_cost.to_dict(),
             "notes": list(self.notes),
         }
 
