@@ -82,7 +82,7 @@ def _backend_rows() -> list[dict[str, Any]]:
         types = _declared(lambda: [str(kind) for kind in offer.backend.device_types])  # noqa: B023
         # Priorities may depend on the device, so each backend is queried on one that it supports.
         device = Device("cpu") if "cpu" in types else Device("cuda", (9, 0))
-        candidate = examine(offer, Placement(layer, device), None)
+        candidate = examine(offer, Placement(layer, device), None).candidate
         unmet = [r for r in candidate.reasons if r.code in ("not_installed", "version")]
         rows.append(
             {

@@ -68,10 +68,28 @@ def serving(offer: Offer, placement: Placement) -> tuple[Offer, Placement]:
     return dataclasses.replace(offer, backend=backend), dataclasses.replace(placement, spec=spec)
 
 
-def examine(offer: Offer, placement: Placement, assumed: Assumed) -> Candidate:
-    """Gates 2 and 3, and the priority. Both gates record their reasons, the configuration's first."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Examined:
+    """An offer that was examined for a layer.
+
+    Args:
+        candidate: the verdict.
+        backend: the class that serves the layer.
+        spec: the layer that this class is asked about.
+        pages: the block size and layout that it prefers; None without pages, and where it is refused.
+    """
+
+    candidate: Candidate
+    backend: type[AttentionBackend]
+    spec: LayerSpec
+    pages: tuple[int, str] | None
+
+
+def examine(offer: Offer, placement: Placement, assumed: Assumed) -> Examined:
+    """Gates 2 and 3, the priority and the pages. Both gates record their reasons, the configuration's first."""
     offer, placement = serving(offer, placement)
     backend = offer.backend
+    pages: tuple[int, str] | None = None
     announce(f"while it examined the backend {offer.name}")
     configuration = configuration_reasons(backend, placement)
     installed, error = guarded_call(missing_requirements, backend.requires, assumed)
@@ -80,10 +98,11 @@ def examine(offer: Offer, placement: Placement, assumed: Assumed) -> Candidate:
     priority = _priority(offer, placement)
     if isinstance(priority, Reason):
         configuration.append(priority)
-    configuration += () if configuration else _declaration_faults(backend, placement)
+    if not configuration:
+        pages, configuration = _declarations(backend, placement)
     announce()
     refused_at = Gate.INSTALLED if installed else Gate.CONFIGURATION if configuration else None
-    return Candidate(
+    candidate = Candidate(
         offer.name,
         offer.distribution,
         offer.version,
@@ -91,6 +110,7 @@ def examine(offer: Offer, placement: Placement, assumed: Assumed) -> Candidate:
         refused_at,
         (*configuration, *installed),
     )
+    return Examined(candidate, backend, placement.spec, pages)
 
 
 def import_parts(backend: type[AttentionBackend]) -> Reason | None:
@@ -179,17 +199,19 @@ def _priority(offer: Offer, placement: Placement) -> int | Reason:
     return int(priority)
 
 
-def _declaration_faults(backend: type[AttentionBackend], placement: Placement) -> list[Reason]:
-    """Faults in the backend's declarations that would raise once it is chosen."""
+def _declarations(
+    backend: type[AttentionBackend], placement: Placement
+) -> tuple[tuple[int, str] | None, list[Reason]]:
+    """The pages that a backend prefers, and faults in its declarations that would raise once it is chosen."""
     faults = []
-    _, error = guarded_call(preferred_pages, backend, placement.spec, placement.device)
+    pages, error = guarded_call(preferred_pages, backend, placement.spec, placement.device)
     if error is not None:
         faults.append(fault(backend, f"raised {describe(error)} for its block size and layout"))
     # Options without defaults would otherwise raise after the backend is chosen.
     _, error = guarded_call(build_options, backend, None)
     if error is not None:
         faults.append(fault(backend, f"has Options that cannot be made: {describe(error)}"))
-    return faults
+    return pages, faults
 
 
 def fault(backend: type[AttentionBackend], what: str) -> Reason:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug.registry.devices import is_here
-from attnplug.registry.gates import preferred_pages, serving
-from attnplug.registry.measured_choice import MIN_GAIN, Measured
-from attnplug.registry.plugin_calls import guarded_call
-from attnplug.registry.tuned import Row, TunedLayer, TunedTable, layer_key, other_version
+from attnplug.registry.tuned import layer_key, other_version
 
 if TYPE_CHECKING:
-    from attnplug.core.spec import Phase
     from attnplug.registry.decision import Placement
+    from attnplug.registry.evidence import Pages
     from attnplug.registry.installed import Assumed
+    from attnplug.registry.measured_choice import Measured
     from attnplug.registry.records import Offer
+    from attnplug.registry.standings import PhaseTimes, Run
+    from attnplug.registry.tuned import TunedTable
+    from attnplug.registry.tuned_lookup import Tables
 
-Rows = Mapping[int, Row]
-"""By place in the workload."""
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
+# Not frozen, because making a frozen one takes twice as long.
+@dataclasses.dataclass(slots=True)
 class Ranked:
     """The result of ranking by tables.
 
@@ -34,161 +33,127 @@ class Ranked:
     """
 
     order: list[Offer]
-    measured: Measured | None
-    times: Mapping[Offer, float]
+    measured: Measured | None = None
+    times: Sequence[tuple[Offer, float]] = ()
     notes: tuple[str, ...] = ()
 
 
 def rank_by_tables(
-    tables: Sequence[TunedTable], order: list[Offer], placement: Placement, assumed: Assumed, *, asked: bool
+    tables: Tables, order: list[Offer], pages: Sequence[Pages], placement: Placement, assumed: Assumed
 ) -> Ranked:
     """The offers ordered by the first table that has times of the default and this layer on this device.
 
     Args:
         tables: the tables, the most important first.
         order: the accepted offers by priority; the first is the default.
+        pages: the pages that each offer prefers, in the same order.
         placement: the layer, device and phase.
         assumed: versions to judge by instead of the installed ones.
-        asked: the user named the tables, so one that does not apply is noted.
     """
     notes: list[str] = []
     key = layer_key(placement.spec)
-    for table in tables:
+    for table in tables.tables:
         if not table.is_for(placement.device):
-            if asked:
+            if tables.asked:
                 theirs, ours = _words(table.device), _words(placement.device)
                 notes.append(f"{table.name} has times of {theirs}, not of {ours}: not used")
             continue
-        layer = table.by_key.get(key)
+        layer = table.times.get(key)
         if layer is None:
-            if asked:
+            if tables.asked:
                 notes.append(f"{table.name} has no times of this layer: not used")
             continue
-        found = _Ranking(table, layer, order, placement, assumed).ranked()
-        notes += found.notes
-        if found.measured is not None:
-            return dataclasses.replace(found, notes=tuple(notes))
-    return Ranked(order, None, {}, tuple(notes))
+        here = is_here(placement.device)
+        applying = _Applying(table, layer[placement.phase], placement, assumed, here, notes)
+        found = _ranked(applying, order, pages)
+        if found is not None:
+            return dataclasses.replace(found, notes=tuple(notes)) if notes else found
+    return Ranked(order, notes=tuple(notes))
+
+
+def _ranked(applying: _Applying, order: list[Offer], pages: Sequence[Pages]) -> Ranked | None:
+    """The order by one table; None if it says nothing about the default."""
+    runs: dict[int, Offer] = {}
+    default, others, failed = None, [], []
+    for offer, preferred in zip(order, pages, strict=True):
+        run = applying.run_of(offer, preferred)
+        # A backend that failed when it was measured is no default: priority alone cannot vouch for it.
+        if run is not None and run.failed:
+            failed.append(offer)
+        elif run is None or not run.rows:
+            if not runs:
+                default = default or offer
+            others.append(offer)
+        else:
+            runs[run.number] = offer
+    if not runs:
+        return None
+    if default is not None:
+        applying.note(f"has no time of {default.name}, the default, that applies: not used")
+        return None
+    found = applying.times.standing(next(iter(runs)), sorted(runs))
+    # The fastest backend of one phase may be the slowest of the other.
+    if found.alone is not None and applying.needs_both_phases:
+        applying.note(f"has times of {found.alone} only, not of both phases: not used")
+        return None
+    ranked = [runs.pop(number) for number in found.order]
+    times = tuple(zip(ranked, found.times, strict=True))
+    if runs:
+        others = [offer for offer in order if offer in others or offer in runs.values()]
+    return Ranked([*ranked, *others, *failed], found.measured, times)
 
 
 def _words(device: Any) -> str:
     return f"{device} ({device.name})" if device.name else str(device)
 
 
-class _Ranking:
-    """The ranking of one layer by one table. Shapes are numbers here: their places in the workload."""
+@dataclasses.dataclass(slots=True)
+class _Applying:
+    """Finds the rows of one table that apply to a layer, and notes why others do not."""
 
-    def __init__(
-        self, table: TunedTable, layer: TunedLayer, order: list[Offer], placement: Placement, assumed: Assumed
-    ) -> None:
-        self._table, self._layer, self._order = table, layer, order
-        self._placement = placement
-        self._assumed: Assumed = assumed
-        self._shapes = layer.places_of[placement.phase]
-        self._notes: list[str] = []
+    table: TunedTable
+    times: PhaseTimes
+    placement: Placement
+    assumed: Assumed
+    here: bool
+    notes: list[str]
 
-    def ranked(self) -> Ranked:
-        """The order by this table, with `measured=None` if it says nothing about the default."""
-        here = is_here(self._placement.device)
-        # Offers are numbers here too, because hashing one costs as much as comparing two times.
-        every = [self._rows_of(offer, here) for offer in self._order]
-        rows = {place: own for place, own in enumerate(every) if own is not None}
-        # A backend that failed when it was measured is no default: priority alone cannot vouch for it.
-        default = next(iter(rows), None)
-        if default is None or not rows[default]:
-            if default is not None and any(rows.values()):
-                what = f"{self._order[default].name}, the default, that applies"
-                self._notes.append(f"{self._table.name} has no time of {what}: not used")
-            return Ranked(self._order, None, {}, tuple(self._notes))
-        own, shapes = rows[default], list(rows[default])
-        if (alone := self._one_phase(shapes)) is not None:
-            self._notes.append(f"{self._table.name} has times of {alone} only, not of both phases: not used")
-            return Ranked(self._order, None, {}, tuple(self._notes))
-        # Who was not measured at every shape of the default cannot be compared with it.
-        timed = {place: found for place, found in rows.items() if found.keys() >= own.keys()}
-        scores = self._scores(timed, shapes)
-        by_score = sorted(timed, key=scores.__getitem__)
-        winner = next(
-            place
-            for place in by_score
-            if place == default or self._beats(timed[place], own, shapes, scores[default] / scores[place])
-        )
-        rest = [place for place in by_score if place != winner]
-        failed = [place for place, found in enumerate(every) if found is None]
-        order = [winner, *rest, *(place for place in rows if place not in timed), *failed]
-        over = default if winner != default else next(iter(rest), None)
-        shown = max(shapes, key=self._layer.weights.__getitem__)
-        measured = Measured(
-            winner == default,
-            None if over is None else self._order[over].name,
-            1.0 if over is None else round(scores[over] / scores[winner], 4),
-            self._layer.names[shown],
-            len(shapes),
-            round(self._spread(timed[winner], own, shapes), 5),
-            max(timed[winner][shape].date for shape in shapes)[:10],
-            self._table.digest,
-        )
-        times = {self._order[place]: found[shown].us for place, found in timed.items()}
-        return Ranked([self._order[place] for place in order], measured, times, tuple(self._notes))
+    @property
+    def needs_both_phases(self) -> bool:
+        """Whether the choice is for both phases; an encoder has one phase only."""
+        spec = self.placement.spec
+        return self.placement.phase is None and not (spec.is_encoder or spec.direct_kv)
 
-    def _one_phase(self, shapes: Sequence[int]) -> Phase | None:
-        """The one phase that was measured where the choice is for both; None if that is enough."""
-        spec = self._placement.spec
-        # The fastest backend of one phase may be the slowest of the other; an encoder has one phase only.
-        if self._placement.phase is not None or spec.is_encoder or spec.direct_kv:
+    def note(self, what: str) -> None:
+        """Note something about the table."""
+        self.notes.append(f"{self.table.name} {what}")
+
+    def run_of(self, offer: Offer, pages: Pages) -> Run | None:
+        """The run of an offer that applies here; a failed one comes before all others."""
+        mine = self.times.by_owner.get((offer.name, offer.distribution))
+        if mine is None:
             return None
-        phases = {self._layer.workload[shape][0].phase for shape in shapes}
-        return next(iter(phases)) if len(phases) == 1 else None
-
-    def _rows_of(self, offer: Offer, here: bool) -> Rows | None:
-        """The rows of an offer that apply here, by shape; None if it failed when it was measured."""
-        mine = self._layer.runs_of.get((offer.name, offer.distribution), ())
-        if not mine:
-            return {}
-        stale = [other_version(run.subject, here=here, assumed=self._assumed) for run in mine]
-        valid = [run for run, why in zip(mine, stale, strict=True) if why is None]
-        if any(shape in self._shapes for run in valid for shape in run.failed):
-            return None
-        served, asked = serving(offer, self._placement)
-        pages, _ = guarded_call(preferred_pages, served.backend, asked.spec, self._placement.device)
-        run = next((run for run in valid if run.pages == pages), None)
-        if run is not None:
-            return {shape: run.rows[shape] for shape in self._shapes if shape in run.rows}
-        what = f"{self._table.name}: {offer.name} was measured with"
+        stale, found = "", None
+        valid: list[Run] = []
+        for run in mine:
+            why = other_version(run.subject, here=self.here, assumed=self.assumed)
+            if why is not None:
+                stale = stale or why
+                continue
+            if run.failed:
+                return run
+            valid.append(run)
+            if found is None and run.pages == pages:
+                found = run
+        if found is not None:
+            return found
+        what = f"{self.table.name}: {offer.name} was measured with"
         if valid:
             sizes = " or ".join(dict.fromkeys(_pages(run.pages) for run in valid))
-            self._notes.append(f"{what} {sizes}, not {_pages(pages)}: not used")
+            self.notes.append(f"{what} {sizes}, not {_pages(pages)}: not used")
         else:
-            why = next(filter(None, stale), "")
-            self._notes.append(f"{what} {why}: not used; run attnplug tune again")
-        return {}
-
-    def _scores(self, timed: Mapping[int, Rows], shapes: Sequence[int]) -> dict[int, float]:
-        """Weighted times, each shape relative to its fastest backend, so that long steps do not hide short ones."""
-        scores = dict.fromkeys(timed, 0.0)
-        for shape in shapes:
-            costs = {place: self._layer.cost(own[shape]) for place, own in timed.items()}
-            unit = self._layer.weights[shape] / min(costs.values())
-            for place, cost in costs.items():
-                scores[place] += unit * cost
-        return scores
-
-    def _beats(self, own: Rows, default: Rows, shapes: Sequence[int], gain: float) -> bool:
-        """Whether it is faster than the default beyond the noise, and at no shape slower beyond the noise."""
-        if gain <= 1 + max(MIN_GAIN, 2 * self._spread(own, default, shapes)):
-            return False
-        cost = self._layer.cost
-        for shape in shapes:
-            noise = max(MIN_GAIN, 2 * max(own[shape].spread, default[shape].spread))
-            if cost(own[shape]) > cost(default[shape]) * (1 + noise):
-                return False
-        return True
-
-    def _spread(self, own: Rows, default: Rows, shapes: Sequence[int]) -> float:
-        """The larger of both spreads, as a weighted mean over shapes."""
-        weights = self._layer.weights
-        total = sum(weights[shape] * max(own[shape].spread, default[shape].spread) for shape in shapes)
-        return total / sum(weights[shape] for shape in shapes)
+            self.notes.append(f"{what} {stale}: not used; run attnplug tune again")
+        return None
 
 
 def _pages(pages: Any) -> str:

@@ -122,7 +122,7 @@ def _passes(offer: Offer, decision: Decision, changes: list[Change], gate: Evide
     except SpecError:
         return False
     placement = Placement(spec, decision.device, decision.phase)
-    candidate: Candidate = examine(offer, placement, assumed)
+    candidate: Candidate = examine(offer, placement, assumed).candidate
     if candidate.accepted:
         candidate, _ = gate.check(offer, candidate, placement)
     return candidate.accepted

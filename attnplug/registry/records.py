@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,7 @@ class Offer:
         return f"{self.name}@{self.distribution or self.plugin}"
 
 
+@functools.lru_cache(maxsize=1024)
 def canonical_name(name: str) -> str:
     """A distribution or plugin name in lower case, with runs of -, _ and . as one - (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()

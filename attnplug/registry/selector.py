@@ -12,7 +12,7 @@ from attnplug.core.text import shown
 from attnplug.registry.decision import Candidate, Decision, Gate, Placement
 from attnplug.registry.devices import is_here
 from attnplug.registry.evidence_gate import EvidenceGate
-from attnplug.registry.gates import examine, fault, preferred_pages, serving
+from attnplug.registry.gates import Examined, examine
 from attnplug.registry.measured import rank_by_tables
 from attnplug.registry.options import build_options, options_of
 from attnplug.registry.part_imports import PENDING
@@ -72,14 +72,15 @@ def decide(
     named = None if policy.rule is None else plugins.resolve(policy.rule)
     # A composite or an offer in conflict is examined only if a rule names it.
     offers = dict.fromkeys((*plugins.offers, *(named or ())))
-    candidates = {offer: examine(offer, placement, policy.assumed) for offer in offers}
+    examined = {offer: examine(offer, placement, policy.assumed) for offer in offers}
+    candidates = {offer: each.candidate for offer, each in examined.items()}
     gate = EvidenceGate(plugins, evidence, policy.allow_refuted, policy.assumed)
     notes: list[str] = []
     for offer, candidate in candidates.items():
         if candidate.accepted:
             candidates[offer], note = gate.check(offer, candidate, placement)
             notes += [note] if note else []
-    found = _in_order(plugins, candidates, placement, policy, tuned, named)
+    found = _in_order(plugins, examined, candidates, placement, policy, tuned, named)
     order, ranked_by = found.order, found.ranked_by
     notes += found.notes
     winner, level, pages, spec = None, "declared", None, placement.spec
@@ -89,17 +90,11 @@ def decide(
     for offer in order:
         if named is not None and offer not in named:
             break
-        served, asked = serving(offer, placement)
-        reason = plugins.import_failure(served.backend) if try_parts else None
-        if reason is None or reason is PENDING:
-            pages, error = guarded_call(preferred_pages, served.backend, asked.spec, device)
-            if error is not None:
-                # It gave valid pages a moment ago, when it was examined.
-                what = f"raised {describe(error)} for its block size and layout"
-                reason = fault(served.backend, what)
+        serves = examined[offer]
+        reason = plugins.import_failure(serves.backend) if try_parts else None
         if reason is None or reason is PENDING:
             winner, level = offer, "usable" if try_parts and reason is None else "declared"
-            winning, spec = served.backend, asked.spec
+            winning, spec, pages = serves.backend, serves.spec, serves.pages
             break
         failed = dataclasses.replace(candidates[offer], refused_at=Gate.IMPORT, reasons=(reason,))
         candidates[offer] = failed
@@ -144,6 +139,7 @@ class _Order:
 
 def _in_order(
     plugins: PluginSet,
+    examined: Mapping[Offer, Examined],
     candidates: dict[Offer, Candidate],
     placement: Placement,
     policy: Policy,
@@ -162,10 +158,11 @@ def _in_order(
         return _Order(order)
     measured, notes = None, tuned.notes
     if tuned.tables and order:
-        timed = rank_by_tables(tuned.tables, order, placement, policy.assumed, asked=tuned.asked)
+        pages = [examined[offer].pages for offer in order]
+        timed = rank_by_tables(tuned, order, pages, placement, policy.assumed)
         order, measured, notes = timed.order, timed.measured, (*notes, *timed.notes)
-        for offer, us in timed.times.items():
-            candidates[offer] = dataclasses.replace(candidates[offer], measured_us=us)
+        for offer, us in timed.times:
+            candidates[offer] = candidates[offer].timed(us)
     order, ranked_by, faults = _ranked(plugins, order, placement)
     return _Order(order, tuple(ranked_by), None if ranked_by else measured, (*notes, *faults))
 

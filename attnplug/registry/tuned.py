@@ -16,6 +16,7 @@ from attnplug.core.device_names import find_gpu, same_gpu_name
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.installed import installed_version
 from attnplug.registry.records import canonical_name
+from attnplug.registry.standings import PhaseTimes
 from attnplug.registry.step_shapes import StepShape
 
 if TYPE_CHECKING:
@@ -86,15 +87,10 @@ class Row:
     date: str = ""
     why: str = ""
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TunedRun:
-    """The rows of one backend with equal versions and pages: by place in the workload, and the places that failed."""
-
-    subject: Subject
-    pages: Pages
-    rows: dict[int, Row]
-    failed: set[int]
+    @property
+    def is_measured(self) -> bool:
+        """Whether it has a time."""
+        return self.status is RowStatus.MEASURED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,43 +108,6 @@ class TunedLayer:
     count: int
     workload: tuple[tuple[StepShape, float], ...]
     rows: tuple[Row, ...]
-
-    @functools.cached_property
-    def weights(self) -> tuple[float, ...]:
-        """The weight of each shape, by its place in the workload."""
-        return tuple(weight for _, weight in self.workload)
-
-    @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        """The words for each shape, by its place in the workload."""
-        return tuple(str(shape) for shape, _ in self.workload)
-
-    @functools.cached_property
-    def places_of(self) -> Mapping[Phase | None, tuple[int, ...]]:
-        """The places of the shapes of each phase; None has all."""
-        phases = [shape.phase for shape, _ in self.workload]
-        return {
-            each: tuple(place for place, phase in enumerate(phases) if each in (None, phase))
-            for each in (None, *Phase)
-        }
-
-    @functools.cached_property
-    def runs_of(self) -> Mapping[tuple[str, str | None], tuple[TunedRun, ...]]:
-        """The rows by the name and the distribution of their backend, then by versions and pages."""
-        places = {shape: place for place, (shape, _) in enumerate(self.workload)}
-        runs: dict[tuple[Subject, Pages], TunedRun] = {}
-        for row in self.rows:
-            run = runs.setdefault((row.subject, row.pages), TunedRun(row.subject, row.pages, {}, set()))
-            place = places.get(row.shape)
-            if place is not None and row.status is RowStatus.MEASURED:
-                run.rows[place] = row
-            elif place is not None:
-                run.failed.add(place)
-        found: dict[tuple[str, str | None], tuple[TunedRun, ...]] = {}
-        for run in runs.values():
-            owner = (run.subject.backend, run.subject.distribution)
-            found[owner] = (*found.get(owner, ()), run)
-        return found
 
     def cost(self, row: Row) -> float:
         """Microseconds of a step of the model: its layers like this one, and one build of their metadata."""
@@ -193,6 +152,14 @@ class TunedTable:
     def by_key(self) -> Mapping[LayerKey, TunedLayer]:
         """The layers by what their kernels depend on."""
         return {layer_key(layer.spec): layer for layer in self.layers}
+
+    @functools.cached_property
+    def times(self) -> Mapping[LayerKey, Mapping[Phase | None, PhaseTimes]]:
+        """The times of each layer, compared by phase; None compares the steps of all phases."""
+        return {
+            key: {phase: PhaseTimes(layer, phase, self.digest) for phase in (None, *Phase)}
+            for key, layer in self.by_key.items()
+        }
 
     def is_for(self, device: Device) -> bool:
         """Whether its times are of this device: the same type, capability and name."""

@@ -47,9 +47,11 @@ def read_table(path: Path) -> TunedTable:
     except FileNotFoundError as problem:
         raise unreadable(path, problem, _REMEDY) from None
     try:
-        return _table(data, path)
+        table = _table(data, path)
     except _MALFORMED as problem:
         raise MatrixFileError(path, f"cannot be made sense of: {told(problem)}", _REMEDY) from None
+    _ = table.times  # computed here, so that the first selection of each layer finds them
+    return table
 
 
 def update_table(path: Path, change: Callable[[TunedTable | None], TunedTable]) -> TunedTable:

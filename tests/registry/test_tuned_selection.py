@@ -17,6 +17,7 @@ from attnplug.errors import MatrixFileError, PolicyError
 from attnplug.registry import tuned_lookup
 from attnplug.registry.evidence import Pages, Subject
 from attnplug.registry.refuted import record
+from attnplug.registry.standings import PhaseTimes
 from attnplug.registry.step_shapes import StepShape
 from attnplug.registry.tuned import Row, RowStatus, TunedLayer, TunedTable
 from attnplug.registry.tuned_files import read_table, table_text, update_table
@@ -457,3 +458,11 @@ def test_a_plan_notes_pages_that_were_not_measured() -> None:
         "attnplug tune --block-size 16 measures these"
     ) in made.notes
     assert plan({"a": SPEC}, "cpu", registry=both, tuned=tuned).notes == ()
+
+
+def test_a_table_read_from_a_file_is_compared_once_and_not_by_each_decision(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = read_table(written)
+    monkeypatch.setattr(PhaseTimes, "_compared", lambda *_: pytest.fail("compared again"))
+    assert found(read).backend == "C"

@@ -1,0 +1,171 @@
+"""Measured times of one kind of layer, compared when their table is read: a selection looks the result up."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from attnplug.core.spec import Phase
+from attnplug.registry.measured_choice import MIN_GAIN, Measured
+
+if TYPE_CHECKING:
+    from attnplug.registry.evidence import Pages, Subject
+    from attnplug.registry.tuned import Row, TunedLayer
+
+_MOST_PREPARED = 16
+Owner: TypeAlias = tuple[str, str | None]
+"""A backend's name and its distribution."""
+
+
+@dataclasses.dataclass(slots=True)
+class Run:
+    """The rows of one backend with equal versions and pages, in one phase or in both.
+
+    Args:
+        number: its place among the runs of its layer.
+        subject: the backend and its versions.
+        pages: the pages that it was measured with.
+        rows: the measured ones, by place in the workload.
+        costs: microseconds of a step of the model, by place.
+        failed: it was wrong or crashed at a step of the phase.
+    """
+
+    number: int
+    subject: Subject
+    pages: Pages
+    rows: dict[int, Row] = dataclasses.field(default_factory=dict)
+    costs: dict[int, float] = dataclasses.field(default_factory=dict)
+    failed: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Standing:
+    """The comparison of some runs with one of them, the default.
+
+    Args:
+        order: the numbers of the comparable runs, the best first.
+        times: microseconds of a layer's attention at `measured.shape`, in the same order.
+        measured: why the first one comes first.
+        alone: the one phase that has times, if they are of one phase only.
+    """
+
+    order: tuple[int, ...]
+    times: tuple[float, ...]
+    measured: Measured
+    alone: Phase | None
+
+
+class PhaseTimes:
+    """The runs of one kind of layer in one phase, or in both.
+
+    Args:
+        layer: the measurements.
+        phase: whose shapes count; None for all.
+        table: the digest of the table.
+    """
+
+    def __init__(self, layer: TunedLayer, phase: Phase | None, table: str) -> None:
+        self._table = table
+        self._weights = [weight for _, weight in layer.workload]
+        self._names = [str(shape) for shape, _ in layer.workload]
+        self._phases = [shape.phase for shape, _ in layer.workload]
+        self._runs = _runs(layer, phase)
+        self._standings: dict[tuple[int, ...], Standing] = {}
+        self.by_owner: dict[Owner, tuple[Run, ...]] = {}
+        """The runs of each backend."""
+        for run in self._runs:
+            owner = (run.subject.backend, run.subject.distribution)
+            self.by_owner[owner] = (*self.by_owner.get(owner, ()), run)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Compare what selections most likely ask for: all backends, with any of them as the default."""
+        timed = [[each for each in runs if each.rows and not each.failed] for runs in self.by_owner.values()]
+        choices = [[each.number for each in runs] for runs in timed if runs]
+        # A backend with rows of several versions or pages takes part with one of them.
+        for numbers in itertools.islice(itertools.product(*choices), _MOST_PREPARED):
+            for default in numbers:
+                self.standing(default, sorted(numbers))
+
+    def standing(self, default: int, numbers: Sequence[int]) -> Standing:
+        """The comparison of the runs with these numbers, which ascend, with the run `default` among them."""
+        key = (default, *numbers)
+        found = self._standings.get(key)
+        if found is None:
+            found = self._standings[key] = self._compared(default, numbers)
+        return found
+
+    def _compared(self, default: int, numbers: Sequence[int]) -> Standing:
+        own, weights = self._runs[default], self._weights
+        shapes = sorted(own.rows)
+        # Who was not measured at every shape of the default cannot be compared with it.
+        timed = [self._runs[n] for n in numbers if self._runs[n].rows.keys() >= own.rows.keys()]
+        scores = self._scores(timed, shapes)
+        order = sorted((run.number for run in timed), key=lambda number: (scores[number], number != default))
+        winner = next(
+            number
+            for number in order
+            if number == default
+            or self._beats(self._runs[number], own, shapes, scores[default] / scores[number])
+        )
+        rest = [number for number in order if number != winner]
+        over = default if winner != default else next(iter(rest), None)
+        shown = max(shapes, key=weights.__getitem__)
+        measured = Measured(
+            winner == default,
+            None if over is None else self._runs[over].subject.backend,
+            1.0 if over is None else round(scores[over] / scores[winner], 4),
+            self._names[shown],
+            len(shapes),
+            round(self._spread(self._runs[winner], own, shapes), 5),
+            max(self._runs[winner].rows[shape].date for shape in shapes)[:10],
+            self._table,
+        )
+        phases = {self._phases[shape] for shape in shapes}
+        found = (winner, *rest)
+        times = tuple(self._runs[number].rows[shown].us for number in found)
+        return Standing(found, times, measured, next(iter(phases)) if len(phases) == 1 else None)
+
+    def _scores(self, timed: Sequence[Run], shapes: Sequence[int]) -> dict[int, float]:
+        """Weighted times, each shape relative to its fastest backend, so that long steps do not hide short ones."""
+        costs = [[run.costs[shape] for shape in shapes] for run in timed]
+        best = [min(each) for each in zip(*costs, strict=True)]
+        units = [self._weights[shape] / us for shape, us in zip(shapes, best, strict=True)]
+        return {
+            run.number: sum(map(operator.mul, units, each)) for run, each in zip(timed, costs, strict=True)
+        }
+
+    def _beats(self, own: Run, default: Run, shapes: Sequence[int], gain: float) -> bool:
+        """Whether it is faster than the default beyond the noise, and at no shape slower beyond the noise."""
+        if gain <= 1 + max(MIN_GAIN, 2 * self._spread(own, default, shapes)):
+            return False
+        for shape in shapes:
+            noise = max(MIN_GAIN, 2 * max(own.rows[shape].spread, default.rows[shape].spread))
+            if own.costs[shape] > default.costs[shape] * (1 + noise):
+                return False
+        return True
+
+    def _spread(self, own: Run, default: Run, shapes: Sequence[int]) -> float:
+        """The larger of both spreads, as a weighted mean over shapes."""
+        weights = [self._weights[shape] for shape in shapes]
+        spreads = [max(own.rows[shape].spread, default.rows[shape].spread) for shape in shapes]
+        return sum(map(operator.mul, weights, spreads)) / sum(weights)
+
+
+def _runs(layer: TunedLayer, phase: Phase | None) -> list[Run]:
+    places: Mapping[object, int] = {shape: place for place, (shape, _) in enumerate(layer.workload)}
+    runs: dict[tuple[Subject, Pages], Run] = {}
+    for row in layer.rows:
+        key = (row.subject, row.pages)
+        run = runs.setdefault(key, Run(len(runs), *key))
+        place = places.get(row.shape)
+        if place is None or phase not in (None, row.shape.phase):
+            continue
+        if row.is_measured:
+            run.rows[place], run.costs[place] = row, layer.cost(row)
+        else:
+            run.failed = True
+    return list(runs.values())
