@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from attnplug.cli.output import console, features_in_words, layers_in_words
@@ -10,6 +10,7 @@ from attnplug.cli.run_report import RunReport, counted, in_words
 from attnplug.core.errors import MatrixFileError
 from attnplug.core.whole_words import WordTable
 from attnplug.registry.tuned import Row, RowStatus
+from attnplug.tuning.ceilings import COPY, MATMUL, share_of_ceiling
 
 if TYPE_CHECKING:
     from attnplug.core.spec import LayerSpec
@@ -28,6 +29,7 @@ class TuneReport(RunReport):
         super().__init__(verbose=False, err=True)
         self.wrong_outputs = 0
         """Number of wrong outputs."""
+        self._environment: Mapping[str, str] = {}
 
     def planned(self, kept: int, pending: int) -> None:
         """Say how much there is to do."""
@@ -39,6 +41,14 @@ class TuneReport(RunReport):
         """A backend is about to be compared with the oracle."""
         self.say(f"checking {backend} in {counted(cells, 'cell')}")
 
+    def machine(self, environment: Mapping[str, str]) -> None:
+        """Print the ceilings of the device, and who else uses it."""
+        self._environment = environment
+        if COPY in environment:
+            self.say(f"copy {environment[COPY]} GB/s, matmul {environment[MATMUL]} TFLOP/s")
+        if others := environment.get("held by other processes"):
+            self.say(f"other processes hold {others} of the device: times may be noisy", "red")
+
     def started(self, cell: TuneCell) -> None:  # type: ignore[override]
         """A cell is about to be measured."""
         super().started(_id(cell))
@@ -48,12 +58,18 @@ class TuneReport(RunReport):
         self._under_way.pop(_id(cell), None)
         self._verdicts[_id(cell)] = RowStatus.MEASURED
         timed = sorted((row for row in rows if row.status is RowStatus.MEASURED), key=lambda row: row.us)
-        words = [f"{row.subject.backend} {row.us:.1f} us" for row in timed]
+        words = [f"{row.subject.backend} {row.us:.1f} us{self._share(cell, row)}" for row in timed]
         words += [
             f"{row.subject.backend} {row.status}" for row in rows if row.status is not RowStatus.MEASURED
         ]
         self.say(f"{_id(cell)}: {', '.join(words)}{self._time_left()}")
+        for why in dict.fromkeys(row.why for row in timed if row.why):
+            self.say(f"{_id(cell)}: {why}")
         self._tell_how_far()
+
+    def _share(self, cell: TuneCell, row: Row) -> str:
+        found = share_of_ceiling(cell.spec, row.shape, row.us, self._environment)
+        return "" if found is None else f" ({100 * found[1]:.0f} % of {found[0]})"
 
     def wrong(self, contender: Contender, spec: LayerSpec, row: Row, feature: str) -> None:
         """Print a wrong output, and remember it for selections."""

@@ -83,6 +83,11 @@ class StepShape:
         steps = self.batch - 1
         return tuple(least + (most - least) * index // steps for index in range(self.batch))
 
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        """New tokens of each request."""
+        return (self.query,) * self.batch
+
     def __str__(self) -> str:
         query = tokens_in_words(self.query)
         plain = self.query == (1 if self.phase is Phase.DECODE else self.context)

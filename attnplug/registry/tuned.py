@@ -73,7 +73,7 @@ class Row:
         spread: median absolute deviation of the rounds, relative to `us`.
         rounds: number of rounds.
         date: when it was measured, with its offset from UTC.
-        why: why it was not measured, else "".
+        why: why it was not measured, or why its time is uncertain; else "".
     """
 
     subject: Subject

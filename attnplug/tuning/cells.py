@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class TuneCell:
     """One layer at one step, with the backends that serve it; the first is the default."""
 
     layer: int
+    spec: LayerSpec
     shape: StepShape
     weight: float
     contenders: tuple[Contender, ...]
@@ -51,6 +52,9 @@ class Observer(Protocol):
 
     def checking(self, backend: str, cells: int) -> None:
         """A backend is about to run `cells` cells once."""
+
+    def machine(self, environment: Mapping[str, str]) -> None:
+        """The facts about the machine, before it is measured."""
 
     def started(self, cell: TuneCell) -> None:
         """A cell is about to be measured."""

@@ -21,6 +21,8 @@ from attnplug.registry.step_shapes import StepShape
 Event: TypeAlias = Mapping[str, Any]
 """A line that a worker wrote, or the end of one that died; `worker.main` lists them."""
 
+WAITING: Event = {"event": "waiting"}
+"""Lets a caller look after several workers at once."""
 SECONDS = 600.0
 """A worker without a new line for this long hangs: some libraries compile for minutes."""
 _POLL = 0.02
@@ -67,7 +69,7 @@ class Job:
 
 
 def run_jobs(device: Device, jobs: Sequence[Job], seconds: float = SECONDS) -> Iterator[Event]:
-    """Run jobs in one worker after another, and give its events as they come.
+    """Run jobs in one worker after another, and give its events as they come; "waiting" some times a second without any.
 
     If a worker dies, the backend that it was running gets the event "failed". The next worker goes on without this
     backend: with the rest of the same job if it is timed, else with the jobs of other layers or of the other phase.
@@ -188,7 +190,9 @@ class _Worker:
                 if time.monotonic() - last > seconds:
                     self.why = f"took longer than {seconds:g} s"
                     return
-                time.sleep(_POLL)
+                if not lines:
+                    yield WAITING
+                    time.sleep(_POLL)
         self.why = self._end()
 
     def _end(self) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.composite import CompositeBackend
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from attnplug.registry.registry import Registry
     from attnplug.registry.step_shapes import StepShape
 
+_CHECKS_AT_ONCE = 4
+_OUT_OF_MEMORY = "OutOfMemoryError"
+
 Run = Callable[["Device", Sequence[Job]], Iterable[Event]]
 
 
@@ -37,6 +40,7 @@ class Tuner:
         workload: the shapes to measure.
         backends: names or families to measure beside the default; None for all.
         run: runs jobs in worker processes.
+        checks_at_once: the number of backends that are checked at the same time; by default one on a CPU, else four.
         clock: gives seconds, for the budget.
         now: gives the date of rows.
     """
@@ -50,11 +54,13 @@ class Tuner:
         *,
         backends: Collection[str] | None = None,
         run: Run = run_jobs,
+        checks_at_once: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
     ) -> None:
         self.registry, self.device, self._backends = registry, device, backends
         self._run, self._clock, self._now = run, clock, now
+        self._checks_at_once = checks_at_once or (1 if device.type == "cpu" else _CHECKS_AT_ONCE)
         self._left_out: dict[str, str] = {}
         self.kinds: list[LayerKind] = []
         for spec, names in layers.items():
@@ -145,7 +151,7 @@ class Tuner:
             by_phase = {phase: self._contenders(kind, phase) for phase in Phase}
             for shape, weight in kind.workload:
                 if by_phase[shape.phase]:
-                    cells.append(TuneCell(place, shape, weight, by_phase[shape.phase]))
+                    cells.append(TuneCell(place, kind.spec, shape, weight, by_phase[shape.phase]))
         # The sort is stable, so equal cells keep the order of the model.
         return sorted(cells, key=lambda cell: -cell.weight * len(self.kinds[cell.layer].names))
 
@@ -185,9 +191,7 @@ class Tuner:
         pending: list[TuneCell] = []
         usable = old is not None and old.is_for(self.device) and dict(old.policy) == self.policy
         for cell in self.cells:
-            layer = (
-                old.by_key.get(layer_key(self.kinds[cell.layer].spec)) if old is not None and usable else None
-            )
+            layer = old.by_key.get(layer_key(cell.spec)) if old is not None and usable else None
             found = [_earlier(layer, cell.shape, each) for each in cell.contenders]
             if not all(found):
                 pending.append(cell)
@@ -201,32 +205,64 @@ class Tuner:
     def _check_all(self, pending: Sequence[TuneCell], observer: Observer) -> dict[str, float]:
         """Run each backend once in each cell, in a process of its own; gives the seconds of first calls."""
         compiled: dict[str, float] = {}
-        offers = {each.offer.full_name: each for cell in pending for each in cell.contenders}
-        for name in offers:
-            own = {
-                number: (cell, each)
-                for number, cell in enumerate(pending)
-                for each in cell.contenders
-                if each.offer.full_name == name
-            }
-            observer.checking(offers[name].offer.name, len(own))
-            jobs = [self._job(number, cell, [each]) for number, (cell, each) in own.items()]
-            for event in self._events(jobs):
-                if event["event"] == "checked":
-                    cell = own[event["job"]][0]
-                    self._checked.add((cell.layer, cell.shape, name))
-                    short = offers[name].offer.name
-                    compiled[short] = compiled.get(short, 0.0) + float(event["seconds"])
-                elif event["event"] in ("wrong", "failed"):
-                    self._note_failure(*own[event["job"]], event, observer)
+        checks = [(cell, each) for cell in pending for each in cell.contenders]
+        by_backend: dict[str, list[Job]] = {}
+        for number, (cell, each) in enumerate(checks):
+            by_backend.setdefault(each.offer.full_name, []).append(self._job(number, cell, [each]))
+        for jobs in by_backend.values():
+            observer.checking(jobs[0].backends[0][0], len(jobs))
+        crowded: list[Job] = []
+        for event in self._events_of(by_backend.values()):
+            if event["event"] == "failed" and _OUT_OF_MEMORY in event["why"] and self._checks_at_once > 1:
+                cell, each = checks[event["job"]]
+                crowded.append(self._job(event["job"], cell, [each]))
+            else:
+                self._note_check(*checks[event["job"]], event, observer, compiled)
+        # The workers share the device's memory, so a backend that found too little is run again alone.
+        for event in self._events_of([[job] for job in crowded], at_once=1):
+            self._note_check(*checks[event["job"]], event, observer, compiled)
         return compiled
+
+    def _events_of(self, groups: Iterable[list[Job]], at_once: int | None = None) -> Iterator[Event]:
+        """The events of several workers, some of which run at once; those that concern no job are left out."""
+        waiting = [self._run(self.device, jobs) for jobs in groups]
+        running: list[Iterator[Event]] = []
+        try:
+            while waiting or running:
+                while waiting and len(running) < (at_once or self._checks_at_once):
+                    running.append(iter(waiting.pop(0)))
+                for worker in list(running):
+                    event = next(worker, None)
+                    if event is None:
+                        running.remove(worker)
+                    elif "job" in event:
+                        yield event
+        finally:
+            for worker in running:
+                if isinstance(worker, Generator):
+                    worker.close()
+
+    def _note_check(
+        self,
+        cell: TuneCell,
+        contender: Contender,
+        event: Event,
+        observer: Observer,
+        compiled: dict[str, float],
+    ) -> None:
+        if event["event"] == "checked":
+            self._checked.add((cell.layer, cell.shape, contender.offer.full_name))
+            short = contender.offer.name
+            compiled[short] = compiled.get(short, 0.0) + float(event["seconds"])
+        elif event["event"] in ("wrong", "failed"):
+            self._note_failure(cell, contender, event, observer)
 
     def _note_failure(self, cell: TuneCell, contender: Contender, event: Event, observer: Observer) -> None:
         status = RowStatus.WRONG if event["event"] == "wrong" else RowStatus.CRASHED
         row = self._row(cell, contender, status, why=str(event["why"]))
         self._rows[cell.layer, cell.shape, contender.offer.full_name] = row
         if status is RowStatus.WRONG:
-            observer.wrong(contender, self.kinds[cell.layer].spec, row, str(event["feature"]))
+            observer.wrong(contender, cell.spec, row, str(event["feature"]))
 
     def _time_all(
         self, pending: Sequence[TuneCell], observer: Observer, deadline: float | None
@@ -239,9 +275,11 @@ class Tuner:
         if not jobs or (deadline is not None and self._clock() >= deadline):
             return
         observer.started(by_number[next(started).number])
-        for event in self._events(jobs):
+        for event in self._run(self.device, jobs):
             if event["event"] == "environment":
                 self._environment = event["facts"]
+                observer.machine(self._environment)
+            if "job" not in event:
                 continue
             cell = by_number[event["job"]]
             if event["event"] == "done":
@@ -257,12 +295,9 @@ class Tuner:
             if event["event"] == "failed":
                 self._note_failure(cell, contender, event, observer)
             elif event["event"] == "timed":
-                figures = {name: event[name] for name in ("us", "spread", "rounds", "build_us")}
+                figures = {name: event[name] for name in ("us", "spread", "rounds", "build_us", "why")}
                 row = self._row(cell, contender, RowStatus.MEASURED, **figures)
                 self._rows[cell.layer, cell.shape, contender.offer.full_name] = row
-
-    def _events(self, jobs: Sequence[Job]) -> Iterable[Event]:
-        return self._run(self.device, jobs) if jobs else ()
 
     def _alive(self, cell: TuneCell) -> list[Contender]:
         """The contenders of a cell that were right in it and failed in no cell of its layer and phase."""
@@ -286,7 +321,7 @@ class Tuner:
         offers = [each.offer for each in contenders]
         return Job(
             number,
-            self.kinds[cell.layer].spec,
+            cell.spec,
             cell.shape,
             tuple((offer.name, offer.distribution) for offer in offers),
             offers[0].name if offers else None,

@@ -74,9 +74,17 @@ class StepInputs:
 
 
 def made_inputs(
-    backend: type[AttentionBackend], spec: LayerSpec, shape: StepShape, pages: Pages, device: torch.device
+    backend: type[AttentionBackend],
+    spec: LayerSpec,
+    shape: StepShape,
+    pages: Pages,
+    device: torch.device,
+    *,
+    copies: bool = True,
 ) -> StepInputs:
     """The inputs for one backend with its pages; equal seeds give equal numbers.
+
+    With `copies` there are as many caches as the L2 cannot hold; a check of the output needs one.
 
     Raises:
         RuntimeError: the device has too little memory.
@@ -105,7 +113,7 @@ def made_inputs(
     else:
         size, layout = pages
         table, blocks = _random_table(lengths, size)
-        caches = _caches(backend, spec, shape, (blocks, size, layout), device)
+        caches = _caches(backend, spec, shape, (blocks, size, layout), device, copies=copies)
         stored_key, stored_value = backend.split_kv(caches[0], spec)
         on_device = table.to(device)
 
@@ -177,6 +185,8 @@ def _caches(
     shape: StepShape,
     form: tuple[int, int, str],
     device: torch.device,
+    *,
+    copies: bool,
 ) -> list[torch.Tensor]:
     """Copies of a cache of random numbers: enough that the L2 holds no number until it is read again."""
     blocks, size, layout = form
@@ -192,15 +202,17 @@ def _caches(
         return drawn.permute([order.index(dim) for dim in range(len(order))])
 
     first = made()
+    if not copies:
+        return [first]
     left = spec.window[0]
     seen = sum(n if left < 0 else min(n, left + shape.query) for n in shape.lengths)
     read = max(1, first.nbytes * seen // max(sum(shape.lengths), 1))
-    copies = min(-(-least_bytes(device) // read), _MOST_COPIES)
+    count = min(-(-least_bytes(device) // read), _MOST_COPIES)
     if device.type == "cuda":
         # Other candidates have caches of their own at the same time.
         free, _ = torch.cuda.mem_get_info(device)
-        copies = min(copies, free // 8 // first.nbytes)
-    return [first, *(made() for _ in range(copies - 1))]
+        count = min(count, free // 8 // first.nbytes)
+    return [first, *(made() for _ in range(count - 1))]
 
 
 def _common(

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from attnplug.registry.records import Offer
 
 
+_CONTEXT = 2 << 30
+"""The memory of a GPU that the context and libraries of one process take at most."""
+
+
 def subject_of(offer: Offer, device: Device) -> Subject:
     """A backend with the versions of torch, its distribution and the distributions that it requires.
 
@@ -44,4 +48,8 @@ def environment() -> dict[str, str]:
         about = torch.cuda.get_device_properties(torch.cuda.current_device())
         found |= {"CUDA": str(torch.version.cuda), "multiprocessors": str(about.multi_processor_count)}
         found["memory"] = f"{about.total_memory >> 30} GiB"
+        free, total = torch.cuda.mem_get_info()
+        others = total - free - torch.cuda.memory_reserved()
+        if others > _CONTEXT:
+            found["held by other processes"] = f"{others / 2**30:.1f} GiB"
     return found

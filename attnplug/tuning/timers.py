@@ -11,6 +11,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from attnplug.tuning.rounds import Moment
+
 Call: TypeAlias = Callable[[int], object]
 """One forward on the copy of the cache with this number."""
 
@@ -35,6 +37,14 @@ class Timer(Protocol):
         """
         ...
 
+    def moment(self) -> Moment:
+        """The state of the device now."""
+        ...
+
+    def us(self, run: Callable[[], object]) -> float:
+        """Microseconds of one call."""
+        ...
+
 
 @dataclasses.dataclass
 class HostTimer:
@@ -53,6 +63,15 @@ class HostTimer:
         call(0)
         count = _count(self._us(call, 1), self.round_us)
         return lambda: self._us(call, count)
+
+    def moment(self) -> Moment:
+        """As `Timer.moment`, with a matmul of a tenth of a millisecond."""
+        factor, product = _factors("cpu", 256, torch.float32)
+        return Moment(min(self.us(lambda: torch.mm(factor, factor, out=product)) for _ in range(3)))
+
+    def us(self, run: Callable[[], object]) -> float:
+        """As `Timer.us`."""
+        return self._us(lambda _: run(), 1)
 
     def _us(self, call: Call, count: int) -> float:
         begin = self.clock()
@@ -93,6 +112,33 @@ class GpuTimer:
             run = functools.partial(_call_all, call, some)
         repeats = max(1, min(-(-count // some), 16))
         return lambda: statistics.median(1e3 * timed_ms(run, self.sleeps) / some for _ in range(repeats))
+
+    def moment(self) -> Moment:
+        """As `Timer.moment`, with matmuls of half a millisecond, and the memory that is not of this process."""
+        factor, product = _factors("cuda", 4096, torch.bfloat16)
+
+        def run() -> None:
+            for _ in range(3):
+                torch.mm(factor, factor, out=product)
+
+        return Moment(min(self.us(run) for _ in range(3)), others_bytes())
+
+    def us(self, run: Callable[[], object]) -> float:
+        """As `Timer.us`."""
+        return 1e3 * timed_ms(run, _SLEEPS)
+
+
+@functools.cache
+def _factors(device: str, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    # Random numbers, because a GPU multiplies zeros at a higher clock.
+    factor = torch.randn(size, size, device=device, dtype=dtype)
+    return factor, torch.empty_like(factor)
+
+
+def others_bytes() -> int:
+    """Bytes of the current GPU's memory that are not in this process's pool: other processes', and its own context."""
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free - torch.cuda.memory_reserved())
 
 
 def _call_all(call: Call, count: int) -> None:

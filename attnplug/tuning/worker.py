@@ -17,6 +17,7 @@ from attnplug.core.metadata import AttentionCGSupport
 from attnplug.registry.decision import Placement
 from attnplug.registry.default import get_registry
 from attnplug.registry.gates import import_parts, preferred_pages, serving
+from attnplug.tuning.ceilings import measured_ceilings
 from attnplug.tuning.jobs import Job
 from attnplug.tuning.reference import check_output
 from attnplug.tuning.rounds import Timing, measure_in_turns
@@ -48,9 +49,10 @@ def main(task: str, report: str) -> None:
         os.write(handle, f"{json.dumps({'event': event, **facts})}\n".encode())
 
     runner = Runner(device, tell)
-    tell("environment", facts=environment())
-    for each in data["jobs"]:
-        runner.run(Job.from_dict(each))
+    jobs = [Job.from_dict(each) for each in data["jobs"]]
+    tell("environment", facts=environment() | (runner.ceilings() if any(job.timed for job in jobs) else {}))
+    for job in jobs:
+        runner.run(job)
     # The modules of torch take a tenth of a second to end, and those of a backend may hang.
     os._exit(0)
 
@@ -70,6 +72,13 @@ class Runner:
         self._host_timer: Timer = timer or timer_for(device.type, host=True)
         self._where = torch.device("cpu" if device.type == "cpu" else "cuda")
         self._offers = {(o.name, o.distribution): o for o in get_registry().plugins.every_offer}
+
+    def ceilings(self) -> dict[str, str]:
+        """The copy and the matmul of the device, measured now."""
+        found = measured_ceilings(self._where, self._timer.us)
+        if self._where.type == "cuda":
+            torch.cuda.empty_cache()
+        return found
 
     def run(self, job: Job) -> None:
         """Run one job."""
@@ -119,6 +128,7 @@ class Runner:
                 "spread": timing.spread,
                 "rounds": timing.rounds,
                 "build_us": builds[name],
+                "why": timing.noisy,
             }
             self._tell("timed", job=job.number, backend=name, **figures)
 
@@ -126,7 +136,7 @@ class Runner:
         """The times of the backends that get through all rounds."""
         while True:
             try:
-                return measure_in_turns(runs, job.default)
+                return measure_in_turns(runs, job.default, watch=self._timer.moment)
             except _RoundError as problem:
                 del runs[problem.backend]
                 self._failed(job, problem.backend, problem.cause)
@@ -153,7 +163,7 @@ class Runner:
         if (reason := import_parts(backend)) is not None:
             raise RuntimeError(str(reason))
         pages = preferred_pages(backend, asked.spec, self._device)
-        inputs = made_inputs(backend, asked.spec, job.shape, pages, self._where)
+        inputs = made_inputs(backend, asked.spec, job.shape, pages, self._where, copies=job.timed)
         impl, builder = made_parts(backend, inputs, pages)
         with torch.inference_mode():
             metadata = builder.build(0, inputs.common)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from attnplug.tuning.rounds import ROUNDS, measure_in_turns, timing_of
+from attnplug.tuning.rounds import MORE_ROUNDS, ROUNDS, Moment, measure_in_turns, timing_of
 
 
 def scripted(times: dict[str, list[float]]) -> tuple[dict[str, Callable[[], float]], list[str]]:
@@ -65,6 +65,46 @@ def test_a_wide_gap_ends_the_rounds_early() -> None:
     assert measure_in_turns(runs, "A")["A"].rounds == 3
     near, _ = scripted({"A": [10.0], "B": [10.5]})
     assert measure_in_turns(near, "A")["A"].rounds == ROUNDS
+
+
+def watched(*us: float, others: dict[int, int] | None = None) -> Callable[[], Moment]:
+    """A device whose fixed work takes these times in order, the last one for ever."""
+    number = itertools.count()
+    values = itertools.chain(us, itertools.repeat(us[-1]))
+    return lambda: Moment(next(values), (others or {}).get(next(number), 0))
+
+
+def test_rounds_beside_a_change_of_the_clock_are_repeated() -> None:
+    """The clock halves for the third round, and the times of both with it."""
+    a, b = [0.0, 10.0, 10.1, 20.0, 10.0, 10.1], [0.0, 10.3, 10.2, 20.6, 10.3, 10.2]
+    runs, calls = scripted({"A": a, "B": b})
+    found = measure_in_turns(runs, "A", watch=watched(100.0, 101.0, 99.0, 200.0, 100.0))
+    # The round before the change counts no more than the one after it.
+    assert calls.count("A") == 1 + ROUNDS + 2
+    assert (found["A"].us, found["A"].rounds, found["A"].noisy) == (10.1, ROUNDS, "")
+    assert found["A"].spread < 0.011
+    still, calls = scripted({"A": a, "B": b})
+    assert measure_in_turns(still, "A", watch=watched(100.0, 103.0, 97.0))["A"].rounds == ROUNDS
+    assert calls.count("A") == 1 + ROUNDS
+
+
+def test_a_clock_that_never_rests_makes_the_times_noisy() -> None:
+    runs, calls = scripted({"A": [10.0], "B": [9.0]})
+    found = measure_in_turns(runs, "A", watch=watched(*[100.0, 140.0] * 9))
+    assert calls.count("A") == 1 + ROUNDS + MORE_ROUNDS
+    assert found["A"].noisy == "noisy: the speed of the device changed by 40 % between rounds"
+    # A gain of a tenth is within the noise of such a device.
+    assert found["B"].spread > 0.05
+
+
+def test_another_process_on_the_device_repeats_rounds() -> None:
+    runs, calls = scripted({"A": [10.0], "B": [10.3]})
+    visit = {3: 4 << 30, 4: 4 << 30}
+    assert measure_in_turns(runs, "A", watch=watched(100.0, others=visit))["A"].noisy == ""
+    assert calls.count("A") == 1 + ROUNDS + 3
+    always = dict.fromkeys(range(0, 20, 2), 4 << 30)
+    noisy = measure_in_turns(runs, "A", watch=watched(100.0, others=always))["A"].noisy
+    assert noisy == "noisy: another process took 4096 MiB of the device meanwhile"
 
 
 def test_nobody_takes_no_time() -> None:
