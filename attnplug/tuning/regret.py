@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 from attnplug.registry.tuned import RowStatus, TunedLayer, TunedTable
 
 if TYPE_CHECKING:
-    from attnplug.registry.registry import Registry
+    from attnplug.registry.installed import AssumeInstalled
+    from attnplug.registry.registry import Registry, SelectKwargs
     from attnplug.registry.step_shapes import StepShape
 
 PRIORITIES = "priorities"
@@ -58,20 +59,33 @@ class Summary:
     over_default: float
 
 
-def regrets(registry: Registry, found: TunedTable, tables: Mapping[str, TunedTable]) -> list[CellRegret]:
+def regrets(
+    registry: Registry,
+    found: TunedTable,
+    tables: Mapping[str, TunedTable],
+    *,
+    assume_installed: AssumeInstalled = None,
+) -> list[CellRegret]:
     """The choices of the priorities and of tables, compared at the times that `found` has measured.
 
     Each table has two policies: its name, one choice for each layer and phase; and "its name, nearest shape", the choice
     by its shape nearest to that of the cell. A cell whose choice was not measured is left out.
+
+    For times of another machine, `assume_installed` has the versions there: see `versions_of`.
     """
+
+    def choice(layer: TunedLayer, shape: StepShape, tuned: TunedTable | Literal[False]) -> str | None:
+        asked: SelectKwargs = {"tuned": tuned, "assume_installed": assume_installed}
+        return registry.explain(layer.spec, found.device, shape.phase, **asked).backend
+
     cells = []
     for place, layer in enumerate(found.layers):
         for shape, _ in layer.workload:
             costs = _costs(layer, shape)
-            chosen = {PRIORITIES: _choice(registry, found, layer, shape, False)}
+            chosen = {PRIORITIES: choice(layer, shape, False)}
             for name, table in tables.items():
-                chosen[name] = _choice(registry, found, layer, shape, table)
-                chosen[f"{name}, nearest shape"] = _choice(registry, found, layer, shape, table.at(shape))
+                chosen[name] = choice(layer, shape, table)
+                chosen[f"{name}, nearest shape"] = choice(layer, shape, table.at(shape))
             if costs and all(each in costs for each in chosen.values()):
                 cells.append(CellRegret(place, shape, costs, {k: str(v) for k, v in chosen.items()}))
     return cells
@@ -82,10 +96,10 @@ def _costs(layer: TunedLayer, shape: StepShape) -> dict[str, float]:
     return {row.subject.backend: layer.cost(row) for row in rows}
 
 
-def _choice(
-    registry: Registry, found: TunedTable, layer: TunedLayer, shape: StepShape, tuned: Any
-) -> str | None:
-    return registry.explain(layer.spec, found.device, shape.phase, tuned=tuned).backend
+def versions_of(table: TunedTable) -> dict[str, str]:
+    """The versions of all libraries that a table was measured with."""
+    rows = (row for layer in table.layers for row in layer.rows)
+    return {name: version for row in rows for name, version in row.subject.versions}
 
 
 def summaries(cells: Sequence[CellRegret]) -> list[Summary]:
