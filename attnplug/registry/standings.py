@@ -152,7 +152,8 @@ class PhaseTimes:
         """The larger of both spreads, as a weighted mean over shapes."""
         weights = [self._weights[shape] for shape in shapes]
         spreads = [max(own.rows[shape].spread, default.rows[shape].spread) for shape in shapes]
-        return sum(map(operator.mul, weights, spreads)) / sum(weights)
+        weighted = sum(w * spread for w, spread in zip(weights, spreads, strict=True))
+        return weighted / sum(weights)
 
 
 def _runs(layer: TunedLayer, phase: Phase | None) -> list[Run]:
