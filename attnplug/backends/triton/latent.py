@@ -115,7 +115,10 @@ class TritonMLAImpl(MLADecodeImpl):
                 rows,
                 metadata.block_table.stride(0),
             )
-            merge((reqs, rows, 1), partials, partial_lses, output, lse, starts, tiles, reqs, 0, 1, rows)
+            by_share = 1 < programs <= reqs
+            merged = (programs - 1 if by_share else reqs), rows
+            numbers = reqs, 0, 1, rows, int(by_share)
+            merge(merged, partials, partial_lses, output, lse, starts, tiles, *numbers)
 
     def _kernels(
         self, launch: LatentLaunch, kv_cache: torch.Tensor, heads: int, has_lse: bool
@@ -151,5 +154,5 @@ class TritonMLAImpl(MLADecodeImpl):
             }
             options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
             decode = BoundKernel(_DECODE, 14, values, **options)
-            bound = self._bound[form] = decode, BoundKernel(_MERGE, 10, values, num_warps=4)
+            bound = self._bound[form] = decode, BoundKernel(_MERGE, 11, values, num_warps=4)
         return bound

@@ -33,7 +33,7 @@ class ShareDecode:
         kernel: attends; it takes queries, K, V, outputs, LSE, query starts, lengths, pages, tiles, sinks, slopes, spans,
             partial results, the number of requests, the prefix, and streams per request.
         merge: merges; it takes partial results, outputs, LSE, query starts, tiles, the number of requests, the prefix,
-            streams per request and rows of a stream.
+            streams per request, rows of a stream, and whether the grid has shares.
         plan: the division of the keys.
         kv_heads: KV heads of the layer.
         size: elements of a value.
@@ -79,7 +79,11 @@ class ShareDecode:
         numbers = reqs, step.prefix, max_blocks
         self.kernel(grid, *tensors, *batch, *features, *partials, *numbers)
         pieces = self.kv_heads * -(-self.size // _MERGED)
-        self.merge((reqs, max_rows, pieces), *partials, output, lse, starts, tiles, *numbers, block_m)
+        rows = reqs, max_rows
+        cuts = self.plan.programs - 1, min(max_rows, block_m)
+        by_share = numbers[1] < self.plan.tile and 0 < cuts[0] * cuts[1] < reqs * max_rows
+        merged = cuts if by_share else rows
+        self.merge((*merged, pieces), *partials, output, lse, starts, tiles, *numbers, block_m, int(by_share))
 
 
 def bind_shares(
@@ -120,7 +124,7 @@ def bind_shares(
     )
     return ShareDecode(
         kernel=BoundKernel(_DECODE, 17, values, **options),
-        merge=BoundKernel(_MERGE, 10, values),
+        merge=BoundKernel(_MERGE, 11, values),
         plan=plan,
         kv_heads=spec.num_kv_heads,
         size=spec.head_size_v,

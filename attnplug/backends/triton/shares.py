@@ -86,7 +86,7 @@ class Shares:
                 plan.make(step)
 
     def tiles(self, step: SharesStep, plan: SharesPlan) -> torch.Tensor:
-        """The first tile of each request and of the prefix, their number, and a share of them: int32 `[>= R + 3]`.
+        """The tiles of requests and shares, int32; see plan_shares_kernel.
 
         A plan is made once per step, for all layers that ask for it. Steps of as many requests get the same memory.
         """
@@ -120,7 +120,7 @@ class _Plan:
     __slots__ = ("_kernel", "has_spans", "step", "tiles")
 
     def __init__(self, plan: SharesPlan, reqs: int, device: torch.device) -> None:
-        self.tiles = torch.zeros(reqs + 3, dtype=torch.int32, device=device)
+        self.tiles = torch.zeros(reqs + 3 + plan.programs, dtype=torch.int32, device=device)
         self.step = -1
         self.has_spans = plan.has_spans
         # One width for all batches, so that the kernel compiles once.

@@ -76,15 +76,7 @@ def latent_decode_kernel(
     end = tl.minimum(begin + size, tl.load(tiles + num_reqs))
     if begin >= end:
         return
-    # The last request that begins at the share's first tile or before.
-    request = 0
-    after = num_reqs
-    while after - request > 1:
-        middle = (request + after) // 2
-        if tl.load(tiles + middle) <= begin:
-            request = middle
-        else:
-            after = middle
+    request = tl.load(tiles + num_reqs + 3 + share)
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     heads = rows % HEADS
     dims = tl.arange(0, BLOCK_L)

@@ -97,15 +97,7 @@ def share_decode_kernel(
     if begin >= end:
         return
     shared = prefix // BLOCK_N
-    # The last entry, a request or the prefix, that begins at the share's first tile or before.
-    entry = 0
-    after = num_reqs + 1
-    while after - entry > 1:
-        middle = (entry + after) // 2
-        if tl.load(tiles + middle) <= begin:
-            entry = middle
-        else:
-            after = middle
+    entry = tl.load(tiles + num_reqs + 3 + share)
     lanes = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_DV)
     if PAIRS:
@@ -130,22 +122,28 @@ def share_decode_kernel(
             rows = block * BLOCK_M + lanes
             own = first + tl.minimum(rows, num_rows - 1) // GROUP
 
-            # The request of each row: the last one that begins at its token or before.
-            requests = lanes * 0 + first_request
-            later = lanes * 0 + past_request
-            gap = past_request - first_request
-            while gap > 1:
-                between = (requests + later) // 2
-                is_before = tl.load(query_start_loc + between) <= own
-                requests = tl.where(is_before, between, requests)
-                later = tl.where(is_before, later, between)
-                gap = (gap + 1) // 2
-            ends = tl.load(query_start_loc + requests + 1)
-            positions = tl.load(seq_lens + requests) - ends + own
-            request = tl.min(requests, 0)
-            first_pos = tl.min(positions, 0)
-            last_pos = tl.max(positions, 0)
+            request = first_request
             length = tl.load(seq_lens + request)
+            computed = length - tokens
+            positions = computed - first + own
+            first_pos = computed + block * BLOCK_M // GROUP
+            last_pos = computed + (tl.minimum((block + 1) * BLOCK_M, num_rows) - 1) // GROUP
+            if is_prefix:
+                # The request of each row: the last one that begins at its token or before.
+                requests = lanes * 0
+                later = requests + num_reqs
+                gap = num_reqs
+                while gap > 1:
+                    between = (requests + later) // 2
+                    is_before = tl.load(query_start_loc + between) <= own
+                    requests = tl.where(is_before, between, requests)
+                    later = tl.where(is_before, later, between)
+                    gap = (gap + 1) // 2
+                ends = tl.load(query_start_loc + requests + 1)
+                positions = tl.load(seq_lens + requests) - ends + own
+                request = tl.min(requests, 0)
+                first_pos = tl.min(positions, 0)
+                last_pos = tl.max(positions, 0)
             limit = tl.where(is_prefix, shared * BLOCK_N, length)
             floor = tl.where(is_prefix, 0, shared * BLOCK_N)
 

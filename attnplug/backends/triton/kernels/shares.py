@@ -68,9 +68,11 @@ def plan_shares_kernel(
     than one tile, and none without queries. Behind the requests comes the prefix that all of them share, in whole
     tiles, with a stream for each BLOCK_M of the rows of all requests.
 
-    `tiles [num_reqs + 3]` gets the first tile of each request and of the prefix, the number of all tiles, and how
-    many of them are one program's share: at least `least`.
+    `tiles [num_reqs + 3 + programs]` gets the first tile of each request and of the prefix, the number of all tiles,
+    how many of them are one program's share, at least `least`, and for each share the entry, a request or the prefix,
+    that its first tile belongs to.
     """
+    SHARES: tl.constexpr = 16
     reqs = tl.arange(0, REQS)
     here = reqs < num_reqs
     starts = tl.load(query_start_loc + reqs, mask=here, other=0)
@@ -87,13 +89,20 @@ def plan_shares_kernel(
     own = tl.sum(counts, 0)
     everything = own + shared * tl.cdiv(tl.sum(query_lens, 0) * GROUP, BLOCK_M)
     tl.store(tiles, 0)
-    tl.store(tiles + 1 + reqs, tl.cumsum(counts, 0), mask=here)
+    ends = tl.cumsum(counts, 0)
+    tl.store(tiles + 1 + reqs, ends, mask=here)
     tl.store(tiles + 1 + num_reqs, everything)
-    tl.store(tiles + 2 + num_reqs, tl.maximum(tl.cdiv(everything, programs), least))
+    size = tl.maximum(tl.cdiv(everything, programs), least)
+    tl.store(tiles + 2 + num_reqs, size)
+    lanes = tl.arange(0, SHARES)
+    for done in tl.range(0, programs, SHARES):
+        shares = done + lanes
+        before = here[None, :] & (ends[None, :] <= (shares * size)[:, None])
+        tl.store(tiles + 3 + num_reqs + shares, tl.sum(before.to(tl.int32), 1), mask=shares < programs)
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "prefix", "max_blocks", "block_rows", "stride_lse"],
+    do_not_specialize=["num_reqs", "prefix", "max_blocks", "block_rows", "by_share", "stride_lse"],
     do_not_specialize_on_alignment=["query_start_loc", "lse"],
 )
 def merge_shares_kernel(
@@ -107,6 +116,7 @@ def merge_shares_kernel(
     prefix,
     max_blocks,
     block_rows,
+    by_share,
     value_scale,
     stride_ot,
     stride_oh,
@@ -120,21 +130,34 @@ def merge_shares_kernel(
 ):
     """BLOCK elements of one row of a request, for one KV head: merge its parts by their LSE, always in one order.
 
-    A row whose keys are all in one share is written already, unless there is a prefix. Partial results are in
-    `partials [places, Hkv, block_rows, SIZE]`; see `place_of` for the places.
+    The first axis of the grid is requests, and the second one their rows. With `by_share` they are shares but the
+    first, and the rows of the stream that ends first in such a share after it began in the one before: many requests
+    have fewer of these than rows. A row whose keys are all in one share is written already, unless there is a prefix,
+    which `by_share` does not serve. Partial results are in `partials [places, Hkv, block_rows, SIZE]`; see `place_of`
+    for the places.
     """
     PIECES: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     request = tl.program_id(0)
     row = tl.program_id(1)
     kv_head = tl.program_id(2) // PIECES
     kv_heads = tl.num_programs(2) // PIECES
+    size = tl.load(tiles + num_reqs + 2)
+    cut = (request + 1) * size
+    is_past = cut >= tl.load(tiles + num_reqs + 1)
+    is_other = (by_share != 0) & is_past
+    if by_share:
+        request = tl.load(tiles + num_reqs + 4 + request, mask=not is_past, other=0)
     token = tl.load(query_start_loc + request)
     num_rows = (tl.load(query_start_loc + request + 1) - token) * GROUP
-    if row >= num_rows:
-        return
-    size = tl.load(tiles + num_reqs + 2)
     first = tl.load(tiles + request)
-    count = (tl.load(tiles + request + 1) - first) // tl.cdiv(num_rows, block_rows)
+    count = (tl.load(tiles + request + 1) - first) // tl.maximum(tl.cdiv(num_rows, block_rows), 1)
+    if by_share:
+        block = (cut - first) // tl.maximum(count, 1)
+        begin = first + block * count
+        is_other |= (begin >= cut) | (begin < cut - size)
+        row += block * block_rows
+    if is_other | (row >= num_rows):
+        return
     stream = first + row // block_rows * count
     share = stream // size
     parts = (stream + count - 1) // size - share + 1
