@@ -101,17 +101,31 @@ def _check_pages(field: str, table: torch.Tensor, pages: _Ints, num_blocks: int)
         raise BatchError(field, table.shape[1], f"pages are too few: a request reads {most}")
     if most == 0:
         return 1
-    read = table[: pages.size, :most]
-    low, high = (int(each) for each in torch.aminmax(read))
-    if low >= 0 and high < num_blocks:
+    numbers = table.cpu().numpy()[: pages.size]
+    # Entries past a request's pages may hold anything.
+    low = _extreme(np.minimum, numbers, np.zeros_like(pages), pages)
+    if low >= 0 and _extreme(np.maximum, numbers, np.zeros_like(pages), pages) < num_blocks:
         return low
-    # Entries past a request's pages may hold anything, so only now each is looked at.
-    numbers = read.cpu().numpy()
+    numbers = numbers[:, :most]
     is_read = np.arange(most) < pages[:, None]
     bad = numbers[is_read & ((numbers < 0) | (numbers >= num_blocks))]
-    if bad.size:
-        raise BatchError(field, int(bad[0]), f"must be in 0 .. {num_blocks - 1}, the blocks of the pool")
-    return 0
+    raise BatchError(field, int(bad[0]), f"must be in 0 .. {num_blocks - 1}, the blocks of the pool")
+
+
+def _extreme(of: np.ufunc, table: _Ints, begins: _Ints, ends: _Ints) -> int:
+    """The least or largest number in columns `begins .. ends` of each row; 1 without any.
+
+    It reads no other entries and makes no mask, because tables may be much wider than most rows.
+    """
+    rows = np.flatnonzero(begins < ends)
+    if not rows.size:
+        return 1
+    flat = np.ascontiguousarray(table).reshape(-1)
+    first = rows * table.shape[1]
+    bounds = np.stack([first + begins[rows], first + ends[rows]], axis=1).reshape(-1)
+    # The last part ends with the table by itself, and the parts between two rows are left out.
+    bounds = bounds[:-1] if bounds[-1] == flat.size else bounds
+    return int(of.reduce(of.reduceat(flat, bounds)[::2]))
 
 
 def _check_nulls(
@@ -131,14 +145,17 @@ def _check_nulls(
         return
     ends = lengths[rows].astype(np.int64)
     first = first_attended(spec, ends - queries[rows])
-    pages = np.arange(-(-int(ends.max()) // size))
-    is_attended = (pages >= first[:, None] // size) & (pages < -(-ends // size)[:, None])
-    nulls = np.argwhere(is_attended & (table[: lengths.size, : pages.size].cpu().numpy()[rows] == 0))
-    if nulls.size:
-        row, page = nulls[0].tolist()
-        token = max(page * size, int(first[row]))
-        limit = f"is the null block, and request {rows[row]} of the batch attends its token {token}"
-        raise BatchError(f"{field}[{rows[row]}, {page}]", 0, limit, "give it a block of the pool")
+    numbers = table.cpu().numpy()
+    begins, last = np.zeros((2, numbers.shape[0]), dtype=np.int64)
+    begins[rows], last[rows] = first // size, -(-ends // size)
+    if _extreme(np.minimum, numbers, begins, last) > 0:
+        return
+    pages = np.arange(int(last.max()))
+    is_attended = (pages >= begins[rows, None]) & (pages < last[rows, None])
+    row, page = np.argwhere(is_attended & (numbers[rows, : pages.size] == 0))[0].tolist()
+    token = max(page * size, int(first[row]))
+    limit = f"is the null block, and request {rows[row]} of the batch attends its token {token}"
+    raise BatchError(f"{field}[{rows[row]}, {page}]", 0, limit, "give it a block of the pool")
 
 
 def _on_host(host: _Ints | None, device: torch.Tensor | None, reqs: int) -> _Ints:

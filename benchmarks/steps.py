@@ -1,0 +1,189 @@
+"""The host's time in a step of a whole model on TRITON: the batch, the metadata of all KV groups, and a graph's inputs.
+
+Run as `python benchmarks/steps.py [--quick] [--against CHECKOUT] [--json FILE]`. With `--against`, another checkout of
+this repository measures the same cells in turn with this one, and each cell has both figures and their ratio. A
+figure is the CPU time of a call: the least over rounds of the mean of a few. No kernel runs, and copies go to torch's
+"meta" device, so that only the host's part of them counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # so that kernels take a CPU's tensors; triton reads it when imported
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+import attnplug  # noqa: E402
+from attnplug.core import BuilderConfig, LayerSpec  # noqa: E402
+from attnplug.runtime import (  # noqa: E402
+    AttentionRuntime,
+    GraphState,
+    StepBatchBuilder,
+    build_attn_metadata,
+)
+
+SIZES = 1, 64, 256, 512, 1024
+KINDS = "decode", "speculative", "mixed"
+PAGE, CONTEXT = 16, 8192
+FULL = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype="float32")
+WINDOW, CHUNK = FULL.replace(window=(1023, 0)), FULL.replace(chunk_size=2048)
+MODELS = {
+    "1 KV group": [FULL] * 4,
+    "gemma-3, 2 KV groups": [WINDOW, FULL] * 4,
+    "gemma-3, 6 KV groups": ([WINDOW] * 5 + [FULL]) * 4,
+    "llama-4, 4 KV groups": ([CHUNK] * 3 + [FULL]) * 4,
+    "3 kinds, 3 KV groups": [CHUNK, WINDOW, FULL] * 4,
+}
+Key = tuple[str, str, int, str]
+
+
+def counts(kind: str, requests: int) -> tuple[Any, Any]:
+    """New and computed tokens of each request."""
+    context = np.random.default_rng(requests).integers(64, CONTEXT - 512, requests)
+    if kind == "mixed":
+        # Decodes, chunks of prompts, and prompts that begin.
+        new = np.where(np.arange(requests) < requests // 2, 1, 64)
+        context[-(-3 * requests // 4) :] = 0
+        return new, context
+    return np.full(requests, 4 if kind == "speculative" else 1), context
+
+
+def filled(builder: StepBatchBuilder, new: Any, context: Any) -> StepBatchBuilder:
+    groups = len(builder.block_sizes)
+    for row, (tokens, computed) in enumerate(zip(new.tolist(), context.tolist(), strict=True)):
+        pages = list(range(1 + row, 1 + row + -(-(tokens + computed) // PAGE)))
+        builder.add_request(str(row), [pages] * groups, num_computed_tokens=computed)
+    return builder
+
+
+def calls(model: str, kind: str, requests: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What to time."""
+    new, context = counts(kind, requests)
+    specs = {f"layers.{index}": spec for index, spec in enumerate(MODELS[model])}
+    pool = requests + CONTEXT // PAGE + 1
+    plan = attnplug.plan(specs, device="cpu", backend="TRITON", num_blocks=pool)
+    config = BuilderConfig(
+        max_num_seqs=requests,
+        max_num_batched_tokens=64 * requests,
+        max_model_len=CONTEXT,
+        num_speculative_tokens=3,
+        cudagraph_batch_sizes=(requests,),
+    )
+    runtime = AttentionRuntime(plan, config=config)
+    groups = runtime.kv_cache_config.kv_cache_groups
+    cpu = filled(runtime.step_batch_builder(), new, context)
+    meta = StepBatchBuilder(
+        max_num_seqs=requests,
+        max_num_batched_tokens=64 * requests,
+        max_model_len=CONTEXT,
+        block_sizes=[group.kv_cache_spec.block_size for group in groups],
+        kv_cache_specs=[group.kv_cache_spec for group in groups],
+        reorder_batch_thresholds=cpu.reorder_batch_thresholds,
+        cascade_groups=(),
+        num_blocks=pool,
+        device="meta",
+    )
+    filled(meta, new, context)
+    batch = cpu.step(new)
+    yield "StepBatchBuilder.step", lambda: cpu.step(new)
+    yield "StepBatchBuilder.step, with copies", lambda: meta.step(new)
+    built = runtime.attention_groups, batch, runtime.kv_cache_config
+    yield "build_attn_metadata", lambda: build_attn_metadata(*built)
+    yield "AttentionRuntime.begin_step", lambda: runtime.begin_step(batch)
+    if kind != "mixed":
+        graphs = GraphState(runtime)
+        inputs = graphs.get_graph_input_buffers(requests, int(new[0]))
+        yield "prepare_graph_input_buffers", lambda: graphs.prepare_graph_input_buffers(inputs, batch)
+
+
+def least(call: Callable[[], object], rounds: int) -> float:
+    """Microseconds of CPU time."""
+    call()
+    began = time.process_time()
+    call()
+    repeats = max(3, min(200, int(2e-3 / (time.process_time() - began + 1e-6))))
+    found = []
+    for _ in range(rounds):
+        began = time.process_time()
+        for _ in range(repeats):
+            call()
+        found.append((time.process_time() - began) / repeats)
+    return min(found) * 1e6
+
+
+def measure(quick: bool) -> Iterator[tuple[Key, float]]:
+    for model in MODELS:
+        for requests in (512,) if quick else SIZES:
+            for kind in KINDS:
+                for function, call in calls(model, kind, requests):
+                    yield (function, kind, requests, model), least(call, 3 if quick else 5)
+
+
+def measured_in(checkout: Path, quick: bool) -> dict[Key, float]:
+    """The cells in a new process, by the attnplug of a checkout."""
+    command = [sys.executable, __file__, "--cells", *(["--quick"] if quick else [])]
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return {tuple(key): value for key, value in json.loads(done.stdout)}  # type: ignore[misc]
+
+
+def smaller(first: dict[Key, float], second: dict[Key, float]) -> dict[Key, float]:
+    return {key: min(value, second[key]) for key, value in first.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="also measure that checkout, in turn")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--quick", action="store_true", help="only 512 requests, fewer rounds")
+    parser.add_argument("--cells", action="store_true", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.cells:
+        print(json.dumps(list(measure(chosen.quick))))
+        return
+    places = [Path(__file__).resolve().parent.parent]
+    if chosen.against:
+        places.append(chosen.against.resolve())
+    kept = [measured_in(place, chosen.quick) for place in places]
+    for _ in range(1 if chosen.quick else 2):
+        kept = [smaller(old, measured_in(place, chosen.quick)) for old, place in zip(kept, places, strict=True)]
+    figures = []
+    print(f"{'':36} {'model':22} {'batch':>12} {'B':>5} {'us':>8} {'before':>8} {'ratio':>6}")
+    for key, now in kept[0].items():
+        function, kind, requests, model = key
+        figure = {"function": function, "model": model, "kind": kind, "requests": requests, "measured": now}
+        row = f"{function:36} {model:22} {kind:>12} {requests:>5} {now:8.1f}"
+        if chosen.against:
+            before = kept[1][key]
+            figure |= {"before": before, "ratio": now / before}
+            row += f" {before:8.1f} {now / before:6.2f}"
+        figures.append(figure)
+        print(row)
+    if chosen.json:
+        data = {
+            "date": dt.datetime.now(dt.UTC).date().isoformat(),
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "torch": torch.__version__,
+            "attnplug": importlib.metadata.version("attnplug"),
+            "unit": "us of CPU time",
+            "figures": figures,
+        }
+        chosen.json.write_text(json.dumps(data, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
