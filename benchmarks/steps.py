@@ -23,12 +23,12 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # so that kernels take a CPU's tensors; triton reads it when imported
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
-import attnplug  # noqa: E402
-from attnplug.core import BuilderConfig, LayerSpec  # noqa: E402
-from attnplug.runtime import (  # noqa: E402
+import attnplug
+from attnplug.core import BuilderConfig, LayerSpec
+from attnplug.runtime import (
     AttentionRuntime,
     GraphState,
     StepBatchBuilder,
@@ -146,7 +146,9 @@ def smaller(first: dict[Key, float], second: dict[Key, float]) -> dict[Key, floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="also measure that checkout, in turn")
+    parser.add_argument(
+        "--against", type=Path, metavar="CHECKOUT", help="also measure that checkout, in turn"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--quick", action="store_true", help="only 512 requests, fewer rounds")
     parser.add_argument("--cells", action="store_true", help=argparse.SUPPRESS)
@@ -159,7 +161,9 @@ def main() -> None:
         places.append(chosen.against.resolve())
     kept = [measured_in(place, chosen.quick) for place in places]
     for _ in range(1 if chosen.quick else 2):
-        kept = [smaller(old, measured_in(place, chosen.quick)) for old, place in zip(kept, places, strict=True)]
+        kept = [
+            smaller(old, measured_in(place, chosen.quick)) for old, place in zip(kept, places, strict=True)
+        ]
     figures = []
     print(f"{'':36} {'model':22} {'batch':>12} {'B':>5} {'us':>8} {'before':>8} {'ratio':>6}")
     for key, now in kept[0].items():

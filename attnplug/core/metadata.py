@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -218,6 +218,16 @@ class AttentionMetadataBuilder(ABC, Generic[_M]):
         self.layer_names = list(layer_names)
         self.config = config
         self.device = device
+
+    @property
+    def build_key(self) -> Hashable:
+        """The facts of the layers that decide what `build` makes of a batch, apart from its table and slots.
+
+        In a step the runtime builds once for all groups of one backend with equal keys. The others get copies by
+        `update_block_table`, such as a group of full attention those of a group with windows. None: only groups of
+        the same specs share a build. A subclass that overrides how metadata is made declares its own key.
+        """
+        return None
 
     @classmethod
     def get_cudagraph_support(cls, config: BuilderConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:

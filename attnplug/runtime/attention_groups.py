@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -22,6 +22,7 @@ from attnplug.core.kv_cache_spec import (
     kv_cache_spec_for,
 )
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from attnplug.core.overrides import owner_of
 from attnplug.core.parts import make_builder
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.core.validation import reads_blocks
@@ -29,6 +30,8 @@ from attnplug.registry.decision import Decision
 from attnplug.runtime.batch_checks import check_groups
 from attnplug.runtime.cascade import cascade_prefix_len
 from attnplug.runtime.step_batch import StepBatch
+
+_MAKERS = "build", "build_for_drafting", "build_for_cudagraph_capture", "update_block_table"
 
 
 @runtime_checkable
@@ -169,8 +172,8 @@ def build_attn_metadata(
 ) -> dict[str, AttentionMetadata]:
     """Each layer's metadata of one step, built once per attention group.
 
-    Groups with the same specs, backend and kind of pages differ only in block table and slots. The second such
-    group gets a copy by `update_block_table`, if the builder supports it. If requests share leading blocks, the
+    Groups of one backend with the same specs and kind of pages, or with the same `build_key`, differ only in block
+    table and slots. The second such group gets a copy by `update_block_table`, if the builder supports it. If requests share leading blocks, the
     builder decides whether it attends them once.
 
     Args:
@@ -192,13 +195,13 @@ def build_attn_metadata(
     if draft_index is not None:
         # Builders may draft without `build`, so a draft step runs all rows of layers of fast prefill.
         batch = dataclasses.replace(batch, common=_wanting_all(batch.common))
+    pages = batch.by_group()
     commons: dict[int, CommonAttentionMetadata] = {}
     built: dict[Any, AttentionMetadata] = {}
     metadata: dict[str, AttentionMetadata] = {}
     for group in builders:
         at = group.kv_cache_group_id
-        # A cross group has a CrossAttentionSpec, so its twins are cross groups too.
-        twin = (type(group.builder), group.backend, group.phase, group.kv_cache_spec, group.specs)
+        twin = _twin(group, batch)
         prefix = 0
         if batch.shared_prefix_lens and not for_capture and draft_index is None:
             is_part = group.fast_prefill and batch.common.num_logits_indices is not None
@@ -206,13 +209,15 @@ def build_attn_metadata(
             prefix = cascade_prefix_len(group.builder, group.specs, batch.shared_prefix_lens[at], step)
         # A prefix is in blocks of its own group, so its metadata is never a copy and never copied.
         if twin in built and not prefix and group.builder.supports_update_block_table:
-            if _is_sharded(batch, at) and at not in commons:
-                commons[at] = _for_group(batch, at, group.kv_cache_spec)
-            parts = _pages_of(commons[at]) if _is_sharded(batch, at) else batch.of_group(at)
+            parts = pages[at]
+            if _is_sharded(batch, at):
+                if at not in commons:
+                    commons[at] = _for_group(batch, at, pages[at], group.kv_cache_spec)
+                parts = commons[at].block_table_tensor, commons[at].slot_mapping
             made: AttentionMetadata = group.builder.update_block_table(built[twin], *parts)
         else:
             if at not in commons:
-                commons[at] = _for_group(batch, at, group.kv_cache_spec)
+                commons[at] = _for_group(batch, at, pages[at], group.kv_cache_spec)
             if for_capture:
                 made = group.builder.build_for_cudagraph_capture(commons[at])
             else:
@@ -223,12 +228,27 @@ def build_attn_metadata(
     return metadata
 
 
+def _twin(group: AttentionGroup, batch: StepBatch) -> Hashable:
+    """Equal for groups whose metadata differ in block table and slots only."""
+    builder, at, cache = group.builder, group.kv_cache_group_id, group.kv_cache_spec
+    key = builder.build_key if _has_own_key(type(builder)) else None
+    # Each kind has queries and lengths of its own.
+    rows = _is_sharded(batch, at) and isinstance(cache, MLAAttentionSpec)
+    kind = at in batch.cross_groups, _is_sharded(batch, at), rows
+    alike = (cache, group.specs) if key is None else (key,)
+    return type(builder), group.backend, group.phase, kind, alike
+
+
+@functools.cache
+def _has_own_key(builder: type[AttentionMetadataBuilder[Any]]) -> bool:
+    """Whether `build_key` describes the builder's methods: a subclass that overrides one must declare it again."""
+    order = builder.__mro__
+    declared = [order.index(owner_of(builder, name) or object) for name in ("build_key", *_MAKERS)]
+    return declared[0] <= min(declared[1:])
+
+
 def _is_sharded(batch: StepBatch, group: int) -> bool:
     return batch.sharded is not None and group in batch.sharded.groups
-
-
-def _pages_of(common: CommonAttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
-    return common.block_table_tensor, common.slot_mapping
 
 
 def _wanting_all(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
@@ -287,8 +307,10 @@ def cross_metadata(
     )
 
 
-def _for_group(batch: StepBatch, group: int, cache: KVCacheSpec) -> CommonAttentionMetadata:
-    table, slots = batch.of_group(group)
+def _for_group(
+    batch: StepBatch, group: int, pages: tuple[torch.Tensor, torch.Tensor], cache: KVCacheSpec
+) -> CommonAttentionMetadata:
+    table, slots = pages
     if group in batch.cross_groups:
         return cross_metadata(batch.common, table, slots)
     if batch.sharded is not None and _is_sharded(batch, group):

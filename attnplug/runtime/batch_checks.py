@@ -77,9 +77,10 @@ def check_pool(batch: StepBatch, config: KVCacheConfig) -> None:
     common = batch.common
     lengths = _on_host(common.seq_lens_host, common.seq_lens, common.num_reqs)
     starts = common.query_start_loc_cpu.numpy()[: common.num_reqs + 1]
-    for index, group in enumerate(config.kv_cache_groups):
+    for index, (group, (table, slots)) in enumerate(
+        zip(config.kv_cache_groups, batch.by_group(), strict=True)
+    ):
         spec, field = group.kv_cache_spec, f"batch.block_tables[{index}]"
-        table, slots = batch.of_group(index)
         capacity = config.num_blocks * spec.block_size
         if slots.numel() and int(slots.max()) >= capacity:
             limit = f"of KV group {index} is past the {capacity} slots of {config.num_blocks} blocks"

@@ -67,3 +67,12 @@ class StepBatch:
     def of_group(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Block table `[R, max_blocks]` and valid slots of one KV group."""
         return self.block_tables[group], self.slot_mappings[group, : self.num_slots[group]]
+
+    def by_group(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """`of_group` of all KV groups, for less than as many calls of it."""
+        tables, slots = self.block_tables.unbind(), self.slot_mappings.unbind()
+        most = self.slot_mappings.shape[1]
+        return [
+            (table, row if count == most else row[:count])
+            for table, row, count in zip(tables, slots, self.num_slots, strict=True)
+        ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import ClassVar
 
 import numpy as np
@@ -28,6 +29,11 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
     """Builds TorchMetadata; it takes batches in any order, without a reorder threshold."""
 
     supports_update_block_table: ClassVar[bool] = True
+
+    @property
+    def build_key(self) -> Hashable:
+        """Equal for all layers: plans are made later, from the layer's own spec."""
+        return ()
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

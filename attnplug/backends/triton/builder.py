@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -38,6 +39,11 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         few = _FEW_QUERIES if self._by_shares else 1
         self._init_reorder_batch_threshold(few, supports_spec_as_decode=True)
         self._workspace = Workspace(self.config.max_num_seqs, self.device)
+
+    @property
+    def build_key(self) -> Hashable:
+        """Groups with equal keys share plans too: the workspace has one for each reach and launch."""
+        return self._by_shares, self.reorder_batch_threshold
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -92,12 +98,12 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     ) -> TritonMetadata:
         """`metadata` with another KV group's table and slots."""
         slot_mapping = own_slots(self.kv_cache_spec, slot_mapping, metadata.num_actual_tokens)
-        changed = dataclasses.replace(
-            metadata, block_table=blk_table, slot_mapping=slot_mapping, prefix_len=0
-        )
-        if metadata.prefix_len:
-            # The other group's pages may share no prefix, so its plans are others.
-            self._workspace.begin_step(changed)
+        if not metadata.prefix_len:
+            return metadata.with_pages(blk_table, slot_mapping)
+        # The other group's pages may share no prefix, so its plans are others, in this builder's workspace.
+        pages = {"block_table": blk_table, "slot_mapping": slot_mapping}
+        changed = dataclasses.replace(metadata, **pages, prefix_len=0, workspace=self._workspace)
+        self._workspace.begin_step(changed)
         return changed
 
     def use_cascade_attention(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -89,3 +90,12 @@ class TritonMetadata(AttentionMetadata):
             spans=self.spans,
             part=1,
         )
+
+    def with_pages(self, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> TritonMetadata:
+        """The same step for another KV group, whose keys are divided by the same plans; not for a shared prefix."""
+        made = copy.copy(self)
+        made.block_table, made.slot_mapping = block_table, slot_mapping
+        starts, lens, _, keys = self.others
+        first = self.num_decodes if self.num_decodes < self.num_reqs else 0
+        made.others = starts, lens, block_table[first:] if first else block_table, keys
+        return made
