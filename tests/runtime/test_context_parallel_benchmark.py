@@ -21,9 +21,14 @@ def test_the_smoke_run_compares_each_cell_with_one_rank(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "ragged: error" in done.stdout
+    assert done.stdout.splitlines()[-1] == "all within their limits"
     found = json.loads((tmp_path / "found.json").read_text())
-    assert (found["ranks"], found["interleave"]) == (2, 4)
-    assert [cell["cell"] for cell in found["cells"]] == ["3 x 100", "ragged"]
-    assert all(cell["error"] < 1e-5 for cell in found["cells"])
-    assert found["capacity"] >= 1.95
+    assert (found["ranks"], found["interleave"], found["failed"]) == (2, 4, [])
+    assert [each["name"] for each in found["models"]] == ["llama", "gemma", "latents"]
+    assert [each["name"] for each in found["cells"]] == ["3 x 100", "ragged", "prompt of 48", "40 after 60"]
+    for each in (*found["models"], *found["cells"]):
+        assert 0 < each["error"] < 1e-5
+    assert all(each["deterministic"] for each in found["models"])
+    [capacity] = found["capacity"]
+    assert capacity["ratio"] >= 1.95
+    assert capacity["one_bytes"] == capacity["ranks_bytes"]
