@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 from attnplug.core.errors import LayoutError, SpecError
@@ -16,6 +17,9 @@ from attnplug.core.kv_cache_spec import (
     kv_cache_spec_for,
 )
 from attnplug.core.spec import LayerSpec
+
+_MOST_GROWTH = 16
+"""Latents of 576 elements beside ordinary heads need 9 of their pages: blocks of 144 tokens for 16, still small."""
 
 
 def get_kv_cache_spec(specs: Mapping[str, LayerSpec], block_size: int) -> dict[str, KVCacheSpec]:
@@ -37,19 +41,21 @@ def get_kv_cache_spec(specs: Mapping[str, LayerSpec], block_size: int) -> dict[s
 
 
 def unify_page_sizes(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """The same caches with pages of equal bytes: smaller ones get more tokens per page.
+    """The same caches with pages of equal bytes, the least common multiple: smaller ones get more tokens per page.
 
     Raises:
-        LayoutError: the bytes of a page do not divide those of the largest page.
+        LayoutError: equal pages would be more than 16 times as large as the largest page.
     """
-    largest = max((spec.page_size_bytes for spec in specs.values()), default=0)
+    pages = {name: spec.page_size_bytes for name, spec in specs.items()}
+    largest, common = max(pages.values(), default=0), math.lcm(*pages.values())
     unified = {}
     for name, spec in specs.items():
-        times, rest = divmod(largest, spec.page_size_bytes)
-        if rest:
+        if common > _MOST_GROWTH * largest and largest % pages[name]:
             limit = f"bytes of layer {name} do not divide the largest page of {largest} bytes"
+            limit += f", and equal pages would have {common}"
             remedy = "choose block sizes with equal pages"
-            raise LayoutError("page_size_bytes", spec.page_size_bytes, limit, remedy)
+            raise LayoutError("page_size_bytes", pages[name], limit, remedy)
+        times = common // pages[name]
         # Scales stored in a page grow with its tokens.
         size, scales = spec.block_size * times, spec.scale_bytes * times
         unified[name] = spec if times == 1 else dataclasses.replace(spec, block_size=size, scale_bytes=scales)

@@ -23,7 +23,8 @@ def with_equal_pages(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
     """The decisions with larger blocks where the kinds of a hybrid model have pages of different bytes.
 
     Raises:
-        LayoutError: no block sizes give equal bytes, or a backend does not read them; it names layer and backend.
+        LayoutError: only far larger blocks have equal bytes, or a backend does not read these; it names layer and
+            backend.
     """
     planned = dict(decisions)
     caches = planned_caches(decisions)

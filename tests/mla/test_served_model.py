@@ -24,8 +24,17 @@ FULL = LayerSpec(num_heads=4, num_kv_heads=1, head_size=16, dtype="float32")
 SPECS = {"a": LATENT, "b": FULL, "c": FULL.replace(sliding_window=9), "d": LATENT}
 
 
-def test_latent_full_and_sliding_layers_of_one_model_are_right_over_several_steps() -> None:
-    made = plan(SPECS, "cpu", num_blocks=64)
+@pytest.mark.parametrize(("head_size", "blocks"), [(16, (16, 16)), (20, (80, 64))], ids=str)
+def test_latent_full_and_sliding_layers_of_one_model_are_right_over_several_steps(
+    head_size: int, blocks: tuple[int, int]
+) -> None:
+    specs = {
+        name: spec if spec.mla else spec.replace(head_size=head_size, head_size_v=head_size, scale=None)
+        for name, spec in SPECS.items()
+    }
+    made = plan(specs, "cpu", num_blocks=64)
+    # Pages of equal bytes, of tokens of 128 bytes and of 128 or 160.
+    assert (made.decisions["a"].block_size, made.decisions["b"].block_size) == blocks
     assert made.decisions["a"].get_backend_cls() is TorchMLABackend
     kinds = {
         name: group.kv_cache_spec
@@ -35,7 +44,7 @@ def test_latent_full_and_sliding_layers_of_one_model_are_right_over_several_step
     assert isinstance(kinds["a"], MLAAttentionSpec)
     # One latent of 32 float32 for each token, no keys and values.
     assert kinds["a"].page_size_bytes == kinds["a"].block_size * 32 * 4
-    tensors = {name: layer_tensors(spec) for name, spec in SPECS.items() if spec.mla}
+    tensors = {name: layer_tensors(spec) for name, spec in specs.items() if spec.mla}
     runtime = AttentionRuntime(made, tensors)
     batches = runtime.step_batch_builder(100)
     groups = len(made.kv_cache_config.kv_cache_groups)
@@ -47,7 +56,7 @@ def test_latent_full_and_sliding_layers_of_one_model_are_right_over_several_step
     for counts in ({"x": 30, "y": 5}, {"x": 1, "y": 1}, {"x": 1, "y": 40}, {"x": 2, "y": 1}):
         runtime.begin_step(batches.step(counts))
         order = list(batches.req_ids)
-        for layer, spec in SPECS.items():
+        for layer, spec in specs.items():
             queries, keys, values, news = [], [], [], []
             for name in order:
                 query = torch.randn(counts[name], spec.num_heads, spec.query_size, generator=generator)

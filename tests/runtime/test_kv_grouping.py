@@ -25,8 +25,10 @@ from model_layers import (
 from attnplug.core import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
+    Feature,
     FullAttentionSpec,
     KVCacheConfig,
+    LayerSpec,
     MLADims,
     SlidingWindowSpec,
 )
@@ -241,12 +243,31 @@ def test_scales_stored_in_a_page_grow_with_it():
     assert (unified["small"].block_size, unified["small"].scale_bytes) == (32, 128)
 
 
-def test_pages_that_do_not_divide_the_largest_are_refused():
+def test_pages_that_do_not_divide_the_largest_get_their_least_common_multiple():
     specs = get_kv_cache_spec(model([{"num_heads": 6, "num_kv_heads": 3}, {}]), BLOCK)
+    unified = unify_page_sizes(specs)
+    assert [spec.block_size for spec in unified.values()] == [2 * BLOCK, 3 * BLOCK]
+    assert {spec.page_size_bytes for spec in unified.values()} == {3 * PAGE}
+
+
+def test_latents_beside_heads_have_pages_of_equal_bytes():
+    specs = {
+        "latents": LayerSpec(num_heads=16, **Feature.MLA.fields(576)),
+        "heads": LayerSpec(num_heads=32, num_kv_heads=8, head_size=128),
+    }
+    unified = unify_page_sizes(get_kv_cache_spec(specs, 16))
+    assert [spec.block_size for spec in unified.values()] == [512, 144]
+    assert {spec.page_size_bytes for spec in unified.values()} == {512 * 1152}
+
+
+def test_equal_pages_that_are_far_larger_than_the_largest_are_refused():
+    specs = get_kv_cache_spec(
+        model([{"num_heads": 17, "num_kv_heads": 17}, {"num_heads": 18, "num_kv_heads": 18}]), BLOCK
+    )
     with pytest.raises(LayoutError) as error:
         unify_page_sizes(specs)
-    said = f"page_size_bytes={PAGE} bytes of layer layers.1 do not divide the largest page of {3 * PAGE // 2}"
-    assert said in str(error.value)
+    said = f"page_size_bytes={17 * PAGE // 2} bytes of layer layers.0 do not divide the largest page of {9 * PAGE}"
+    assert f"{said} bytes, and equal pages would have {153 * PAGE}; choose" in str(error.value)
 
 
 def test_a_pool_of_another_size_has_the_same_groups():

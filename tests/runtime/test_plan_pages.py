@@ -39,12 +39,21 @@ def test_a_block_size_given_by_a_spec_is_never_rewritten():
 
 
 def test_pages_that_no_block_makes_equal_are_refused_by_layer_and_backend():
-    specs = {"odd": layer(num_kv_heads=3, num_heads=6), "even": layer(sliding_window=8)}
+    specs = {
+        "odd": layer(num_kv_heads=17, num_heads=17),
+        "even": layer(num_kv_heads=18, num_heads=18, sliding_window=8),
+    }
     with pytest.raises(LayoutError) as caught:
         plan(specs, "cpu")
     text = str(caught.value)
-    assert "1536 of layer odd (TORCH, block_size=16)" in text
-    assert "1024 of layer even (TORCH, block_size=16)" in text
+    assert "8704 of layer odd (TORCH, block_size=16)" in text
+    assert "9216 of layer even (TORCH, block_size=16)" in text
+
+
+def test_pages_that_do_not_divide_each_other_get_their_least_common_multiple():
+    specs = {"odd": layer(num_kv_heads=3, num_heads=6), "even": layer(sliding_window=8)}
+    made = plan(specs, "cpu", num_blocks=4)
+    assert {n: d.block_size for n, d in made.decisions.items()} == {"odd": 32, "even": 48}
 
 
 # Layouts
