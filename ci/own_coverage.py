@@ -1,0 +1,57 @@
+"""A plugin of pytest that measures which branches of core and registry their own tests run.
+
+The whole suite runs once, and a line that only tests of other folders run is not covered. `pytest -p own_coverage`
+writes a file for each process: `coverage combine` joins them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pkgutil
+from collections.abc import Iterator
+
+import coverage
+import pytest
+
+SOURCES = ("attnplug.core", "attnplug.registry")
+OWN_TESTS = ("tests/core/", "tests/registry/", "tests/golden/", "tests/cli/test_select_command.py")
+
+_coverage = coverage.Coverage(source=SOURCES, branch=True, data_suffix=True)
+_coverage.set_option("run:disable_warnings", ["no-data-collected"])
+
+
+@contextlib.contextmanager
+def _measured() -> Iterator[None]:
+    _coverage.start()
+    try:
+        yield
+    finally:
+        _coverage.stop()
+
+
+# What modules run when they are imported is theirs, whichever test would import them first.
+with _measured():
+    for name in SOURCES:
+        package = importlib.import_module(name)
+        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+            importlib.import_module(module.name)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """Measures the import of a module of their tests."""
+    with _measured() if collector.nodeid.startswith(OWN_TESTS) else contextlib.nullcontext():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Measures one of their tests with its fixtures."""
+    with _measured() if item.nodeid.startswith(OWN_TESTS) else contextlib.nullcontext():
+        return (yield)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Writes the data of this process, one of several with pytest-xdist."""
+    _coverage.save()
