@@ -15,6 +15,7 @@ from attnplug.core.selection import Selection
 from attnplug.ops.buffers import StagingRing
 from attnplug.runtime.arguments import instance, integer, integers, listed, torch_device
 from attnplug.runtime.block_numbers import block_numbers
+from attnplug.runtime.device_tables import DeviceTables
 from attnplug.runtime.null_blocks import first_attended, reach
 from attnplug.runtime.placeholders import Placeholder, PlaceholderRanges, check_placeholders
 from attnplug.runtime.request_limits import check_entries, check_sizes, numbers, spans_of
@@ -116,11 +117,16 @@ class RequestTable:
         self.req_ids: list[str] = []
         self._index: dict[str, int] = {}
         slots = max(max_num_batched_tokens, max_num_seqs * max_encoder_len)
-        sizes = max_num_seqs, max_num_batched_tokens, slots, self._tables.shape
+        sizes = max_num_seqs, max_num_batched_tokens, groups, slots, self.device
+        # On the CPU steps read the builder's own tables.
+        self._device_tables = None if self.device.type == "cpu" else DeviceTables(self._tables, self.device)
         # Two sets: the host fills one while the device may still copy from the other.
         has_rows = any(isinstance(self.kv_cache_specs[g], MLAAttentionSpec) for g in self.sharded_groups)
         forms = mm_prefix, bool(self.sharded_groups), has_rows
-        staging = [StepStaging(*sizes, self.device, *forms) for _ in range(2)]
+        tables = self._device_tables
+        staging = [
+            StepStaging(*sizes, None if tables is None else tables.staging(), *forms) for _ in range(2)
+        ]
         self._ring = StagingRing(staging, self.device)
         # One buffer is enough: the indexer writes it on the device, in the order of the steps.
         self._selection = (
@@ -231,6 +237,7 @@ class RequestTable:
         if self._tables[group, index, :num_blocks].any():
             self._first_served[index] = self._computed[index]
         self._tables[group, index, :num_blocks] = 0
+        self._changed(group, index, 0, num_blocks)
         self._null_ends[group, index] = max(num_blocks, self._null_ends[group, index])
 
     def remove_request(self, req_id: str) -> None:
@@ -283,10 +290,16 @@ class RequestTable:
         # Entries past a request's blocks are never followed, so they need not move.
         width = int(self._num_blocks[:, targets].max(initial=0))
         self._tables[:, targets, :width] = self._tables[:, sources, :width]
+        self._changed(slice(None), targets, 0, width)
         names = [self.req_ids[source] for source in sources.tolist()]
         for target, name in zip(targets.tolist(), names, strict=True):
             self.req_ids[target] = name
             self._index[name] = target
+
+    def _changed(self, groups: int | slice, rows: int | slice | _Ints, first: int, last: int) -> None:
+        """The columns `first .. last` of these tables changed, so the device's copy needs them."""
+        if self._device_tables is not None:
+            self._device_tables.changed(groups, rows, first, last)
 
     def _sharded_groups(self) -> frozenset[int]:
         place = self.context_parallel
@@ -345,6 +358,7 @@ class RequestTable:
         for group, (start, blocks) in enumerate(pages):
             end = start + blocks.size
             self._tables[group, index, start:end] = blocks
+            self._changed(group, index, start, end)
             self._num_blocks[group, index] = end
             nulls = np.flatnonzero(blocks == 0)
             if nulls.size:

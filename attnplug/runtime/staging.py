@@ -31,10 +31,43 @@ class PackedBuffer:
         return self._buffer.copy_to_gpu(math.prod(shape)).view(shape)
 
 
+class StepFields:
+    """Start locations, lengths and slots of a step, in one buffer that one copy sends.
+
+    Args:
+        max_num_seqs: most requests.
+        groups: KV groups.
+        slots: the most slots of a group.
+        device: of the copy.
+    """
+
+    def __init__(self, max_num_seqs: int, groups: int, slots: int, device: torch.device) -> None:
+        # Kernels load vectors of 16 bytes, so each field begins at a multiple.
+        starts, lens = (-(-size // 4) * 4 for size in (max_num_seqs + 1, max_num_seqs))
+        self._lens, self._slots = starts, starts + lens
+        self._buffer = CpuGpuBuffer(self._slots + 2 * groups * slots, dtype=torch.int32, device=device)
+        self.query_start_loc: npt.NDArray[np.int32] = self._buffer.np[:starts]
+        self.seq_lens: npt.NDArray[np.int32] = self._buffer.np[starts : self._slots]
+
+    def slots(self, *shape: int) -> npt.NDArray[np.int64]:
+        """The slots on the host, for the caller to fill: int64 `[G, S]`."""
+        return self._buffer.np[self._slots : self._slots + 2 * math.prod(shape)].view(np.int64).reshape(shape)
+
+    def query_start_loc_cpu(self, reqs: int) -> torch.Tensor:
+        """int32 `[reqs + 1]` on the host."""
+        return self._buffer.cpu[: reqs + 1]
+
+    def send(self, reqs: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Start locations `[reqs + 1]`, lengths `[reqs]` and slots `[G, S]` on the device."""
+        sent = self._buffer.copy_to_gpu(self._slots + 2 * math.prod(shape))
+        slots = sent[self._slots :].view(torch.int64).view(shape)
+        return sent[: reqs + 1], sent[self._lens : self._lens + reqs], slots
+
+
 class StepStaging:
     """One step's fields, on the host and on the device.
 
-    `slots` is the most slots of a KV group, `tables` the shape `(G, max_num_seqs, max_blocks)` of the block tables.
+    `slots` is the most slots of one of `groups` KV groups, and `tables` a buffer for changes of the block tables.
     With `mm_prefix`, each token has a multimodal span. With `is_sharded`, each request has a number of keys on this
     rank, and with `has_rows` each token too.
     """
@@ -43,18 +76,18 @@ class StepStaging:
         self,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        groups: int,
         slots: int,
-        tables: tuple[int, ...],
         device: torch.device,
+        tables: CpuGpuBuffer | None,
         mm_prefix: bool = False,
         is_sharded: bool = False,
         has_rows: bool = False,
     ) -> None:
-        self.query_start_loc = CpuGpuBuffer(max_num_seqs + 1, dtype=torch.int32, device=device)
-        self.seq_lens = CpuGpuBuffer(max_num_seqs, dtype=torch.int32, device=device)
+        self.fields = StepFields(max_num_seqs, groups, slots, device)
+        self.tables = tables
         self.encoder_seq_lens = CpuGpuBuffer(max_num_seqs, dtype=torch.int32, device=device)
         self.logits_indices = CpuGpuBuffer(max_num_batched_tokens, dtype=torch.int32, device=device)
-        self.slots = PackedBuffer(tables[0], slots, dtype=torch.int64, device=device)
         self.placeholders = PackedBuffer(2, max_num_batched_tokens, dtype=torch.int64, device=device)
         spans = max_num_batched_tokens if mm_prefix else 0
         self.mm_prefix_spans = CpuGpuBuffer(spans, 2, dtype=torch.int32, device=device)
@@ -62,16 +95,3 @@ class StepStaging:
         self.local_lens = CpuGpuBuffer(reqs, dtype=torch.int32, device=device)
         self.row_lens = CpuGpuBuffer(rows, dtype=torch.int32, device=device)
         self.row_requests = CpuGpuBuffer(rows, dtype=torch.int64, device=device)
-        # On the CPU steps read the builder's own tables, so the staging buffer is empty there.
-        self._on_device = device.type != "cpu"
-        self._tables = PackedBuffer(*tables if self._on_device else (0,), dtype=torch.int32, device=device)
-
-    def send_tables(
-        self, host: npt.NDArray[np.int32], shared: torch.Tensor, reqs: int, width: int
-    ) -> torch.Tensor:
-        """The tables, int32 `[G, reqs, at least width]`, on the device; on the CPU a view of `shared`."""
-        if not self._on_device:
-            return shared[:, :reqs]
-        shape = (host.shape[0], reqs, width)
-        self._tables.np(*shape)[...] = host[:, :reqs, :width]
-        return self._tables.copy_to_gpu(*shape)

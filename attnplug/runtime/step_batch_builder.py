@@ -101,13 +101,13 @@ class StepBatchBuilder(CheckedRequests):
         unwritten = self._unwritten(scheduled) if self.cross_groups else None
 
         staging: StepStaging = self._ring.acquire()
-        starts = staging.query_start_loc.np
+        starts = staging.fields.query_start_loc
         np.cumsum(scheduled, out=starts[1 : reqs + 1])
         tokens = int(starts[reqs])
-        staging.seq_lens.np[:reqs] = lengths
+        staging.fields.seq_lens[:reqs] = lengths
         encoder_tokens = 0 if unwritten is None else int(unwritten.sum())
         counts = self._slot_counts(tokens, encoder_tokens)
-        slots = staging.slots.np(len(counts), max(counts))
+        slots = staging.fields.slots(len(counts), max(counts))
         # Both tests: with two tokens for one request and none for another, the sum is equal too.
         if tokens == reqs and max_query == 1:
             rows, positions = self._rows[:reqs], computed
@@ -216,22 +216,23 @@ class StepBatchBuilder(CheckedRequests):
         lengths = np.full(num_reqs, num_tokens // num_reqs, dtype=np.int64)
         lengths[: num_tokens % num_reqs] += 1
         staging: StepStaging = self._ring.acquire()
-        np.cumsum(lengths, out=staging.query_start_loc.np[1 : num_reqs + 1])
-        staging.seq_lens.np[:num_reqs] = lengths
+        np.cumsum(lengths, out=staging.fields.query_start_loc[1 : num_reqs + 1])
+        staging.fields.seq_lens[:num_reqs] = lengths
         staging.encoder_seq_lens.np[:num_reqs] = self.max_encoder_len
         encoder_tokens = num_reqs * self.max_encoder_len
         counts = self._slot_counts(num_tokens, encoder_tokens)
-        staging.slots.np(len(counts), max(counts))[:] = PAD_SLOT_ID
+        staging.fields.slots(len(counts), max(counts))[:] = PAD_SLOT_ID
         if self._mm_prefix is not None:
             self._mm_prefix.fill([], staging.mm_prefix_spans.np[:num_tokens])
         # Old requests leave their pages in the rows; a profile run must read the null block only.
         self._tables[:, :num_reqs] = 0
+        self._changed(slice(None), slice(num_reqs), 0, self._tables.shape[2])
         names = tuple(f"profile-{index}" for index in range(num_reqs))
         longest = int(lengths[0])
         # From the start, so `_computed` of earlier requests does not count.
         computed = np.zeros(num_reqs, dtype=np.int64)
         rows = np.repeat(self._rows[:num_reqs], lengths)
-        positions = self._rows[:num_tokens] - staging.query_start_loc.np[rows]
+        positions = self._rows[:num_tokens] - staging.fields.query_start_loc[rows]
         sharded = self._sharded_step(staging, lengths, computed, rows, positions)
         return self._batch(
             staging, names, counts, longest, longest, self._tables.shape[2], {}, sharded=sharded
@@ -286,9 +287,12 @@ class StepBatchBuilder(CheckedRequests):
         sharded: ShardedStep | None = None,
     ) -> StepBatch:
         reqs, first = len(names), self._self_groups[0] if self._self_groups else 0
-        tokens = int(staging.query_start_loc.np[reqs])
-        tables = staging.send_tables(self._tables, self._tables_cpu, reqs, width)
-        slots = staging.slots.copy_to_gpu(len(counts), max(counts))
+        tokens = int(staging.fields.query_start_loc[reqs])
+        if self._device_tables is None or staging.tables is None:
+            tables = self._tables_cpu[:, :reqs]
+        else:
+            tables = self._device_tables.send(staging.tables, reqs, width)
+        starts, lens, slots = staging.fields.send(reqs, len(counts), max(counts))
         optional: dict[str, Any] = {}
         if self.cross_groups:
             optional["encoder_seq_lens"] = staging.encoder_seq_lens.copy_to_gpu(reqs)
@@ -305,16 +309,16 @@ class StepBatchBuilder(CheckedRequests):
             # A selection of the step before would be taken for this one's if nobody wrote it.
             optional["selection"].clear()
         common = CommonAttentionMetadata(
-            query_start_loc=staging.query_start_loc.copy_to_gpu(reqs + 1),
-            query_start_loc_cpu=staging.query_start_loc.cpu[: reqs + 1],
-            seq_lens=staging.seq_lens.copy_to_gpu(reqs),
+            query_start_loc=starts,
+            query_start_loc_cpu=staging.fields.query_start_loc_cpu(reqs),
+            seq_lens=lens,
             num_reqs=reqs,
             num_actual_tokens=tokens,
             max_query_len=max_query,
             max_seq_len=longest,
             block_table_tensor=tables[first],
             slot_mapping=slots[first, : counts[first]],
-            seq_lens_host=staging.seq_lens.np[:reqs],
+            seq_lens_host=staging.fields.seq_lens[:reqs],
             **optional,
         )
         # All copies of the set are issued, so the event that guards it can be recorded.

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from tables_on_device import check_tables, keep_tables_on_device
 
 from attnplug.core.errors import BatchError
 from attnplug.runtime import StepBatch, StepBatchBuilder
@@ -62,6 +63,9 @@ class StepBatchModel(RuleBasedStateMachine):
             cross_groups=sorted(self.cross),
             max_encoder_len=ENCODER if cross else 0,
         )
+        self.on_device = data.draw(st.booleans())
+        if self.on_device:
+            keep_tables_on_device(self.builder, data.draw(st.sampled_from([0, 3, 100])))
         for _ in range(data.draw(st.integers(0, SEQS))):
             self.add_one(data, data.draw(st.integers(0, 8)), LENGTH)
 
@@ -175,6 +179,8 @@ class StepBatchModel(RuleBasedStateMachine):
             starts.append(starts[-1] + count)
         lengths = [r.computed + count for r, count in zip(self.requests, counts, strict=True)]
         assert batch.req_ids == tuple(r.name for r in self.requests)
+        if self.on_device:
+            check_tables(self.builder, batch.block_tables)
         assert common.query_start_loc.tolist() == common.query_start_loc_cpu.tolist() == starts
         assert common.seq_lens.tolist() == common.seq_lens_host.tolist() == lengths
         assert common.num_actual_tokens == starts[-1]
