@@ -265,6 +265,7 @@ class TestRunning:
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_a_failure_that_is_known_and_does_not_happen_fails_the_row(tmp_path: Path) -> None:
     text = TestRunning().here() + '[known_failures.TORCH]\n"correct/one-*" = "never true"\n'
     path = tmp_path / "row.toml"

@@ -254,17 +254,20 @@ def test_listing_it_imports_no_torch(acme: Installed) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_its_own_tests_pass(acme: Installed) -> None:
     out = acme.python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "selection or decode or extend")
     assert int(out.split()[-4]) > 5, out
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_its_types_are_strict(acme: Installed) -> None:
     acme.python("-m", "mypy", "--cache-dir", os.devnull)
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_the_whole_kit_passes_on_it(acme: Installed) -> None:
     out = acme.python("-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert "failed" not in out.splitlines()[-1]

@@ -46,6 +46,7 @@ print(attnplug.select(spec, "sm90", backend="FLEX", options={"compile": True}).g
 
 
 @pytest.mark.slow  # `.ci/run` runs `attnplug conformance FLEX` with the wheel
+@pytest.mark.rare
 def test_conformance_checks_pass(run: RunWithPlugins) -> None:
     door = ["-m", "pytest", "-q", "-p", "attnplug.testing.plugin", "-p", "no:cacheprovider", "-W", "error"]
     asked = [

@@ -58,18 +58,21 @@ def test_a_compiled_decoder_gives_eagers_logits() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("name", sorted({**DECODERS, **ENCODERS}))
 def test_each_family_compiled_gives_eagers_logits(name: str) -> None:
     assert_compiled_logits(name, "aot_eager")
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_inductor_gives_eagers_logits() -> None:
     assert_compiled_logits("llama", "inductor", num_hidden_layers=1)
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_greedy_tokens_of_a_compiled_forward_are_eagers(cache: str) -> None:
     ours, eager = DECODERS["gemma2"].pair(num_hidden_layers=2)
@@ -129,7 +132,9 @@ def make_mask() -> Any:
     return attention_mask(2, 3, 5, 2, 0, masking_utils.causal_mask_function)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["eager", pytest.param("aot_eager", marks=[pytest.mark.slow, pytest.mark.rare])]
+)
 @pytest.mark.parametrize("name", sorted(KEPT))
 def test_a_graph_that_passes_a_mask_on_keeps_its_pattern(name: str, backend: str) -> None:
     def step(mask: Any, values: torch.Tensor) -> Any:

@@ -35,7 +35,11 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=[pytest.mark.slow, pytest.mark.rare])
+        for name in NAMES
+    ],
 )
 @torch.no_grad()
 def test_a_class_gives_eagers_numbers_or_is_refused(name: str) -> None:

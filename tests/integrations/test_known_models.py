@@ -81,6 +81,7 @@ def test_a_small_model_reads_as_by_the_full_reader(model_type: str, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_understood_value_reads_as_by_the_full_reader(model_type: str, tmp_path: Path) -> None:
     for name, check in sorted(FAMILIES[model_type].fields.items()):

@@ -8,7 +8,7 @@ from attnplug.errors import ModelConfigError
 from attnplug.integrations.transformers import read_config
 
 # Going through a mapping imports every modelling file, some of which use what torch deprecates.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.rare, pytest.mark.filterwarnings("ignore")]
 
 transformers = pytest.importorskip("transformers")
 modeling_auto = pytest.importorskip("transformers.models.auto.modeling_auto")

@@ -88,7 +88,10 @@ EXPECTED = {
 # One of each four runs in a plain run; all of them run as slow tests.
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if i % 4 else ()) for i, name in enumerate(EXPECTED)],
+    [
+        pytest.param(name, marks=[pytest.mark.slow, pytest.mark.rare] if i % 4 else ())
+        for i, name in enumerate(EXPECTED)
+    ],
 )
 def test_every_layer_of_the_default_configuration_is_read(name):
     model = read_config(transformers.CONFIG_MAPPING[name]())

@@ -52,7 +52,9 @@ QUICK = {*zip(HEADS, itertools.cycle(RANKS), strict=False)}
 @pytest.mark.parametrize(
     ("heads", "rank", "rope"),
     [
-        pytest.param(heads, *ranks, marks=() if (heads, ranks) in QUICK else pytest.mark.slow)
+        pytest.param(
+            heads, *ranks, marks=() if (heads, ranks) in QUICK else [pytest.mark.slow, pytest.mark.rare]
+        )
         for heads, ranks in itertools.product(HEADS, RANKS)
     ],
 )

@@ -22,7 +22,10 @@ SHOWN_BY = {
     "no sinks": ("gpt_oss",),
     "a larger scale": tuple(FAMILIES),
 }
-SIZES = [pytest.param(FEW, id="few"), pytest.param(MANY, id="many", marks=pytest.mark.slow)]
+SIZES = [
+    pytest.param(FEW, id="few"),
+    pytest.param(MANY, id="many", marks=[pytest.mark.slow, pytest.mark.rare]),
+]
 
 by_family = pytest.mark.parametrize("family", FAMILIES)
 by_hybrid = pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
@@ -89,6 +92,7 @@ def test_the_engine_prefills_on_one_backend_and_decodes_on_another(family: str) 
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @by_run
 @by_family
 def test_interpreted_triton_is_within_the_bounds(family: str, run: str) -> None:

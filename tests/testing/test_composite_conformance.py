@@ -72,6 +72,7 @@ def test_what_one_half_ignores_is_caught_and_named(pair) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("name", ["TRITON+TORCH", "TORCH+TRITON"])
 def test_of_triton_and_torch_under_the_interpreter(name: str, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def test_the_reference_passes_all_checks() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_whole_kit_catches_the_mutant(mutant: Mutant) -> None:
     # Checks of answers come first: they are the likeliest to fail.

@@ -119,6 +119,7 @@ def test_the_names_of_wrong_backends_are_unique() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("wrong", ALL, ids=lambda wrong: wrong.name)
 def test_the_whole_kit_catches_it(wrong: Wrong) -> None:
     listed = conformance_checks(wrong.backend, device="cpu")
