@@ -146,7 +146,8 @@ class BoundLayer:
         if found is None:
             if len(self._shares) == _MOST_SHARES:
                 self._shares.clear()
-            values = {**self._values, **_strides(pages.k.stride(), pages.v.stride()), **_paired(pages.v)}
+            values = {**self._values, **_strides(pages.k.stride(), pages.v.stride())}
+            values |= _paired(pages.v, launch.block_m)
             values |= {"stride_table": stride_table, "BLOCK_SIZE": pages.k.shape[1]}
             found = self._shares[key] = bind_shares(self._spec, self._reach, values, launch, self._gpu)
         return found
@@ -192,7 +193,7 @@ class BoundLayer:
         values = {
             **self._values,
             **_strides(pages.k.stride(), pages.v.stride()),
-            **_paired(pages.v),
+            **_paired(pages.v, block_m),
             "BLOCK_SIZE": pages.k.shape[1],
             "max_rows": rows,
             "stride_table": stride_table,
@@ -239,10 +240,16 @@ def _strides(k: tuple[int, ...], v: tuple[int, ...]) -> dict[str, int]:
     }
 
 
-def _paired(v: torch.Tensor) -> dict[str, Any]:
+def _paired(v: torch.Tensor, block_m: int) -> dict[str, Any]:
     """Whether decodes read 8-bit values in pairs, which needs even addresses and strides; the strides of pairs."""
-    # Pairs took fp8 decodes from 582 to 264 us on an H200 (see docs/performance/triton.md).
-    if v.dtype.itemsize > 1 or v.data_ptr() % 2 or any(stride % 2 for stride in v.stride()[:3]):
+    # Pairs took fp8 decodes from 582 to 264 us on an H200 (see docs/performance/triton.md). From 64 rows on Hopper's
+    # wgmma multiplies them, for which Triton 3.6 compiles pairs to addresses outside of shared memory.
+    if (
+        block_m > 32
+        or v.dtype.itemsize > 1
+        or v.data_ptr() % 2
+        or any(stride % 2 for stride in v.stride()[:3])
+    ):
         return {"PAIRS": False, "PTX": False}
     nvidia = v.is_cuda and torch.version.hip is None
     vb, vt, vh, _ = (stride // 2 for stride in v.stride())

@@ -100,6 +100,7 @@ def bind_shares(
     """
     values = {
         **values,
+        "ahead": launch.ahead,
         "BLOCK_M": launch.block_m,
         "BLOCK_N": launch.block_n,
         "SUMS": partial_sums(launch.block_n, launch.block_m, launch.num_warps),
@@ -115,6 +116,7 @@ def bind_shares(
         tile=launch.block_n,
         programs=max(gpu.multiprocessors * launch.waves // spec.num_kv_heads, 1),
         least=launch.least,
+        ahead=launch.ahead,
         group=spec.num_heads // spec.num_kv_heads,
         block_m=launch.block_m,
         left=reach.left,

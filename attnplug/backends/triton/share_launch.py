@@ -18,6 +18,7 @@ class ShareLaunch(NamedTuple):
         num_stages: tiles in flight.
         waves: programs per multiprocessor, which must all run at once.
         least: fewest tiles of a share.
+        ahead: tiles that a program reads in the time in which it begins a stream.
         max_registers: limit per thread, so that `waves` programs fit at once; None without limit.
     """
 
@@ -27,6 +28,7 @@ class ShareLaunch(NamedTuple):
     num_stages: int
     waves: int
     least: int
+    ahead: int = 0
     max_registers: int | None = None
 
 
@@ -47,7 +49,7 @@ def share_launch(head_size: int, itemsize: int, rows: int, gpu: Gpu) -> ShareLau
         # Products in float32 have no tensor cores: with more rows, all of a tile would be in registers.
         launch = _FLOAT32[head_size > 128]
     else:
-        launches = _LAUNCHES[head_bytes(head_size, 2)]
+        launches = (_LAUNCHES_8_BIT if itemsize == 1 else _LAUNCHES)[head_bytes(head_size, 2)]
         launch = launches[min(tile_side(rows), 128)]
     width = tile_side(head_size) * itemsize
     while (
@@ -66,27 +68,29 @@ def share_launch(head_size: int, itemsize: int, rows: int, gpu: Gpu) -> ShareLau
     return launch
 
 
-# Not measured yet. They are chosen by what Triton 3.6 compiles for sm90: nothing spills within the loop over keys, and
-# `waves` programs fit at once. benchmarks/attention.py says what to sweep. Keys are bytes of a head, then rows of a tile.
+# By what an H200 measured for 16 rows; for more, by what Triton 3.6 compiles: nothing spills within the loop over keys,
+# and `waves` programs fit at once. Keys are bytes of a head in the tables, then rows of a tile.
 _LAUNCHES = {
     128: {
-        16: ShareLaunch(16, 64, 4, 3, 2, 2),
+        16: ShareLaunch(16, 64, 4, 3, 3, 2, 3, 168),
         32: ShareLaunch(32, 64, 4, 3, 2, 2),
         64: ShareLaunch(64, 64, 4, 3, 2, 2),
         128: ShareLaunch(128, 64, 8, 3, 1, 2),
     },
     256: {
-        16: ShareLaunch(16, 64, 4, 3, 2, 2),
+        16: ShareLaunch(16, 64, 4, 3, 2, 2, 2),
         32: ShareLaunch(32, 64, 4, 3, 2, 2),
         64: ShareLaunch(64, 64, 4, 3, 2, 2),
         128: ShareLaunch(128, 64, 8, 3, 1, 2),
     },
     512: {
-        16: ShareLaunch(16, 32, 4, 3, 2, 4),
+        16: ShareLaunch(16, 32, 4, 3, 2, 4, 2),
         32: ShareLaunch(32, 64, 8, 3, 1, 2),
         64: ShareLaunch(64, 32, 8, 3, 1, 4),
         128: ShareLaunch(128, 32, 8, 2, 1, 4),
     },
 }
+_8_BIT = ShareLaunch(16, 64, 4, 3, 3, 2, 3, 168)
+_LAUNCHES_8_BIT = {**_LAUNCHES, 128: _LAUNCHES[128] | {16: _8_BIT}, 256: _LAUNCHES[256] | {16: _8_BIT}}
 _FLOAT32 = ShareLaunch(16, 32, 4, 2, 2, 4), ShareLaunch(16, 16, 4, 2, 1, 8)
 """For heads of up to 128 elements, and of more."""

@@ -46,12 +46,13 @@ class SharesStep:
 class SharesPlan(NamedTuple):
     """A division of keys in whole tiles over `programs`, at least `least` tiles each.
 
-    Each `block_m` rows of a request, its queries times `group`, attend its keys; by default all rows at once.
+    The beginning of a stream counts as `ahead` tiles. Each `block_m` rows of a request, its queries times `group`, attend its keys; by default all rows at once.
     """
 
     tile: int
     programs: int
     least: int
+    ahead: int = 0
     group: int = 1
     block_m: int = _ALL
     left: int = -1

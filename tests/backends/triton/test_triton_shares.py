@@ -368,8 +368,9 @@ def test_steps_of_both_kinds_are_right():
     lens=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 400)), min_size=1, max_size=9),
     programs=st.integers(1, 20),
     prefix=st.integers(0, 3),
+    ahead=st.integers(0, 3),
 )
-def test_a_plan_has_all_tiles_of_all_rows(reach, lens, programs, prefix):
+def test_a_plan_has_all_tiles_of_all_rows(reach, lens, programs, prefix, ahead):
     new = [count for count, _ in lens]
     lengths = [prefix * 16 + count + before for count, before in lens]
     starts = torch.tensor(np.cumsum([0, *new]), dtype=torch.int32, device=DEVICE)
@@ -381,7 +382,7 @@ def test_a_plan_has_all_tiles_of_all_rows(reach, lens, programs, prefix):
         number=1,
         prefix=prefix * 16 + 7,
     )
-    plan = SharesPlan(16, programs, 2, 3, 16, reach.left, reach.right, reach.chunk)
+    plan = SharesPlan(16, programs, 2, ahead, 3, 16, reach.left, reach.right, reach.chunk)
     tiles = Shares(9, torch.device(DEVICE)).tiles(step, plan).tolist()
     first = 0
     for index, (count, length) in enumerate(zip(new, lengths, strict=True)):
@@ -390,10 +391,31 @@ def test_a_plan_has_all_tiles_of_all_rows(reach, lens, programs, prefix):
         low, high = reach.bounds(positions, np.zeros(count, int), np.full(count, length))
         if count:
             begin = max(int(low.min()) // 16, prefix)
-            first += max(-(-int(high.max()) // 16) - begin, 1) * -(-count * 3 // 16)
+            first += (max(-(-int(high.max()) // 16) - begin, 1) + ahead) * -(-count * 3 // 16)
     assert tiles[len(new)] == first
     first += prefix * -(-sum(new) * 3 // 16)
-    assert tiles[len(new) + 1 : len(new) + 3] == [first, max(-(-first // programs), 2)]
+    assert tiles[len(new) + 1] == first
+    size = tiles[len(new) + 2]
+    least = max(-(-first // programs), 2)
+    assert least <= size <= least + max(4, least // 32)
+    # The entry of a share is the last one that begins at its first tile or before, and has tiles.
+    entries = np.searchsorted(tiles[1 : len(new) + 1], np.arange(programs) * size, side="right")
+    assert tiles[len(new) + 3 : len(new) + 3 + programs] == entries.tolist()
+
+
+@pytest.mark.parametrize(("count", "length", "size"), [(39, 640, 80), (12, 320, 20), (4, 640, 20)])
+def test_requests_that_are_alike_are_cut_evenly_or_not_at_all(count, length, size):
+    step = SharesStep(
+        query_start_loc=torch.arange(count + 1, dtype=torch.int32, device=DEVICE),
+        seq_lens=torch.full((count,), length, dtype=torch.int32, device=DEVICE),
+        num_reqs=count,
+        max_query_len=1,
+        number=1,
+    )
+    # 39 x 40 tiles are 78 for each of 20 programs: 80 are two requests. 12 x 20 are 19 for 13. 4 x 40 are 18 for 9.
+    programs = {39: 20, 12: 13, 4: 9}[count]
+    tiles = Shares(64, torch.device(DEVICE)).tiles(step, SharesPlan(16, programs, 1))
+    assert int(tiles[count + 2]) == size
 
 
 def test_other_values_of_the_option_are_refused():

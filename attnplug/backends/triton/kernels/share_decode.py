@@ -16,6 +16,7 @@ from attnplug.backends.triton.kernels.shares import place_of, request_range
         "num_reqs",
         "prefix",
         "max_blocks",
+        "ahead",
         "left",
         "right",
         "chunk",
@@ -42,6 +43,7 @@ def share_decode_kernel(
     num_reqs,
     prefix,
     max_blocks,
+    ahead,
     scale,
     value_scale,
     cap,
@@ -152,7 +154,7 @@ def share_decode_kernel(
                 first, tokens, length, mm_spans, left, right, chunk,
                 HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS,
             )  # fmt: skip
-            origin = tl.where(is_prefix, 0, tl.maximum(base // BLOCK_N, shared)) - stream
+            origin = tl.where(is_prefix, 0, tl.maximum(base // BLOCK_N, shared) - ahead) - stream
             lo, hi = key_range(
                 first_pos, last_pos, 0, limit, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
             )

@@ -38,7 +38,7 @@ def request_range(
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "prefix", "left", "right", "chunk", "programs", "least"],
+    do_not_specialize=["num_reqs", "prefix", "left", "right", "chunk", "programs", "least", "ahead"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "mm_spans"],
 )
 def plan_shares_kernel(
@@ -53,6 +53,7 @@ def plan_shares_kernel(
     chunk,
     programs,
     least,
+    ahead,
     REQS: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -65,7 +66,8 @@ def plan_shares_kernel(
     """Number the tiles of all requests, and divide them.
 
     A request has a stream of tiles for each BLOCK_M of its rows, which are its queries times GROUP; it has no fewer
-    than one tile, and none without queries. Behind the requests comes the prefix that all of them share, in whole
+    than one tile, and none without queries. Ahead of these each stream has `ahead` tiles without keys: they stand for
+    the time in which a program begins a stream, so that shares of many short requests take no longer. Behind the requests comes the prefix that all of them share, in whole
     tiles, with a stream for each BLOCK_M of the rows of all requests.
 
     `tiles [num_reqs + 3 + programs]` gets the first tile of each request and of the prefix, the number of all tiles,
@@ -84,8 +86,8 @@ def plan_shares_kernel(
     )
     shared = prefix // TILE
     first = tl.maximum(lo // TILE, shared)
-    counts = tl.maximum(tl.cdiv(hi, TILE) - first, 1) * tl.cdiv(query_lens * GROUP, BLOCK_M)
-    counts = tl.where(query_lens > 0, counts, 0)
+    streams = tl.maximum(tl.cdiv(hi, TILE) - first, 1) + ahead
+    counts = tl.where(query_lens > 0, streams * tl.cdiv(query_lens * GROUP, BLOCK_M), 0)
     own = tl.sum(counts, 0)
     everything = own + shared * tl.cdiv(tl.sum(query_lens, 0) * GROUP, BLOCK_M)
     tl.store(tiles, 0)
@@ -93,6 +95,13 @@ def plan_shares_kernel(
     tl.store(tiles + 1 + reqs, ends, mask=here)
     tl.store(tiles + 1 + num_reqs, everything)
     size = tl.maximum(tl.cdiv(everything, programs), least)
+    # Streams that are all alike are cut less if a share is a whole number of them, or they are one of shares.
+    longest = tl.maximum(tl.max(tl.where(query_lens > 0, streams, 0), 0), 1)
+    alike = tl.min(tl.where(query_lens > 0, streams, longest), 0) == longest
+    whole = tl.where(
+        size < longest, tl.cdiv(longest, tl.maximum(longest // size, 1)), tl.cdiv(size, longest) * longest
+    )
+    size = tl.where(alike & (whole - size <= tl.maximum(size // 32, 4)), whole, size)
     tl.store(tiles + 2 + num_reqs, size)
     lanes = tl.arange(0, SHARES)
     for done in tl.range(0, programs, SHARES):
