@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from attnplug.registry.decision import Placement
 from attnplug.registry.devices import is_here
 from attnplug.registry.tuned import layer_key, other_version
 
 if TYPE_CHECKING:
-    from attnplug.registry.decision import Placement
+    from attnplug.registry.decision import Candidate, Decision
     from attnplug.registry.evidence import Pages
     from attnplug.registry.installed import Assumed
     from attnplug.registry.measured_choice import Measured
@@ -103,6 +104,41 @@ def _ranked(applying: _Applying, order: list[Offer], pages: Sequence[Pages]) -> 
     return Ranked([*ranked, *others, *failed], found.measured, times)
 
 
+def better_alone(tables: Tables, composite: Decision, alone: Decision) -> Measured | None:
+    """How much faster one backend is than a composite for a layer, by measured times; None where it is not.
+
+    The steps of each phase have the times of the composite's half, and mixed steps its own.
+
+    Args:
+        tables: the tables, the most important first.
+        composite: the decision for a composite.
+        alone: the decision for one backend in both phases.
+    """
+    placement = Placement(alone.spec, alone.device)
+    for table in tables.tables:
+        layer = table.times.get(layer_key(alone.spec)) if table.is_for(alone.device) else None
+        if layer is None or composite.chosen is None or alone.chosen is None:
+            continue
+        applying = _Applying(table, layer[None], placement, alone.assumed, is_here(alone.device), [])
+        runs = [
+            applying.run_of(each, _pages_of(decision))
+            for each, decision in ((composite.chosen, composite), (alone.chosen, alone))
+        ]
+        pair, one = runs
+        if pair is None or one is None or pair.failed or one.failed or not pair.rows or not one.rows:
+            continue
+        # Without a mixed step, or with steps that only one of the two was measured at, nothing is compared.
+        if pair.rows.keys() != one.rows.keys() or not applying.times.has_mixed(pair):
+            continue
+        return applying.times.overall_gain(one, pair)
+    return None
+
+
+def _pages_of(decision: Decision) -> Pages:
+    size, layout = decision.block_size, decision.kv_cache_layout
+    return None if size is None or layout is None else (size, layout)
+
+
 def _words(device: Any) -> str:
     return f"{device} ({device.name})" if device.name else str(device)
 
@@ -128,7 +164,7 @@ class _Applying:
         """Note something about the table."""
         self.notes.append(f"{self.table.name} {what}")
 
-    def run_of(self, offer: Offer, pages: Pages) -> Run | None:
+    def run_of(self, offer: Offer | Candidate, pages: Pages) -> Run | None:
         """The run of an offer that applies here; a failed one comes before all others."""
         mine = self.times.by_owner.get((offer.name, offer.distribution))
         if mine is None:

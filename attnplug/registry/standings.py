@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from attnplug.core.spec import Phase
 from attnplug.registry.measured_choice import MIN_GAIN, Measured
+from attnplug.registry.records import COMPOSITE_SEPARATOR
 
 if TYPE_CHECKING:
     from attnplug.registry.evidence import Pages, Subject
@@ -83,7 +84,9 @@ class PhaseTimes:
 
     def _prepare(self) -> None:
         """Compare what selections most likely ask for: all backends, with any of them as the default."""
-        timed = [[each for each in runs if each.rows and not each.failed] for runs in self.by_owner.values()]
+        # Composites are no candidates unless a plan compares one with one backend.
+        alone = (runs for owner, runs in self.by_owner.items() if COMPOSITE_SEPARATOR not in owner[0])
+        timed = [[each for each in runs if each.rows and not each.failed] for runs in alone]
         choices = [[each.number for each in runs] for runs in timed if runs]
         # A backend with rows of several versions or pages takes part with one of them.
         for numbers in itertools.islice(itertools.product(*choices), _MOST_PREPARED):
@@ -98,8 +101,12 @@ class PhaseTimes:
             found = self._standings[key] = self._compared(default, numbers)
         return found
 
+    def has_mixed(self, run: Run) -> bool:
+        """Whether a run has times of a mixed step."""
+        return any(self._phases[place] is None for place in run.rows)
+
     def _compared(self, default: int, numbers: Sequence[int]) -> Standing:
-        own, weights = self._runs[default], self._weights
+        own = self._runs[default]
         shapes = sorted(own.rows)
         # Who was not measured at every shape of the default cannot be compared with it.
         timed = [self._runs[n] for n in numbers if self._runs[n].rows.keys() >= own.rows.keys()]
@@ -113,21 +120,38 @@ class PhaseTimes:
         )
         rest = [number for number in order if number != winner]
         over = default if winner != default else next(iter(rest), None)
-        shown = max(shapes, key=weights.__getitem__)
-        measured = Measured(
-            winner == default,
-            None if over is None else self._runs[over].subject.backend,
-            1.0 if over is None else round(scores[over] / scores[winner], 4),
-            self._names[shown],
-            len(shapes),
-            round(self._spread(self._runs[winner], own, shapes), 5),
-            max(self._runs[winner].rows[shape].date for shape in shapes)[:10],
-            self._table,
-        )
+        ratio = 1.0 if over is None else scores[over] / scores[winner]
+        measured = self._measured(self._runs[winner], over, ratio, own)
+        shown = self._heaviest(shapes)
         phases = {self._phases[shape] for shape in shapes}
         found = (winner, *rest)
         times = tuple(self._runs[number].rows[shown].us for number in found)
         return Standing(found, times, measured, next(iter(phases)) if len(phases) == 1 else None)
+
+    def overall_gain(self, one: Run, other: Run) -> Measured | None:
+        """How much faster one run is than another over all steps that both have; None if not beyond the noise."""
+        shapes = sorted(one.rows.keys() & other.rows.keys())
+        scores = self._scores((one, other), shapes)
+        gain = scores[other.number] / scores[one.number]
+        if gain <= 1 + max(MIN_GAIN, 2 * self._spread(one, other, shapes)):
+            return None
+        return self._measured(one, other.number, gain, other)
+
+    def _heaviest(self, shapes: Sequence[int]) -> int:
+        return max(shapes, key=self._weights.__getitem__)
+
+    def _measured(self, winner: Run, over: int | None, ratio: float, default: Run) -> Measured:
+        shapes = sorted(default.rows)
+        return Measured(
+            winner is default,
+            None if over is None else self._runs[over].subject.backend,
+            round(ratio, 4),
+            self._names[self._heaviest(shapes)],
+            len(shapes),
+            round(self._spread(winner, default, shapes), 5),
+            max(winner.rows[shape].date for shape in shapes)[:10],
+            self._table,
+        )
 
     def _scores(self, timed: Sequence[Run], shapes: Sequence[int]) -> dict[int, float]:
         """Weighted times, each shape relative to its fastest backend, so that long steps do not hide short ones."""
@@ -169,4 +193,20 @@ def _runs(layer: TunedLayer, phase: Phase | None) -> list[Run]:
             run.rows[place], run.costs[place] = row, layer.cost(row)
         else:
             run.failed = True
-    return list(runs.values())
+    found = list(runs.values())
+    for run in found:
+        if COMPOSITE_SEPARATOR in run.subject.backend:
+            _take_halves(run, found, layer)
+    return found
+
+
+def _take_halves(run: Run, runs: Sequence[Run], layer: TunedLayer) -> None:
+    """Give a composite, which was measured in mixed steps, the times of its halves in the steps of their phases."""
+    names = run.subject.backend.split(COMPOSITE_SEPARATOR)
+    for name, phase in zip(names, (Phase.PREFILL, Phase.DECODE), strict=True):
+        for half in runs:
+            same = half.subject.backend == name and half.pages == run.pages
+            if same and set(half.subject.versions) <= set(run.subject.versions) and not half.failed:
+                places = [place for place in half.rows if layer.workload[place][0].phase is phase]
+                run.rows |= {place: half.rows[place] for place in places}
+                run.costs |= {place: half.costs[place] for place in places}

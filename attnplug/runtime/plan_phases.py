@@ -10,6 +10,7 @@ from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import BackendUnavailableError, LayoutError
 from attnplug.core.spec import Phase
 from attnplug.registry.decision import Decision
+from attnplug.registry.measured import better_alone
 from attnplug.registry.policy import Rule, rule_for, rule_sets
 from attnplug.registry.registry import Registry, Rules, SelectKwargs
 from attnplug.runtime.plan_choice import unambiguous
@@ -97,7 +98,8 @@ class _Layer:
             return self._one_backend(), None
         first = self._composite(self._best(Phase.PREFILL), self._best(Phase.DECODE))
         if first:
-            return first, None
+            faster = self._better_alone(first)
+            return (first, None) if faster is None else (self.both, faster)
         refused = next(candidate for candidate in first.refused if "+" in candidate.name)
         why = "; ".join(refused.reasons)
         if self.rules is None and self.both:
@@ -114,6 +116,14 @@ class _Layer:
             first,
             refused.reasons,
         )
+
+    def _better_alone(self, composite: Decision) -> str | None:
+        """Why one backend serves a layer better than the composite of its phases: times of mixed steps."""
+        if self.rules is not None or not self.both:
+            return None
+        tables = self.registry.tuned_tables(self.both.device, self.kwargs.get("tuned"))
+        found = better_alone(tables, composite, self.both)
+        return None if found is None else f"{self.both.backend} was {found}"
 
     def _encoder(self) -> Decision:
         """An encoder computes all its tokens at once, so its backend for prefill serves both phases."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -95,6 +96,27 @@ def run_jobs(device: Device, jobs: Sequence[Job], seconds: float = SECONDS) -> I
         for number, name in seen.failed:
             rest = _without(rest, number, name)
         rest = [job for job in rest if job.number not in seen.done]
+
+
+def events_of(workers: Iterable[Iterator[Event]], at_once: int) -> Iterator[Event]:
+    """The events of workers about their jobs, with at most `at_once` workers running at the same time."""
+    waiting, running = iter(workers), list[Iterator[Event]]()
+    try:
+        while True:
+            running += itertools.islice(waiting, at_once - len(running))
+            if not running:
+                return
+            for worker in tuple(running):
+                event = next(worker, None)
+                if event is None:
+                    running.remove(worker)
+                elif "job" in event:
+                    yield event
+    finally:
+        # A worker that is closed ends its process.
+        for worker in running:
+            if isinstance(worker, Generator):
+                worker.close()
 
 
 def _failed(number: int, name: str, why: str) -> Event:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 _ROWS = 4
 """The first and the last rows of a request that are compared: the whole of a long prefill would take minutes."""
-_REQUESTS = 3
 _WITHOUT: dict[Feature, dict[str, Any]] = {
     Feature.SLIDING_WINDOW: {"window": (-1, -1)},
     Feature.CHUNKED_LOCAL: {"chunk_size": None},
@@ -89,7 +89,10 @@ class _Part:
 
 def _parts(inputs: StepInputs) -> Iterator[_Part]:
     spec, shape = inputs.spec, inputs.shape
-    chosen = sorted({0, shape.batch // 2, shape.batch - 1})[:_REQUESTS]
+    lengths = inputs.shape.lengths
+    # Of a mixed step, the last request that decodes and the first that prefills are among them.
+    chosen = sorted({0, shape.decodes - 1, shape.decodes, shape.requests // 2, shape.requests - 1} - {-1})
+    begins = [0, *itertools.accumulate(shape.query_lens)]
     kv_heads = sorted({0, spec.num_kv_heads - 1})
     group = spec.num_heads // spec.num_kv_heads
     # The first and the last query head of each KV head: a wrong mapping of heads is wrong in these too.
@@ -97,11 +100,10 @@ def _parts(inputs: StepInputs) -> Iterator[_Part]:
     tensors = _tensors_of(inputs.tensors, heads)
     for request in chosen:
         keys, values = inputs.keys(request)
-        length, begin = shape.lengths[request], request * shape.query
-        firsts = {0, max(shape.query - _ROWS, 0)}
-        for first in sorted(firsts):
-            rows = min(_ROWS, shape.query - first)
-            end = length - shape.query + first + rows
+        length, begin, new = lengths[request], begins[request], shape.query_lens[request]
+        for first in sorted({0, max(new - _ROWS, 0)}):
+            rows = min(_ROWS, new - first)
+            end = length - new + first + rows
             # Without causality a query sees all keys, so only the last rows have none after them.
             if not spec.causal and end != length:
                 continue

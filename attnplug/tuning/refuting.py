@@ -18,7 +18,7 @@ def record_wrong(contender: Contender, spec: LayerSpec, row: Row, feature: str) 
     offer, device = contender.offer, contender.subject.device
     cell = {
         "feature": feature,
-        "phase": str(row.shape.phase),
+        "phase": str(row.shape.phase or "mixed"),
         "head_size": spec.head_size,
         "dtype": spec.dtype,
         "kv_cache_dtype": spec.kv_cache_dtype,

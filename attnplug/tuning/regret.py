@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from attnplug.registry.tuned import RowStatus, TunedLayer, TunedTable
+from attnplug.registry.records import COMPOSITE_SEPARATOR
+from attnplug.registry.tuned import TunedLayer, TunedTable
 
 if TYPE_CHECKING:
     from attnplug.registry.installed import AssumeInstalled
@@ -92,8 +93,11 @@ def regrets(
 
 
 def _costs(layer: TunedLayer, shape: StepShape) -> dict[str, float]:
-    rows = (row for row in layer.rows if row.shape == shape and row.status is RowStatus.MEASURED)
-    return {row.subject.backend: layer.cost(row) for row in rows}
+    rows = (row for row in layer.rows if row.shape == shape and row.is_measured)
+    # One choice is one backend: plans compare composites.
+    return {
+        row.subject.backend: layer.cost(row) for row in rows if COMPOSITE_SEPARATOR not in row.subject.backend
+    }
 
 
 def versions_of(table: TunedTable) -> dict[str, str]:

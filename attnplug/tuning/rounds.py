@@ -85,6 +85,7 @@ def measure_in_turns(
     for name in order:
         runs[name]()
     moments: list[Moment] = [] if watch is None else [watch()]
+    number, steady = 0, list[int]()
     for number in range(rounds if watch is None else rounds + MORE_ROUNDS):
         turn = number % len(order)
         for name in (*order[turn:], *order[:turn]):

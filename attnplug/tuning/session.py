@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from attnplug.core.composite import CompositeBackend
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.decision import Decision, Placement
-from attnplug.registry.gates import preferred_pages, serving
+from attnplug.registry.decision import Decision
 from attnplug.registry.tuned import Row, RowStatus, TunedLayer, TunedTable, layer_key, merged
 from attnplug.tuning.cells import Contender, LayerKind, Observer, Outcome, TuneCell
-from attnplug.tuning.jobs import Event, Job, run_jobs
+from attnplug.tuning.contenders import composites, contenders
+from attnplug.tuning.jobs import Event, Job, events_of, run_jobs
 from attnplug.tuning.rounds import ROUNDS
-from attnplug.tuning.subjects import subject_of
-from attnplug.tuning.workloads import Workload, shapes_for
+from attnplug.tuning.workloads import Workload, measurable
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
 _CHECKS_AT_ONCE = 4
 _OUT_OF_MEMORY = "OutOfMemoryError"
 
+Save: TypeAlias = Callable[[Callable[["TunedTable | None"], "TunedTable"]], "TunedTable"]
 Run = Callable[["Device", Sequence[Job]], Iterable[Event]]
 
 
@@ -64,7 +63,7 @@ class Tuner:
         self._left_out: dict[str, str] = {}
         self.kinds: list[LayerKind] = []
         for spec, names in layers.items():
-            part, why = _measurable(spec, workload)
+            part, why = measurable(spec, workload)
             if why:
                 self._left_out[names[0]] = why
             if part:
@@ -86,7 +85,7 @@ class Tuner:
         self,
         old: TunedTable | None,
         observer: Observer,
-        save: Callable[[Callable[[TunedTable | None], TunedTable]], TunedTable],
+        save: Save,
         budget: float | None = None,
     ) -> Outcome:
         """Check and measure what `old` does not have.
@@ -100,27 +99,63 @@ class Tuner:
         Raises:
             KeyboardInterrupt: the user's; what was measured is saved.
         """
-        kept, pending = self._split(old)
-        observer.planned(len(kept), len(pending))
-        compiled = self._check_all(pending, observer)
-        outcome = Outcome(TunedTable(self.device, ()), [], kept, [], compiled, self._left_out)
-        deadline = None if budget is None else self._clock() + budget
-        table = save(self._change)
-        for cell in self._time_all(pending, observer, deadline):
-            outcome.measured.append(cell)
-            table = save(self._change)
-        outcome.left = [cell for cell in pending if cell not in outcome.measured]
+        outcome = Outcome(TunedTable(self.device, ()), [], [], [], {}, self._left_out)
+        first = [cell for cell in self.cells if cell.shape.phase is not None]
+        rest = self._measure(first, old, observer, save, budget, outcome)
+        # Mixed steps come last, because the winners of the phases together are one of their candidates.
+        if len(first) < len(self.cells):
+            self._measure(self._mixed_cells(), old, observer, save, rest, outcome)
+        table = outcome.table
         outcome.table = save(
             lambda current: dataclasses.replace(self._change(current), choices=self.choices(table))
         )
         return outcome
 
+    def _measure(
+        self,
+        cells: Sequence[TuneCell],
+        old: TunedTable | None,
+        observer: Observer,
+        save: Save,
+        budget: float | None,
+        outcome: Outcome,
+    ) -> float | None:
+        """Check and measure cells; gives the seconds that are left of the budget."""
+        kept, pending = self._split(cells, old)
+        observer.planned(len(kept), len(pending))
+        for name, seconds in self._check_all(pending, observer).items():
+            outcome.compiled[name] = outcome.compiled.get(name, 0.0) + seconds
+        began = self._clock()
+        deadline = None if budget is None else began + budget
+        outcome.table = save(self._change)
+        measured = []
+        for cell in self._time_all(pending, observer, deadline):
+            measured.append(cell)
+            outcome.table = save(self._change)
+        outcome.kept += kept
+        outcome.measured += measured
+        # A cell whose backends all failed has nothing left to measure.
+        outcome.left += [cell for cell in pending if cell not in measured and self._alive(cell)]
+        return None if budget is None else max(0.0, budget - (self._clock() - began))
+
+    def _mixed_cells(self) -> list[TuneCell]:
+        """The mixed steps, with the composite of the backends that are fastest in each phase so far."""
+        table = self._change(None)
+        return [
+            dataclasses.replace(
+                cell, contenders=(*cell.contenders, *composites(self.registry, self.device, cell.spec, table))
+            )
+            for cell in self.cells
+            if cell.shape.phase is None
+        ]
+
     def decisions(self, table: TunedTable) -> list[tuple[LayerKind, Phase | None, Decision]]:
         """The choice by a table for each kind of layer: in each phase, and where it is another one, for both."""
         found = []
         for kind in self.kinds:
-            phases = [phase for phase in Phase if any(shape.phase is phase for shape, _ in kind.workload)]
-            for phase in (*phases, *((None,) if len(phases) > 1 else ())):
+            there = {shape.phase for shape, _ in kind.workload}
+            phases = [phase for phase in Phase if phase in there]
+            for phase in (*phases, *((None,) if len(there) > 1 or None in there else ())):
                 decision = self.registry.explain(kind.spec, self.device, phase, tuned=table)
                 if decision:
                     found.append((kind, phase, decision))
@@ -148,40 +183,20 @@ class Tuner:
     def _made_cells(self) -> list[TuneCell]:
         cells = []
         for place, kind in enumerate(self.kinds):
-            by_phase = {phase: self._contenders(kind, phase) for phase in Phase}
+            there = dict.fromkeys(shape.phase for shape, _ in kind.workload)
+            by_phase = {
+                phase: contenders(self.registry, self.device, kind.spec, phase, self._backends)
+                for phase in there
+            }
             for shape, weight in kind.workload:
                 if by_phase[shape.phase]:
                     cells.append(TuneCell(place, kind.spec, shape, weight, by_phase[shape.phase]))
         # The sort is stable, so equal cells keep the order of the model.
         return sorted(cells, key=lambda cell: -cell.weight * len(self.kinds[cell.layer].names))
 
-    def _contenders(self, kind: LayerKind, phase: Phase) -> tuple[Contender, ...]:
-        """The accepted backends in the order of their priority; of the others than the first, those asked for."""
-        decision = self.registry.explain(kind.spec, self.device, phase, tuned=False)
-        plugins = self.registry.plugins
-        wanted = (
-            None if self._backends is None else {o for name in self._backends for o in plugins.find(name)}
-        )
-        found: list[Contender] = []
-        for candidate in decision.candidates:
-            offer = next(
-                (
-                    o
-                    for o in plugins.offers
-                    if (o.name, o.distribution) == (candidate.name, candidate.distribution)
-                ),
-                None,
-            )
-            if not candidate.accepted or offer is None or issubclass(offer.backend, CompositeBackend):
-                continue
-            if found and wanted is not None and offer not in wanted:
-                continue
-            served, asked = serving(offer, Placement(kind.spec, self.device, phase))
-            pages = preferred_pages(served.backend, asked.spec, self.device)
-            found.append(Contender(offer, subject_of(offer, self.device), pages))
-        return tuple(found)
-
-    def _split(self, old: TunedTable | None) -> tuple[list[TuneCell], list[TuneCell]]:
+    def _split(
+        self, cells: Sequence[TuneCell], old: TunedTable | None
+    ) -> tuple[list[TuneCell], list[TuneCell]]:
         """The cells that the table has whole, whose rows are taken over, and the others.
 
         A cell with a new backend or version is measured again as a whole, because only backends that take turns can be
@@ -190,7 +205,7 @@ class Tuner:
         kept: list[TuneCell] = []
         pending: list[TuneCell] = []
         usable = old is not None and old.is_for(self.device) and dict(old.policy) == self.policy
-        for cell in self.cells:
+        for cell in cells:
             layer = old.by_key.get(layer_key(cell.spec)) if old is not None and usable else None
             found = [_earlier(layer, cell.shape, each) for each in cell.contenders]
             if not all(found):
@@ -212,35 +227,20 @@ class Tuner:
         for jobs in by_backend.values():
             observer.checking(jobs[0].backends[0][0], len(jobs))
         crowded: list[Job] = []
-        for event in self._events_of(by_backend.values()):
+        for event in events_of(map(self._started, by_backend.values()), self._checks_at_once):
+            cell, each = checks[event["job"]]
             if event["event"] == "failed" and _OUT_OF_MEMORY in event["why"] and self._checks_at_once > 1:
-                cell, each = checks[event["job"]]
                 crowded.append(self._job(event["job"], cell, [each]))
             else:
-                self._note_check(*checks[event["job"]], event, observer, compiled)
+                self._note_check(cell, each, event, observer, compiled)
         # The workers share the device's memory, so a backend that found too little is run again alone.
-        for event in self._events_of([[job] for job in crowded], at_once=1):
-            self._note_check(*checks[event["job"]], event, observer, compiled)
+        for event in events_of((self._started([job]) for job in crowded), 1):
+            cell, each = checks[event["job"]]
+            self._note_check(cell, each, event, observer, compiled)
         return compiled
 
-    def _events_of(self, groups: Iterable[list[Job]], at_once: int | None = None) -> Iterator[Event]:
-        """The events of several workers, some of which run at once; those that concern no job are left out."""
-        waiting = [self._run(self.device, jobs) for jobs in groups]
-        running: list[Iterator[Event]] = []
-        try:
-            while waiting or running:
-                while waiting and len(running) < (at_once or self._checks_at_once):
-                    running.append(iter(waiting.pop(0)))
-                for worker in list(running):
-                    event = next(worker, None)
-                    if event is None:
-                        running.remove(worker)
-                    elif "job" in event:
-                        yield event
-        finally:
-            for worker in running:
-                if isinstance(worker, Generator):
-                    worker.close()
+    def _started(self, jobs: Sequence[Job]) -> Iterator[Event]:
+        return iter(self._run(self.device, jobs))
 
     def _note_check(
         self,
@@ -362,21 +362,3 @@ def _earlier(layer: TunedLayer | None, shape: StepShape, contender: Contender) -
     same = (row for row in mine if row.shape == shape and row.pages == contender.pages)
     bad = (row for row in mine if row.shape.phase is shape.phase and row.status is not RowStatus.MEASURED)
     return next(same, None) or next(bad, None)
-
-
-def _measurable(spec: LayerSpec, workload: Workload) -> tuple[Workload, str]:
-    """The shapes of a layer that can be measured; and why not all, else ""."""
-    if spec.sparse is not None or spec.mm_prefix:
-        return (
-            (),
-            f"is {'sparse' if spec.sparse else 'of spans'}: its steps need inputs that no workload describes",
-        )
-    if spec.attn_type == "encoder_decoder":
-        return (), "attends an encoder: no workload has its tokens"
-    part = shapes_for(spec, workload)
-    if spec.mla is not None:
-        # Backends prefill latents in unlike parts, some with keys that the engine expands.
-        return tuple(
-            each for each in part if each[0].phase is Phase.DECODE
-        ), "is MLA: only decodes are measured"
-    return part, "" if part else "computes all its tokens at once, and the workload has no such prefill"

@@ -91,7 +91,7 @@ def made_inputs(
     """
     torch.manual_seed(_SEED)
     dtype = STORAGE_DTYPES[spec.dtype]
-    lengths, count = shape.lengths, shape.batch * shape.query
+    lengths, news, count = shape.lengths, shape.query_lens, shape.tokens
 
     def random(*sizes: int) -> torch.Tensor:
         return torch.randn(*sizes, device=device, dtype=dtype)
@@ -99,7 +99,7 @@ def made_inputs(
     query = random(count, spec.num_heads, spec.query_size)
     caches: list[torch.Tensor] = []
     if pages is None:
-        table = torch.zeros(shape.batch, 1, dtype=torch.int32)
+        table = torch.zeros(shape.requests, 1, dtype=torch.int32)
         slots = torch.full((count,), -1, dtype=torch.int64)
         key = random(sum(lengths), spec.num_kv_heads, spec.head_size)
         values = random(sum(lengths), spec.num_kv_heads, spec.head_size_v)
@@ -122,11 +122,11 @@ def made_inputs(
             k, v = (each[used].flatten(0, 1)[: lengths[request]] for each in (stored_key, stored_value))
             return k, v
 
-        slots = _slots(table, lengths, shape.query, size)
+        slots = _slots(table, lengths, news, size)
         # The new tokens are those that the first cache has, so that writing them changes nothing there.
-        new = [keys(request) for request in range(shape.batch)]
-        key = torch.cat([k[-shape.query :] for k, _ in new]).to(dtype)
-        value = None if spec.mla is not None else torch.cat([v[-shape.query :] for _, v in new]).to(dtype)
+        new = [[each[-count:] for each in keys(request)] for request, count in enumerate(news)]
+        key = torch.cat([k for k, _ in new]).to(dtype)
+        value = None if spec.mla is not None else torch.cat([v for _, v in new]).to(dtype)
     output = torch.full((count, spec.num_heads, spec.output_size), torch.nan, device=device, dtype=dtype)
     lse = torch.full(output.shape[:2], torch.nan, device=device) if spec.needs_lse else None
     common = _common(spec, shape, table, slots, device)
@@ -151,8 +151,8 @@ def made_parts(
     config = BuilderConfig(
         layers={"layer": layer},
         num_speculative_tokens=shape.query - 1 if shape.phase is Phase.DECODE else 0,
-        max_num_seqs=shape.batch,
-        max_num_batched_tokens=max(shape.batch * shape.query, 1),
+        max_num_seqs=shape.requests,
+        max_num_batched_tokens=shape.tokens,
         max_model_len=max(shape.lengths),
     )
     cache: Any = kv_cache_spec_for(spec, 1 if pages is None else pages[0])
@@ -170,10 +170,10 @@ def _random_table(lengths: tuple[int, ...], size: int) -> tuple[torch.Tensor, in
     return table, sum(counts) + 1
 
 
-def _slots(table: torch.Tensor, lengths: tuple[int, ...], new: int, size: int) -> torch.Tensor:
-    """The slots of the last `new` tokens of each request, int64."""
+def _slots(table: torch.Tensor, lengths: tuple[int, ...], news: tuple[int, ...], size: int) -> torch.Tensor:
+    """The slots of the new tokens of each request, its last ones, int64."""
     found = []
-    for row, length in zip(table.long(), lengths, strict=True):
+    for row, length, new in zip(table.long(), lengths, news, strict=True):
         positions = torch.arange(length - new, length)
         found.append(row[positions // size] * size + positions % size)
     return torch.cat(found)
@@ -205,7 +205,8 @@ def _caches(
     if not copies:
         return [first]
     left = spec.window[0]
-    seen = sum(n if left < 0 else min(n, left + shape.query) for n in shape.lengths)
+    steps = zip(shape.lengths, shape.query_lens, strict=True)
+    seen = sum(n if left < 0 else min(n, left + new) for n, new in steps)
     read = max(1, first.nbytes * seen // max(sum(shape.lengths), 1))
     count = min(-(-least_bytes(device) // read), _MOST_COPIES)
     if device.type == "cuda":
@@ -218,16 +219,16 @@ def _caches(
 def _common(
     spec: LayerSpec, shape: StepShape, table: torch.Tensor, slots: torch.Tensor, device: torch.device
 ) -> CommonAttentionMetadata:
-    starts = torch.arange(shape.batch + 1, dtype=torch.int32) * shape.query
+    starts = torch.tensor(np.cumsum([0, *shape.query_lens]), dtype=torch.int32)
     host = np.asarray(shape.lengths, dtype=np.int32)
     return CommonAttentionMetadata(
         query_start_loc=starts.to(device),
         query_start_loc_cpu=starts,
         # The device tensor gets a copy, so that it and the host array share no memory.
         seq_lens=torch.from_numpy(host.copy()).to(device),
-        num_reqs=shape.batch,
-        num_actual_tokens=shape.batch * shape.query,
-        max_query_len=shape.query,
+        num_reqs=shape.requests,
+        num_actual_tokens=shape.tokens,
+        max_query_len=max(shape.query_lens),
         max_seq_len=int(host.max()),
         block_table_tensor=table.to(device),
         slot_mapping=slots.to(device),

@@ -28,6 +28,7 @@ from attnplug.tuning.timers import Timer, synchronize, timer_for
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.metadata import AttentionMetadataBuilder
+    from attnplug.registry.records import Offer
 
 _BUILDS = 9
 _SHORT = 16
@@ -71,7 +72,8 @@ class Runner:
         self._timer: Timer = timer or timer_for(device.type)
         self._host_timer: Timer = timer or timer_for(device.type, host=True)
         self._where = torch.device("cpu" if device.type == "cpu" else "cuda")
-        self._offers = {(o.name, o.distribution): o for o in get_registry().plugins.every_offer}
+        self._plugins = get_registry().plugins
+        self._offers = {(o.name, o.distribution): o for o in self._plugins.every_offer}
 
     def ceilings(self) -> dict[str, str]:
         """The copy and the matmul of the device, measured now."""
@@ -114,9 +116,10 @@ class Runner:
             try:
                 inputs, call, builder = self._made(job, name, distribution)
                 builds[name] = self._build_us(lambda: builder.build(0, inputs.common))  # noqa: B023
-                short = job.shape.query <= _SHORT
+                # Engines replay decodes as graphs, and issue mixed steps and prefills.
+                short = job.shape.query <= _SHORT and job.shape.phase is not None
                 graph = short and _has_graphs(builder, job.shape.query)
-                # Engines replay decodes. A backend without graphs pays for its launches there.
+                # A backend without graphs pays for its launches there.
                 timer = self._host_timer if short and not graph else self._timer
                 run = timer.prepare(call, max(len(inputs.caches), 1), graph=graph)
                 runs[name] = self._announced(job, name, run)
@@ -153,11 +156,17 @@ class Runner:
 
         return announced
 
+    def _offer(self, name: str, distribution: str | None) -> Offer:
+        found = self._offers.get((name, distribution))
+        # A composite is no offer of a plugin: its halves are.
+        pairs = self._plugins.find(name) if found is None else (found,)
+        return next(offer for offer in pairs if offer.distribution == distribution)
+
     def _made(
         self, job: Job, name: str, distribution: str | None
     ) -> tuple[StepInputs, Callable[[int], object], AttentionMetadataBuilder[Any]]:
         """The inputs of a job for one backend, its forward, and its builder."""
-        offer = self._offers[name, distribution]
+        offer = self._offer(name, distribution)
         served, asked = serving(offer, Placement(job.spec, self._device, job.shape.phase))
         backend: type[AttentionBackend] = served.backend
         if (reason := import_parts(backend)) is not None:

@@ -21,6 +21,7 @@ _NAMED = {
         ("decode 16 x 4 of 4k", 1.0),
         ("prefill 4 x 1k", 1.0),
         ("prefill 4 x 512 of 4k ragged", 1.0),
+        ("mixed 48 x 4k + 1 x 512 of 2k ragged", 1.0),
     ),
     "long": (
         ("decode 8 x 64k ragged", 4.0),
@@ -98,6 +99,24 @@ def shapes_for(spec: LayerSpec, workload: Workload) -> Workload:
     if not spec.is_encoder and not spec.direct_kv:
         return workload
     return tuple((s, weight) for s, weight in workload if s.phase is Phase.PREFILL and s.query == s.context)
+
+
+def measurable(spec: LayerSpec, workload: Workload) -> tuple[Workload, str]:
+    """The shapes of a layer that can be measured; and why not all, else ""."""
+    if spec.sparse is not None or spec.mm_prefix:
+        return (
+            (),
+            f"is {'sparse' if spec.sparse else 'of spans'}: its steps need inputs that no workload describes",
+        )
+    if spec.attn_type == "encoder_decoder":
+        return (), "attends an encoder: no workload has its tokens"
+    part = shapes_for(spec, workload)
+    if spec.mla is not None:
+        # Backends prefill latents in unlike parts, some with keys that the engine expands.
+        return tuple(
+            each for each in part if each[0].phase is Phase.DECODE
+        ), "is MLA: only decodes are measured"
+    return part, "" if part else "computes all its tokens at once, and the workload has no such prefill"
 
 
 def layers_of(specs: Mapping[str, LayerSpec], block_size: int | None) -> dict[LayerSpec, list[str]]:

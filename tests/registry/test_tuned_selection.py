@@ -437,6 +437,56 @@ def test_ranks_with_unlike_tables_have_unlike_plans() -> None:
         compare_digests(plans)
 
 
+MIXED = StepShape.parse("mixed 16 x 4k + 1 x 512")
+
+
+def in_three(name: str, decode: float, prefill: float, mixed: float, **facts: Any) -> list[Row]:
+    times = ((DECODE, decode), (PREFILL, prefill), (MIXED, mixed))
+    return [row(name, us, shape, **facts) for shape, us in times]
+
+
+def by_phase(tuned: TunedTable, **asked: Any) -> Any:
+    """The plan of one layer; nothing is imported, because the fakes have no parts."""
+    from attnplug import plan
+
+    return plan({"layer": SPEC}, "cpu", registry=of(), tuned=tuned, assume_installed="all", **asked)
+
+
+@pytest.mark.parametrize(
+    ("pair", "rows", "served"),
+    [
+        # The pair gains half of each phase, and its mixed steps are as fast.
+        (100.0, 3, "A+B"),
+        # Its mixed steps are so slow that A alone is faster over all steps.
+        (900.0, 3, "A"),
+        # It was not measured at mixed steps, or A was not: nothing is compared.
+        (None, 3, "A+B"),
+        (900.0, 2, "A+B"),
+    ],
+)
+def test_a_composite_serves_unless_its_mixed_steps_are_measured_slower(
+    pair: float | None, rows: int, served: str
+) -> None:
+    times = [*in_three("A", 200.0, 100.0, 100.0)[:rows], *in_three("B", 100.0, 200.0, 100.0)[:rows]]
+    tuned = table(*times, *([] if pair is None else [row("A+B", pair, MIXED)]))
+    made = by_phase(tuned, per_phase=True)
+    assert made.decisions["layer"].backend == served
+    notes = [note for note in made.notes if "would prefill on A and decode on B" in note]
+    assert len(notes) == (served == "A")
+    if notes:
+        assert "but A was measured " in notes[0]
+        assert "x faster than A+B at decode 64 x 8k and 2 more, spread 0.4 %, 2026-11-22" in notes[0]
+        assert notes[0].endswith("A serves both phases")
+    # A user who asks for the pair gets it.
+    assert by_phase(tuned, backend="prefill=A,decode=B").decisions["layer"].backend == "A+B"
+
+
+def test_times_of_halves_with_other_pages_say_nothing_about_a_composite() -> None:
+    times = [*in_three("A", 200.0, 100.0, 100.0), *in_three("B", 100.0, 200.0, 100.0)]
+    tuned = table(*times, row("A+B", 900.0, MIXED, pages=(64, "NHD")))
+    assert by_phase(tuned, per_phase=True).decisions["layer"].backend == "A+B"
+
+
 def test_a_plan_notes_pages_that_were_not_measured() -> None:
     from attnplug import plan
 

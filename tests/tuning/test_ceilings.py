@@ -12,7 +12,8 @@ from attnplug.tuning.ceilings import COPY, MATMUL, measured_ceilings, share_of_c
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=8, head_size_v=6)
 DIMS = MLADims(q_lora_rank=None, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
-SHAPES = ("decode 3 x 70 ragged", "decode 2 x 3 of 50", "prefill 2 x 40", "prefill 2 x 20 of 60 ragged")
+SHAPES = ("decode 3 x 70 ragged", "decode 2 x 3 of 50", "prefill 2 x 40", "prefill 2 x 20 of 60 ragged",
+          "mixed 3 x 70 + 2 x 20 of 60 ragged")  # fmt: skip
 
 
 def visible(spec: LayerSpec, position: int, length: int) -> set[int]:
@@ -32,12 +33,12 @@ def visible(spec: LayerSpec, position: int, length: int) -> set[int]:
 def test_bytes_and_operations_are_those_of_the_keys_that_queries_see(spec: LayerSpec, shape: str) -> None:
     step = StepShape.parse(shape)
     pairs = keys = 0
-    for length in step.lengths:
-        rows = [visible(spec, position, length) for position in range(length - step.query, length)]
+    for length, new in zip(step.lengths, step.query_lens, strict=True):
+        rows = [visible(spec, position, length) for position in range(length - new, length)]
         pairs += sum(map(len, rows))
         keys += len(set().union(*rows))
     assert step_flops(spec, step) == 2 * 4 * (8 + 6) * pairs
-    assert step_bytes(spec, step) == keys * 2 * (8 + 6) * 2 + step.batch * step.query * 4 * (8 + 6) * 2
+    assert step_bytes(spec, step) == keys * 2 * (8 + 6) * 2 + step.tokens * 4 * (8 + 6) * 2
 
 
 def test_cached_numbers_of_a_byte_and_latents() -> None:

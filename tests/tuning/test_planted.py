@@ -39,6 +39,14 @@ class Machine:
         command = [sys.executable, "-m", "attnplug", *map(str, arguments)]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
+    def python(self, code: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(self.plugins), "XDG_DATA_HOME": str(self.data)}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=300, check=True
+        )
+        return done.stdout
+
     def tune(self, *arguments: object) -> subprocess.CompletedProcess[str]:
         given = ("tune", self.config, "--device", "cpu", *SHAPES, "--output", self.table, *arguments)
         done = self.run(*given)
@@ -115,3 +123,31 @@ def test_a_new_version_leaves_exactly_its_rows_out_and_is_measured_again(machine
     )
     assert "4 cells to measure" in machine.tune().stderr
     assert next(iter(machine.chosen("--tuned", machine.table).values()))["backend"] == "TORCH"
+
+
+@pytest.mark.rare
+def test_a_composite_of_the_phases_winners_is_measured_in_mixed_steps(machine: Machine) -> None:
+    """One is slow in decodes and the other in prefills, so a plan by phase takes the fast half of each."""
+    from attnplug.registry.step_shapes import StepShape
+
+    slow = "import time; time.sleep(0.02 * (args[1].shape[0] {} 4))"
+    plant(machine.plugins, "PREFILLS", priority=900, attend=slow.format("<="))
+    plant(machine.plugins, "DECODES", priority=800, attend=slow.format(">"))
+    steps = "decode 2 x 64, prefill 2 x 32, mixed 2 x 64 + 1 x 32"
+    done = machine.run(
+        "tune", machine.config, "--device", "cpu", "--workload", steps, "--backends", "DECODES", "--output",
+        machine.table,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [row for layer in read_table(machine.table).layers for row in layer.rows]
+    assert {row.status for row in rows} == {RowStatus.MEASURED}
+    pair = [row for row in rows if row.subject.backend == "PREFILLS+DECODES"]
+    # Two kinds of layer.
+    assert [row.shape for row in pair] == [StepShape.parse("mixed 2 x 64 + 1 x 32")] * 2
+    code = f"""
+import attnplug
+from attnplug.integrations.transformers import read_config
+plan = attnplug.plan(read_config({str(machine.config)!r}), "cpu", per_phase=True, tuned={str(machine.table)!r})
+print(*plan.backends)
+"""
+    assert machine.python(code).split() == ["PREFILLS+DECODES"]

@@ -301,6 +301,51 @@ def test_times_of_another_policy_or_device_are_not_kept(case: Case) -> None:
     assert read_table(case.path).device == CPU
 
 
+MIXED = workload_of("decode 8 x 1k, prefill 2 x 1k, mixed 4 x 1k + 1 x 64")
+
+
+def test_a_mixed_step_is_measured_last_with_the_composite_of_the_phases_winners(case: Case) -> None:
+    case.workers.times["A+B"] = 60.0
+    plain = case.workers._event
+
+    def event(job: Job, name: str) -> Event:
+        found = plain(job, name)
+        # A is the fastest in prefills, and B in decodes.
+        return (
+            {**found, "us": 10.0} if job.timed and name == "A" and job.shape.phase is Phase.PREFILL else found
+        )
+
+    case.workers._event = event  # type: ignore[method-assign]
+    outcome = case.run(layers={SPEC: ["0", "1"]}, workload=MIXED)
+    assert case.workers.timed == [
+        "decode 8 x 1k A+B+C", "prefill 2 x 1k A+B+C", "mixed 4 x 1k + 1 x 64 A+B+C+A+B",
+    ]  # fmt: skip
+    rows = {(str(row.shape), row.subject.backend): row for row in outcome.table.layers[0].rows}
+    assert rows["mixed 4 x 1k + 1 x 64", "A+B"].us == 60.0
+    assert read_table(case.path).to_dict()["cells"] == outcome.table.to_dict()["cells"]
+    case.workers.jobs.clear()
+    assert len(case.run(layers={SPEC: ["0", "1"]}, workload=MIXED).kept) == 3
+    assert case.workers.jobs == []
+    # No selection chooses a composite by itself.
+    decision = registry(*FAKES).explain(SPEC, CPU, tuned=outcome.table)
+    assert [each.name for each in decision.candidates] == ["A", "B", "C"]
+
+
+def test_without_two_winners_a_mixed_step_is_measured_with_single_backends(case: Case) -> None:
+    case.run(layers={SPEC: ["0"]}, workload=MIXED)
+    assert case.workers.timed[-1] == "mixed 4 x 1k + 1 x 64 A+B+C"
+    only = workload_of("mixed 4 x 1k + 1 x 64")
+    other = Case(case.path.with_name("other.json"))
+    assert len(other.run(layers={SPEC: ["0"]}, workload=only).measured) == 1
+    assert {c["phase"]: c["backend"] for c in read_table(other.path).choices} == {None: "B"}
+
+
+def test_an_exhausted_budget_leaves_mixed_steps_too(case: Case) -> None:
+    outcome = case.run(layers={SPEC: ["0"]}, workload=MIXED, budget=15.0)
+    assert [str(cell.shape) for cell in outcome.left] == ["mixed 4 x 1k + 1 x 64"]
+    assert len(case.run(layers={SPEC: ["0"]}, workload=MIXED).kept) == 2
+
+
 def test_other_layers_of_the_file_stay(case: Case) -> None:
     case.run(layers={SPEC: ["0"]})
     case.run(layers={SLIDING: ["0"]})

@@ -44,6 +44,7 @@ LAYERS = {
     "latent": LayerSpec(num_heads=4, num_kv_heads=1, head_size=80, mla=DIMS),
 }
 SHAPES = ("decode 3 x 70 ragged", "decode 2 x 3 of 50", "prefill 2 x 40", "prefill 2 x 20 of 60")
+MIXED = "mixed 3 x 70 + 2 x 20 of 60 ragged"
 
 
 def run_torch(spec: LayerSpec, shape: str, served: LayerSpec | None = None) -> StepInputs:
@@ -63,7 +64,7 @@ def run_torch(spec: LayerSpec, shape: str, served: LayerSpec | None = None) -> S
     return inputs
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, MIXED])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_right_backend_passes(name: str, shape: str) -> None:
     assert check_output(run_torch(LAYERS[name], shape)) is None
@@ -91,13 +92,25 @@ def test_a_right_backend_without_pages_passes(spec: LayerSpec) -> None:
         ("cap", {"logits_soft_cap": None}),
     ],
 )
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, MIXED])
 def test_an_ignored_feature_is_found_and_named(name: str, ignored: dict[str, Any], shape: str) -> None:
     spec = LAYERS[name]
     found = check_output(run_torch(spec, shape, spec.replace(**ignored)))
     assert found is not None
     assert found.feature == next(iter(spec.required_features().names()))
     assert found.text.startswith(f"{found.feature} ignored: output of request ")
+
+
+@pytest.mark.parametrize("request_number", range(4))
+def test_each_kind_of_request_of_a_mixed_step_is_compared(request_number: int) -> None:
+    """The first and the last that decode, and the first and the last that prefill."""
+    inputs = run_torch(SPEC, "mixed 2 x 70 + 2 x 20 of 60")
+    assert check_output(inputs) is None
+    begins = [0, 1, 2, 22]
+    inputs.output[begins[request_number]] += 1.0
+    wrong = check_output(inputs)
+    assert wrong is not None
+    assert f"output of request {request_number}, rows 0 to" in wrong.text
 
 
 def test_other_mistakes_are_found_too() -> None:

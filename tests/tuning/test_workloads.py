@@ -6,6 +6,7 @@ import pytest
 
 from attnplug import LayerSpec, Phase
 from attnplug.errors import PolicyError
+from attnplug.registry.step_shapes import StepShape
 from attnplug.tuning.workloads import NAMES, layers_of, shapes_for, workload_from_lists, workload_of
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64)
@@ -18,7 +19,7 @@ def words(found: object) -> list[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_named_workload_has_both_phases_and_ragged_lengths(name: str) -> None:
     found = workload_of(f" {name.upper()} ")
-    assert {shape.phase for shape, _ in found} == set(Phase)
+    assert {shape.phase for shape, _ in found} - {None} == set(Phase)
     assert any(shape.ragged for shape, _ in found)
     assert all(weight > 0 for _, weight in found)
     assert len(set(words(found))) == len(found)
@@ -83,3 +84,32 @@ def test_layers_that_differ_in_their_scale_are_one_kind() -> None:
     specs = {"0": SPEC, "1": sliding, "2": SPEC.replace(scale=0.5), "3": sliding}
     assert list(layers_of(specs, None).values()) == [["0", "2"], ["1", "3"]]
     assert {spec.block_size for spec in layers_of(specs, 64)} == {64}
+
+
+def test_a_mixed_step_has_its_decodes_first() -> None:
+    shape = StepShape.parse("mixed 3 x 1k + 2 x 64 of 256 ragged")
+    assert (shape.phase, shape.requests, shape.tokens) == (None, 5, 131)
+    assert shape.query_lens == (1, 1, 1, 64, 64)
+    assert (shape.lengths[:3], shape.lengths[3:]) == ((128, 1024, 1920), (64, 448))
+    assert str(shape) == "mixed 3 x 1k + 2 x 64 of 256 ragged"
+    assert StepShape.parse(str(shape)) == StepShape.from_dict(shape.to_dict()) == shape
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mixed 4 x 4k",
+        "decode 3 x 1k + 2 x 64",
+        "mixed + 2 x 64",
+        "mixed 0 x 1k + 2 x 64",
+        "mixed 3 x 0 + 1 x 8",
+    ],
+)
+def test_half_a_mixed_step_is_refused(text: str) -> None:
+    with pytest.raises(PolicyError):
+        StepShape.parse(text)
+
+
+def test_a_step_of_one_phase_has_no_other_requests() -> None:
+    with pytest.raises(PolicyError, match="must be 0 in a step that is not mixed"):
+        StepShape(Phase.DECODE, 4, 1, 64, decodes=2, decode_context=64)
