@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,65 @@ def test_another_number_of_processes_is_refused() -> None:
     )
     assert done.returncode == 2
     assert "needs 2 processes, not 1: torchrun --nproc-per-node 2" in done.stderr
+
+
+LEAVES = """
+import contextlib, os, runpy, signal, sys
+from attnplug.runtime import RankWatch
+
+step, steps, name = RankWatch.step, [], sys.argv[1]
+
+@contextlib.contextmanager
+def leaving(self, digest=""):
+    steps.append(digest)
+    with step(self, digest):
+        if len(steps) == 3:
+            os.kill(os.getpid(), getattr(signal, name))
+        yield
+
+RankWatch.step = leaving
+sys.argv = sys.argv[2:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs serve.py, and sends itself a signal in its third step as a rank."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("signal", "timeout", "what"),
+    [("SIGKILL", 60, "has died: its connection is closed"), ("SIGSTOP", 10, "did not answer within 10 s")],
+)
+def test_a_rank_that_is_lost_ends_the_others(signal: str, timeout: int, what: str) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    launch = [str(ROOT / "examples/engine/serve.py"), "--context-parallel", "2", "--requests", "3"]
+    launch += ["--max-tokens", "4", "--timeout", str(timeout)]
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    starts = [launch, ["-c", LEAVES, signal, *launch]]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank, arguments in enumerate(starts)
+    ]
+    try:
+        printed, problem = ranks[0].communicate(timeout=200)
+        # The lost rank has said nothing, so its signal ended it and no error did.
+        ranks[1].kill()
+        assert ranks[1].communicate() == ("", "")
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert ranks[0].returncode == 1, problem
+    assert f"serve.py: rank 1 of 2 {what}; step 3 has no result on rank 0" in problem
+    # The run of one process is complete, and nothing of the one that lost a rank is printed.
+    assert "one process:" in printed
+    assert "constrained:" not in printed
+    assert "finished" not in printed
