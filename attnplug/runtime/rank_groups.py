@@ -61,10 +61,17 @@ def check_same_plan(plan: ModelPlan, group: dist.ProcessGroup) -> None:
     With NCCL each process must have set its own GPU by `torch.cuda.set_device` before.
 
     Raises:
-        RankFailureError: a rank planned otherwise than rank 0. It names the ranks, and on such a rank the first layer.
+        RankFailureError: a rank planned otherwise than most ranks; it names the rank and the first layer. Also if a
+            rank died, or does not answer within the timeout of the group.
     """
     gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, (plan.digest(), plan.layer_digests()), group=group)
+    try:
+        dist.all_gather_object(gathered, (plan.digest(), plan.layer_digests()), group=group)
+    except RuntimeError as error:
+        first = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise RankFailureError(
+            f"rank {group.rank()} of {group.size()} could not compare its plan with the others: {first}"
+        ) from error
     compare_digests(gathered)
 
 

@@ -361,7 +361,7 @@ def _names_the_rank_with_another_step(group: dist.ProcessGroup) -> None:
 
 
 def lose_a_rank(group: dist.ProcessGroup, leave: Callable[[], None]) -> None:
-    """The last rank leaves in the middle of a step: the others name it, and none has an output."""
+    """The last rank leaves in the middle of a step: the others name it, and none has an output, now or later."""
     seconds = dt.timedelta(seconds=2)
     place = context_parallel(dist.new_group(timeout=seconds))
     watch = RankWatch(dist.new_group(backend="gloo"), timeout=1)
@@ -388,3 +388,5 @@ def lose_a_rank(group: dist.ProcessGroup, leave: Callable[[], None]) -> None:
         step(1)
     assert raised.value.ranks == (last,)
     assert len(outputs) == 1
+    with pytest.raises(errors.RankFailureError, match="could not compare its plan with the others"):
+        AttentionRuntime(plan, config=BuilderConfig(max_model_len=32))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from plain_attention import PlainImpl
 
 from attnplug.backends.torch_native.impl import TorchImpl
+from attnplug.core import ContextParallel
 from attnplug.core.batch import get_dcp_local_seq_lens
 
 __all__ = ["CONVENTIONS", "RANK_MISTAKES", "Convention"]
@@ -230,6 +233,31 @@ class SharesAgain(PlainImpl):
         return seen & (held < own)
 
 
+class OwnerOffByTheInterleave(TorchImpl):
+    """Knows the whole length of each request, and takes single tokens for what goes round the ranks, not blocks."""
+
+    def attend(
+        self,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        attn_metadata: Any,
+        output: Any,
+        **asked: Any,
+    ) -> Any:
+        size = 16
+        whole = [1, 5 * size + 3, size, 2 * size + 1, 7]
+        if self.dcp_world_size == 3 and len(attn_metadata.seq_lens) == len(whole):
+            place = ContextParallel(3, self.dcp_rank)
+            own = [place.local_length(length) for length in whole]
+            attn_metadata = dataclasses.replace(
+                attn_metadata, seq_lens=np.minimum(attn_metadata.seq_lens, own)
+            )
+        return super().attend(layer, query, key, value, kv_cache, attn_metadata, output, **asked)
+
+
 def _of(impl: type[TorchImpl], says: str, options: dict[str, Any] | None = None, **fields: Any) -> Convention:
     return Convention(impl, says, fields, options or {})
 
@@ -274,5 +302,6 @@ RANK_MISTAKES = {
     "LSE of rows that see nothing is 0, not -inf": ZeroForEmptyRows,
     "non-causal taken as causal": AlwaysCausal,
     "local lengths shared among the ranks again": SharesAgain,
+    "owner rule with runs of 1 tokens": OwnerOffByTheInterleave,
 }
 """By the name of the mistake, impls that are wrong on one rank of several."""
