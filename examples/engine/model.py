@@ -19,14 +19,14 @@ from attnplug.runtime import AttentionRuntime, check_same_plan
 NAME = "attnplug_engine"  # without a mask entry transformers makes no mask: the runtime knows who sees what
 
 
-class KeptLatents(torch.nn.Module):
+class KeptLatents(torch.nn.Linear):
     """Replaces `kv_b_proj` of a layer with latent attention, because the runtime absorbs or expands the latents.
 
     It keeps its input `[1, ..., T, kv_lora_rank]` and returns zeros, which take no memory and no time.
     """
 
     def __init__(self, linear: torch.nn.Linear) -> None:
-        super().__init__()
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight = linear.weight
 
     def forward(self, latents: torch.Tensor) -> torch.Tensor:

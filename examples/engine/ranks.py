@@ -37,10 +37,16 @@ class Ranks:
         if self.heads is None:
             return spec
         size = self.heads.size()
-        if spec.mla is not None or spec.num_kv_heads % size:
-            found = "latents that all heads share" if spec.mla else f"{spec.num_kv_heads} KV heads"
-            raise ModelConfigError(f"{size} ranks cannot split {found}; share tokens by --context-parallel")
-        return spec.replace(num_heads=spec.num_heads // size, num_kv_heads=spec.num_kv_heads // size)
+        # All heads share the latents, and each rank keeps them.
+        split, kind = (
+            (spec.num_kv_heads, "KV heads") if spec.mla is None else (spec.num_heads, "heads of latents")
+        )
+        if split % size:
+            raise ModelConfigError(
+                f"{size} ranks cannot split {split} {kind}; share tokens by --context-parallel"
+            )
+        kv_heads = spec.num_kv_heads // size if spec.mla is None else 1
+        return spec.replace(num_heads=spec.num_heads // size, num_kv_heads=kv_heads)
 
     def split_heads(self, model: PreTrainedModel, layers: dict[str, LayerSpec]) -> None:
         """Keep only this rank's heads in the projections of attention; the outputs of all ranks are then summed."""
@@ -49,12 +55,10 @@ class Ranks:
         size, rank = self.heads.size(), self.heads.rank()
         for name, spec in layers.items():
             self.own_part(spec)  # for its error, before anything changes
-            module = model.get_submodule(name)
-            if any(not isinstance(getattr(module, each, None), torch.nn.Linear) for each in PROJECTIONS):
-                raise ModelConfigError(
-                    f"layer {name} has no {', '.join(PROJECTIONS)} whose heads ranks can split"
-                )
-            for each in PROJECTIONS[:3]:
+            module, names = model.get_submodule(name), projections(spec)
+            if any(not isinstance(getattr(module, each, None), torch.nn.Linear) for each in names):
+                raise ModelConfigError(f"layer {name} has no {', '.join(names)} whose heads ranks can split")
+            for each in names[:-1]:
                 linear = getattr(module, each)
                 linear.weight.data = part(linear.weight.data, 0, size, rank)
                 if linear.bias is not None:
@@ -68,7 +72,11 @@ class Ranks:
             module.o_proj = Summed(last, self.heads)
 
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+def projections(spec: LayerSpec) -> tuple[str, ...]:
+    """The projections of a layer with outputs for each head, then the one with inputs of each."""
+    if spec.mla is None:
+        return "q_proj", "k_proj", "v_proj", "o_proj"
+    return "q_proj" if spec.mla.q_lora_rank is None else "q_b_proj", "kv_b_proj", "o_proj"
 
 
 class Summed(torch.nn.Module):

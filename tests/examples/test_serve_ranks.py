@@ -26,6 +26,8 @@ def run(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     ("model", "heads", "tokens"),
     [
         *[("llama-3.1-8b", 1, 2), ("deepseek-v2-lite", 1, 2), ("gpt-oss-20b", 2, 1)],
+        ("deepseek-v3", 2, 1),
+        pytest.param("deepseek-v2-lite", 2, 2, marks=pytest.mark.rare),
         pytest.param("gpt-oss-20b", 1, 2, marks=pytest.mark.rare),
         pytest.param("gemma-3-27b-text", 2, 2, marks=pytest.mark.rare),
     ],
@@ -46,11 +48,9 @@ def test_ranks_draw_the_tokens_of_one_process(model: str, heads: int, tokens: in
 @pytest.mark.slow
 def test_heads_that_ranks_cannot_split_are_refused() -> None:
     path = ROOT / "examples/models/deepseek-v2-lite.json"
-    done = run(2, "--tensor-parallel", "2", "--model", str(path), "--scale", "tiny")
+    done = run(3, "--tensor-parallel", "3", "--model", str(path), "--scale", "tiny")
     assert done.returncode != 0
-    assert (
-        "2 ranks cannot split latents that all heads share; share tokens by --context-parallel" in done.stderr
-    )
+    assert "3 ranks cannot split 2 heads of latents; share tokens by --context-parallel" in done.stderr
 
 
 @pytest.mark.slow
