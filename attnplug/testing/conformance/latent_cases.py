@@ -25,8 +25,8 @@ _BETWEEN = 64
 
 SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
     "decode": ((1, 1), (1, 17), (1, 64), (1, 150), (1, 3)),
-    "idle": ((1, 40), (0, 30), (1, 5), (0, 0)),
-    "uniform": ((4, 4), (4, 33), (4, 90), (4, 20)),
+    "idle": ((1, 40), (0, 30), (1, 5), (0, 0), (1, 0)),
+    "uniform": ((4, 4), (4, 33), (4, 2), (4, 90), (4, 20)),
     "eight": ((8, 8), (8, 70), (8, 131)),
     "lengths": ((1, 9), (2, 34), (3, 3), (8, 90), (5, 64)),
     "ordered": ((1, 40), (1, 97), (20, 85), (33, 33), (40, 131), (19, 20)),
@@ -35,7 +35,7 @@ SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
     "mixed": ((40, 100), (1, 70), (18, 18), (1, 1), (0, 50), (20, 60)),
 }
 """By name, the new tokens and all tokens of each request. In `context`, requests without computed tokens are between
-others."""
+others. `idle` and `uniform` have queries that see no key: those of a request with more new tokens than tokens."""
 _OF_PHASE = {Phase.DECODE: ("decode", "idle"), Phase.PREFILL: ("prefill", "context"), None: tuple(SHAPES)}
 
 
