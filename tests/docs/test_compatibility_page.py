@@ -66,6 +66,7 @@ def test_the_committed_cells_of_a_cpu_are_those_that_are_claimed_today() -> None
     assert changed == [], f"run {again} and python docs/matrix.py"
 
 
+@pytest.mark.slow
 def test_a_result_file_that_changes_makes_page_and_table_stale(tmp_path: Path) -> None:
     for path in RESULTS.glob("matrix-*.json"):
         runs = [
@@ -127,6 +128,7 @@ def test_a_cell_that_no_run_has_tried_is_as_the_class_declares_it_today(
     assert all(statuses[each.cell] is each.status for each in others)
 
 
+@pytest.mark.slow
 def test_a_cell_that_was_verified_and_is_refused_today_is_refused(script: ModuleType, tmp_path: Path) -> None:
     run = verified("TRITON", "sm90", "NVIDIA H200")
     lost = dataclasses.replace(run.findings[0].cell, head_size=20)

@@ -17,7 +17,7 @@ RUN_PAGES = [
 ]
 # These run kits, matrices, models or processes for several seconds.
 _LONG = (
-    *("concepts/context-parallel.md", "concepts/matrix.md"),
+    *("concepts/conformance.md", "concepts/context-parallel.md", "concepts/matrix.md"),
     *("guides/options.md", "guides/port-from-vllm.md", "guides/ship-a-backend.md"),
     *("guides/ship-an-mla-backend.md", "guides/transformers.md", "guides/tune.md"),
     *("performance/libraries.md", "performance/triton.md"),

@@ -161,7 +161,7 @@ def test_what_a_backend_lists_is_asked_too() -> None:
     assert {cell.block_size for cell in served} == {24}
 
 
-@pytest.mark.parametrize("count", [60, 100, 1000])
+@pytest.mark.parametrize("count", [60, 100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_of_long_lists_so_many_values_are_asked_as_can_be_paired(count: int) -> None:
     backend = backend_of(head_sizes=tuple(range(300, 300 + count)), features=Feature.SINKS)
     cells = design(backend, CPU)

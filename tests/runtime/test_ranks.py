@@ -13,7 +13,7 @@ from rank_cases import cases
 _WORKER = Path(__file__).with_name("rank_worker.py")
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_that_share_tokens_do_what_one_rank_does(size: int, tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(

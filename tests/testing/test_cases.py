@@ -86,7 +86,7 @@ def test_every_value_stands_alone() -> None:
         assert any(case.spec == alone for case in cases(Level.SMOKE)), name
 
 
-@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize("level", [Level.SMOKE, pytest.param(Level.FULL, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("one", "other"), list(itertools.combinations(FEATURES, 2)))
 def test_every_pair_of_features_that_can_stand_together_does(level: Level, one: str, other: str) -> None:
     fields = {**FEATURES[one], **FEATURES[other]}
@@ -94,7 +94,7 @@ def test_every_pair_of_features_that_can_stand_together_does(level: Level, one: 
     assert any(has(case, fields) for case in cases(level)) == (not impossible)
 
 
-@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize("level", [Level.SMOKE, pytest.param(Level.FULL, marks=pytest.mark.slow)])
 def test_every_shape_goes_with_every_kind_and_feature(level: Level) -> None:
     for shape in SHAPES:
         here = [case for case in cases(level) if case.shape == shape]

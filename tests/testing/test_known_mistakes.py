@@ -90,6 +90,7 @@ def numbers_of(batch: Batch, name: str) -> tuple[torch.Tensor, torch.Tensor | No
     return output, lse
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_designed_case_recognises_each_mistake(name: str) -> None:
     assert name in recognised()
