@@ -27,13 +27,15 @@ from attnplug.core.impl import LayerTensors
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.reach import Reach
 from attnplug.ops.storage import compute_dtype
-from attnplug.ops.triton.launch import BoundKernel
+from attnplug.ops.triton.launch import BoundKernel, can_overlap
 
 _DECODE: Any = decode_kernel
 _MERGE: Any = merge_kernel
 _PREFILL: Any = prefill_kernel
 _MOST_SHARES = 8
 """Launches of equal shares that a layer keeps bound: those of decodes, of other requests, with another cache."""
+_SHARING_ROWS = 64
+"""Rows of a tile that share a prefix: more of them read it less often, and waste more where requests differ."""
 _PREFILL_ROWS = 128
 """Rows of most tiles of prefill."""
 
@@ -137,10 +139,18 @@ class BoundLayer:
             self._decode_key = key
         return self._decode
 
-    def shares(self, pages: Pages, stride_table: int, longest: int) -> ShareDecode:
-        """The kernels over equal shares of keys, for requests of at most `longest` queries."""
+    def shares(self, pages: Pages, stride_table: int, longest: int, sharing: int = 0) -> ShareDecode:
+        """The kernels over equal shares of keys, for requests of at most `longest` queries.
+
+        Args:
+            pages: the cache.
+            stride_table: of the block table.
+            longest: queries of the longest request.
+            sharing: queries that share a prefix, which is read once for each tile of their rows; 0 without.
+        """
         itemsize = 4 if self._itemsize == 4 else pages.k.dtype.itemsize
-        launch = share_launch(self._widest, itemsize, longest * self._group, self._gpu)
+        rows = max(longest * self._group, min(sharing * self._group, _SHARING_ROWS))
+        launch = share_launch(self._widest, itemsize, rows, self._gpu)
         key = pages.form, stride_table, launch
         found = self._shares.get(key)
         if found is None:
@@ -149,6 +159,7 @@ class BoundLayer:
             values = {**self._values, **_strides(pages.k.stride(), pages.v.stride())}
             values |= _paired(pages.v, launch.block_m)
             values |= {"stride_table": stride_table, "BLOCK_SIZE": pages.k.shape[1]}
+            values["PDL"] = can_overlap(pages.k.device)
             found = self._shares[key] = bind_shares(self._spec, self._reach, values, launch, self._gpu)
         return found
 

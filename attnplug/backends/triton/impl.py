@@ -192,7 +192,7 @@ def _by_shares(
     tokens: int,
 ) -> None:
     query, output, lse, sinks, slopes, spans = call
-    attend = bound.shares(pages, table.stride(0), step.max_query_len)
+    attend = bound.shares(pages, table.stride(0), step.max_query_len, tokens if step.prefix else 0)
     tensors = query, pages.k, pages.v, output, lse
     attend(step, meta.workspace.shares, tensors, table, (sinks, slopes, spans), tokens)
 

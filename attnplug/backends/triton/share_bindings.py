@@ -19,10 +19,9 @@ from attnplug.ops.triton.launch import BoundKernel, power_of_two
 
 _DECODE: Any = share_decode_kernel
 _MERGE: Any = merge_shares_kernel
-_PARTS = 32
-"""Parts of a row that are merged at once."""
-_MERGED = 64
-"""Elements of a row that one program merges: few rows of many parts fill more of the GPU so."""
+_MERGES = (32, 64), (128, 32)
+"""Parts of a row that are merged at once, and elements of it that one program merges; rows of few parts, and of many."""
+_MANY_PARTS = 48
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +31,7 @@ class ShareDecode:
     Args:
         kernel: attends; it takes queries, K, V, outputs, LSE, query starts, lengths, pages, tiles, sinks, slopes, spans,
             partial results, the number of requests, the prefix, and streams per request.
-        merge: merges; it takes partial results, outputs, LSE, query starts, tiles, the number of requests, the prefix,
+        merges: merge, rows of few parts and of many, with the elements that a program merges; they take partial results, outputs, LSE, query starts, tiles, the number of requests, the prefix,
             streams per request, rows of a stream, and whether the grid has shares.
         plan: the division of the keys.
         kv_heads: KV heads of the layer.
@@ -40,7 +39,7 @@ class ShareDecode:
     """
 
     kernel: BoundKernel
-    merge: BoundKernel
+    merges: tuple[tuple[BoundKernel, int], tuple[BoundKernel, int]]
     plan: SharesPlan
     kv_heads: int
     size: int
@@ -78,12 +77,13 @@ class ShareDecode:
         batch = starts, step.seq_lens, block_table, tiles
         numbers = reqs, step.prefix, max_blocks
         self.kernel(grid, *tensors, *batch, *features, *partials, *numbers)
-        pieces = self.kv_heads * -(-self.size // _MERGED)
+        merge, width = self.merges[self.plan.programs > _MANY_PARTS * reqs * max_blocks]
+        pieces = self.kv_heads * -(-self.size // width)
         rows = reqs, max_rows
         cuts = self.plan.programs - 1, min(max_rows, block_m)
         by_share = numbers[1] < self.plan.tile and 0 < cuts[0] * cuts[1] < reqs * max_rows
         merged = cuts if by_share else rows
-        self.merge((*merged, pieces), *partials, output, lse, starts, tiles, *numbers, block_m, int(by_share))
+        merge((*merged, pieces), *partials, output, lse, starts, tiles, *numbers, block_m, int(by_share))
 
 
 def bind_shares(
@@ -106,12 +106,14 @@ def bind_shares(
         "SUMS": partial_sums(launch.block_n, launch.block_m, launch.num_warps),
         "TILE": launch.block_n,
         "SIZE": spec.head_size_v,
-        "BLOCK": min(power_of_two(spec.head_size_v), _MERGED),
-        "PARTS": _PARTS,
     }
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     if launch.max_registers is not None:
         options["maxnreg"] = launch.max_registers
+    size = power_of_two(spec.head_size_v)
+    forms = [{"PARTS": parts, "BLOCK": min(size, width)} for parts, width in _MERGES]
+    overlap = {"launch_pdl": True} if values["PDL"] else {}
+    few, many = ((BoundKernel(_MERGE, 11, {**values, **form}, **overlap), form["BLOCK"]) for form in forms)
     plan = SharesPlan(
         tile=launch.block_n,
         programs=max(gpu.multiprocessors * launch.waves // spec.num_kv_heads, 1),
@@ -126,7 +128,7 @@ def bind_shares(
     )
     return ShareDecode(
         kernel=BoundKernel(_DECODE, 17, values, **options),
-        merge=BoundKernel(_MERGE, 11, values),
+        merges=(few, many),
         plan=plan,
         kv_heads=spec.num_kv_heads,
         size=spec.head_size_v,

@@ -72,25 +72,25 @@ def share_launch(head_size: int, itemsize: int, rows: int, gpu: Gpu) -> ShareLau
 # and `waves` programs fit at once. Keys are bytes of a head in the tables, then rows of a tile.
 _LAUNCHES = {
     128: {
-        16: ShareLaunch(16, 64, 4, 3, 3, 2, 3, 168),
-        32: ShareLaunch(32, 64, 4, 3, 2, 2),
-        64: ShareLaunch(64, 64, 4, 3, 2, 2),
-        128: ShareLaunch(128, 64, 8, 3, 1, 2),
+        16: ShareLaunch(16, 64, 4, 3, 4, 4, 3, 128),
+        32: ShareLaunch(64, 64, 4, 3, 2, 2, 2),
+        64: ShareLaunch(64, 64, 4, 3, 2, 2, 2),
+        128: ShareLaunch(128, 64, 8, 3, 1, 2, 1),
     },
     256: {
-        16: ShareLaunch(16, 64, 4, 3, 2, 2, 2),
-        32: ShareLaunch(32, 64, 4, 3, 2, 2),
-        64: ShareLaunch(64, 64, 4, 3, 2, 2),
-        128: ShareLaunch(128, 64, 8, 3, 1, 2),
+        16: ShareLaunch(16, 64, 4, 3, 2, 2, 3),
+        32: ShareLaunch(64, 64, 4, 3, 2, 2, 2),
+        64: ShareLaunch(64, 64, 4, 3, 2, 2, 2),
+        128: ShareLaunch(128, 64, 8, 3, 1, 2, 1),
     },
     512: {
-        16: ShareLaunch(16, 32, 4, 3, 2, 4, 2),
-        32: ShareLaunch(32, 64, 8, 3, 1, 2),
-        64: ShareLaunch(64, 32, 8, 3, 1, 4),
-        128: ShareLaunch(128, 32, 8, 2, 1, 4),
+        16: ShareLaunch(16, 32, 4, 3, 2, 4, 3),
+        32: ShareLaunch(32, 64, 8, 3, 1, 2, 2),
+        64: ShareLaunch(64, 32, 8, 3, 1, 4, 2),
+        128: ShareLaunch(128, 32, 8, 2, 1, 4, 2),
     },
 }
-_8_BIT = ShareLaunch(16, 64, 4, 3, 3, 2, 3, 168)
+_8_BIT = ShareLaunch(16, 64, 4, 3, 4, 4, 4, 128)
 _LAUNCHES_8_BIT = {**_LAUNCHES, 128: _LAUNCHES[128] | {16: _8_BIT}, 256: _LAUNCHES[256] | {16: _8_BIT}}
 _FLOAT32 = ShareLaunch(16, 32, 4, 2, 2, 4), ShareLaunch(16, 16, 4, 2, 1, 8)
 """For heads of up to 128 elements, and of more."""

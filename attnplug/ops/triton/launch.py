@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from triton import knobs
+from triton.language.extra import cuda
 from triton.runtime import driver
 
 
@@ -79,6 +80,14 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
 
 
 _HERE = nullcontext()
+
+
+@functools.cache
+def can_overlap(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one that it waits for ends: `launch_pdl` and `gdc_wait` of Triton."""
+    if device.type != "cuda" or torch.version.hip is not None or not hasattr(cuda, "gdc_wait"):
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def power_of_two(size: int) -> int:

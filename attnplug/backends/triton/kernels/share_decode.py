@@ -83,6 +83,7 @@ def share_decode_kernel(
     SUMS: tl.constexpr,
     PAIRS: tl.constexpr,
     PTX: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One share of the plan for one KV head; see plan_shares_kernel for `tiles`, and for the streams.
 
@@ -90,6 +91,8 @@ def share_decode_kernel(
     DV]`, and their LSE, in base 2, to `partial_lses [places, Hkv, BLOCK_M]`, for merge_shares_kernel. So do all
     streams of a step whose requests share the `prefix` first keys: these are read once for all of them.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
     kv_heads = tl.num_programs(0)

@@ -136,6 +136,7 @@ def merge_shares_kernel(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BLOCK elements of one row of a request, for one KV head: merge its parts by their LSE, always in one order.
 
@@ -165,6 +166,9 @@ def merge_shares_kernel(
         begin = first + block * count
         is_other |= (begin >= cut) | (begin < cut - size)
         row += block * block_rows
+    if PDL:
+        # Launched while the kernel that writes the partial results runs; what was read so far is older than that.
+        tl.extra.cuda.gdc_wait()
     if is_other | (row >= num_rows):
         return
     stream = first + row // block_rows * count
