@@ -100,7 +100,7 @@ class GraphState:
             sparse_topk=runtime.sparse_topk,
             device=runtime.device,
         )
-        if runtime.plan.context_parallel is not None:
+        if runtime.plan.context_parallel is not None and runtime.plan.sharded_layers:
             self._buffers = self._with_sharding(runtime.plan.context_parallel)
 
     @property

@@ -78,6 +78,9 @@ class ShardedLayers:
     def begin(self, batch: StepBatch, draft_index: int | None) -> None:
         """Build the metadata of the new tokens of a step; BatchError for a batch of another place."""
         self.end()
+        if not self.names:
+            # All layers are whole on each rank, so a step has no part for this one.
+            return
         step = batch.sharded
         if step is None or step.place != self.place:
             found = None if step is None else step.place
