@@ -67,6 +67,7 @@ def rank_by_tables(
         here = is_here(placement.device)
         applying = _Applying(table, layer[placement.phase], placement, assumed, here, notes)
         found = _ranked(applying, order, pages)
+        applying.note_stale()
         if found is not None:
             return dataclasses.replace(found, notes=tuple(notes)) if notes else found
     return Ranked(order, notes=tuple(notes))
@@ -153,6 +154,7 @@ class _Applying:
     assumed: Assumed
     here: bool
     notes: list[str]
+    stale: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
     @property
     def needs_both_phases(self) -> bool:
@@ -183,13 +185,22 @@ class _Applying:
                 found = run
         if found is not None:
             return found
-        what = f"{self.table.name}: {offer.name} was measured with"
         if valid:
             sizes = " or ".join(dict.fromkeys(_pages(run.pages) for run in valid))
-            self.notes.append(f"{what} {sizes}, not {_pages(pages)}: not used")
+            what = f"{self.table.name}: {offer.name} was measured with {sizes}"
+            self.notes.append(f"{what}, not {_pages(pages)}: not used")
         else:
-            self.notes.append(f"{what} {stale}: not used; run attnplug tune again")
+            self.stale.setdefault(stale, []).append(offer.name)
         return None
+
+    def note_stale(self) -> None:
+        """Note the rows of other versions, those of one library together."""
+        for why, names in self.stale.items():
+            *most, last = names
+            who = f"{', '.join(most)} and {last} were" if most else f"{last} was"
+            self.notes.append(
+                f"{self.table.name}: {who} measured with {why}: not used; run attnplug tune again"
+            )
 
 
 def _pages(pages: Any) -> str:

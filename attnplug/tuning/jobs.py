@@ -84,7 +84,10 @@ def run_jobs(device: Device, jobs: Sequence[Job], seconds: float = SECONDS) -> I
                     yield event
             why = worker.why
         if why is None:
-            return
+            if all(job.number in seen.done for job in rest):
+                return
+            # A backend may end its process in good order, such as by sys.exit(0).
+            why = "its process ended before its work was done"
         # A worker that dies outside of any backend, such as at its start, is tried once more.
         idle = 0 if seen.did_anything else idle + 1
         if idle >= _DEAD_WITHOUT_WORK:

@@ -53,7 +53,12 @@ def _at_fault(part: _Part, spec: LayerSpec, problem: str) -> tuple[str, str]:
         if feature in asked and part.problem(spec.replace(**changes)) is None:
             name = next(iter(feature.names()))
             return f"{name} ignored: {problem}", name
-    return problem, next(iter(asked.names()), "plain")
+    return problem, feature_of(spec)
+
+
+def feature_of(spec: LayerSpec) -> str:
+    """The feature that a refuted cell of a layer names, where none of them is known to be at fault."""
+    return next(iter(spec.required_features().names()), "plain")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -292,7 +292,7 @@ class Tuner:
                     observer.started(by_number[following.number])
                 continue
             contender = next(each for each in cell.contenders if each.offer.name == event["backend"])
-            if event["event"] == "failed":
+            if event["event"] in ("failed", "wrong"):
                 self._note_failure(cell, contender, event, observer)
             elif event["event"] == "timed":
                 figures = {name: event[name] for name in ("us", "spread", "rounds", "build_us", "why")}

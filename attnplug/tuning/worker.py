@@ -19,7 +19,7 @@ from attnplug.registry.default import get_registry
 from attnplug.registry.gates import import_parts, preferred_pages, serving
 from attnplug.tuning.ceilings import measured_ceilings
 from attnplug.tuning.jobs import Job
-from attnplug.tuning.reference import check_output
+from attnplug.tuning.reference import check_output, feature_of
 from attnplug.tuning.rounds import Timing, measure_in_turns
 from attnplug.tuning.step_inputs import StepInputs, made_inputs, made_parts
 from attnplug.tuning.subjects import environment
@@ -97,6 +97,9 @@ class Runner:
             try:
                 inputs, call, _ = self._made(job, name, distribution)
                 call(0)
+                # The second call counts: a backend that remembers the first one would leave its output as it is.
+                inputs.output.fill_(torch.nan)
+                call(0)
                 synchronize(self._where)
             except Exception as problem:  # noqa: BLE001  (a backend's, which costs a row)
                 self._failed(job, name, problem)
@@ -110,6 +113,7 @@ class Runner:
 
     def _time(self, job: Job) -> None:
         runs: dict[str, Callable[[], float]] = {}
+        outputs: dict[str, torch.Tensor] = {}
         builds: dict[str, float] = {}
         for name, distribution in job.backends:
             self._tell("begin", job=job.number, backend=name)
@@ -122,10 +126,13 @@ class Runner:
                 # A backend without graphs pays for its launches there.
                 timer = self._host_timer if short and not graph else self._timer
                 run = timer.prepare(call, max(len(inputs.caches), 1), graph=graph)
-                runs[name] = self._announced(job, name, run)
+                runs[name], outputs[name] = self._announced(job, name, run), inputs.output
             except Exception as problem:  # noqa: BLE001  (a backend's, which costs a row)
                 self._failed(job, name, problem)
         for name, timing in self._measured(job, runs).items():
+            if (why := self._unwritten(outputs[name], runs[name])) is not None:
+                self._tell("wrong", job=job.number, backend=name, why=why, feature=feature_of(job.spec))
+                continue
             figures = {
                 "us": timing.us,
                 "spread": timing.spread,
@@ -134,6 +141,16 @@ class Runner:
                 "why": timing.noisy,
             }
             self._tell("timed", job=job.number, backend=name, **figures)
+
+    def _unwritten(self, output: torch.Tensor, run: Callable[[], float]) -> str | None:
+        """What is wrong if timed calls do less than the call that was checked; None if they write their output."""
+        output.fill_(torch.nan)
+        try:
+            run()
+        except _RoundError as problem:
+            return f"{type(problem.cause).__name__}: {problem.cause}"
+        synchronize(self._where)
+        return "its timed calls left outputs unwritten" if bool(output.isnan().any()) else None
 
     def _measured(self, job: Job, runs: dict[str, Callable[[], float]]) -> dict[str, Timing]:
         """The times of the backends that get through all rounds."""

@@ -116,6 +116,25 @@ def test_tune_writes_a_table_that_select_reads(run, tmp_path):
     )
 
 
+@pytest.mark.slow
+def test_a_table_of_tune_can_be_packaged_as_it_is_and_regret_compares_it(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuned_lookup, "PACKAGED", tmp_path / "tuned_tables")
+    asked = ("tune", QWEN, "--device", "cpu", "--workload", "decode 1 x 32, prefill 1 x 32")
+    done = run(*asked, "--output", tuned_lookup.table_file(tuned_lookup.PACKAGED, Device("cpu")))
+    assert done.code == 0, done.err
+    assert [file.name for file in tuned_lookup.PACKAGED.glob("*.json")] == ["cpu.json"]
+    chosen = run("select", QWEN, "--device", "cpu", "--json").json["decisions"][0]
+    assert chosen["measured"]["table"] == read_table(tuned_lookup.PACKAGED / "cpu.json").digest
+    assert run(*asked).code == 0
+    held = run("tune", QWEN, "--device", "cpu", "--workload", "decode 2 x 24", "--regret", "--json")
+    assert held.code == 0, held.err
+    assert [each["policy"] for each in held.json["policies"]] == [
+        "priorities", "user table", "user table, nearest shape", "packaged table", "packaged table, nearest shape",
+    ]  # fmt: skip
+    (cell,) = held.json["cells"]
+    assert set(cell["chosen"].values()) == {cell["best"]} == {"TORCH"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -270,6 +270,15 @@ def test_a_new_version_of_one_library_leaves_exactly_its_rows_out() -> None:
     assert found(tuned, assume_installed="all").backend == "C"
 
 
+def test_rows_of_one_other_version_share_a_note() -> None:
+    facts: Any = {"versions": {"packaging": "24.0"}}
+    tuned = table(*(row(name, 1.0, **facts) for name in NAMES))
+    (note,) = found(tuned, assume_installed={"packaging": "25.0"}).notes
+    assert note.endswith(
+        "A, B and C were measured with packaging 24.0, and 25.0 is assumed: not used; run attnplug tune again"
+    )
+
+
 def test_the_versions_installed_here_say_nothing_about_another_machine() -> None:
     facts: Any = {"versions": {"torch": "99.0"}}
     assert found(table(row("A", 131.0, **facts), row("C", 100.0, **facts))).backend == "A"

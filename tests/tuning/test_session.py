@@ -268,6 +268,33 @@ def test_a_crash_while_measuring_costs_its_cell(case: Case) -> None:
     assert chosen[0, "prefill"] == "B"
 
 
+def test_a_backend_that_is_wrong_when_it_is_timed_is_told_and_not_chosen(case: Case) -> None:
+    plain = case.workers._event
+
+    def event(job: Job, name: str) -> Event:
+        if job.timed and name == "B":
+            return {
+                "event": "wrong",
+                "job": job.number,
+                "backend": "B",
+                "why": "unwritten",
+                "feature": "plain",
+            }
+        return plain(job, name)
+
+    case.workers._event = event  # type: ignore[method-assign]
+    table = case.run().table
+    assert case.log.wrongs == ["B decode 8 x 1k", "B prefill 2 x 1k"] * 2
+    assert {c["backend"] for c in table.choices} == {"C"}
+
+
+def test_when_all_backends_fail_nothing_is_left_to_measure(case: Case) -> None:
+    case.workers.crashed = {"A", "B", "C"}
+    outcome = case.run()
+    assert (outcome.measured, outcome.left) == ([], [])
+    assert len(case.run().kept) == 4
+
+
 def test_only_the_backends_asked_for_and_the_default_are_measured(case: Case) -> None:
     case.run(backends=["C"])
     assert case.workers.timed == ["decode 8 x 1k A+C", "prefill 2 x 1k A+C"] * 2

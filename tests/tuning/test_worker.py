@@ -161,6 +161,24 @@ def test_a_runner_checks_then_times() -> None:
     assert told[-2][1]["backend"] == "TORCH"
 
 
+@pytest.mark.parametrize(("calls", "timed"), [(1, False), (2, True), (5, True)])
+def test_a_backend_that_computes_only_at_first_is_wrong(calls: int, timed: bool) -> None:
+    """It would be the fastest of all: its output still has the numbers of the first call."""
+    told: list[tuple[str, dict[str, Any]]] = []
+
+    class Lazy(Runner):
+        def _made(self, *asked: Any) -> Any:
+            inputs, call, builder = super()._made(*asked)
+            left = iter(range(calls))
+            return inputs, lambda index: call(index) if next(left, None) is not None else None, builder
+
+    runner = Lazy(HERE, lambda event, **facts: told.append((event, facts)), timers.HostTimer(round_us=100.0))
+    runner.run(job(timed=timed))
+    ((event, facts),) = [each for each in told if each[0] not in ("begin", "done")]
+    assert (event, facts["backend"], facts["feature"]) == ("wrong", "TORCH", "plain")
+    assert ("unwritten" if timed else "NaN") in facts["why"]
+
+
 def test_a_job_reads_back_from_json() -> None:
     one = job(3, timed=True, spec=LAYERS["latent"])
     assert Job.from_dict(one.to_dict()) == one
@@ -233,6 +251,18 @@ def test_a_lost_gpu_costs_the_backend_that_lost_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(jobs, "_Worker", workers)
     found = list(run_jobs(HERE, [job(0, timed=True, backends=TWO)]))
     assert [each["event"] for each in found] == ["failed", "done"]
+    assert workers.given[1] == [(0, ["B"])]
+
+
+def test_a_backend_that_ends_its_process_in_good_order_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as by sys.exit(0): the exit code alone would say that all work is done."""
+    workers = Scripted([([told("begin", 0, "A")], None), ([told("timed", 0, "B"), told("done", 0)], None)])
+    monkeypatch.setattr(jobs, "_Worker", workers)
+    found = list(run_jobs(HERE, [job(0, timed=True, backends=TWO)]))
+    assert [(each["event"], each.get("backend")) for each in found] == [
+        ("failed", "A"), ("timed", "B"), ("done", None),
+    ]  # fmt: skip
+    assert found[0]["why"] == "its process ended before its work was done"
     assert workers.given[1] == [(0, ["B"])]
 
 
