@@ -51,14 +51,16 @@ def plot(cells: list[dict[str, Any]], policies: list[str], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axis = plt.subplots(figsize=(7, 4))
+    worst = 100 * max(regret for cell in cells for regret in cell["regret"].values())
+    right = max(1.0, 1.05 * worst)
     for policy in policies:
         values = sorted(100 * cell["regret"][policy] for cell in cells if policy in cell["regret"])
         shares = [100 * (number + 1) / len(values) for number in range(len(values))]
-        axis.step([0, *values], [0, *shares], where="post", label=policy)
+        axis.step([0, *values, right], [0, *shares, 100], where="post", label=policy)
     axis.set_xlabel("slower than the best backend of the cell, %")
     axis.set_ylabel("share of cells, %")
-    axis.set_xlim(left=0)
-    axis.set_ylim(0, 100)
+    axis.set_xlim(0, right)
+    axis.set_ylim(0, 101)
     axis.legend(loc="lower right", frameon=False)
     figure.tight_layout()
     figure.savefig(path)
