@@ -1,7 +1,7 @@
-"""What engines' steps cost to translate into attnplug's metadata, in CPU time on the host.
+"""What engines' steps and layers cost in attnplug's adapters, in CPU time on the host.
 
 Run as `python benchmarks/translation.py [--quick] [--json FILE]`. A figure is the median of rounds. It contains neither
-the engine's own work nor a builder's. vLLM need not be installed: a step of it is a row of tensors.
+the engine's own work nor that of a builder or an impl. vLLM's layers and groups are measured where vLLM is installed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime as dt
+import functools
 import importlib.metadata
+import importlib.util
 import json
 import platform
 import statistics
@@ -17,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,13 +31,13 @@ from attnplug.integrations.flash_attn.steps import Lengths, paged_step
 from attnplug.integrations.vllm.steps import translate
 
 SIZES = (1, 64, 256, 1024)
-GOAL_SIZE, GOAL = 256, 15.0
+GOAL_SIZE, GOAL, FORWARD_GOAL = 256, 15.0, 3.0
 PAGE, CONTEXT = 256, 2048
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figure:
-    """Microseconds of CPU time for one step of decodes."""
+    """Microseconds of CPU time for one step, or one call of a layer."""
 
     engine: str
     step: str
@@ -57,6 +60,11 @@ def main() -> None:
             figure = Figure(engine, step, requests, cpu_us(call, 3 if options.quick else 15), goal)
             figures.append(figure)
             print(f"{engine:14}{step:34}{requests:6} requests {figure.cpu_us:10.1f} us")
+    for step, call, base, goal in vllm_parts():
+        rounds = 3 if options.quick else 15
+        figure = Figure("vLLM", step, GOAL_SIZE, cpu_us(call, rounds) - cpu_us(base, rounds), goal)
+        figures.append(figure)
+        print(f"{'vLLM':14}{step:34}{GOAL_SIZE:6} requests {figure.cpu_us:10.2f} us")
     if options.json:
         options.json.write_text(json.dumps(report(figures), indent=2) + "\n")
 
@@ -109,6 +117,64 @@ def cases(requests: int) -> Iterator[tuple[str, str, Callable[[], object]]]:
         "flash_attn_with_kvcache",
         lambda: paged_step(query_lens, lengths, pages, True, "exact"),
     )
+
+
+def vllm_parts() -> Iterator[tuple[str, Callable[[], object], Callable[[], object], float]]:
+    """What the adapter adds to builders and layers: step, call, the call of the inner part alone, and the goal."""
+    if importlib.util.find_spec("vllm") is None:
+        print("vLLM's groups and layers are not measured: vllm is not installed")
+        return
+    import vllm.platforms
+
+    if not torch.cuda.is_available():
+        from vllm.platforms.cpu import CpuPlatform
+
+        vllm.platforms._current_platform = CpuPlatform()
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.v1.attention.backend import CommonAttentionMetadata as Given
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from attnplug.integrations.vllm.backends import backend_class
+    from attnplug.integrations.vllm.caches import HAS_CACHE_SHAPE
+
+    config, cpu, names = VllmConfig(), torch.device("cpu"), [f"layer.{index}" for index in range(36)]
+    backend = backend_class("ATTNPLUG_TORCH")
+    with set_current_vllm_config(config):
+        layers = {name: SimpleNamespace(impl=backend.get_impl_cls()(8, 64, 0.125, 2)) for name in names}
+    for layer in layers.values():
+        layer.impl.see(torch.bfloat16)
+    config.compilation_config.static_forward_context = layers
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    cache = torch.zeros((4, 2, 16, 2, 64) if HAS_CACHE_SHAPE else (4, 2, 16, 128), dtype=torch.bfloat16)
+    for label, queries in (("decodes", [1] * GOAL_SIZE), ("mixed", [1] * (GOAL_SIZE - 8) + [256] * 8)):
+        builder = backend.get_builder_cls()(spec, names, config, cpu)
+        starts = torch.tensor([0, *queries]).cumsum(0).int()
+        lens, tokens = torch.full((GOAL_SIZE,), CONTEXT).int(), sum(queries)
+        given = Given(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=lens,
+            num_reqs=GOAL_SIZE,
+            num_actual_tokens=tokens,
+            max_query_len=max(queries),
+            max_seq_len=CONTEXT,
+            block_table_tensor=torch.zeros(GOAL_SIZE, CONTEXT // 16, dtype=torch.int32),
+            slot_mapping=torch.full((tokens,), -1),
+            seq_lens_cpu_upper_bound=lens,
+        )
+        step, layer = builder.build(0, given), layers[names[0]]
+        inner: Any = layer.impl.bound(16, cpu).inner
+        inner.attend = inner.update_kv_cache = _nothing
+        builder.inner(layer.impl.bound(16, cpu)).build = _nothing
+        rows, keys = torch.zeros(tokens, 8, 64), torch.zeros(tokens, 2, 64)
+        call = functools.partial(layer.impl.forward, layer, rows, keys, keys, cache, step, rows)
+        base = functools.partial(inner.attend, layer, rows, None, None, cache, step, rows)
+        yield f"build of a group, {label}", functools.partial(builder.build, 0, given), _nothing, GOAL
+        yield f"forward of a layer, {label}", call, base, FORWARD_GOAL
+
+
+def _nothing(*given: object) -> object:
+    return given
 
 
 def cpu_us(call: Callable[[], object], rounds: int) -> float:

@@ -105,4 +105,7 @@ def dense_experts(config: Mapping[str, Any]) -> None:
             wide = model.intermediate_size * model.num_experts_per_tok
             super().__init__(model.hidden_size, wide, "silu", prefix=prefix)
 
-    gpt_oss.MLPBlock = Dense
+    if hasattr(gpt_oss.TransformerBlock, "mlp_cls"):
+        gpt_oss.TransformerBlock.mlp_cls = Dense
+    else:  # vLLM up to 0.28 or so
+        gpt_oss.MLPBlock = Dense

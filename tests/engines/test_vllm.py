@@ -81,6 +81,13 @@ def test_latent_attention_gives_the_numbers_of_vllms_own_reference(source: Path)
 
 
 @pytest.mark.slow
+def test_the_adapter_answers_what_vllm_asks(source: Path) -> None:
+    passed, failed, printed = run(source, str(HERE / "adapter_cases_for_vllm.py"), backends="ATTNPLUG")
+    assert failed == 0, printed
+    assert passed >= 10, printed
+
+
+@pytest.mark.slow
 def test_their_tests_notice_swapped_keys_and_values(source: Path) -> None:
     words = (THEIRS, "-k", "causal and small_decode")
     passed, failed, printed = run(source, *words, backends="ATTNPLUG", ATTNPLUG_HARNESS_MUTANT="swapped")

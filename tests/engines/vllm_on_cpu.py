@@ -57,8 +57,11 @@ def prepare() -> None:
             return False
 
     vllm.platforms._current_platform = Platform()
+    import vllm.model_executor.layers.utils
     import vllm.utils.torch_utils
     from vllm.model_executor.custom_op import CustomOp
+
+    vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda *given: False
 
     vllm.utils.torch_utils.PIN_MEMORY = False
     CustomOp.dispatch_forward = lambda self, *given, **named: self.forward_native

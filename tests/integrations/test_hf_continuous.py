@@ -105,6 +105,53 @@ def test_transformers_own_paged_attention_drops_the_cap() -> None:
     assert batched(eager) != expected
 
 
+def test_a_stream_and_its_neighbours_keep_their_tokens_when_a_request_is_cancelled() -> None:
+    ours, other = DECODERS["llama"].pair()
+    expected = one_by_one(other)
+    fields = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    size = "page_size" if "page_size" in fields else "block_size"
+    config = ContinuousBatchingConfig(**{size: PAGE, "num_blocks": 64, "max_batch_tokens": 32})
+    manager = ours.init_continuous_batching(SETTINGS, config)
+    manager.start()
+    try:
+        for index, ids in enumerate(prompts()):
+            # The second would draw tokens for long, and is cancelled while it does.
+            count = 300 if index == 1 else SETTINGS.max_new_tokens
+            manager.add_request(ids, str(index), max_new_tokens=count, streaming=index == 0)
+        seen = []
+        for result in manager.request_id_iter("0"):
+            seen.append(list(result.generated_tokens))
+            if len(seen) == 2:
+                manager.cancel_request("1")
+            if result.is_finished():
+                break
+        found = {index: manager.get_result(str(index), timeout=60) for index in (2, 3)}
+    finally:
+        manager.stop(block=True)
+    assert len(seen) > 2, "tokens come one after another"
+    assert all(expected[0][: len(tokens)] == tokens for tokens in seen)
+    assert seen[-1] == expected[0]
+    assert {index: result.generated_tokens for index, result in found.items()} == {
+        index: expected[index] for index in (2, 3)
+    }
+
+
+def test_the_same_seed_draws_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawing = GenerationConfig(
+        **{**SETTINGS.to_diff_dict(), "do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0}
+    )
+    monkeypatch.setitem(globals(), "SETTINGS", drawing)
+    ours, other = DECODERS["llama"].pair()
+    other.set_attn_implementation("paged|sdpa")
+    torch.manual_seed(5)
+    expected = batched(other)
+    torch.manual_seed(5)
+    drawn = batched(ours)
+    assert drawn == expected
+    monkeypatch.undo()
+    assert drawn != one_by_one(ours), "they are not the likeliest"
+
+
 def test_decodes_read_the_block_tables_that_transformers_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[tuple[bool, tuple[int, ...]]] = []
     original = paged_steps.PagedStep.paged

@@ -109,6 +109,13 @@ class Backend(AttentionBackend):  # type: ignore[misc]
         return cls._declares(Feature.NON_CAUSAL)
 
     @classmethod
+    def layouts(cls) -> list[str]:
+        """The orders "NHD" and "HND" that all of its backends read, preferred first; NHD if they have none in common."""
+        first, *others = (list(theirs.supported_kv_cache_layouts()) for theirs in cls.theirs)
+        common = [layout for layout in first if all(layout in other for other in others)]
+        return common or ["NHD"]
+
+    @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
         """The reasons of attnplug against the layer, in sentences; its heads, cap and slopes come with the layer itself."""
         given = named(args, kwargs)
@@ -151,9 +158,29 @@ if HAS_CACHE_SHAPE:
     ) -> tuple[int, ...]:
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
+    def _get_kv_cache_stride_order(
+        cls: type[Backend], include_num_layers_dimension: bool = False
+    ) -> tuple[int, ...]:
+        if include_num_layers_dimension or "NHD" in cls.layouts():
+            raise NotImplementedError  # the order of the shape
+        return (0, 1, 3, 2, 4)
+
     Backend.get_kv_cache_shape = staticmethod(_get_kv_cache_shape)
+    Backend.get_kv_cache_stride_order = classmethod(_get_kv_cache_stride_order)
     # The class was abstract before it had this method.
     Backend.__abstractmethods__ = frozenset()
+else:
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    def _supported_kv_cache_layouts(cls: type[Backend]) -> tuple[Any, ...] | None:
+        names = cls.layouts()
+        if len(names) > 1:
+            return None  # any
+        # vLLM's names have tokens (N) before heads (H) in the one order, and heads before tokens in the other.
+        first, second = ("N", "H") if names == ["NHD"] else ("H", "N")
+        return tuple(each for each in KVCacheLayout if each.name.index(first) < each.name.index(second))
+
+    Backend.supported_kv_cache_layouts = classmethod(_supported_kv_cache_layouts)
 
 
 def reasons_against(spec: LayerSpec, backend: str | None) -> list[str]:

@@ -2,44 +2,54 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
-from attnplug.core.config import BuilderConfig
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadataBuilder as Inner
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.parts import make_builder
+from attnplug.core.spec import AttentionType
+from attnplug.integrations.vllm.engine_config import SeenLayer, builder_config, drafts_of, is_of_group
 from attnplug.integrations.vllm.impl import Bound, Layer
 from attnplug.integrations.vllm.steps import for_layer, translate
 
 
+@dataclasses.dataclass(eq=False)
 class Step(AttentionMetadata):  # type: ignore[misc]
-    """A step of the group: metadata for each kind of layer, made before the layers run."""
+    """A step of the group: metadata for each kind of layer, made before the layers run.
 
-    def __init__(self, builder: Builder, common: CommonAttentionMetadata, how: str) -> None:
-        self.builder, self.common, self.how = builder, common, how
-        self.slot_mapping = common.slot_mapping
-        self.made: dict[Any, Any] = {}
+    It is a dataclass because vLLM copies metadata field by field for layers that share KV.
+    """
+
+    builder: Builder
+    common: CommonAttentionMetadata
+    how: str
+    """"full", "fast" or "capture"."""
+    common_prefix_len: int
+    slot_mapping: torch.Tensor
+    made: dict[int, Any]
+    """By the builder's number for the kind."""
 
     def of(self, layer: Any) -> tuple[Any, Bound]:
-        """The layer's metadata and impl."""
-        bound = layer.bound(self.builder.block_size, self.builder.device, self.common.causal)
-        return self.for_bound(bound), bound
+        """The layer's metadata and impl; a layer that the group did not name is built for now."""
+        bound, kind = self.builder.seen(layer, self.common.causal)
+        metadata = self.made.get(kind)
+        return (self.make(bound, kind) if metadata is None else metadata), bound
 
-    def for_bound(self, bound: Bound) -> Any:
-        """The metadata for a bound layer; a layer that the group did not name is built for now."""
-        key = bound.kind
-        if key not in self.made:
-            inner = self.builder.inner(bound)
-            common = for_layer(self.common, bound.decision.spec)
-            if self.how == "capture":
-                self.made[key] = inner.build_for_cudagraph_capture(common)
-            else:
-                self.made[key] = inner.build(0, common, self.how == "fast")
-        return self.made[key]
+    def make(self, bound: Bound, kind: int) -> Any:
+        """The metadata for layers of a kind."""
+        inner = self.builder.inner(bound)
+        common = for_layer(self.common, bound.decision.spec)
+        if self.how == "capture":
+            made = inner.build_for_cudagraph_capture(common)
+        else:
+            made = inner.build(self.common_prefix_len, common, self.how == "fast")
+        self.made[kind] = made
+        return made
 
 
 class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
@@ -60,81 +70,118 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
             for name in layer_names
             if isinstance(getattr(known.get(name), "impl", None), self.layer_class)
         }
-        speculation = vllm_config.speculative_config
-        self.drafts = 0 if speculation is None else int(speculation.num_speculative_tokens or 0)
         # With drafts in flight the scheduler counts on all of them; else its lengths are exact.
-        self.exact = not self.drafts
-        self._inner: dict[Any, Inner[Any]] = {}
-        self._kinds: dict[bool, tuple[Bound, ...]] = {}
-        thresholds = [self.inner(bound).reorder_batch_threshold for bound in self.kinds()]
+        self.exact = not drafts_of(vllm_config)
+        self._inner: dict[int, Inner[Any]] = {}
+        self._numbers: dict[Any, int] = {}
+        self._seen: dict[bool, dict[Any, tuple[Bound, int]]] = {True: {}, False: {}}
+        self._kinds: dict[bool, dict[int, Bound]] = {}
+        thresholds = [self.inner(bound).reorder_batch_threshold for bound in self.kinds().values()]
         given = [threshold for threshold in thresholds if threshold is not None]
         self.reorder_batch_threshold = min(given) if given else None
 
-    def bound(self, causal: bool = True) -> list[Bound]:
-        """The group's layers, as steps that are causal or not run them."""
-        return [layer.impl.bound(self.block_size, self.device, causal) for layer in self.layers.values()]
+    def seen(self, layer: Any, causal: bool) -> tuple[Bound, int]:
+        """The layer's impl for steps that are causal or not, and the number of its kind."""
+        found = self._seen[causal].get(layer)
+        if found is None:
+            bound = layer.bound(self.block_size, self.device, causal)
+            number = self._numbers.setdefault(bound.kind, len(self._numbers))
+            found = self._seen[causal][layer] = bound, number
+        return found
 
-    def kinds(self, causal: bool = True) -> tuple[Bound, ...]:
-        """One layer of each kind in the group: steps build for these alone."""
+    def kinds(self, causal: bool = True) -> dict[int, Bound]:
+        """One layer of each kind in the group, by its number: steps build for these alone."""
         if causal not in self._kinds:
-            self._kinds[causal] = tuple({bound.kind: bound for bound in self.bound(causal)}.values())
+            pairs = [self.seen(layer.impl, causal) for layer in self.layers.values()]
+            self._kinds[causal] = {number: bound for bound, number in pairs}
         return self._kinds[causal]
 
     def inner(self, bound: Bound) -> Inner[Any]:
         """The builder for layers like this one; made on first use."""
-        spec = bound.decision.spec
-        key = bound.kind
-        if key not in self._inner:
-            scheduler = self.vllm_config.scheduler_config
+        number, spec = self._numbers[bound.kind], bound.decision.spec
+        if number not in self._inner:
             alike = {
-                name: _SeenLayer(layer, found.inner)
-                for (name, layer), found in zip(self.layers.items(), self.bound(spec.causal), strict=True)
-                if found.kind == key
+                name: SeenLayer(layer, found.inner)
+                for name, layer in self.layers.items()
+                for found, of_layer in [self.seen(layer.impl, spec.causal)]
+                if of_layer == number
             }
-            config = BuilderConfig(
-                layers=alike or {"layer": _SeenLayer(None, bound.inner)},
-                num_speculative_tokens=self.drafts,
-                max_num_seqs=scheduler.max_num_seqs,
-                max_num_batched_tokens=scheduler.max_num_batched_tokens,
-                max_model_len=self.vllm_config.model_config.max_model_len,
-            )
+            layers = alike or {"layer": SeenLayer(None, bound.inner)}
+            config = builder_config(self.vllm_config, self.kv_cache_spec, layers)
             cache: Any = kv_cache_spec_for(spec, self.block_size)
-            self._inner[key] = make_builder(bound.backend, cache, [*config.layers], config, self.device)
-        return self._inner[key]
+            self._inner[number] = make_builder(bound.backend, cache, [*layers], config, self.device)
+        return self._inner[number]
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
         """The step's metadata for all layers of the group."""
-        return self._step(common_attn_metadata, "fast" if fast_build else "full")
+        return self._step(common_attn_metadata, "fast" if fast_build else "full", common_prefix_len)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Step:
         """The metadata that a captured graph reads; later steps fill the same tensors."""
-        return self._step(common_attn_metadata, "capture")
+        return self._step(common_attn_metadata, "capture", 0)
 
-    def _step(self, given: Any, how: str) -> Step:
-        step = self.step_class(self, translate(given, exact=self.exact), how)
-        for bound in self.kinds(step.common.causal):
-            step.for_bound(bound)
+    def _step(self, given: Any, how: str, common_prefix_len: int) -> Step:
+        common = translate(given, exact=self.exact)
+        step = self.step_class(self, common, how, common_prefix_len, common.slot_mapping, {})
+        for number, bound in self.kinds(common.causal).items():
+            step.make(bound, number)
         return step
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: Any,
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        use_local_attention: bool,
+        num_sms: int,
+        dcp_world_size: int,
+    ) -> bool:
+        """Whether each builder of the group wants the prefix that vLLM found; versions without cascade do not ask.
+
+        attnplug's builders get only prefixes that each query sees whole, and vLLM does not say how far a window reaches.
+        """
+        kinds = self.kinds()
+        if use_sliding_window or use_local_attention or not kinds:
+            return False
+        for bound in kinds.values():
+            spec = bound.decision.spec
+            if spec.attn_type is not AttentionType.DECODER or spec.is_windowed or spec.chunk_size is not None:
+                return False
+            wanted = self.inner(bound).use_cascade_attention(
+                common_prefix_len=common_prefix_len,
+                query_lens=query_lens,
+                num_query_heads=spec.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                use_alibi=spec.has_alibi,
+                use_sliding_window=False,
+                use_local_attention=False,
+                num_sms=num_sms,
+                dcp_world_size=dcp_world_size,
+            )
+            if not wanted:
+                return False
+        return True
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """The least that a backend of the model's layers supports."""
+        """The least that a backend of the group's layers supports."""
         size = int(kv_cache_spec.block_size)
         layers = vllm_config.compilation_config.static_forward_context.values()
         impls = [
             impl for layer in layers if isinstance(impl := getattr(layer, "impl", None), cls.layer_class)
         ]
-        builders = [impl.decide(size).get_backend_cls().get_builder_cls() for impl in impls]
-        levels = [int(builder.cudagraph_support) for builder in builders]
         # vLLM would capture mixed batches for the longest prompt that fits: graphs are for decodes here.
-        return AttentionCGSupport(min([*levels, AttentionCGSupport.UNIFORM_BATCH.value]))
-
-
-class _SeenLayer:
-    """vLLM's layer as attnplug's builders read it: its scales, with the inner impl."""
-
-    def __init__(self, layer: Any, impl: Any) -> None:
-        self._layer, self.impl = layer, impl
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
+        level = AttentionCGSupport.UNIFORM_BATCH.value
+        config = builder_config(vllm_config, kv_cache_spec, {})
+        for impl in [impl for impl in impls if is_of_group(impl.spec, kv_cache_spec)] or impls:
+            if impl.spec.direct_kv:
+                # Their lengths are made anew in each step.
+                return AttentionCGSupport.NEVER
+            decision = impl.decide(size)
+            cache: Any = kv_cache_spec_for(decision.spec, size)
+            builder = decision.get_backend_cls().get_builder_cls()
+            level = min(level, int(builder.get_cudagraph_support(config, cache)))
+        return AttentionCGSupport(level)

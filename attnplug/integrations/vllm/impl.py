@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -55,12 +57,14 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
                 name, value, "is an argument that attnplug does not know, and may change the result"
             )
         kind = str(getattr(attn_type, "value", attn_type))
-        direct = KINDS.get(kind, False)
+        self.direct = direct = KINDS.get(kind, False)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.alibi_slopes, self.sinks = alibi_slopes, sinks
         self.target = kv_sharing_target_layer_name
+        self._bounds: dict[tuple[int, torch.device, bool], Bound] = {}
+        self._caches: dict[int, _Cache] = {}
         window: dict[str, Any] = {} if sliding_window is None else {"sliding_window": sliding_window}
         if direct and sliding_window is not None:
             # vLLM counts the window of an encoder on both sides.
@@ -78,20 +82,27 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
             "direct_kv": direct,
             **window,
         }
+        self._spec: LayerSpec | None = None
         model = get_current_vllm_config().model_config
         if model is not None:
-            self.spec = LayerSpec(**self._asked, dtype=model.dtype)
+            self.see(model.dtype)
             self.decide(None)
 
-    @functools.cached_property
+    @property
     def spec(self) -> LayerSpec:
-        """What the layer asks for; where vLLM has no model yet, its first call tells the dtype."""
-        raise SpecError("dtype", None, "is not known before the layer's first call")
+        """What the layer asks for; where vLLM has no model yet, its first call tells the dtype.
+
+        Raises:
+            SpecError: before that.
+        """
+        if self._spec is None:
+            raise SpecError("dtype", None, "is not known before the layer's first call")
+        return self._spec
 
     def see(self, dtype: torch.dtype) -> None:
         """Take the dtype of the layer's first call, if vLLM's configuration had none."""
-        if "spec" not in self.__dict__:
-            self.spec = LayerSpec(**self._asked, dtype=dtype)
+        if self._spec is None:
+            self._spec = LayerSpec(**self._asked, dtype=dtype)
 
     def decide(self, block_size: int | None, causal: bool = True) -> Decision:
         """The backend for the layer in pages of `block_size` tokens; drafts of a decoder may be not `causal`.
@@ -106,26 +117,39 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
             spec = spec.replace(causal=False)
         return select(spec, None, None, backend=self.backend)
 
-    @functools.cache  # noqa: B019 - as many entries as block sizes, and layers live as long as the process
     def bound(self, block_size: int, device: torch.device, causal: bool = True) -> Bound:
         """The impl of the layer in such pages; learned tensors are read now, after vLLM has loaded them."""
-        decision = self.decide(block_size, causal)
-        self.decision = self.decision or decision
+        key = block_size, device, causal
+        if key not in self._bounds:
+            decision = self.decide(block_size, causal)
+            self.decision = self.decision or decision
+            tensors = self._tensors(device)
+            inner = make_impl(
+                decision.get_backend_cls(),
+                decision.spec,
+                layer_name=self.backend or "ATTNPLUG",
+                tensors=tensors,
+                options=decision.get_options(),
+                kv_sharing_target_layer_name=self.target,
+            )
+            inner.process_weights_after_loading(getattr(torch, decision.spec.dtype))
+            self._bounds[key] = Bound(decision, inner, tensors)
+        return self._bounds[key]
+
+    def _tensors(self, device: torch.device) -> LayerTensors:
         sinks, slopes = self.sinks, self.alibi_slopes
-        tensors = LayerTensors(
+        return LayerTensors(
             sinks=None if sinks is None else sinks.detach().to(device, torch.float32),
             alibi_slopes=None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=device),
         )
-        inner = make_impl(
-            decision.get_backend_cls(),
-            decision.spec,
-            layer_name=self.backend or "ATTNPLUG",
-            tensors=tensors,
-            options=decision.get_options(),
-            kv_sharing_target_layer_name=self.target,
-        )
-        inner.process_weights_after_loading(getattr(torch, decision.spec.dtype))
-        return Bound(decision, inner)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Take learned tensors that vLLM has loaded anew; graphs read the same memory."""
+        for (_, device, _), bound in self._bounds.items():
+            used, given = bound.tensors.sinks, self._tensors(device).sinks
+            if used is not None and given is not None:
+                used.copy_(given)
+                bound.inner.process_weights_after_loading(act_dtype)
 
     def do_kv_cache_update(
         self,
@@ -136,9 +160,11 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write new keys and values `[T, Hkv, D]` to their slots."""
-        self.see(key.dtype)
-        cache = logical(kv_cache, self.head_size, self.kv_cache_dtype)
-        self.bound(cache.shape[2], cache.device).inner.update_kv_cache(layer, key, value, cache, slot_mapping)
+        cache = self._cache(kv_cache)
+        if cache.writer is None:
+            self.see(key.dtype)
+            cache.writer = self.bound(cache.view.shape[2], cache.view.device).inner
+        cache.writer.update_kv_cache(layer, key, value, cache.view, slot_mapping)
 
     def forward(
         self,
@@ -159,21 +185,46 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
             )
         if attn_metadata is None:
             return output.fill_(0)  # vLLM measures memory
-        self.see(query.dtype)
+        if self._spec is None:
+            self.see(query.dtype)
         metadata, bound = attn_metadata.of(self)
-        rows = output.view(-1, self.num_heads, self.head_size)
-        if self.spec.direct_kv:
+        rows = output if output.ndim == 3 else output.view(-1, self.num_heads, self.head_size)
+        if self.direct:
             bound.inner.forward(layer, query, key, value, None, metadata, rows)
         else:
-            cache = logical(kv_cache, self.head_size, self.kv_cache_dtype)
-            bound.inner.attend(layer, query, None, None, cache, metadata, rows)
+            bound.inner.attend(layer, query, None, None, self._cache(kv_cache).view, metadata, rows)
         return output
+
+    def _cache(self, kv_cache: torch.Tensor) -> _Cache:
+        """The cache as attnplug's backends read it; kept while vLLM keeps this cache."""
+        found = self._caches.get(id(kv_cache))
+        if found is None:
+            forget = functools.partial(_forget, weakref.ref(self), id(kv_cache))
+            # A view of the tensor itself would keep it, and nothing would tell that vLLM has dropped it.
+            view = logical(kv_cache.data, self.head_size, self.kv_cache_dtype)
+            found = self._caches[id(kv_cache)] = _Cache(view, weakref.ref(kv_cache, forget))
+        return found
+
+
+@dataclasses.dataclass(slots=True)
+class _Cache:
+    """A view of vLLM's cache, and the impl that writes to it."""
+
+    view: torch.Tensor
+    of: weakref.ref[torch.Tensor]
+    writer: Inner[Any] | None = None
+
+
+def _forget(layer: weakref.ref[Layer], place: int, dead: weakref.ref[torch.Tensor]) -> None:
+    """Drop the view of a cache that vLLM has dropped, because it would keep the memory."""
+    if (alive := layer()) is not None:
+        alive._caches.pop(place, None)
 
 
 class Bound:
     """A layer's decision and its impl."""
 
-    def __init__(self, decision: Decision, inner: Inner[Any]) -> None:
-        self.decision, self.inner = decision, inner
+    def __init__(self, decision: Decision, inner: Inner[Any], tensors: LayerTensors) -> None:
+        self.decision, self.inner, self.tensors = decision, inner, tensors
         self.backend = decision.get_backend_cls()
         self.kind = (self.backend, decision.spec, decision.options)

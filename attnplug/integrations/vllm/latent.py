@@ -11,7 +11,6 @@ from vllm.v1.attention.backend import AttentionType, MLAAttentionImpl
 
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.impl import LayerTensors
-from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.mla import MLADims
 from attnplug.core.parts import make_impl
 from attnplug.core.spec import LayerSpec
@@ -103,15 +102,16 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
         if not causal:
             raise BatchError("causal", False, "cannot be served by layers of latent attention")
         decision = self.decision = self.decide(block_size)
+        tensors = LayerTensors(w_uk=self.owner.W_UK_T, w_uv=self.owner.W_UV)
         inner = make_impl(
             decision.get_backend_cls(),
             decision.spec,
             layer_name=self.backend or "ATTNPLUG",
-            tensors=LayerTensors(w_uk=self.owner.W_UK_T, w_uv=self.owner.W_UV),
+            tensors=tensors,
             options=decision.get_options(),
         )
         inner.process_weights_after_loading(getattr(torch, decision.spec.dtype))
-        return Bound(decision, inner)
+        return Bound(decision, inner, tensors)
 
     def do_kv_cache_update(
         self,
@@ -170,9 +170,15 @@ class LatentStep(Step):
     num_decodes = num_decode_tokens = 0
     decode = prefill = None
 
-    def __init__(self, builder: Builder, common: CommonAttentionMetadata, how: str) -> None:
-        super().__init__(builder, common, how)
-        self.num_prefills, self.num_actual_tokens = common.num_reqs, common.num_actual_tokens
+    @property
+    def num_prefills(self) -> int:
+        """All requests."""
+        return self.common.num_reqs
+
+    @property
+    def num_actual_tokens(self) -> int:
+        """Tokens of the step."""
+        return self.common.num_actual_tokens
 
 
 class LatentBuilder(Builder):

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from attnplug.core.errors import BatchError
@@ -32,15 +33,14 @@ def translate(step: Any, *, exact: bool) -> CommonAttentionMetadata:
         raise BatchError(
             "causal", type(step.causal).__name__, "must be a bool: requests that differ are not served"
         )
-    host = step.seq_lens_cpu_upper_bound
     return CommonAttentionMetadata(
         query_start_loc=step.query_start_loc,
         query_start_loc_cpu=step.query_start_loc_cpu,
         seq_lens=step.seq_lens,
         num_reqs=step.num_reqs,
         num_actual_tokens=step.num_actual_tokens,
-        max_query_len=step.max_query_len,
-        max_seq_len=step.max_seq_len,
+        max_query_len=int(step.max_query_len),
+        max_seq_len=int(step.max_seq_len),
         block_table_tensor=step.block_table_tensor,
         slot_mapping=step.slot_mapping,
         causal=step.causal,
@@ -48,9 +48,18 @@ def translate(step: Any, *, exact: bool) -> CommonAttentionMetadata:
         num_logits_indices=step.num_logits_indices,
         encoder_seq_lens=step.encoder_seq_lens,
         encoder_seq_lens_cpu=step.encoder_seq_lens_cpu,
-        seq_lens_host=None if host is None else host.numpy(),
+        seq_lens_host=_host_lengths(step),
         seq_lens_host_exact=exact,
     )
+
+
+def _host_lengths(step: Any) -> npt.NDArray[np.int32] | None:
+    """The lengths that the host has, without a copy; None if it has none of these requests."""
+    # Where vLLM cuts requests at the borders of chunks, only this field has the lengths of the parts.
+    host = getattr(step, "_seq_lens_cpu", None)
+    if host is None:
+        host = step.seq_lens_cpu_upper_bound
+    return None if host is None or host.shape[0] < step.num_reqs else host.numpy()
 
 
 def for_layer(common: CommonAttentionMetadata, spec: LayerSpec) -> CommonAttentionMetadata:

@@ -1,0 +1,168 @@
+"""What vLLM's engine asks of backends, builders and layers besides numbers; run in a source tree as vllm_harness says."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends import utils
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from attnplug.core.errors import SpecError
+from attnplug.core.metadata import AttentionCGSupport as OurSupport
+from attnplug.integrations.vllm.backends import backend_class
+from attnplug.integrations.vllm.caches import HAS_CACHE_SHAPE
+
+CPU = torch.device("cpu")
+TORCH = backend_class("ATTNPLUG_TORCH")
+SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+PREFIX = 4096
+
+
+def layer(**arguments: Any) -> SimpleNamespace:
+    with set_current_vllm_config(VllmConfig()):
+        impl = TORCH.get_impl_cls()(8, 64, 0.125, 2, **arguments)
+    impl.see(torch.bfloat16)
+    return SimpleNamespace(impl=impl)
+
+
+def builder(backend: Any = TORCH, **layers: Any) -> Any:
+    config = VllmConfig()
+    config.compilation_config.static_forward_context = layers
+    return backend.get_builder_cls()(SPEC, [*layers], config, CPU)
+
+
+def step() -> CommonAttentionMetadata:
+    starts, lens = torch.arange(5).int(), torch.full((4,), PREFIX + 1).int()
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lens,
+        num_reqs=4,
+        num_actual_tokens=4,
+        max_query_len=1,
+        max_seq_len=PREFIX + 1,
+        block_table_tensor=torch.zeros(4, 400).int(),
+        slot_mapping=torch.full((4,), -1),
+        seq_lens_cpu_upper_bound=lens,
+    )
+
+
+def wants_prefix(made: Any, **changes: Any) -> bool:
+    asked = {
+        "common_prefix_len": PREFIX,
+        "query_lens": np.ones(4, np.int32),
+        "num_query_heads": 8,
+        "num_kv_heads": 2,
+        "use_alibi": False,
+        "use_sliding_window": False,
+        "use_local_attention": False,
+        "num_sms": 132,
+        "dcp_world_size": 1,
+    }
+    return bool(made.use_cascade_attention(**asked | changes))
+
+
+def test_a_shared_prefix_reaches_the_builder_that_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = builder(a=layer())
+    [bound] = made.kinds().values()
+    inner, built = made.inner(bound), []
+    monkeypatch.setattr(inner, "build", lambda *given: built.append(given[0]) or object())
+    for answer in (True, False):
+        monkeypatch.setattr(inner, "use_cascade_attention", lambda answer=answer, **given: answer)
+        assert wants_prefix(made) is answer
+    monkeypatch.setattr(inner, "use_cascade_attention", lambda **given: True)
+    assert not wants_prefix(made, use_sliding_window=True)
+    assert not wants_prefix(made, use_local_attention=True)
+    assert not wants_prefix(builder(a=layer(sliding_window=32)))
+    made.build(PREFIX, step())
+    made.build_for_cudagraph_capture(step())
+    assert built == [PREFIX, 0]
+
+
+@pytest.mark.parametrize("level", OurSupport)
+def test_graphs_are_of_the_level_of_the_groups_backends(level: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = TORCH.theirs[0].get_builder_cls()
+    # Another group's layer does not count, and the configuration decides.
+    monkeypatch.setattr(inner, "get_cudagraph_support", classmethod(lambda cls, config, cache: level))
+    config = VllmConfig()
+    config.compilation_config.static_forward_context = {"a": layer()}
+    found = TORCH.get_builder_cls().get_cudagraph_support(config, SPEC)
+    assert found is AttentionCGSupport(min(int(level), AttentionCGSupport.UNIFORM_BATCH.value))
+
+
+def test_encoders_have_no_graphs() -> None:
+    config = VllmConfig()
+    config.compilation_config.static_forward_context = {"a": layer(attn_type="encoder_only")}
+    assert TORCH.get_builder_cls().get_cudagraph_support(config, SPEC) is AttentionCGSupport.NEVER
+
+
+def test_sinks_that_are_loaded_anew_are_read_into_the_same_memory() -> None:
+    sinks = torch.ones(8, dtype=torch.bfloat16)
+    impl = layer(sinks=sinks).impl
+    used = impl.bound(16, CPU).tensors.sinks
+    sinks.fill_(3.0)
+    impl.process_weights_after_loading(torch.bfloat16)
+    assert used.eq(3.0).all()
+    assert impl.bound(16, CPU).tensors.sinks is used
+
+
+def test_a_cache_that_vllm_drops_is_not_kept() -> None:
+    one = layer()
+    cache = torch.zeros((4, 2, 16, 2, 64) if HAS_CACHE_SHAPE else (4, 2, 16, 128), dtype=torch.bfloat16)
+    keys = torch.ones(2, 2, 64, dtype=torch.bfloat16)
+    one.impl.do_kv_cache_update(one, keys, keys, cache, torch.tensor([0, 17]))
+    assert cache.sum() == 2 * keys.numel()
+    [kept] = one.impl._caches.values()
+    view = weakref.ref(kept.view)
+    del cache, kept
+    gc.collect()
+    assert view() is None
+    assert not one.impl._caches
+
+
+def test_a_backend_of_one_layout_gets_it() -> None:
+    class OneLayout(TORCH.theirs[0]):  # type: ignore[misc,name-defined]
+        @classmethod
+        def supported_kv_cache_layouts(cls) -> tuple[str, ...]:
+            return ("HND",)
+
+    heads_first = type("HeadsFirst", (TORCH,), {"theirs": (OneLayout,)})
+    if HAS_CACHE_SHAPE:
+        assert heads_first.get_kv_cache_stride_order() == (0, 1, 3, 2, 4)
+        with pytest.raises(NotImplementedError):
+            TORCH.get_kv_cache_stride_order()
+    else:
+        names = [layout.name for layout in heads_first.supported_kv_cache_layouts()]
+        assert sorted(names) == ["BHLNC", "BLHNC", "LBHNC", "LHBNC"]
+        assert TORCH.supported_kv_cache_layouts() is None
+
+
+def test_layers_that_share_kv_can_skip_tokens() -> None:
+    fast = utils.create_fast_prefill_custom_backend("Fast", TORCH)
+    one = layer(kv_sharing_target_layer_name="b")
+    made = builder(fast, a=one)
+    given = dataclasses.replace(step(), logits_indices_padded=torch.arange(4), num_logits_indices=4)
+    metadata, bound = made.build(0, given).of(one.impl)
+    assert metadata is not None
+    assert bound.backend.get_name() == "TORCH"
+
+
+@pytest.mark.parametrize("arguments", [{"relative_bias": torch.zeros(1)}, {"chunk_size": 8}], ids=str)
+def test_an_unknown_argument_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(
+        SpecError, match="is an argument that attnplug does not know, and may change the result"
+    ):
+        layer(**arguments)
+
+
+def test_an_unknown_argument_without_effect_is_none() -> None:
+    layer(relative_bias=None, is_special=False)

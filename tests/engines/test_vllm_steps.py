@@ -1,0 +1,131 @@
+"""What the adapter reads of vLLM's steps and configuration; vLLM itself is not needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attnplug import LayerSpec
+from attnplug.core.errors import BatchError
+from attnplug.integrations.vllm.engine_config import SeenLayer, builder_config, is_of_group
+from attnplug.integrations.vllm.steps import for_layer, translate
+
+LENS = torch.tensor([7, 40, 3], dtype=torch.int32)
+
+
+def step(**changes: Any) -> SimpleNamespace:
+    """A mixed step of three requests, with its tensors on a device whose values nobody can read."""
+    starts = torch.tensor([0, 1, 9, 12], dtype=torch.int32)
+    fields = {
+        "query_start_loc": starts.to("meta"),
+        "query_start_loc_cpu": starts,
+        "seq_lens": LENS.to("meta"),
+        "num_reqs": 3,
+        "num_actual_tokens": 12,
+        "max_query_len": 8,
+        "max_seq_len": 40,
+        "block_table_tensor": torch.zeros(3, 4, dtype=torch.int32, device="meta"),
+        "slot_mapping": torch.zeros(12, dtype=torch.int64, device="meta"),
+        "causal": True,
+        "logits_indices_padded": None,
+        "num_logits_indices": None,
+        "encoder_seq_lens": None,
+        "encoder_seq_lens_cpu": None,
+        "seq_lens_cpu_upper_bound": LENS,
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+def test_a_step_is_read_without_waiting_for_the_device() -> None:
+    given = step()
+    common = translate(given, exact=True)
+    assert common.seq_lens is given.seq_lens
+    assert common.block_table_tensor is given.block_table_tensor
+    assert common.seq_lens_host is not None
+    assert np.shares_memory(common.seq_lens_host, LENS.numpy())
+    assert common.seq_lens_host_exact
+    assert not translate(given, exact=False).seq_lens_host_exact
+
+
+def test_lengths_of_requests_cut_at_chunks_are_those_of_the_parts() -> None:
+    parts = torch.tensor([32, 8, 7], dtype=torch.int32)
+    whole = torch.tensor([40, 7], dtype=torch.int32)
+    common = translate(step(seq_lens_cpu_upper_bound=whole, _seq_lens_cpu=parts), exact=True)
+    assert common.seq_lens_host is not None
+    assert common.seq_lens_host.tolist() == [32, 8, 7]
+    common = translate(step(seq_lens_cpu_upper_bound=whole, _seq_lens_cpu=None), exact=True)
+    assert common.seq_lens_host is None, "the lengths of other requests are no use"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("mm_req_doc_ranges", {0: [(1, 4)]}, "spans of multimodal tokens are not served in vLLM"),
+        ("rswa_prefix_lens", LENS, "windows with a visible prefix are not served"),
+        ("dcp_local_seq_lens", LENS, "decode context parallelism is not served in vLLM"),
+        ("causal", torch.ones(3, dtype=torch.bool), "must be a bool: requests that differ are not served"),
+    ],
+)
+def test_what_a_step_asks_for_and_nobody_serves_is_refused(field: str, value: object, words: str) -> None:
+    with pytest.raises(BatchError, match=f"{field}.*{words}"):
+        translate(step(**{field: value}), exact=True)
+
+
+def test_an_encoder_has_its_keys_in_the_call() -> None:
+    spec = LayerSpec(
+        num_heads=2, num_kv_heads=2, head_size=64, attn_type="encoder_only", causal=False, direct_kv=True
+    )
+    starts = torch.tensor([0, 1, 9, 12], dtype=torch.int32)
+    given = step(query_start_loc=starts, slot_mapping=torch.arange(12), block_table_tensor=torch.ones(3, 4))
+    common = for_layer(translate(given, exact=True), spec)
+    assert (common.causal, common.max_seq_len) == (False, 8)
+    assert common.seq_lens.tolist() == [1, 8, 3]
+    assert common.slot_mapping.eq(-1).all(), "nothing is written"
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    """A configuration of vLLM with graphs of 1 to 32 tokens."""
+    graphs = SimpleNamespace(has_full_cudagraphs=lambda: True)
+    fields = {
+        "speculative_config": None,
+        "scheduler_config": SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=512),
+        "model_config": SimpleNamespace(max_model_len=4096),
+        "compilation_config": SimpleNamespace(
+            cudagraph_mode=graphs, cudagraph_capture_sizes=[1, 2, 4, 8, 16, 24, 32]
+        ),
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+def test_builders_hear_which_batches_graphs_have() -> None:
+    assert builder_config(config(), None, {}).cudagraph_batch_sizes == (1, 2, 4, 8)
+    drafts = config(speculative_config=SimpleNamespace(num_speculative_tokens=2))
+    made = builder_config(drafts, None, {})
+    assert made.cudagraph_batch_sizes == (1, 2, 3, 6, 8), "of three tokens each"
+    assert made.num_speculative_tokens == 2
+    eager = SimpleNamespace(cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: False))
+    assert builder_config(config(compilation_config=eager), None, {}).cudagraph_batch_sizes == ()
+
+
+def test_requests_that_are_cut_at_chunks_are_more() -> None:
+    assert builder_config(config(), None, {}).max_num_seqs == 8
+    assert builder_config(config(), SimpleNamespace(attention_chunk_size=128), {}).max_num_seqs == 20
+
+
+def test_a_layer_is_of_the_group_with_its_heads_and_kind() -> None:
+    spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64)
+    group = SimpleNamespace(num_kv_heads=2, head_size=64)
+    assert is_of_group(spec, group)
+    assert not is_of_group(spec.replace(num_kv_heads=4), group)
+    assert not is_of_group(spec.replace(head_size=128), group)
+
+
+def test_builders_see_the_scales_of_vllms_layers() -> None:
+    scale = torch.tensor(0.5)
+    layer = SeenLayer(SimpleNamespace(_k_scale=scale), impl := object())
+    assert layer._k_scale is scale
+    assert layer.impl is impl
