@@ -41,7 +41,7 @@ def explain(
     num_kv_heads: Annotated[
         int | None, _layer(metavar="N", help="Key and value heads \\[default: as num-heads].")
     ] = None,
-    head_size: Annotated[int, _layer(metavar="N", help="Elements per head.")] = 128,
+    head_size: Annotated[int | None, _layer(metavar="N", help="Elements per head \\[default: 128].")] = None,
     dtype: Annotated[
         str,
         _layer(metavar="DTYPE", help="float16, bfloat16 or float32.", autocompletion=completion.dtypes),
@@ -74,7 +74,7 @@ def explain(
     spec = LayerSpec(
         num_heads=num_heads,
         num_kv_heads=(num_heads if dims is None else 1) if num_kv_heads is None else num_kv_heads,
-        head_size=head_size if dims is None else dims.kv_lora_rank + dims.qk_rope_head_dim,
+        head_size=(128 if dims is None else dims.latent_size) if head_size is None else head_size,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
