@@ -35,39 +35,41 @@ class Accident:
 ACCIDENTS: list[Accident] = []
 
 
-def _impl(check: str, says: str) -> Callable[[type[TorchImpl]], type[TorchImpl]]:
-    """TORCH with this impl is an accident."""
+def with_impl(accidents: list[Accident]) -> Callable[[str, str], Callable[[type], type]]:
+    """A decorator of a check and its words: TORCH with this impl or builder is an accident."""
 
-    def add(cls: type[TorchImpl]) -> type[TorchImpl]:
-        ACCIDENTS.append(Accident(cls.__name__, variant(cls.__name__.upper(), impl=cls), check, says))
-        return cls
+    def of(check: str, says: str) -> Callable[[type], type]:
+        def add(cls: type) -> type:
+            part = "builder" if issubclass(cls, TorchMetadataBuilder) else "impl"
+            backend = variant(cls.__name__.upper(), **{part: cls})
+            accidents.append(Accident(cls.__name__, backend, check, says))
+            return cls
 
-    return add
+        return add
 
-
-def _builder(check: str, says: str) -> Callable[[type[TorchMetadataBuilder]], type[TorchMetadataBuilder]]:
-    """TORCH with this builder is an accident."""
-
-    def add(cls: type[TorchMetadataBuilder]) -> type[TorchMetadataBuilder]:
-        ACCIDENTS.append(Accident(cls.__name__, variant(cls.__name__.upper(), builder=cls), check, says))
-        return cls
-
-    return add
+    return of
 
 
-def _mla(check: str, says: str) -> Callable[[type[TorchMLAImpl]], type[TorchMLAImpl]]:
-    """TORCH's latent attention with this impl is an accident."""
+def with_latent_impl(accidents: list[Accident]) -> Callable[[str, str], Callable[[type], type]]:
+    """As `with_impl`, for TORCH's latent attention."""
 
-    def add(cls: type[TorchMLAImpl]) -> type[TorchMLAImpl]:
-        methods: dict[str, Any] = {
-            "get_name": staticmethod(lambda: cls.__name__.upper()),
-            "get_impl_cls": classmethod(lambda _: cls),
-        }
-        backend = type(cls.__name__, (TorchMLABackend,), methods)
-        ACCIDENTS.append(Accident(cls.__name__, backend, check, says))
-        return cls
+    def of(check: str, says: str) -> Callable[[type], type]:
+        def add(cls: type) -> type:
+            methods: dict[str, Any] = {
+                "get_name": staticmethod(lambda: cls.__name__.upper()),
+                "get_impl_cls": classmethod(lambda _: cls),
+            }
+            backend = type(cls.__name__, (TorchMLABackend,), methods)
+            accidents.append(Accident(cls.__name__, backend, check, says))
+            return cls
 
-    return add
+        return add
+
+    return of
+
+
+_impl = _builder = with_impl(ACCIDENTS)
+_mla = with_latent_impl(ACCIDENTS)
 
 
 # Tiles and splits.

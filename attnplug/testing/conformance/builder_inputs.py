@@ -31,6 +31,9 @@ from attnplug.testing.conformance.steps import (
 )
 from attnplug.testing.conformance.target import Target, of_phase
 
+_LONGEST_OF_MODEL = 1 << 17
+"""A `max_seq_len` that engines give where they do not know a step's lengths."""
+
 
 def checks(target: Target) -> Iterator[Check]:
     """The checks of builders' inputs, for each kind of layer that the backend declares."""
@@ -115,8 +118,8 @@ def _check_longest_bound(target: Target, kind: str) -> None:
     alone = ([1], [size + 1]), ([size + 3], [size + 3])
     for lengths in (mixed(size), decodes(size), *alone):
         make, longest = step_factory(target, spec, lengths), max(lengths[1])
-        for bound in (-(-longest // size) * size, longest + size):
-            batch, what = make(), "with max_seq_len above the longest sequence, which is allowed"
+        for bound in (-(-longest // size) * size, longest + size, _LONGEST_OF_MODEL):
+            batch, what = make(), f"with max_seq_len={bound}, above the longest sequence, which is allowed"
             harness = Harness.of(target, batch)
             with error_context(what):
                 common = dataclasses.replace(batch.common, max_seq_len=bound)

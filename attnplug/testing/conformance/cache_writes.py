@@ -11,7 +11,14 @@ import torch
 from attnplug.core.features import Feature
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
+from attnplug.testing.conformance.check import (
+    Check,
+    CheckSkipped,
+    CheckTable,
+    ConformanceError,
+    checks_from,
+    error_context,
+)
 from attnplug.testing.conformance.expectations import expect_correct, wrong_answer
 from attnplug.testing.conformance.guarded_cache import GuardedCache, pages_of, slots_of
 from attnplug.testing.conformance.harness import Harness, make_impl
@@ -24,6 +31,13 @@ _STEP = {name: 2.0**-2 if "e5m2" in str(name) else 2.0**-3 for name in STORAGE_D
 """Steps of an fp8 type between 1 and 2; torch gives the eps of float8_e5m2fnuz as that of three bits."""
 
 
+_SHARERS: dict[str, tuple[Feature, dict[str, Any]]] = {
+    "window": (Feature.SLIDING_WINDOW, {"window": (5, 0)}),
+    "chunk": (Feature.CHUNKED_LOCAL, {"chunk_size": 16}),
+    "cap": (Feature.SOFT_CAP, {"logits_soft_cap": 3.0}),
+    "scale": (Feature(0), {"scale": 0.15}),
+}
+"""What a layer that shares another's cache has alone, and the feature that it needs."""
 _LARGE = 2.0**20
 """Float16 does not hold it, so a cache of wider numbers that goes through float16 loses it."""
 
@@ -36,6 +50,14 @@ def checks(target: Target) -> Iterator[Check]:
         summary = "a cross layer writes the slots of the encoder's tokens and nothing else"
         yield Check.of("cache/only-slots-written-cross", summary, _check_cross, target)
     yield from checks_from(_ONCE, "cache", target)
+    for name, (needed, fields) in _SHARERS.items():
+        if needed in target.backend.features:
+            summary = f"a layer with a {name} of its own reads the cache of one without"
+            yield Check.of(f"cache/sharing-{name}", summary, _check_sharing, target, **fields)
+    if Feature.FP8_KV in target.backend.features:
+        stored = next(each for each in target.kv_cache_dtypes if each.startswith("fp8"))
+        summary = "a layer that shares an fp8 cache reads it with its scales"
+        yield Check.of("cache/sharing-fp8", summary, _check_sharing, target, kv_cache_dtype=stored)
     for name in target.kv_cache_dtypes:
         summary = f"a cache of {name} stores keys and values rounded, or divided by their scales"
         yield Check.of(f"cache/stored-{name}", summary, _check_stored, target, name)
@@ -77,25 +99,38 @@ def _check_negative(target: Target) -> None:
     _expect_stored(target, batch)
 
 
-def _check_sharing(target: Target) -> None:
-    batch = scenario_factory(target, "mixed")()
+def _check_sharing(target: Target, kv_cache_dtype: str = "auto", **own: Any) -> None:
+    """A layer writes, and another with `own` fields reads its pages."""
+    if kv_cache_dtype == "auto":
+        batch = scenario_factory(target, "mixed")()
+    else:
+        batch = _batch(target, kv_cache_dtype, **FP8_SCALES)
+    spec = batch.spec.replace(**own)
+    if own and (spec == batch.spec or target.reasons(spec)):
+        raise CheckSkipped(f"{target.name} serves no two such layers that differ in {', '.join(own)}")
     Harness.of(target, batch).write(batch)
     sevens: dict[str, Any] = {name: torch.full_like(getattr(batch, name), 7.0) for name in ("key", "value")}
-    guarded = GuardedCache.of(target.backend, dataclasses.replace(batch, **sevens))
+    guarded = GuardedCache.of(target.backend, dataclasses.replace(batch, spec=spec, **sevens))
     harness = Harness.of(target, guarded.batch)
+    # The harness has a layer of this name too, and an impl may know its target by the name.
+    shared = make_impl(target.backend, batch.spec, batch.tensors, "layers.0", options=target.own_options)
     with error_context("from_spec with kv_sharing_target_layer_name"):
         harness.layers[0].impl = make_impl(
             target.backend,
-            batch.spec,
+            spec,
             batch.tensors,
-            "later",
-            kv_sharing_target_layer_name="layer",
+            "layers.1",
+            kv_sharing_target_layer_name=shared.layer_name,
             options=target.own_options,
         )
     found = harness.forward(guarded.batch)
     what = "forward of a layer with kv_sharing_target_layer_name"
     guarded.expect_only_written(slots_of(batch)[:0], what)
-    expect_correct(batch, found, f"{what}, which reads the other layer's keys and not those of its call")
+    expect_correct(
+        dataclasses.replace(batch, spec=spec),
+        found,
+        f"{what}, which reads the other layer's keys and not those of its call",
+    )
 
 
 def _check_stored(target: Target, name: str) -> None:

@@ -40,6 +40,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 _LAST_KIND = "direct_non_causal"
 """Its two halves are tried apart, unless the backend serves them only together."""
+_LARGEST_HEAD = 512
+"""A head size of models that few kernels serve."""
 _MOST_BYTES = 1 << 29
 """Of a cache: a larger one takes seconds to fill."""
 _OF_PHASE: dict[Phase | None, tuple[str, ...]] = {
@@ -62,6 +64,7 @@ _HEADS = (
     (21, 3),
     (8, 8),
     (32, 8),
+    (96, 4),
 )
 _TOGETHER: tuple[dict[str, Any], ...] = (
     {"shape": "idle", "needs_lse": True},
@@ -70,6 +73,8 @@ _TOGETHER: tuple[dict[str, Any], ...] = (
     {"has_alibi": True, "needs_lse": True},
     {"logits_soft_cap": 3.0, "has_alibi": True},
     {"logits_soft_cap": 3.0, "scale": 0.15},
+    {"logits_soft_cap": 50.0},
+    {"scale": 1.0},
     {"logits_soft_cap": 3.0, "window": (6, 0)},
     {"mm_prefix": True, "window": (6, 0)},
     {"mm_prefix": True, "chunk_size": 24},
@@ -97,14 +102,25 @@ _LONG_WITH: tuple[dict[str, Any], ...] = (
     {"shape": "long-decode", "logits_soft_cap": 1.7},
     {"shape": "long-decode", "has_alibi": True},
     {"shape": "long-decode", "has_sinks": True, "needs_lse": True},
+    {"shape": "long-decode", "window": (1030, 0), "has_sinks": True},
+    {"shape": "long-decode", "chunk_size": 1031, "needs_lse": True},
+    {"shape": "long-decode", "logits_soft_cap": 1.7, "needs_lse": True},
+    {"shape": "long-decode", "kv_cache_dtype": "fp8"},
+    {"shape": "long-decode", "heads": (14, 2)},
     {"shape": "long-decode", "sparse": SparseSpec("token_topk", 1024)},
     {"shape": "long-decode", "kind": "direct"},
     {"shape": "long-decode", "numbers": Numbers.SHARP},
+    {"shape": "long-extend", "window": (1030, 0)},
+    {"shape": "long-extend", "needs_lse": True},
     {"shape": "long-prompt", "window": (149, 0)},
     {"shape": "long-prompt", "kind": "direct"},
     {"shape": "long-prompt", "numbers": Numbers.SHARP},
+    {"shape": "many-requests", "kind": "encoder"},
+    {"shape": "many-requests", "kind": "cross"},
+    {"shape": "many-requests", "kind": "direct"},
 )
-"""Paths that kernels take for long contexts only: decodes that split their keys, prompts of several tiles."""
+"""Paths that kernels take for long contexts or many requests only: decodes that split their keys, prompts of several
+tiles, windows and chunks that 8 bits do not hold."""
 _OWN_AXES = {"mla", "head_size_v", "kv_cache_dtype", "causal", "direct_kv", "attn_type"}
 """Fields that ask for a feature and have no axis of their name: `values`, the storage types and KINDS try them."""
 _MAX_COMPILE_KEYS = {Level.SMOKE: 6, Level.FULL: 24}
@@ -221,6 +237,8 @@ class CaseSearch(Search):
         spec = LayerSpec(**fields)
         if row["window"] is not None and not spec.is_windowed:
             raise SpecError("window", row["window"], "limits nothing in a causal layer")
+        if spec.mla and not spec.mla.qk_rope_head_dim and Numbers(row["numbers"]) is Numbers.FAR:
+            raise SpecError("numbers", Numbers.FAR, "are of an element that W_UK leaves as it is")
         if row["mm_prefix"] and row["kind"] == "cross":
             raise SpecError("mm_prefix", True, "is for layers whose keys are their own tokens")
         if row["kind"] in ("encoder", "encoder_half") and self._target.phase is Phase.DECODE:
@@ -335,9 +353,9 @@ def designed_cases(target: Target) -> list[Case]:
 
 
 def _further(target: Target, search: Search) -> list[tuple[str, Any]]:
-    """Numbers of heads and values of features that no pair has at the smoke level: each is tried alone."""
+    """Numbers of heads, a head size and values of features that no pair has at the smoke level: each is tried alone."""
     samples = {flag.ask.field: samples_of(target, flag) for flag in target.backend.features & COMPUTED}
-    every = {"heads": (*_HEADS, (1, 1)), **samples}
+    every = {"heads": (*_HEADS, (1, 1)), "head_size": (_LARGEST_HEAD,), **samples}
     return [
         (axis, value)
         for axis, tried in search.axes.items()

@@ -1,4 +1,4 @@
-"""The mistake of a prefill of latents that leaves out a chunk of the computed tokens."""
+"""The mistakes of a prefill of latents that leaves out a chunk of the computed tokens, or attends it twice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnplug.testing.conformance.harness import Answer
 
 
 def dropped_chunk(batch: Batch, found: Answer, rows: int, threshold: int) -> str | None:
-    """The name of the chunk without which the step has these numbers; None if no chunk explains them.
+    """The chunk without which, or with twice which, the step has these numbers; None if no chunk explains them.
 
     Args:
         batch: the step.
@@ -27,16 +27,21 @@ def dropped_chunk(batch: Batch, found: Answer, rows: int, threshold: int) -> str
     size = batch.common.block_table_tensor.shape[1] if batch.kv_cache is None else batch.kv_cache.shape[1]
     chunks = plan_context_chunks(context, rows, size) if rows >= size else []
     for number, chunk in enumerate(chunks, 1):
-        if difference(_without(batch, chunk, first), found) is None:
-            return f"chunk {number} of {len(chunks)} of the computed tokens left out of a prefill"
+        for times, what in ((0, "left out of a prefill"), (2, "attended twice in a prefill")):
+            if difference(_repeated(batch, chunk, first, times), found) is None:
+                return f"chunk {number} of {len(chunks)} of the computed tokens {what}"
     return None
 
 
-def _without(batch: Batch, chunk: ContextChunk, first: int) -> Batch:
+def _repeated(batch: Batch, chunk: ContextChunk, first: int, times: int) -> Batch:
+    """The batch with the chunk's tokens so many times."""
     keys, values, lengths = [*batch.keys], [*batch.values], [*batch.seq_lens]
     for place, (start, count) in enumerate(zip(chunk.starts, chunk.lengths, strict=True)):
         row = first + chunk.first + place
         for tensors in (keys, values):
-            tensors[row] = torch.cat([tensors[row][:start], tensors[row][start + count :]])
-        lengths[row] -= count
+            own = tensors[row]
+            tensors[row] = torch.cat(
+                [own[:start], *[own[start : start + count]] * times, own[start + count :]]
+            )
+        lengths[row] += (times - 1) * count
     return dataclasses.replace(batch, keys=keys, values=values, seq_lens=lengths)

@@ -26,7 +26,8 @@ from attnplug.testing.conformance.steps import (
 )
 from attnplug.testing.conformance.target import Target
 
-_CALLS = 64
+_CALLS = 140
+"""More than a ring of 128 buffers has."""
 _SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 
 

@@ -81,10 +81,13 @@ def expect_correct_step(
     expect_correct(make(), found, what, mistake)
 
 
-def expect_batch_refused(target: Target, batch: Batch, what: str) -> None:
-    """Raise ConformanceError, which begins with `what`, unless the backend refuses the step with a BatchError."""
+def expect_batch_refused(target: Target, batch: Batch, what: str, harness: Harness | None = None) -> None:
+    """Raise ConformanceError, which begins with `what`, unless the backend refuses the step with a BatchError.
+
+    The step is run by `harness`, by default a new one.
+    """
     try:
-        Harness.of(target, batch).forward(batch)
+        (harness or Harness.of(target, batch)).forward(batch)
     except ConformanceError as problem:
         # Any other error may come from the kernel, which is a crash and no refusal.
         if isinstance(problem.__cause__, BatchError):

@@ -114,6 +114,7 @@ def _check_strided(target: Target, scenario: str) -> None:
         ("of one packed projection", _packed),
         ("of wider tensors", lambda *tensors: tuple(map(_sliced, tensors))),
         ("with the heads outside", lambda *tensors: tuple(map(_heads_outside, tensors))),
+        ("of unlike strides", lambda query, key, value: (query, _sliced(key), value)),
     ):
         batch = scenario_factory(target, scenario)()
         query, key, value = view(batch.query, batch.key, batch.value)
@@ -127,7 +128,9 @@ def _check_strided(target: Target, scenario: str) -> None:
                     f"views {name} are refused: {problem.__cause__}", SkipKind.ALLOWED
                 ) from None
             raise
-        strides = f"query strides {batch.query.stride()}, key strides {batch.key.stride()}"
+        strides = ", ".join(
+            f"{name} strides {getattr(batch, name).stride()}" for name in ("query", "key", "value")
+        )
         expect_correct(batch, found, f"with query, key and value as views {name} ({strides})")
         _expect_kept(batch, before, f", given as views {name}")
 

@@ -262,6 +262,11 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     ),
     *(_window_off_by(side, step) for side in ("left", "right") for step in (1, -1)),
     KnownMistake(
+        "left side of the window in 8 bits",
+        "window",
+        lambda rules: {"left": rules.left if math.isinf(rules.left) else rules.left % 256},
+    ),
+    KnownMistake(
         "window taken as chunk",
         "causal window",
         lambda rules: {"left": math.inf, "chunk": int(rules.left) + 1},
@@ -416,6 +421,10 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     KnownMistake("rotated part of the keys taken first", "latent", latent.rotated_key_first),
     KnownMistake("rotated part of the query taken first", "latent", latent.rotated_query_first),
     KnownMistake("rotated part left out", "latent", latent.without_rotated_part),
+    KnownMistake("halves of the query's rotated part swapped", "latent", latent.rotated_halves_swapped),
+    KnownMistake(
+        "pairs of the query's rotated part taken as halves", "latent", latent.rotated_pairs_as_halves
+    ),
     KnownMistake("W_UV of the next head", "latent", latent.next_heads_values),
     KnownMistake("k_scale left out for the rotated part", "latent fp8", latent.unscaled_rotated_part),
     KnownMistake("k_scale left out for values", "latent fp8", latent.unscaled_values),

@@ -18,6 +18,8 @@ from attnplug.testing.conformance.target import Target
 
 _HEADS = (4, 1, 12, 16, 20, 64, 128)
 """Heads of a rank; 12 and 20 are no powers of 2, and are those of models."""
+_LARGER_VALUES = ((24, 56),)
+"""Pairs of qk_nope_head_dim and v_head_dim: expanded values larger than expanded keys."""
 _K_SCALE = 0.02
 """The scale of 8-bit latents: positions near 1 nearly fill their range, and the other elements are smaller."""
 _BETWEEN = 64
@@ -127,6 +129,10 @@ def latent_cases(target: Target) -> list[LatentCase]:
     ]
     rows += [{"pair": pair, "shape": shape} for pair in pairs for shape in both]
     rows += [{"pair": pair, "nope": 128, "value": 128} for pair in pairs[: 1 if few else None]]
+    # A prefill on kernels of one head size pads the smaller of keys and values.
+    rows += [
+        {"nope": nope, "value": value, "shape": shape} for nope, value in _LARGER_VALUES for shape in both
+    ]
     rows += [{"num_heads": heads, "shape": shape} for heads in _HEADS for shape in both[: 1 if few else 2]]
     rows += [{"dtype": dtype, "shape": shape} for dtype in target.dtypes for shape in both[: 1 if few else 3]]
     rows += [{"kv_cache_dtype": name, "shape": shape} for name in target.kv_cache_dtypes for shape in both]

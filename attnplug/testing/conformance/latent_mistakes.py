@@ -89,6 +89,26 @@ def without_rotated_part(rules: AttentionRules) -> dict[str, Any]:
     return _expanded(rules, key=_unrotated)
 
 
+def rotated_halves_swapped(rules: AttentionRules) -> dict[str, Any]:
+    """The halves of the query's rotated part in the other order."""
+
+    def change(tensor: torch.Tensor, first: int) -> torch.Tensor:
+        rotated = tensor[..., first:]
+        return torch.cat([tensor[..., :first], rotated.roll(rotated.shape[-1] // 2, -1)], dim=-1)
+
+    return _expanded(rules, query=change)
+
+
+def rotated_pairs_as_halves(rules: AttentionRules) -> dict[str, Any]:
+    """The query's rotated part in the order of halves, where the keys' is in the order of pairs."""
+
+    def change(tensor: torch.Tensor, first: int) -> torch.Tensor:
+        rotated = tensor[..., first:]
+        return torch.cat([tensor[..., :first], rotated[..., ::2], rotated[..., 1::2]], dim=-1)
+
+    return _expanded(rules, query=change)
+
+
 def unscaled_rotated_part(rules: AttentionRules) -> dict[str, Any]:
     """The scale of 8-bit latents left out for their rotated part."""
 

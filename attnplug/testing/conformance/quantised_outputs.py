@@ -58,6 +58,7 @@ def _check_quantised(target: Target, key: str) -> None:
         _expect_served(batch, harness, key, 1.5)
         # This scale makes values beyond half of the largest one leave the range.
         _expect_served(batch, harness, key, 0.5, "after a call with another output_scale: ")
+        _expect_served(batch, harness, key, 1.5, "with a scalar tensor: ", ())
     for case in single_cases(target, ("mixed",)):
         if case.numbers is Numbers.STRANGERS:
             continue  # most of their rows have no result
@@ -68,11 +69,13 @@ def _check_quantised(target: Target, key: str) -> None:
                 _expect_served(batch, harness, key, 1.5, f"{case.id}: ")
 
 
-def _call(batch: Batch, harness: Harness, key: str, scale: float) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _call(
+    batch: Batch, harness: Harness, key: str, scale: float, shape: tuple[int, ...] = (1,)
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of `forward` for an output that is quantised by `key`; the output is the last positional one."""
     output = blank_answer(batch).output.to(STORAGE_DTYPES[key])
     given = (batch.query, batch.key, batch.value, batch.kv_cache, harness.build(batch), output)
-    return given, {"output_scale": torch.tensor([scale], dtype=torch.float32, device=batch.query.device)}
+    return given, {"output_scale": torch.full(shape, scale, dtype=torch.float32, device=batch.query.device)}
 
 
 def _expect_refused(batch: Batch, harness: Harness, key: str) -> None:
@@ -82,12 +85,14 @@ def _expect_refused(batch: Batch, harness: Harness, key: str) -> None:
     expect_refusal(error, f"{what}, given where fused_output_quant_supported({key!r}) says False,")
 
 
-def _expect_served(batch: Batch, harness: Harness, key: str, reach: float, where: str = "") -> None:
+def _expect_served(
+    batch: Batch, harness: Harness, key: str, reach: float, where: str = "", shape: tuple[int, ...] = (1,)
+) -> None:
     dtype = STORAGE_DTYPES[key]
     limit = torch.finfo(dtype).max
     expected, rows = batch.oracle().output, batch.common.num_actual_tokens
     scale = (float(expected.abs().max()) or 1.0) / (limit * reach)
-    given, scales = _call(batch, harness, key, scale)
+    given, scales = _call(batch, harness, key, scale, shape)
     what = f"{where}output_scale for an output of {dtype}"
     with error_context(what):
         harness.impl.forward(harness.layers[0], *given, **scales)

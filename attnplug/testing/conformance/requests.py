@@ -216,10 +216,13 @@ def _check_widened(target: Target, scenario: str) -> None:
 
 
 def _check_no_spans(target: Target, scenario: str) -> None:
-    batch = scenario_factory(target, scenario, mm_prefix=True)()
-    common = dataclasses.replace(batch.common, mm_prefix_spans=None, mm_prefix_spans_cpu=None)
-    batch = dataclasses.replace(batch, common=common)
-    expect_batch_refused(target, batch, "mm_prefix_spans=None for a layer with mm_prefix")
+    given = scenario_factory(target, scenario, mm_prefix=True)()
+    common = dataclasses.replace(given.common, mm_prefix_spans=None, mm_prefix_spans_cpu=None)
+    batch, what = dataclasses.replace(given, common=common), "mm_prefix_spans=None for a layer with mm_prefix"
+    expect_batch_refused(target, batch, what)
+    harness = Harness.of(target, given)
+    harness.forward(given)
+    expect_batch_refused(target, batch, f"{what}, after a step with spans,", harness)
 
 
 def _check_text(target: Target, scenario: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnplug.core.spec import LayerSpec
+from attnplug.core.spec import AttentionType, LayerSpec
 
 SHAPES = ("decode", "prefill", "extend", "mixed", "speculative", "draft", "one", "alike", "idle")
 """Kinds of batches. `speculative` verifies three drafted tokens, and `draft` one. `one` is a single decode. `alike` has requests of equal lengths, so that a kernel that
@@ -15,7 +15,8 @@ LONG: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "long-decode": ((1, 1, 1), (5003, 129, 2100)),
     "long-prompt": ((700, 1), (700, 300)),
     "many-requests": ([1, 2, 5, 1] * 10, [count + 3 * step for step, count in enumerate([1, 2, 5, 1] * 10)]),
-    "many-rows": ((513, 300, 387), (513, 340, 400)),
+    "long-extend": ((5, 70), (3001, 2300)),
+    "many-rows": ((1101, 513, 520), (1101, 553, 533)),
     "crowd": ([1] * 257 + [2, 3], [1 + step % 5 for step in range(257)] + [4, 3]),
     "one-prompt": ((37,), (37,)),
     "far-decode": ((1, 1), (33_003, 5)),
@@ -23,7 +24,8 @@ LONG: dict[str, tuple[Sequence[int], Sequence[int]]] = {
 }
 """Large batches: new and all tokens. They are tried with single values, and not with pairs.
 
-`crowd` has more than 256 requests. `one-prompt` has one request without context. A length of
+`long-extend` has queries of several tokens over more than 2048 keys, the last position that float16 counts to.
+`many-rows` has more than 2048 rows, and a prompt of more than 1024. `crowd` has more than 256 requests. `one-prompt` has one request without context. A length of
 `far-decode` is one that 16 bits with a sign do not hold. `far-blocks` has block numbers that 16 bits with a sign do not hold, and slots that 16 bits do not hold."""
 
 _FAR_BLOCKS, _FAR_SLOTS = 33_000, 66_000
@@ -76,6 +78,9 @@ def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], li
     # Decodes, extends and prefills in no order.
     mixed = [new[-1], 1, ends[0], 1, new[-2], ends[-1]]
     all_tokens = [ends[-1], ends[-2], ends[0], ends[-1], ends[-2], ends[-1]]
+    if spec.attn_type is AttentionType.ENCODER_DECODER:
+        # The tokens of an encoder may be fewer than the queries.
+        all_tokens[0] = ends[len(ends) // 4]
     if shape == "ordered":
         order = sorted(range(len(mixed)), key=lambda request: mixed[request] > 1)
         return [mixed[request] for request in order], [all_tokens[request] for request in order]

@@ -80,6 +80,7 @@ def _layers_over(target: Target, batch: Batch) -> dict[str, Batch]:
     """Layers over one step with caches and tensors of their own, by the feature that each adds to the first."""
     layers = {"nothing more": batch}
     features: dict[str, dict[str, Any]] = {
+        "other keys": {},
         "another scale": {"scale": batch.spec.scale / 2},
         "a soft cap": {"logits_soft_cap": 3.0},
         "sinks": {"has_sinks": True},
@@ -91,15 +92,17 @@ def _layers_over(target: Target, batch: Batch) -> dict[str, Batch]:
         spec = batch.spec.replace(**fields)
         if target.reasons(spec) or batch.kv_cache is None:
             continue
+        # Also layers with equal specs have other keys than the one before.
+        sign = -1 if len(layers) % 2 else 1
         layers[name] = dataclasses.replace(
             batch,
             spec=spec,
             tensors=layer_tensors(spec, seed=seed, device=target.torch_device),
-            key=-batch.key,
-            value=-batch.value,
+            key=sign * batch.key,
+            value=sign * batch.value,
             # torch negates no fp8 values.
-            kv_cache=(-batch.kv_cache.float()).to(batch.kv_cache.dtype),
-            keys=[-keys for keys in batch.keys],
-            values=[-values for values in batch.values],
+            kv_cache=(sign * batch.kv_cache.float()).to(batch.kv_cache.dtype),
+            keys=[sign * keys for keys in batch.keys],
+            values=[sign * values for values in batch.values],
         )
     return layers
