@@ -125,8 +125,9 @@ def _tune(
     tuner: Tuner, report: TuneReport, *, path: Path, budget: float | None, fresh: bool, as_json: bool
 ) -> None:
     from attnplug.cli.tune_report import print_outcome
-    from attnplug.registry.tuned_files import read_table, update_table
+    from attnplug.registry.tuned_files import check_writable, read_table, update_table
 
+    check_writable(path)
     old = read_table(path) if path.exists() and not fresh else None
     with report.bar():
         outcome = tuner.run(old, report, functools.partial(update_table, path), budget)
@@ -141,10 +142,12 @@ def _regret(
     tuner: Tuner, report: TuneReport, *, path: Path | None, budget: float | None, as_json: bool
 ) -> None:
     from attnplug.cli.tune_report import print_regret
-    from attnplug.registry.tuned_files import update_table
+    from attnplug.registry.tuned_files import check_writable, update_table
     from attnplug.registry.tuned_lookup import tables_by_source
     from attnplug.tuning.regret import regrets, summaries
 
+    if path is not None:
+        check_writable(path)
     kept: list[TunedTable] = []
 
     def keep(change: Callable[[TunedTable | None], TunedTable]) -> TunedTable:

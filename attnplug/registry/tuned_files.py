@@ -27,6 +27,7 @@ _MOST_US = 1e12
 _MOST_LAYERS = 100_000
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 _REMEDY = "measure again with attnplug tune, or leave the table out with --no-tuned"
+_OTHER_FILE = "name another file with --output"
 _TOP = {"schema", "version", "device", "environment", "policy", "subjects", "layers", "cells", "choices"}
 _SUBJECT = {"backend", "distribution", "version", "versions"}
 _LAYER = {"spec", "count", "workload"}
@@ -60,15 +61,20 @@ def update_table(path: Path, change: Callable[[TunedTable | None], TunedTable]) 
     Raises:
         MatrixFileError: the file is damaged or cannot be written.
     """
-    remedy = "name another file with --output"
-    with locked(path, remedy):
+    with locked(path, _OTHER_FILE):
         # Read under the lock, because another process may have written in between.
         made = change(read_table(path) if path.exists() else None)
         try:
             files.write_text(path, table_text(made))
         except OSError as problem:
-            raise unwritable(path, problem, remedy) from None
+            raise unwritable(path, problem, _OTHER_FILE) from None
     return made
+
+
+def check_writable(path: Path) -> None:
+    """MatrixFileError where no table can be written to a file, before minutes are spent on its times."""
+    with locked(path, _OTHER_FILE):
+        pass
 
 
 def table_text(table: TunedTable) -> str:

@@ -151,6 +151,15 @@ def test_bad_usage_of_tune_is_said(run, arguments, said):
     assert said in outcome.err
 
 
+@pytest.mark.parametrize("more", [(), ("--regret",)])
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(run, tmp_path, more):
+    (tmp_path / "file").touch()
+    outcome = run("tune", QWEN, "--device", "cpu", "--output", tmp_path / "file" / "table.json", *more)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "cannot be written" in outcome.err
+    assert "checking" not in outcome.err
+
+
 def test_layers_that_no_workload_describes_are_no_backend(run):
     outcome = run("tune", MODELS / "deepseek-v3.2.json", "--device", "cpu", "--workload", "decode 1 x 32")
     assert outcome.code == 3
