@@ -102,7 +102,7 @@ def calls(
     meta = StepBatchBuilder(
         max_num_seqs=requests,
         max_num_batched_tokens=64 * requests,
-        max_model_len=2 * CONTEXT,
+        max_model_len=4 * CONTEXT,
         block_sizes=[group.kv_cache_spec.block_size for group in groups],
         kv_cache_specs=[group.kv_cache_spec for group in groups],
         reorder_batch_thresholds=cpu.reorder_batch_thresholds,
@@ -113,7 +113,10 @@ def calls(
     filled(meta, new, context)
     batch = cpu.step(new)
     yield "StepBatchBuilder.step", lambda: cpu.step(new), None
-    yield "StepBatchBuilder.step, with copies", lambda: meta.step(new), appending(meta)
+    append = appending(meta)
+    yield "StepBatchBuilder.step, with copies", lambda: meta.step(new), append
+    if kind == "decode":
+        yield "append_blocks, 1 request in 16", append, None
     built = runtime.attention_groups, batch, runtime.kv_cache_config
     yield "build_attn_metadata", lambda: build_attn_metadata(*built), None
     yield "AttentionRuntime.begin_step", lambda: runtime.begin_step(batch), None
@@ -129,7 +132,7 @@ def least(call: Callable[[], object], before: Callable[[], None] | None, rounds:
     call()
     began = time.process_time()
     call()
-    repeats = max(3, min(200, int(2e-3 / (time.process_time() - began + 1e-6))))
+    repeats = max(3, min(50, int(2e-3 / (time.process_time() - began + 1e-6))))
     if before:
         rounds, repeats = 10 * rounds, 1
     found = []

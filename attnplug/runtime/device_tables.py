@@ -48,6 +48,13 @@ class DeviceTables:
 
     def changed(self, group: int | slice, rows: int | _Ints | slice, first: int, last: int) -> None:
         """Columns `first .. last` of these rows changed on the host."""
+        if isinstance(group, int) and isinstance(rows, int):
+            # Of two numbers alone, Python knows the smaller one sooner than numpy.
+            if first < self._first[group, rows]:
+                self._first[group, rows] = first
+            if last > self._last[group, rows]:
+                self._last[group, rows] = last
+            return
         self._first[group, rows] = np.minimum(self._first[group, rows], first)
         self._last[group, rows] = np.maximum(self._last[group, rows], last)
 

@@ -117,9 +117,13 @@ class GraphInputBuffers:
         self.query_start_loc[: reqs + 1].copy_(common.query_start_loc, non_blocking=True)
         self.seq_lens[:reqs].copy_(common.seq_lens, non_blocking=True)
         self.block_tables[:, :reqs, :width].copy_(batch.block_tables[:, :, :width], non_blocking=True)
-        for group, count in enumerate(batch.num_slots):
-            if count:
-                self.slot_mappings[group, :count].copy_(batch.of_group(group)[1], non_blocking=True)
+        most = max(batch.num_slots)
+        if min(batch.num_slots) == most:
+            self.slot_mappings[:, :most].copy_(batch.slot_mappings[:, :most], non_blocking=True)
+        else:
+            for group, count in enumerate(batch.num_slots):
+                if count:
+                    self.slot_mappings[group, :count].copy_(batch.of_group(group)[1], non_blocking=True)
         if self.sharded is not None and batch.sharded is not None:
             self.sharded.copy_from(batch.sharded)
         if self.encoder_seq_lens is not None and common.encoder_seq_lens is not None:
@@ -132,6 +136,12 @@ class GraphInputBuffers:
         self._pad(reqs, common.num_actual_tokens)
 
     def _pad(self, reqs: int, tokens: int) -> None:
+        if reqs < self.batch_size or tokens < self.num_tokens:
+            self._fill(reqs, tokens)
+        if self.sharded is not None:
+            self.sharded.pad(reqs, self.block_tables)
+
+    def _fill(self, reqs: int, tokens: int) -> None:
         q = self.query_len
         if reqs < self.batch_size:
             starts = self.query_start_loc[reqs + 1 :]
@@ -143,8 +153,6 @@ class GraphInputBuffers:
         self.slot_mappings[:, tokens:].fill_(PAD_SLOT_ID)
         if self.encoder_seq_lens is not None:
             self.encoder_seq_lens[reqs:].fill_(1)
-        if self.sharded is not None:
-            self.sharded.pad(reqs, self.block_tables)
         if self.mm_prefix_spans is not None:
             self.mm_prefix_spans[tokens:].fill_(0)
         if self.selection is not None:

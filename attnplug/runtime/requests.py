@@ -360,10 +360,9 @@ class RequestTable:
             self._tables[group, index, start:end] = blocks
             self._changed(group, index, start, end)
             self._num_blocks[group, index] = end
-            nulls = np.flatnonzero(blocks == 0)
-            if nulls.size:
+            if not blocks.all():
                 self._has_null_pages = True
-                self._null_ends[group, index] = start + nulls[-1] + 1
+                self._null_ends[group, index] = start + np.flatnonzero(blocks == 0)[-1] + 1
                 self._first_served[index] = self._computed[index]
         tokens = [int(self._num_blocks[g, index]) * self.tokens_per_block[g] for g in self._self_groups]
         self._capacity[index] = min(tokens, default=self.max_model_len)

@@ -58,7 +58,7 @@ class SlotMappings:
                 self._put(slots[group, :tokens], group, rows, positions, has_null_pages)
             return
         size = self._block_sizes[0]
-        page, offset = np.divmod(positions, size)
+        page, offset = _divided(positions, size)
         page += rows * self._tables.shape[2]
         # Block numbers are int32, but their slots may exceed it.
         np.multiply(self._flat_tables.take(page, axis=1), size, out=slots, dtype=np.int64)
@@ -73,7 +73,7 @@ class SlotMappings:
 
     def _put(self, out: Ints, group: int, rows: Ints, positions: Ints, has_null_pages: bool) -> None:
         size = self._block_sizes[group]
-        page, offset = np.divmod(positions, self._tokens_per_block[group])
+        page, offset = _divided(positions, self._tokens_per_block[group])
         np.multiply(self._tables[group, rows, page], size, out=out, dtype=np.int64)
         if group in self._sharded_groups and self._place is not None:
             offset = local_offsets(positions, page, size, self._place)
@@ -83,3 +83,10 @@ class SlotMappings:
         if has_null_pages:
             # These slots lie in block 0, the null block.
             out[out < size] = PAD_SLOT_ID
+
+
+def _divided(positions: Ints, size: int) -> tuple[Ints, Ints]:
+    """The page of each position, and the place in it; numpy divides as slowly by powers of two as by others."""
+    if size & (size - 1):
+        return np.divmod(positions, size)
+    return positions >> (size.bit_length() - 1), positions & (size - 1)
