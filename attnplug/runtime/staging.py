@@ -44,14 +44,16 @@ class StepFields:
     def __init__(self, max_num_seqs: int, groups: int, slots: int, device: torch.device) -> None:
         # Kernels load vectors of 16 bytes, so each field begins at a multiple.
         starts, lens = (-(-size // 4) * 4 for size in (max_num_seqs + 1, max_num_seqs))
-        self._lens, self._slots = starts, starts + lens
-        self._buffer = CpuGpuBuffer(self._slots + 2 * groups * slots, dtype=torch.int32, device=device)
+        self._lens, self._fixed = starts, starts + lens
+        self._buffer = CpuGpuBuffer(self._fixed + 2 * groups * slots, dtype=torch.int32, device=device)
         self.query_start_loc: npt.NDArray[np.int32] = self._buffer.np[:starts]
-        self.seq_lens: npt.NDArray[np.int32] = self._buffer.np[starts : self._slots]
+        self.seq_lens: npt.NDArray[np.int32] = self._buffer.np[starts : self._fixed]
+        self._slots: npt.NDArray[np.int64] = self._buffer.np[self._fixed :].view(np.int64)
+        self._sent_slots = self._buffer.gpu[self._fixed :].view(torch.int64)
 
     def slots(self, *shape: int) -> npt.NDArray[np.int64]:
         """The slots on the host, for the caller to fill: int64 `[G, S]`."""
-        return self._buffer.np[self._slots : self._slots + 2 * math.prod(shape)].view(np.int64).reshape(shape)
+        return self._slots[: math.prod(shape)].reshape(shape)
 
     def query_start_loc_cpu(self, reqs: int) -> torch.Tensor:
         """int32 `[reqs + 1]` on the host."""
@@ -59,9 +61,10 @@ class StepFields:
 
     def send(self, reqs: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Start locations `[reqs + 1]`, lengths `[reqs]` and slots `[G, S]` on the device."""
-        sent = self._buffer.copy_to_gpu(self._slots + 2 * math.prod(shape))
-        slots = sent[self._slots :].view(torch.int64).view(shape)
-        return sent[: reqs + 1], sent[self._lens : self._lens + reqs], slots
+        size = math.prod(shape)
+        sent = self._buffer.copy_to_gpu(self._fixed + 2 * size)
+        lens = sent[self._lens : self._lens + reqs]
+        return sent[: reqs + 1], lens, self._sent_slots[:size].view(shape)
 
 
 class StepStaging:

@@ -157,3 +157,20 @@ def test_triton_plans_a_step_once_for_each_reach_also_with_padding(monkeypatch: 
             np.testing.assert_allclose(found[-1][name], eager[name], atol=1e-5)
     for name in LAYERS:
         assert torch.equal(found[0][name], found[1][name])
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(("split", "most"), [("requests", 1), ("shares", 16)])
+def test_the_order_of_a_batch_follows_the_queries_that_triton_takes_for_decodes(split: str, most: int) -> None:
+    plan = attnplug.plan(
+        LAYERS, device="cpu", backend="TRITON", num_blocks=80, options={"decode_split": split}
+    )
+    runtime = AttentionRuntime(plan, config=BuilderConfig(max_num_seqs=4, max_model_len=LONGEST))
+    new = [17, most, 20, 1]
+    batch = requests_of(runtime, [(9, count) for count in new]).step(new)
+    assert batch.req_ids == ("3", "1", "2", "0")
+    runtime.begin_step(batch)
+    made: Any = {runtime._step[name].metadata for name in LAYERS}
+    assert {each.num_decodes for each in made} == {2}
+    assert {each.num_decode_tokens for each in made} == {1 + most}
+    assert len({id(each.workspace) for each in made}) == 1
