@@ -161,7 +161,9 @@ def test_triton_plans_a_step_once_for_each_reach_also_with_padding(monkeypatch: 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(("split", "most"), [("requests", 1), ("shares", 16)])
-def test_the_order_of_a_batch_follows_the_queries_that_triton_takes_for_decodes(split: str, most: int) -> None:
+def test_the_order_of_a_batch_follows_the_queries_that_triton_takes_for_decodes(
+    split: str, most: int
+) -> None:
     plan = attnplug.plan(
         LAYERS, device="cpu", backend="TRITON", num_blocks=80, options={"decode_split": split}
     )
