@@ -11,6 +11,7 @@ import torch
 from attnplug.backends.impl import BuiltinImpl, Pages
 from attnplug.backends.triton.bindings import BoundLayer
 from attnplug.backends.triton.metadata import TritonMetadata
+from attnplug.backends.triton.options import Options
 from attnplug.backends.triton.shares import SharesStep
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
@@ -106,7 +107,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
     @functools.cached_property
     def by_shares(self) -> bool:
         """Whether all programs take equal shares of a step's keys, instead of items of single requests."""
-        return self.options is not None and self.options.decode_split == "shares"
+        return (self.options or Options()).decode_split == "shares"
 
     def _attend_given(
         self,

@@ -16,7 +16,7 @@ from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep
 from attnplug.core.metadata import AttentionCGSupport, CommonAttentionMetadata
 from attnplug.mla.builder import MLADecodeBuilder
 from attnplug.mla.impl import MLADecodeImpl
-from attnplug.ops.triton.launch import BoundKernel, can_overlap, on_device_of, power_of_two
+from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
 _DECODE: Any = latent_decode_kernel
 _MERGE: Any = merge_shares_kernel
@@ -151,10 +151,9 @@ class TritonMLAImpl(MLADecodeImpl):
                 "SIZE": rank,
                 "BLOCK": power_of_two(rank),
                 "PARTS": _PARTS,
-                "PDL": can_overlap(kv_cache.device),
+                "PDL": False,
             }
             options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
             decode = BoundKernel(_DECODE, 14, values, **options)
-            overlap = {"launch_pdl": True} if values["PDL"] else {}
-            bound = self._bound[form] = decode, BoundKernel(_MERGE, 11, values, num_warps=4, **overlap)
+            bound = self._bound[form] = decode, BoundKernel(_MERGE, 11, values, num_warps=4)
         return bound

@@ -15,16 +15,16 @@ class Options:
     """Options of TRITON.
 
     Args:
-        decode_split: how decodes are divided over the GPU. With "requests", the keys of each request are cut into
-            about equal items. With "shares", every program takes an equal share of all keys, across the borders of
-            requests, which suits requests of unlike lengths. Up to 16 queries per request are then decodes too,
-            longer extends take shares where their tiles are few, and a prefix that requests share is read once.
+        decode_split: how decodes are divided over the GPU. With "shares", every program takes an equal share of all
+            keys, across the borders of requests. Up to 16 queries per request are decodes then, longer extends take
+            shares where their tiles are few, and a prefix that requests share is read once. With "requests", the keys
+            of each request are cut into about equal items; small batches of equal lengths are up to 6 % faster.
 
     Raises:
         PolicyError: another value.
     """
 
-    decode_split: Literal["requests", "shares"] = "requests"
+    decode_split: Literal["requests", "shares"] = "shares"
 
     def __post_init__(self) -> None:
         if self.decode_split not in _SPLITS:

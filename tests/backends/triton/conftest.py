@@ -12,7 +12,7 @@ import torch
 _LEFT_OUT = (
     *("builder/", "runtime/", "merge/context", "refused/never-after-acceptance", "state/", "batch/c"),
     *("tensors/same-each-call", "tensors/refilled", "layers/", "context_parallel/extend"),
-    *("correct/crowd", "correct/far-decode", "options/decode_split=shares"),
+    *("correct/crowd", "correct/far-decode", "options/decode_split=requests"),
     "declared/",
 )
 _PLAIN = frozenset(("correct/mixed", "h4x2", "d64", "float32", "b16", "NHD"))

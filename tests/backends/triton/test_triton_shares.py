@@ -327,24 +327,27 @@ def served(monkeypatch):
     return run
 
 
+REQUESTS = Options("requests")
+
+
 def test_decodes_are_divided_as_the_option_says(served):
-    assert served([1, 1], [40, 90]) == ["items"]
-    assert served([1, 1], [40, 90], Options()) == ["items"]
-    assert served([1, 1], [40, 90], SHARES) == ["shares"]
-    assert served([3, 1], [40, 90], num_speculative_tokens=2) == ["items"]
+    assert served([1, 1], [40, 90]) == ["shares"]
+    assert served([1, 1], [40, 90], Options()) == ["shares"]
+    assert served([1, 1], [40, 90], REQUESTS) == ["items"]
+    assert served([3, 1], [40, 90], REQUESTS, num_speculative_tokens=2) == ["items"]
 
 
 @pytest.mark.parametrize("queries", [3, 16])
 def test_queries_that_are_no_drafts_are_divided_in_shares_only(served, queries):
     assert served([queries, 1], [40, 90], SHARES) == ["shares"]
-    assert served([1, queries], [90, 40]) == ["items", "prefill"]
+    assert served([1, queries], [90, 40], REQUESTS) == ["items", "prefill"]
 
 
 def test_a_shared_prefix_is_divided_in_shares_only(served):
     assert served([1, 1], [40, 90], SHARES, prefix=32) == ["shares"]
     assert served([1, 60], [40, 90], SHARES, prefix=16) == ["shares", "shares"]
-    assert served([1, 1], [40, 90], prefix=32) == ["items"]
-    assert not builder_of(options=None).use_cascade_attention(
+    assert served([1, 1], [40, 90], REQUESTS, prefix=32) == ["items"]
+    assert not builder_of(options=REQUESTS).use_cascade_attention(
         16_384, np.ones(64, dtype=np.int32), 32, 8, False, False, False, 132, 1
     )
 
@@ -355,7 +358,7 @@ def test_longer_queries_are_divided_where_their_tiles_would_leave_most_of_the_gp
     assert served([60] * 70, [90] * 70, SHARES) == ["prefill"]
     # Prompts see each other's keys only: there are few keys to divide.
     assert served([60], [60], SHARES) == ["prefill"]
-    assert served([60], [90]) == ["prefill"]
+    assert served([60], [90], REQUESTS) == ["prefill"]
 
 
 def test_steps_of_both_kinds_are_right():
