@@ -101,8 +101,13 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         if not metadata.prefix_len:
             return metadata.with_pages(blk_table, slot_mapping)
         # The other group's pages may share no prefix, so its plans are others, in this builder's workspace.
-        pages = {"block_table": blk_table, "slot_mapping": slot_mapping}
-        changed = dataclasses.replace(metadata, **pages, prefix_len=0, workspace=self._workspace)
+        changed = dataclasses.replace(
+            metadata,
+            block_table=blk_table,
+            slot_mapping=slot_mapping,
+            prefix_len=0,
+            workspace=self._workspace,
+        )
         self._workspace.begin_step(changed)
         return changed
 
