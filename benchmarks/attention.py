@@ -1,30 +1,24 @@
 """Attention on a GPU: attnplug's backends and the kernel libraries called directly, in one process.
 
     python benchmarks/attention.py --suite core --backends TRITON,peers --json core.json
-    python benchmarks/attention.py --suite serving --backends TRITON,TRITON.decode_split=shares,peers --json serving.json
+    python benchmarks/attention.py --suite serving --backends TRITON,TRITON.decode_split=requests,peers --json serving.json
     python benchmarks/attention.py --suite serving --smoke      # without a GPU and without times: small cells are right
 
 Ceilings first (copy, matrix product on random data), then every cell: correctness, then times of all
 contenders in turn, decodes by graph replay and prefills as calls, behind a sleeping GPU and over more KV than the L2
 holds. The environment variable FLASHINFER_PREFILL says which template the peer FlashInfer prefills on. A contender
-may be a backend with one option, such as TRITON.decode_split=shares.
+may be a backend with one option, such as TRITON.decode_split=requests.
 
-The equal shares of TRITON were written without a GPU. This is what to run to settle their default and constants:
+What the equal shares of TRITON were measured with, and what is left:
 
-1. `pytest -m gpu tests/backends/triton` and `attnplug conformance TRITON --option decode_split=shares`: the numbers.
-2. `--suite serving --kinds ragged,single --backends TRITON,TRITON.decode_split=shares,peers`: what shares gain.
-3. `--suite core --kinds decode,skew,window,fp8,feature --backends TRITON,TRITON.decode_split=shares,peers`: what even
-   decodes lose. If nothing loses 1 %, make "shares" the default in `backends/triton/options.py` and remove the other
-   kernel. Else choose by the step: more decodes than fill the GPU, or the option.
-4. `--suite serving --kinds speculative,extend --backends TRITON,peers`: the tiles of 32, 64 and 128 rows. Extends of 64
-   and 512 tokens say whether `BoundLayer.fills_gpu` should compare with one, two or three tiles per multiprocessor.
-5. `--suite serving --kinds prefix --backends TRITON`: cascade against none. `_SHARED_KEYS` and `_SPARED_KEYS` in
-   `backends/triton/builder.py` are where both take equally long: sweep the prefix from 256 to 4096 and the requests
-   from 2 to 64.
-6. `tune_triton.py --shares`: tiles, stages and waves by rows and heads. Besides its candidates: `least`, the fewest tiles
-   of a share (1, 2, 4, 8; for 1 x 1k); in `share_bindings.py` the parts merged at once (32, 64, 128) and elements of a
-   merging program (32, 64, 128; for 1 x 128k); `_FEW_QUERIES` in `builder.py` (8, 16, 32).
-7. `--suite serving --kinds prefill --backends TRITON,peers`: head sizes, groups, windows and short prompts.
+1. `--suite serving --kinds ragged,single,speculative,prefix` and `--suite core --kinds decode,skew,window,fp8`: measured,
+   in `benchmarks/results/attention-serving-h200.json` and `attention-shares-h200.json`.
+2. `--kinds extend`: extends of 64 and 512 tokens say whether `BoundLayer.fills_gpu` should compare with one, two or three
+   tiles per multiprocessor.
+3. `--kinds prefix`: `_SHARED_KEYS` and `_SPARED_KEYS` in `backends/triton/builder.py` are where reading a prefix once and
+   reading it with each request take equally long: sweep the prefix from 256 to 4096 and the requests from 2 to 64.
+4. `tune_triton.py --shares`: tiles, stages, waves and `ahead` by rows and heads, for 32 rows and more, and heads of 256.
+5. `--kinds prefill --backends TRITON,peers`: head sizes, groups, windows and short prompts.
 """
 
 from __future__ import annotations

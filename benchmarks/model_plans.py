@@ -35,8 +35,10 @@ LAYERS = ROOT / "benchmarks" / "model_layers.json"
 """What these models' layers ask for, so that neither a GPU machine nor a test has to read them."""
 PAGE = ROOT / "docs" / "performance" / "model-plans.md"
 TIMES = ROOT / "benchmarks" / "results" / "model-plans-h200.json"
-LATENTS = ROOT / "benchmarks" / "results" / "mla-decode-h200.json"
-"""What benchmarks/mla.py took: decodes of TRITON over latents, without the products around them."""
+LATENTS = ROOT / "benchmarks" / "results" / "mla-h200.json"
+"""What benchmarks/mla.py took: decodes over latents, without the products around them."""
+LATENT_DECODES = {"TRITON": "TRITON", "FLASHINFER": "FlashInfer fa3"}
+"""Backends, and how that file names them."""
 DEVICE, ORDER_OF, REQUESTS, TOKENS, TOLERANCE = "sm90", "llama-3.1-8b", 64, 8192, 1e-2
 BEGIN = "<!-- what follows is written by benchmarks/model_plans.py -->"
 END = "<!-- end of what is written -->"
@@ -84,12 +86,12 @@ class Row:
         return self.prefill if self.prefill == self.decode else f"{self.prefill}+{self.decode}"
 
     @property
-    def is_latents_on_triton(self) -> bool:
-        """Whether benchmarks/mla.py has a time of its decodes, which attend all latents."""
+    def latents(self) -> str | None:
+        """The time that benchmarks/mla.py has of its decodes, if they attend all latents."""
         dims = self.spec.mla
         is_timed = dims is not None and (dims.kv_lora_rank, dims.qk_rope_head_dim) == (512, 64)
-        is_timed = is_timed and self.spec.sparse is None and self.decode == "TRITON"
-        return is_timed and self.spec.num_heads in known_latents()
+        is_timed = is_timed and self.spec.sparse is None
+        return known_latents().get((self.spec.num_heads, self.decode)) if is_timed else None
 
     @property
     def untimed(self) -> str | None:
@@ -193,7 +195,6 @@ def in_words(reason: Reason) -> str:
 def table(rows: Sequence[Row], times: Mapping[str, Any] | None) -> str:
     """The plan in Markdown, with the times of rows that they were taken of."""
     taken = {json.dumps(each["row"]): each for each in (times or {}).get("rows", ())}
-    latents = known_latents()
     lines = [
         "| model | layers | heads | asks for | prefill | decode | page | decode, us | prefill, us | who cannot, and why |",
         "|---|---:|---|---|---|---|---:|---:|---:|---|",
@@ -207,9 +208,7 @@ def table(rows: Sequence[Row], times: Mapping[str, Any] | None) -> str:
             row.kind,
             *(f"`{each}`" if each != "none" else "nobody" for each in (row.prefill, row.decode)),
             row.page or "-",
-            latents.get(row.spec.num_heads)
-            if row.is_latents_on_triton
-            else shown(found.get("decode_us"), row),
+            row.latents or shown(found.get("decode_us"), row),
             shown(found.get("prefill_us"), row),
             row.cannot,
         )
@@ -223,12 +222,17 @@ def shown(us: float | None, row: Row) -> str:
     return f"{us:.0f}" + ("" if row.tokens == TOKENS else f" ({row.tokens} tokens)")
 
 
-def known_latents() -> dict[int, str]:
-    """By number of heads, what benchmarks/mla.py took of the decode that is timed here."""
+def known_latents() -> dict[tuple[int, str], str]:
+    """By number of heads and backend, what benchmarks/mla.py took of the decode that is timed here."""
     cells = json.loads(LATENTS.read_text())["cells"] if LATENTS.exists() else ()
     asked = {"requests": REQUESTS, "length": TOKENS, "queries": 1}
-    taken = (cell for cell in cells if asked.items() <= cell.items())
-    return {cell["heads"]: f"{cell['us']:.0f} (latents)" for cell in taken}
+    taken = [cell for cell in cells if asked.items() <= cell.items()]
+    return {
+        (cell["heads"], backend): f"{cell['us'][name]:.0f} (latents)"
+        for cell in taken
+        for backend, name in LATENT_DECODES.items()
+        if name in cell["us"]
+    }
 
 
 def taken_on(times: Mapping[str, Any] | None) -> str:
@@ -236,9 +240,10 @@ def taken_on(times: Mapping[str, Any] | None) -> str:
         return "Times: not measured yet."
     versions = ", ".join(f"{name} {version}" for name, version in times["versions"].items())
     text = f"Times: {times['device']}, {times['date']}, {versions}."
-    if known_latents():
+    if LATENTS.exists():
         told = json.loads(LATENTS.read_text())
-        text += f"\nTimes over latents: {told['device']}, {told['date']}, torch {told['torch']}, triton {told['triton']}."
+        text += f"\nTimes over latents: {told['device']}, {told['date']}, torch {told['torch']}, triton {told['triton']}, "
+        text += f"flashinfer {told['flashinfer']}."
     return text
 
 

@@ -73,7 +73,7 @@ def test_latent_attention_names_the_backends_of_both_phases(run):
     )
     assert "MLA, sparse token_topk 2048  TRITON   TRITON     16" in sparse.out
     hopper = run("select", model, "--device", "sm90", "--assume-installed", "all")
-    assert ["FLASH_ATTN_4", "TRITON", "16"] in [line.split()[-3:] for line in hopper.out.splitlines()]
+    assert ["FLASH_ATTN_4", "FLASHINFER", "16"] in [line.split()[-3:] for line in hopper.out.splitlines()]
 
 
 def test_tensor_parallelism_divides_the_heads(run):

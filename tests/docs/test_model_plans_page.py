@@ -40,7 +40,7 @@ def test_a_decode_over_latents_says_so_and_only_where_it_was_taken(script: Modul
     cells = json.loads(script.LATENTS.read_text())["cells"]
     for model, row in rows.items():
         taken = row.spec.sparse is None and [
-            cell["us"]
+            cell["us"]["FlashInfer fa3"]
             for cell in cells
             if (cell["requests"], cell["length"], cell["queries"]) == (64, 8192, 1)
             and cell["heads"] == row.spec.num_heads

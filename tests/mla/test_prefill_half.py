@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import attnplug
-from attnplug.backends.triton.backend import TritonMLABackend
+from attnplug.backends.flashinfer.latent_backend import FlashInferMLABackend
 from attnplug.core import LayerSpec, MLADims, Phase, SparseSpec
 from attnplug.registry import get_registry
 
@@ -45,13 +45,13 @@ def test_other_devices_have_a_prefill_too(device: str) -> None:
 def test_a_plan_binds_the_best_prefill_to_the_best_decode() -> None:
     made = attnplug.plan({"0": LAYER}, "sm90", **ALL)
     decision = made.decisions["0"]
-    assert decision.backend == "FLASH_ATTN_4+TRITON"
+    assert decision.backend == "FLASH_ATTN_4+FLASHINFER"
     serving = decision.get_backend_cls()
-    assert issubclass(serving, TritonMLABackend)
+    assert issubclass(serving, FlashInferMLABackend)
     assert serving.prefill.get_name() == "FLASH_ATTN_4"
     for rule, expected in (
-        ("prefill=FLASH_ATTN_3", "FLASH_ATTN_3+TRITON"),
-        ("decode=FLASHINFER", "FLASH_ATTN_4+FLASHINFER"),
+        ("prefill=FLASH_ATTN_3", "FLASH_ATTN_3+FLASHINFER"),
+        ("decode=TRITON", "FLASH_ATTN_4+TRITON"),
         ("TRITON", "TRITON"),
     ):
         chosen = attnplug.plan({"0": LAYER}, "sm90", backend=rule, **ALL).decisions["0"]

@@ -43,8 +43,11 @@ class FlashInferMLABackend(MLADecodeBackend):
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
-        """90: after TRITON, because no GPU has measured it through attnplug yet."""
-        return 90
+        """110, before TRITON, on compute capability 9.x: decodes take 0.50 to 0.93 of its time there; else 90.
+
+        As measured in `benchmarks/results/mla-h200.json`, on template fa3.
+        """
+        return 110 if device.capability is not None and device.capability[0] == 9 else 90
 
     @classmethod
     def padded_heads(cls, num_heads: int) -> int:

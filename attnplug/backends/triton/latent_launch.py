@@ -52,7 +52,7 @@ def latent_launch(rows: int, size: int, itemsize: int, gpu: Gpu) -> LatentLaunch
     return launch
 
 
-# The fastest on an H200 by rows of a tile, see benchmarks/results/mla-decode-h200.json.
+# The fastest on an H200 by rows of a tile, see benchmarks/results/mla-h200.json.
 _LAUNCHES = {
     16: LatentLaunch(16, 32, 4, 3, 2, 2),
     32: LatentLaunch(32, 64, 4, 2, 2, 2),

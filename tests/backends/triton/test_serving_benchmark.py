@@ -23,12 +23,12 @@ def modules(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its small cells are for the interpreter")
 def test_small_cells_are_right_with_both_values_of_an_option(modules, capsys):
     attention, _ = modules
-    backends = "TRITON,TRITON.decode_split=shares"
+    backends = "TRITON,TRITON.decode_split=requests"
     assert attention.main(["--suite", "serving", "--smoke", "--kinds", "prefix", "--backends", backends]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 * 4
     assert sum("no cascade" in line for line in lines) == 6
-    assert sum("decode_split=shares" in line for line in lines) == 6
+    assert sum("decode_split=requests" in line for line in lines) == 6
 
 
 @pytest.mark.slow
