@@ -16,6 +16,7 @@ from attnplug.backends.flashinfer import FlashInferBackend
 from attnplug.backends.flashinfer.latent import FlashInferMLABuilder, FlashInferMLAImpl
 from attnplug.backends.flashinfer.latent_backend import FlashInferMLABackend
 from attnplug.backends.torch_native import TorchBackend
+from attnplug.backends.triton.backend import TritonBackend
 from attnplug.core import BuilderConfig, Device, LayerSpec, MLADims, Phase, SparseSpec
 from attnplug.core.errors import BackendUnavailableError, BatchError
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
@@ -293,10 +294,12 @@ def test_declarations(spec: LayerSpec, device: Device, reason: str | None) -> No
     assert (not reasons) if reason is None else any(reason in each for each in reasons), reasons
 
 
-def test_it_decodes_alone_and_comes_after_triton() -> None:
+def test_it_decodes_alone_and_comes_before_triton_on_hopper() -> None:
     serving = FlashInferBackend.for_layer(layer())
     assert serving is FlashInferMLABackend
-    assert serving.get_priority(layer(), HOPPER, Phase.DECODE) == 90
+    for device, comes_first in ((HOPPER, True), (Device("cuda", (8, 0)), False)):
+        triton = TritonBackend.for_layer(layer()).get_priority(layer(), device, Phase.DECODE)
+        assert (serving.get_priority(layer(), device, Phase.DECODE) > triton) is comes_first
     assert any(
         "phase" in str(each) for each in serving.validate_configuration(layer(), HOPPER, Phase.PREFILL)
     )
