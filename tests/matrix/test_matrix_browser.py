@@ -80,6 +80,10 @@ class Opened:
     def hash(self) -> str:
         return str(self.tab.evaluate("decodeURIComponent(location.hash)"))
 
+    def wait_for_hash(self, wanted: str) -> None:
+        """The browser closes a dialog first, and says so to the page afterwards."""
+        self.tab.wait_for_function("wanted => location.hash === wanted", arg=wanted)
+
     def statuses(self) -> list[str]:
         return self.tab.locator("#cells .open .word").all_inner_texts()
 
@@ -131,7 +135,7 @@ def test_filtering_by_a_feature_and_opening_a_cell_shows_its_evidence(open_page:
     assert "attnplug matrix --verify --backend FLASHINFER --feature alibi" in text
     page.tab.keyboard.press("Escape")
     dialog.wait_for(state="hidden")
-    assert page.hash == "#feature=alibi"
+    page.wait_for_hash("#feature=alibi")
 
 
 @pytest.mark.parametrize("axis", AXIS_NAMES)
@@ -176,7 +180,7 @@ def test_the_browsers_back_button_closes_what_was_opened(open_page: Any) -> None
     page.tab.get_by_role("dialog").wait_for()
     page.tab.go_back()
     page.tab.get_by_role("dialog").wait_for(state="hidden")
-    assert page.hash == "#feature=sinks"
+    page.wait_for_hash("#feature=sinks")
 
 
 def test_the_address_alone_shows_the_same_again(open_page: Any) -> None:
