@@ -351,10 +351,14 @@ class LayerSpec:
         return cls(**{**data, "mla": mla, "sparse": sparse})
 
 
+# Python looks through the names of an enumeration each time that one is walked.
+_FEATURES = tuple(Feature)
+
+
 # Each backend asks several times. Working it out costs as much as the rest of validating a layer.
 @functools.lru_cache(maxsize=4096)
 def _required_features(spec: LayerSpec) -> Feature:
-    return Feature(sum(flag.value for flag in Feature if flag.is_asked_by(spec)))
+    return Feature(sum(flag.value for flag in _FEATURES if flag.is_asked_by(spec)))
 
 
 def _check_mla(mla: object, kind: AttentionType, kv_heads: int, size: int, size_v: int | None) -> None:

@@ -118,9 +118,13 @@ def stored_dtypes(backend: type[AttentionBackend]) -> list[str]:
     return list(dict.fromkeys([*names, "fp8_e4m3"] if "fp8" in names else names))
 
 
+# Python looks through the names of an enumeration each time that one is walked.
+_FEATURES = tuple(Feature)
+
+
 def _kinds(backend: type[AttentionBackend], spec: LayerSpec) -> Iterator[Reason]:
     """The features that a method of the backend declares."""
-    for flag in Feature:
+    for flag in _FEATURES:
         if flag.ask.declared_by in (None, "supports_attn_type"):
             continue
         declared, asked = getattr(backend, str(flag.ask.declared_by))(), flag.is_asked_by(spec)
