@@ -308,3 +308,7 @@ class Feature(enum.Flag, boundary=enum.STRICT):
     def shown(self, spec: LayerSpec) -> str:
         """The words for a layer that asks for it: "sliding 1024"."""
         return self.label if self.ask.shown is None else self.ask.shown(spec)
+
+
+FEATURES = tuple(Feature)
+"""All features in order: Python looks through the names of an enumeration each time that one is walked."""

@@ -23,7 +23,7 @@ from attnplug.core.dtypes import (
     stored_dtype_name,
 )
 from attnplug.core.errors import SpecError
-from attnplug.core.features import Feature
+from attnplug.core.features import FEATURES, Feature
 from attnplug.core.mla import MLADims
 from attnplug.core.sparse import SparseSpec, check_sparse
 
@@ -351,14 +351,10 @@ class LayerSpec:
         return cls(**{**data, "mla": mla, "sparse": sparse})
 
 
-# Python looks through the names of an enumeration each time that one is walked.
-_FEATURES = tuple(Feature)
-
-
 # Each backend asks several times. Working it out costs as much as the rest of validating a layer.
 @functools.lru_cache(maxsize=4096)
 def _required_features(spec: LayerSpec) -> Feature:
-    return Feature(sum(flag.value for flag in _FEATURES if flag.is_asked_by(spec)))
+    return Feature(sum(flag.value for flag in FEATURES if flag.is_asked_by(spec)))
 
 
 def _check_mla(mla: object, kind: AttentionType, kv_heads: int, size: int, size_v: int | None) -> None:

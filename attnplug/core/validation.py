@@ -9,7 +9,7 @@ from attnplug.core.blocks import MultipleOf
 from attnplug.core.device import ComputeCapability
 from attnplug.core.dtypes import DtypeName, bare_dtype_name, kv_cache_dtype_name
 from attnplug.core.errors import PluginError
-from attnplug.core.features import Feature
+from attnplug.core.features import FEATURES, Feature
 from attnplug.core.overrides import overrides
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import AttentionType
@@ -118,13 +118,9 @@ def stored_dtypes(backend: type[AttentionBackend]) -> list[str]:
     return list(dict.fromkeys([*names, "fp8_e4m3"] if "fp8" in names else names))
 
 
-# Python looks through the names of an enumeration each time that one is walked.
-_FEATURES = tuple(Feature)
-
-
 def _kinds(backend: type[AttentionBackend], spec: LayerSpec) -> Iterator[Reason]:
     """The features that a method of the backend declares."""
-    for flag in _FEATURES:
+    for flag in FEATURES:
         if flag.ask.declared_by in (None, "supports_attn_type"):
             continue
         declared, asked = getattr(backend, str(flag.ask.declared_by))(), flag.is_asked_by(spec)

@@ -173,8 +173,8 @@ def build_attn_metadata(
     """Each layer's metadata of one step, built once per attention group.
 
     Groups of one backend with the same specs and kind of pages, or with the same `build_key`, differ only in block
-    table and slots. The second such group gets a copy by `update_block_table`, if the builder supports it. If requests share leading blocks, the
-    builder decides whether it attends them once.
+    table and slots. The second such group gets a copy by `update_block_table`, if the builder supports it. If requests
+    share leading blocks, the builder decides whether it attends them once.
 
     Args:
         builders: the attention groups.

@@ -81,8 +81,8 @@ class AttentionRuntime:
         debug: poison outputs and check the results of each backend; the default is ATTNPLUG_DEBUG=1.
         kv_caches: the engine's memory for each layer with pages, instead of an own allocation. A tensor is
             either raw or a cache. A raw one is 1-D uint8 or int8 of `num_blocks` pages. A cache has the backend's
-            logical shape and the strides of the plan's layout. Each block is contiguous, and there may be gaps between blocks. Layers
-            that share KV get the same memory. The runtime writes zeros to block 0, the null block. To other blocks
+            logical shape and the strides of the plan's layout. Each block is contiguous, and there may be gaps between
+            blocks. Layers that share KV get the same memory. The runtime writes zeros to block 0, the null block. To other blocks
             it writes only the K and V of tokens; they may have any content, also NaN.
         allocator: gives that memory as raw bytes: called with a number of bytes and the device, once for each
             tensor of `plan.kv_cache_config`.
@@ -317,8 +317,8 @@ class AttentionRuntime:
 
         Args:
             layer_name: a layer of the plan.
-            query: `[T, H, D]`, with MLA of nope + rope elements; rows past the step's tokens are not read. A layer of fast prefill takes the rows of
-                the wanted logits, so T is `batch.common.num_logits_indices` if the step has it.
+            query: `[T, H, D]`, with MLA of nope + rope elements; rows past the step's tokens are not read. A
+                layer of fast prefill takes the rows of the wanted logits, so T is `batch.common.num_logits_indices` if the step has it.
             key: `[T, Hkv, D]`; None for layers that share the KV of another layer, and for cross attention after
                 the encoder's tokens are written.
             value: like `key`, with head size Dv; with MLA None, since the key is the latent.

@@ -12,7 +12,7 @@ from attnplug.backends.triton.kernels.latent import latent_decode_kernel
 from attnplug.backends.triton.kernels.shares import merge_shares_kernel
 from attnplug.backends.triton.latent_launch import LatentLaunch, latent_launch
 from attnplug.backends.triton.launch import gpu_of, tile_side
-from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep
+from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep, merge_grid
 from attnplug.core.metadata import AttentionCGSupport, CommonAttentionMetadata
 from attnplug.mla.builder import MLADecodeBuilder
 from attnplug.mla.impl import MLADecodeImpl
@@ -115,9 +115,8 @@ class TritonMLAImpl(MLADecodeImpl):
                 rows,
                 metadata.block_table.stride(0),
             )
-            by_share = 1 < programs <= reqs
-            merged = (programs - 1 if by_share else reqs), rows
-            numbers = reqs, 0, 1, rows, int(by_share)
+            merged, by_share = merge_grid(reqs, rows, programs, rows)
+            numbers = reqs, 0, 1, rows, by_share
             merge(merged, partials, partial_lses, output, lse, starts, tiles, *numbers)
 
     def _kernels(

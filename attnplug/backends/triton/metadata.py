@@ -63,8 +63,12 @@ class TritonMetadata(AttentionMetadata):
     decode_shares: SharesStep = dataclasses.field(init=False)
     other_shares: SharesStep = dataclasses.field(init=False)
 
+    @property
+    def _first_other(self) -> int:
+        return self.num_decodes if self.num_decodes < self.num_reqs else 0
+
     def __post_init__(self) -> None:
-        first = self.num_decodes if self.num_decodes < self.num_reqs else 0
+        first = self._first_other
         starts, lens, pages, keys = self.query_start_loc, self.seq_lens, self.block_table, self.key_start_loc
         # Sliced once for all layers.
         self.others = (
@@ -96,6 +100,6 @@ class TritonMetadata(AttentionMetadata):
         made = copy.copy(self)
         made.block_table, made.slot_mapping = block_table, slot_mapping
         starts, lens, _, keys = self.others
-        first = self.num_decodes if self.num_decodes < self.num_reqs else 0
+        first = self._first_other
         made.others = starts, lens, block_table[first:] if first else block_table, keys
         return made

@@ -12,7 +12,7 @@ from attnplug.backends.triton.kernels.share_decode import share_decode_kernel
 from attnplug.backends.triton.kernels.shares import merge_shares_kernel
 from attnplug.backends.triton.launch import Gpu, partial_sums
 from attnplug.backends.triton.share_launch import ShareLaunch
-from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep
+from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep, merge_grid
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.reach import Reach
 from attnplug.ops.triton.launch import BoundKernel, power_of_two
@@ -31,8 +31,9 @@ class ShareDecode:
     Args:
         kernel: attends; it takes queries, K, V, outputs, LSE, query starts, lengths, pages, tiles, sinks, slopes, spans,
             partial results, the number of requests, the prefix, and streams per request.
-        merges: merge, rows of few parts and of many, with the elements that a program merges; they take partial results, outputs, LSE, query starts, tiles, the number of requests, the prefix,
-            streams per request, rows of a stream, and whether the grid has shares.
+        merges: merge rows of few parts, and of many, each with the elements that a program merges; they take partial
+            results, outputs, LSE, query starts, tiles, the number of requests, the prefix, streams per request, rows of
+            a stream, and whether the grid has shares.
         plan: the division of the keys.
         kv_heads: KV heads of the layer.
         size: elements of a value.
@@ -67,7 +68,10 @@ class ShareDecode:
         max_rows = step.max_query_len * self.plan.group
         max_blocks = -(-max_rows // block_m)
         places = 2 * self.plan.programs
+        merged, by_share = merge_grid(reqs, max_rows, self.plan.programs, block_m)
         if step.prefix >= self.plan.tile:
+            # Each row has a part for the prefix.
+            merged, by_share = (reqs, max_rows), 0
             places = self.plan.programs + reqs * max_blocks - (-tokens * self.plan.group // block_m)
         partials = shares.partials(places * self.kv_heads * block_m, self.size)
         tiles = shares.tiles(step, self.plan)
@@ -79,11 +83,7 @@ class ShareDecode:
         self.kernel(grid, *tensors, *batch, *features, *partials, *numbers)
         merge, width = self.merges[self.plan.programs > _MANY_PARTS * reqs * max_blocks]
         pieces = self.kv_heads * -(-self.size // width)
-        rows = reqs, max_rows
-        cuts = self.plan.programs - 1, min(max_rows, block_m)
-        by_share = numbers[1] < self.plan.tile and 0 < cuts[0] * cuts[1] < reqs * max_rows
-        merged = cuts if by_share else rows
-        merge((*merged, pieces), *partials, output, lse, starts, tiles, *numbers, block_m, int(by_share))
+        merge((*merged, pieces), *partials, output, lse, starts, tiles, *numbers, block_m, by_share)
 
 
 def bind_shares(

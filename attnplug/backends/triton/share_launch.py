@@ -18,7 +18,7 @@ class ShareLaunch(NamedTuple):
         num_stages: tiles in flight.
         waves: programs per multiprocessor, which must all run at once.
         least: fewest tiles of a share.
-        ahead: tiles that a program reads in the time in which it begins a stream.
+        ahead: tiles that a program could read while it begins a stream.
         max_registers: limit per thread, so that `waves` programs fit at once; None without limit.
     """
 

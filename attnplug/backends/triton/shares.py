@@ -46,7 +46,8 @@ class SharesStep:
 class SharesPlan(NamedTuple):
     """A division of keys in whole tiles over `programs`, at least `least` tiles each.
 
-    The beginning of a stream counts as `ahead` tiles. Each `block_m` rows of a request, its queries times `group`, attend its keys; by default all rows at once.
+    The beginning of a stream counts as `ahead` tiles. Each `block_m` rows of a request, its queries times `group`,
+    attend its keys; by default all rows at once.
     """
 
     tile: int
@@ -113,6 +114,20 @@ class Shares:
             self._partials = self._partials.new_empty(max(rows * size, self._partials.numel()))
             self._lses = self._lses.new_empty(max(rows, self._lses.numel()))
         return self._partials, self._lses
+
+
+def merge_grid(reqs: int, max_rows: int, programs: int, block_rows: int) -> tuple[tuple[int, int], int]:
+    """The first two axes of merge_shares_kernel's grid, and its `by_share`: the smaller grid of both.
+
+    Args:
+        reqs: the number of requests.
+        max_rows: rows of the longest request.
+        programs: the number of shares.
+        block_rows: rows of a stream.
+    """
+    cuts = programs - 1, min(max_rows, block_rows)
+    by_share = 0 < cuts[0] * cuts[1] < reqs * max_rows
+    return (cuts, 1) if by_share else ((reqs, max_rows), 0)
 
 
 class _Plan:

@@ -64,8 +64,9 @@ def latent_decode_kernel(
 ):
     """BLOCK_M rows of each request in one share of the keys, as plan_shares_kernel divides them.
 
-    Row i is head `i % HEADS` of the token `i // HEADS`. Queries, outputs and LSE are contiguous.
-    A request that is in one share alone is written to `output`. A part of another goes to `partials [2 * shares, max_rows, LATENT]`, and its LSE, in base 2, to `partial_lses`: share c has
+    Row i is head `i % HEADS` of the token `i // HEADS`. Queries, outputs and LSE are contiguous. A request that is in
+    one share alone is written to `output`. A part of another goes to `partials [2 * shares, max_rows, LATENT]`, and its
+    LSE, in base 2, to `partial_lses`: share c has
     the places 2c, for a request that an earlier share began, and 2c + 1, for one that a later share ends. Products
     are of the type COMPUTE, or of that of the queries where it is None.
     """

@@ -66,13 +66,13 @@ def plan_shares_kernel(
     """Number the tiles of all requests, and divide them.
 
     A request has a stream of tiles for each BLOCK_M of its rows, which are its queries times GROUP; it has no fewer
-    than one tile, and none without queries. Ahead of these each stream has `ahead` tiles without keys: they stand for
-    the time in which a program begins a stream, so that shares of many short requests take no longer. Behind the requests comes the prefix that all of them share, in whole
-    tiles, with a stream for each BLOCK_M of the rows of all requests.
+    than one tile, and none without queries. A program needs time to begin a stream. Each stream has `ahead` tiles without
+    keys for it, so that shares of many short requests take no longer than others. Behind the requests comes the prefix
+    that all of them share, in whole tiles, with a stream for each BLOCK_M of the rows of all requests.
 
-    `tiles [num_reqs + 3 + programs]` gets the first tile of each request and of the prefix, the number of all tiles,
-    how many of them are one program's share, at least `least`, and for each share the entry, a request or the prefix,
-    that its first tile belongs to.
+    `tiles [num_reqs + 3 + programs]` gets the first tile of each request and of the prefix, then the number of all
+    tiles. Next come the tiles of one program's share, at least `least`. Last, each share has its first entry: the
+    request, or num_reqs for the prefix, that its first tile belongs to.
     """
     SHARES: tl.constexpr = 16
     reqs = tl.arange(0, REQS)
@@ -95,7 +95,7 @@ def plan_shares_kernel(
     tl.store(tiles + 1 + reqs, ends, mask=here)
     tl.store(tiles + 1 + num_reqs, everything)
     size = tl.maximum(tl.cdiv(everything, programs), least)
-    # Streams that are all alike are cut less if a share is a whole number of them, or they are one of shares.
+    # Streams of equal length are cut less if a share has a whole number of them, or a stream of shares.
     longest = tl.maximum(tl.max(tl.where(query_lens > 0, streams, 0), 0), 1)
     alike = tl.min(tl.where(query_lens > 0, streams, longest), 0) == longest
     whole = tl.where(
