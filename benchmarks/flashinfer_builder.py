@@ -14,6 +14,7 @@ import statistics
 import time
 import types
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from attnplug.backends.flashinfer.impl import FlashInferImpl
 from attnplug.backends.flashinfer.options import Options
 from attnplug.core import BuilderConfig, CommonAttentionMetadata, LayerSpec
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
-from attnplug.core.metadata import PAD_SLOT_ID
+from attnplug.core.metadata import PAD_SLOT_ID, AttentionMetadataBuilder
 from attnplug.core.spec import Phase
 from attnplug.errors import BackendUnavailableError
 
@@ -86,19 +87,25 @@ def steps(requests: int, device: torch.device) -> list[CommonAttentionMetadata]:
 
 
 def measure(
-    builders: dict[str, FlashInferMetadataBuilder], batches: list[CommonAttentionMetadata]
+    builders: Mapping[str, AttentionMetadataBuilder[Any]],
+    batches: list[CommonAttentionMetadata],
+    rounds: int = ROUNDS,
 ) -> dict[str, tuple[float, float]]:
     """By builder, microseconds of a build and of `plan()` in it: medians of rounds that take turns."""
+
+    def planning(made: AttentionMetadataBuilder[Any]) -> float:
+        return sum(cost.seconds for cost in getattr(made, "plan_costs", {}).values())
+
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in builders}
-    for number in range(-len(batches), ROUNDS):
+    for number in range(-len(batches), rounds):
         for name, made in builders.items():
-            before = sum(cost.seconds for cost in made.plan_costs.values())
+            before = planning(made)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             began = time.perf_counter()
             made.build(0, batches[number % len(batches)])
             whole = time.perf_counter() - began
-            planned = sum(cost.seconds for cost in made.plan_costs.values()) - before
+            planned = planning(made) - before
             if number >= 0:
                 times[name].append((whole, planned))
     return {
@@ -110,7 +117,7 @@ def measure(
     }
 
 
-def waits(builder: FlashInferMetadataBuilder, batches: list[CommonAttentionMetadata]) -> int:
+def waits(builder: AttentionMetadataBuilder[Any], batches: list[CommonAttentionMetadata]) -> int:
     """How often torch makes the host wait in a build of each step, and whether the GPU's work is waited for."""
     if not torch.cuda.is_available():
         return 0
