@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sharded_cells import Cell
 
 import attnplug
 from attnplug.core import BuilderConfig, ContextParallel, LayerSpec, LayerTensors
@@ -18,25 +19,10 @@ from attnplug.runtime import AttentionRuntime, GraphState, StepBatch
 _CHUNK = 16_384
 """Tokens written at once."""
 _REPLAY_ERROR = 1e-2
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """A step of requests of these lengths, the last `new` tokens of each new.
-
-    Args:
-        name: of the cell.
-        lengths: tokens of each request, the new ones included.
-        least: the least ratio of one GPU's time to that of the ranks; 0 for a cell without a limit.
-        new: new tokens of each request.
-        in_graph: whether a CUDA graph runs it.
-    """
-
-    name: str
-    lengths: tuple[int, ...]
-    least: float
-    new: int = 1
-    in_graph: bool = True
+_SLEEP_CYCLES = 400_000
+"""A fifth of a millisecond, in which the host issues the calls of a round."""
+_ROUND_US = 2000.0
+"""A round lasts about this long, so that what ranks differ in when they begin is small beside it."""
 
 
 class Steps:
@@ -233,15 +219,21 @@ def captured(call: Callable[[], object], count: int = 20) -> Callable[[], None]:
 
 
 def timed_us(call: Callable[[], object], repetitions: int = 15) -> float:
-    """The median time in us; all ranks begin together."""
-    times = []
-    for _ in range(repetitions + 2):
-        dist.barrier()
-        torch.cuda.synchronize()
+    """The median time in us of a call, of several in a row if they are short; all ranks begin together."""
+    times, calls = [], 1
+    begin = torch.zeros(1, device="cuda")
+    for number in range(repetitions + 2):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # Hosts wake up at unlike times, so the GPUs wait for each other after the hosts have issued all calls.
+        torch.cuda._sleep(_SLEEP_CYCLES)
+        dist.all_reduce(begin)
         began.record()
-        call()
+        for _ in range(calls):
+            call()
         ended.record()
         torch.cuda.synchronize()
-        times.append(began.elapsed_time(ended) * 1e3)
+        times.append(began.elapsed_time(ended) * 1e3 / calls)
+        if number == 1:
+            [slowest] = worst_of_ranks(times[1:], begin.device)
+            calls = max(1, min(int(_ROUND_US / slowest), 20))
     return statistics.median(times[2:])

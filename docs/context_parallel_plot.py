@@ -100,7 +100,12 @@ def svg(report: dict[str, Any], theme: str) -> str:
 
 def timed(report: dict[str, Any]) -> list[dict[str, Any]]:
     """The cells with times."""
-    return [cell for cell in report.get("cells", []) if "ratio" in cell]
+    return [cell for cell in measured(report, "cells") if "ratio" in cell]
+
+
+def measured(report: dict[str, Any], part: str) -> list[dict[str, Any]]:
+    """The rows of a part that ran to their end."""
+    return [row for row in report.get(part, []) if "failed" not in row]
 
 
 def tables(report: dict[str, Any]) -> str:
@@ -115,9 +120,9 @@ def tables(report: dict[str, Any]) -> str:
         times = f"{cell['one_us']:,.0f} | {cell['ranks_us']:,.0f}"
         lines.append(f"| {cell['name']} | {times} | {cell['ratio']:.2f}x | {model} |")
     lines += ["", "| exchange and merge of 64 x 32 x 128 | us | NCCL alone, us |", "|---|---:|---:|"]
-    for each in report.get("exchange", []):
+    for each in measured(report, "exchange"):
         lines.append(f"| `{each['name']}` | {each['us']:.1f} | {each['nccl_us']:.1f} |")
-    for each in report.get("capacity", []):
+    for each in measured(report, "capacity"):
         lines += [
             "",
             (
@@ -125,7 +130,7 @@ def tables(report: dict[str, Any]) -> str:
                 f"{each['ratio']:.2f} x."
             ),
         ]
-    errors = ", ".join(f"{each['name']} {each['error']:.1e}" for each in report.get("models", []))
+    errors = ", ".join(f"{each['name']} {each['error']:.1e}" for each in measured(report, "models"))
     lines += ["", f"The largest relative errors of the outputs against one GPU are: {errors}."]
     return "\n".join(lines)
 

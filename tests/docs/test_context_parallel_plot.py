@@ -32,9 +32,10 @@ def report() -> dict[str, Any]:
             {"name": "8 x 128k", "error": 1e-3} | times,
             {"name": "small", "error": 1e-3} | slower,
             {"name": "without times", "error": 1e-3},
+            {"name": "that failed", "failed": "rank 1 ended with code 1", "ok": False},
         ],
         "exchange": [{"name": "a2a", "us": 21.25, "nccl_us": 13.2}],
-        "models": [{"name": "llama", "error": 2e-3}],
+        "models": [{"name": "llama", "error": 2e-3}, {"name": "latents", "failed": "late", "ok": False}],
         "capacity": [{"name": "16GiB a rank", "one_tokens": 1000, "ranks_tokens": 2000, "ratio": 2.0}],
     }
 
@@ -76,6 +77,8 @@ def test_tables_replace_what_was_written_before(plot: ModuleType) -> None:
     ):
         assert line in found
     assert "without times" not in found
+    assert "failed" not in found
+    assert "are: llama 2.0e-03." in found
     assert {path.name for path in written} == {
         "context-parallel-light.svg",
         "context-parallel-dark.svg",
