@@ -231,7 +231,7 @@ def build_attn_metadata(
 def _twin(group: AttentionGroup, batch: StepBatch) -> Hashable:
     """Equal for groups whose metadata differ in block table and slots only."""
     builder, at, cache = group.builder, group.kv_cache_group_id, group.kv_cache_spec
-    key = builder.build_key if _has_own_key(type(builder)) else None
+    key = builder.build_key if has_own_build_key(type(builder)) else None
     # Each kind has queries and lengths of its own.
     rows = _is_sharded(batch, at) and isinstance(cache, MLAAttentionSpec)
     kind = at in batch.cross_groups, _is_sharded(batch, at), rows
@@ -240,7 +240,7 @@ def _twin(group: AttentionGroup, batch: StepBatch) -> Hashable:
 
 
 @functools.cache
-def _has_own_key(builder: type[AttentionMetadataBuilder[Any]]) -> bool:
+def has_own_build_key(builder: type[AttentionMetadataBuilder[Any]]) -> bool:
     """Whether `build_key` describes the builder's methods: a subclass that overrides one must declare it again."""
     order = builder.__mro__
     declared = [order.index(owner_of(builder, name) or object) for name in ("build_key", *_MAKERS)]

@@ -107,9 +107,9 @@ def test_a_subclass_that_makes_its_metadata_shares_no_build_unless_it_declares_a
     class Keyed(Own):
         build_key = "mine"
 
-    assert attention_groups._has_own_key(TorchMetadataBuilder)
-    assert not attention_groups._has_own_key(Own)
-    assert attention_groups._has_own_key(Keyed)
+    assert attention_groups.has_own_build_key(TorchMetadataBuilder)
+    assert not attention_groups.has_own_build_key(Own)
+    assert attention_groups.has_own_build_key(Keyed)
 
 
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:

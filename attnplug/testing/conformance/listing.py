@@ -50,6 +50,7 @@ from attnplug.testing.conformance import (
     runtimes,
     scales,
     selections,
+    shared_builds,
     shared_prefix,
     sharing,
     step_chains,
@@ -85,6 +86,7 @@ _IN_ORDER = (
         process_output,
         shared_prefix,
         selections,
+        shared_builds,
         sharing,
         merging,
         context_parallel,
@@ -112,7 +114,18 @@ _OF_LATENTS = tuple(
             requests,
             correctness,
         ),
-        *(builders, builder_inputs, selections, sharing, merging, context_parallel, runtimes, gpu, graphs),
+        *(
+            builders,
+            builder_inputs,
+            selections,
+            shared_builds,
+            sharing,
+            merging,
+            context_parallel,
+            runtimes,
+            gpu,
+            graphs,
+        ),
     )
 )
 """The groups that check the class of latent attention of a backend, whose declarations are checked by GROUPS."""
