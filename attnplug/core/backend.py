@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name, stored_dtype_name
 from attnplug.core.errors import LayoutError
-from attnplug.core.features import Feature
+from attnplug.core.features import FEATURES, Feature
 from attnplug.core.overrides import overrides
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.core.validation import reads_blocks, stored_dtypes, validate
@@ -170,7 +170,7 @@ class AttentionBackend(ABC):
     @classmethod
     def supports_attn_type(cls, attn_type: AttentionType) -> bool:
         """Whether it serves an attention type; by default decoders, and what `features` add."""
-        flags = [flag for flag in Feature if flag.ask.field == "attn_type" and attn_type in flag.ask.values]
+        flags = [flag for flag in FEATURES if flag.ask.field == "attn_type" and attn_type in flag.ask.values]
         return attn_type == AttentionType.DECODER or any(flag in cls.features for flag in flags)
 
     @classmethod

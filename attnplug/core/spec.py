@@ -201,8 +201,8 @@ class LayerSpec:
             "needs_lse": check_flag("needs_lse", needs_lse),
         }
         # Fields after the named ones are flags that rows of Feature added. The last two are private.
-        for field in dataclasses.fields(self)[len(values) : -2]:
-            values[field.name] = check_flag(field.name, added.pop(field.name, False))
+        for name in LayerSpec.__slots__[len(values) : -2]:
+            values[name] = check_flag(name, added.pop(name, False))
         if added:
             raise TypeError(f"LayerSpec got an unexpected keyword argument {next(iter(added))!r}")
         given = {"head_size_v": head_size_v, "scale": scale, "causal": causal}

@@ -56,7 +56,8 @@ def _outside(
 
 def _sizes_and_dtypes(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> Iterator[Reason]:
     # A backend without the feature refuses it once; its sizes would only repeat that.
-    values_differ = Feature.HEAD_SIZE_V in spec.required_features() & backend.features
+    flag = Feature.HEAD_SIZE_V
+    values_differ = flag in backend.features and flag in spec.required_features()
     for field in ("head_size", "head_size_v") if values_differ else ("head_size",):
         size = getattr(spec, field)
         if not backend.supports_head_size(size):
@@ -194,7 +195,10 @@ def _rest(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> I
             limit = "it must return None, or why the layer is not served"
             raise PluginError(f"{backend.__name__}.supports_combination returned {shown(why)}; {limit}")
         yield Reason(f"combination not supported: {why}", code="combination")
-    for flag in spec.required_features() & ~backend.features:
+    asked = spec.required_features()
+    if asked in backend.features:
+        return
+    for flag in asked & ~backend.features:
         refused_before = (
             flag.ask.declared_by is not None
             or (flag is Feature.FP8_KV and not _stores(backend, spec))

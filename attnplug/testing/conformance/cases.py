@@ -123,6 +123,10 @@ _LONG_WITH: tuple[dict[str, Any], ...] = (
 tiles, windows and chunks that 8 bits do not hold."""
 _OWN_AXES = {"mla", "head_size_v", "kv_cache_dtype", "causal", "direct_kv", "attn_type"}
 """Fields that ask for a feature and have no axis of their name: `values`, the storage types and KINDS try them."""
+_OF_BATCH = {"shape", "layout", "numbers"}
+"""Axes of batches alone: layers differ in all others."""
+_NO_FIELDS = _OF_BATCH | {"kind", "heads", "values"}
+"""Axes whose name is no field of a layer."""
 _MAX_COMPILE_KEYS = {Level.SMOKE: 6, Level.FULL: 24}
 
 
@@ -194,8 +198,13 @@ class CaseSearch(Search):
     """Asks one target about cases."""
 
     def __init__(self, target: Target) -> None:
-        self._target = target
+        self._target, self._phase = target, target.phase
+        self._head_sizes = tuple(dict.fromkeys((*target.head_sizes, *HEAD_SIZES)))
         choices = axes(target)
+        self._fields = tuple(name for name in choices if name not in _NO_FIELDS)
+        self._asked = tuple(name for name in choices if name not in _OF_BATCH)
+        self._of_rows: dict[tuple[Any, ...], Sequence[Any]] = {}
+        self._of_layers: dict[LayerSpec, Sequence[Any]] = {}
         self.order = tuple(choices)
         super().__init__(choices)
 
@@ -209,11 +218,23 @@ class CaseSearch(Search):
 
     def ask(self, row: Row) -> Sequence[Any]:
         """The backend's reasons against the layer, or the error if no layer has the values."""
-        try:
-            return self._target.reasons(self._layer(row))
-        except SpecError as problem:
-            # Values that exclude each other are a refusal too, so the search goes on to other values.
-            return (problem,)
+        # Rows that differ in their batch alone have one layer.
+        key = (*[row[name] for name in self._asked], row["numbers"] is Numbers.FAR)
+        if key not in self._of_rows:
+            try:
+                self._of_rows[key] = self._reasons(self._layer(row))
+            except SpecError as problem:
+                # Values that exclude each other are a refusal too, so the search goes on to other values.
+                self._of_rows[key] = (problem,)
+        return self._of_rows[key]
+
+    def _reasons(self, spec: LayerSpec) -> Sequence[Any]:
+        found = self._of_layers.get(spec)
+        if found is None:
+            target = self._target
+            found = target.backend.validate_configuration(spec, target.device, self._phase)
+            self._of_layers[spec] = found
+        return found
 
     def case(self, row: Row) -> Case:
         """The case of a served row."""
@@ -225,8 +246,7 @@ class CaseSearch(Search):
 
     def _layer(self, row: Row) -> LayerSpec:
         """The layer of a row; SpecError if its values exclude each other."""
-        names = self.axes.keys() - {"kind", "shape", "heads", "layout", "values", "numbers"}
-        fields = {name: row[name] for name in names if row[name] is not None} | KINDS[row["kind"]]
+        fields = {name: row[name] for name in self._fields if row[name] is not None} | KINDS[row["kind"]]
         size = row["head_size"]
         heads = dict(zip(("num_heads", "num_kv_heads"), row["heads"], strict=True))
         if row["values"] is not None:
@@ -248,15 +268,12 @@ class CaseSearch(Search):
     def _value_size(self, which: str, size: int, fields: Mapping[str, Any]) -> int:
         """A head size of values "smaller" or "larger" than `size`, if there is one that the backend accepts."""
         order = operator.lt if which == "smaller" else operator.gt
-        sizes = dict.fromkeys((*self._target.head_sizes, *HEAD_SIZES))
-        candidates = [each for each in sizes if order(each, size)]
+        candidates = [each for each in self._head_sizes if order(each, size)]
         if not candidates:
             raise SpecError("values", which, f"needs a head size other than {size}")
         # Kernels may serve one pair of sizes only, such as 192 and 128.
         served = (
-            each
-            for each in candidates
-            if not self._target.reasons(LayerSpec(**{**fields, "head_size_v": each}))
+            each for each in candidates if not self._reasons(LayerSpec(**{**fields, "head_size_v": each}))
         )
         return next(served, candidates[0])
 
