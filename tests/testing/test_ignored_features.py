@@ -13,9 +13,10 @@ from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.torch_native.backend import TorchMLABackend
 from attnplug.backends.torch_native.latent import TorchMLAImpl
 from attnplug.core import Device, Feature, LayerSpec
-from attnplug.testing.conformance.cases import Case, designed_cases
+from attnplug.testing.conformance.cases import Case
 from attnplug.testing.conformance.check import ConformanceError
 from attnplug.testing.conformance.correctness import check_case, check_latent_case
+from attnplug.testing.conformance.designed_cases import designed_cases
 from attnplug.testing.conformance.latent_cases import latent_cases
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import COMPUTED

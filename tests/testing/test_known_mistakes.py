@@ -13,10 +13,12 @@ from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import Device, LayerSpec, MLADims
 from attnplug.testing import Batch, assert_close, assert_lse_close, direct_batch, paged_batch
 from attnplug.testing.conformance import mistake_recognition
-from attnplug.testing.conformance.cases import Case, designed_cases
+from attnplug.testing.conformance.attention_rules import requests_of, rules_of
+from attnplug.testing.conformance.cases import Case
+from attnplug.testing.conformance.designed_cases import designed_cases
 from attnplug.testing.conformance.deviation import deviation_of
 from attnplug.testing.conformance.known_mistakes import KNOWN_MISTAKES, LSE_MISTAKES
-from attnplug.testing.conformance.mistake_oracle import attend, requests_of, rules_of
+from attnplug.testing.conformance.mistake_oracle import attend
 from attnplug.testing.conformance.mistake_recognition import (
     NAN_FOR_EMPTY_ROWS,
     mistaken_answers,

@@ -25,9 +25,10 @@ from wrong_process import WRONG_PROCESS
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import Device
-from attnplug.testing.conformance.cases import Case, designed_cases
+from attnplug.testing.conformance.cases import Case
 from attnplug.testing.conformance.check import Check, CheckSkipped
 from attnplug.testing.conformance.correctness import check_case
+from attnplug.testing.conformance.designed_cases import designed_cases
 from attnplug.testing.conformance.listing import conformance_checks
 from attnplug.testing.conformance.process_settings import read_settings, restore_settings
 from attnplug.testing.conformance.target import Target

@@ -14,9 +14,10 @@ from right_narrow import NARROWS
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionBackend, Device, Feature, composite_backend
 from attnplug.testing.conformance import declared, options, refusals, untested
-from attnplug.testing.conformance.cases import Case, designed_cases
+from attnplug.testing.conformance.cases import Case
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested
 from attnplug.testing.conformance.correctness import check_case
+from attnplug.testing.conformance.designed_cases import designed_cases
 from attnplug.testing.conformance.listing import conformance_checks
 from attnplug.testing.conformance.spec_grid import plainest
 from attnplug.testing.conformance.target import Target

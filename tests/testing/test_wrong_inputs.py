@@ -11,7 +11,8 @@ from wrong_inputs import WRONG_INPUTS, WrongInput
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import Device
 from attnplug.testing.conformance import ConformanceError, correctness, scales
-from attnplug.testing.conformance.cases import Case, designed_cases
+from attnplug.testing.conformance.cases import Case
+from attnplug.testing.conformance.designed_cases import designed_cases
 from attnplug.testing.conformance.target import Target
 
 

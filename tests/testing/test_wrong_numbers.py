@@ -18,7 +18,8 @@ from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core import Device, Feature
 from attnplug.core.errors import BatchError
 from attnplug.testing.conformance import Check, ConformanceError, correctness
-from attnplug.testing.conformance.cases import Case, designed_cases
+from attnplug.testing.conformance.cases import Case
+from attnplug.testing.conformance.designed_cases import designed_cases
 from attnplug.testing.conformance.mistake_recognition import mistaken_answers
 from attnplug.testing.conformance.target import Target
 

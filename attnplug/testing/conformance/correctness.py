@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.cases import Case, designed_cases
+from attnplug.testing.conformance.cases import Case
 from attnplug.testing.conformance.check import Check, ConformanceError, error_context
+from attnplug.testing.conformance.designed_cases import designed_cases
 from attnplug.testing.conformance.deviation import deviation
 from attnplug.testing.conformance.dropped_chunks import dropped_chunk
 from attnplug.testing.conformance.expectations import wrong_answer

@@ -5,20 +5,41 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
 
 import torch
 
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance import latent_mistakes as latent
-from attnplug.testing.conformance.mistake_oracle import AttentionRules, Request
-from attnplug.testing.oracle import OracleResult, Spans
-
-LIMITS = ("causal", "window", "chunk", "spans", "bias")
-"""The limits that depend on a query's position."""
-
-_Changes: TypeAlias = Callable[[AttentionRules], dict[str, Any]]
-_Factors: TypeAlias = Callable[[AttentionRules], tuple[float, float]]
+from attnplug.testing.conformance.rule_changes import (
+    LIMITS,
+    Changes,
+    capped,
+    consecutive,
+    first_position,
+    in_order,
+    in_pages,
+    interleaved,
+    inverse,
+    inverse_where_written,
+    last_keys,
+    merged,
+    no_factors,
+    of_kv_heads,
+    other_sinks,
+    padding_as_last,
+    padding_as_last_once,
+    past_last_page,
+    placed,
+    scaled,
+    set_fields,
+    shifted,
+    swapped,
+    twice,
+    unquantised,
+    unscaled,
+    usual_slopes,
+)
+from attnplug.testing.oracle import OracleResult
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +55,7 @@ class KnownMistake:
 
     name: str
     feature: str | None
-    changes: _Changes
+    changes: Changes
     only: str | None = None
 
 
@@ -51,61 +72,6 @@ class LseMistake:
     lse_of: Callable[[Batch, OracleResult], torch.Tensor]
 
 
-def _set(**fields: Any) -> _Changes:
-    return lambda rules: fields
-
-
-def _in_order(*order: str) -> _Changes:
-    return _set(order=order)
-
-
-def _placed(way: str, *limits: str) -> _Changes:
-    return _set(places=dict.fromkeys(limits, way))
-
-
-def _of_kv_heads(field: str, of_group: Callable[[torch.Tensor, int], torch.Tensor]) -> _Changes:
-    """The numbers of another head: `of_group` gives it from the KV head of each head and the size of a group."""
-
-    def changes(rules: AttentionRules) -> dict[str, Any]:
-        numbers, kv_heads = getattr(rules, field), rules.kv_heads
-        group = len(kv_heads) // (int(kv_heads[-1]) + 1)
-        return {field: None if numbers is None else numbers[of_group(kv_heads, group)]}
-
-    return changes
-
-
-def _usual_slopes(rules: AttentionRules) -> dict[str, Any]:
-    heads = len(rules.kv_heads)
-    return {"slopes": 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)}
-
-
-def _new(request: Request) -> int:
-    return request.seq_len - request.query.shape[0]
-
-
-def _past_last_page(request: Request) -> int:
-    """The keys in the last page if it is partial."""
-    return request.seq_len % request.page if request.page else 0
-
-
-def _in_pages(size_of: Callable[[int], float], stride_of: Callable[[int], float]) -> _Changes:
-    """Slots of pages of another size: `size_of` and `stride_of` give the size and stride from the right size."""
-
-    def slots(request: Request, positions: torch.Tensor) -> torch.Tensor:
-        if request.table is None or not len(request.table):
-            return torch.full_like(positions, -1)
-        size = max(int(size_of(request.page)), 1)
-        pages = request.table[(positions // size).clamp(max=len(request.table) - 1)]
-        return pages * max(int(stride_of(request.page)), 1) + positions % size
-
-    return _set(read_slots=slots)
-
-
-def _consecutive(request: Request, positions: torch.Tensor) -> torch.Tensor:
-    first = -1 if request.slots is None or not len(request.slots) else int(request.slots[0])
-    return first + positions if first >= 0 else torch.full_like(positions, -1)
-
-
 def _window_off_by(side: str, step: int) -> KnownMistake:
     """A window with one key more or less before ("left") or after ("right") the query."""
     where, count = {"left": "before", "right": "after"}[side], {1: "many", -1: "few"}[step]
@@ -116,106 +82,19 @@ def _window_off_by(side: str, step: int) -> KnownMistake:
     )
 
 
-def _sinks(change: Callable[[torch.Tensor, AttentionRules], torch.Tensor]) -> _Changes:
-    return lambda rules: {"sinks": None if rules.sinks is None else change(rules.sinks, rules)}
-
-
-def _scaled(before: _Factors, now: _Factors) -> _Changes:
-    """Factors of (keys, values): `before` for those stored before this step, `now` for the new ones."""
-
-    def changes(rules: AttentionRules) -> dict[str, Any]:
-        keys, values = zip(before(rules), now(rules), strict=True)
-        return {"key_factors": keys, "value_factors": values}
-
-    return changes
-
-
-def _right(rules: AttentionRules) -> tuple[float, float]:
-    return 1.0, 1.0
-
-
-def _unscaled(rules: AttentionRules) -> tuple[float, float]:
-    return 1 / rules.k_scale, 1 / rules.v_scale
-
-
-def _unquantised(rules: AttentionRules) -> tuple[float, float]:
-    return rules.k_scale, rules.v_scale
-
-
-def _swapped(rules: AttentionRules) -> tuple[float, float]:
-    return rules.v_scale / rules.k_scale, rules.k_scale / rules.v_scale
-
-
-def _inverse(rules: AttentionRules) -> tuple[float, float]:
-    return rules.k_scale**-2, rules.v_scale**-2
-
-
-def _twice(rules: AttentionRules) -> tuple[float, float]:
-    return rules.k_scale, rules.v_scale
-
-
-def _inverse_where_written(rules: AttentionRules) -> tuple[float, float]:
-    return rules.k_scale**2, rules.v_scale**2
-
-
-def _interleaved(rules: AttentionRules) -> dict[str, Any]:
-    heads, kv_heads = len(rules.kv_heads), int(rules.kv_heads[-1]) + 1
-    return {"kv_heads": torch.arange(heads) % kv_heads}
-
-
-def _capped(sinks: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
-    return sinks if rules.cap is None else rules.cap * (sinks / rules.cap).tanh()
-
-
-def _merged(spans: Spans) -> Spans:
-    """The spans of a mask that only says which tokens are in some span."""
-    found: list[tuple[int, int]] = []
-    for start, stop in sorted(spans):
-        if found and found[-1][1] == start:
-            found[-1] = found[-1][0], stop
-        else:
-            found.append((start, stop))
-    return found
-
-
-def _shifted(step: int) -> _Changes:
-    return _set(picks=lambda chosen, request, query: torch.where(chosen < 0, -1, chosen + step))
-
-
-def _padding_as_last(chosen: torch.Tensor, request: Request, query: torch.Tensor) -> torch.Tensor:
-    return torch.where(chosen < 0, request.seq_len - 1, chosen)
-
-
-def _padding_as_last_once(chosen: torch.Tensor, request: Request, query: torch.Tensor) -> torch.Tensor:
-    last = torch.full((chosen.shape[0], 1), request.seq_len - 1)
-    padded = (chosen < 0).any(1, keepdim=True) & (chosen != last).all(1, keepdim=True)
-    return torch.cat([chosen, torch.where(padded, last, -1)], dim=1)
-
-
-def _last_keys(rules: AttentionRules) -> dict[str, Any]:
-    """As many keys as a query may choose, the nearest before it, whatever the indexer chose."""
-
-    def picks(chosen: torch.Tensor, request: Request, query: torch.Tensor) -> torch.Tensor:
-        most = 0 if rules.sparse is None else rules.sparse.topk * rules.sparse.block
-        places = query - torch.arange(min(most, request.seq_len))
-        return torch.where(places < 0, -1, places)
-
-    return {"picks": picks}
-
-
 KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     # Features that the backend ignores.
-    KnownMistake("sliding window ignored", "window", _set(left=math.inf, right=math.inf)),
-    KnownMistake("chunks ignored", "chunk", _set(chunk=None)),
-    KnownMistake("soft cap ignored", "cap", _set(cap=None)),
-    KnownMistake("sinks ignored", "sinks", _set(sinks=None)),
-    KnownMistake("ALiBi ignored", "alibi", _set(slopes=None)),
-    KnownMistake("spans ignored", "spans", _set(spans=None)),
-    KnownMistake("causal mask ignored", "causal", _set(causal=False)),
-    KnownMistake("non-causal taken as causal", "non-causal", _set(causal=True)),
-    KnownMistake("selection ignored: all keys attended", "sparse", _set(sparse=None)),
+    KnownMistake("sliding window ignored", "window", set_fields(left=math.inf, right=math.inf)),
+    KnownMistake("chunks ignored", "chunk", set_fields(chunk=None)),
+    KnownMistake("soft cap ignored", "cap", set_fields(cap=None)),
+    KnownMistake("sinks ignored", "sinks", set_fields(sinks=None)),
+    KnownMistake("ALiBi ignored", "alibi", set_fields(slopes=None)),
+    KnownMistake("spans ignored", "spans", set_fields(spans=None)),
+    KnownMistake("causal mask ignored", "causal", set_fields(causal=False)),
+    KnownMistake("non-causal taken as causal", "non-causal", set_fields(causal=True)),
+    KnownMistake("selection ignored: all keys attended", "sparse", set_fields(sparse=None)),
     KnownMistake("softmax scale ignored", "scale", lambda rules: {"scale": rules.head_size**-0.5}),
-    KnownMistake("fp8 scales ignored", "fp8", _scaled(_unscaled, _unscaled)),
+    KnownMistake("fp8 scales ignored", "fp8", scaled(unscaled, unscaled)),
     # Features that the backend computes by another convention.
     KnownMistake(
         "symmetric window: keys after the query are seen too",
@@ -226,39 +105,37 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     KnownMistake(
         "sides of the window swapped", "two sides", lambda rules: {"left": rules.right, "right": rules.left}
     ),
-    KnownMistake("window counted from the request's last token", "window", _placed("last", "window")),
-    KnownMistake("window counted from the first new token", "window", _placed("first", "window")),
-    KnownMistake("chunks counted from the first new token", "chunk", _set(chunk_start=_new)),
-    KnownMistake("chunk of the request's last token", "chunk", _placed("last", "chunk")),
+    KnownMistake("window counted from the request's last token", "window", placed("last", "window")),
+    KnownMistake("window counted from the first new token", "window", placed("first", "window")),
+    KnownMistake("chunks counted from the first new token", "chunk", set_fields(chunk_start=first_position)),
+    KnownMistake("chunk of the request's last token", "chunk", placed("last", "chunk")),
+    KnownMistake("chunks of positions counted from the query's first row", "chunk", placed("local", "chunk")),
+    KnownMistake("ALiBi of positions counted from the query's first row", "alibi", placed("local", "bias")),
     KnownMistake(
-        "chunks of positions counted from the query's first row", "chunk", _placed("local", "chunk")
-    ),
-    KnownMistake("ALiBi of positions counted from the query's first row", "alibi", _placed("local", "bias")),
-    KnownMistake(
-        "ALiBi slope per KV head", "alibi of groups", _of_kv_heads("slopes", lambda kv_heads, group: kv_heads)
+        "ALiBi slope per KV head", "alibi of groups", of_kv_heads("slopes", lambda kv_heads, group: kv_heads)
     ),
     KnownMistake(
         "ALiBi slope of the group's first head",
         "alibi of groups",
-        _of_kv_heads("slopes", lambda kv_heads, group: kv_heads * group),
+        of_kv_heads("slopes", lambda kv_heads, group: kv_heads * group),
     ),
     KnownMistake(
-        "sink per KV head", "sinks of groups", _of_kv_heads("sinks", lambda kv_heads, group: kv_heads)
+        "sink per KV head", "sinks of groups", of_kv_heads("sinks", lambda kv_heads, group: kv_heads)
     ),
     KnownMistake(
         "sink of the group's first head",
         "sinks of groups",
-        _of_kv_heads("sinks", lambda kv_heads, group: kv_heads * group),
+        of_kv_heads("sinks", lambda kv_heads, group: kv_heads * group),
     ),
-    KnownMistake("ALiBi slopes of the usual formula, not the layer's", "alibi", _usual_slopes),
+    KnownMistake("ALiBi slopes of the usual formula, not the layer's", "alibi", usual_slopes),
     KnownMistake(
-        "soft cap without its factor", "cap", _set(cap_of=lambda scores, cap: torch.tanh(scores / cap))
-    ),
-    KnownMistake(
-        "soft cap without its divisor", "cap", _set(cap_of=lambda scores, cap: cap * torch.tanh(scores))
+        "soft cap without its factor", "cap", set_fields(cap_of=lambda scores, cap: torch.tanh(scores / cap))
     ),
     KnownMistake(
-        "soft cap taken as a clamp", "cap", _set(cap_of=lambda scores, cap: scores.clamp(-cap, cap))
+        "soft cap without its divisor", "cap", set_fields(cap_of=lambda scores, cap: cap * torch.tanh(scores))
+    ),
+    KnownMistake(
+        "soft cap taken as a clamp", "cap", set_fields(cap_of=lambda scores, cap: scores.clamp(-cap, cap))
     ),
     *(_window_off_by(side, step) for side in ("left", "right") for step in (1, -1)),
     KnownMistake(
@@ -274,146 +151,152 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     KnownMistake(
         "chunk taken as window", "chunk", lambda rules: {"chunk": None, "left": (rules.chunk or 1) - 1}
     ),
-    KnownMistake("spans seen by later tokens only", "spans", _set(lifted=frozenset({"near"}))),
-    KnownMistake("window or chunk cuts spans", "near spans", _set(lifted=frozenset({"causal"}))),
-    KnownMistake("spans side by side merged", "spans", _set(spans=_merged)),
+    KnownMistake("spans seen by later tokens only", "spans", set_fields(lifted=frozenset({"near"}))),
+    KnownMistake("window or chunk cuts spans", "near spans", set_fields(lifted=frozenset({"causal"}))),
+    KnownMistake("spans side by side merged", "spans", set_fields(spans=merged)),
     KnownMistake(
         "spans without their last token",
         "spans",
-        _set(spans=lambda spans: [(start, stop - 1) for start, stop in spans]),
+        set_fields(spans=lambda spans: [(start, stop - 1) for start, stop in spans]),
     ),
     KnownMistake(
         "spans with one token more",
         "spans",
-        _set(spans=lambda spans: [(start, stop + 1) for start, stop in spans if stop > start]),
+        set_fields(spans=lambda spans: [(start, stop + 1) for start, stop in spans if stop > start]),
     ),
     KnownMistake(
         "all tokens up to the last span see each other",
         "spans",
-        _set(spans=lambda spans: [(0, max(stop for _, stop in spans))] if spans else []),
+        set_fields(spans=lambda spans: [(0, max(stop for _, stop in spans))] if spans else []),
     ),
-    KnownMistake("causal aligned at the start", "causal", _placed("local", *LIMITS)),
-    KnownMistake("queries aligned at the start", "non-causal positions", _placed("local", *LIMITS)),
-    KnownMistake("queries one position early", None, _set(shift=-1)),
-    KnownMistake("queries one position late", None, _set(shift=1)),
-    KnownMistake("ALiBi before the cap", "cap and alibi", _in_order("scale", "bias", "cap", "mask")),
-    KnownMistake("soft cap after the mask", "cap", _in_order("scale", "bias", "mask", "cap")),
-    KnownMistake("ALiBi before the scale", "alibi", _in_order("bias", "scale", "cap", "mask")),
-    KnownMistake("ALiBi with the wrong sign", "alibi", _set(bias=lambda query, key: (key - query).abs())),
-    KnownMistake("ALiBi of signed distances", "alibi", _set(bias=lambda query, key: key - query)),
-    KnownMistake("ALiBi of key positions", "alibi", _set(bias=lambda query, key: key + 0 * query)),
-    KnownMistake("scale left out", None, _set(scale=1.0)),
+    KnownMistake("causal aligned at the start", "causal", placed("local", *LIMITS)),
+    KnownMistake("queries aligned at the start", "non-causal positions", placed("local", *LIMITS)),
+    KnownMistake("queries one position early", None, set_fields(shift=-1)),
+    KnownMistake("queries one position late", None, set_fields(shift=1)),
+    KnownMistake("ALiBi before the cap", "cap and alibi", in_order("scale", "bias", "cap", "mask")),
+    KnownMistake("soft cap after the mask", "cap", in_order("scale", "bias", "mask", "cap")),
+    KnownMistake("ALiBi before the scale", "alibi", in_order("bias", "scale", "cap", "mask")),
+    KnownMistake(
+        "ALiBi with the wrong sign", "alibi", set_fields(bias=lambda query, key: (key - query).abs())
+    ),
+    KnownMistake("ALiBi of signed distances", "alibi", set_fields(bias=lambda query, key: key - query)),
+    KnownMistake("ALiBi of key positions", "alibi", set_fields(bias=lambda query, key: key + 0 * query)),
+    KnownMistake("scale left out", None, set_fields(scale=1.0)),
     KnownMistake("scale applied twice", None, lambda rules: {"scale": rules.scale**2}),
-    KnownMistake("scale after the cap", "cap", _in_order("cap", "scale", "bias", "mask")),
-    KnownMistake("sink counted twice", "sinks", _sinks(lambda sinks, rules: sinks + math.log(2))),
-    KnownMistake("sink in the numerator, with the first key's value", "sinks", _set(sink_value=0)),
-    KnownMistake("sink in the numerator, with the last key's value", "sinks", _set(sink_value=-1)),
-    KnownMistake("sink multiplied by the scale", "sinks", _sinks(lambda sinks, rules: sinks * rules.scale)),
-    KnownMistake("soft cap on the sink too", "cap and sinks", _sinks(_capped)),
-    KnownMistake("sink in base 2", "sinks", _sinks(lambda sinks, rules: sinks * math.log(2))),
-    KnownMistake("head groups interleaved", "head groups", _interleaved),
+    KnownMistake("scale after the cap", "cap", in_order("cap", "scale", "bias", "mask")),
+    KnownMistake("sink counted twice", "sinks", other_sinks(lambda sinks, rules: sinks + math.log(2))),
+    KnownMistake("sink in the numerator, with the first key's value", "sinks", set_fields(sink_value=0)),
+    KnownMistake("sink in the numerator, with the last key's value", "sinks", set_fields(sink_value=-1)),
+    KnownMistake(
+        "sink multiplied by the scale", "sinks", other_sinks(lambda sinks, rules: sinks * rules.scale)
+    ),
+    KnownMistake("soft cap on the sink too", "cap and sinks", other_sinks(capped)),
+    KnownMistake("sink in base 2", "sinks", other_sinks(lambda sinks, rules: sinks * math.log(2))),
+    KnownMistake("head groups interleaved", "head groups", interleaved),
     KnownMistake(
         "KV head 0 for all heads",
         "several KV heads",
         lambda rules: {"kv_heads": torch.zeros_like(rules.kv_heads)},
     ),
-    KnownMistake("K and V swapped", "same value size", _set(swapped=True)),
+    KnownMistake("K and V swapped", "same value size", set_fields(swapped=True)),
     KnownMistake(
         "scale of head_size_v", "other value size", lambda rules: {"scale": rules.head_size_v**-0.5}
     ),
     KnownMistake(
         "scale of 1 / head_size, without the root", "scale", lambda rules: {"scale": 1 / rules.head_size}
     ),
-    KnownMistake("mask after the softmax, not normalised again", "hiding", _set(renormalised=False)),
-    KnownMistake("last key missed", None, _set(cut=lambda request: (0, 1))),
-    KnownMistake("first key missed", None, _set(cut=lambda request: (1, 0))),
+    KnownMistake("mask after the softmax, not normalised again", "hiding", set_fields(renormalised=False)),
+    KnownMistake("last key missed", None, set_fields(cut=lambda request: (0, 1))),
+    KnownMistake("first key missed", None, set_fields(cut=lambda request: (1, 0))),
     KnownMistake(
         "new tokens missed: only keys of earlier steps are read",
         None,
-        _set(cut=lambda request: (0, request.new)),
+        set_fields(cut=lambda request: (0, request.new)),
     ),
     KnownMistake(
         "keys of earlier steps missed: only new tokens are read",
         None,
-        _set(cut=lambda request: (request.seq_len - request.new, 0)),
+        set_fields(cut=lambda request: (request.seq_len - request.new, 0)),
     ),
     KnownMistake(
-        "keys in a partial last block missed", None, _set(cut=lambda request: (0, _past_last_page(request)))
+        "keys in a partial last block missed",
+        None,
+        set_fields(cut=lambda request: (0, past_last_page(request))),
     ),
     KnownMistake(
         "keys past the first block missed",
         None,
-        _set(cut=lambda request: (0, max(request.seq_len - request.page, 0) if request.page else 0)),
+        set_fields(cut=lambda request: (0, max(request.seq_len - request.page, 0) if request.page else 0)),
     ),
     KnownMistake(
         "lengths without the new tokens",
         None,
-        _set(length=lambda index, requests: requests[index].seq_len - requests[index].new),
+        set_fields(length=lambda index, requests: requests[index].seq_len - requests[index].new),
     ),
     KnownMistake(
         "lengths too short by one",
         "non-causal positions",
-        _set(length=lambda index, requests: requests[index].seq_len - 1),
+        set_fields(length=lambda index, requests: requests[index].seq_len - 1),
     ),
     KnownMistake(
         "length of the next request",
         None,
-        _set(length=lambda index, requests: requests[(index + 1) % len(requests)].seq_len),
+        set_fields(length=lambda index, requests: requests[(index + 1) % len(requests)].seq_len),
     ),
     KnownMistake(
-        "length of the request before", None, _set(length=lambda index, requests: requests[index - 1].seq_len)
+        "length of the request before",
+        None,
+        set_fields(length=lambda index, requests: requests[index - 1].seq_len),
     ),
     KnownMistake(
-        "length of the first request", None, _set(length=lambda index, requests: requests[0].seq_len)
+        "length of the first request", None, set_fields(length=lambda index, requests: requests[0].seq_len)
     ),
     KnownMistake(
         "positions of the selection taken as slots",
         "sparse",
-        _set(read_slots=lambda request, positions: positions),
+        set_fields(read_slots=lambda request, positions: positions),
     ),
     KnownMistake(
-        "padding of the selection (-1) taken as the last key", "sparse", _set(picks=_padding_as_last)
+        "padding of the selection (-1) taken as the last key", "sparse", set_fields(picks=padding_as_last)
     ),
     KnownMistake(
         "padding of the selection (-1) taken as the last key, once",
         "sparse",
-        _set(picks=_padding_as_last_once),
+        set_fields(picks=padding_as_last_once),
     ),
-    KnownMistake("selection one position late", "sparse", _shifted(1)),
-    KnownMistake("selection one position early", "sparse", _shifted(-1)),
-    KnownMistake("selection taken as the last keys", "sparse", _last_keys),
-    KnownMistake("k_scale ignored", "two fp8 scales", _scaled(*[lambda rules: (1 / rules.k_scale, 1.0)] * 2)),
-    KnownMistake("v_scale ignored", "two fp8 scales", _scaled(*[lambda rules: (1.0, 1 / rules.v_scale)] * 2)),
-    KnownMistake("k_scale and v_scale swapped", "two fp8 scales", _scaled(_swapped, _swapped)),
+    KnownMistake("selection one position late", "sparse", shifted(1)),
+    KnownMistake("selection one position early", "sparse", shifted(-1)),
+    KnownMistake("selection taken as the last keys", "sparse", last_keys),
+    KnownMistake("k_scale ignored", "two fp8 scales", scaled(*[lambda rules: (1 / rules.k_scale, 1.0)] * 2)),
+    KnownMistake("v_scale ignored", "two fp8 scales", scaled(*[lambda rules: (1.0, 1 / rules.v_scale)] * 2)),
+    KnownMistake("k_scale and v_scale swapped", "two fp8 scales", scaled(swapped, swapped)),
     KnownMistake(
         "k_scale used for values too",
         "two fp8 scales",
-        _scaled(*[lambda rules: (1.0, rules.k_scale / rules.v_scale)] * 2),
+        scaled(*[lambda rules: (1.0, rules.k_scale / rules.v_scale)] * 2),
     ),
     KnownMistake(
         "v_scale used for keys too",
         "two fp8 scales",
-        _scaled(*[lambda rules: (rules.v_scale / rules.k_scale, 1.0)] * 2),
+        scaled(*[lambda rules: (rules.v_scale / rules.k_scale, 1.0)] * 2),
     ),
-    KnownMistake("fp8 scales applied twice", "fp8", _scaled(_twice, _twice)),
-    KnownMistake("fp8 scales divide where keys are read", "fp8", _scaled(_inverse, _inverse)),
+    KnownMistake("fp8 scales applied twice", "fp8", scaled(twice, twice)),
+    KnownMistake("fp8 scales divide where keys are read", "fp8", scaled(inverse, inverse)),
     KnownMistake(
-        "fp8 scales multiply where keys are written", "fp8", _scaled(_right, _inverse_where_written)
+        "fp8 scales multiply where keys are written", "fp8", scaled(no_factors, inverse_where_written)
     ),
-    KnownMistake("fp8 scales inverse where keys are written and read", "fp8", _scaled(_inverse, _right)),
-    KnownMistake("fp8 scales ignored where keys are written", "fp8", _scaled(_right, _unquantised)),
-    KnownMistake("fp8 scales ignored where keys are written and read", "fp8", _scaled(_unscaled, _right)),
-    KnownMistake("pages of the next request", None, _set(rows=lambda row, rows: (row + 1) % rows)),
-    KnownMistake("pages of the request before", None, _set(rows=lambda row, rows: (row - 1) % rows)),
-    KnownMistake("pages of the first request", None, _set(rows=lambda row, rows: 0)),
-    KnownMistake("blocks of half the size", "pages", _in_pages(lambda size: size / 2, lambda size: size / 2)),
-    KnownMistake(
-        "blocks of twice the size", "pages", _in_pages(lambda size: size * 2, lambda size: size * 2)
-    ),
-    KnownMistake("half of each block read", "pages", _in_pages(lambda size: size / 2, lambda size: size)),
-    KnownMistake("blocks taken as consecutive", "pages", _set(read_slots=_consecutive)),
-    KnownMistake("pages of HND read as NHD", "several KV heads", _set(read_as="NHD")),
-    KnownMistake("pages of NHD read as HND", "several KV heads", _set(read_as="HND")),
+    KnownMistake("fp8 scales inverse where keys are written and read", "fp8", scaled(inverse, no_factors)),
+    KnownMistake("fp8 scales ignored where keys are written", "fp8", scaled(no_factors, unquantised)),
+    KnownMistake("fp8 scales ignored where keys are written and read", "fp8", scaled(unscaled, no_factors)),
+    KnownMistake("pages of the next request", None, set_fields(rows=lambda row, rows: (row + 1) % rows)),
+    KnownMistake("pages of the request before", None, set_fields(rows=lambda row, rows: (row - 1) % rows)),
+    KnownMistake("pages of the first request", None, set_fields(rows=lambda row, rows: 0)),
+    KnownMistake("blocks of half the size", "pages", in_pages(lambda size: size / 2, lambda size: size / 2)),
+    KnownMistake("blocks of twice the size", "pages", in_pages(lambda size: size * 2, lambda size: size * 2)),
+    KnownMistake("half of each block read", "pages", in_pages(lambda size: size / 2, lambda size: size)),
+    KnownMistake("blocks taken as consecutive", "pages", set_fields(read_slots=consecutive)),
+    KnownMistake("pages of HND read as NHD", "several KV heads", set_fields(read_as="NHD")),
+    KnownMistake("pages of NHD read as HND", "several KV heads", set_fields(read_as="HND")),
     # Latent attention.
     KnownMistake("scale of the latent, not of the query before absorption", "latent", latent.latent_scale),
     KnownMistake("values from the last elements of the latent", "latent", latent.values_at_the_end),
@@ -429,12 +312,14 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     KnownMistake("k_scale left out for the rotated part", "latent fp8", latent.unscaled_rotated_part),
     KnownMistake("k_scale left out for values", "latent fp8", latent.unscaled_values),
     # A right output with the LSE of other rules.
-    KnownMistake("LSE before the soft cap", "cap", _set(cap=None), "lse"),
-    KnownMistake("LSE without ALiBi", "alibi", _set(slopes=None), "lse"),
-    KnownMistake("LSE without the scale", None, _set(scale=1.0), "lse"),
-    KnownMistake("LSE without the sink", "sinks", _set(sinks=None), "lse"),
-    KnownMistake("LSE without the mask", None, _set(order=("scale", "cap", "bias")), "lse"),
-    KnownMistake("LSE with the sink twice", "sinks", _sinks(lambda sinks, rules: sinks + math.log(2)), "lse"),
+    KnownMistake("LSE before the soft cap", "cap", set_fields(cap=None), "lse"),
+    KnownMistake("LSE without ALiBi", "alibi", set_fields(slopes=None), "lse"),
+    KnownMistake("LSE without the scale", None, set_fields(scale=1.0), "lse"),
+    KnownMistake("LSE without the sink", "sinks", set_fields(sinks=None), "lse"),
+    KnownMistake("LSE without the mask", None, set_fields(order=("scale", "cap", "bias")), "lse"),
+    KnownMistake(
+        "LSE with the sink twice", "sinks", other_sinks(lambda sinks, rules: sinks + math.log(2)), "lse"
+    ),
     # All features ignored: last, since each single mistake is a better explanation.
     KnownMistake(
         "all features ignored",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnplug.testing.conformance.cases import KINDS
+from attnplug.testing.conformance.case_axes import KINDS
 from attnplug.testing.conformance.claims import Claim
 from attnplug.testing.conformance.latent_cases import LatentCase, latent_cases
 from attnplug.testing.conformance.target import Target

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from attnplug.testing.conformance.mistake_oracle import AttentionRules, Request
+from attnplug.testing.conformance.attention_rules import AttentionRules, Request
 
 _Change: TypeAlias = Callable[[torch.Tensor, int], torch.Tensor]
 """The tensor that is read in place of the last dimension's parts, from it and the size of its first part."""

@@ -12,9 +12,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from attnplug.testing.batches import Batch
+from attnplug.testing.conformance.attention_rules import AttentionRules, Request, requests_of, rules_of
 from attnplug.testing.conformance.deviation import Deviation, lse_errors, output_errors, rows_of_requests
 from attnplug.testing.conformance.known_mistakes import KNOWN_MISTAKES, LSE_MISTAKES
-from attnplug.testing.conformance.mistake_oracle import AttentionRules, Request, attend, requests_of, rules_of
+from attnplug.testing.conformance.mistake_oracle import attend
 from attnplug.testing.conformance.time_limit import naming_seconds
 from attnplug.testing.oracle import OracleResult
 
