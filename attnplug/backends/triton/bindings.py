@@ -18,6 +18,7 @@ from attnplug.backends.triton.launch import (
     merging,
     partial_sums,
     prefill_launch,
+    tile_parts,
     tile_side,
 )
 from attnplug.backends.triton.share_bindings import ShareDecode, bind_shares
@@ -176,9 +177,17 @@ class BoundLayer:
         key = k.stride(), v.stride(), block_size, stride_table, launch
         if key != self._prefill_key:
             block_m = max(launch.block_m, tile_side(self._group))
+            (block_d, tail), (block_dv, tail_v) = map(
+                tile_parts, (self._spec.head_size, self._spec.head_size_v)
+            )
             values = {
                 **self._values,
                 **_strides(k.stride(), v.stride()),
+                "BLOCK_D": block_d,
+                "BLOCK_DV": block_dv,
+                "TAIL": tail,
+                "TAIL_V": tail_v,
+                "LATE": launch.late and _can_be_late(k, self._itemsize, block_m),
                 "stride_table": stride_table,
                 "PAGED": paged,
                 "BLOCK_SIZE": block_size,
@@ -272,6 +281,14 @@ def _paired(v: torch.Tensor, block_m: int) -> dict[str, Any]:
         "stride_vt": vt,
         "stride_vh": vh,
     }
+
+
+def _can_be_late(k: torch.Tensor, itemsize: int, block_m: int) -> bool:
+    """Whether the GPU multiplies tiles in the background: Hopper's wgmma, of 64 rows and more, in 16 bits."""
+    if not k.is_cuda:
+        return True  # the interpreter finds the same
+    can = torch.version.hip is None and torch.cuda.get_device_capability(k.device)[0] == 9
+    return can and block_m >= 64 and itemsize == k.dtype.itemsize == 2
 
 
 def _computed(spec: LayerSpec, device: torch.device) -> Any:

@@ -67,12 +67,21 @@ class DecodeLaunch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillLaunch:
-    """Launch parameters of prefill: `block_m` rows of queries and `block_n` keys per tile."""
+    """Launch parameters of prefill.
+
+    Args:
+        block_m: rows of queries per tile.
+        block_n: keys per tile.
+        num_warps: warps of a program.
+        num_stages: tiles in flight.
+        late: whether products with values run during the softmax of the next tile, where the GPU can.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    late: bool = True
 
 
 def limit_switches(reach: Reach) -> dict[str, bool]:
@@ -84,6 +93,17 @@ def limit_switches(reach: Reach) -> dict[str, bool]:
 def tile_side(size: int) -> int:
     """The least side of a tile that holds `size`: a power of two, for matrix products at least 16."""
     return max(power_of_two(size), 16)
+
+
+def tile_parts(size: int) -> tuple[int, int]:
+    """The widths of the two tiles that hold `size` elements of a head; the second is 0 where one is as narrow.
+
+    Sides of tiles are powers of two: 96 elements take 64 and 32, instead of 128.
+    """
+    whole = tile_side(size)
+    first = whole // 2
+    rest = tile_side(size - first) if size > first >= 16 else first
+    return (first, rest) if first + rest < whole else (whole, 0)
 
 
 def partial_sums(block_n: int, block_m: int, num_warps: int) -> int:
@@ -113,13 +133,15 @@ def decode_launch(head_size: int, itemsize: int, rows: int, programs: int, gpu: 
 @functools.cache
 def prefill_launch(head_size: int, itemsize: int, rows: int, gpu: Gpu) -> PrefillLaunch:
     """The launch for tiles of at most `rows` rows: queries of the longest request times heads of a group."""
-    wide = head_bytes(head_size, itemsize)
+    wide = sum(tile_parts(head_size)) * itemsize
     if rows > 64 or wide > 512:
-        launch = _PREFILL[wide]
+        # Products in float32 have no tensor cores, and are tuned for whole tiles.
+        least = head_bytes(head_size, itemsize) if itemsize == 4 else min(wide, 1024)
+        launch = next(launch for most, launch in _PREFILL.items() if least <= most)
         launch = dataclasses.replace(launch, block_m=min(launch.block_m, tile_side(rows)))
     else:
         launch = PrefillLaunch(tile_side(rows), 64 if wide <= 256 else 32, 4, 2)
-    return _fitting(launch, launch.block_m, tile_side(head_size) * itemsize, gpu)
+    return _fitting(launch, launch.block_m, wide, gpu)
 
 
 _Launch = TypeVar("_Launch", DecodeLaunch, PrefillLaunch)
@@ -167,9 +189,11 @@ _DECODE_8_BIT = {
     512: (DecodeLaunch(64, 4, 3, 1, 128), DecodeLaunch(64, 4, 3, 1, 128), DecodeLaunch(64, 4, 2, 1, 128)),
     1024: _FLOAT32,
 }
+# Prefill's are for at most so many bytes: heads of 80 have 160, of 96 have 192, of 192 have 384.
 _PREFILL = {
     128: PrefillLaunch(128, 64, 8, 3),
     256: PrefillLaunch(128, 64, 8, 3),
+    384: PrefillLaunch(128, 64, 8, 3),
     512: PrefillLaunch(128, 32, 8, 3),
     1024: PrefillLaunch(32, 16, 4, 1),
 }

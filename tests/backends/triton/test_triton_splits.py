@@ -19,6 +19,7 @@ from attnplug.backends.triton.launch import (
     merging,
     partial_sums,
     prefill_launch,
+    tile_parts,
     tile_side,
 )
 from attnplug.backends.triton.metadata import TritonMetadata
@@ -183,7 +184,7 @@ def test_tiles_fit_the_shared_memory_of_a_multiprocessor(head_size, itemsize, gp
     for rows in (1, 40, 100, 1 << 20):
         prefill = prefill_launch(head_size, itemsize, rows, gpu)
         held = 2 * prefill.block_n * prefill.num_stages + prefill.block_m
-        assert held * width <= gpu.shared_memory
+        assert held * sum(tile_parts(head_size)) * itemsize <= gpu.shared_memory
         assert prefill.block_n % partial_sums(prefill.block_n, prefill.block_m, prefill.num_warps) == 0
 
 

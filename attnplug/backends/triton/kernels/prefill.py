@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from attnplug.backends.triton.kernels.ranges import key_range, load_spans
-from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend, load_queries
+from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend_parts, finish, load_query_parts
 
 
 # Values that differ between steps must not compile another kernel.
@@ -74,6 +74,9 @@ def prefill_kernel(
     COMPUTE: tl.constexpr,
     ALIKE: tl.constexpr,
     SUMS: tl.constexpr,
+    TAIL: tl.constexpr,
+    TAIL_V: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """One tile of BLOCK_M rows, `BLOCK_M // GROUP` tokens of one request times the group of one KV head.
 
@@ -130,7 +133,7 @@ def prefill_kernel(
         lo = tl.maximum(tl.minimum(lo, first_start), first_key)
         hi = tl.minimum(tl.maximum(hi, last_stop), seq_len)
     heads = kv_head * GROUP + rows % GROUP
-    q, scale = load_queries(
+    q, q_tail, scale = load_query_parts(
         query,
         rows,
         num_rows,
@@ -141,6 +144,7 @@ def prefill_kernel(
         GROUP,
         D,
         BLOCK_D,
+        TAIL,
         scale,
         COMPUTE,
     )
@@ -155,17 +159,27 @@ def prefill_kernel(
     k_head = k_cache + kv_head * stride_kh
     v_head = v_cache + kv_head * stride_vh
     table_row = block_table + request.to(tl.int64) * stride_table
-    out, out_lse = attend(
-        q, scale, top, total, positions, slopes, starts, stops, first_pos, last_pos, first_stop, last_start,
+    acc, more, top, total = attend_parts(
+        q, q_tail, scale, top, total, positions, slopes, starts, stops, first_pos, last_pos, first_stop, last_start,
         lo, hi, k_head, v_head, table_row, key_shift,
         stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
-        PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, False, False, SUMS,
+        PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, TAIL, TAIL_V,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, False, False, SUMS, LATE,
     )  # fmt: skip
+    out, out_lse = finish(acc, top, total)
     places = (first + offset + rows // GROUP).to(tl.int64)
-    dims = tl.arange(0, BLOCK_DV)
-    mask = (rows < num_rows)[:, None] & (dims < DV)[None, :]
-    out_places = output + places[:, None] * stride_ot + heads[:, None] * stride_oh + dims[None, :]
-    tl.store(out_places, (out * value_scale).to(output.dtype.element_ty), mask=mask)
+    inside = rows < num_rows
+    out_rows = output + (places * stride_ot + heads * stride_oh)[:, None]
+    _store_part(out_rows, out * value_scale, inside, DV, BLOCK_DV)
+    if TAIL_V:
+        tail, _ = finish(more, top, total)
+        _store_part(out_rows + BLOCK_DV, tail * value_scale, inside, DV - BLOCK_DV, TAIL_V)
     if HAS_LSE:
-        tl.store(lse + places * stride_lse + heads, out_lse * LN2, mask=rows < num_rows)
+        tl.store(lse + places * stride_lse + heads, out_lse * LN2, mask=inside)
+
+
+@triton.jit
+def _store_part(places, out, inside, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns of the outputs: as many of WIDTH as there are up to SIZE."""
+    dims = tl.arange(0, WIDTH)[None, :]
+    tl.store(places + dims, out.to(places.dtype.element_ty), mask=inside[:, None] & (dims < SIZE))

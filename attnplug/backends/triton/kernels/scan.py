@@ -37,29 +37,79 @@ def load_queries(
     scale,
     COMPUTE: tl.constexpr,
 ):
-    """Queries `[BLOCK_M, BLOCK_D]` and the scale that their logits still need.
+    """Queries `[BLOCK_M, BLOCK_D]` and the scale that their logits still need; see load_query_parts."""
+    q, _, scale = load_query_parts(
+        query,
+        rows,
+        num_rows,
+        first_token,
+        kv_head,
+        stride_qt,
+        stride_qh,
+        GROUP,
+        D,
+        BLOCK_D,
+        0,
+        scale,
+        COMPUTE,
+    )
+    return q, scale
+
+
+@triton.jit
+def load_query_parts(
+    query,
+    rows,
+    num_rows,
+    first_token,
+    kv_head,
+    stride_qt,
+    stride_qh,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TAIL: tl.constexpr,
+    scale,
+    COMPUTE: tl.constexpr,
+):
+    """The first BLOCK_D elements of queries, their other elements in TAIL columns, and the scale that logits still need.
 
     Row i is head `i % GROUP` of the KV head's group, token `i // GROUP`. Keys, values and weights follow the
     type of the queries: COMPUTE, or their own where it is None. For float16 they are multiplied with a power of
     two, which rounds nothing, such that no bfloat16 query is too large for it and none that matters too small.
+    Without TAIL the second part repeats the first, and nothing reads it.
     """
-    dims = tl.arange(0, BLOCK_D)
     tokens = (first_token + rows // GROUP).to(tl.int64)
     heads = kv_head * GROUP + rows % GROUP
-    mask = (rows < num_rows)[:, None]
-    if D < BLOCK_D:
-        mask = mask & (dims < D)[None, :]
-    places = tokens[:, None] * stride_qt + heads[:, None] * stride_qh + dims[None, :]
-    q = tl.load(query + places, mask=mask, other=0.0)
+    places = query + tokens[:, None] * stride_qt + heads[:, None] * stride_qh
+    inside = (rows < num_rows)[:, None]
+    q = _query_part(places, inside, D, BLOCK_D)
+    tail = q
+    if TAIL:
+        tail = _query_part(places + BLOCK_D, inside, D - BLOCK_D, TAIL)
     if COMPUTE is not None:
         if COMPUTE == tl.float16:
             q = q.to(tl.float32)
-            largest = tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0), 1e-30)
-            shift = 14.0 - tl.floor(tl.log2(largest))
+            tail = tail.to(tl.float32)
+            largest = tl.max(tl.max(tl.abs(q), 1), 0)
+            if TAIL:
+                largest = tl.maximum(largest, tl.max(tl.max(tl.abs(tail), 1), 0))
+            shift = 14.0 - tl.floor(tl.log2(tl.maximum(largest, 1e-30)))
             q = q * tl.exp2(shift)
+            tail = tail * tl.exp2(shift)
             scale = scale * tl.exp2(-shift)
         q = q.to(COMPUTE)
-    return q, scale
+        tail = tail.to(COMPUTE)
+    return q, tail, scale
+
+
+@triton.jit
+def _query_part(places, inside, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    dims = tl.arange(0, WIDTH)[None, :]
+    mask = inside
+    if SIZE < WIDTH:
+        mask = mask & (dims < SIZE)
+    return tl.load(places + dims, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -108,11 +158,78 @@ def attend(
     PTX: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Outputs and LSE (base 2) of queries at `first_pos .. last_pos` over the keys `lo .. hi - 1`.
+    """Outputs and LSE (base 2) of queries at `first_pos .. last_pos` over the keys `lo .. hi - 1`; see attend_parts.
+
+    With PAIRS `v_head` points to int16, see _scan_keys.
+    """
+    acc, odd, top, total = attend_parts(
+        q, q, scale, top, total, positions, slopes, starts, stops, first_pos, last_pos, first_stop, last_start,
+        lo, hi, k_head, v_head, table_row, key_shift,
+        stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
+        PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, 0, 0,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, False,
+    )  # fmt: skip
+    if PAIRS:
+        acc = tl.join(acc, odd).reshape(q.shape[0], BLOCK_DV)
+    return finish(acc, top, total)
+
+
+@triton.jit
+def attend_parts(
+    q,
+    q_tail,
+    scale,
+    top,
+    total,
+    positions,
+    slopes,
+    starts,
+    stops,
+    first_pos,
+    last_pos,
+    first_stop,
+    last_start,
+    lo,
+    hi,
+    k_head,
+    v_head,
+    table_row,
+    key_shift,
+    stride_kb,
+    stride_kt,
+    stride_vb,
+    stride_vt,
+    cap,
+    left,
+    right,
+    chunk,
+    PAGED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    TAIL: tl.constexpr,
+    TAIL_V: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    ALIKE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PTX: tl.constexpr,
+    SUMS: tl.constexpr,
+    LATE: tl.constexpr,
+):
+    """Accumulators, maximum (base 2) and sum of queries at `first_pos .. last_pos` over the keys `lo .. hi - 1`.
 
     `top` and `total` are what the softmax starts with: its maximum, in base 2, and its sum. With HAS_SPANS a query
     also sees its multimodal span, `starts [BLOCK_M]` to `stops`; see common_range for those of the first and last.
-    With PAIRS `v_head` points to int16, see _scan_keys.
+    The second accumulator is that of the odd elements with PAIRS, and of the values' tail with TAIL_V. With LATE the
+    weights of a tile that all see are multiplied with its values during the softmax of the next one.
     """
     full_lo, full_hi = common_range(
         first_pos, last_pos, lo, hi, first_stop, last_start, left, right, chunk,
@@ -122,7 +239,11 @@ def attend(
     full_lo = start + tl.cdiv(full_lo - start, BLOCK_N) * BLOCK_N
     full_hi = full_lo + tl.maximum(full_hi - full_lo, 0) // BLOCK_N * BLOCK_N
     acc = tl.zeros([q.shape[0], BLOCK_DV // 2 if PAIRS else BLOCK_DV], tl.float32)
-    odd = acc if PAIRS else 0.0
+    more = 0.0
+    if PAIRS:
+        more = acc
+    elif TAIL_V:
+        more = tl.zeros([q.shape[0], TAIL_V], tl.float32)
     for stretch in tl.static_range(3):
         # Three ranges: masked keys at the left edge, keys that all see, masked keys at the right edge.
         if stretch == 0:
@@ -132,25 +253,25 @@ def attend(
         else:
             begin, end = full_hi, hi
         if stretch != 0 or HAS_LEFT or HAS_CHUNK:
-            acc, odd, top, total = _scan_keys(
-                acc, odd, top, total, q, positions, slopes, starts, stops, begin, end, lo, hi,
+            acc, more, top, total = _scan_keys(
+                acc, more, top, total, q, q_tail, positions, slopes, starts, stops, begin, end, lo, hi,
                 k_head, v_head, table_row, key_shift,
                 stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, left, right, chunk,
-                stretch != 1, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
+                stretch != 1, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, TAIL, TAIL_V,
                 HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS,
+                LATE and stretch == 1,
             )  # fmt: skip
-    if PAIRS:
-        acc = tl.join(acc, odd).reshape(q.shape[0], BLOCK_DV)
-    return finish(acc, top, total)
+    return acc, more, top, total
 
 
 @triton.jit
 def _scan_keys(
     acc,
-    odd,
+    more,
     top,
     total,
     q,
+    q_tail,
     positions,
     slopes,
     starts,
@@ -180,6 +301,8 @@ def _scan_keys(
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    TAIL: tl.constexpr,
+    TAIL_V: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
@@ -190,18 +313,32 @@ def _scan_keys(
     PAIRS: tl.constexpr,
     PTX: tl.constexpr,
     SUMS: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """Attend the keys `begin .. end - 1`, tile by tile: accumulators, running maximum (base 2) and sum.
 
     Without MASKED every key of every tile is seen by every query, and is there; else keys before `floor`, or at
-    `limit` and after, are neither read nor seen. Where pages divide tiles, `begin` is the start of a page. Values of 8 bits may come as PAIRS, in int16: shared memory is transposed for
-    matrix products in no less than 16 bits. With PAIRS `acc` gathers the even elements and `odd` the odd ones.
+    `limit` and after, are neither read nor seen. Where pages divide tiles, `begin` is the start of a page. Values of
+    8 bits may come as PAIRS, in int16: shared memory is transposed for matrix products in no less than 16 bits. With
+    PAIRS `acc` gathers the even elements and `more` the odd ones.
+
+    TAIL and TAIL_V are the columns of a second tile, for heads past BLOCK_D and BLOCK_DV elements: 96 are 64 and 32,
+    which no single power of two holds without waste. With LATE the product with the
+    values of a tile runs on the tensor cores during the softmax of the next tile.
     """
     WIDTH: tl.constexpr = BLOCK_DV // 2 if PAIRS else BLOCK_DV
     SIZE_V: tl.constexpr = DV // 2 if PAIRS else DV
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, WIDTH)
+    if TAIL:
+        dims_tail = tl.arange(0, TAIL)
+    if TAIL_V:
+        dims_tail_v = tl.arange(0, TAIL_V)
     sums = tl.zeros([q.shape[0], SUMS], tl.float32)
+    fade = tl.full([q.shape[0]], 1.0, tl.float32)
+    # In float32: Triton then keeps them in registers for the product, which would wait for shared memory otherwise.
+    held = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
+    held_rows = tl.zeros([BLOCK_N], tl.int64)
     lanes = tl.arange(0, BLOCK_N)
     if PAGED:
         # Look up the next tile's pages during this tile, so that loads of keys do not wait for the table.
@@ -220,9 +357,28 @@ def _scan_keys(
             k_rows = places * stride_kt
             v_rows = k_rows if ALIKE else places * stride_vt
         k = _rows(k_head, k_rows, dims, there, D, BLOCK_D, MASKED)
-        v = _rows(v_head, v_rows, dims_v, there, SIZE_V, WIDTH, MASKED)
+        if TAIL:
+            k_tail = _rows(k_head + BLOCK_D, k_rows, dims_tail, there, D - BLOCK_D, TAIL, MASKED)
+        if LATE:
+            # The first tile has none before it, and what is held for it are zeros.
+            is_later = (lanes >= 0) & (start > begin)
+            v = _rows(v_head, held_rows, dims_v, is_later, SIZE_V, WIDTH, True)
+            if TAIL_V:
+                v_tail = _rows(v_head + WIDTH, held_rows, dims_tail_v, is_later, DV - WIDTH, TAIL_V, True)
+            held_rows = v_rows
+        else:
+            v = _rows(v_head, v_rows, dims_v, there, SIZE_V, WIDTH, MASKED)
+            if TAIL_V:
+                v_tail = _rows(v_head + WIDTH, v_rows, dims_tail_v, there, DV - WIDTH, TAIL_V, MASKED)
 
         logits = tl.dot(q, tl.trans(k).to(q.dtype), input_precision="ieee")
+        if TAIL:
+            logits = tl.dot(q_tail, tl.trans(k_tail).to(q.dtype), logits, input_precision="ieee")
+        if LATE:
+            late = held.to(q.dtype)
+            acc = tl.dot(late, v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+            if TAIL_V:
+                more = tl.dot(late, v_tail.to(q.dtype), more * fade[:, None], input_precision="ieee")
         # The softmax is in base 2; logits without cap, slope or mask are scaled within its one FMA.
         FUSED: tl.constexpr = not (HAS_CAP or HAS_ALIBI or MASKED)
         if HAS_CAP:
@@ -256,15 +412,28 @@ def _scan_keys(
         fade = tl.exp2(top - pivot)
         total = total * fade
         sums = sums * fade[:, None] + tl.sum(tl.reshape(weights, [q.shape[0], BLOCK_N // SUMS, SUMS]), 1)
-        weights = weights.to(q.dtype)
-        if PAIRS:
+        if LATE:
+            held = weights
+        elif PAIRS:
+            weights = weights.to(q.dtype)
             low, high = _halves(v, k_head.dtype.element_ty, PTX)
             acc = tl.dot(weights, low.to(q.dtype), acc * fade[:, None], input_precision="ieee")
-            odd = tl.dot(weights, high.to(q.dtype), odd * fade[:, None], input_precision="ieee")
+            more = tl.dot(weights, high.to(q.dtype), more * fade[:, None], input_precision="ieee")
         else:
+            weights = weights.to(q.dtype)
             acc = tl.dot(weights, v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+            if TAIL_V:
+                more = tl.dot(weights, v_tail.to(q.dtype), more * fade[:, None], input_precision="ieee")
         top = new_top
-    return acc, odd, top, total + tl.sum(sums, 1)
+    if LATE:
+        if end > begin:
+            late = held.to(q.dtype)
+            v = _rows(v_head, held_rows, dims_v, lanes >= 0, SIZE_V, WIDTH, False)
+            acc = tl.dot(late, v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+            if TAIL_V:
+                v_tail = _rows(v_head + WIDTH, held_rows, dims_tail_v, lanes >= 0, DV - WIDTH, TAIL_V, False)
+                more = tl.dot(late, v_tail.to(q.dtype), more * fade[:, None], input_precision="ieee")
+    return acc, more, top, total + tl.sum(sums, 1)
 
 
 @triton.jit

@@ -1,0 +1,63 @@
+"""TRITON's prefill: heads in two tiles, and products with values that run one tile late."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from attnplug.backends.triton import TritonBackend, bindings
+from attnplug.backends.triton.launch import Gpu, PrefillLaunch, prefill_launch, tile_parts
+from attnplug.backends.triton.options import Options
+from attnplug.core import LayerSpec
+from attnplug.testing import paged_batch, run_batch
+from attnplug.testing.conformance.expectations import difference
+from attnplug.testing.conformance.harness import Answer
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float16", block_size=16)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"head_size": 40},
+        {"head_size": 80, "head_size_v": 48, "needs_lse": True},
+        {"head_size": 96, "head_size_v": 64, "dtype": "bfloat16", "has_alibi": True},
+        {"head_size": 192, "head_size_v": 96, "logits_soft_cap": 5.0, "has_sinks": True},
+        {"head_size": 80, "kv_cache_dtype": "fp8", "dtype": "bfloat16"},
+        {"head_size": 48, "sliding_window": 50},
+        {"head_size": 48, "chunk_size": 64, "block_size": 8},
+    ],
+    ids=lambda fields: ", ".join(f"{name}={value}" for name, value in fields.items()),
+)
+def test_prompts_and_extends_are_right_for_heads_of_one_and_two_tiles(monkeypatch, fields):
+    launch = PrefillLaunch(64, 16, 4, 2, late=fields != {"head_size": 40})
+    monkeypatch.setattr(bindings, "prefill_launch", lambda *_: launch)
+    spec = SPEC.replace(**fields)
+    # A prompt of several full tiles, an extend without any at its window's left edge, and one of a single token.
+    batch = paged_batch(spec, [70, 40, 1, 20], [70, 150, 90, 20], device=DEVICE)
+    # Undivided, because few requests do not fill a GPU.
+    options = Options(decode_split="requests")
+    assert difference(batch, Answer(*run_batch(TritonBackend, batch, options=options))) is None
+
+
+def test_a_head_is_in_the_fewest_columns_that_two_tiles_allow():
+    assert [tile_parts(size) for size in (8, 24, 40, 80, 96, 112)] == [
+        (16, 0), (32, 0), (32, 16), (64, 16), (64, 32), (128, 0),
+    ]  # fmt: skip
+    assert [tile_parts(size) for size in (128, 160, 192, 256, 576)] == [
+        (128, 0), (128, 32), (128, 64), (256, 0), (512, 64),
+    ]  # fmt: skip
+    widths = [sum(tile_parts(size)) for size in range(1, 577)]
+    assert widths == sorted(widths)
+    assert all(size <= width for size, width in enumerate(widths, 1))
+
+
+def test_keys_of_more_bytes_never_take_larger_tiles():
+    gpu = Gpu(132, 227 << 10)
+    launches = [prefill_launch(size, 2, 1 << 20, gpu) for size in range(8, 513, 8)]
+    assert [launch.block_n for launch in launches] == sorted(
+        (launch.block_n for launch in launches), reverse=True
+    )
