@@ -39,6 +39,8 @@ _SHARING_ROWS = 64
 """Rows of a tile that share a prefix: more of them read it less often, and waste more where requests differ."""
 _PREFILL_ROWS = 128
 """Rows of most tiles of prefill."""
+_BUSY = 0.7
+"""The share of multiprocessors with a tile above which dividing keys gains less than it costs. It is estimated."""
 
 
 class Prefill(NamedTuple):
@@ -165,14 +167,27 @@ class BoundLayer:
         return found
 
     def fills_gpu(self, tokens: int, reqs: int) -> bool:
-        """Whether prefills of so many tokens have a tile for each multiprocessor without dividing their keys."""
-        tiles = tokens * self._group // _PREFILL_ROWS + reqs
-        return tiles * self.kv_heads >= self._gpu.multiprocessors
+        """Whether prefills of so many tokens have a tile for most multiprocessors without dividing their keys.
 
-    def prefill(self, k: torch.Tensor, v: torch.Tensor, stride_table: int, longest: int) -> Prefill:
-        """The kernel for requests of at most `longest` queries; 3-dimensional `k` and `v` are given keys, not pages."""
+        More tokens never change that, so a warm-up with the most tokens compiles what steps of fewer need.
+        """
+        tiles = max(-(-tokens * self._group // _PREFILL_ROWS), reqs) * self.kv_heads
+        return tiles >= _BUSY * self._gpu.multiprocessors
+
+    def prefill(
+        self, k: torch.Tensor, v: torch.Tensor, stride_table: int, longest: int, most_keys: int | None = None
+    ) -> Prefill:
+        """The kernel for requests of at most `longest` queries.
+
+        Args:
+            k: pages, or 3-dimensional the keys of the call.
+            v: as `k`.
+            stride_table: of the block table.
+            longest: queries of the longest request.
+            most_keys: tokens of the longest request; None if the host does not know.
+        """
         paged = k.dim() == 4
-        launch = prefill_launch(self._widest, self._itemsize, longest * self._group, self._gpu)
+        launch = prefill_launch(self._widest, self._itemsize, longest * self._group, self._gpu, most_keys)
         block_size = k.shape[1] if paged else 1
         key = k.stride(), v.stride(), block_size, stride_table, launch
         if key != self._prefill_key:

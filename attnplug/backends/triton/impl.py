@@ -210,7 +210,8 @@ def _prefill(
     """Attend `part`, a first token and a number of requests; `longest` is its longest query."""
     query, output, lse, sinks, slopes, spans = call
     first_token, reqs = part
-    prefill = bound.prefill(*keys, meta.block_table.stride(0), longest)
+    most_keys = longest if meta.all_new else None
+    prefill = bound.prefill(*keys, meta.block_table.stride(0), longest, most_keys)
     # An upper bound: the host does not read the start locations from the device.
     tiles = (meta.num_actual_tokens - first_token) // prefill.tokens + reqs
     grid = tiles, bound.kv_heads

@@ -131,13 +131,25 @@ def decode_launch(head_size: int, itemsize: int, rows: int, programs: int, gpu: 
 
 
 @functools.cache
-def prefill_launch(head_size: int, itemsize: int, rows: int, gpu: Gpu) -> PrefillLaunch:
-    """The launch for tiles of at most `rows` rows: queries of the longest request times heads of a group."""
+def prefill_launch(
+    head_size: int, itemsize: int, rows: int, gpu: Gpu, most_keys: int | None = None
+) -> PrefillLaunch:
+    """The launch for heads of `head_size` (the larger of K and V), computed in elements of `itemsize` bytes.
+
+    Args:
+        head_size: elements of a head.
+        itemsize: bytes of an element.
+        rows: queries of the longest request times heads of a group; tiles have no more.
+        gpu: the device.
+        most_keys: tokens of the longest request; None if the host does not know.
+    """
     wide = sum(tile_parts(head_size)) * itemsize
     if rows > 64 or wide > 512:
         # Products in float32 have no tensor cores, and are tuned for whole tiles.
         least = head_bytes(head_size, itemsize) if itemsize == 4 else min(wide, 1024)
         launch = next(launch for most, launch in _PREFILL.items() if least <= most)
+        if most_keys is not None and most_keys <= _FEW_KEYS and wide <= 256:
+            launch = _SHORT
         launch = dataclasses.replace(launch, block_m=min(launch.block_m, tile_side(rows)))
     else:
         launch = PrefillLaunch(tile_side(rows), 64 if wide <= 256 else 32, 4, 2)
@@ -189,6 +201,9 @@ _DECODE_8_BIT = {
     512: (DecodeLaunch(64, 4, 3, 1, 128), DecodeLaunch(64, 4, 3, 1, 128), DecodeLaunch(64, 4, 2, 1, 128)),
     1024: _FLOAT32,
 }
+# Prompts of few tiles wait for memory most of the time, so several small programs share a multiprocessor.
+_FEW_KEYS = 256
+_SHORT = PrefillLaunch(64, 64, 4, 2, late=False)
 # Prefill's are for at most so many bytes: heads of 80 have 160, of 96 have 192, of 192 have 384.
 _PREFILL = {
     128: PrefillLaunch(128, 64, 8, 3),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from attnplug.testing.conformance.expectations import difference
 from attnplug.testing.conformance.harness import Answer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+H200 = Gpu(132, 227 << 10)
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float16", block_size=16)
 
 
@@ -56,8 +59,30 @@ def test_a_head_is_in_the_fewest_columns_that_two_tiles_allow():
 
 
 def test_keys_of_more_bytes_never_take_larger_tiles():
-    gpu = Gpu(132, 227 << 10)
-    launches = [prefill_launch(size, 2, 1 << 20, gpu) for size in range(8, 513, 8)]
+    launches = [prefill_launch(size, 2, 1 << 20, H200) for size in range(8, 513, 8)]
     assert [launch.block_n for launch in launches] == sorted(
         (launch.block_n for launch in launches), reverse=True
     )
+
+
+def test_programs_of_short_prompts_are_smaller():
+    short, unknown = (prefill_launch(128, 2, 512, H200, keys) for keys in (128, None))
+    assert short.block_m * short.num_warps < unknown.block_m * unknown.num_warps
+    assert prefill_launch(128, 2, 1 << 20, H200, 1 << 18) == unknown
+    assert prefill_launch(128, 2, 32, H200, 8) == prefill_launch(128, 2, 32, H200)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "reqs", "fills"),
+    [
+        ((32, 8), 512, 1, True),
+        ((8, 1), 2048, 1, True),
+        ((32, 8), 16 * 64, 16, True),
+        ((32, 8), 100, 1, False),
+        ((8, 1), 1024, 1, False),
+        ((8, 1), 200, 100, True),
+    ],
+)
+def test_extends_are_not_divided_where_most_multiprocessors_have_a_tile(heads, tokens, reqs, fills):
+    layer = SimpleNamespace(_group=heads[0] // heads[1], kv_heads=heads[1], _gpu=H200)
+    assert bindings.BoundLayer.fills_gpu(layer, tokens, reqs) is fills
