@@ -10,7 +10,13 @@ import triton.language as tl
 
 from attnplug.backends.triton.kernels.latent import latent_decode_kernel
 from attnplug.backends.triton.kernels.shares import merge_shares_kernel
-from attnplug.backends.triton.latent_launch import LatentLaunch, latent_launch
+from attnplug.backends.triton.latent_launch import (
+    HOPPER,
+    LatentLaunch,
+    can_serve_hopper,
+    hopper_kernel,
+    latent_launch,
+)
 from attnplug.backends.triton.launch import gpu_of, tile_side
 from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep, merge_grid
 from attnplug.core.metadata import AttentionCGSupport, CommonAttentionMetadata
@@ -88,7 +94,10 @@ class TritonMLAImpl(MLADecodeImpl):
         heads, size = q_nope.shape[1:]
         rows = heads * metadata.max_query_len
         gpu = gpu_of(q_nope.device)
-        launch = latent_launch(rows, size, q_nope.element_size(), gpu)
+        if self._is_for_hopper(q_nope, q_pe, kv_cache):
+            launch = HOPPER
+        else:
+            launch = latent_launch(rows, size, q_nope.element_size(), gpu)
         row_blocks = -(-rows // launch.block_m)
         programs = max(launch.waves * gpu.multiprocessors // row_blocks, 1)
         decode, merge = self._kernels(launch, kv_cache, heads, output_lse is not None)
@@ -118,6 +127,14 @@ class TritonMLAImpl(MLADecodeImpl):
             merged, by_share = merge_grid(reqs, rows, programs, rows)
             numbers = reqs, 0, 1, rows, by_share
             merge(merged, partials, partial_lses, output, lse, starts, tiles, *numbers)
+
+    def _is_for_hopper(self, q_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor) -> bool:
+        """Whether the kernel for Hopper serves a call: it copies 16 bytes at once."""
+        rank, rope = self.dims.kv_lora_rank, self.dims.qk_rope_head_dim
+        if not can_serve_hopper(rank, rope, q_nope.dtype, kv_cache.dtype, kv_cache.device):
+            return False
+        block, token, _ = kv_cache.stride()
+        return not (q_nope.data_ptr() | q_pe.data_ptr() | kv_cache.data_ptr() | 2 * block | 2 * token) & 15
 
     def _kernels(
         self, launch: LatentLaunch, kv_cache: torch.Tensor, heads: int, has_lse: bool
@@ -151,8 +168,10 @@ class TritonMLAImpl(MLADecodeImpl):
                 "BLOCK": power_of_two(rank),
                 "PARTS": _PARTS,
                 "PDL": False,
+                "STAGES": launch.num_stages,
             }
             options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-            decode = BoundKernel(_DECODE, 14, values, **options)
+            kernel = hopper_kernel() if launch is HOPPER else _DECODE
+            decode = BoundKernel(kernel, 14, values, **options)
             bound = self._bound[form] = decode, BoundKernel(_MERGE, 11, values, num_warps=4)
         return bound

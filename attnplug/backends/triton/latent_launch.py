@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from attnplug.backends.triton.launch import Gpu, tile_side
 
@@ -26,6 +28,35 @@ class LatentLaunch(NamedTuple):
     num_stages: int
     waves: int
     least: int
+
+
+HOPPER = LatentLaunch(64, 64, 4, 2, 1, 1)
+"""Of latent_decode_hopper_kernel, whose tiles of 64 rows need two groups of four warps, and a third that copies."""
+
+
+@functools.cache
+def can_serve_hopper(
+    rank: int, rope: int, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether latent_decode_hopper_kernel serves latents of `rank` elements and a rope part on a device."""
+    if (
+        device.type != "cuda"
+        or torch.cuda.get_device_capability(device) != (9, 0)
+        or torch.version.hip is not None
+    ):
+        return False
+    sizes = rank in (128, 256, 512) and rope in (0, 16, 32, 64)
+    return sizes and dtype == cache_dtype and dtype.itemsize == 2 and hopper_kernel() is not None
+
+
+@functools.cache
+def hopper_kernel() -> Any:
+    """The kernel in Gluon; None where this version of Triton has not what it needs."""
+    try:
+        from attnplug.backends.triton.kernels.latent_hopper import latent_decode_hopper_kernel  # noqa: PLC0415
+    except ImportError:
+        return None
+    return latent_decode_hopper_kernel
 
 
 # Each layer asks in each step.
