@@ -1,11 +1,13 @@
 """Measures the layers of several models at once: a table of times, steps held back from it, and a second run.
 
     python benchmarks/tune_models.py measure OUT          # on the device; the same command continues
-    python benchmarks/tune_models.py report OUT           # anywhere
+    python benchmarks/tune_models.py report OUT           # anywhere, also of a measurement that was cut
 
-OUT gets table.json (as `attnplug tune --output` writes it), held.json (the steps to measure regret with) and again.json
-(the steps of the table, measured by another process). The report compares the choices of the priorities and of the
-table with the best of each cell held back, and the choices of the two runs.
+The parts of a measurement are: "cells", the steps of the table and those held back from it, in all.json; "again", the
+steps of the table by another process, in again.json; and "gemma", how long `attnplug tune` takes for one model, twice.
+The report writes table.json (as `attnplug tune --output` does), held.json, and regret-h200.json for the docs. It
+compares the choices of the priorities and of the table with the best of each cell held back, and the choices of the two
+runs. It prints each goal; the exit code is 1 if one is missed.
 """
 
 from __future__ import annotations
@@ -14,12 +16,17 @@ import argparse
 import dataclasses
 import functools
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from tune_goals import goals, kinds_of
 
 from attnplug import LayerSpec
 from attnplug.cli.tune_report import TuneReport
@@ -44,8 +51,6 @@ HELD = (
     "decode 48 x 6k ragged, decode 12 x 3k ragged, decode 2 x 6k, decode 2 x 24k, decode 12 x 4 of 6k, "
     "prefill 3 x 1500, prefill 1 x 5k, prefill 3 x 700 of 5k ragged"
 )
-CLEAR = 0.04
-"""Two runs must choose alike where the best is ahead of the second by more than this share."""
 
 
 def layers_of_models(names: Sequence[str]) -> dict[LayerSpec, list[str]]:
@@ -83,31 +88,85 @@ def part_of(table: TunedTable, workload: Workload) -> TunedTable:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Check all cells once, measure them, and measure those of the table again."""
-    out, registry, device = options.folder, get_registry(), resolve_device(options.device)
-    out.mkdir(parents=True, exist_ok=True)
-    layers = layers_of_models(options.models.split(","))
+    """Run the parts in turn; one that fails costs only itself."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    # Workers load what an earlier one has compiled; the library's own setting.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    for part in options.parts:
+        began = time.monotonic()
+        print(f"part {part}", flush=True)
+        try:
+            PARTS[part](options)
+        except Exception:  # noqa: BLE001  (of any part, which costs that part)
+            traceback.print_exc()
+        note(options.folder, {part: time.monotonic() - began})
+
+
+def note(folder: Path, seconds: dict[str, float]) -> None:
+    """Add figures to seconds.json."""
+    path = folder / "seconds.json"
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(kept | seconds, indent=1) + "\n")
+
+
+def measure_cells(options: argparse.Namespace) -> None:
+    """Check and measure the steps of the table and those held back."""
     table, held = workload_of(options.table), workload_of(options.held)
     # Cells held back come after those of the table, whose weights are a thousand times theirs.
     both = (*table, *((shape, weight / 1000) for shape, weight in held))
+    run_tuner(options, both, options.folder / "all.json", options.budget)
+
+
+def measure_again(options: argparse.Namespace) -> None:
+    """Measure the steps of the table again, without checks."""
+    path = options.folder / "again.json"
+    run_tuner(options, workload_of(options.table), path, options.again_budget, run=without_checks)
+
+
+def run_tuner(
+    options: argparse.Namespace, workload: Workload, path: Path, budget: float | None, **facts: Any
+) -> None:
+    """Tune the layers of all models with a workload, into a file that continues."""
+    registry, device = get_registry(), resolve_device(options.device)
     backends = [name for name in options.backends.split(",") if registry.plugins.find(name)]
-    began, times = time.monotonic(), {}
+    layers = layers_of_models(options.models.split(","))
+    before = read_table(path) if path.exists() else None
+    tuner = Tuner(registry, device, layers, workload, backends=backends, **facts)
+    report = TuneReport()
+    outcome = tuner.run(before, report, functools.partial(update_table, path), budget)
+    if outcome.left:
+        report.say(f"{len(outcome.left)} cells are left; the same command continues")
 
-    def run(workload: Workload, path: Path, **facts: Any) -> TunedTable:
-        before = read_table(path) if path.exists() else None
-        tuner = Tuner(registry, device, layers, workload, backends=backends, **facts)
-        report, start = TuneReport(), time.monotonic()
-        outcome = tuner.run(before, report, functools.partial(update_table, path), options.budget)
-        times[path.stem] = time.monotonic() - start
-        if outcome.left:
-            report.say(f"{len(outcome.left)} cells are left; the same command continues")
-        return outcome.table
 
-    whole = run(both, out / "all.json")
-    write(out / "table.json", part_of(whole, table), layers, table)
-    write(out / "held.json", part_of(whole, held), layers, held)
-    run(table, out / "again.json", run=without_checks)
-    (out / "seconds.json").write_text(json.dumps({**times, "whole": time.monotonic() - began}))
+def measure_gemma(options: argparse.Namespace) -> None:
+    """The seconds of `attnplug tune` for gemma-3-27b at batches of 1, 8 and 64, and of the same command again."""
+    table = options.folder / "gemma.json"
+    table.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "attnplug", "tune", str(MODELS / "gemma-3-27b-text.json")]
+    command += ["--device", options.device, "--batch", options.gemma_batch, "--output", str(table)]
+    for name in ("first_s", "again_s"):
+        began = time.monotonic()
+        code = subprocess.run(command, check=False).returncode
+        # 4: a backend was wrong, which the command has noted.
+        if code not in (0, 4):
+            raise RuntimeError(f"{' '.join(command[2:])} ended with code {code}")
+        note(options.folder, {name: time.monotonic() - began})
+
+
+PARTS = {"cells": measure_cells, "again": measure_again, "gemma": measure_gemma}
+
+
+def split(options: argparse.Namespace) -> tuple[TunedTable, TunedTable]:
+    """The table and the steps held back, written from what was measured; also if the measurement was cut."""
+    whole = read_table(options.folder / "all.json")
+    layers = {layer.spec: ["0"] * layer.count for layer in whole.layers}
+    parts = []
+    for name, text in (("table", options.table), ("held", options.held)):
+        path, workload = options.folder / f"{name}.json", workload_of(text)
+        path.unlink(missing_ok=True)
+        write(path, part_of(whole, workload), layers, workload)
+        parts.append(read_table(path))
+    return parts[0], parts[1]
 
 
 def write(path: Path, part: TunedTable, layers: dict[LayerSpec, list[str]], workload: Workload) -> None:
@@ -118,26 +177,80 @@ def write(path: Path, part: TunedTable, layers: dict[LayerSpec, list[str]], work
 
 
 def report(options: argparse.Namespace) -> int:
-    """Print regret and agreement; 1 if a goal is missed."""
-    table, held, again = (read_table(options.folder / f"{name}.json") for name in ("table", "held", "again"))
-    registry = get_registry()
+    """Print regret, agreement and goals; 1 if a goal is missed."""
+    (table, held), registry = split(options), get_registry()
+    again = options.folder / "again.json"
     assumed = None if is_here(held.device) else versions_of(held)
     cells = regrets(registry, held, {"packaged table": table}, assume_installed=assumed)
     print(f"{len(cells)} cells held back, on {held.device} {held.device.name or ''}; {held.environment}")
-    for each in summaries(cells):
+    policies = summaries(cells)
+    for each in policies:
         shares = "  ".join(f"{name} {100 * getattr(each, name):5.1f} %" for name in ("mean", "p95", "worst"))
         print(f"{each.policy:32}  {shares}  at most {100 * each.over_default:+.1f} % against priorities")
     worst = sorted(cells, key=lambda cell: cell.regret("priorities"), reverse=True)
     print("priorities are farthest from the best at:")
     for cell in worst[:12]:
         print(f"  {_words(held, cell)}")
-    cells_alike, gaps = agreement(registry, table, again, assumed)
-    share = statistics.fmean(cells_alike) if cells_alike else 1.0
-    unlike = [gap for alike, gap in zip(cells_alike, gaps, strict=True) if not alike]
-    print(f"two runs choose alike in {100 * share:.1f} % of {len(cells_alike)} cells;", end=" ")
-    print(f"the widest gap where they do not is {100 * max(unlike, default=0.0):.1f} %")
-    write_regret(options.folder / "held.regret.json", held, cells)
-    return int(share < 0.95 or max(unlike, default=0.0) > CLEAR)
+    alike: dict[str, float] = {}
+    if again.exists():
+        same, gaps = agreement(registry, table, read_table(again), assumed)
+        unlike = [gap for fine, gap in zip(same, gaps, strict=True) if not fine]
+        share = statistics.fmean(same) if same else 0.0
+        alike = {"cells": len(same), "share": share, "gap": max(unlike, default=0.0)}
+    write_regret(options.folder / "regret-h200.json", held, cells)
+    found = goals(
+        {
+            "cells": len(cells),
+            "models": _models_of(held, options.models.split(",")),
+            "kinds": kinds_of([cell.shape for cell in cells]),
+            "backends": {name for cell in cells for name in cell.costs},
+            "policies": {each.policy: each for each in policies},
+        },
+        alike,
+        _figures(options, table, assumed),
+    )
+    print(*found, sep="\n")
+    return int(any(goal.met is False for goal in found))
+
+
+def _models_of(held: TunedTable, names: Sequence[str]) -> int:
+    """The number of models of which each kind of layers has cells."""
+    every = {name: layers_of(read_config(MODELS / f"{name}.json").layers, None) for name in names}
+    return sum(all(layer_key(spec) in held.by_key for spec in kinds) for kinds in every.values())
+
+
+def _figures(options: argparse.Namespace, table: TunedTable, assumed: Any) -> dict[str, Any]:
+    """The figures beside regret that were measured."""
+    found: dict[str, Any] = {}
+    for name, path in (("seconds", options.folder / "seconds.json"), ("engine", options.engine)):
+        if path is not None and path.exists():
+            found[name] = json.loads(path.read_text())
+    return found | found.pop("seconds", {}) | select_us(table, assumed)
+
+
+def select_us(table: TunedTable, assumed: Any, rounds: int = 300) -> dict[str, float]:
+    """Microseconds of a selection with a table on this machine, and what the table adds to the first of a layer."""
+    registry, layer = get_registry(), next(iter(table.layers), None)
+    if layer is None:
+        return {}
+    phase = layer.workload[0][0].phase
+    firsts: dict[bool, list[float]] = {False: [], True: []}
+    # Layers that differ in their scale have the same rows, and decisions of their own.
+    for number in range(rounds):
+        for tuned in firsts:
+            spec = layer.spec.replace(scale=0.1 + 1e-6 * (2 * number + tuned))
+            began = time.perf_counter()
+            registry.explain(
+                spec, table.device, phase, tuned=table if tuned else False, assume_installed=assumed
+            )
+            firsts[tuned].append(time.perf_counter() - began)
+    warm = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        registry.explain(layer.spec, table.device, phase, tuned=table, assume_installed=assumed)
+        warm.append(time.perf_counter() - began)
+    added = statistics.median(firsts[True]) - statistics.median(firsts[False])
+    return {"warm_us": 1e6 * statistics.median(warm), "first_us": 1e6 * added}
 
 
 def _words(held: TunedTable, cell: CellRegret) -> str:
@@ -210,9 +323,11 @@ def main() -> int:
     parser.add_argument("--backends", default=BACKENDS, help="those that are not known here are left out")
     parser.add_argument("--table", default=TABLE, help="steps of the table")
     parser.add_argument("--held", default=HELD, help="steps held back")
-    parser.add_argument(
-        "--budget", type=float, help="seconds for each of the two measurements, without checks"
-    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="default: all")
+    parser.add_argument("--budget", type=float, help="seconds to measure cells, without checks")
+    parser.add_argument("--again-budget", type=float, help="seconds to measure those of the table again")
+    parser.add_argument("--gemma-batch", default="1,8,64", help="default: %(default)s")
+    parser.add_argument("--engine", type=Path, help="the report of benchmarks/tuned_engine.py, for the goals")
     options = parser.parse_args()
     if options.what == "report":
         return report(options)

@@ -1,22 +1,13 @@
-"""Draws how much faster ranks are than one GPU, from measured results: `python docs/context_parallel_plot.py`.
-
-It writes `docs/assets/context-parallel-light.svg` and `-dark.svg`, and the tables of `docs/concepts/context-parallel.md`.
-"""
+"""The plot and the tables of context parallelism, from measured results; docs/hooks/measured.py puts them into the page."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-DOCS = Path(__file__).parent
-RESULTS = DOCS.parent / "benchmarks/results/context-parallel-h200x2.json"
-PAGE = DOCS / "concepts/context-parallel.md"
-START, END = (
-    "<!-- what follows is written by docs/context_parallel_plot.py -->",
-    "<!-- end of what is written -->",
-)
+RESULTS = Path(__file__).parents[1] / "benchmarks/results/context-parallel-h200x2.json"
+MARKER = "<!-- measured: context parallelism -->"
 
 COLOURS = {
     "light": {
@@ -135,19 +126,15 @@ def tables(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def files(report: dict[str, Any], page: str) -> dict[Path, str]:
-    """The text of each file to write, by path."""
-    written = {DOCS / "assets" / f"context-parallel-{theme}.svg": svg(report, theme) for theme in COLOURS}
-    images = "\n".join(
-        f"![Speed against one GPU, a mark for each step](../assets/context-parallel-{theme}.svg#only-{theme})"
-        for theme in COLOURS
+def images(report: dict[str, Any]) -> dict[str, str]:
+    """The plots by their file names."""
+    return {f"context-parallel-{theme}.svg": svg(report, theme) for theme in COLOURS}
+
+
+def section(report: dict[str, Any]) -> str:
+    """The plots and the tables as Markdown, for a page in a folder of the docs."""
+    shown = "\n".join(
+        f"![Speed against one GPU, a mark for each step](../assets/{name}#only-{theme})"
+        for name, theme in zip(images(report), COLOURS, strict=True)
     )
-    before, _, rest = page.partition(START)
-    after = rest.partition(END)[2]
-    written[PAGE] = f"{before}{START}\n\n{images}\n\n{tables(report)}\n\n{END}{after}"
-    return written
-
-
-if __name__ == "__main__":
-    for path, content in files(json.loads(RESULTS.read_text()), PAGE.read_text()).items():
-        path.write_text(content)
+    return f"{shown}\n\n{tables(report)}"

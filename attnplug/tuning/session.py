@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from attnplug.registry.registry import Registry
     from attnplug.registry.step_shapes import StepShape
 
-_CHECKS_AT_ONCE = 4
+_CHECKS_AT_ONCE = 6
+_CHECKERS = 2
+"""Processes that share the checks of a backend: they compile the kernels of different layers at the same time."""
 _OUT_OF_MEMORY = "OutOfMemoryError"
 
 Save: TypeAlias = Callable[[Callable[["TunedTable | None"], "TunedTable"]], "TunedTable"]
@@ -39,7 +42,7 @@ class Tuner:
         workload: the shapes to measure.
         backends: names or families to measure beside the default; None for all.
         run: runs jobs in worker processes.
-        checks_at_once: the number of backends that are checked at the same time; by default one on a CPU, else four.
+        checks_at_once: the number of processes that check backends at the same time; by default one on a CPU, else six.
         clock: gives seconds, for the budget.
         now: gives the date of rows.
     """
@@ -221,13 +224,15 @@ class Tuner:
         """Run each backend once in each cell, in a process of its own; gives the seconds of first calls."""
         compiled: dict[str, float] = {}
         checks = [(cell, each) for cell in pending for each in cell.contenders]
-        by_backend: dict[str, list[Job]] = {}
+        split = 1 if self._checks_at_once == 1 else _CHECKERS
+        by_worker: dict[tuple[str, int], list[Job]] = {}
         for number, (cell, each) in enumerate(checks):
-            by_backend.setdefault(each.offer.full_name, []).append(self._job(number, cell, [each]))
-        for jobs in by_backend.values():
-            observer.checking(jobs[0].backends[0][0], len(jobs))
+            worker = each.offer.full_name, cell.layer % split
+            by_worker.setdefault(worker, []).append(self._job(number, cell, [each]))
+        for name, count in Counter(each.offer.name for _, each in checks).items():
+            observer.checking(name, count)
         crowded: list[Job] = []
-        for event in events_of(map(self._started, by_backend.values()), self._checks_at_once):
+        for event in events_of(map(self._started, by_worker.values()), self._checks_at_once):
             cell, each = checks[event["job"]]
             if event["event"] == "failed" and _OUT_OF_MEMORY in event["why"] and self._checks_at_once > 1:
                 crowded.append(self._job(event["job"], cell, [each]))

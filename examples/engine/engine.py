@@ -7,7 +7,7 @@ import itertools
 import math
 import operator
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -82,7 +82,8 @@ class Engine:
     A step verifies up to `draft_tokens` guesses for each request, found in its own tokens: it draws the same
     tokens as without, and text that repeats itself takes fewer steps. Layers with latent attention expand at most
     `context_chunk_rows` computed tokens at once, as many as the plan says where it is None. With `ranks`, several
-    processes run the same requests, and each has its part of the heads or the tokens.
+    processes run the same requests, and each has its part of the heads or the tokens. `planning` are further
+    arguments of `attnplug.plan`, such as `tuned`.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Engine:
         draft_tokens: int = 0,
         context_chunk_rows: int | None = None,
         ranks: Ranks | None = None,
+        planning: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model
         self.ranks = Ranks() if ranks is None else ranks
@@ -104,7 +106,7 @@ class Engine:
             num_speculative_tokens=draft_tokens,
             context_chunk_rows=context_chunk_rows,
         )
-        self.runtime = page_model(model, num_blocks, block_size, self.limits, self.ranks)
+        self.runtime = page_model(model, num_blocks, block_size, self.limits, self.ranks, planning)
         self.pages = Pages(self.runtime.block_pool, self.runtime.plan.tokens_per_block)
         self.builder = self.runtime.step_batch_builder(self.pages.max_tokens)
         self.runtime.warm_up()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,8 +59,12 @@ def page_model(
     block_size: int | None,
     limits: BuilderConfig,
     ranks: Ranks | None = None,
+    planning: Mapping[str, Any] | None = None,
 ) -> AttentionRuntime:
-    """Plan the layers of a model, and have it call the runtime given back; ModelConfigError if it cannot."""
+    """Plan the layers of a model, and have it call the runtime given back; ModelConfigError if it cannot.
+
+    `planning` are further arguments of `attnplug.plan`, such as `tuned` or `per_phase`.
+    """
     if not model._can_set_attn_implementation():
         raise ModelConfigError(f"{type(model).__name__} never calls transformers' AttentionInterface")
     read = read_config(model.config)
@@ -70,7 +75,8 @@ def page_model(
     ranks = Ranks() if ranks is None else ranks
     layers = {n: spec.replace(block_size=block_size, dtype=model.dtype) for n, spec in read.layers.items()}
     layers = {name: ranks.own_part(spec) for name, spec in layers.items()}
-    plan = attnplug.plan(layers, model.device, num_blocks=num_blocks, context_parallel=ranks.tokens)
+    given = {"num_blocks": num_blocks, "context_parallel": ranks.tokens, **(planning or {})}
+    plan = attnplug.plan(layers, model.device, **given)
     if ranks.watch is not None:
         check_same_plan(plan, dist.group.WORLD)
     tensors = {name: tensors_of(module, layers[name]) for name, module in modules.items()}

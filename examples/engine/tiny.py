@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 from pathlib import Path
 
 import torch
@@ -80,9 +81,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def usable_device(text: str) -> torch.device:
-    """An argument that names a device which torch can use here."""
+    """An argument that names a device which torch can use here; "cuda" is the GPU of this process of torchrun."""
     try:
         device = torch.device(text)
+        if device.type == "cuda" and device.index is None:
+            # Without it, each process would take memory of the first GPU.
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.zeros(1, device=device).item()
         return device
     except (RuntimeError, AssertionError) as error:

@@ -1,0 +1,48 @@
+"""The benchmark of the example engine with measured times: its figures, and models that fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tuned_engine.py"
+
+
+def run(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--smoke",
+        "--rounds",
+        "1",
+        "--json",
+        str(tmp_path / "found.json"),
+    ]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    return done, json.loads((tmp_path / "found.json").read_text())
+
+
+@pytest.mark.slow
+def test_both_engines_serve_the_same_prompts_and_a_model_that_fails_costs_only_itself(tmp_path: Path) -> None:
+    done, found = run(tmp_path, "--models", "no-such-model", "llama-3.1-8b")
+    assert done.returncode == 1
+    failed, fine = found["models"]
+    assert "no-such-model" in failed["failed"]
+    assert "failed" not in fine
+    assert fine["same_backends"]
+    assert fine["backends"] == {
+        "default": ["2 on TORCH, by priority"],
+        "tuned": ["2 on TORCH, by priority"],
+    }
+    for phase in ("prefill", "decode"):
+        rates = fine[f"{phase}_tokens_s"]
+        assert min(rates.values()) > 0
+        # One round, whose ratio is that of the rates.
+        assert fine["ratio"][phase] == pytest.approx(rates["tuned"] / rates["default"])
+    assert "no-such-model, engine: failed: " in done.stdout
+    assert "both are one engine in two runs" in done.stdout
