@@ -53,7 +53,7 @@ def can_serve_hopper(
 def hopper_kernel() -> Any:
     """The kernel in Gluon; None where this version of Triton has not what it needs."""
     try:
-        from attnplug.backends.triton.kernels.latent_hopper import latent_decode_hopper_kernel  # noqa: PLC0415
+        from attnplug.backends.triton.kernels.latent_hopper import latent_decode_hopper_kernel
     except ImportError:
         return None
     return latent_decode_hopper_kernel
