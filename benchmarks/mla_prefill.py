@@ -93,7 +93,10 @@ def prefill_backends(prompt: Prompt, names: Sequence[str] = ()) -> dict[str, typ
 def measured_prefills(
     cells: Sequence[Prompts], device: str = "cuda", decode: Any = TritonBackend
 ) -> Iterator[dict[str, Any]]:
-    """Each cell: the whole prefill, the same kernel alone, and the product with the weight alone."""
+    """Each cell: the whole prefill, the same kernel alone, and the product with the weight alone.
+
+    The expansion as the prefill does it, with the keys' rope part, is shown beside the product.
+    """
     for cell in cells:
         prompt = Prompt(cell, device)
         calls: dict[str, Callable[[int], object]] = {"product": _product(prompt)}
@@ -112,6 +115,7 @@ def measured_prefills(
             if errors[name] < TOLERANCE:
                 calls[name] = whole
                 calls[f"{name}, kernel alone"] = _kernel(prompt, impl, metadata)
+                calls["expansion"] = _expansion(prompt, impl)
             else:
                 refused[name] = f"wrong: {errors[name]:.2g}"
         times = interleaved_us(calls, 2, graphs=False) if device == "cuda" else {}
@@ -177,6 +181,17 @@ def _kernel(prompt: Prompt, impl: Any, metadata: Any) -> Callable[[int], object]
     value = both[..., nope:].contiguous()
     given = prompt.query, key, value, None, metadata.prefill.new, torch.empty_like(prompt.output)
     return lambda index: impl.prefill_impl.attend(None, *given)
+
+
+def _expansion(prompt: Prompt, impl: Any) -> Callable[[int], object]:
+    """The keys and values of the prompts' latents."""
+    rank, heads = DIMS.kv_lora_rank, prompt.cell.heads
+    parts = prompt.key[:, 0, :rank], prompt.key[:, 0, rank:]
+    key, value = (
+        prompt.key.new_empty(len(prompt.key), heads, size) for size in (DIMS.query_size, DIMS.v_head_dim)
+    )
+    # A private method, because no caller needs it alone.
+    return lambda index: impl._expand(*parts, key, value)
 
 
 def _product(prompt: Prompt) -> Callable[[int], object]:

@@ -72,6 +72,15 @@ class DenseProjection:
         rows = kv_c[None].expand(heads, -1, -1)
         return _product(rows, self.w_uk.mT), _product(rows, self.w_uv)
 
+    def expand_into(self, kv_c: torch.Tensor, k_nope: torch.Tensor, value: torch.Tensor) -> None:
+        """Write what `expand` gives to `k_nope` `[S, N, nope]` and `value` `[S, N, v_head_dim]`, without copies.
+
+        Both may be views of any stride between rows and between heads.
+        """
+        rows = kv_c[None].expand(self.w_uk.shape[0], -1, -1)
+        torch.bmm(rows, self.w_uk.mT, out=k_nope.transpose(0, 1))
+        torch.bmm(rows, self.w_uv, out=value.transpose(0, 1))
+
 
 def _product(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Rows `[N, tokens, in]` times weights `[N, in, out]`, as `[tokens, N, out]`."""

@@ -11,7 +11,7 @@ import torch
 from attnplug.core.errors import BatchError, LayoutError, PluginError, SpecError
 from attnplug.core.impl import AttentionImpl, AttentionLayer, LayerTensors, MLAAttentionImpl
 from attnplug.core.mla import MLADims
-from attnplug.core.mla_weights import LatentProjection, projection_of
+from attnplug.core.mla_weights import DenseProjection, LatentProjection, projection_of
 from attnplug.core.parts import make_impl
 from attnplug.core.spec import LayerSpec
 from attnplug.mla.metadata import MLAMetadata, MLAPrefillMetadata
@@ -324,12 +324,17 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
         return [part.view(rows, *size) for part, size in zip(torch.split(flat, counts), sizes, strict=True)]
 
     def _expand(self, kv_c: torch.Tensor, k_pe: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the keys and values of latents, some rows at a time, because their products are further tensors."""
+        """Write the keys and values of latents."""
+        nope_size = self.dims.qk_nope_head_dim
+        key[..., nope_size:] = k_pe[:, None]
+        # A subclass may have an `expand` of its own.
+        if type(self.projection) is DenseProjection and kv_c.is_cuda:
+            self.projection.expand_into(kv_c, key[..., :nope_size], value)
+            return
+        # These products are further tensors, so they are made for some rows at a time.
         for start in range(0, kv_c.shape[0], _PRODUCT_ROWS):
             rows = slice(start, start + _PRODUCT_ROWS)
-            nope, value[rows] = self.projection.expand(kv_c[rows])
-            rope = k_pe[rows, None].expand(-1, nope.shape[1], -1)
-            torch.cat((nope, rope), dim=2, out=key[rows])
+            key[rows, :, :nope_size], value[rows] = self.projection.expand(kv_c[rows])
 
     def _latents(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """The pages in their stored dtype; LayoutError unless they are the layer's."""

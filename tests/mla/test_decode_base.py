@@ -312,6 +312,20 @@ def test_a_decision_says_that_heads_are_padded(loop: Any) -> None:
     assert notes == [("6 heads padded to 16",), ()]
 
 
+@pytest.mark.parametrize("joint", [True, False])
+def test_products_that_are_written_into_views_are_those_that_are_returned(joint: bool) -> None:
+    weight = torch.randn(3 * 11, 8)
+    given = DenseProjection.of(weight, 6, 5)
+    if not joint:
+        given = DenseProjection(given.w_uk.contiguous(), given.w_uv.contiguous())
+    kv_c = torch.randn(9, 12)[:, :8]
+    key, value = torch.full((9, 3, 10), 7.0), torch.empty(9, 3, 5)
+    given.expand_into(kv_c, key[..., :6], value)
+    for found, expected in zip((key[..., :6], value), given.expand(kv_c), strict=True):
+        assert_close(found, expected, 1e-6)
+    assert (key[..., 6:] == 7).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_nan_of_one_row_reaches_no_other_row_of_a_projection(dtype: torch.dtype) -> None:
     weights = DenseProjection(torch.ones(2, 24, 54, dtype=dtype), torch.ones(2, 54, 48, dtype=dtype))
