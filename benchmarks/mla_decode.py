@@ -14,7 +14,8 @@ from vllm_triton_mla import vllm_triton
 from attnplug.backends.flashinfer.backend import FlashInferBackend
 from attnplug.backends.torch_native.backend import TorchBackend
 from attnplug.backends.triton.backend import TritonBackend
-from attnplug.core import AttentionBackend
+from attnplug.core import AttentionBackend, Phase
+from attnplug.registry.devices import resolve_device
 
 __all__ = ["CELLS", "CONTENDERS", "PEERS", "measured_decodes", "through"]
 
@@ -36,6 +37,9 @@ def through(backend: type[AttentionBackend]) -> Callable[[Latents], Call]:
 
     def made(latents: Latents) -> Call:
         serving, cell = backend.for_layer(latents.spec), latents.cell
+        device = resolve_device(latents.device.type)
+        for reason in serving.validate_configuration(latents.spec, device, Phase.DECODE):
+            raise ValueError(str(reason))
         several = {"num_speculative_tokens": cell.queries - 1, "max_num_seqs": cell.requests}
         impl, builder = parts_of(serving, latents.spec, latents.device, **several)
         step = builder.build(0, latents.common).decode
@@ -57,6 +61,8 @@ def through(backend: type[AttentionBackend]) -> Callable[[Latents], Call]:
 
 
 def flashinfer(latents: Latents) -> Call:
+    if latents.spec.has_quantized_kv_cache:
+        raise ValueError("FlashInfer 0.6 has no fp8 latents")
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
     cell, rank = latents.cell, DIMS.kv_lora_rank
