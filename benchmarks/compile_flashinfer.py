@@ -12,13 +12,16 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from attnplug.backends.flashinfer import FlashInferBackend
 from attnplug.backends.flashinfer.compiling import build_modules
 from attnplug.backends.flashinfer.impl import FlashInferImpl
+from attnplug.backends.flashinfer.latent_backend import FlashInferMLABackend
 from attnplug.backends.flashinfer.library import library
-from attnplug.backends.flashinfer.modules import Module
+from attnplug.backends.flashinfer.modules import LatentModule, Module
 from attnplug.backends.flashinfer.options import Options
-from attnplug.core import Device, LayerSpec
+from attnplug.core import Device, LayerSpec, Phase
 from attnplug.registry.devices import resolve_device
 from attnplug.testing import layer_tensors
 from attnplug.testing.conformance import Level
@@ -55,12 +58,22 @@ def model_layers(name: str, device: Device) -> Iterator[LayerSpec]:
     from attnplug.integrations.transformers import read_config
 
     for spec in read_config(name).layers.values():
-        if not FlashInferBackend.validate_configuration(spec, device):
+        phase = None if spec.mla is None else Phase.DECODE
+        if not FlashInferBackend.for_layer(spec).validate_configuration(spec, device, phase):
             yield spec
 
 
-def modules_of(spec: LayerSpec, device: Device, options: Options) -> list[Module]:
-    """What serves a layer in both phases."""
+def latent_module(dtype: object, device: Device) -> LatentModule:
+    """What decodes over latents of 512 + 64."""
+    hopper = device.capability is not None and device.capability[0] == 9
+    sizes = FlashInferMLABackend.latent_sizes[0]
+    return LatentModule("fa3" if hopper else "fa2", getattr(torch, str(dtype)), sizes)
+
+
+def modules_of(spec: LayerSpec, device: Device, options: Options) -> list[Module | LatentModule]:
+    """What serves a layer in both phases, or decodes its latents."""
+    if spec.mla is not None:
+        return [latent_module(spec.dtype, device)]
     impl = FlashInferImpl.from_spec(
         spec, backend=FlashInferBackend, layer_name="layer", tensors=layer_tensors(spec), options=options
     )
@@ -69,15 +82,18 @@ def modules_of(spec: LayerSpec, device: Device, options: Options) -> list[Module
     return [impl.plan_group.module(phase, device) for phase in PHASES]
 
 
-def wanted(arguments: argparse.Namespace, device: Device) -> list[Module]:
+def wanted(arguments: argparse.Namespace, device: Device) -> list[Module | LatentModule]:
     """The modules asked for, each once."""
     layers: list[LayerSpec] = []
+    latents: list[Module | LatentModule] = []
     if arguments.kit:
+        latents = [latent_module(dtype, device) for dtype in FlashInferMLABackend.supported_dtypes]
         layers += kit_layers(Target(FlashInferBackend, device, Level(arguments.kit)))
     for name in arguments.models:
         layers += model_layers(name, device)
     options = Options(prefill_backend=arguments.prefill)
-    return list(dict.fromkeys(each for spec in layers for each in modules_of(spec, device, options)))
+    found = [each for spec in layers for each in modules_of(spec, device, options)]
+    return list(dict.fromkeys([*latents, *found]))
 
 
 def main() -> None:
@@ -98,7 +114,7 @@ def main() -> None:
         return
     began = time.perf_counter()
 
-    def report(module: Module, seconds: float) -> None:
+    def report(module: Module | LatentModule, seconds: float) -> None:
         print(f"  {seconds:6.1f} s  {module}", flush=True)
 
     built = build_modules(library(), modules, jobs=arguments.jobs, done=report)

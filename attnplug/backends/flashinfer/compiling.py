@@ -72,11 +72,11 @@ _SOURCES_EACH = 4
 
 def build_modules(
     library: Library,
-    modules: Iterable[Module],
+    modules: Iterable[Module | LatentModule],
     *,
     jobs: int | None = None,
-    done: Callable[[Module, float], None] | None = None,
-) -> list[Module]:
+    done: Callable[[Module | LatentModule, float], None] | None = None,
+) -> list[Module | LatentModule]:
     """Build modules ahead of use, the slowest first; FlashInfer alone builds one at a time, at its first use.
 
     Args:
@@ -102,13 +102,13 @@ def build_modules(
     problem = library.why_not_compiling()
     if problem is not None:
         raise PluginError(f"FLASHINFER has to compile {len(lacking)} modules, and cannot: {problem}")
-    lacking.sort(key=lambda each: (each.template != "fa3", -each.head_size))
+    lacking.sort(key=lambda each: (each.template != "fa3", -_width(each)))
     busy = jobs or os.cpu_count() or 1
     sources = [(each, library.source(each)) for each in lacking]
     # Before 0.6 all builds share one ninja log, which two builds at once would corrupt.
     workers = max(1, busy // _SOURCES_EACH) if all(hasattr(spec, "build_dir") for _, spec in sources) else 1
 
-    def build(module: Module, spec: object) -> None:
+    def build(module: Module | LatentModule, spec: object) -> None:
         began = time.perf_counter()
         spec.build(False, True)  # type: ignore[attr-defined]  # quietly, and locked against other processes
         if done is not None:
@@ -127,3 +127,7 @@ def build_modules(
         else:
             os.environ["MAX_JOBS"] = before
     return lacking
+
+
+def _width(built: Module | LatentModule) -> int:
+    return sum(built.sizes) if isinstance(built, LatentModule) else built.head_size

@@ -162,11 +162,7 @@ class Library:
     def module_name(self, built: Module | LatentModule) -> str:
         """The name under which FlashInfer keeps a compiled module."""
         if isinstance(built, LatentModule):
-            dtypes = (*[built.dtype] * 3, torch.int32)
-            named = self._import("jit.attention").get_batch_mla_uri(
-                built.template, *dtypes, *built.sizes, False
-            )
-            return str(named)
+            return str(self._import("jit.attention").get_batch_mla_uri(*_latent_arguments(built)))
         if built.sinks:
             kind = self._import("jit.utils").filename_safe_dtype_map[built.q_dtype]
             wrapper = f"batch_prefill_attention_sink_{kind}_swa_{built.windowed}_{built.template}"
@@ -181,9 +177,11 @@ class Library:
             return str(of_strides(name, "fa2", "equal", "full"))
         return name
 
-    def source(self, built: Module) -> Any:
+    def source(self, built: Module | LatentModule) -> Any:
         """FlashInfer's JitSpec of a module, with its sources written; `build_modules` builds it."""
         generate = self._import("jit.attention.modules")
+        if isinstance(built, LatentModule):
+            return generate.gen_batch_mla_module(*_latent_arguments(built))
         if built.sinks:
             args, keywords = sink_arguments(self.module, built)
             return generate.gen_customize_batch_prefill_module(built.template, *args, **keywords)
@@ -314,3 +312,8 @@ def _arguments(built: Module) -> tuple[Any, ...]:
     """The arguments that name a plain module: dtypes, head sizes, no position encoding, window, cap."""
     dtypes = (built.q_dtype, built.kv_dtype, built.q_dtype, torch.int32)
     return (*dtypes, built.head_size, built.head_size, 0, built.windowed, built.capped)
+
+
+def _latent_arguments(built: LatentModule) -> tuple[Any, ...]:
+    """The arguments that name a module for latents: template, dtypes, sizes, no profiler."""
+    return (built.template, *[built.dtype] * 3, torch.int32, *built.sizes, False)

@@ -362,6 +362,7 @@ def _generators(version: str) -> dict[str, Any]:
         return generate
 
     names = ["gen_batch_prefill_module", "gen_batch_decode_module", "gen_customize_batch_prefill_module"]
+    names.append("gen_batch_mla_module")
     found: dict[str, Any] = {"made": made}
     if Version(version) >= Version("0.7"):
         names.append("_gen_batch_prefill_primary_module")

@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from attnplug.backends.flashinfer.compiling import build_modules
 from attnplug.backends.flashinfer.library import Library
-from attnplug.backends.flashinfer.modules import Module
+from attnplug.backends.flashinfer.modules import LatentModule, Module
 from attnplug.errors import PluginError
 
 HALF = (torch.float16, torch.float16)
@@ -61,6 +61,14 @@ def test_each_module_is_generated_as_its_wrapper_would(unbuilt: Library) -> None
     assert sinks[:3] == ("gen_customize_batch_prefill_module", "fa2", unbuilt.module_name(MODULES[3]))
 
 
+def test_modules_for_latents_are_built_with_the_others(unbuilt: Library) -> None:
+    latents = LatentModule("fa3", torch.float16, (512, 64))
+    assert build_modules(unbuilt, [*MODULES, latents])[0] == latents
+    dtypes = (*[torch.float16] * 3, torch.int32)
+    assert made(unbuilt)[0].asked == ("gen_batch_mla_module", "fa3", *dtypes, 512, 64, False)
+    assert unbuilt.module_name(latents).startswith("mla_fa3")
+
+
 def test_fa2_modules_since_0_7_go_by_the_name_of_their_strides(unbuilt: Library) -> None:
     name, other = unbuilt.module_name(MODULES[0]), unbuilt.module_name(MODULES[2])
     assert name.endswith("_equal_full") == (unbuilt.version >= Version("0.7"))
@@ -68,7 +76,7 @@ def test_fa2_modules_since_0_7_go_by_the_name_of_their_strides(unbuilt: Library)
 
 
 def test_what_is_not_built_is_built_once_and_the_slowest_first(unbuilt: Library) -> None:
-    seen: list[Module] = []
+    seen: list[Module | LatentModule] = []
     built = build_modules(unbuilt, MODULES * 2, jobs=8, done=lambda module, seconds: seen.append(module))
     assert built[0] == MODULES[2]
     assert sorted(map(str, built)) == sorted(map(str, seen)) == sorted(map(str, MODULES))
