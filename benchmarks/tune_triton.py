@@ -2,6 +2,7 @@
 
     python benchmarks/tune_triton.py --json tuned.json
     python benchmarks/tune_triton.py --shares --json shares.json      # the launches of equal shares, on real batches
+    python benchmarks/tune_triton.py --prefill --json prefill.json    # prompts and extends, in about two minutes
 
 Each cell prints its best candidates, and what `attnplug.backends.triton.launch` gives today.
 """
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from paged_layers import Cell, PagedLayer, graph_us
@@ -31,6 +33,7 @@ from attnplug.backends.triton.launch import (
     PrefillLaunch,
     decode_launch,
     prefill_launch,
+    tile_parts,
     tile_side,
 )
 from attnplug.backends.triton.options import Options
@@ -82,11 +85,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cells", type=int, nargs="+", help="numbers of the cells")
     parser.add_argument("--shares", action="store_true", help="equal shares, on the cells of serving.py")
+    parser.add_argument(
+        "--prefill", action="store_true", help="prompts and extends of serving.py, few candidates"
+    )
     parser.add_argument("--given", action="store_true", help="prefill of the keys given, not of pages")
     parser.add_argument("--jobs", type=int, default=14, help="processes that compile")
     options = parser.parse_args()
-    results = []
-    cells = SHARED if options.shares else CELLS
+    results: list[dict[str, Any]] = []
+    cells = SHARED if options.shares else PREFILLED if options.prefill else CELLS
     chosen = [cell for number, cell in enumerate(cells) if not options.cells or number in options.cells]
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         # Other processes fill Triton's cache on disk: compiling is most of the work.
@@ -98,10 +104,17 @@ def main() -> int:
         show(cell, rows)
         if options.json:
             options.json.write_text(json.dumps(results, indent=1) + "\n")
+    summarise(results)
     return 0
 
 
 SHARED = [cell for cell in SERVING if cell.kind in ("ragged", "speculative", "single")]
+PREFILLED = [
+    prefills((32, 8, 128), 1, 16384),
+    prefills((64, 8, 64), 1, 16384),
+    prefills((16, 8, 256), 1, 16384),
+    *(cell for cell in SERVING if cell.kind in ("prefill", "extend") and cell.is_prefill),
+]
 
 
 def candidates(cell: Cell) -> list[Any]:
@@ -110,14 +123,7 @@ def candidates(cell: Cell) -> list[Any]:
     if cell in SHARED:
         return share_candidates(cell)
     if cell.is_prefill:
-        found: list[Any] = [
-            PrefillLaunch(m, n, warps, stages)
-            for m, n, warps, stages in itertools.product((64, 128, 256), (32, 64, 128), (4, 8), (2, 3))
-            if n * size * 4 * stages + m * size * 2 <= SHARED_MEMORY
-            and m * size / warps <= 4096
-            and m / warps >= 16
-        ]
-        return [prefill_launch(size, 2, 1 << 20, H200), *found]
+        return prefill_candidates(cell)
     itemsize = 1 if cell.spec.has_quantized_kv_cache else 2
     programs = len(cell.seq_lens) * kv_heads
     few = programs < 2 * H200.multiprocessors
@@ -133,6 +139,53 @@ def candidates(cell: Cell) -> list[Any]:
         and n * size // warps <= 8192
     ]
     return [now, *found]
+
+
+def prefill_candidates(cell: Cell) -> list[Any]:
+    """What runs today, then tiles that Triton 3.6 compiles for Hopper without spills in the loop over keys."""
+    heads, kv_heads, size = cell.heads
+    rows, new = max(cell.query_lens) * heads // kv_heads, cell.query_lens == cell.seq_lens
+    most_keys = max(cell.seq_lens) if new else None
+    width = 2 * sum(tile_parts(size))
+    tiles = SHORT_TILES if most_keys is not None and most_keys <= 256 else TILES
+    found: list[Any] = [
+        PrefillLaunch(*tile)
+        for tile in tiles[min(most for most in tiles if width <= most)]
+        if (tile[0] + 2 * tile[1] * tile[3]) * width <= SHARED_MEMORY
+    ]
+    if cell.kind == "extend":
+        # Extends may divide their keys instead.
+        found.append(share_launch(size, 2, rows, H200))
+    now = prefill_launch(size, 2, rows, H200, most_keys)
+    return [now, *(each for each in found if each != now)]
+
+
+# Rows, keys, warps, stages and whether values are multiplied late, by the bytes of a head.
+_SMALL = (64, 64, 4, 2, True), (64, 64, 4, 3, True), (128, 64, 8, 2, True), (128, 64, 8, 3, True)
+TILES = {
+    128: (
+        *_SMALL,
+        (128, 64, 8, 3, False),
+        (128, 128, 8, 2, True),
+        (128, 128, 8, 2, False),
+        (64, 128, 4, 2, True),
+    ),
+    256: (
+        *_SMALL,
+        (128, 64, 8, 3, False),
+        (128, 128, 8, 2, False),
+        (128, 128, 8, 3, False),
+        (256, 32, 8, 3, False),
+    ),
+    384: (*_SMALL, (128, 64, 8, 3, False), (128, 32, 8, 3, True), (64, 32, 4, 3, True)),
+    512: ((128, 32, 8, 2, True), (128, 32, 8, 3, True), (128, 32, 8, 3, False), (64, 32, 4, 3, True)),
+}
+SHORT_TILES = {
+    512: (
+        (64, 64, 4, 2, False), (64, 64, 4, 1, False), (64, 32, 4, 2, False), (64, 32, 4, 1, False),
+        (128, 64, 8, 2, False), (128, 32, 8, 2, False), (64, 64, 4, 2, True), (32, 64, 4, 2, False),
+    ),
+}  # fmt: skip
 
 
 def share_candidates(cell: Cell) -> list[Any]:
@@ -157,22 +210,25 @@ def registers(warps: int, resident: int | None) -> int | None:
 
 
 def compiled_as(cell: Cell) -> Cell:
-    """A small cell that the same kernels serve: as many requests, few keys."""
-    lens = (256,) * len(cell.seq_lens)
+    """A small cell that the same kernels serve: few keys, and of decodes as many requests."""
+    lens = (256,) * (1 if cell.is_prefill else len(cell.seq_lens))
     query_lens = lens if cell.is_prefill else cell.query_lens
-    return dataclasses.replace(cell, name="", query_lens=query_lens, seq_lens=lens)
+    if cell.kind == "extend" and cell.is_prefill:
+        query_lens, lens = (64,), (256,)
+    kind = "extend" if query_lens != lens else cell.kind
+    return dataclasses.replace(cell, name="", kind=kind, query_lens=query_lens, seq_lens=lens)
 
 
 @contextlib.contextmanager
 def launching(candidate: Any) -> Iterator[None]:
     names = {DecodeLaunch: "decode_launch", PrefillLaunch: "prefill_launch", ShareLaunch: "share_launch"}
-    name = names[type(candidate)]
-    kept = getattr(bindings, name)
-    setattr(bindings, name, lambda *_: candidate)
-    try:
+    # A launch of shares is measured where prefill's would be chosen too.
+    is_whole = not isinstance(candidate, ShareLaunch)
+    with (
+        mock.patch.object(bindings, names[type(candidate)], return_value=candidate),
+        mock.patch.object(bindings.BoundLayer, "fills_gpu", return_value=is_whole),
+    ):
         yield
-    finally:
-        setattr(bindings, name, kept)
 
 
 def options_for(candidate: Any) -> Options:
@@ -215,6 +271,20 @@ def show(cell: Cell, rows: list[dict[str, Any]]) -> None:
     for row in [*sorted(rows, key=lambda row: row["us"])[:5], *(row for row in rows if row["now"])]:
         mark = " (now)" if row["now"] else ""
         print(f"   {row['us']:9.1f} us {unit(row['rate']):>10}  {row['launch']}{mark}", flush=True)
+
+
+def summarise(results: list[dict[str, Any]]) -> None:
+    """The best launch of each cell beside today's, a line for each."""
+    by_cell: dict[str, list[dict[str, Any]]] = {}
+    for row in results:
+        by_cell.setdefault(row["cell"], []).append(row)
+    print("| cell | today, us | best, us | faster | best launch |")
+    print("|---|---:|---:|---:|---|")
+    for cell, rows in by_cell.items():
+        best = min(rows, key=lambda row: row["us"])
+        now = next((row["us"] for row in rows if row["now"]), None)
+        shown = ("-", "-") if now is None else (f"{now:.1f}", f"{now / best['us']:.3f}x")
+        print(f"| {cell} | {shown[0]} | {best['us']:.1f} | {shown[1]} | `{best['launch']}` |")
 
 
 if __name__ == "__main__":
