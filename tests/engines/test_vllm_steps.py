@@ -61,6 +61,28 @@ def test_lengths_of_requests_cut_at_chunks_are_those_of_the_parts() -> None:
     assert common.seq_lens_host is None, "the lengths of other requests are no use"
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+def test_padding_of_a_graph_is_as_long_as_a_decode(queries: int) -> None:
+    lens = torch.tensor([7, 40, 0, 0], dtype=torch.int32)
+    starts = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32) * queries
+    graph = {"num_reqs": 4, "num_actual_tokens": 4 * queries, "max_query_len": queries}
+    given = step(query_start_loc_cpu=starts, seq_lens_cpu_upper_bound=lens, **graph)
+    common = translate(given, exact=True)
+    assert common.query_start_loc_cpu.diff().tolist() == [queries] * 4
+    assert common.seq_lens_host is not None
+    assert common.seq_lens_host.tolist() == [7, 40, 1, 1]
+    assert common.query_start_loc is given.query_start_loc, "no copy to the device"
+    assert starts.tolist() == [0, queries, *[2 * queries] * 3], "vLLM's own are as they were"
+
+
+def test_tokens_of_padding_without_requests_are_nobodys() -> None:
+    starts = torch.tensor([0, 1, 9, 12, 12], dtype=torch.int32)
+    common = translate(step(query_start_loc_cpu=starts, num_actual_tokens=16), exact=True)
+    assert common.query_start_loc_cpu is starts
+    empty = step(query_start_loc_cpu=starts, num_reqs=4, seq_lens_cpu_upper_bound=torch.ones(4).int())
+    assert translate(empty, exact=True).query_start_loc_cpu is starts
+
+
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [

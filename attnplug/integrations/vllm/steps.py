@@ -33,9 +33,10 @@ def translate(step: Any, *, exact: bool) -> CommonAttentionMetadata:
         raise BatchError(
             "causal", type(step.causal).__name__, "must be a bool: requests that differ are not served"
         )
+    starts, lengths = _host(step)
     return CommonAttentionMetadata(
         query_start_loc=step.query_start_loc,
-        query_start_loc_cpu=step.query_start_loc_cpu,
+        query_start_loc_cpu=starts,
         seq_lens=step.seq_lens,
         num_reqs=step.num_reqs,
         num_actual_tokens=step.num_actual_tokens,
@@ -48,9 +49,33 @@ def translate(step: Any, *, exact: bool) -> CommonAttentionMetadata:
         num_logits_indices=step.num_logits_indices,
         encoder_seq_lens=step.encoder_seq_lens,
         encoder_seq_lens_cpu=step.encoder_seq_lens_cpu,
-        seq_lens_host=_host_lengths(step),
+        seq_lens_host=lengths,
         seq_lens_host_exact=exact,
     )
+
+
+def _host(step: Any) -> tuple[torch.Tensor, npt.NDArray[np.int32] | None]:
+    """Start locations and lengths on the host, with the padding of a graph as attnplug's builders know it.
+
+    A graph has a fixed number of requests. vLLM fills it up with requests of no query, but counts their tokens. For
+    attnplug padding requests have the queries of a decode and one key, so that a padded step has the plan of the graph.
+    """
+    given, lengths = step.query_start_loc_cpu, _host_lengths(step)
+    reqs, tokens = step.num_reqs, step.num_actual_tokens
+    starts = given.numpy()
+    last = int(starts[reqs])
+    if last == tokens:
+        return given, lengths
+    used = int(np.searchsorted(starts[: reqs + 1], last))
+    each, rest = divmod(tokens - last, max(1, reqs - used))
+    if used == reqs or rest or each != int(step.max_query_len):
+        return given, lengths
+    filled = starts[: reqs + 1].copy()
+    filled[used:] += np.arange(reqs + 1 - used, dtype=filled.dtype) * each
+    if lengths is not None:
+        lengths = lengths[:reqs].copy()
+        lengths[used:] = 1
+    return torch.from_numpy(filled), lengths
 
 
 def _host_lengths(step: Any) -> npt.NDArray[np.int32] | None:
