@@ -10,14 +10,20 @@ On a machine without a GPU they run on the CPU. Their models are made-up configu
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
+import sys
 import tempfile
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+
+from attnplug.core.errors import NoBackendError
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -86,11 +92,22 @@ MODELS = {
 }
 
 
-def pytest_configure() -> None:
-    """On a machine without a GPU, vLLM's platform is the CPU, which its source tree alone does not find out."""
+COMPILED = ("vllm._C_stable_libtorch", "vllm.vllm_flash_attn")
+"""Parts of vLLM that its platform for NVIDIA's GPUs imports, and that no test calls with attnplug's backends."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Say on which platform vLLM is, because its source tree alone does not find that out."""
+    if getattr(config.option, "numprocesses", None):
+        return  # the tests run in other processes
     import vllm.platforms
 
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        stand_in_for_compiled_parts()
+        from vllm.platforms.cuda import CudaPlatform
+
+        vllm.platforms._current_platform = CudaPlatform()
+    else:
         from vllm.platforms.cpu import CpuPlatform
 
         vllm.platforms._current_platform = CpuPlatform()
@@ -99,12 +116,71 @@ def pytest_configure() -> None:
     register()
 
 
+def stand_in_for_compiled_parts() -> None:
+    """Put empty modules in the place of compiled parts that a source tree does not have."""
+    missing = [name for name in COMPILED if not _imports(name)]
+    sys.modules.update({name: _Empty(name) for name in missing})
+    if missing:
+        # vLLM looks at models in a process of its own, which would not have these modules.
+        from vllm.model_executor.models import registry
+
+        registry._run_in_subprocess = _as_on_a_cpu
+
+
+def _as_on_a_cpu(look: Callable[[], Any]) -> Any:
+    """What vLLM sees of a model; on a GPU its layers would call compiled parts when they are imported."""
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    found, vllm.platforms._current_platform = vllm.platforms.current_platform, CpuPlatform()
+    try:
+        return look()
+    finally:
+        vllm.platforms._current_platform = found
+
+
+def _imports(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
+class _Empty(types.ModuleType):
+    """A module whose functions cannot be called."""
+
+    __path__: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def refuse(*given: object, **named: object) -> None:
+            raise RuntimeError(f"{self.__name__}.{name} is not in a source tree of vLLM")
+
+        return refuse
+
+
 @functools.cache
 def folder(model: str) -> str:
     place = Path(tempfile.mkdtemp()) / model
     place.mkdir(parents=True)
     (place / "config.json").write_text(json.dumps(SHARED | MODELS[model]))
     return str(place)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Write each case's outcome to the file ATTNPLUG_HARNESS_LOG, a line of JSON as soon as it is known."""
+    file = os.environ.get("ATTNPLUG_HARNESS_LOG")
+    if not file or "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.passed):
+        return
+    why: Any = report.longrepr if report.skipped else getattr(report.longrepr, "reprcrash", None)
+    why = why[2] if isinstance(why, tuple) else getattr(why, "message", None) or report.longreprtext
+    case = report.nodeid.rpartition("::")[2]
+    line = {"case": case, "outcome": report.outcome, "seconds": round(report.duration, 2), "why": why}
+    with Path(file).open("a") as log:
+        log.write(json.dumps(line) + "\n")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -131,13 +207,34 @@ def adapt(module: Any) -> None:
 
     def compare_ours(spec: Any, model: str, backends: list[Any], *rest: Any, **options: Any) -> None:
         # vLLM runs FlexAttention a second time on larger pages.
-        if backends and all(backend in chosen for backend in backends):
+        if not backends or any(backend not in chosen for backend in backends):
+            return
+        dtype = options.get("kv_cache_dtype", "auto")
+        unserved = [one.name for one in backends if not one.get_class().supports_kv_cache_dtype(dtype)]
+        if unserved:
+            # vLLM's comparison would compare nothing.
+            pytest.skip(f"refused: {', '.join(unserved)} has no cache of kv_cache_dtype {dtype}")
+        try:
             compare(spec, folder(model), backends, *rest, **options)
+        except NoBackendError as error:
+            if os.environ.get("ATTNPLUG_HARNESS_REFUSED") != "skip":
+                raise
+            pytest.skip(f"refused: {error}")
 
     module._test_backend_correctness = compare_ours
     module.ModelConfig = lambda model, **options: model_config(
         model=folder(model) if model in MODELS else model, **options
     )
+
+
+@pytest.fixture
+def default_vllm_config() -> Iterator[Any]:
+    """What vLLM's conftest gives its tests; for runs without that file, which imports all of vLLM."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    config = VllmConfig()
+    with set_current_vllm_config(config):
+        yield config
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
