@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -10,13 +11,7 @@ import triton.language as tl
 
 from attnplug.backends.triton.kernels.latent import latent_decode_kernel
 from attnplug.backends.triton.kernels.shares import merge_shares_kernel
-from attnplug.backends.triton.latent_launch import (
-    HOPPER,
-    LatentLaunch,
-    can_serve_hopper,
-    hopper_kernel,
-    latent_launch,
-)
+from attnplug.backends.triton.latent_launch import LatentLaunch, hopper_kernels, hopper_launch, latent_launch
 from attnplug.backends.triton.launch import gpu_of, tile_side
 from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep, merge_grid
 from attnplug.core.metadata import AttentionCGSupport, CommonAttentionMetadata
@@ -94,13 +89,11 @@ class TritonMLAImpl(MLADecodeImpl):
         heads, size = q_nope.shape[1:]
         rows = heads * metadata.max_query_len
         gpu = gpu_of(q_nope.device)
-        if self._is_for_hopper(q_nope, q_pe, kv_cache):
-            launch = HOPPER
-        else:
-            launch = latent_launch(rows, size, q_nope.element_size(), gpu)
+        hopper = self._hopper_kernels(q_nope, q_pe, kv_cache)
+        launch = hopper_launch(rows) if hopper else latent_launch(rows, size, q_nope.element_size(), gpu)
         row_blocks = -(-rows // launch.block_m)
         programs = max(launch.waves * gpu.multiprocessors // row_blocks, 1)
-        decode, merge = self._kernels(launch, kv_cache, heads, output_lse is not None)
+        decode, merge = self._kernels(launch, hopper, kv_cache, heads, output_lse is not None)
         shares = metadata.shares
         partials, partial_lses = shares.partials(2 * programs * rows, size)
         lse = partial_lses if output_lse is None else output_lse
@@ -128,18 +121,27 @@ class TritonMLAImpl(MLADecodeImpl):
             numbers = reqs, 0, 1, rows, by_share
             merge(merged, partials, partial_lses, output, lse, starts, tiles, *numbers)
 
-    def _is_for_hopper(self, q_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor) -> bool:
-        """Whether the kernel for Hopper serves a call: it copies 16 bytes at once."""
+    def _hopper_kernels(
+        self, q_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor
+    ) -> Mapping[int, Any]:
+        """The kernels for Hopper, if they serve the tensors of a call: they copy 16 bytes at once."""
         rank, rope = self.dims.kv_lora_rank, self.dims.qk_rope_head_dim
-        if not can_serve_hopper(rank, rope, q_nope.dtype, kv_cache.dtype, kv_cache.device):
-            return False
+        kernels = hopper_kernels(rank, rope, q_nope.dtype, kv_cache.dtype, kv_cache.device)
+        if not kernels:
+            return kernels
         block, token, _ = kv_cache.stride()
-        return not (q_nope.data_ptr() | q_pe.data_ptr() | kv_cache.data_ptr() | 2 * block | 2 * token) & 15
+        steps = (block | token) * kv_cache.element_size()
+        return {} if (q_nope.data_ptr() | q_pe.data_ptr() | kv_cache.data_ptr() | steps) & 15 else kernels
 
     def _kernels(
-        self, launch: LatentLaunch, kv_cache: torch.Tensor, heads: int, has_lse: bool
+        self,
+        launch: LatentLaunch,
+        hopper: Mapping[int, Any],
+        kv_cache: torch.Tensor,
+        heads: int,
+        has_lse: bool,
     ) -> tuple[BoundKernel, BoundKernel]:
-        form = (launch, heads, has_lse, self.softmax_scale, kv_cache.shape[1], kv_cache.stride())
+        form = (launch, len(hopper), heads, has_lse, self.softmax_scale, kv_cache.shape[1], kv_cache.stride())
         bound = self._bound.get(form)
         if bound is None:
             rank, rope = self.dims.kv_lora_rank, self.dims.qk_rope_head_dim
@@ -171,7 +173,6 @@ class TritonMLAImpl(MLADecodeImpl):
                 "STAGES": launch.num_stages,
             }
             options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-            kernel = hopper_kernel() if launch is HOPPER else _DECODE
-            decode = BoundKernel(kernel, 14, values, **options)
+            decode = BoundKernel(hopper.get(launch.block_m, _DECODE), 14, values, **options)
             bound = self._bound[form] = decode, BoundKernel(_MERGE, 11, values, num_warps=4)
         return bound

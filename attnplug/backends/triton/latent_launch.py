@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from attnplug.backends.triton.launch import Gpu, tile_side
+from attnplug.backends.triton.launch import Gpu, gpu_of, tile_side
 
 
 class LatentLaunch(NamedTuple):
@@ -30,33 +31,37 @@ class LatentLaunch(NamedTuple):
     least: int
 
 
-HOPPER = LatentLaunch(64, 64, 4, 2, 1, 1)
-"""Of latent_decode_hopper_kernel, whose tiles of 64 rows need two groups of four warps, and a third that copies."""
+def hopper_launch(rows: int) -> LatentLaunch:
+    """The launch of a kernel of hopper_kernels for requests of at most `rows` rows."""
+    return LatentLaunch(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 4, 2, 1, 1)
 
 
 @functools.cache
-def can_serve_hopper(
+def hopper_kernels(
     rank: int, rope: int, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device
-) -> bool:
-    """Whether latent_decode_hopper_kernel serves latents of `rank` elements and a rope part on a device."""
-    if (
-        device.type != "cuda"
-        or torch.cuda.get_device_capability(device) != (9, 0)
-        or torch.version.hip is not None
-    ):
-        return False
-    sizes = rank in (128, 256, 512) and rope in (0, 16, 32, 64)
-    return sizes and dtype == cache_dtype and dtype.itemsize == 2 and hopper_kernel() is not None
+) -> Mapping[int, Any]:
+    """The kernels for Hopper that serve such latents on a device, by rows of a tile; none elsewhere.
 
-
-@functools.cache
-def hopper_kernel() -> Any:
-    """The kernel in Gluon; None where this version of Triton has not what it needs."""
+    They are written in Gluon, which a version of Triton may lack or change.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return {}
+    if torch.cuda.get_device_capability(device) != (9, 0) or gpu_of(device).shared_memory < _SHARED_MEMORY:
+        return {}
+    if rank not in (128, 256, 512) or rope not in (0, 16, 32, 64) or dtype.itemsize != 2:
+        return {}
+    if cache_dtype not in (dtype, torch.float8_e4m3fn, torch.float8_e5m2):
+        return {}
     try:
-        from attnplug.backends.triton.kernels.latent_hopper import latent_decode_hopper_kernel
+        from attnplug.backends.triton.kernels.hopper.latent_narrow import latent_narrow_kernel
+        from attnplug.backends.triton.kernels.hopper.latent_wide import latent_wide_kernel
     except ImportError:
-        return None
-    return latent_decode_hopper_kernel
+        return {}
+    return {16: latent_narrow_kernel, 32: latent_narrow_kernel, 64: latent_wide_kernel}
+
+
+_SHARED_MEMORY = 230_400
+"""Bytes that 64 rows of queries, two tiles of latents, and weights take."""
 
 
 # Each layer asks in each step.

@@ -1,10 +1,9 @@
-"""Decode over latents (MLA) on Hopper, in Gluon: one group of warps copies tiles, two others multiply them."""
+"""Decode over latents (MLA) on Hopper for up to 64 rows at once: groups of warps load, weigh and follow."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -12,136 +11,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnplug.backends.triton.kernels.hopper.latent_loads import (
+    convert_tiles,
+    copy_tiles,
+    request_of,
+    share_of,
+)
+
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-
-
-@gluon.jit
-def _share(tiles, num_reqs):
-    """The tiles of this program, `[begin, end)`, and the request of the first one."""
-    share = gl.program_id(1)
-    size = gl.load(tiles + num_reqs + 2)
-    begin = share * size
-    end = gl.minimum(begin + size, gl.load(tiles + num_reqs))
-    request = gl.load(tiles + num_reqs + 3 + share, mask=begin < end, other=0)
-    return begin, end, request
-
-
-@gluon.jit
-def _request(query_start_loc, seq_lens, tiles, request, end):
-    """A request: its first tile, the one behind its last, the same in this share, first token, queries, keys."""
-    first = gl.load(tiles + request)
-    stop = gl.load(tiles + request + 1)
-    token = gl.load(query_start_loc + request)
-    query_len = gl.load(query_start_loc + request + 1) - token
-    return first, stop, gl.minimum(stop, end), token, query_len, gl.load(seq_lens + request)
-
-
-@gluon.jit
-def _latents(cache, table_row, keys, seq_len, stride_block, stride_token, BLOCK_SIZE: gl.constexpr):
-    """Where the latents of `keys` begin; in the null block past the last one."""
-    pages = gl.load(table_row + keys // BLOCK_SIZE, mask=keys < seq_len, other=0)
-    return cache + pages.to(gl.int64) * stride_block + (keys % BLOCK_SIZE) * stride_token
-
-
-@gluon.jit
-def _copy(
-    low, high, rope, places, pe_places, there, LATENT: gl.constexpr, ROPE: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """Begin to copy rows, with zeros where nothing is there: NaN times a weight of 0 is NaN."""
-    HALF: gl.constexpr = LATENT // 2
-    dims = gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    mask = there[:, None]
-    async_copy.async_copy_global_to_shared(low, places[:, None] + dims, mask=mask)
-    async_copy.async_copy_global_to_shared(high, places[:, None] + (dims + HALF), mask=mask)
-    if ROPE:
-        pe_dims = gl.arange(0, ROPE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-        async_copy.async_copy_global_to_shared(rope, pe_places[:, None] + pe_dims, mask=mask)
-
-
-@gluon.jit
-def _load(
-    q_nope,
-    q_pe,
-    cache,
-    query_start_loc,
-    seq_lens,
-    block_table,
-    tiles,
-    num_reqs,
-    stride_table,
-    stride_block,
-    q_low,
-    q_high,
-    q_rope,
-    k_low,
-    k_high,
-    k_rope,
-    q_full,
-    q_empty,
-    full,
-    empty,
-    HEADS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    LATENT: gl.constexpr,
-    ROPE: gl.constexpr,
-    STAGES: gl.constexpr,
-    stride_token: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-):
-    """Copy each request's queries and tiles, as soon as both other groups are done with what was in their place."""
-    # Eight threads copy 128 bytes of a row.
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    lanes = gl.arange(0, BLOCK_N, layout=ROWS)
-    row_block = gl.program_id(0)
-    rows = row_block * BLOCK_M + gl.arange(0, BLOCK_M, layout=ROWS)
-    tile, end, request = _share(tiles, num_reqs)
-    streams = 0
-    copied = 0
-    while tile < end:
-        first, _, last_tile, token, query_len, seq_len = _request(
-            query_start_loc, seq_lens, tiles, request, end
-        )
-        num_rows = query_len * HEADS
-        if (row_block * BLOCK_M < num_rows) & (last_tile > tile):
-            mbarrier.wait(q_empty, (streams & 1) ^ 1)
-            places = token.to(gl.int64) * HEADS + rows
-            pe_places = q_pe + places * ROPE
-            _copy(
-                q_low,
-                q_high,
-                q_rope,
-                q_nope + places * LATENT,
-                pe_places,
-                rows < num_rows,
-                LATENT,
-                ROPE,
-                LAYOUT,
-            )
-            async_copy.mbarrier_arrive(q_full, increment_count=False)
-            streams += 1
-            table_row = block_table + request.to(gl.int64) * stride_table
-            lo = (tile - first) * BLOCK_N
-            hi = gl.minimum((last_tile - first) * BLOCK_N, seq_len)
-            # Pages are looked up a tile ahead, so that copies do not wait for the table.
-            places = _latents(cache, table_row, lo + lanes, seq_len, stride_block, stride_token, BLOCK_SIZE)
-            for start in range(lo, hi, BLOCK_N):
-                keys = start + lanes
-                stage = copied % STAGES
-                mbarrier.wait(empty.index(stage), (copied // STAGES & 1) ^ 1)
-                _copy(
-                    k_low.index(stage), k_high.index(stage), k_rope.index(stage), places, places + LATENT,
-                    keys < seq_len, LATENT, ROPE, LAYOUT,
-                )  # fmt: skip
-                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-                copied += 1
-                places = _latents(
-                    cache, table_row, keys + BLOCK_N, seq_len, stride_block, stride_token, BLOCK_SIZE
-                )
-        tile = last_tile
-        request += 1
 
 
 @gluon.jit
@@ -212,13 +90,13 @@ def _weigh(
     out_rows = row_block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, OUT))
     lanes = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LOGITS))
     share = gl.program_id(1)
-    begin, end, request = _share(tiles, num_reqs)
+    begin, end, request = share_of(tiles, num_reqs)
     tile = begin
     streams = 0
     done = 0
     messages = 0
     while tile < end:
-        first, stop, last_tile, token, query_len, seq_len = _request(
+        first, stop, last_tile, token, query_len, seq_len = request_of(
             query_start_loc, seq_lens, tiles, request, end
         )
         num_rows = query_len * HEADS
@@ -363,12 +241,12 @@ def _follow(
     row_block = gl.program_id(0)
     rows = row_block * BLOCK_M + gl.arange(0, BLOCK_M, layout=FACTORS)
     share = gl.program_id(1)
-    begin, end, request = _share(tiles, num_reqs)
+    begin, end, request = share_of(tiles, num_reqs)
     tile = begin
     done = 0
     messages = 0
     while tile < end:
-        first, stop, last_tile, token, query_len, seq_len = _request(
+        first, stop, last_tile, token, query_len, seq_len = request_of(
             query_start_loc, seq_lens, tiles, request, end
         )
         num_rows = query_len * HEADS
@@ -403,7 +281,7 @@ def _follow(
     do_not_specialize=["num_reqs", "max_rows", "stride_table"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "lse"],
 )
-def latent_decode_hopper_kernel(
+def latent_wide_kernel(
     q_nope,
     q_pe,
     cache,
@@ -430,10 +308,11 @@ def latent_decode_hopper_kernel(
     STAGES: gl.constexpr,
     HAS_LSE: gl.constexpr,
 ):
-    """As latent_decode_kernel. Queries and latents have the same type, of 16 bits, and rows of multiples of 16 bytes."""
+    """As latent_decode_kernel, for queries of 16 bits, latents of their type or of 8 bits, and rows of whole 16 bytes."""
     HALF: gl.constexpr = LATENT // 2
-    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], cache.dtype.element_ty)
-    dtype: gl.constexpr = cache.dtype.element_ty
+    dtype: gl.constexpr = q_nope.dtype.element_ty
+    CONVERTS: gl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
+    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
     q_low = gl.allocate_shared_memory(dtype, [BLOCK_M, HALF], WIDE)
     q_high = gl.allocate_shared_memory(dtype, [BLOCK_M, HALF], WIDE)
     k_low = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HALF], WIDE)
@@ -454,33 +333,58 @@ def latent_decode_hopper_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     weights_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     weights_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    # Each thread of the group that copies arrives by itself.
+    # Each thread arrives by itself when its copies are there.
     mbarrier.init(q_full, count=128)
     mbarrier.init(q_empty, count=1)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=128)
+        mbarrier.init(full.index(stage), count=1 if CONVERTS else 128)
         mbarrier.init(empty.index(stage), count=2)
     mbarrier.init(weights_full, count=1)
     mbarrier.init(weights_empty, count=1)
-    gl.warp_specialize(
-        [
-            (_weigh, (
-                output, lse, query_start_loc, seq_lens, tiles, partials, partial_lses, num_reqs, max_rows, scale,
-                q_low, q_high, q_rope, k_low, k_high, k_rope, shared_weights, shared_factors,
-                q_full, q_empty, full, empty, weights_full, weights_empty,
-                HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE,
-            )),
-            (_follow, (
-                output, query_start_loc, seq_lens, tiles, partials, num_reqs, max_rows,
-                k_high, shared_weights, shared_factors, empty, weights_full, weights_empty,
-                HEADS, BLOCK_M, BLOCK_N, LATENT, STAGES,
-            )),
-            (_load, (
-                q_nope, q_pe, cache, query_start_loc, seq_lens, block_table, tiles, num_reqs, stride_table, stride_block,
-                q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty,
-                HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, stride_token, BLOCK_SIZE,
-            )),
-        ],
-        [4, 4],
-        [208, 56],
-    )  # fmt: skip
+    if CONVERTS:
+        gl.warp_specialize(
+            [
+                (_weigh, (
+                    output, lse, query_start_loc, seq_lens, tiles, partials, partial_lses, num_reqs, max_rows, scale,
+                    q_low, q_high, q_rope, k_low, k_high, k_rope, shared_weights, shared_factors,
+                    q_full, q_empty, full, empty, weights_full, weights_empty,
+                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE,
+                )),
+                (_follow, (
+                    output, query_start_loc, seq_lens, tiles, partials, num_reqs, max_rows,
+                    k_high, shared_weights, shared_factors, empty, weights_full, weights_empty,
+                    HEADS, BLOCK_M, BLOCK_N, LATENT, STAGES,
+                )),
+                (convert_tiles, (
+                    q_nope, q_pe, cache, query_start_loc, seq_lens, block_table, tiles, num_reqs, stride_table,
+                    stride_block, q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty,
+                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, stride_token, BLOCK_SIZE,
+                    gl.constexpr(0), gl.constexpr(1),
+                )),
+            ],
+            [4, 4],
+            [160, 136],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_weigh, (
+                    output, lse, query_start_loc, seq_lens, tiles, partials, partial_lses, num_reqs, max_rows, scale,
+                    q_low, q_high, q_rope, k_low, k_high, k_rope, shared_weights, shared_factors,
+                    q_full, q_empty, full, empty, weights_full, weights_empty,
+                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE,
+                )),
+                (_follow, (
+                    output, query_start_loc, seq_lens, tiles, partials, num_reqs, max_rows,
+                    k_high, shared_weights, shared_factors, empty, weights_full, weights_empty,
+                    HEADS, BLOCK_M, BLOCK_N, LATENT, STAGES,
+                )),
+                (copy_tiles, (
+                    q_nope, q_pe, cache, query_start_loc, seq_lens, block_table, tiles, num_reqs, stride_table,
+                    stride_block, q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty,
+                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, stride_token, BLOCK_SIZE,
+                )),
+            ],
+            [4, 4],
+            [208, 56],
+        )  # fmt: skip

@@ -1,0 +1,322 @@
+"""The groups of warps that load the queries and latents of a share, for the kernels that decode on Hopper.
+
+Buffers `low` and `high` have the halves of the elements without rope, `rope` the others; those of latents have STAGES
+tiles of BLOCK_N keys. A tile may be read after its `full`, and written after its `empty`. Past a request's last key
+there are zeros, because NaN times a weight of 0 is NaN.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+
+@gluon.jit
+def share_of(tiles, num_reqs):
+    """The tiles of this program, `[begin, end)`, and the request of the first one."""
+    share = gl.program_id(1)
+    size = gl.load(tiles + num_reqs + 2)
+    begin = share * size
+    end = gl.minimum(begin + size, gl.load(tiles + num_reqs))
+    request = gl.load(tiles + num_reqs + 3 + share, mask=begin < end, other=0)
+    return begin, end, request
+
+
+@gluon.jit
+def request_of(query_start_loc, seq_lens, tiles, request, end):
+    """A request: its first tile, the one behind its last, the same in this share, first token, queries, keys."""
+    first = gl.load(tiles + request)
+    stop = gl.load(tiles + request + 1)
+    token = gl.load(query_start_loc + request)
+    query_len = gl.load(query_start_loc + request + 1) - token
+    return first, stop, gl.minimum(stop, end), token, query_len, gl.load(seq_lens + request)
+
+
+@gluon.jit
+def _latents(cache, table_row, keys, seq_len, stride_block, stride_token, BLOCK_SIZE: gl.constexpr):
+    """Where the latents of `keys` begin; in the null block past the last one."""
+    pages = gl.load(table_row + keys // BLOCK_SIZE, mask=keys < seq_len, other=0)
+    return cache + pages.to(gl.int64) * stride_block + (keys % BLOCK_SIZE) * stride_token
+
+
+@gluon.jit
+def _copy(
+    low, high, rope, places, pe_places, there, LATENT: gl.constexpr, ROPE: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Begin to copy rows, with zeros where nothing is there."""
+    HALF: gl.constexpr = LATENT // 2
+    dims = gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    mask = there[:, None]
+    async_copy.async_copy_global_to_shared(low, places[:, None] + dims, mask=mask)
+    async_copy.async_copy_global_to_shared(high, places[:, None] + (dims + HALF), mask=mask)
+    if ROPE:
+        pe_dims = gl.arange(0, ROPE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+        async_copy.async_copy_global_to_shared(rope, pe_places[:, None] + pe_dims, mask=mask)
+
+
+@gluon.jit
+def _copy_queries(
+    q_nope,
+    q_pe,
+    low,
+    high,
+    rope,
+    full,
+    token,
+    num_rows,
+    HEADS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    LATENT: gl.constexpr,
+    ROPE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Begin to copy BLOCK_M rows of a request, its heads of one token after those of the one before."""
+    rows = gl.program_id(0) * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
+    places = token.to(gl.int64) * HEADS + rows
+    _copy(
+        low, high, rope, q_nope + places * LATENT, q_pe + places * ROPE, rows < num_rows, LATENT, ROPE, LAYOUT
+    )
+    async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def copy_tiles(
+    q_nope,
+    q_pe,
+    cache,
+    query_start_loc,
+    seq_lens,
+    block_table,
+    tiles,
+    num_reqs,
+    stride_table,
+    stride_block,
+    q_low,
+    q_high,
+    q_rope,
+    k_low,
+    k_high,
+    k_rope,
+    q_full,
+    q_empty,
+    full,
+    empty,
+    HEADS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    LATENT: gl.constexpr,
+    ROPE: gl.constexpr,
+    STAGES: gl.constexpr,
+    stride_token: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+):
+    """Copy each request's queries and tiles, as soon as both other groups are done with what was in their place."""
+    # Eight threads copy 128 bytes of a row.
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    lanes = gl.arange(0, BLOCK_N, layout=ROWS)
+    row_block = gl.program_id(0)
+    tile, end, request = share_of(tiles, num_reqs)
+    streams = 0
+    copied = 0
+    while tile < end:
+        first, _, last_tile, token, query_len, seq_len = request_of(
+            query_start_loc, seq_lens, tiles, request, end
+        )
+        num_rows = query_len * HEADS
+        if (row_block * BLOCK_M < num_rows) & (last_tile > tile):
+            mbarrier.wait(q_empty, (streams & 1) ^ 1)
+            _copy_queries(
+                q_nope, q_pe, q_low, q_high, q_rope, q_full, token, num_rows, HEADS, BLOCK_M, LATENT, ROPE, LAYOUT
+            )  # fmt: skip
+            streams += 1
+            table_row = block_table + request.to(gl.int64) * stride_table
+            lo = (tile - first) * BLOCK_N
+            hi = gl.minimum((last_tile - first) * BLOCK_N, seq_len)
+            # Pages are looked up a tile ahead, so that copies do not wait for the table.
+            places = _latents(cache, table_row, lo + lanes, seq_len, stride_block, stride_token, BLOCK_SIZE)
+            for start in range(lo, hi, BLOCK_N):
+                keys = start + lanes
+                stage = copied % STAGES
+                mbarrier.wait(empty.index(stage), (copied // STAGES & 1) ^ 1)
+                _copy(
+                    k_low.index(stage), k_high.index(stage), k_rope.index(stage), places, places + LATENT,
+                    keys < seq_len, LATENT, ROPE, LAYOUT,
+                )  # fmt: skip
+                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                copied += 1
+                places = _latents(
+                    cache, table_row, keys + BLOCK_N, seq_len, stride_block, stride_token, BLOCK_SIZE
+                )
+        tile = last_tile
+        request += 1
+
+
+# Four elements of 8 bits become two pairs of 16 bits.
+_TO_HALF = """{{
+.reg .b16 first, second;
+mov.b32 {{first, second}}, $2;
+cvt.rn.f16x2.{stored}x2 $0, first;
+cvt.rn.f16x2.{stored}x2 $1, second;
+}}"""
+_TO_BFLOAT = """{{
+.reg .b16 first, second, half<4>;
+.reg .b32 low, high;
+.reg .f32 single<4>;
+mov.b32 {{first, second}}, $2;
+cvt.rn.f16x2.{stored}x2 low, first;
+cvt.rn.f16x2.{stored}x2 high, second;
+mov.b32 {{half0, half1}}, low;
+mov.b32 {{half2, half3}}, high;
+cvt.f32.f16 single0, half0;
+cvt.f32.f16 single1, half1;
+cvt.f32.f16 single2, half2;
+cvt.f32.f16 single3, half3;
+cvt.rn.bf16x2.f32 $0, single1, single0;
+cvt.rn.bf16x2.f32 $1, single3, single2;
+}}"""
+E4M3_TO_HALF = gl.constexpr(_TO_HALF.format(stored="e4m3"))
+E5M2_TO_HALF = gl.constexpr(_TO_HALF.format(stored="e5m2"))
+E5M2_TO_BFLOAT = gl.constexpr(_TO_BFLOAT.format(stored="e5m2"))
+# Conversions are slow instructions. Here the exponent and the mantissa are moved to their places instead, and a
+# multiplication with 2 to the power of 120 is exact, for subnormal numbers too. A word with NaN keeps one.
+E4M3_TO_BFLOAT = gl.constexpr("""{
+.reg .b32 low, high, shifted, found, power;
+.reg .pred is_nan;
+prmt.b32 low, $2, 0, 0x1404;
+prmt.b32 high, $2, 0, 0x3424;
+shr.u32 shifted, low, 4;
+and.b32 shifted, shifted, 0x07f007f0;
+lop3.b32 low, shifted, low, 0x80008000, 0xf8;
+shr.u32 shifted, high, 4;
+and.b32 shifted, shifted, 0x07f007f0;
+lop3.b32 high, shifted, high, 0x80008000, 0xf8;
+mov.b32 power, 0x7b807b80;
+mul.rn.bf16x2 low, low, power;
+mul.rn.bf16x2 $1, high, power;
+and.b32 found, $2, 0x7f7f7f7f;
+add.u32 found, found, 0x01010101;
+and.b32 found, found, 0x80808080;
+setp.ne.u32 is_nan, found, 0;
+selp.b32 $0, 0x7fff7fff, low, is_nan;
+}""")
+
+
+@gluon.jit
+def _words(places, there, FIRST: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """SIZE elements of 8 bits of each row from FIRST on, four in a word: as bytes they would take four registers."""
+    dims = FIRST // 4 + gl.arange(0, SIZE // 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    words = places.to(gl.pointer_type(gl.int32), bitcast=True)
+    return gl.load(words[:, None] + dims, mask=there[:, None], other=0)
+
+
+@gluon.jit
+def _store(target, words, STORED: gl.constexpr):
+    """Write elements of 8 bits as those of `target`."""
+    rows: gl.constexpr = words.shape[0]
+    pairs: gl.constexpr = 2 * words.shape[1]
+    if target.dtype == gl.float16:
+        convert: gl.constexpr = E4M3_TO_HALF if STORED == gl.float8e4nv else E5M2_TO_HALF
+    else:
+        convert: gl.constexpr = E4M3_TO_BFLOAT if STORED == gl.float8e4nv else E5M2_TO_BFLOAT
+    first, second = gl.inline_asm_elementwise(
+        convert, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    values = gl.join(first, second).reshape([rows, pairs])
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, pairs], gl.int32)
+    target._reinterpret(gl.int32, [rows, pairs], layout).store(values)
+
+
+@gluon.jit
+def convert_tiles(
+    q_nope,
+    q_pe,
+    cache,
+    query_start_loc,
+    seq_lens,
+    block_table,
+    tiles,
+    num_reqs,
+    stride_table,
+    stride_block,
+    q_low,
+    q_high,
+    q_rope,
+    k_low,
+    k_high,
+    k_rope,
+    q_full,
+    q_empty,
+    full,
+    empty,
+    HEADS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    LATENT: gl.constexpr,
+    ROPE: gl.constexpr,
+    STAGES: gl.constexpr,
+    stride_token: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    LOADER: gl.constexpr,
+    LOADERS: gl.constexpr,
+):
+    """As copy_tiles, for latents of 8 bits, which become those of 16 bits on the way.
+
+    Groups 0 to LOADERS - 1 take turns. Each has a tile in its registers while the others write theirs.
+    """
+    HALF: gl.constexpr = LATENT // 2
+    QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    # Threads that write at the same time have different banks.
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    lanes = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
+    row_block = gl.program_id(0)
+    STORED: gl.constexpr = cache.dtype.element_ty
+    tile, end, request = share_of(tiles, num_reqs)
+    streams = 0
+    number = 0
+    while tile < end:
+        first, _, last_tile, token, query_len, seq_len = request_of(
+            query_start_loc, seq_lens, tiles, request, end
+        )
+        num_rows = query_len * HEADS
+        if (row_block * BLOCK_M < num_rows) & (last_tile > tile):
+            if LOADER == 0:
+                mbarrier.wait(q_empty, (streams & 1) ^ 1)
+                _copy_queries(
+                    q_nope, q_pe, q_low, q_high, q_rope, q_full, token, num_rows, HEADS, BLOCK_M, LATENT, ROPE, QUERIES
+                )  # fmt: skip
+            streams += 1
+            table_row = block_table + request.to(gl.int64) * stride_table
+            lo = (tile - first) * BLOCK_N
+            hi = gl.minimum((last_tile - first) * BLOCK_N, seq_len)
+            ahead = (LOADER + LOADERS - number % LOADERS) % LOADERS
+            keys = lo + ahead * BLOCK_N + lanes
+            places = _latents(cache, table_row, keys, hi, stride_block, stride_token, BLOCK_SIZE)
+            low = _words(places, keys < hi, 0, HALF, LAYOUT)
+            high = _words(places, keys < hi, HALF, HALF, LAYOUT)
+            if ROPE:
+                rope = _words(places, keys < hi, LATENT, ROPE, LAYOUT)
+            keys += LOADERS * BLOCK_N
+            places = _latents(cache, table_row, keys, hi, stride_block, stride_token, BLOCK_SIZE)
+            own = number + ahead
+            for _ in range(lo + ahead * BLOCK_N, hi, LOADERS * BLOCK_N):
+                stage = own % STAGES
+                mbarrier.wait(empty.index(stage), (own // STAGES & 1) ^ 1)
+                _store(k_low.index(stage), low, STORED)
+                _store(k_high.index(stage), high, STORED)
+                if ROPE:
+                    _store(k_rope.index(stage), rope, STORED)
+                fence_async_shared()
+                mbarrier.arrive(full.index(stage), count=1)
+                own += LOADERS
+                low = _words(places, keys < hi, 0, HALF, LAYOUT)
+                high = _words(places, keys < hi, HALF, HALF, LAYOUT)
+                if ROPE:
+                    rope = _words(places, keys < hi, LATENT, ROPE, LAYOUT)
+                keys += LOADERS * BLOCK_N
+                places = _latents(cache, table_row, keys, hi, stride_block, stride_token, BLOCK_SIZE)
+            number += gl.cdiv(hi - lo, BLOCK_N)
+        tile = last_tile
+        request += 1
