@@ -30,9 +30,11 @@ class _Report:
     error: str = ""
 
     def to_tensor(self) -> torch.Tensor:
-        # Cut before it is encoded: JSON that is cut is none.
-        text = json.dumps(dataclasses.asdict(dataclasses.replace(self, error=self.error[: _BYTES // 4])))
-        return torch.tensor(list(text.encode().ljust(_BYTES)[:_BYTES]), dtype=torch.uint8)
+        error = self.error
+        # Cut before it is encoded, because JSON that is cut is none; a character may take twelve bytes.
+        while len(text := json.dumps(dataclasses.asdict(dataclasses.replace(self, error=error)))) > _BYTES:
+            error = error[: len(error) * 3 // 4]
+        return torch.tensor(list(text.encode().ljust(_BYTES)), dtype=torch.uint8)
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> _Report:

@@ -1,6 +1,6 @@
-"""One rank of a gloo group that runs every case of `rank_cases`: `rank_worker.py RANK SIZE FOLDER`.
+"""One rank of a gloo group that runs cases of `rank_cases`: `rank_worker.py RANK SIZE FOLDER [NAME ...]`.
 
-It writes what failed to `FOLDER/RANK.json`, by the name of the case. In the last case the last rank of two hangs, and
+Without names it runs all. It writes what failed to `FOLDER/RANK.json`, by the name of the case. In the last case the last rank of two hangs, and
 that of three dies.
 """
 
@@ -19,15 +19,16 @@ import torch.distributed as dist
 from rank_cases import Case, cases, lose_a_rank  # isort: skip
 
 
-def main(rank: int, size: int, folder: Path) -> None:
+def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
     """Run the cases in order; all ranks run the same ones."""
+    chosen = [each for each in cases(size) if not names or each[0] in names]
     torch.set_num_threads(1)
     limit = dt.timedelta(seconds=60)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=limit
     )
     failed, ran = {}, []
-    for name, case in (*cases(size), ("a lost rank", _lose_a_rank(folder))):
+    for name, case in (*chosen, ("a lost rank", _lose_a_rank(folder))):
         ran.append(name)
         try:
             case(dist.group.WORLD)
@@ -57,4 +58,4 @@ def _lose_a_rank(folder: Path) -> Case:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

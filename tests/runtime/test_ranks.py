@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,19 +14,43 @@ from rank_cases import cases
 _WORKER = Path(__file__).with_name("rank_worker.py")
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_ranks_that_share_tokens_do_what_one_rank_does(size: int, tmp_path: Path) -> None:
+_OF_THREE = (
+    *(f"combine {backend} scatter_heads=True torch.float32" for backend in ("ag_rs", "a2a")),
+    *("sinks interleave=4", "latents interleave=4", "readers with all rows split", "windows in graphs"),
+    *("a plan that differs", "a rank that raises"),
+)
+"""Cases in which three ranks differ from two: no power of two, two others to hear from, and a majority."""
+
+
+def run(size: int, folder: Path, names: Sequence[str] = ()) -> None:
+    """Run the cases of these names, or all, on `size` processes, of which the last one is then lost."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", _WORKER, str(rank), str(size), tmp_path], stderr=subprocess.PIPE
+            [sys.executable, "-W", "error", _WORKER, str(rank), str(size), folder, *names],
+            stderr=subprocess.PIPE,
         )
         for rank in range(size)
     ]
     printed = [rank.communicate(timeout=300)[1].decode() for rank in ranks]
-    for result in map(Path.read_text, tmp_path.glob("*.json")):
+    for result in map(Path.read_text, folder.glob("*.json")):
         assert json.loads(result)["failed"] == {}
     assert [rank.returncode for rank in ranks] == [0] * (size - 1) + [3], "\n".join(printed)
+    expected = [name for name, _ in cases(size) if not names or name in names]
+    assert len(expected) == len(names) or not names
     for rank in range(size - 1):
-        result = json.loads((tmp_path / f"{rank}.json").read_text())
+        result = json.loads((folder / f"{rank}.json").read_text())
         assert result["failed"] == {}
-        assert result["ran"] == [*(name for name, _ in cases(size)), "a lost rank"]
+        assert result["ran"] == [*expected, "a lost rank"]
+
+
+def test_two_ranks_that_share_tokens_do_what_one_rank_does(tmp_path: Path) -> None:
+    run(2, tmp_path)
+
+
+def test_three_ranks_share_tokens_and_name_the_one_that_is_lost(tmp_path: Path) -> None:
+    run(3, tmp_path, _OF_THREE)
+
+
+@pytest.mark.slow
+def test_three_ranks_that_share_tokens_do_what_one_rank_does(tmp_path: Path) -> None:
+    run(3, tmp_path)
