@@ -29,6 +29,7 @@ CELLS = [
     *(Cell(64, 8192, heads, page=1) for heads in (16, 128)),
     Cell(64, 8192, 128, stored="fp8"),
     Cell(8, 32768, 16, 4),
+    Cell(64, 8192, 20),
 ]
 
 

@@ -41,7 +41,7 @@ def judged(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     _decodes(goals, report.get("cells", ()), report.get("copy_tbps", math.nan))
     for row in report.get("prefill", ()):
         name, us = row["chosen"], row["us"]
-        if name in us:
+        if name in us and row["cell"].startswith("4 x 4096"):
             parts = us[f"{name}, kernel alone"] + us["product"]
             goals.add(
                 f"prefill {row['cell']} by {name} against its kernel and product", us[name] / parts, 1.05

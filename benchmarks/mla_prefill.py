@@ -33,7 +33,10 @@ class Prompts:
         return f"{self.requests} x {self.new}{after}, {self.heads} heads"
 
 
-PREFILLS = [Prompts(4, 4096, heads) for heads in (128, 16)]
+PREFILLS = [
+    *(Prompts(4, 4096, heads) for heads in (128, 16)),
+    *(Prompts(1, 8192, heads) for heads in (16, 64, 128)),
+]
 CHUNKED = [Prompts(4, 1024, 128, 8192)]
 ROWS = {"chunks of 4096 rows": 4096, "chunks of 16384 rows": 16384, "one pass": None}
 

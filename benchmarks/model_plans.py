@@ -36,9 +36,9 @@ LAYERS = ROOT / "benchmarks" / "model_layers.json"
 PAGE = ROOT / "docs" / "performance" / "model-plans.md"
 TIMES = ROOT / "benchmarks" / "results" / "model-plans-h200.json"
 LATENTS = ROOT / "benchmarks" / "results" / "mla-h200.json"
-"""What benchmarks/mla.py took: decodes over latents, without the products around them."""
-LATENT_DECODES = {"TRITON": "TRITON", "FLASHINFER": "FlashInfer fa3"}
-"""Backends, and how that file names them."""
+"""What benchmarks/mla.py took: decodes over latents, without the products around them, and prefills with theirs."""
+LATENT_DECODES = {"TRITON": ("TRITON",), "FLASHINFER": ("FLASHINFER", "FlashInfer fa3")}
+"""Backends, and how that file names them, the best name first."""
 DEVICE, ORDER_OF, REQUESTS, TOKENS, TOLERANCE = "sm90", "llama-3.1-8b", 64, 8192, 1e-2
 BEGIN = "<!-- what follows is written by benchmarks/model_plans.py -->"
 END = "<!-- end of what is written -->"
@@ -85,13 +85,16 @@ class Row:
     def backend(self) -> str:
         return self.prefill if self.prefill == self.decode else f"{self.prefill}+{self.decode}"
 
-    @property
-    def latents(self) -> str | None:
-        """The time that benchmarks/mla.py has of its decodes, if they attend all latents."""
+    def latents(self, phase: Phase) -> str | None:
+        """The time that benchmarks/mla.py has of this phase of the layer; None if it has none."""
         dims = self.spec.mla
-        is_timed = dims is not None and (dims.kv_lora_rank, dims.qk_rope_head_dim) == (512, 64)
-        is_timed = is_timed and self.spec.sparse is None
-        return known_latents().get((self.spec.num_heads, self.decode)) if is_timed else None
+        if dims is None or (dims.kv_lora_rank, dims.qk_rope_head_dim) != (512, 64):
+            return None
+        if phase is Phase.PREFILL and (dims.qk_nope_head_dim, dims.v_head_dim) != (128, 128):
+            return None
+        kind = f"{phase}" if self.spec.sparse is None else f"{phase}, {self.spec.sparse}"
+        backend = self.decode if phase is Phase.DECODE else self.prefill
+        return known_latents().get((kind, self.spec.num_heads, backend))
 
     @property
     def untimed(self) -> str | None:
@@ -208,8 +211,8 @@ def table(rows: Sequence[Row], times: Mapping[str, Any] | None) -> str:
             row.kind,
             *(f"`{each}`" if each != "none" else "nobody" for each in (row.prefill, row.decode)),
             row.page or "-",
-            row.latents or shown(found.get("decode_us"), row),
-            shown(found.get("prefill_us"), row),
+            row.latents(Phase.DECODE) or shown(found.get("decode_us"), row),
+            row.latents(Phase.PREFILL) or shown(found.get("prefill_us"), row),
             row.cannot,
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
@@ -222,19 +225,28 @@ def shown(us: float | None, row: Row) -> str:
     return f"{us:.0f}" + ("" if row.tokens == TOKENS else f" ({row.tokens} tokens)")
 
 
-def known_latents() -> dict[tuple[int, str], str]:
-    """By number of heads and backend, what benchmarks/mla.py took of the decode that is timed here."""
-    cells = json.loads(LATENTS.read_text())["cells"] if LATENTS.exists() else ()
+def known_latents() -> dict[tuple[str, int, str], str]:
+    """By kind, number of heads and backend, what benchmarks/mla.py took of the steps that are timed here."""
+    told = json.loads(LATENTS.read_text()) if LATENTS.exists() else {}
+    found: dict[tuple[str, int, str], str] = {}
     asked = {"requests": REQUESTS, "length": TOKENS, "queries": 1}
     # Earlier files have no others.
     alike = {"page": 64, "stored": "bfloat16"}
-    taken = [cell for cell in cells if (asked | alike).items() <= (alike | cell).items()]
-    return {
-        (cell["heads"], backend): f"{cell['us'][name]:.0f} (latents)"
-        for cell in taken
-        for backend, name in LATENT_DECODES.items()
-        if name in cell["us"]
-    }
+    for cell in told.get("cells", ()):
+        if (asked | alike).items() <= (alike | cell).items():
+            for backend, names in LATENT_DECODES.items():
+                us = next((cell["us"][name] for name in names if name in cell["us"]), None)
+                if us is not None:
+                    found["decode", cell["heads"], backend] = f"{us:.0f} (latents)"
+    for cell in told.get("selection", ()):
+        if cell["requests"] == REQUESTS and str(TOKENS) in cell["us"]:
+            kind = f"decode, token_topk {cell['topk']}"
+            found[kind, cell["heads"], "TRITON"] = f"{cell['us'][str(TOKENS)]:.0f} (latents)"
+    for cell in told.get("prefill", ()):
+        if (cell["requests"], cell["new"]) == (1, TOKENS):
+            for name, us in cell["us"].items():
+                found["prefill", cell["heads"], name] = f"{us:.0f} (expanded)"
+    return found
 
 
 def taken_on(times: Mapping[str, Any] | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -33,20 +34,37 @@ def test_a_time_stands_in_the_row_that_it_was_taken_of_and_in_no_other(script: M
     assert ["| 123 | 568 |" in line for line in lines] == [True, False]
 
 
-def test_a_decode_over_latents_says_so_and_only_where_it_was_taken(script: ModuleType) -> None:
-    rows = {row.model: row for row in script.make_plan().rows if row.spec.mla is not None}
-    lines = script.table(list(rows.values()), script.known_times()).splitlines()[2:]
-    found = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[7] for line in lines}
-    cells = json.loads(script.LATENTS.read_text())["cells"]
-    for model, row in rows.items():
-        taken = row.spec.sparse is None and [
-            cell["us"]["FlashInfer fa3"]
-            for cell in cells
-            if (cell["requests"], cell["length"], cell["queries"]) == (64, 8192, 1)
-            and cell["heads"] == row.spec.num_heads
-        ]
-        assert found[model] == (f"{taken[0]:.0f} (latents)" if taken else "-")
-    assert "(latents)" in found["deepseek-v3"]
+def test_times_over_latents_say_so_and_are_only_where_they_were_taken(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    decode = {"requests": 64, "length": 8192, "queries": 1}
+    cells = [
+        {**decode, "heads": 128, "us": {"FlashInfer fa3": 249.4, "TRITON": 300.0}},
+        {**decode, "heads": 16, "us": {"FLASHINFER": 150.6, "FlashInfer fa3": 149.0}},
+        {**decode, "heads": 16, "page": 1, "us": {"FLASHINFER": 7.0}},
+        {**decode, "heads": 16, "stored": "fp8", "us": {"TRITON": 8.0}},
+        {**decode, "heads": 64, "queries": 4, "us": {"FLASHINFER": 9.0}},
+    ]
+    report = {
+        "cells": cells,
+        "selection": [{"requests": 64, "heads": 128, "topk": 2048, "us": {"dense": 40.0, "8192": 51.0}}],
+        "prefill": [
+            {"requests": 1, "new": 8192, "heads": 128, "us": {"FLASH_ATTN_4": 4321.4, "product": 5.0}},
+            {"requests": 4, "new": 4096, "heads": 16, "us": {"FLASH_ATTN_4": 6.0}},
+        ],
+    }
+    monkeypatch.setattr(script, "LATENTS", tmp_path / "mla.json")
+    script.LATENTS.write_text(json.dumps(report))
+    rows = [row for row in script.make_plan().rows if row.spec.mla is not None]
+    lines = script.table(rows, None).splitlines()[2:]
+    found = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[7:9] for line in lines}
+    assert found == {
+        "deepseek-v2-lite": ["151 (latents)", "-"],
+        "deepseek-v3": ["249 (latents)", "4321 (expanded)"],
+        "deepseek-v3.2": ["51 (latents)", "-"],
+        "glm-4.7-flash": ["-", "-"],
+        "kimi-k2": ["-", "-"],
+    }
 
 
 @pytest.mark.slow
