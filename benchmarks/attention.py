@@ -2,6 +2,7 @@
 
     python benchmarks/attention.py --suite core --backends TRITON,peers --json core.json
     python benchmarks/attention.py --suite serving --backends TRITON,TRITON.decode_split=requests,peers --json serving.json
+    python benchmarks/attention.py --suite serving --kinds extend --backends "TRITON,FlashAttention 4" --json serving.json
     python benchmarks/attention.py --suite serving --smoke      # without a GPU and without times: small cells are right
 
 Ceilings first (copy, matrix product on random data), then every cell: correctness, then times of all
@@ -9,16 +10,9 @@ contenders in turn, decodes by graph replay and prefills as calls, behind a slee
 holds. The environment variable FLASHINFER_PREFILL says which template the peer FlashInfer prefills on. A contender
 may be a backend with one option, such as TRITON.decode_split=requests.
 
-What the equal shares of TRITON were measured with, and what is left:
-
-1. `--suite serving --kinds ragged,single,speculative,prefix` and `--suite core --kinds decode,skew,window,fp8`: measured,
-   in `benchmarks/results/attention-serving-h200.json` and `attention-shares-h200.json`.
-2. `--kinds extend`: extends of 64 and 512 tokens say whether `BoundLayer.fills_gpu` should compare with one, two or three
-   tiles per multiprocessor.
-3. `--kinds prefix`: `_SHARED_KEYS` and `_SPARED_KEYS` in `backends/triton/builder.py` are where reading a prefix once and
-   reading it with each request take equally long: sweep the prefix from 256 to 4096 and the requests from 2 to 64.
-4. `tune_triton.py --shares`: tiles, stages, waves and `ahead` by rows and heads, for 32 rows and more, and heads of 256.
-5. `--kinds prefill --backends TRITON,peers`: head sizes, groups, windows and short prompts.
+A run of several minutes can be cut into calls: `--kinds ragged,speculative` measures parts of a suite, `--cells TEXT`
+cells whose names contain the text. The file of `--json` is written after each part. It keeps the cells that an earlier
+call wrote there, on the same device with the same versions, so that calls add up; each cell has its date.
 """
 
 from __future__ import annotations
@@ -97,8 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--suite", choices=("core", "serving"), default="core")
     parser.add_argument("--kinds", help="only cells of these kinds, as decode,prefill")
-    parser.add_argument("--backends", default="TRITON,peers", help="names of attnplug's, and peers")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--cells", help="only cells whose name contains this text")
+    parser.add_argument(
+        "--backends", default="TRITON,peers", help="names of attnplug's and of peers, or peers for all"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="write the figures here after each kind of cells, beside those there"
+    )
     parser.add_argument("--plot", type=Path, help="write a bar chart here")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--smoke", action="store_true", help="check small cells on a CPU, and time nothing")
@@ -109,30 +108,66 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [
         dataclasses.replace(cell, page=options.page)
         for cell in (CORE if options.suite == "core" else SERVING)
-        if kinds is None or cell.kind in kinds
+        if (kinds is None or cell.kind in kinds) and (options.cells or "") in cell.name
     ]
+    if not chosen:
+        parser.error(
+            f"--kinds {options.kinds} and --cells {options.cells} leave no cell of the suite {options.suite}"
+        )
     if options.smoke:
-        return smoke(chosen, [name for name in names if name != "peers"])
+        return smoke(chosen, [name for name in names if name not in ("peers", *PEERS)])
     if not torch.cuda.is_available():
         parser.error("needs a GPU that torch can use; --smoke needs none")
     ceilings = measure_ceilings()
     print(f"copy {ceilings['copy_tbps']:.2f} TB/s   matmul {ceilings['matmul_tflops']:.0f} TFLOP/s")
-    cells = [measure(cell, names, ceilings, options.repeats) for cell in chosen]
-    own = [name for name in names if name != "peers"]
-    if options.suite == "serving":
-        goals = [goal for name in own for goal in judge_serving(cells, name, PEERS)]
-    else:
-        goals = judge(cells) if "TRITON" in names else []
-        goals += judge_libraries(cells, own)
-    for goal in goals:
-        mark = "" if goal["met"] is None else "met" if goal["met"] else "MISSED"
-        print(f"{goal['name']:60}{goal['value']:8.3f}  {goal['goal']:12}{mark}")
-    result = report(ceilings, cells, goals)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = report(ceilings, earlier_cells(options.json))
+    for kind in dict.fromkeys(cell.kind for cell in chosen):
+        part = [measure(cell, names, ceilings, options.repeats) for cell in chosen if cell.kind == kind]
+        result["cells"] = with_part(result["cells"], [{**cell, "date": result["date"]} for cell in part])
+        result["goals"] = goals_of(options.suite, result["cells"])
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+    for goal in result["goals"]:
+        print(goal_in_words(goal))
     if options.plot:
         plot(result, options.plot)
     return 0
+
+
+def earlier_cells(path: Path | None) -> list[dict[str, Any]]:
+    """The cells of a file; SystemExit if another device or other versions measured them."""
+    if path is None or not path.exists():
+        return []
+    before = json.loads(path.read_text())
+    now = torch.cuda.get_device_name(), versions()
+    if (before["device"], before["versions"]) != now:
+        raise SystemExit(
+            f"{path} is of {before['device']} with {before['versions']}, this is {now}: move it away"
+        )
+    return [{"date": before["date"], **cell} for cell in before["cells"]]
+
+
+def with_part(cells: Sequence[dict[str, Any]], part: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`cells` with those of `part` instead of earlier ones of the same kind and name, in the order of the suites."""
+    found = {(cell["kind"], cell["cell"]): cell for cell in (*cells, *part)}
+    order = [(cell.kind, cell.name) for cell in (*CORE, *SERVING)]
+    return sorted(found.values(), key=lambda cell: order.index((cell["kind"], cell["cell"])))
+
+
+def goals_of(suite: str, cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The goals of each backend with times, as ratios of times of one run."""
+    measured = dict.fromkeys(name for cell in cells for name in cell["us"])
+    own = [name for name in measured if name not in PEERS and ", " not in name]
+    if suite == "serving":
+        return [goal for name in own for goal in judge_serving(cells, name)]
+    goals = judge(cells) if "TRITON" in own else []
+    return [*goals, *judge_even(cells), *judge_libraries(cells, own)]
+
+
+def goal_in_words(goal: dict[str, Any]) -> str:
+    if goal["met"] is None:
+        return f"{goal['name']:72}{'-':>8}  {goal['goal']:12}not measured"
+    return f"{goal['name']:72}{goal['value']:8.3f}  {goal['goal']:12}{'met' if goal['met'] else 'MISSED'}"
 
 
 def measure_ceilings() -> dict[str, float]:
@@ -168,12 +203,12 @@ def smoke(cells: Sequence[Cell], names: Sequence[str]) -> int:
 def contenders(layer: PagedLayer, names: Sequence[str]) -> dict[str, Callable[[int], torch.Tensor]]:
     calls: dict[str, Callable[[int], torch.Tensor]] = {}
     for name in names:
-        if name == "peers":
-            for peer, make in PEERS.items():
+        if name == "peers" or name in PEERS:
+            for peer in PEERS if name == "peers" else (name,):
                 try:
-                    call = make(layer)
-                except ImportError as problem:
-                    print(f"  {peer}: {problem}", file=sys.stderr)
+                    call = PEERS[peer](layer)
+                except Exception as problem:  # noqa: BLE001 - a peer that is absent or refuses the cell is shown
+                    print(f"  {peer}: {str(problem).partition(chr(10))[0][:200]}", file=sys.stderr)
                     continue
                 if call is not None:
                     calls[peer] = call
@@ -235,7 +270,7 @@ def judge(cells: Sequence[dict[str, Any]], name: str = "TRITON") -> list[dict[st
         if value is not None and not math.isnan(value):
             found.append({"name": title, "value": value, "goal": words, "met": met})
 
-    by_name = {cell["cell"]: cell for cell in cells}
+    by_name = {cell["cell"]: cell for cell in cells if name in cell["us"]}
     ratios = {}
     for cell in cells:
         peers = [us for peer, us in cell["us"].items() if peer in PEERS]
@@ -286,11 +321,27 @@ def judge(cells: Sequence[dict[str, Any]], name: str = "TRITON") -> list[dict[st
                 goal(
                     f"prefill {cell['cell']} against FA4 paged: {each}", value, f">= {limit}", value >= limit
                 )
-    if "both" in by_name:
-        parts = sum(by_name[part]["us"][name] for part in ("60 decodes of 8k", "a prefill of 4k"))
+    halves = "60 decodes of 8k", "a prefill of 4k"
+    if by_name.keys() >= {"both", *halves}:
+        parts = sum(by_name[part]["us"][name] for part in halves)
         value = by_name["both"]["us"][name] / parts
         goal("mixed batch against its parts", value, "<= 1.05", value <= 1.05)
     return found
+
+
+def judge_even(cells: Sequence[dict[str, Any]], name: str = "TRITON") -> list[dict[str, Any]]:
+    """How much longer even decodes take than with keys divided per request, where both are measured."""
+    before, kinds = f"{name}.decode_split=requests", ("decode", "skew", "window", "fp8", "feature")
+    ratios = {
+        cell["cell"]: cell["us"][name] / cell["us"][before]
+        for cell in cells
+        if cell["kind"] in kinds and {name, before} <= cell["us"].keys()
+    }
+    if not ratios:
+        return []
+    worst = max(ratios, key=ratios.__getitem__)
+    title = f"even decodes against {before}, most ({worst})"
+    return [{"name": title, "value": ratios[worst], "goal": "<= 1.01", "met": ratios[worst] <= 1.01}]
 
 
 THROUGH = {"FLASHINFER": "FlashInfer", "FLASH_ATTN_4": "FlashAttention 4", "FLASH_ATTN_2": "FlashAttention 2"}
@@ -334,21 +385,27 @@ def geometric(values: Any) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def report(ceilings: dict[str, float], cells: list[Any], goals: list[Any]) -> dict[str, Any]:
-    versions = {}
+def versions() -> dict[str, str]:
+    """The installed versions of what is measured."""
+    found = {}
     for name in ("attnplug", "torch", "triton", "flashinfer-python", "flash-attn", "flash-attn-4"):
         try:
-            versions[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    return found
+
+
+def report(ceilings: dict[str, float], cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """A run's file, with cells of earlier calls; the ceilings are those of this call."""
     return {
         "benchmark": "attention",
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(),
-        "versions": versions,
+        "versions": versions(),
         "ceilings": ceilings,
         "cells": cells,
-        "goals": goals,
+        "goals": [],
     }
 
 

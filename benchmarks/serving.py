@@ -115,62 +115,78 @@ def small(cell: Cell) -> Cell:
     )
 
 
-def judge_serving(cells: Sequence[dict[str, Any]], name: str, peers: Collection[str]) -> list[dict[str, Any]]:
-    """The goals of contender `name`, as ratios within one run; a goal of which nothing was measured is left out."""
-    found: list[dict[str, Any]] = []
-    mine = [cell for cell in cells if name in cell["us"]]
-    by_name = {cell["cell"]: cell for cell in mine}
+def judge_serving(cells: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """The goals of contender `name`, as ratios of times of one run.
 
-    def goal(title: str, value: float, limit: float, *, at_least: bool = True) -> None:
-        met = value >= limit if at_least else value <= limit
+    `value` and `met` are None for a goal of which nothing is measured.
+    """
+    found: list[dict[str, Any]] = []
+    measured = {cell["cell"]: cell for cell in cells if name in cell["us"]}
+
+    def goal(title: str, value: float | None, limit: float, *, at_least: bool = True) -> None:
+        met = None if value is None else value >= limit if at_least else value <= limit
         words = f"{'>=' if at_least else '<='} {limit:g}"
         found.append({"name": f"{name}: {title}", "value": value, "goal": words, "met": met})
 
-    def best(cell: dict[str, Any]) -> float | None:
-        return min((us for peer, us in cell["us"].items() if peer in peers), default=None)
+    def times_of(title: str, other: str) -> float | None:
+        """How many times as long as `name` another contender takes."""
+        us = measured[title]["us"] if title in measured else {}
+        return us[other] / us[name] if other in us else None
 
-    large = [c for c in mine if c["kind"] == "ragged" and c["kv_bytes"] >= 256e6]
-    if large:
-        goal(
-            "ragged of >= 256 MB against copy, geometric mean",
-            mean(c["of_ceiling"][name] for c in large),
-            0.85,
-        )
-        least = min(large, key=lambda c: c["of_ceiling"][name])
-        goal(f"the least ({least['cell']})", least["of_ceiling"][name], 0.75)
-    against = [fastest / c["us"][name] for c in mine if c["kind"] == "ragged" and (fastest := best(c))]
-    if against:
-        goal("ragged against the best peer, geometric mean", mean(against), 1.5)
-    for cell in mine:
-        title, us = cell["cell"], cell["us"][name]
+    def best(title: str, peers: Iterable[str]) -> float | None:
+        ratios = [ratio for peer in peers if (ratio := times_of(title, peer)) is not None]
+        return min(ratios, default=None)
+
+    def of_ceiling(title: str) -> float | None:
+        return measured[title]["of_ceiling"][name] if title in measured else None
+
+    drawn = [cell for cell in SERVING if cell.kind == "ragged"]
+    large = {
+        c.name: share for c in drawn if c.kv_bytes >= 256e6 and (share := of_ceiling(c.name)) is not None
+    }
+    goal("ragged of >= 256 MB against copy, geometric mean", mean(large.values()), 0.85)
+    least = min(large, key=large.__getitem__, default=None)
+    goal("the least" + (f" ({least})" if least else ""), large[least] if least else None, 0.75)
+    against = [ratio for c in drawn if (ratio := best(c.name, _PAGED_PEERS)) is not None]
+    goal("ragged against the best peer, geometric mean", mean(against), 1.5)
+    for cell in SERVING:
+        title = cell.name
         base, _, new = title.rpartition(", ")
-        if cell["kind"] == "speculative" and not new.startswith("1 "):
-            group = cell["heads"][0] // cell["heads"][1]
-            alone = by_name.get(f"{base}, 1 tokens")
-            if alone and int(new.split()[0]) * group <= 32:
-                goal(f"{title}, against one token", us / alone["us"][name], 1.15, at_least=False)
-            if fastest := best(cell):
-                goal(f"{title}, against the best peer", us / fastest, 1.1, at_least=False)
-        if cell["kind"] == "prefix" and f"{name}, no cascade" in cell["us"]:
+        if cell.kind == "speculative" and not new.startswith("1 "):
+            if max(cell.query_lens) * cell.heads[0] // cell.heads[1] <= 32:
+                alone = measured.get(f"{base}, 1 tokens")
+                ratio = (
+                    measured[title]["us"][name] / alone["us"][name] if alone and title in measured else None
+                )
+                goal(f"{title}, against one token", ratio, 1.15, at_least=False)
+            fastest = best(title, _PAGED_PEERS)
+            goal(f"{title}, against the best peer", fastest and 1 / fastest, 1.1, at_least=False)
+        if cell.kind == "prefix":
             limit = 4.0 if "64 share 16k" in title else 1.0
-            goal(f"{title}, against no cascade", cell["us"][f"{name}, no cascade"] / us, limit)
+            goal(f"{title}, against no cascade", times_of(title, f"{name}, no cascade"), limit)
         if title in _MOST_US:
+            us = measured[title]["us"][name] if title in measured else None
             goal(f"{title}, us", us, _MOST_US[title], at_least=False)
         if title in _OF_COPY:
-            goal(f"{title}, against copy", cell["of_ceiling"][name], _OF_COPY[title])
-        if title in _OF_FLASH_ATTENTION_4 and "FlashAttention 4" in cell["us"]:
-            value = cell["us"]["FlashAttention 4"] / us
-            goal(f"{title}, against FlashAttention 4", value, _OF_FLASH_ATTENTION_4[title])
-        if title in _OF_BEST and (fastest := best(cell)):
-            goal(f"{title}, against the best peer", fastest / us, _OF_BEST[title])
+            goal(f"{title}, against copy", of_ceiling(title), _OF_COPY[title])
+        if title in _OF_FLASH_ATTENTION_4:
+            limit = _OF_FLASH_ATTENTION_4[title]
+            goal(f"{title}, against FlashAttention 4", times_of(title, "FlashAttention 4"), limit)
+        if title in _OF_BEST:
+            goal(
+                f"{title}, against the best of {' and '.join(_PAGED_PEERS)}",
+                best(title, _PAGED_PEERS),
+                _OF_BEST[title],
+            )
     return found
 
 
-def mean(values: Iterable[float]) -> float:
-    """The geometric mean."""
-    return math.exp(statistics.fmean(map(math.log, values)))
+def mean(values: Collection[float]) -> float | None:
+    """The geometric mean; None of no values."""
+    return math.exp(statistics.fmean(map(math.log, values))) if values else None
 
 
+_PAGED_PEERS = "FlashInfer", "FlashAttention 4"
 _MOST_US = {"16/1, 1 x 128k": 28, "32/8, 1 x 1k": 8}
 _OF_COPY = {"16 more of 32k, 4": 0.85}
 _OF_FLASH_ATTENTION_4 = {

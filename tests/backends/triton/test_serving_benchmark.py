@@ -51,31 +51,63 @@ def test_every_kind_of_cell_has_a_small_one(modules):
     assert len({cell.name for cell in serving.SERVING}) == len(serving.SERVING)
 
 
+def cell(kind, name, **us):
+    share = {each: 100 / value for each, value in us.items()}
+    return {"kind": kind, "cell": name, "us": us, "of_ceiling": share, "kv_bytes": 3e8, "heads": (32, 8, 128)}
+
+
+CELLS = [
+    cell("ragged", "24/8, 37 of 100 to 20k", A=110.0, FlashInfer=220.0),
+    cell("ragged", "28/4, 96 of 50 to 30k", A=160.0, FlashInfer=220.0),
+    cell("speculative", "32/8, 64 x 8k, 1 tokens", A=100.0),
+    cell("speculative", "32/8, 64 x 8k, 8 tokens", A=120.0, FlashInfer=100.0),
+    cell("speculative", "32/8, 64 x 8k, 16 tokens", A=100.0, FlashInfer=100.0),
+    cell("single", "32/8, 1 x 1k", A=9.0),
+    cell("prefix", "32/8, 64 share 16k, 1k each", **{"A": 10.0, "A, no cascade": 50.0}),
+    cell("extend", "512 more of 32k, 1", **{"A": 10.0, "FlashAttention 4": 7.9}),
+    cell(
+        "prefill", "64 of 128", **{"A": 10.0, "FlashAttention 4": 20.0, "FlashInfer": 9.5, "cuDNN SDPA": 1.0}
+    ),
+]
+
+
 def test_goals_are_ratios_within_a_run(modules):
     _, serving = modules
-
-    def cell(kind, name, **us):
-        share = {each: 100 / value for each, value in us.items()}
-        sizes = {"kv_bytes": 3e8, "heads": (32, 8, 128)}
-        return {"kind": kind, "cell": name, "us": us, "of_ceiling": share, **sizes}
-
-    cells = [
-        cell("ragged", "one", A=110.0, peer=220.0),
-        cell("ragged", "two", A=160.0, peer=220.0),
-        cell("speculative", "x, 1 tokens", A=100.0),
-        cell("speculative", "x, 8 tokens", A=120.0, peer=100.0),
-        cell("speculative", "x, 16 tokens", A=100.0, peer=100.0),
-        cell("prefix", "64 share 16k", **{"A": 10.0, "A, no cascade": 50.0}),
-        cell("single", "32/8, 1 x 1k", A=9.0),
-    ]
-    goals = {goal["name"]: goal["met"] for goal in serving.judge_serving(cells, "A", {"peer"})}
+    goals = {
+        goal["name"]: goal["met"] for goal in serving.judge_serving(CELLS, "A") if goal["met"] is not None
+    }
     assert goals == {
         "A: ragged of >= 256 MB against copy, geometric mean": False,
-        "A: the least (two)": False,
+        "A: the least (28/4, 96 of 50 to 30k)": False,
         "A: ragged against the best peer, geometric mean": True,
-        "A: x, 8 tokens, against one token": False,
-        "A: x, 8 tokens, against the best peer": False,
-        "A: x, 16 tokens, against the best peer": True,
-        "A: 64 share 16k, against no cascade": True,
+        "A: 32/8, 64 x 8k, 8 tokens, against one token": False,
+        "A: 32/8, 64 x 8k, 8 tokens, against the best peer": False,
+        "A: 32/8, 64 x 8k, 16 tokens, against the best peer": True,
         "A: 32/8, 1 x 1k, us": False,
+        "A: 32/8, 64 share 16k, 1k each, against no cascade": True,
+        "A: 512 more of 32k, 1, against FlashAttention 4": False,
+        "A: 64 of 128, against the best of FlashInfer and FlashAttention 4": True,
     }
+
+
+def test_goals_without_figures_are_named_as_not_measured(modules):
+    attention, serving = modules
+    goals = serving.judge_serving([], "A")
+    assert len(goals) == len(serving.judge_serving(CELLS, "A"))
+    assert all(goal["met"] is None and "not measured" in attention.goal_in_words(goal) for goal in goals)
+
+
+def test_calls_add_up_in_one_file(modules):
+    attention, _ = modules
+    first = attention.with_part([], [{**each, "date": "1"} for each in CELLS[2:]])
+    again = attention.with_part(first, [{**each, "date": "2"} for each in CELLS[:3]])
+    assert [each["cell"] for each in again] == [each["cell"] for each in CELLS]
+    assert [each["date"] for each in again] == ["2"] * 3 + ["1"] * (len(CELLS) - 3)
+
+
+def test_even_decodes_are_compared_with_keys_divided_per_request(modules):
+    attention, _ = modules
+    both = {"TRITON": 10.2, "TRITON.decode_split=requests": 10.0}
+    (goal,) = attention.judge_even([cell("decode", "x", **both), cell("ragged", "y", **both)])
+    assert not goal["met"]
+    assert attention.judge_even([cell("decode", "x", TRITON=1.0)]) == []
