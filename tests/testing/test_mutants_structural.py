@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import copy
 import fnmatch
 import functools
 import gc
 import logging
+import os
 import signal
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -76,11 +77,13 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before, printed = read_settings(), copy.copy(torch._tensor_str.PRINT_OPTS)
     monkeypatch.setattr(torch.nn.functional, "softmax", torch.nn.functional.softmax)
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.cpu)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(builtins, "round", builtins.round)
+    monkeypatch.setattr(os, "getpriority", os.getpriority)
     monkeypatch.setattr(logging.root, "handlers", [*logging.root.handlers])
     handler = signal.getsignal(signal.SIGUSR1)
     yield
     gc.enable()
+    gc.unfreeze()
     signal.signal(signal.SIGUSR1, handler)
     vars(torch._tensor_str.PRINT_OPTS).update(vars(printed))
     atexit.unregister(int)

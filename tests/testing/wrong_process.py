@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import builtins
+import decimal
 import gc
 import logging
 import os
@@ -23,6 +25,15 @@ from attnplug.backends.torch_native.impl import TorchImpl
 __all__ = ["WRONG_PROCESS"]
 
 _OLD_SOFTMAX = torch.nn.functional.softmax
+
+
+def _no_profile(*event: Any) -> None:
+    """Ignores each event."""
+
+
+def _round(number: float, digits: int | None = None) -> float:
+    """The number as it is."""
+    return number
 
 
 def at_forward(act: Callable[[], object]) -> dict[str, Any]:
@@ -302,5 +313,59 @@ WRONG_PROCESS: list[Wrong] = [
         "state/settings-kept-decode",
         "from_spec changes file mode mask",
         **at_making(lambda: os.umask(0o077)),
+    ),
+    wrong(
+        "profiles",
+        "state/settings-kept-decode",
+        "attend changes hook profile: None became",
+        **at_forward(lambda: sys.setprofile(_no_profile)),
+    ),
+    wrong(
+        "displays",
+        "state/settings-kept-decode",
+        "from_spec changes hook sys.displayhook",
+        **at_making(lambda: setattr(sys, "displayhook", print)),
+    ),
+    wrong(
+        "fewer_digits",
+        "state/settings-kept-decode",
+        "build changes precision and rounding of decimal",
+        **at_build(lambda: setattr(decimal.getcontext(), "prec", 9)),
+    ),
+    wrong(
+        "silences_torch",
+        "state/settings-kept-decode",
+        "attend changes logger torch: ",
+        **at_forward(lambda: logging.getLogger("torch").setLevel(50)),
+    ),
+    wrong(
+        "freezes_objects",
+        "state/settings-kept-decode",
+        "attend changes garbage collector: frozen objects",
+        **at_forward(gc.freeze),
+    ),
+    wrong(
+        "replaces_round",
+        "state/settings-kept-decode",
+        "from_spec changes function of Python round",
+        **at_making(lambda: setattr(builtins, "round", _round)),
+    ),
+    wrong(
+        "slower_transformers",
+        "state/settings-kept-decode",
+        "build changes fast path of torch's transformers: True became False",
+        **at_build(lambda: torch.backends.mha.set_fastpath_enabled(False)),
+    ),
+    wrong(
+        "warns_always",
+        "state/settings-kept-decode",
+        "from_spec changes repeated warnings of torch",
+        **at_making(lambda: torch.set_warn_always(True)),
+    ),
+    wrong(
+        "yields_to_others",
+        "state/settings-kept-decode",
+        "attend changes priority of the process",
+        **at_forward(lambda: setattr(os, "getpriority", lambda *which: 19)),
     ),
 ]

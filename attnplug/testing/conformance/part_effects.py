@@ -10,7 +10,8 @@ from pathlib import Path
 # The kit itself loads these before a check of settings begins.
 import attnplug.testing.conformance.harness  # noqa: F401
 from attnplug.core.backend import AttentionBackend
-from attnplug.testing.conformance.process_settings import change_of, read_settings, restore_settings
+from attnplug.testing.conformance.process_settings import read_settings, restore_settings
+from attnplug.testing.conformance.setting import change_of
 
 
 def part_effects(backend: type[AttentionBackend]) -> list[str]:

@@ -17,7 +17,8 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, ConformanceError, checks_from, error_context
 from attnplug.testing.conformance.expectations import expect_correct
 from attnplug.testing.conformance.harness import Answer, Harness, blank_answer
-from attnplug.testing.conformance.process_settings import change_of, read_settings, restore_settings
+from attnplug.testing.conformance.process_settings import read_settings, restore_settings
+from attnplug.testing.conformance.setting import change_of
 from attnplug.testing.conformance.steps import BatchFactory, scenario_factory, scenarios
 from attnplug.testing.conformance.target import Target
 
