@@ -213,6 +213,14 @@ WRONG_DECLARATIONS = [
         "split_kv overlap",
         split_kv=lambda cls, cache, spec: (cache[:, 0], cache[:, 0]),
     ),
+    wrong(
+        "values_before_keys",
+        "declaration/kv-views-plain",
+        "K of split_kv is not the first part of the cache, [:, 0], for 1 KV heads",
+        split_kv=lambda cls, cache, spec: TorchBackend.split_kv(cache, spec)[
+            :: -1 if spec.num_kv_heads == 1 and spec.head_size == spec.head_size_v else 1
+        ],
+    ),
     wrong("class_of_nothing", "declaration/impl-class", "must be a subclass of AttentionImpl", impl=int),
     wrong("unfinished", "declaration/impl-class", "lacks attend, update_kv_cache", impl=Unfinished),
     wrong("host_lengths", "declaration/builder-class", "'sometimes' must be one of", builder=Elsewhere),

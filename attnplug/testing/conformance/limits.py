@@ -9,11 +9,11 @@ from attnplug.core.blocks import MultipleOf
 from attnplug.core.device import Device
 from attnplug.core.dtypes import DTYPES
 from attnplug.core.errors import SpecError
-from attnplug.core.spec import AttentionType, Phase
+from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, SkipKind
 from attnplug.testing.conformance.latent_sizes import fields_of, pair_of
 from attnplug.testing.conformance.refusals import expect_refused, reasons_for
-from attnplug.testing.conformance.spec_grid import devices, plainest
+from attnplug.testing.conformance.spec_grid import beside, devices, plainest
 from attnplug.testing.conformance.target import Target
 
 _KV_DTYPES = ("unheard_of_3bit", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "int8", "nvfp4")
@@ -73,10 +73,25 @@ def _check_field(target: Target, field: str, values: Sequence[Any]) -> None:
             continue  # no layer of the kind that is served can ask for it
         asked += 1
         expect_refused(target, asking, f"{field}={value!r}", (field,))
+        _expect_refused_beside(target, asking, field, f"{field}={value!r}")
     if not asked:
         raise CheckSkipped(
             f"no layer of the kind that {target.name} serves has another {field}", SkipKind.LAYER
         )
+
+
+def _expect_refused_beside(target: Target, asking: LayerSpec, field: str, what: str) -> None:
+    """ConformanceError if the layer is accepted as soon as it asks for one thing more."""
+    for more, fields in beside(asking).items():
+        try:
+            spec = asking.replace(**fields)
+        except SpecError:
+            continue
+        has_pages = not spec.direct_kv or field not in ("block_size", "kv_cache_dtype")
+        if field in fields or not has_pages or target.backend.for_layer(spec) is not target.backend:
+            continue  # it asks for another value or for none, or another class serves it under the backend's name
+        if not reasons_for(target, spec, f"{what} beside {more}", phase=target.phase):
+            raise ConformanceError(f"{what} beside {more} is accepted, though {what} alone is refused")
 
 
 def _check_device_type(target: Target) -> None:

@@ -78,8 +78,19 @@ def _layer(target: Target, kind: str) -> LayerSpec:
     return spec.replace(block_size=target.block_size(spec))
 
 
-def _check_shape(target: Target, kind: str) -> None:
+def _layers(target: Target, kind: str) -> list[LayerSpec]:
+    """The layer, and the same with one KV head if the backend serves it."""
     spec = _layer(target, kind)
+    single = spec.replace(num_kv_heads=1)
+    return [spec] if spec.num_kv_heads == 1 or target.reasons(single) else [spec, single]
+
+
+def _check_shape(target: Target, kind: str) -> None:
+    for spec in _layers(target, kind):
+        _expect_shape(target, kind, spec)
+
+
+def _expect_shape(target: Target, kind: str, spec: LayerSpec) -> None:
     size = target.block_size(spec)
     expected: tuple[int, ...] = (_BLOCKS, 2, size, spec.num_kv_heads, spec.head_size)
     if kind == "head_size_v":
@@ -127,7 +138,12 @@ def _check_stride_order(target: Target, kind: str) -> None:
 
 
 def _check_views(target: Target, kind: str) -> None:
-    spec, backend = _layer(target, kind), target.backend
+    for spec in _layers(target, kind):
+        _expect_views(target, spec)
+
+
+def _expect_views(target: Target, spec: LayerSpec) -> None:
+    backend = target.backend
     pages: Any = kv_cache_spec_for(spec, target.block_size(spec))
     for layout in backend.supported_kv_cache_layouts():
         for layers in (None, 2):
@@ -161,6 +177,13 @@ def _check_split(target: Target, spec: LayerSpec, cache: torch.Tensor) -> None:
         return
     if not (bool((k == 1).all()) and bool((v == 2).all())):
         raise ConformanceError("K and V of split_kv overlap: writing V changed K")
+    stored = cache[:, 0] if cache.ndim == 5 else cache[..., : spec.head_size]
+    if not bool((stored == 1).all()):
+        place = "[:, 0]" if cache.ndim == 5 else f"[..., :{spec.head_size}]"
+        raise ConformanceError(
+            f"K of split_kv is not the first part of the cache, {place}, for {spec.num_kv_heads} KV heads: "
+            "another backend that reads the same pages takes keys for values"
+        )
 
 
 _CHECKS: CheckTable = {

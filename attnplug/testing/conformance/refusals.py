@@ -10,7 +10,7 @@ from attnplug.core.features import Feature
 from attnplug.core.reasons import REASON_CODES, Reason
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, SkipKind, error_context
-from attnplug.testing.conformance.spec_grid import asking_for, plainest
+from attnplug.testing.conformance.spec_grid import asking_for, askings, plainest
 from attnplug.testing.conformance.target import Target
 
 _KNOWN_CODES = frozenset(REASON_CODES) - {"feature"} | {f"feature.{name}" for name in (~Feature(0)).names()}
@@ -109,6 +109,21 @@ def _check_feature(target: Target, feature: Feature) -> None:
     # A backend that does not store fp8 refuses the storage dtype, and says no more.
     codes = (feature.code, *(("kv_cache_dtype",) if feature is Feature.FP8_KV else ()))
     expect_refused(target, spec, f"a layer that asks for {name}", codes)
+    _expect_none(target, feature, "")
+
+
+def _expect_none(target: Target, feature: Feature, when: str) -> None:
+    """ConformanceError if any layer that asks for `feature` is accepted, also beside other things."""
+    for what, spec in askings(plainest(target), feature).items():
+        if feature in target.backend.for_layer(spec).features:
+            continue  # another class serves it under the backend's name
+        layer = f"a layer with {what}"
+        if not reasons_for(target, spec, layer, phase=target.phase):
+            name = feature.names()[0]
+            raise ConformanceError(
+                f"{layer} is accepted{when}, though {name} is not declared: it would be ignored; "
+                f"other layers that ask for {name} are refused"
+            )
 
 
 def _check_withdrawn(target: Target, feature: Feature) -> None:
@@ -119,3 +134,4 @@ def _check_withdrawn(target: Target, feature: Feature) -> None:
     expect_refused(
         narrowed, spec, f"a layer that asks for {name}, once features lacks it,", (f"feature.{name}",)
     )
+    _expect_none(narrowed, feature, f" once features lacks {name}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 from attnplug.core.device import Device
@@ -37,6 +38,19 @@ _OTHERS: tuple[dict[str, Any], ...] = (
     {"window": (-1, 7), "causal": False},
     {"kv_cache_dtype": "unheard_of_3bit"},
 )
+_LARGE: tuple[dict[str, Any], ...] = (
+    {"num_heads": 512, "num_kv_heads": 8},
+    {"num_heads": 96, "num_kv_heads": 96},
+    {"head_size": 512},
+    {"scale": 2.0},
+)
+_EXTREMES: dict[Feature, tuple[Any, ...]] = {
+    Feature.SLIDING_WINDOW: ((4095, 0), (131071, 0)),
+    Feature.CHUNKED_LOCAL: (8192, 1 << 20),
+    Feature.SOFT_CAP: (1e-3, 50.0, 1000.0),
+    Feature.HEAD_SIZE_V: (8, 256, 512),
+}
+"""Values that a class might accept because they change little, or because few layers have them."""
 
 
 def plainest(target: Target) -> LayerSpec:
@@ -73,7 +87,28 @@ def grid(target: Target, *, pairs: bool = True) -> dict[str, LayerSpec]:
             spec = base.replace(**fields)
         except SpecError:
             continue
-        found[", ".join(f"{name}={_short(value)}" for name, value in fields.items()) or "nothing more"] = spec
+        found[_words(fields)] = spec
+    return found
+
+
+def beside(spec: LayerSpec) -> dict[str, dict[str, Any]]:
+    """The fields of one thing more to ask of `spec`, by what it is: each feature, and each of other sizes and types."""
+    features = [flag.fields(spec.head_size, spec.block_size) for flag in Feature]
+    return {_words(fields): fields for fields in ({}, *features, *_OTHERS, *_LARGE)}
+
+
+def askings(spec: LayerSpec, feature: Feature) -> dict[str, LayerSpec]:
+    """Layers that ask for `feature`: with usual and extreme values, and beside one thing more; by what they ask for."""
+    plain = feature.fields(spec.head_size, spec.block_size)
+    values = (*feature.ask.values, *_EXTREMES.get(feature, ()))
+    wanted = [{**plain, feature.ask.field: each} for each in values]
+    wanted += [{**fields, **plain} for fields in beside(spec).values()]
+    found: dict[str, LayerSpec] = {}
+    for fields in wanted:
+        with contextlib.suppress(SpecError):
+            asking = spec.replace(**fields)
+            if feature in asking.required_features():
+                found[_words(fields)] = asking
     return found
 
 
@@ -81,6 +116,10 @@ def devices(target: Target) -> list[Device]:
     """The target's device, and such as need not be here."""
     named = ("cpu", "cuda", "sm75", "sm80", "sm90", "sm120", "rocm:9.4", "rocm", "xpu", "mps", "tpu")
     return list(dict.fromkeys([target.device, *map(Device.parse, named), Device("abacus")]))
+
+
+def _words(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_short(value)}" for name, value in fields.items()) or "nothing more"
 
 
 def _short(value: object) -> str:
