@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import uuid
@@ -119,6 +120,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not _has_gpu():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and collected tests out of full garbage collections, of which checks of memory make many."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

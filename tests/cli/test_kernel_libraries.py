@@ -147,7 +147,7 @@ def test_doctor_reports_the_libraries_of_the_backends_asked_for(run):
     ]
     assert report["device"]["type"]
     assert set(report["used"]) == {"prefill", "decode"}
-    assert "kernel library" in run("doctor", "FLASH_ATTN").out
+    assert "kernel library" in run("doctor", "FLASH_ATTN_2").out
 
 
 def test_every_rule_can_be_met_and_refusals_have_a_remedy():

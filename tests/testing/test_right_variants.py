@@ -107,10 +107,9 @@ def test_options_of_every_type_are_tried() -> None:
     assert found.keys() - set(passed) == {"options/label", "options/most"}
 
 
-# All of them take hours: in CI one stands for the others.
+# All of them take hours: in CI the whole kit runs with TORCH, LATENT, and FLEX, which has options.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "WITH_OPTIONS" else pytest.mark.rare) for name in EVERY]
-)
+@pytest.mark.rare
+@pytest.mark.parametrize("name", EVERY)
 def test_the_whole_kit_passes(name: str) -> None:
     assert failures(EVERY[name]) == {}

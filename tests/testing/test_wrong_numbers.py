@@ -83,7 +83,11 @@ def same_numbers(name: str, *mistakes: str | None) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_cap_that_is_ignored_is_caught_within_the_wider_bounds_of_half_precision(dtype: str) -> None:
+def test_a_cap_that_is_ignored_is_caught_within_the_wider_bounds_of_half_precision(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is asked here is whether it is caught: the search for its name takes most of the time of a failure.
+    monkeypatch.setattr(correctness, "wrong_answer", lambda problem, *_: ConformanceError(problem))
     ignoring = next(each.backend for each in WRONG_NUMBERS if each.name == "ignores-soft-caps")
     half = variant("HALF", impl=ignoring.get_impl_cls(), supported_dtypes=(dtype,))
     cases = designed_cases(Target(half, Device("cpu")))
@@ -102,7 +106,8 @@ def test_a_cap_that_is_ignored_is_caught_within_the_wider_bounds_of_half_precisi
     assert capped[0].id in found
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # `.ci/run` runs the whole kit with TORCH, as the recipe of its environment says
+@pytest.mark.rare
 def test_torch_passes() -> None:
     assert failures(TorchBackend, correctness.checks) == {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -39,11 +40,15 @@ def pytest_configure(config: pytest.Config) -> None:
         _limit_memory(settings["memory"])
     from attnplug.testing.conformance.suites import load_suite
 
+    # Modules stay until the end: collections while they load, and later ones of them, are in vain.
+    gc.disable()
     try:
         suite = load_suite(**{**settings["suite"], "only": settings["ids"]})
     except Exception as problem:
         # pytest-xdist ends the run without the reason after any other exception of a worker that starts.
         raise pytest.UsageError(f"{type(problem).__name__}: {problem}") from problem
+    gc.freeze()
+    gc.enable()
     by_id = {check.id: check for check in suite.checks}
     checks = tuple(by_id[each] for each in settings["ids"] if each in by_id)
     config.stash[SUITE] = dataclasses.replace(suite, checks=checks, known=settings["known"])
