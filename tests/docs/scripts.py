@@ -17,5 +17,10 @@ def load_script(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their annotations up there
-    spec.loader.exec_module(module)
+    # As where it is run: the scripts beside it can be imported.
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
     return module

@@ -67,6 +67,48 @@ def test_times_over_latents_say_so_and_are_only_where_they_were_taken(
     }
 
 
+def test_decodes_of_real_batches_are_of_the_layer_and_say_when_a_suite_measured_them(
+    script: ModuleType,
+) -> None:
+    batches, rows = script.model_batches, script.make_plan().rows
+    sliding, full = (
+        next(row for row in rows if row.model == "mistral-7b-v0.1"),
+        next(row for row in rows if row.model == "qwen3-8b"),
+    )
+    suites = {("ragged", "32/8/128", "TRITON"): 300.0, ("fp8", "32/8/128", "TRITON"): 200.0}
+    taken = {"row": batches.key(sliding), "drafts_us": 123.4}
+    assert batches.table([sliding, full], {"rows": [taken]}, suites).splitlines()[2:] == [
+        "| mistral-7b-v0.1 | 32/8/128 | sliding 4096 | `TRITON` | - | 123 | - |",
+        "| qwen3-8b | 32/8/128 | full | `TRITON` | 300 † | - | 200 † |",
+    ]
+    again = {"row": batches.key(full), "fp8_us": 190.0}
+    assert "| 300 † | - | 190 |" in batches.table([full], {"rows": [again]}, suites)
+
+
+def test_each_kind_of_layer_is_timed_once(script: ModuleType) -> None:
+    rows = script.make_plan().rows
+    kinds = [json.dumps(script.model_batches.key(row)) for row in rows]
+    timed = [json.dumps(script.model_batches.key(row)) for row in script.model_batches.distinct(rows)]
+    assert timed == list(dict.fromkeys(kinds))
+    assert len(timed) < len(kinds)
+
+
+def test_a_batch_is_timed_with_its_lengths_in_its_storage(script: ModuleType) -> None:
+    row = next(row for row in script.make_plan().rows if row.model == "llama-3.1-8b")
+    asked = []
+
+    def timed(phase, spec, lens, decision):
+        asked.append((spec.resolved_kv_cache_dtype, set(lens[0]), len(set(lens[1])) > 1))
+        raise ValueError("error 1 is above 0.01")
+
+    found = script.model_batches.measured(row, timed)
+    if "ragged_refused" in found:  # nothing here serves the layer
+        assert found["fp8_refused"]
+    else:
+        assert asked == [("bfloat16", {1}, True), ("bfloat16", {4}, False), ("float8_e4m3fn", {1}, False)]
+        assert found["ragged_not_measured"] == "error 1 is above 0.01"
+
+
 @pytest.mark.slow
 def test_the_layers_planned_are_those_of_the_configurations(script: ModuleType) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
