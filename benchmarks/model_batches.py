@@ -75,7 +75,10 @@ def key(row: Row) -> list[Any]:
 
 def distinct(rows: Sequence[Row]) -> list[Row]:
     """The first row of each kind of layer."""
-    return list({json.dumps(key(row)): row for row in reversed(rows)}.values())[::-1]
+    found: dict[str, Row] = {}
+    for row in rows:
+        found.setdefault(json.dumps(key(row)), row)
+    return list(found.values())
 
 
 def measured(row: Row, timed: Timed) -> dict[str, Any]:

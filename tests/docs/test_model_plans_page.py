@@ -105,7 +105,7 @@ def test_a_batch_is_timed_with_its_lengths_in_its_storage(script: ModuleType) ->
     if "ragged_refused" in found:  # nothing here serves the layer
         assert found["fp8_refused"]
     else:
-        assert asked == [("bfloat16", {1}, True), ("bfloat16", {4}, False), ("float8_e4m3fn", {1}, False)]
+        assert asked == [("bfloat16", {1}, True), ("bfloat16", {4}, False), ("fp8_e4m3", {1}, False)]
         assert found["ragged_not_measured"] == "error 1 is above 0.01"
 
 
