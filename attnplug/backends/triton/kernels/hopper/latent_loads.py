@@ -154,54 +154,15 @@ def copy_tiles(
         request += 1
 
 
-# Four elements of 8 bits become two pairs of 16 bits.
+# Four elements of 8 bits become two pairs of float16, exactly. As bfloat16 they would take eight times as long.
 _TO_HALF = """{{
 .reg .b16 first, second;
 mov.b32 {{first, second}}, $2;
 cvt.rn.f16x2.{stored}x2 $0, first;
 cvt.rn.f16x2.{stored}x2 $1, second;
 }}"""
-_TO_BFLOAT = """{{
-.reg .b16 first, second, half<4>;
-.reg .b32 low, high;
-.reg .f32 single<4>;
-mov.b32 {{first, second}}, $2;
-cvt.rn.f16x2.{stored}x2 low, first;
-cvt.rn.f16x2.{stored}x2 high, second;
-mov.b32 {{half0, half1}}, low;
-mov.b32 {{half2, half3}}, high;
-cvt.f32.f16 single0, half0;
-cvt.f32.f16 single1, half1;
-cvt.f32.f16 single2, half2;
-cvt.f32.f16 single3, half3;
-cvt.rn.bf16x2.f32 $0, single1, single0;
-cvt.rn.bf16x2.f32 $1, single3, single2;
-}}"""
 E4M3_TO_HALF = gl.constexpr(_TO_HALF.format(stored="e4m3"))
 E5M2_TO_HALF = gl.constexpr(_TO_HALF.format(stored="e5m2"))
-E5M2_TO_BFLOAT = gl.constexpr(_TO_BFLOAT.format(stored="e5m2"))
-# Conversions are slow instructions. Here the exponent and the mantissa are moved to their places instead, and a
-# multiplication with 2 to the power of 120 is exact, for subnormal numbers too. A word with NaN keeps one.
-E4M3_TO_BFLOAT = gl.constexpr("""{
-.reg .b32 low, high, shifted, found, power;
-.reg .pred is_nan;
-prmt.b32 low, $2, 0, 0x1404;
-prmt.b32 high, $2, 0, 0x3424;
-shr.u32 shifted, low, 4;
-and.b32 shifted, shifted, 0x07f007f0;
-lop3.b32 low, shifted, low, 0x80008000, 0xf8;
-shr.u32 shifted, high, 4;
-and.b32 shifted, shifted, 0x07f007f0;
-lop3.b32 high, shifted, high, 0x80008000, 0xf8;
-mov.b32 power, 0x7b807b80;
-mul.rn.bf16x2 low, low, power;
-mul.rn.bf16x2 $1, high, power;
-and.b32 found, $2, 0x7f7f7f7f;
-add.u32 found, found, 0x01010101;
-and.b32 found, found, 0x80808080;
-setp.ne.u32 is_nan, found, 0;
-selp.b32 $0, 0x7fff7fff, low, is_nan;
-}""")
 
 
 @gluon.jit
@@ -214,19 +175,65 @@ def _words(places, there, FIRST: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.co
 
 @gluon.jit
 def _store(target, words, STORED: gl.constexpr):
-    """Write elements of 8 bits as those of `target`."""
+    """Write elements of 8 bits as float16."""
     rows: gl.constexpr = words.shape[0]
     pairs: gl.constexpr = 2 * words.shape[1]
-    if target.dtype == gl.float16:
-        convert: gl.constexpr = E4M3_TO_HALF if STORED == gl.float8e4nv else E5M2_TO_HALF
-    else:
-        convert: gl.constexpr = E4M3_TO_BFLOAT if STORED == gl.float8e4nv else E5M2_TO_BFLOAT
+    convert: gl.constexpr = E4M3_TO_HALF if STORED == gl.float8e4nv else E5M2_TO_HALF
     first, second = gl.inline_asm_elementwise(
         convert, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
     values = gl.join(first, second).reshape([rows, pairs])
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, pairs], gl.int32)
     target._reinterpret(gl.int32, [rows, pairs], layout).store(values)
+
+
+@gluon.jit
+def _scaled_queries(
+    q_nope,
+    q_pe,
+    low,
+    high,
+    rope,
+    units,
+    token,
+    num_rows,
+    HEADS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    LATENT: gl.constexpr,
+    ROPE: gl.constexpr,
+):
+    """Write BLOCK_M rows of a request as float16, and to `units` what their products are multiplied with.
+
+    Each row is multiplied with a power of two, which rounds nothing, such that no bfloat16 query is too large for
+    float16, and none that matters too small.
+    """
+    SIDE: gl.constexpr = 64
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    HALF: gl.constexpr = LATENT // 2
+    rows = gl.program_id(0) * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    there = (rows < num_rows)[:, None]
+    places = ((token.to(gl.int64) * HEADS + rows) * LATENT)[:, None] + dims
+    largest = gl.full([BLOCK_M], 1e-30, gl.float32, gl.SliceLayout(1, LAYOUT))
+    for first in gl.static_range(0, LATENT, SIDE):
+        part = gl.load(q_nope + places + first, mask=there, other=0.0).to(gl.float32)
+        largest = gl.maximum(largest, gl.max(gl.abs(part), 1))
+    if ROPE:
+        pe_dims = gl.arange(0, ROPE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+        pe_places = ((token.to(gl.int64) * HEADS + rows) * ROPE)[:, None] + pe_dims
+        pe = gl.load(q_pe + pe_places, mask=there, other=0.0).to(gl.float32)
+        largest = gl.maximum(largest, gl.max(gl.abs(pe), 1))
+    shift = 14.0 - gl.floor(gl.log2(largest))
+    factor = gl.exp2(shift)[:, None]
+    for first in gl.static_range(0, LATENT, SIDE):
+        part = gl.load(q_nope + places + first, mask=there, other=0.0).to(gl.float32)
+        if first < HALF:
+            low.slice(first, SIDE, dim=1).store((part * factor).to(gl.float16))
+        else:
+            high.slice(first - HALF, SIDE, dim=1).store((part * factor).to(gl.float16))
+    if ROPE:
+        rope.store((pe * factor).to(gl.float16))
+    units.store(gl.exp2(-shift))
 
 
 @gluon.jit
@@ -244,6 +251,7 @@ def convert_tiles(
     q_low,
     q_high,
     q_rope,
+    units,
     k_low,
     k_high,
     k_rope,
@@ -262,12 +270,11 @@ def convert_tiles(
     LOADER: gl.constexpr,
     LOADERS: gl.constexpr,
 ):
-    """As copy_tiles, for latents of 8 bits, which become those of 16 bits on the way.
+    """As copy_tiles, for latents of 8 bits, which become float16 on the way, as the queries do.
 
-    Groups 0 to LOADERS - 1 take turns. Each has a tile in its registers while the others write theirs.
+    LOADERS groups of warps take turns: one has its next tile in registers while another writes.
     """
     HALF: gl.constexpr = LATENT // 2
-    QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     # Threads that write at the same time have different banks.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     lanes = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
@@ -284,9 +291,11 @@ def convert_tiles(
         if (row_block * BLOCK_M < num_rows) & (last_tile > tile):
             if LOADER == 0:
                 mbarrier.wait(q_empty, (streams & 1) ^ 1)
-                _copy_queries(
-                    q_nope, q_pe, q_low, q_high, q_rope, q_full, token, num_rows, HEADS, BLOCK_M, LATENT, ROPE, QUERIES
+                _scaled_queries(
+                    q_nope, q_pe, q_low, q_high, q_rope, units, token, num_rows, HEADS, BLOCK_M, LATENT, ROPE
                 )  # fmt: skip
+                fence_async_shared()
+                mbarrier.arrive(q_full, count=1)
             streams += 1
             table_row = block_table + request.to(gl.int64) * stride_table
             lo = (tile - first) * BLOCK_N

@@ -23,6 +23,15 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
+def _stage(number, STAGES: gl.constexpr):
+    """The place of tile `number`. If there is one only, this hides it from the compiler.
+
+    Otherwise it keeps the addresses of all products in registers, more than there are.
+    """
+    return number % STAGES if STAGES > 1 else number // 1073741824
+
+
+@gluon.jit
 def _logits(
     q_low,
     q_high,
@@ -40,7 +49,7 @@ def _logits(
     LOGITS: gl.constexpr,
 ):
     """Begin the products of tile `number` with the queries, once it is there: `[BLOCK_N, BLOCK_M]`."""
-    stage = number % STAGES
+    stage = _stage(number, STAGES)
     mbarrier.wait(full.index(stage), number // STAGES & 1, pred=is_there)
     fence_async_shared()
     zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, LOGITS)
@@ -73,6 +82,7 @@ def _attend(
     q_low,
     q_high,
     q_rope,
+    units,
     k_low,
     k_high,
     k_rope,
@@ -88,6 +98,7 @@ def _attend(
     ROPE: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_LSE: gl.constexpr,
+    CONVERTS: gl.constexpr,
 ):
     """BLOCK_M rows of each request, as columns."""
     HALF: gl.constexpr = LATENT // 2
@@ -118,6 +129,9 @@ def _attend(
             lo = (tile - first) * BLOCK_N
             hi = gl.minimum((last_tile - first) * BLOCK_N, seq_len)
             mbarrier.wait(q_full, streams & 1)
+            unit = gl.full([BLOCK_M], scale * LOG2E, gl.float32, COLUMNS)
+            if CONVERTS:
+                unit *= units.load(COLUMNS)
             logits = _logits(
                 q_low, q_high, q_rope, k_low, k_high, k_rope, full, done, True, BLOCK_M, BLOCK_N, ROPE, STAGES, LOGITS
             )  # fmt: skip
@@ -125,30 +139,34 @@ def _attend(
             for start in range(lo, hi, BLOCK_N):
                 if start + BLOCK_N > common:
                     logits = gl.where((start + lanes)[:, None] <= last[None, :], logits, float("-inf"))
-                new_top = gl.maximum(top, gl.max(logits, 0) * (scale * LOG2E))
+                new_top = gl.maximum(top, gl.max(logits, 0) * unit)
                 pivot = gl.where(new_top == float("-inf"), 0.0, new_top)
-                weights = gl.exp2(logits * (scale * LOG2E) - pivot[None, :])
+                weights = gl.exp2(logits * unit[None, :] - pivot[None, :])
                 fade = gl.exp2(top - pivot)[None, :]
                 top = new_top
                 shared_weights.store(weights.to(k_low.dtype))
                 fence_async_shared()
                 low = low * fade
                 high = high * fade
-                stage = done % STAGES
+                stage = _stage(done, STAGES)
                 low = warpgroup_mma(k_low.index(stage).permute((1, 0)), shared_weights, low, is_async=True)
                 high = warpgroup_mma(k_high.index(stage).permute((1, 0)), shared_weights, high, is_async=True)
                 done += 1
+                if STAGES == 1:
+                    low, high = warpgroup_mma_wait(0, deps=(low, high))
+                    mbarrier.arrive(empty.index(stage), count=1)
                 # The next logits follow without a pause; those behind the last tile are of no use.
                 logits = _logits(
                     q_low, q_high, q_rope, k_low, k_high, k_rope, full, done, start + BLOCK_N < hi,
                     BLOCK_M, BLOCK_N, ROPE, STAGES, LOGITS,
                 )  # fmt: skip
                 sums = sums * fade + weights
-                if ROPE:
-                    low, high = warpgroup_mma_wait(3, deps=(low, high))
-                else:
-                    low, high = warpgroup_mma_wait(2, deps=(low, high))
-                mbarrier.arrive(empty.index(stage), count=1)
+                if STAGES > 1:
+                    if ROPE:
+                        low, high = warpgroup_mma_wait(3, deps=(low, high))
+                    else:
+                        low, high = warpgroup_mma_wait(2, deps=(low, high))
+                    mbarrier.arrive(empty.index(stage), count=1)
                 logits = warpgroup_mma_wait(0, deps=(logits,))
             mbarrier.arrive(q_empty, count=1)
             streams += 1
@@ -209,8 +227,8 @@ def latent_narrow_kernel(
 ):
     """As latent_decode_kernel, for queries of 16 bits, latents of their type or of 8 bits, and rows of whole 16 bytes."""
     HALF: gl.constexpr = LATENT // 2
-    dtype: gl.constexpr = q_nope.dtype.element_ty
     CONVERTS: gl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
+    dtype: gl.constexpr = gl.float16 if CONVERTS else q_nope.dtype.element_ty
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
     q_low = gl.allocate_shared_memory(dtype, [BLOCK_M, HALF], WIDE)
     q_high = gl.allocate_shared_memory(dtype, [BLOCK_M, HALF], WIDE)
@@ -224,33 +242,53 @@ def latent_narrow_kernel(
         k_rope = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], NARROW)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     shared_weights = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], WEIGHTS)
+    # What a row's products with the keys are multiplied with.
+    units = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # Each thread arrives by itself when its copies are there.
-    mbarrier.init(q_full, count=128)
+    mbarrier.init(q_full, count=1 if CONVERTS else 128)
     mbarrier.init(q_empty, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1 if CONVERTS else 128)
         mbarrier.init(empty.index(stage), count=1)
-    if CONVERTS:
+    if CONVERTS and STAGES == 1:
         gl.warp_specialize(
             [
                 (_attend, (
                     output, lse, query_start_loc, seq_lens, tiles, partials, partial_lses, num_reqs, max_rows, scale,
-                    q_low, q_high, q_rope, k_low, k_high, k_rope, shared_weights, q_full, q_empty, full, empty,
-                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE,
+                    q_low, q_high, q_rope, units, k_low, k_high, k_rope, shared_weights, q_full, q_empty, full, empty,
+                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE, CONVERTS,
                 )),
                 (convert_tiles, (
                     q_nope, q_pe, cache, query_start_loc, seq_lens, block_table, tiles, num_reqs, stride_table,
-                    stride_block, q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty,
+                    stride_block, q_low, q_high, q_rope, units, k_low, k_high, k_rope, q_full, q_empty, full, empty,
+                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, stride_token, BLOCK_SIZE,
+                    gl.constexpr(0), gl.constexpr(1),
+                )),
+            ],
+            [4],
+            [120],
+        )  # fmt: skip
+    elif CONVERTS:
+        gl.warp_specialize(
+            [
+                (_attend, (
+                    output, lse, query_start_loc, seq_lens, tiles, partials, partial_lses, num_reqs, max_rows, scale,
+                    q_low, q_high, q_rope, units, k_low, k_high, k_rope, shared_weights, q_full, q_empty, full, empty,
+                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE, CONVERTS,
+                )),
+                (convert_tiles, (
+                    q_nope, q_pe, cache, query_start_loc, seq_lens, block_table, tiles, num_reqs, stride_table,
+                    stride_block, q_low, q_high, q_rope, units, k_low, k_high, k_rope, q_full, q_empty, full, empty,
                     HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, stride_token, BLOCK_SIZE,
                     gl.constexpr(0), gl.constexpr(2),
                 )),
                 (convert_tiles, (
                     q_nope, q_pe, cache, query_start_loc, seq_lens, block_table, tiles, num_reqs, stride_table,
-                    stride_block, q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty,
+                    stride_block, q_low, q_high, q_rope, units, k_low, k_high, k_rope, q_full, q_empty, full, empty,
                     HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, stride_token, BLOCK_SIZE,
                     gl.constexpr(1), gl.constexpr(2),
                 )),
@@ -263,8 +301,8 @@ def latent_narrow_kernel(
             [
                 (_attend, (
                     output, lse, query_start_loc, seq_lens, tiles, partials, partial_lses, num_reqs, max_rows, scale,
-                    q_low, q_high, q_rope, k_low, k_high, k_rope, shared_weights, q_full, q_empty, full, empty,
-                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE,
+                    q_low, q_high, q_rope, units, k_low, k_high, k_rope, shared_weights, q_full, q_empty, full, empty,
+                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE, CONVERTS,
                 )),
                 (copy_tiles, (
                     q_nope, q_pe, cache, query_start_loc, seq_lens, block_table, tiles, num_reqs, stride_table,

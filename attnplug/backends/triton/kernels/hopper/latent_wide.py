@@ -61,6 +61,7 @@ def _weigh(
     q_low,
     q_high,
     q_rope,
+    units,
     k_low,
     k_high,
     k_rope,
@@ -79,6 +80,7 @@ def _weigh(
     ROPE: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_LSE: gl.constexpr,
+    CONVERTS: gl.constexpr,
 ):
     """The weights of BLOCK_M rows of each request, handed to the other group too, and the lower half of the output."""
     HALF: gl.constexpr = LATENT // 2
@@ -110,6 +112,9 @@ def _weigh(
             lo = (tile - first) * BLOCK_N
             hi = gl.minimum((last_tile - first) * BLOCK_N, seq_len)
             mbarrier.wait(q_full, streams & 1)
+            unit = gl.full([BLOCK_M], scale * LOG2E, gl.float32, gl.SliceLayout(1, LOGITS))
+            if CONVERTS:
+                unit *= units.load(gl.SliceLayout(1, LOGITS))
             logits = _logits(
                 q_low,
                 q_high,
@@ -130,9 +135,9 @@ def _weigh(
             for start in range(lo, hi, BLOCK_N):
                 if start + BLOCK_N > common:
                     logits = gl.where((start + lanes)[None, :] <= last[:, None], logits, float("-inf"))
-                new_top = gl.maximum(top, gl.max(logits, 1) * (scale * LOG2E))
+                new_top = gl.maximum(top, gl.max(logits, 1) * unit)
                 pivot = gl.where(new_top == float("-inf"), 0.0, new_top)
-                weights = gl.exp2(logits * (scale * LOG2E) - pivot[:, None])
+                weights = gl.exp2(logits * unit[:, None] - pivot[:, None])
                 fade = gl.exp2(top - pivot)
                 top = new_top
                 halves = weights.to(k_low.dtype)
@@ -310,8 +315,8 @@ def latent_wide_kernel(
 ):
     """As latent_decode_kernel, for queries of 16 bits, latents of their type or of 8 bits, and rows of whole 16 bytes."""
     HALF: gl.constexpr = LATENT // 2
-    dtype: gl.constexpr = q_nope.dtype.element_ty
     CONVERTS: gl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
+    dtype: gl.constexpr = gl.float16 if CONVERTS else q_nope.dtype.element_ty
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
     q_low = gl.allocate_shared_memory(dtype, [BLOCK_M, HALF], WIDE)
     q_high = gl.allocate_shared_memory(dtype, [BLOCK_M, HALF], WIDE)
@@ -327,6 +332,8 @@ def latent_wide_kernel(
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], dtype)
     shared_weights = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], SQUARE)
     shared_factors = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # What a row's products with the keys are multiplied with.
+    units = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -334,7 +341,7 @@ def latent_wide_kernel(
     weights_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     weights_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     # Each thread arrives by itself when its copies are there.
-    mbarrier.init(q_full, count=128)
+    mbarrier.init(q_full, count=1 if CONVERTS else 128)
     mbarrier.init(q_empty, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1 if CONVERTS else 128)
@@ -346,9 +353,9 @@ def latent_wide_kernel(
             [
                 (_weigh, (
                     output, lse, query_start_loc, seq_lens, tiles, partials, partial_lses, num_reqs, max_rows, scale,
-                    q_low, q_high, q_rope, k_low, k_high, k_rope, shared_weights, shared_factors,
+                    q_low, q_high, q_rope, units, k_low, k_high, k_rope, shared_weights, shared_factors,
                     q_full, q_empty, full, empty, weights_full, weights_empty,
-                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE,
+                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE, CONVERTS,
                 )),
                 (_follow, (
                     output, query_start_loc, seq_lens, tiles, partials, num_reqs, max_rows,
@@ -357,7 +364,7 @@ def latent_wide_kernel(
                 )),
                 (convert_tiles, (
                     q_nope, q_pe, cache, query_start_loc, seq_lens, block_table, tiles, num_reqs, stride_table,
-                    stride_block, q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty,
+                    stride_block, q_low, q_high, q_rope, units, k_low, k_high, k_rope, q_full, q_empty, full, empty,
                     HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, stride_token, BLOCK_SIZE,
                     gl.constexpr(0), gl.constexpr(1),
                 )),
@@ -370,9 +377,9 @@ def latent_wide_kernel(
             [
                 (_weigh, (
                     output, lse, query_start_loc, seq_lens, tiles, partials, partial_lses, num_reqs, max_rows, scale,
-                    q_low, q_high, q_rope, k_low, k_high, k_rope, shared_weights, shared_factors,
+                    q_low, q_high, q_rope, units, k_low, k_high, k_rope, shared_weights, shared_factors,
                     q_full, q_empty, full, empty, weights_full, weights_empty,
-                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE,
+                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE, CONVERTS,
                 )),
                 (_follow, (
                     output, query_start_loc, seq_lens, tiles, partials, num_reqs, max_rows,
