@@ -90,11 +90,7 @@ class TritonMLAImpl(MLADecodeImpl):
         rows = heads * metadata.max_query_len
         gpu = gpu_of(q_nope.device)
         hopper = self._hopper_kernels(q_nope, q_pe, kv_cache)
-        launch = (
-            hopper_launch(rows, kv_cache.element_size())
-            if hopper
-            else latent_launch(rows, size, q_nope.element_size(), gpu)
-        )
+        launch = hopper_launch(rows) if hopper else latent_launch(rows, size, q_nope.element_size(), gpu)
         row_blocks = -(-rows // launch.block_m)
         programs = max(launch.waves * gpu.multiprocessors // row_blocks, 1)
         decode, merge = self._kernels(launch, hopper, kv_cache, heads, output_lse is not None)
@@ -177,8 +173,6 @@ class TritonMLAImpl(MLADecodeImpl):
                 "STAGES": launch.num_stages,
             }
             options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-            if launch.max_registers is not None:
-                options["maxnreg"] = launch.max_registers
             decode = BoundKernel(hopper.get(launch.block_m, _DECODE), 14, values, **options)
             bound = self._bound[form] = decode, BoundKernel(_MERGE, 11, values, num_warps=4)
         return bound

@@ -21,7 +21,6 @@ class LatentLaunch(NamedTuple):
         num_stages: tiles in flight.
         waves: programs per multiprocessor.
         least: fewest tiles of a program.
-        max_registers: limit per thread, so that `waves` programs fit at once; None without limit.
     """
 
     block_m: int
@@ -30,14 +29,10 @@ class LatentLaunch(NamedTuple):
     num_stages: int
     waves: int
     least: int
-    max_registers: int | None = None
 
 
-def hopper_launch(rows: int, cache_itemsize: int) -> LatentLaunch:
+def hopper_launch(rows: int) -> LatentLaunch:
     """The launch of a kernel of hopper_kernels for requests of at most `rows` rows."""
-    if rows <= 16 and cache_itemsize == 1:
-        # While one program converts a tile, the other one of a multiprocessor attends.
-        return LatentLaunch(16, 64, 4, 1, 2, 1, 128)
     return LatentLaunch(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 4, 2, 1, 1)
 
 

@@ -289,13 +289,6 @@ def convert_tiles(
         )
         num_rows = query_len * HEADS
         if (row_block * BLOCK_M < num_rows) & (last_tile > tile):
-            if LOADER == 0:
-                mbarrier.wait(q_empty, (streams & 1) ^ 1)
-                _scaled_queries(
-                    q_nope, q_pe, q_low, q_high, q_rope, units, token, num_rows, HEADS, BLOCK_M, LATENT, ROPE
-                )  # fmt: skip
-                fence_async_shared()
-                mbarrier.arrive(q_full, count=1)
             streams += 1
             table_row = block_table + request.to(gl.int64) * stride_table
             lo = (tile - first) * BLOCK_N
@@ -307,6 +300,14 @@ def convert_tiles(
             high = _words(places, keys < hi, HALF, HALF, LAYOUT)
             if ROPE:
                 rope = _words(places, keys < hi, LATENT, ROPE, LAYOUT)
+            # Latents are on their way meanwhile.
+            if LOADER == 0:
+                mbarrier.wait(q_empty, streams & 1)
+                _scaled_queries(
+                    q_nope, q_pe, q_low, q_high, q_rope, units, token, num_rows, HEADS, BLOCK_M, LATENT, ROPE
+                )  # fmt: skip
+                fence_async_shared()
+                mbarrier.arrive(q_full, count=1)
             keys += LOADERS * BLOCK_N
             places = _latents(cache, table_row, keys, hi, stride_block, stride_token, BLOCK_SIZE)
             own = number + ahead

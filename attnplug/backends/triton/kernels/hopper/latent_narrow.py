@@ -23,15 +23,6 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def _stage(number, STAGES: gl.constexpr):
-    """The place of tile `number`. If there is one only, this hides it from the compiler.
-
-    Otherwise it keeps the addresses of all products in registers, more than there are.
-    """
-    return number % STAGES if STAGES > 1 else number // 1073741824
-
-
-@gluon.jit
 def _logits(
     q_low,
     q_high,
@@ -49,7 +40,7 @@ def _logits(
     LOGITS: gl.constexpr,
 ):
     """Begin the products of tile `number` with the queries, once it is there: `[BLOCK_N, BLOCK_M]`."""
-    stage = _stage(number, STAGES)
+    stage = number % STAGES
     mbarrier.wait(full.index(stage), number // STAGES & 1, pred=is_there)
     fence_async_shared()
     zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, LOGITS)
@@ -148,25 +139,21 @@ def _attend(
                 fence_async_shared()
                 low = low * fade
                 high = high * fade
-                stage = _stage(done, STAGES)
+                stage = done % STAGES
                 low = warpgroup_mma(k_low.index(stage).permute((1, 0)), shared_weights, low, is_async=True)
                 high = warpgroup_mma(k_high.index(stage).permute((1, 0)), shared_weights, high, is_async=True)
                 done += 1
-                if STAGES == 1:
-                    low, high = warpgroup_mma_wait(0, deps=(low, high))
-                    mbarrier.arrive(empty.index(stage), count=1)
                 # The next logits follow without a pause; those behind the last tile are of no use.
                 logits = _logits(
                     q_low, q_high, q_rope, k_low, k_high, k_rope, full, done, start + BLOCK_N < hi,
                     BLOCK_M, BLOCK_N, ROPE, STAGES, LOGITS,
                 )  # fmt: skip
                 sums = sums * fade + weights
-                if STAGES > 1:
-                    if ROPE:
-                        low, high = warpgroup_mma_wait(3, deps=(low, high))
-                    else:
-                        low, high = warpgroup_mma_wait(2, deps=(low, high))
-                    mbarrier.arrive(empty.index(stage), count=1)
+                if ROPE:
+                    low, high = warpgroup_mma_wait(3, deps=(low, high))
+                else:
+                    low, high = warpgroup_mma_wait(2, deps=(low, high))
+                mbarrier.arrive(empty.index(stage), count=1)
                 logits = warpgroup_mma_wait(0, deps=(logits,))
             mbarrier.arrive(q_empty, count=1)
             streams += 1
@@ -254,25 +241,7 @@ def latent_narrow_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1 if CONVERTS else 128)
         mbarrier.init(empty.index(stage), count=1)
-    if CONVERTS and STAGES == 1:
-        gl.warp_specialize(
-            [
-                (_attend, (
-                    output, lse, query_start_loc, seq_lens, tiles, partials, partial_lses, num_reqs, max_rows, scale,
-                    q_low, q_high, q_rope, units, k_low, k_high, k_rope, shared_weights, q_full, q_empty, full, empty,
-                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE, CONVERTS,
-                )),
-                (convert_tiles, (
-                    q_nope, q_pe, cache, query_start_loc, seq_lens, block_table, tiles, num_reqs, stride_table,
-                    stride_block, q_low, q_high, q_rope, units, k_low, k_high, k_rope, q_full, q_empty, full, empty,
-                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, stride_token, BLOCK_SIZE,
-                    gl.constexpr(0), gl.constexpr(1),
-                )),
-            ],
-            [4],
-            [120],
-        )  # fmt: skip
-    elif CONVERTS:
+    if CONVERTS:
         gl.warp_specialize(
             [
                 (_attend, (
