@@ -235,9 +235,7 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
         lse = output_lse
         if lse is None and meta.chunks:
             lse = torch.empty(output.shape[:2], dtype=torch.float32, device=output.device)
-        _, key, value = self._workspace(None, kv_c_normed.shape[0], q)
-        self._expand(kv_c_normed, k_pe[:, 0], key, value)
-        impl.attend(None, q, key, value, None, meta.new, output, output_lse=lse)
+        self._attend_new(impl, q, kv_c_normed, k_pe[:, 0], meta.new, output, lse)
         if not meta.chunks or lse is None:
             return
         pages, scale = self._latents(kv_cache), float(k_scale)
@@ -255,6 +253,48 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
             merge_attn_states(*parts, into, lse[chunk.queries])
         if merged is not output:
             output.copy_(merged)
+
+    @torch.no_grad()
+    def attend_new(
+        self,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+        output_lse: torch.Tensor | None,
+    ) -> None:
+        """Attend new tokens alone, on the prefill backend.
+
+        Args:
+            query: `[T, H, nope + rope]`.
+            latent: `[S, L + R]`, the latents of the keys.
+            metadata: of the prefill half, for keys in the call.
+            output: `[T, H, v_head_dim]`, written.
+            output_lse: float32 `[T, H]`, written where given.
+
+        Raises:
+            BatchError: there is no prefill backend, or a query of another shape.
+        """
+        impl = self.prefill_impl
+        if impl is None:
+            raise BatchError("query", tuple(query.shape), f"{self.backend.get_name()} decodes only")
+        check_rows("query", query, query.shape[0], (self.spec.num_heads, self.spec.query_size), self._dtype)
+        rank = self.dims.kv_lora_rank
+        self._attend_new(impl, query, latent[:, :rank], latent[:, rank:], metadata, output, output_lse)
+
+    def _attend_new(
+        self,
+        impl: AttentionImpl[Any],
+        query: torch.Tensor,
+        kv_c: torch.Tensor,
+        k_pe: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+        output_lse: torch.Tensor | None,
+    ) -> None:
+        _, key, value = self._workspace(None, kv_c.shape[0], query)
+        self._expand(kv_c, k_pe, key, value)
+        impl.attend(None, query, key, value, None, metadata, output, output_lse=output_lse)
 
     def _decode_rows(
         self,

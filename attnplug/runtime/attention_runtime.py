@@ -154,7 +154,7 @@ class AttentionRuntime:
 
             most = self.config.max_num_batched_tokens, self.config.max_num_seqs
             made = tensors_by_layer, self.device, *most, context_parallel, make_direct
-            self._sharded = ShardedLayers(plan, *made)
+            self._sharded = ShardedLayers(plan, *made, self.attention_groups, self.layers)
         share_workspace(
             group.builder for group in (*self.attention_groups, *self._direct_groups, *self.new_token_groups)
         )
@@ -290,6 +290,8 @@ class AttentionRuntime:
             check_order(batch, self.attention_groups)
             check_spans("batch.common", batch.common, self._needs_spans[0])
             check_given("batch.common", batch.common, self._needs_selection[0])
+            if self._sharded is not None and metadata is None:
+                batch = self._sharded.with_parts(batch)
             step |= paged_steps(self.attention_groups, batch, self.kv_cache_config, metadata, draft_index)
             if self._sharded is not None:
                 self._sharded.begin(batch, draft_index)

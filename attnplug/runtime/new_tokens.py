@@ -12,6 +12,7 @@ from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.registry.decision import Decision
 from attnplug.runtime.attention_groups import AttentionGroup, build_step
+from attnplug.runtime.new_latents import NewLatents
 from attnplug.runtime.runtime_layer import RuntimeLayer
 from attnplug.runtime.sharded_step import ShardedStep
 from attnplug.runtime.split_queries import SplitQueries, pays_to_split
@@ -28,6 +29,7 @@ class NewTokens:
         readers: the layers that are read by others: their K and V of a step are kept.
         device: of the layers.
         make_groups: builders for layers with direct K and V, by decision.
+        latents: the layers of latent attention.
     """
 
     def __init__(
@@ -37,7 +39,9 @@ class NewTokens:
         readers: Collection[str],
         device: torch.device,
         make_groups: Callable[[Mapping[str, Decision]], list[AttentionGroup]],
+        latents: NewLatents,
     ) -> None:
+        self._latents = latents
         self._layers = {
             # K and V of the call are as computed: the scales are those of stored ones.
             name: RuntimeLayer(
@@ -57,7 +61,8 @@ class NewTokens:
         """Build the metadata of a step that is not a decode."""
         lens = common.query_start_loc_cpu.diff().numpy()
         # A row that sees later tokens would need the keys of all pieces.
-        if self.groups and common.causal and not step.in_graph and pays_to_split(lens, self._device):
+        is_served = bool(self.groups) or step.apart
+        if is_served and common.causal and not step.in_graph and pays_to_split(lens, self._device):
             self.split = SplitQueries.of(common, step.place)
         batch = step.new_tokens(common) if self.split is None else self.split.pieces
         for group in self.groups if batch.num_reqs else ():
@@ -66,6 +71,8 @@ class NewTokens:
             else:
                 made = build_step(group.builder, batch, draft_index)
             self._metadata.update(dict.fromkeys(group.layer_names, made))
+        if step.apart and batch.num_reqs:
+            self._metadata.update(self._latents.build(batch))
 
     def end(self) -> None:
         """Forget the step."""
@@ -74,7 +81,8 @@ class NewTokens:
         self._keys.clear()
 
     def keys_of(self, layer: RuntimeLayer, key: torch.Tensor | None, value: torch.Tensor | None) -> _Keys:
-        """K and V of the new tokens: of the call, or of the layer whose pages this one reads."""
+        """K and V of the new tokens: of the call, or of the layer whose pages this one reads; latents are both."""
+        value = key if layer.spec.mla is not None else value
         if key is not None and value is not None:
             if layer.name in self._readers:
                 self._keys[layer.name] = key, value
@@ -94,11 +102,15 @@ class NewTokens:
         output_lse: torch.Tensor | None,
     ) -> None:
         """Attend causally, with the sinks: all rows of the step, or in a split step those of this rank."""
-        split, layer = self.split, self._layers[name]
+        split, is_latent = self.split, name in self._latents.names
         if split is not None:
             if not split.pieces.num_reqs:
                 return
-            query = query.index_select(0, split.rows)
-            keys = keys[0].index_select(0, split.key_rows), keys[1].index_select(0, split.key_rows)
+            query, key = query.index_select(0, split.rows), keys[0].index_select(0, split.key_rows)
+            keys = key, key if is_latent else keys[1].index_select(0, split.key_rows)
         made = self._metadata[name]
+        if is_latent:
+            self._latents.attend(name, query, keys[0], made, output, output_lse)
+            return
+        layer = self._layers[name]
         layer.impl.attend(layer, query, *keys, None, made, output, output_lse=output_lse, use_sinks=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from attnplug.ops.merging import merge_attn_states
 from attnplug.registry.decision import Decision
 from attnplug.runtime.attention_groups import AttentionGroup
 from attnplug.runtime.model_plan import ModelPlan
+from attnplug.runtime.new_latents import LEAST_QUERIES, NewLatents
 from attnplug.runtime.new_tokens import NewTokens
 from attnplug.runtime.rank_groups import ContextParallelGroup, check_same_plan
 from attnplug.runtime.runtime_layer import RuntimeLayer
@@ -39,6 +41,8 @@ class ShardedLayers:
         max_requests: most requests in a step.
         place: the rank with its process group, if the plan's own has none, such as one from JSON.
         make_groups: builders for layers with direct K and V, by decision.
+        groups: the builders of the layers with pages.
+        layers: all layers by name.
 
     Raises:
         LayoutError: no process group, or a place that is not the plan's.
@@ -54,18 +58,22 @@ class ShardedLayers:
         max_requests: int,
         place: ContextParallel | None,
         make_groups: Callable[[Mapping[str, Decision]], list[AttentionGroup]],
+        groups: Sequence[AttentionGroup],
+        layers: Mapping[str, RuntimeLayer],
     ) -> None:
         self.place, self.group = _group(plan, place)
         check_same_plan(plan, self.group)
         self.names = frozenset(plan.sharded_layers)
-        self._new = NewTokens(plan.new_tokens, tensors, set(plan.kv_sharing.values()), device, make_groups)
+        self._latents = NewLatents(groups, layers, {name: plan.specs[name] for name in self.names})
+        readers = set(plan.kv_sharing.values())
+        self._new = NewTokens(plan.new_tokens, tensors, readers, device, make_groups, self._latents)
         self._step: StepBatch | None = None
         self._buffers = ExchangeBuffers(device)
         size, most = self.group.size(), most_rows(max_tokens, max_requests, self.group.size())
         for spec in {plan.specs[name] for name in self.names}:
             dtype: torch.dtype = getattr(torch, spec.dtype)
             self._buffers.reserve(max_tokens, spec.num_heads, spec.output_size, dtype, self.group)
-            if self._new.groups:
+            if self._new.groups or self._latents.names:
                 self._buffers.take(_OUTPUTS, (size, most, spec.num_heads, spec.output_size), dtype)
                 self._buffers.take(_LSES, (size, most, spec.num_heads), torch.float32)
         self._buffers.freeze()
@@ -74,6 +82,15 @@ class ShardedLayers:
     def groups(self) -> list[AttentionGroup]:
         """The builders for the new tokens of a step."""
         return self._new.groups
+
+    def with_parts(self, batch: StepBatch) -> StepBatch:
+        """The batch of a step for which no metadata is built yet; in a long one, latents attend new tokens apart."""
+        step = batch.sharded
+        if not self._latents.names or step is None or step.is_decode or step.in_graph:
+            return batch
+        if batch.common.max_query_len < LEAST_QUERIES:
+            return batch
+        return dataclasses.replace(batch, sharded=dataclasses.replace(step, apart=True))
 
     def begin(self, batch: StepBatch, draft_index: int | None) -> None:
         """Build the metadata of the new tokens of a step; BatchError for a batch of another place."""
@@ -118,7 +135,7 @@ class ShardedLayers:
         output = output[:tokens]
         output_lse = None if output_lse is None else output_lse[:tokens]
         call = layer, query, key, value, metadata
-        if step.is_decode or layer.spec.mla is not None:
+        if step.is_decode or (layer.spec.mla is not None and not step.apart):
             # The sinks count on exactly one rank.
             self._attend_and_combine(*call, self.place.rank == 0, output, output_lse)
             return
@@ -236,6 +253,8 @@ class ShardedLayers:
         value: torch.Tensor | None,
         metadata: AttentionMetadata,
     ) -> None:
+        # The value of a latent is a part of it.
+        value = key if layer.spec.mla is not None else value
         if layer.target is None and key is not None and value is not None and layer.kv_cache is not None:
             layer.impl.update_kv_cache(layer, key, value, layer.kv_cache, metadata.slot_mapping)
 

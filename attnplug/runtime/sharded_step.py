@@ -24,6 +24,7 @@ class ShardedStep:
 
     A step of at most one new token per request is a decode: its tokens are written first, and its queries attend all
     keys of the rank. In other steps the queries attend the computed keys of the rank, and the new tokens apart.
+    Latent attention does so in long steps; in others each new token attends all keys of the rank that it sees.
 
     Args:
         place: of this rank.
@@ -35,6 +36,8 @@ class ShardedStep:
         row_lens: for latent attention in other steps, int32 `[T]`: the keys on this rank that each new token sees.
         row_lens_host: the same on the host.
         row_requests: the request of each new token, int64 `[T]`.
+        row_requests_host: the same on the host.
+        apart: whether latent attention attends the new tokens apart too.
         new_lens: of a graph: int32 `[R]`, its new tokens of each request.
         no_slots: of a graph: int64 `[T]`, all -1.
         row_starts: of a graph: int32 `[T + 1]`, 0, 1, 2, ...
@@ -51,6 +54,8 @@ class ShardedStep:
     row_lens: torch.Tensor | None = None
     row_lens_host: _Ints | None = None
     row_requests: torch.Tensor | None = None
+    row_requests_host: _Ints | None = None
+    apart: bool = False
     new_lens: torch.Tensor | None = None
     no_slots: torch.Tensor | None = None
     row_starts: torch.Tensor | None = None
@@ -86,6 +91,7 @@ class ShardedStep:
             row_lens=torch.from_numpy(rows).to(device),
             row_lens_host=rows,
             row_requests=torch.arange(requests, device=device).repeat_interleave(new),
+            row_requests_host=np.arange(requests).repeat(new),
         )
 
     @classmethod
@@ -128,6 +134,7 @@ class ShardedStep:
             row_lens=staging.row_lens.copy_to_gpu(rows) if rows else None,
             row_lens_host=staging.row_lens.np[:rows] if rows else None,
             row_requests=staging.row_requests.copy_to_gpu(rows) if rows else None,
+            row_requests_host=staging.row_requests.np[:rows] if rows else None,
         )
 
     def context(
@@ -140,7 +147,10 @@ class ShardedStep:
     def rows(
         self, common: CommonAttentionMetadata, table: torch.Tensor, slots: torch.Tensor, group: int
     ) -> CommonAttentionMetadata:
-        """Each new token as a request of its own, with the keys of this rank that it sees: for latent attention."""
+        """Each new token as a request of its own, with the keys of this rank that it sees: for latent attention.
+
+        If new tokens are attended apart, it sees the computed ones.
+        """
         lens, host, requests, tables = (
             self.row_lens,
             self.row_lens_host,
@@ -151,6 +161,9 @@ class ShardedStep:
             lengths = self.local_lens, self.local_lens_host
             return self._batch(common, *lengths, block_table_tensor=table, slot_mapping=slots)
         count = lens.shape[0]
+        if self.apart and requests is not None and self.row_requests_host is not None:
+            lens = self.local_lens.index_select(0, requests)
+            host = self.local_lens_host[self.row_requests_host]
         # Made on the device, because a copy from pageable memory would wait for it.
         starts = self.row_starts
         if starts is None:

@@ -24,8 +24,10 @@ from attnplug.runtime import (
     RankWatch,
     check_same_plan,
     context_parallel,
+    new_latents,
     split_queries,
 )
+from attnplug.runtime.new_latents import NewLatents
 
 Case = Callable[[dist.ProcessGroup], None]
 
@@ -73,10 +75,11 @@ def cases(size: int) -> Iterator[tuple[str, Case]]:
     for model in [name for name in MODELS if name != "windows"]:
         for interleave in (1, 16) if size == 2 else (4,):
             yield f"{model} interleave={interleave}", functools.partial(_equals_one_rank, model, interleave)
-    for model in ("llama", "sinks", "value sizes", "readers", "lse", "not causal"):
+    for model in ("llama", "sinks", "value sizes", "readers", "lse", "not causal", "latents"):
         yield f"{model} with all rows split", functools.partial(_splits_rows, model)
     for model in ("llama", "windows", "whole", "latents"):
         yield f"{model} in graphs", functools.partial(_replays, model)
+    yield "latents in long and in short steps", _attends_new_latents_apart
     yield "graphs without support", _refuses_graphs_without_support
     yield "a plan from JSON", _runs_a_plan_from_json
     yield "a plan that differs", _names_the_plan_that_differs
@@ -167,6 +170,36 @@ def _splits_rows(model: str, group: dist.ProcessGroup) -> None:
                 torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-5)
             if least == 1:
                 assert max(seen) <= 2 * -(-30 // (2 * group.size())) + 4, seen
+
+
+def _attends_new_latents_apart(group: dist.ProcessGroup) -> None:
+    """Long steps attend new latents apart, with and without computed ones; a backend that only decodes never does."""
+    alone, longest = _outputs("latents", None), []
+    attend, place = NewLatents.attend, context_parallel(group)
+
+    def counted(self: NewLatents, name: str, query: torch.Tensor, *given: Any) -> None:
+        longest.append(query.shape[0])
+        attend(self, name, query, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NewLatents, "attend", counted)
+        patch.setattr(split_queries, "_LEAST_CPU_PAIRS", 1 << 20)
+        outputs = [_outputs("latents", place)]
+        # The steps of 20 and of 30 new tokens of a request; the first has no computed ones.
+        assert longest[-2:] == [26, 31]
+        assert [rows for rows in longest[:-2] if rows < new_latents.LEAST_QUERIES] == []
+        longest.clear()
+        found = NewLatents.__init__
+
+        def without(self: NewLatents, *given: Any) -> None:
+            found(self, [], *given[1:])
+
+        patch.setattr(NewLatents, "__init__", without)
+        outputs.append(_outputs("latents", place))
+        assert longest == []
+    for shared in outputs:
+        for one, many in zip(alone, shared, strict=True):
+            torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-5)
 
 
 def _outputs(model: str, place: ContextParallel | None) -> list[torch.Tensor]:
