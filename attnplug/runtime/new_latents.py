@@ -41,9 +41,8 @@ class NewLatents:
             found = {name: layers[name].impl for name in names}
             prefill = group.builder.prefill if isinstance(group.builder, MLADecodeBuilder) else None
             if names and prefill is not None:
-                halves = {n: impl for n, impl in found.items() if isinstance(impl, MLADecodeImpl)}
-                self._impls |= {name: impl for name, impl in halves.items() if impl.prefill_impl is not None}
                 self._builders.append((prefill, names))
+                self._impls |= {n: impl for n, impl in found.items() if isinstance(impl, MLADecodeImpl)}
         # A step has one kind of batch for all of them.
         self.names: Collection[str] = wanted if set(self._impls) == wanted else ()
 
@@ -51,7 +50,8 @@ class NewLatents:
         """The metadata of each layer for new tokens with keys in the call."""
         made: dict[str, AttentionMetadata] = {}
         for builder, names in self._builders:
-            made.update(dict.fromkeys(names, builder.build(0, common)))
+            step: AttentionMetadata = builder.build(0, common)
+            made |= dict.fromkeys(names, step)
         return made
 
     def attend(
