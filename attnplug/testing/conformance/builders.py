@@ -113,10 +113,13 @@ def _check_drafting(target: Target, kind: str) -> None:
 
 def _check_steps(target: Target, kind: str, fast: bool) -> None:
     spec, size = layer_of_kind(target, kind)
+    new, tokens = decodes(size)
+    # The last steps have more requests and tokens than the first, for which buffers may have been made.
+    larger = ([*new * 5], [*tokens * 5]), ([4 * size + 1], [4 * size + 1])
     lengths = mixed(size), mixed(size, 2), decodes(size), decodes(size, 2), mixed(size), ([1], [size + 1])
     harness = Harness.of(target, step_factory(target, spec, lengths[0])())
     before: Batch | None = None
-    for index, each in enumerate(lengths):
+    for index, each in enumerate((*lengths, *larger)):
         make = step_factory(target, spec, each, index)
         batch, what = make(), f"step {index + 1} of one builder" + (", fast_build=True" if fast else "")
         with error_context(what):

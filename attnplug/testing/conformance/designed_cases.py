@@ -133,7 +133,8 @@ def _long_rows(search: Search, few: bool) -> list[dict[str, Any]]:
     least = min((size for size in search.axes["block_size"] if size), default=None)
     far = {"shape": "far-blocks", "block_size": least}
     found: list[dict[str, Any]] = [far if shape == "far-blocks" else {"shape": shape} for shape in LONG]
-    found += _LONG_WITH
+    # A request of thousands of pages: kernels may copy a part of its table.
+    found += [*_LONG_WITH, {"shape": "long-decode", "block_size": least}]
     if not few:
         found += [
             {"shape": shape, axis: value}

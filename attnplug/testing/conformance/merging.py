@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
+from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.metadata import PAD_SLOT_ID
 from attnplug.core.spec import LayerSpec
@@ -17,8 +19,9 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckSkipped, SkipKind, error_context
 from attnplug.testing.conformance.expectations import difference, expect_correct, wrong_answer
 from attnplug.testing.conformance.harness import Answer, Harness
-from attnplug.testing.conformance.steps import layer_without_limits, with_lengths
+from attnplug.testing.conformance.steps import decodes, layer_without_limits, with_lengths
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.design.compiling import compile_key
 
 Span: TypeAlias = tuple[int, int]
 
@@ -41,6 +44,23 @@ def checks(target: Target) -> Iterator[Check]:
     if Feature.SINKS in features:
         summary = "with use_sinks=False neither output nor LSE includes the sinks"
         yield Check.of("merge/use_sinks", summary, _check_without_sinks, target)
+
+
+_MOST_KEYS = 4
+_BESIDE_SINKS: tuple[dict[str, Any], ...] = (
+    {"logits_soft_cap": 3.0},
+    {"window": (6, 0)},
+    {"chunk_size": 64},
+    {"has_alibi": True},
+    {"scale": 0.15},
+    {"kv_cache_dtype": "fp8_e4m3"},
+    {"dtype": "bfloat16"},
+    {"causal": False},
+    {"num_heads": 8, "num_kv_heads": 1},
+    {"head_size": 128, "head_size_v": 128},
+    {"block_size": 64},
+)
+"""More to ask of a layer with sinks: a path of its own may read them elsewhere."""
 
 
 def _layer(target: Target, has_sinks: bool) -> tuple[LayerSpec, int]:
@@ -139,15 +159,34 @@ def part_mistake(part: Batch, answer: Answer, use_sinks: bool) -> str | None:
 
 
 def _check_without_sinks(target: Target) -> None:
-    spec, size = _layer(target, True)
-    batch = target.batch(spec, [1, 5, 1, size + 3], [size, 2 * size + 5, 3, size + 3])
+    plain, size = _layer(target, True)
+    steps = ([1, 5, 1, size + 3], [size, 2 * size + 5, 3, size + 3]), decodes(size)
+    keys: set[Hashable] = set()
+    for fields in ({}, *_BESIDE_SINKS):
+        try:
+            spec = plain.replace(**fields)
+        except SpecError:
+            continue
+        key = compile_key(target.backend, spec)
+        if target.reasons(spec) or (key is not None and key not in keys and len(keys) >= _MOST_KEYS):
+            continue
+        keys.add(key)
+        for lengths in steps:
+            _expect_without_sinks(target, target.batch(spec, *lengths))
+
+
+def _expect_without_sinks(target: Target, batch: Batch) -> None:
+    """Expect that a layer leaves the sinks out, includes them in the next call, and leaves them out again."""
     harness = Harness.of(target, batch)
-    with error_context("with use_sinks=False"):
-        found = harness.run(batch, harness.builder.build(0, batch.common), use_sinks=False)
-    expect_correct(
-        batch,
-        found,
-        "with use_sinks=False",
-        lambda: None if difference(batch, found, use_sinks=True) else "use_sinks=False ignored",
-        use_sinks=False,
-    )
+    before = ""
+    for use_sinks in (False, True, False):
+        what = f"with use_sinks={use_sinks}{before}"
+        with error_context(what):
+            found = harness.run(batch, harness.builder.build(0, batch.common), use_sinks=use_sinks)
+        mistake = functools.partial(_ignored, batch, found, use_sinks)
+        expect_correct(batch, found, what, mistake, use_sinks=use_sinks)
+        before = f", after a call with use_sinks={use_sinks}"
+
+
+def _ignored(batch: Batch, found: Answer, use_sinks: bool) -> str | None:
+    return None if difference(batch, found, use_sinks=not use_sinks) else f"use_sinks={use_sinks} ignored"
