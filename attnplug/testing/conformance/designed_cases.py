@@ -101,7 +101,9 @@ def designed_cases(target: Target) -> list[Case]:
         if axis != "shape"
         for value in values
     ]
-    alone += [{"shape": shapes[0], axis: value} for axis, value in _further(target, search)]
+    # Decodes alone, since kernels of steps without prefills differ.
+    for shape in shapes[:2]:
+        alone += [{"shape": shape, axis: value} for axis, value in _further(target, search)]
     alone += [{"shape": shapes[0], **fields} for fields in _TOGETHER]
     alone += _long_rows(search, few)
     rows = [row for fixed in alone if (row := search.complete(fixed)) and not search.reasons(row)]
