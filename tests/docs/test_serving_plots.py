@@ -10,6 +10,8 @@ import pytest
 from fences import ROOT
 from scripts import load_script
 
+pytest.importorskip("torch")
+
 SVG = "{http://www.w3.org/2000/svg}"
 
 
