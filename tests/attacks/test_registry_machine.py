@@ -200,5 +200,6 @@ def test_a_registry_answers_as_a_fresh_one_whatever_came_and_went():
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_a_registry_answers_as_a_fresh_one_for_longer():
     run_state_machine_as_test(RegistryMachine, settings=settings(max_examples=100, stateful_step_count=40))

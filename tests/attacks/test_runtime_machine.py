@@ -161,5 +161,6 @@ def test_every_step_between_attacks_equals_the_oracle():
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_every_step_between_attacks_equals_the_oracle_for_longer():
     run_state_machine_as_test(RuntimeMachine, settings=settings(max_examples=80, stateful_step_count=30))

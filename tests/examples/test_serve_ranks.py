@@ -13,12 +13,31 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`serve.py` under torchrun with few requests."""
+SERVE = str(ROOT / "examples/engine/serve.py")
+
+
+def torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`serve.py` under torchrun."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    script = [*launch, str(ROOT / "examples/engine/serve.py"), "--requests", "5", "--max-tokens", "6"]
-    environment = {**os.environ, "COLUMNS": "100"}
-    return subprocess.run([*script, *arguments], capture_output=True, text=True, check=False, env=environment)
+    return subprocess.run([*launch, SERVE, *arguments], capture_output=True, text=True, check=False)
+
+
+def start(ranks: list[list[str]]) -> list[subprocess.Popen[str]]:
+    """The processes that torchrun would start, each with the arguments of its own rank."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    group = {"WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    return [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **group, "COLUMNS": "100", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank, arguments in enumerate(ranks)
+    ]
 
 
 @pytest.mark.slow
@@ -36,19 +55,26 @@ def test_ranks_draw_the_tokens_of_one_process(model: str, heads: int, tokens: in
     sizes = ["--tensor-parallel", str(heads), "--context-parallel", str(tokens)]
     path = ROOT / f"examples/models/{model}.json"
     drafts = ["--draft-tokens", "3", "--interleave", "4"]
-    done = run(heads * tokens, *sizes, "--model", str(path), "--scale", "tiny", *drafts)
-    assert done.returncode == 0, done.stderr
-    assert "outputs equal: yes" in done.stdout
-    # Other ranks print nothing.
-    assert done.stdout.count("outputs equal") == 1
+    few = ["--requests", "5", "--max-tokens", "6"]
+    ranks = start(
+        [[SERVE, *few, *sizes, "--model", str(path), "--scale", "tiny", *drafts]] * (heads * tokens)
+    )
+    try:
+        (printed, problem), *others = [rank.communicate(timeout=300) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * len(ranks), (problem, others)
+    assert printed.count("outputs equal: yes") == 1
+    assert [out for out, _ in others if out] == []
     if tokens > 1:
-        assert f"{tokens} ranks share the tokens of" in " ".join(done.stdout.split())
+        assert f"{tokens} ranks share the tokens of" in " ".join(printed.split())
 
 
 @pytest.mark.slow
 def test_heads_that_ranks_cannot_split_are_refused() -> None:
     path = ROOT / "examples/models/deepseek-v2-lite.json"
-    done = run(3, "--tensor-parallel", "3", "--model", str(path), "--scale", "tiny")
+    done = torchrun(3, "--tensor-parallel", "3", "--model", str(path), "--scale", "tiny")
     assert done.returncode != 0
     assert "3 ranks cannot split 2 heads of latents; share tokens by --context-parallel" in done.stderr
 
@@ -91,23 +117,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     [("SIGKILL", 60, "has died: its connection is closed"), ("SIGSTOP", 10, "did not answer within 10 s")],
 )
 def test_a_rank_that_is_lost_ends_the_others(signal: str, timeout: int, what: str) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    launch = [str(ROOT / "examples/engine/serve.py"), "--context-parallel", "2", "--requests", "3"]
-    launch += ["--max-tokens", "4", "--timeout", str(timeout)]
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    starts = [launch, ["-c", LEAVES, signal, *launch]]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank, arguments in enumerate(starts)
-    ]
+    launch = [SERVE, "--context-parallel", "2", "--requests", "3", "--max-tokens", "4"]
+    launch += ["--timeout", str(timeout)]
+    ranks = start([launch, ["-c", LEAVES, signal, *launch]])
     try:
         printed, problem = ranks[0].communicate(timeout=200)
         # The lost rank has said nothing, so its signal ended it and no error did.
