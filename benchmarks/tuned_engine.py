@@ -62,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rounds", type=int, default=3, help="of both engines in turn (default: %(default)s)"
     )
+    parser.add_argument(
+        "--memory", default="24GiB", help="for the pages of each engine (default: %(default)s)"
+    )
     parser.add_argument("--per-phase", action="store_true", help="plan a backend for each phase")
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures there, after each model")
@@ -71,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     if options.smoke:
-        options.device, options.requests, options.prompt, options.tokens = "cpu", 3, 40, 6
+        options.device, options.memory = "cpu", "64MiB"
+        options.requests, options.prompt, options.tokens = 3, 40, 6
     report = head(options)
     for run in (engine, vllm) if options.vllm else (engine,):
         for name in options.models:
@@ -175,19 +179,12 @@ def made(name: str, options: argparse.Namespace) -> PreTrainedModel:
 
 
 def served(model: PreTrainedModel, planning: dict[str, Any], options: argparse.Namespace) -> Engine:
-    """An engine with pages for all requests."""
-    longest, several = options.prompt + options.tokens + 1, 16 * options.prompt
-    # Blocks of 256 tokens are the largest that a backend likes.
-    pages = options.requests * -(-longest // 256) * 256
-    probe = Engine(model, num_blocks=8, planning=planning)
-    size, groups = probe.pages.size, len(probe.pages.group_of)
-    probe.runtime.close()
+    """An engine with as many pages as the memory holds."""
     return Engine(
         model,
-        num_blocks=1 + groups * -(-pages // size),
         max_num_seqs=options.requests,
-        max_num_batched_tokens=max(several, options.requests),
-        planning=planning,
+        max_num_batched_tokens=max(16 * options.prompt, options.requests),
+        planning={**planning, "num_blocks": None, "memory": options.memory},
     )
 
 
@@ -211,6 +208,8 @@ def rates_of(
     errors = [request.error for request in requests if request.error]
     if errors:
         raise RuntimeError(f"{len(errors)} of {len(requests)} requests ended with: {errors[0]}")
+    if engine.preemptions:
+        raise RuntimeError("requests were preempted, because their pages do not fit: give more --memory")
     drawn = sum(len(request.output) for request in requests) - before
     return sum(map(len, prompts)) / (times[1] - times[0]), drawn / (times[2] - times[1])
 

@@ -201,7 +201,7 @@ class LayerSpec:
             "needs_lse": check_flag("needs_lse", needs_lse),
         }
         # Fields after the named ones are flags that rows of Feature added. The last two are private.
-        for name in LayerSpec.__slots__[len(values) : -2]:
+        for name in tuple(LayerSpec.__slots__)[len(values) : -2]:
             values[name] = check_flag(name, added.pop(name, False))
         if added:
             raise TypeError(f"LayerSpec got an unexpected keyword argument {next(iter(added))!r}")
