@@ -83,7 +83,6 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     handler = signal.getsignal(signal.SIGUSR1)
     yield
     gc.enable()
-    gc.unfreeze()
     signal.signal(signal.SIGUSR1, handler)
     vars(torch._tensor_str.PRINT_OPTS).update(vars(printed))
     atexit.unregister(int)

@@ -339,12 +339,6 @@ WRONG_PROCESS: list[Wrong] = [
         **at_forward(lambda: logging.getLogger("torch").setLevel(50)),
     ),
     wrong(
-        "freezes_objects",
-        "state/settings-kept-decode",
-        "attend changes garbage collector: frozen objects",
-        **at_forward(gc.freeze),
-    ),
-    wrong(
         "replaces_round",
         "state/settings-kept-decode",
         "from_spec changes function of Python round",

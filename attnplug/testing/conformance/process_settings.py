@@ -150,7 +150,6 @@ def _garbage_collector() -> dict[str, Any]:
         "enabled": gc.isenabled(),
         "threshold": gc.get_threshold(),
         "callbacks": len(gc.callbacks),
-        "frozen objects": gc.get_freeze_count(),
     }
 
 
