@@ -131,7 +131,7 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             selected, each = self._selected.step(common, queries)
             decode = self.build_decode(each) if queries else None
             return MLAMetadata(slots, tokens, queries, decode, None, selected)
-        cut = self._cut(common, starts.astype(np.int64), lens.astype(np.int64))
+        cut = self._cut(common, starts, lens)
         known = common.seq_lens_host if common.seq_lens_host_exact else None
         if known is None and (cut.prefill is not None or self.decode_needs_host_seq_lens):
             found = "none" if common.seq_lens_host is None else "an upper bound"
@@ -156,12 +156,14 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         return super().build_for_cudagraph_capture(common_attn_metadata)
 
     def _cut(self, common: CommonAttentionMetadata, starts: _Ints, lens: _Ints) -> Cut:
-        longer = lens > (self.reorder_batch_threshold or 1)
+        threshold, reqs = self.reorder_batch_threshold or 1, lens.size
         if self.query_lens is QueryLens.UNIFORM:
             lengths = lens[lens > 0]
             # Requests without queries are left out before the decode.
-            longer |= (lens > 0) & (lens != (lengths[0] if lengths.size else 0))
-        reqs = int(longer.argmax()) if longer.any() else lens.size
+            others = (lens > threshold) | ((lens > 0) & (lens != (lengths[0] if lengths.size else 0)))
+            reqs = int(others.argmax()) if others.any() else reqs
+        elif reqs and np.maximum.reduce(lens) > threshold:
+            reqs = int((lens > threshold).argmax())
         tokens = int(starts[reqs])
         if reqs == lens.size:
             if tokens != common.num_actual_tokens:
