@@ -21,8 +21,8 @@ from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
 _DECODE: Any = latent_decode_kernel
 _MERGE: Any = merge_shares_kernel
-_PARTS = 8
-"""Parts of a request that are merged at once."""
+_MERGED = 4096
+"""Elements of parts that one program merges at once."""
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
@@ -93,11 +93,14 @@ class TritonMLAImpl(MLADecodeImpl):
         launch = hopper_launch(rows) if hopper else latent_launch(rows, size, q_nope.element_size(), gpu)
         row_blocks = -(-rows // launch.block_m)
         programs = max(launch.waves * gpu.multiprocessors // row_blocks, 1)
-        decode, merge = self._kernels(launch, hopper, kv_cache, heads, output_lse is not None)
+        reqs = metadata.num_reqs
+        # A row has about as many parts as there are programs for a request.
+        parts = 8 if programs <= 8 * reqs else 32 if programs <= 32 * reqs else 128
+        decode, merge = self._kernels(launch, hopper, kv_cache, heads, output_lse is not None, parts)
         shares = metadata.shares
         partials, partial_lses = shares.partials(2 * programs * rows, size)
         lse = partial_lses if output_lse is None else output_lse
-        starts, reqs = metadata.query_start_loc, metadata.num_reqs
+        starts = metadata.query_start_loc
         with on_device_of(output):
             tiles = shares.tiles(metadata, SharesPlan(launch.block_n, programs, launch.least))
             decode(
@@ -119,7 +122,8 @@ class TritonMLAImpl(MLADecodeImpl):
             )
             merged, by_share = merge_grid(reqs, rows, programs, rows)
             numbers = reqs, 0, 1, rows, by_share
-            merge(merged, partials, partial_lses, output, lse, starts, tiles, *numbers)
+            pieces = -(-size * parts // _MERGED)
+            merge((*merged, pieces), partials, partial_lses, output, lse, starts, tiles, *numbers)
 
     def _hopper_kernels(
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor
@@ -140,8 +144,18 @@ class TritonMLAImpl(MLADecodeImpl):
         kv_cache: torch.Tensor,
         heads: int,
         has_lse: bool,
+        parts: int,
     ) -> tuple[BoundKernel, BoundKernel]:
-        form = (launch, len(hopper), heads, has_lse, self.softmax_scale, kv_cache.shape[1], kv_cache.stride())
+        form = (
+            launch,
+            len(hopper),
+            heads,
+            has_lse,
+            parts,
+            self.softmax_scale,
+            kv_cache.shape[1],
+            kv_cache.stride(),
+        )
         bound = self._bound.get(form)
         if bound is None:
             rank, rope = self.dims.kv_lora_rank, self.dims.qk_rope_head_dim
@@ -167,8 +181,8 @@ class TritonMLAImpl(MLADecodeImpl):
                 "GROUP": heads,
                 "TILE": launch.block_n,
                 "SIZE": rank,
-                "BLOCK": power_of_two(rank),
-                "PARTS": _PARTS,
+                "BLOCK": min(_MERGED // parts, power_of_two(rank)),
+                "PARTS": parts,
                 "PDL": False,
                 "STAGES": launch.num_stages,
             }

@@ -13,7 +13,7 @@ from attnplug.ops.triton.launch import on_device_of, power_of_two
 
 _KERNEL: Any = token_table_kernel
 
-_BLOCK = 1024
+_BLOCK = 2048
 """Most positions that a program reads at once."""
 
 

@@ -188,52 +188,50 @@ def _store(target, words, STORED: gl.constexpr):
 
 
 @gluon.jit
-def _scaled_queries(
-    q_nope,
-    q_pe,
-    low,
-    high,
-    rope,
-    units,
-    token,
-    num_rows,
-    HEADS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    LATENT: gl.constexpr,
-    ROPE: gl.constexpr,
-):
-    """Write BLOCK_M rows of a request as float16, and to `units` what their products are multiplied with.
+def _largest(buffer, largest, LAYOUT: gl.constexpr):
+    """`largest`, or by row the largest size of a value in `buffer`."""
+    COUNT: gl.constexpr = buffer.shape[1]
+    SIDE: gl.constexpr = min(COUNT, 64)
+    for first in gl.static_range(0, COUNT, SIDE):
+        part = buffer.slice(first, SIDE, dim=1).load(LAYOUT).to(gl.float32)
+        largest = gl.maximum(largest, gl.max(gl.abs(part), 1))
+    return largest
+
+
+@gluon.jit
+def _as_half(buffer, factor, LAYOUT: gl.constexpr):
+    """Multiply the rows of `buffer`, in place; returns it as float16."""
+    COUNT: gl.constexpr = buffer.shape[1]
+    SIDE: gl.constexpr = min(COUNT, 64)
+    target = buffer._reinterpret(gl.float16, buffer.shape, buffer.type.layout)
+    for first in gl.static_range(0, COUNT, SIDE):
+        part = buffer.slice(first, SIDE, dim=1).load(LAYOUT).to(gl.float32) * factor[:, None]
+        target.slice(first, SIDE, dim=1).store(part.to(gl.float16))
+    return target
+
+
+@gluon.jit
+def scaled_queries(low, high, rope, ROPE: gl.constexpr):
+    """Queries as float16, in place, and what the products of each row are multiplied with.
 
     Each row is multiplied with a power of two, which rounds nothing, such that no bfloat16 query is too large for
     float16, and none that matters too small.
     """
-    SIDE: gl.constexpr = 64
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    HALF: gl.constexpr = LATENT // 2
-    rows = gl.program_id(0) * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
-    dims = gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    there = (rows < num_rows)[:, None]
-    places = ((token.to(gl.int64) * HEADS + rows) * LATENT)[:, None] + dims
-    largest = gl.full([BLOCK_M], 1e-30, gl.float32, gl.SliceLayout(1, LAYOUT))
-    for first in gl.static_range(0, LATENT, SIDE):
-        part = gl.load(q_nope + places + first, mask=there, other=0.0).to(gl.float32)
-        largest = gl.maximum(largest, gl.max(gl.abs(part), 1))
+    largest = gl.full([low.shape[0]], 1e-30, gl.float32, gl.SliceLayout(1, LAYOUT))
+    largest = _largest(high, _largest(low, largest, LAYOUT), LAYOUT)
     if ROPE:
-        pe_dims = gl.arange(0, ROPE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-        pe_places = ((token.to(gl.int64) * HEADS + rows) * ROPE)[:, None] + pe_dims
-        pe = gl.load(q_pe + pe_places, mask=there, other=0.0).to(gl.float32)
-        largest = gl.maximum(largest, gl.max(gl.abs(pe), 1))
+        largest = _largest(rope, largest, LAYOUT)
     shift = 14.0 - gl.floor(gl.log2(largest))
-    factor = gl.exp2(shift)[:, None]
-    for first in gl.static_range(0, LATENT, SIDE):
-        part = gl.load(q_nope + places + first, mask=there, other=0.0).to(gl.float32)
-        if first < HALF:
-            low.slice(first, SIDE, dim=1).store((part * factor).to(gl.float16))
-        else:
-            high.slice(first - HALF, SIDE, dim=1).store((part * factor).to(gl.float16))
+    factor = gl.exp2(shift)
+    low = _as_half(low, factor, LAYOUT)
+    high = _as_half(high, factor, LAYOUT)
     if ROPE:
-        rope.store((pe * factor).to(gl.float16))
-    units.store(gl.exp2(-shift))
+        rope = _as_half(rope, factor, LAYOUT)
+    else:
+        rope = low
+    fence_async_shared()
+    return low, high, rope, gl.exp2(-shift)
 
 
 @gluon.jit
@@ -251,7 +249,6 @@ def convert_tiles(
     q_low,
     q_high,
     q_rope,
-    units,
     k_low,
     k_high,
     k_rope,
@@ -270,11 +267,12 @@ def convert_tiles(
     LOADER: gl.constexpr,
     LOADERS: gl.constexpr,
 ):
-    """As copy_tiles, for latents of 8 bits, which become float16 on the way, as the queries do.
+    """As copy_tiles, for latents of 8 bits, which become float16 on the way.
 
     LOADERS groups of warps take turns: one has its next tile in registers while another writes.
     """
     HALF: gl.constexpr = LATENT // 2
+    QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     # Threads that write at the same time have different banks.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     lanes = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
@@ -289,6 +287,11 @@ def convert_tiles(
         )
         num_rows = query_len * HEADS
         if (row_block * BLOCK_M < num_rows) & (last_tile > tile):
+            if LOADER == 0:
+                mbarrier.wait(q_empty, (streams & 1) ^ 1)
+                _copy_queries(
+                    q_nope, q_pe, q_low, q_high, q_rope, q_full, token, num_rows, HEADS, BLOCK_M, LATENT, ROPE, QUERIES
+                )  # fmt: skip
             streams += 1
             table_row = block_table + request.to(gl.int64) * stride_table
             lo = (tile - first) * BLOCK_N
@@ -300,14 +303,6 @@ def convert_tiles(
             high = _words(places, keys < hi, HALF, HALF, LAYOUT)
             if ROPE:
                 rope = _words(places, keys < hi, LATENT, ROPE, LAYOUT)
-            # Latents are on their way meanwhile.
-            if LOADER == 0:
-                mbarrier.wait(q_empty, streams & 1)
-                _scaled_queries(
-                    q_nope, q_pe, q_low, q_high, q_rope, units, token, num_rows, HEADS, BLOCK_M, LATENT, ROPE
-                )  # fmt: skip
-                fence_async_shared()
-                mbarrier.arrive(q_full, count=1)
             keys += LOADERS * BLOCK_N
             places = _latents(cache, table_row, keys, hi, stride_block, stride_token, BLOCK_SIZE)
             own = number + ahead

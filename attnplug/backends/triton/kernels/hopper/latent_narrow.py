@@ -15,6 +15,7 @@ from attnplug.backends.triton.kernels.hopper.latent_loads import (
     convert_tiles,
     copy_tiles,
     request_of,
+    scaled_queries,
     share_of,
 )
 
@@ -73,7 +74,6 @@ def _attend(
     q_low,
     q_high,
     q_rope,
-    units,
     k_low,
     k_high,
     k_rope,
@@ -122,9 +122,12 @@ def _attend(
             mbarrier.wait(q_full, streams & 1)
             unit = gl.full([BLOCK_M], scale * LOG2E, gl.float32, COLUMNS)
             if CONVERTS:
-                unit *= units.load(COLUMNS)
+                half_low, half_high, half_rope, factors = scaled_queries(q_low, q_high, q_rope, ROPE)
+                unit *= gl.convert_layout(factors, COLUMNS)
+            else:
+                half_low, half_high, half_rope = q_low, q_high, q_rope
             logits = _logits(
-                q_low, q_high, q_rope, k_low, k_high, k_rope, full, done, True, BLOCK_M, BLOCK_N, ROPE, STAGES, LOGITS
+                half_low, half_high, half_rope, k_low, k_high, k_rope, full, done, True, BLOCK_M, BLOCK_N, ROPE, STAGES, LOGITS
             )  # fmt: skip
             logits = warpgroup_mma_wait(0, deps=(logits,))
             for start in range(lo, hi, BLOCK_N):
@@ -145,7 +148,7 @@ def _attend(
                 done += 1
                 # The next logits follow without a pause; those behind the last tile are of no use.
                 logits = _logits(
-                    q_low, q_high, q_rope, k_low, k_high, k_rope, full, done, start + BLOCK_N < hi,
+                    half_low, half_high, half_rope, k_low, k_high, k_rope, full, done, start + BLOCK_N < hi,
                     BLOCK_M, BLOCK_N, ROPE, STAGES, LOGITS,
                 )  # fmt: skip
                 sums = sums * fade + weights
@@ -215,28 +218,27 @@ def latent_narrow_kernel(
     """As latent_decode_kernel, for queries of 16 bits, latents of their type or of 8 bits, and rows of whole 16 bytes."""
     HALF: gl.constexpr = LATENT // 2
     CONVERTS: gl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
-    dtype: gl.constexpr = gl.float16 if CONVERTS else q_nope.dtype.element_ty
+    own: gl.constexpr = q_nope.dtype.element_ty
+    dtype: gl.constexpr = gl.float16 if CONVERTS else own
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
-    q_low = gl.allocate_shared_memory(dtype, [BLOCK_M, HALF], WIDE)
-    q_high = gl.allocate_shared_memory(dtype, [BLOCK_M, HALF], WIDE)
+    q_low = gl.allocate_shared_memory(own, [BLOCK_M, HALF], WIDE)
+    q_high = gl.allocate_shared_memory(own, [BLOCK_M, HALF], WIDE)
     k_low = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HALF], WIDE)
     k_high = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HALF], WIDE)
     q_rope = q_low
     k_rope = k_low
     if ROPE:
         NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, ROPE], dtype)
-        q_rope = gl.allocate_shared_memory(dtype, [BLOCK_M, ROPE], NARROW)
+        q_rope = gl.allocate_shared_memory(own, [BLOCK_M, ROPE], NARROW)
         k_rope = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], NARROW)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     shared_weights = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], WEIGHTS)
-    # What a row's products with the keys are multiplied with.
-    units = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # Each thread arrives by itself when its copies are there.
-    mbarrier.init(q_full, count=1 if CONVERTS else 128)
+    mbarrier.init(q_full, count=128)
     mbarrier.init(q_empty, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1 if CONVERTS else 128)
@@ -246,18 +248,18 @@ def latent_narrow_kernel(
             [
                 (_attend, (
                     output, lse, query_start_loc, seq_lens, tiles, partials, partial_lses, num_reqs, max_rows, scale,
-                    q_low, q_high, q_rope, units, k_low, k_high, k_rope, shared_weights, q_full, q_empty, full, empty,
+                    q_low, q_high, q_rope, k_low, k_high, k_rope, shared_weights, q_full, q_empty, full, empty,
                     HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE, CONVERTS,
                 )),
                 (convert_tiles, (
                     q_nope, q_pe, cache, query_start_loc, seq_lens, block_table, tiles, num_reqs, stride_table,
-                    stride_block, q_low, q_high, q_rope, units, k_low, k_high, k_rope, q_full, q_empty, full, empty,
+                    stride_block, q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty,
                     HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, stride_token, BLOCK_SIZE,
                     gl.constexpr(0), gl.constexpr(2),
                 )),
                 (convert_tiles, (
                     q_nope, q_pe, cache, query_start_loc, seq_lens, block_table, tiles, num_reqs, stride_table,
-                    stride_block, q_low, q_high, q_rope, units, k_low, k_high, k_rope, q_full, q_empty, full, empty,
+                    stride_block, q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty,
                     HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, stride_token, BLOCK_SIZE,
                     gl.constexpr(1), gl.constexpr(2),
                 )),
@@ -270,7 +272,7 @@ def latent_narrow_kernel(
             [
                 (_attend, (
                     output, lse, query_start_loc, seq_lens, tiles, partials, partial_lses, num_reqs, max_rows, scale,
-                    q_low, q_high, q_rope, units, k_low, k_high, k_rope, shared_weights, q_full, q_empty, full, empty,
+                    q_low, q_high, q_rope, k_low, k_high, k_rope, shared_weights, q_full, q_empty, full, empty,
                     HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE, CONVERTS,
                 )),
                 (copy_tiles, (
