@@ -86,8 +86,8 @@ def _parser() -> argparse.ArgumentParser:
         "--choices",
         nargs="+",
         default=CHOICES,
-        metavar="NAME[:OPTIONS]",
-        help="attention backends of vLLM, with what ATTNPLUG_OPTIONS shall be (default: all four)",
+        metavar="NAME[=BACKEND][:OPTIONS]",
+        help="attention backends of vLLM, with what ATTNPLUG_BACKEND and ATTNPLUG_OPTIONS shall be (default: all four)",
     )
     parser.add_argument(
         "--memory", type=float, default=0.8, help="share of the GPU's memory (default: %(default)s)"
@@ -162,8 +162,9 @@ def run(choice: str, settings: Mapping[str, Any], timeout: float) -> dict[str, A
         done = subprocess.run(  # noqa: S603  (our own interpreter on our own script)
             command, input=json.dumps(settings), capture_output=True, text=True, timeout=timeout, check=False
         )
-    except subprocess.TimeoutExpired:
-        return {"error": f"took more than {timeout:.0f} s"}
+    except subprocess.TimeoutExpired as late:
+        said = [line for line in (late.stderr or b"").decode(errors="replace").splitlines() if line.strip()]
+        return {"error": f"took more than {timeout:.0f} s; its last line is: {said[-1] if said else '-'}"}
     for line in done.stdout.splitlines():
         if line.startswith(MARK):
             found: dict[str, Any] = json.loads(line.removeprefix(MARK))
@@ -172,10 +173,14 @@ def run(choice: str, settings: Mapping[str, Any], timeout: float) -> dict[str, A
 
 
 def _last_error(printed: str) -> str:
-    """The message of the last exception in a log, else the last line."""
-    named = re.findall(r"\b\w*(?:Error|Exception): .*", printed)
+    """The message of the last exception in a log, which may have several lines; else the last line."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    return str((named or lines or [""])[-1])
+    # torch warns at the end about what nobody has closed.
+    lines = [line for line in lines if not re.match(r"\[(?:rank\d+|W\d+)", line)]
+    for row, line in reversed([*enumerate(lines)]):
+        if named := re.search(r"\b\w*(?:Error|Exception): .*", line):
+            return " ".join([named[0], *lines[row + 1 : row + 12]])
+    return "".join(lines[-1:])
 
 
 def show(console: Console, results: Mapping[str, Mapping[str, Any]]) -> None:

@@ -1,7 +1,7 @@
 """One choice of vLLM's attention, in a process of its own: a model with made-up weights, its speed and its tokens.
 
-`vllm_demo.py` starts it as `python vllm_run.py CHOICE`, with the settings as JSON on standard input. It prints one
-line of JSON after `MARK`.
+`vllm_demo.py` starts it as `python vllm_run.py NAME[=BACKEND][:OPTIONS]`, with the settings as JSON on standard input.
+It prints one line of JSON after `MARK`, and on standard error how far it is.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import vllm_model
 
+BEGIN = time.perf_counter()
 MARK = "vllm_demo result: "
 TOP = 5
 """How many of a token's most likely values are kept."""
@@ -24,23 +25,29 @@ TOP = 5
 
 def main() -> None:
     """Run the choice and print its result."""
-    begin = time.perf_counter()
     choice, settings = sys.argv[1], json.load(sys.stdin)
-    name, _, options = choice.partition(":")
-    if options:
-        os.environ["ATTNPLUG_OPTIONS"] = options
+    asked, _, options = choice.partition(":")
+    name, _, backend = asked.partition("=")
+    for variable, value in (("ATTNPLUG_OPTIONS", options), ("ATTNPLUG_BACKEND", backend)):
+        if value:
+            os.environ[variable] = value
     # One process, so that the layers can be asked for their decisions; nothing is downloaded.
     quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it compiles kernels at its first use
     os.environ.update({**quiet, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")})
+    say("starts vLLM")
     llm = build(name, settings)
-    ready = time.perf_counter() - begin
     result = {
-        "start_s": ready,
+        "start_s": time.perf_counter() - BEGIN,
         "workloads": measure(llm, settings["workloads"], settings["max_tokens"], settings["rounds"]),
         "layers": layers(llm) if name.startswith("ATTNPLUG") else [],
     }
     print(MARK + json.dumps(result), flush=True)
+
+
+def say(what: str) -> None:
+    """Print what comes now and the seconds so far, for a run that takes too long."""
+    print(f"vllm_run: {time.perf_counter() - BEGIN:.0f} s: {what}", file=sys.stderr, flush=True)
 
 
 def build(name: str, settings: Mapping[str, Any]) -> Any:
@@ -69,6 +76,7 @@ def build(name: str, settings: Mapping[str, Any]) -> Any:
         gpu_memory_utilization=settings["memory"],
         enforce_eager=settings["eager"],
         compilation_config=graphs,
+        enable_flashinfer_autotune=False,  # it is for quantized weights, and can compile kernels at the start
         enable_prefix_caching=True,
         disable_log_stats=False,
         max_logprobs=TOP,
@@ -92,8 +100,10 @@ def measure(
             {"prompt_token_ids": [draw.randrange(3, vocabulary) for _ in range(length)]} for length in lengths
         ]
         filling = []
-        for _ in range(rounds):
-            llm.reset_prefix_cache()
+        for number in range(rounds):
+            say(f"{name}, round {number + 1}")
+            if not llm.reset_prefix_cache():
+                raise RuntimeError("vLLM did not empty its prefix cache, so prefills cannot be measured")
             begin = time.perf_counter()
             generate(llm, prompts, 1)
             filling.append(time.perf_counter() - begin)

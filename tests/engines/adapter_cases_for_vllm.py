@@ -129,6 +129,40 @@ def test_a_cache_that_vllm_drops_is_not_kept() -> None:
     assert not one.impl._caches
 
 
+@pytest.mark.parametrize("shared", [None, "b"])
+def test_new_prompts_are_attended_from_the_call_except_in_layers_that_share_kv(shared: str | None) -> None:
+    config = VllmConfig()
+    one = layer(kv_sharing_target_layer_name=shared)
+    config.compilation_config.static_forward_context = {"a": one}
+    made = TORCH.get_builder_cls()(SPEC, ["a"], config, CPU)
+    lens, starts = torch.tensor([3, 5], dtype=torch.int32), torch.tensor([0, 3, 8], dtype=torch.int32)
+    given = dataclasses.replace(
+        step(),
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lens,
+        seq_lens_cpu_upper_bound=lens,
+        num_reqs=2,
+        num_actual_tokens=8,
+        max_query_len=5,
+        max_seq_len=5,
+        block_table_tensor=torch.tensor([[1], [2]]).int(),
+        slot_mapping=torch.tensor([*range(16, 19), *range(32, 37)]),
+    )
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(8, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    cache = torch.zeros((4, 2, 16, 2, 64) if HAS_CACHE_SHAPE else (4, 2, 16, 128), dtype=torch.bfloat16)
+    one.impl.do_kv_cache_update(one, key, value, cache, given.slot_mapping)
+    metadata, found = made.build(0, given), []
+    for keys, values in ((key, value), (None, None), (key + 1, value + 1)):
+        output = torch.empty_like(query)
+        one.impl.forward(one, query, keys, values, cache, metadata, output)
+        found.append(output)
+    torch.testing.assert_close(found[0], found[1])
+    if shared:
+        assert torch.equal(found[2], found[1]), "the pages have another layer's keys"
+
+
 def test_a_backend_of_one_layout_gets_it() -> None:
     class OneLayout(TORCH.theirs[0]):  # type: ignore[misc,name-defined]
         @classmethod

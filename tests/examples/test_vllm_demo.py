@@ -48,7 +48,7 @@ class LLM:
         self.llm_engine = types.SimpleNamespace(vllm_config=config)
 
     def reset_prefix_cache(self):
-        pass
+        return True
 
     def generate(self, prompts, sampling, use_tqdm):
         outputs = []
@@ -127,6 +127,32 @@ def test_bad_arguments_are_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        (
+            "x\nValueError: a\nERROR [core.py:1] NoBackendError: none\n  T: b\n[rank0]:[W1 not closed",
+            "NoBackendError: none T: b",
+        ),
+        ("killed\n\n", "killed"),
+        ("", ""),
+    ],
+)
+def test_the_error_is_the_message_of_the_last_exception(printed: str, shown: str) -> None:
+    assert vllm_demo._last_error(printed) == shown
+
+
+def test_a_choice_that_takes_too_long_says_how_far_it_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm_run.py").write_text(
+        "import sys, time; print('starts vLLM', file=sys.stderr, flush=True); time.sleep(60)"
+    )
+    monkeypatch.setattr(vllm_demo, "__file__", str(tmp_path / "vllm_demo.py"))
+    found = vllm_demo.run("ATTNPLUG", {}, 3.0)
+    assert found == {"error": "took more than 3 s; its last line is: starts vLLM"}
+
+
 def test_one_command_prints_one_table_of_all_choices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +166,7 @@ def test_one_command_prints_one_table_of_all_choices(
     monkeypatch.setattr(vllm_demo, "missing", lambda: None)
     file = tmp_path / "figures.json"
     asked = ["--requests", "4", "--prompts", "40", "5-200", "--max-tokens", "8", "--rounds", "1"]
+    asked += ["--choices", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "ATTNPLUG", "ATTNPLUG=TORCH"]
 
     assert vllm_demo.main([*asked, "--json", str(file)]) == 1, "one choice failed"
 
@@ -154,6 +181,7 @@ def test_one_command_prints_one_table_of_all_choices(
     )
     layers = "2 layers (model.layers.0.self_attn.attn to model.layers.1.self_attn.attn)"
     assert f"{layers}, full, pages of 16 tokens: TORCH, chosen by priority" in shown
+    assert f"{layers}, full, pages of 16 tokens: TORCH, chosen by ATTNPLUG_BACKEND" in shown
     assert "FLASHINFER refused: device type not supported" in shown
 
     figures = json.loads(file.read_text())

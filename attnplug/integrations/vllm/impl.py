@@ -192,7 +192,8 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
         if self.direct:
             bound.inner.forward(layer, query, key, value, None, metadata, rows)
         else:
-            bound.inner.attend(layer, query, None, None, self._cache(kv_cache).view, metadata, rows)
+            # Prompts without computed tokens are attended from the call, which is faster than from their pages.
+            bound.inner.attend(layer, query, key, value, self._cache(kv_cache).view, metadata, rows)
         return output
 
     def _cache(self, kv_cache: torch.Tensor) -> _Cache:
