@@ -12,6 +12,7 @@ from attnplug.backends.impl import Pages
 from attnplug.backends.triton.kernels.decode import decode_kernel, merge_kernel
 from attnplug.backends.triton.kernels.prefill import prefill_kernel
 from attnplug.backends.triton.launch import (
+    SHORT,
     decode_launch,
     gpu_of,
     limit_switches,
@@ -33,8 +34,8 @@ from attnplug.ops.triton.launch import BoundKernel, can_overlap
 _DECODE: Any = decode_kernel
 _MERGE: Any = merge_kernel
 _PREFILL: Any = prefill_kernel
-_MOST_SHARES = 8
-"""Launches of equal shares that a layer keeps bound: those of decodes, of other requests, with another cache."""
+_MOST_LAUNCHES = 8
+"""Launches of prefill, and of equal shares, that a layer keeps bound: steps of other lengths, and of another cache."""
 _SHARING_ROWS = 64
 """Rows of a tile that share a prefix: more of them read it less often, and waste more where requests differ."""
 _PREFILL_ROWS = 128
@@ -130,9 +131,8 @@ class BoundLayer:
         }
         self._shares: dict[object, ShareDecode] = {}
         self._decode_key: object = None
-        self._prefill_key: object = None
+        self._prefills: dict[object, Prefill] = {}
         self._decode: Decode
-        self._prefill: Prefill
 
     def decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:
         """The kernels for `reqs` decodes of at most `longest` queries."""
@@ -157,7 +157,7 @@ class BoundLayer:
         key = pages.form, stride_table, launch
         found = self._shares.get(key)
         if found is None:
-            if len(self._shares) == _MOST_SHARES:
+            if len(self._shares) == _MOST_LAUNCHES:
                 self._shares.clear()
             values = {**self._values, **_strides(pages.k.stride(), pages.v.stride())}
             values |= _paired(pages.v, launch.block_m)
@@ -187,10 +187,15 @@ class BoundLayer:
             most_keys: tokens of the longest request; None if the host does not know.
         """
         paged = k.dim() == 4
+        if self._group > SHORT.block_m:
+            most_keys = None  # all heads of a group are in one tile
         launch = prefill_launch(self._widest, self._itemsize, longest * self._group, self._gpu, most_keys)
         block_size = k.shape[1] if paged else 1
         key = k.stride(), v.stride(), block_size, stride_table, launch
-        if key != self._prefill_key:
+        found = self._prefills.get(key)
+        if found is None:
+            if len(self._prefills) == _MOST_LAUNCHES:
+                self._prefills.clear()
             block_m = max(launch.block_m, tile_side(self._group))
             (block_d, tail), (block_dv, tail_v) = map(
                 tile_parts, (self._spec.head_size, self._spec.head_size_v)
@@ -211,9 +216,9 @@ class BoundLayer:
                 "SUMS": partial_sums(launch.block_n, block_m, launch.num_warps),
             }
             options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-            self._prefill = Prefill(BoundKernel(_PREFILL, 14, values, **options), block_m // self._group)
-            self._prefill_key = key
-        return self._prefill
+            kernel = BoundKernel(_PREFILL, 14, values, **options)
+            found = self._prefills[key] = Prefill(kernel, block_m // self._group)
+        return found
 
     def _bind_decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:
         spec = self._spec

@@ -149,7 +149,7 @@ def prefill_launch(
         least = head_bytes(head_size, itemsize) if itemsize == 4 else min(wide, 1024)
         launch = next(launch for most, launch in _PREFILL.items() if least <= most)
         if most_keys is not None and most_keys <= _FEW_KEYS and wide <= 256:
-            launch = _SHORT
+            launch = SHORT
         launch = dataclasses.replace(launch, block_m=min(launch.block_m, tile_side(rows)))
     else:
         launch = PrefillLaunch(tile_side(rows), 64 if wide <= 256 else 32, 4, 2)
@@ -203,7 +203,7 @@ _DECODE_8_BIT = {
 }
 # Prompts of few tiles wait for memory most of the time, so several small programs share a multiprocessor.
 _FEW_KEYS = 256
-_SHORT = PrefillLaunch(64, 64, 4, 2, late=False)
+SHORT = PrefillLaunch(64, 64, 4, 2, late=False)
 # Prefill's are for at most so many bytes: heads of 80 have 160, of 96 have 192, of 192 have 384.
 _PREFILL = {
     128: PrefillLaunch(128, 64, 8, 3),
