@@ -35,7 +35,7 @@ def checks(target: Target) -> Iterator[Check]:
         for latent in latent_cases(target):
             summary = f"latent attention of a {latent.shape} batch is as the expanded float64 oracle has it"
             yield Check.of(f"correct/{latent.id}", summary, check_latent_case, target, latent)
-    for case in designed_cases(target):
+    for case in designed_cases(target) if target.designs is None else target.designs.of(target):
         summary = f"a {case.shape} batch is as the float64 oracle has it"
         yield Check.of(f"correct/{case.id}", summary, check_case, target, case)
 

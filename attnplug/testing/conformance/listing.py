@@ -159,7 +159,11 @@ def conformance_checks(
     if level not in {*Level}:
         raise SpecError("level", level, f"must be one of {', '.join(Level)}")
     chosen = None if options is None else build_options(backend, options)
-    target = Target(backend, resolve_device(device), Level(level), chosen)
+    return target_checks(Target(backend, resolve_device(device), Level(level), chosen), only)
+
+
+def target_checks(target: Target, only: Iterable[str] = ("*",)) -> list[Check]:
+    """As `conformance_checks`, of a target."""
     areas = {pattern.partition("/")[0] if "/" in pattern else "*" for pattern in only}
 
     def may_be_wanted(area: str) -> bool:

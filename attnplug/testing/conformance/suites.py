@@ -21,7 +21,8 @@ from attnplug.registry.options import build_options, by_backend, check_options, 
 from attnplug.registry.plugin_calls import describe, guarded_call
 from attnplug.registry.policy import Rule
 from attnplug.testing.conformance.check import Check, Level
-from attnplug.testing.conformance.listing import conformance_checks
+from attnplug.testing.conformance.designs import Designs
+from attnplug.testing.conformance.listing import target_checks
 from attnplug.testing.conformance.selection import known_reasons, read_known_failures
 from attnplug.testing.conformance.target import Target
 
@@ -57,6 +58,7 @@ def load_suite(
     checks_of: str | None = None,
     only: Iterable[str] = ("*",),
     options: Sequence[str] = (),
+    designs: Designs | None = None,
 ) -> Suite:
     """The checks of an installed or registered backend.
 
@@ -69,6 +71,7 @@ def load_suite(
         checks_of: "module:function" that lists the checks of a Target; default the kit's checks.
         only: patterns of the wanted ids; other checks of the kit may be left out of the suite to save time.
         options: texts of `--option`, which replace those of ATTNPLUG_OPTIONS for the same backend.
+        designs: keeps the designed cases, and has those that another process has found.
 
     Raises:
         PolicyError: an unknown name, a family's name, a known failure that matches no check, or no function; an
@@ -87,7 +90,9 @@ def load_suite(
     wanted = tuple(only) if known_failures is None else ("*",)
     # Other checks, such as cells of the matrix, are of the defaults.
     given = _options_of(offer, name, options) if checks_of is None or options else None
-    checks_at = _checks_function(checks_of, Target(offer.backend, where, options=given), wanted)
+    checks_at = _checks_function(
+        checks_of, Target(offer.backend, where, options=given, designs=designs), wanted
+    )
     checks = checks_at(level)
     chosen = Level(level)
     known: dict[str, str] = {}
@@ -121,13 +126,18 @@ def _checks_function(
 ) -> Callable[[Level | str], list[Check]]:
     """A function of a level that lists the checks: the kit's, or the named one; PolicyError if there is none."""
     if checks_of is None:
-        given = {"device": target.device, "only": only, "options": target.options}
-        return lambda level: conformance_checks(target.backend, level=level, **given)
+        return lambda level: target_checks(dataclasses.replace(target, level=_level(level)), only)
     try:
         function = pkgutil.resolve_name(checks_of)
     except (ImportError, AttributeError, ValueError) as problem:
         raise PolicyError("--attn-checks", checks_of, f"names no function: {problem}") from None
     return lambda level: list(function(dataclasses.replace(target, level=Level(level))))
+
+
+def _level(level: Level | str) -> Level:
+    if level not in {*Level}:
+        raise SpecError("level", level, f"must be one of {', '.join(Level)}")
+    return Level(level)
 
 
 def find_backend(name: str, source: str) -> Offer:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
@@ -22,6 +22,9 @@ from attnplug.testing.conformance.check import CheckSkipped, Level, SkipKind
 from attnplug.testing.conformance.latent_sizes import latent_fields
 from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try
 from attnplug.testing.drawn_values import layer_tensors
+
+if TYPE_CHECKING:
+    from attnplug.testing.conformance.designs import Designs
 
 _HEADS = ((4, 2), (4, 4), (4, 1), (8, 1))
 """Heads and KV heads of small layers: some kernels serve one number of query heads per KV head."""
@@ -42,6 +45,8 @@ class Target:
     device: Device
     level: Level = Level.SMOKE
     options: Any = None
+    designs: Designs | None = dataclasses.field(default=None, compare=False, repr=False)
+    """Cases that another process has found; None searches for them."""
 
     @property
     def own_options(self) -> Any:

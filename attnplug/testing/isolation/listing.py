@@ -68,6 +68,7 @@ class Listing:
         versions: of Python, torch, attnplug, and the distributions that ship the backend or that it requires.
         code: changes if a file of the packages of attnplug or the backend changes.
         options: the options that are not at their defaults, with those of ATTNPLUG_OPTIONS: "tile=32, splits=2".
+        designs: the designed cases, for the workers; only they read it.
     """
 
     request: SuiteRequest
@@ -81,6 +82,7 @@ class Listing:
     versions: Mapping[str, str]
     code: str
     options: str = ""
+    designs: bytes = dataclasses.field(default=b"", repr=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,7 +122,10 @@ def list_checks(
         else:
             if code == 0 and report.exists():
                 facts = json.loads(report.read_text(encoding="utf-8"))
-                return ListingFailure(**facts) if "usage" in facts else Listing(request, **facts)
+                if "usage" in facts:
+                    return ListingFailure(**facts)
+                found = _designs_beside(report)
+                return Listing(request, **facts, designs=found.read_bytes() if found.is_file() else b"")
             lines = log.read_text(errors="replace").strip().splitlines()
             last = lines[-1] if lines else f"the process left with exit code {code}"
             problem = f"crashed: {signal.Signals(-code).name}" if code < 0 else f"failed: {last}"
@@ -133,10 +138,11 @@ def main(report: str, request: dict[str, Any]) -> None:
     gc.disable()
     from attnplug.core.composite import CompositeBackend
     from attnplug.core.errors import AttnplugError
+    from attnplug.testing.conformance.designs import Designs
     from attnplug.testing.conformance.suites import load_suite
 
-    known = request.get("known_failures")
-    arguments = {**request, "known_failures": None if known is None else Path(known)}
+    known, designs = request.get("known_failures"), Designs()
+    arguments = {**request, "known_failures": None if known is None else Path(known), "designs": designs}
     facts: dict[str, Any]
     try:
         suite = load_suite(**arguments)
@@ -159,12 +165,17 @@ def main(report: str, request: dict[str, Any]) -> None:
         }
     except AttnplugError as problem:
         facts = {"text": str(problem), "usage": True}
+    _designs_beside(Path(report)).write_bytes(designs.written())
     # The report has a file of its own, because a backend may print while it is imported.
     Path(report).write_text(json.dumps(facts), encoding="utf-8")
     # The modules of torch take a tenth of a second to end, and those of a backend may hang.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _designs_beside(report: Path) -> Path:
+    return report.with_suffix(".designs")
 
 
 def option_words(options: Any) -> str:

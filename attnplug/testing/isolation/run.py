@@ -108,6 +108,8 @@ def run_checks(
             "threads": max(1, (os.cpu_count() or 1) // limits.jobs),
             "log": folder,
         }
+        Path(folder, "designs").write_bytes(listing.designs)
+        settings["designs"] = str(Path(folder, "designs"))
         controller = Controller(settings, earlier, observer)
         xml = Path(folder, "junit.xml")
         arguments = _arguments(len(ids), limits, xml, has_groups=listing.request.checks_of is not None)

@@ -38,12 +38,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Worker(settings["log"], settings["timeout"]))
     if settings["memory"] is not None:
         _limit_memory(settings["memory"])
+    from attnplug.testing.conformance.designs import Designs
     from attnplug.testing.conformance.suites import load_suite
 
     # Modules stay until the end: collections while they load, and later ones of them, are in vain.
     gc.disable()
     try:
-        suite = load_suite(**{**settings["suite"], "only": settings["ids"]})
+        # The cases that the listing has found; to search for them again takes half a second.
+        designs = Designs(Path(settings["designs"]).read_bytes())
+        suite = load_suite(**{**settings["suite"], "only": settings["ids"], "designs": designs})
     except Exception as problem:
         # pytest-xdist ends the run without the reason after any other exception of a worker that starts.
         raise pytest.UsageError(f"{type(problem).__name__}: {problem}") from problem
