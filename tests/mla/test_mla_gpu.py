@@ -64,11 +64,12 @@ def test_absorbed_is_expanded(name: str, heads: int, rank: int, rope: int) -> No
     backend = decoder(name, spec, TritonBackend)
     batch = paged_batch(spec, [3, 5, 2], [400, 5, 70], block_size=16, device=DEVICE)
     absorbed, expanded = answer(backend, batch), answer(expanding(backend), batch)
-    bound = tolerance(spec).output
-    assert_close(absorbed.output, expanded.output, bound)
+    # Each may be that far from the oracle.
+    bound = tolerance(spec)
+    assert_close(absorbed.output, expanded.output, 2 * bound.output)
     assert absorbed.lse is not None
     assert expanded.lse is not None
-    assert_close(absorbed.lse, expanded.lse, bound)
+    assert (absorbed.lse - expanded.lse).abs().max() <= 2 * bound.lse
 
 
 @pytest.mark.parametrize("name", ["TRITON", "FLASHINFER"])
@@ -119,7 +120,7 @@ def test_a_context_in_chunks(rows: int) -> None:
     batch = paged_batch(spec, [40, 1, 30], [9000, 64, 5000], block_size=16, device=DEVICE)
     whole = answer(decoder("TRITON", spec, TritonBackend), batch, context_chunk_rows=1 << 15)
     cut = answer(decoder("TRITON", spec, TritonBackend), batch, context_chunk_rows=rows)
-    assert_close(cut.output, whole.output, tolerance(spec).output)
+    assert_close(cut.output, whole.output, 2 * tolerance(spec).output)
 
 
 @pytest.mark.parametrize("topk", [1, 64, 2048])
