@@ -13,6 +13,7 @@ from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core import AttentionBackend
+from attnplug.core.errors import PolicyError
 from attnplug.testing.conformance import shared_builds
 
 FIELDS = ("window", "chunk_size", "logits_soft_cap", "scale", "mm_prefix")
@@ -52,6 +53,15 @@ class OptionImpl(PlanningImpl):
             return TorchImpl.attend(self, *given, **asked)
         finally:
             self.spec = own
+
+
+class LateImpl(TorchImpl):
+    """Refuses a value of its option when it is called, such as one that the device lacks."""
+
+    def attend(self, *given: Any, **asked: Any) -> Any:
+        if self.options.factor != 1.0:
+            raise PolicyError("factor", self.options.factor, "needs another device")
+        return super().attend(*given, **asked)
 
 
 def planning(read: Any, key: Any) -> type[TorchMetadataBuilder]:
@@ -96,6 +106,7 @@ WRONG = {
     ),
 }
 RIGHT = {
+    "refuses_late": variant("REFUSES_LATE", impl=LateImpl, Options=Options),
     "whole": of("WHOLE", planning(reading(*FIELDS), lambda read: tuple(read.values()))),
     "none": of("NONE", planning(reading(*FIELDS), lambda read: None)),
     "option": of(

@@ -151,12 +151,15 @@ def _groups_with_options(
 ) -> list[_Group]:
     found = []
     for seed, value in enumerate(tried, 1):
-        # Options may exclude each other, and from_spec may refuse some for this layer.
+        # Options may exclude each other, and from_spec or the first call may refuse some for this layer or device.
         with contextlib.suppress(AttnplugError, ValueError, ConformanceError):
-            options = with_values(target, {name: value})
-            found.append(
-                _group(target, spec, lengths, f"a layer with the option {name}={shown(value)}", seed, options)
+            options, words = (
+                with_values(target, {name: value}),
+                f"a layer with the option {name}={shown(value)}",
             )
+            group = _group(target, spec, lengths, words, seed, options)
+            group.harness.forward(group.batch)
+            found.append(group)
     return found
 
 
