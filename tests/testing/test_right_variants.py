@@ -10,10 +10,22 @@ from right_attention import RIGHT_IMPLS, RightImpl
 from right_engines import ENGINES
 from right_latent import LATENTS
 from right_narrow import NARROWS
+from right_unusual import UNUSUAL
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionBackend, Device, Feature, composite_backend
-from attnplug.testing.conformance import declared, options, refusals, untested
+from attnplug.testing.conformance import (
+    builders,
+    declared,
+    limits,
+    merging,
+    options,
+    pages,
+    process_state,
+    refusals,
+    shared_builds,
+    untested,
+)
 from attnplug.testing.conformance.cases import Case
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested
 from attnplug.testing.conformance.correctness import check_case
@@ -24,7 +36,7 @@ from attnplug.testing.conformance.target import Target
 
 WIDE = {impl.__name__.upper(): variant(impl.__name__.upper(), impl=impl) for impl in RIGHT_IMPLS}
 COMPOSITES = {"NUMPY_AND_THREADS": composite_backend(ENGINES["INNUMPY"], ENGINES["INTHREADS"])}
-EVERY = WIDE | NARROWS | ENGINES | LATENTS | COMPOSITES
+EVERY = WIDE | NARROWS | ENGINES | LATENTS | COMPOSITES | UNUSUAL
 FEW = {
     "features": Feature(0),
     "supported_dtypes": ("float32",),
@@ -105,6 +117,18 @@ def test_options_of_every_type_are_tried() -> None:
         f"options/{name}" for name in ("tile", "shrink", "inside", "order", "splits", "exact", "held")
     }
     assert found.keys() - set(passed) == {"options/label", "options/most"}
+
+
+AROUND = (builders, limits, merging, pages, refusals, shared_builds)
+"""The checks around the computation."""
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_an_unusual_choice_around_the_computation_is_right(name: str) -> None:
+    target = Target(UNUSUAL[name], Device("cpu"))
+    checks = [check for module in AROUND for check in module.checks(target)]
+    checks += [check for check in process_state.checks(target) if "settings-kept-decode" in check.id]
+    assert sum(passes(check) for check in checks) > len(checks) / 2
 
 
 # All of them take hours: in CI the whole kit runs with TORCH, LATENT, and FLEX, which has options.
