@@ -1,0 +1,99 @@
+"""The kernels in Gluon for latents on Hopper compile here, without a GPU, and are chosen only where they serve."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attnplug.backends.triton import latent_launch
+from attnplug.backends.triton.latent_launch import hopper_kernels, hopper_launch
+from attnplug.backends.triton.launch import Gpu
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(latent_launch, "gpu_of", lambda device: Gpu(132, 227 << 10))
+    hopper_kernels.cache_clear()
+
+
+Form = tuple[int, int, int, str, str]
+QUICK: list[Form] = [(16, 512, 64, "*bf16", "*bf16"), (64, 512, 64, "*bf16", "*fp8e4nv")]
+FORMS: list[Form] = [
+    (rows, rank, rope, queries, latents)
+    for rows in (16, 32, 64)
+    for rank, rope in ((512, 64), (512, 0), (256, 64), (256, 32), (128, 16))
+    for queries, latents in (("*bf16", "*bf16"), ("*fp16", "*fp8e4nv"), ("*bf16", "*fp8e5"))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forms", [QUICK, pytest.param(FORMS, marks=pytest.mark.rare)], ids=["quick", "all"])
+def test_compiles_within_a_multiprocessor(forms: list[Form]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("hopper_forms.py")
+    done = subprocess.run(
+        [sys.executable, script, json.dumps(forms)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+    for (rows, rank, _, _, latents), found in zip(forms, json.loads(done.stdout), strict=True):
+        assert found["shared"] <= latent_launch._SHARED_MEMORY
+        assert found["registers by group"]
+        widths = {64, rank // 2} if rows == 64 else {rows}
+        assert found["products"] == sorted(f"m64n{width}k16" for width in widths)
+        # Queries are copied, and latents too unless they are converted.
+        assert found["copies"]
+        stored = {"*fp8e4nv": ["e4m3"], "*fp8e5": ["e5m2"]}.get(latents, [])
+        assert found["conversions"] == stored
+
+
+@pytest.mark.usefixtures("h200")
+def test_serves_latents_of_16_and_8_bits() -> None:
+    kernels = hopper_kernels(512, 64, torch.bfloat16, torch.bfloat16, CUDA)
+    assert set(kernels) == {16, 32, 64}
+    assert hopper_kernels(512, 64, torch.float16, torch.float8_e4m3fn, CUDA) == kernels
+    assert [hopper_launch(rows).block_m for rows in (1, 16, 17, 32, 33, 512)] == [16, 16, 32, 32, 64, 64]
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rank": 384},
+        {"rope": 24},
+        {"dtype": torch.float32},
+        {"cache_dtype": torch.float16},
+        {"device": torch.device("cpu")},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_other_kernel_serves_the_rest(changed: dict[str, Any]) -> None:
+    given = {"rank": 512, "rope": 64, "dtype": torch.bfloat16, "cache_dtype": torch.bfloat16, "device": CUDA}
+    assert hopper_kernels(**given)
+    assert not hopper_kernels(**given | changed)
+
+
+@pytest.mark.parametrize(
+    ("capability", "memory"), [((8, 0), 227 << 10), ((10, 0), 227 << 10), ((9, 0), 99 << 10)]
+)
+def test_other_gpus_have_the_other_kernel(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], memory: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(latent_launch, "gpu_of", lambda device: Gpu(132, memory))
+    hopper_kernels.cache_clear()
+    assert not hopper_kernels(512, 64, torch.bfloat16, torch.bfloat16, CUDA)
+    hopper_kernels.cache_clear()
