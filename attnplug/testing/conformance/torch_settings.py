@@ -130,8 +130,8 @@ def _deterministic() -> Any:
 
 
 def _current() -> tuple[int, int]:
-    """The current GPU and stream; without CUDA those that it would begin with."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    """The current GPU and the address of its stream; zeros without CUDA."""
+    if not torch.cuda.is_available():
         return 0, 0
     return torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
 
