@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends import utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -20,6 +20,7 @@ from attnplug.core.errors import SpecError
 from attnplug.core.metadata import AttentionCGSupport as OurSupport
 from attnplug.integrations.vllm.backends import backend_class
 from attnplug.integrations.vllm.caches import HAS_CACHE_SHAPE
+from attnplug.integrations.vllm.latent_backends import latent_class
 
 CPU = torch.device("cpu")
 TORCH = backend_class("ATTNPLUG_TORCH")
@@ -196,6 +197,23 @@ def test_an_unknown_argument_is_refused(arguments: dict[str, Any]) -> None:
         SpecError, match="is an argument that attnplug does not know, and may change the result"
     ):
         layer(**arguments)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_an_option_of_a_later_version_is_refused_unless_it_is_off(
+    latent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def later(
+        cls: Any, head_size: int, dtype: Any, use_mla: bool, attn_type: str, use_new: bool = False
+    ) -> None: ...
+
+    monkeypatch.setattr(AttentionBackend, "validate_configuration", classmethod(later))
+    backend = latent_class("ATTNPLUG_MLA") if latent else TORCH
+    given = {"head_size": 64, "dtype": torch.bfloat16, "use_mla": latent, "attn_type": "decoder"}
+    assert backend.validate_configuration(**given) == []
+    assert backend.validate_configuration(**given, use_new=True) == [
+        "use_new is not known to attnplug, and may change the result"
+    ]
 
 
 def test_an_unknown_argument_without_effect_is_none() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,6 +33,12 @@ UNSERVED = {
     "use_adaptive_verification": "query lengths that the host does not know are not served",
     "use_rswa": "windows with a visible prefix are not served",
 }
+_READ = (
+    *("head_size", "dtype", "kv_cache_dtype", "block_size", "has_sink", "has_sliding_window", "attn_type"),
+    # attnplug's backends ask the device themselves, and a KV connector moves pages as they are.
+    *("use_non_causal", "device_capability", "use_kv_connector"),
+)
+"""What is read of the arguments of vLLM's `validate_configuration`."""
 
 
 class Backend(AttentionBackend):  # type: ignore[misc]
@@ -119,7 +126,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
         """The reasons of attnplug against the layer, in sentences; its heads, cap and slopes come with the layer itself."""
         given = named(args, kwargs)
-        reasons = [why for name, why in UNSERVED.items() if given.get(name)]
+        reasons = unserved(given)
         kind = str(getattr(given["attn_type"], "value", given["attn_type"]))
         if kind not in KINDS:
             return [*reasons, f"attention type {kind} is not known to attnplug"]
@@ -192,6 +199,13 @@ def reasons_against(spec: LayerSpec, backend: str | None) -> list[str]:
     if decision.backend is not None:
         return []
     return [f"{each.name}: {reason}" for each in decision.refused for reason in each.reasons]
+
+
+def unserved(given: Mapping[str, Any]) -> list[str]:
+    """The reasons against what vLLM asks for and no backend serves, also against what later versions may ask for."""
+    known = [why for name, why in UNSERVED.items() if given.get(name)]
+    other = [name for name, value in given.items() if value and name not in UNSERVED and name not in _READ]
+    return known + [f"{name} is not known to attnplug, and may change the result" for name in other]
 
 
 def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from vllm.config import get_current_vllm_config_or_none
 from attnplug.core.errors import AttnplugError
 from attnplug.core.mla import get_mla_dims
 from attnplug.core.spec import LayerSpec
-from attnplug.integrations.vllm.backends import UNSERVED, Backend, class_of, named, reasons_against
+from attnplug.integrations.vllm.backends import Backend, class_of, named, reasons_against, unserved
 from attnplug.integrations.vllm.caches import HAS_CACHE_SHAPE
 from attnplug.integrations.vllm.latent import LatentBuilder, LatentLayer
 from attnplug.integrations.vllm.names import AUTOMATIC, LATENT
@@ -31,7 +31,7 @@ class LatentBackend(Backend):
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
         """The reasons of attnplug against the layer, in sentences."""
         given = named(args, kwargs)
-        reasons = [why for name, why in UNSERVED.items() if given.get(name) and name != "use_mla"]
+        reasons = unserved({name: value for name, value in given.items() if name != "use_mla"})
         asked = [name for name in ("has_sink", "has_sliding_window", "use_non_causal") if given.get(name)]
         reasons += [f"{name} is not served with latent attention in vLLM" for name in asked]
         if not given.get("use_mla"):
