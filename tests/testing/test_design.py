@@ -109,4 +109,5 @@ def test_keys_are_in_the_order_of_what_they_add() -> None:
     sets = {"few": {1}, "most": {1, 2, 3}, "other": {4, 5}, "same": {2, 3}, "as other": {6, 7}}
     assert most_adding(sets) == ["most", "other", "as other", "few", "same"]
     assert most_adding(sets, {1, 4, 5}) == ["most", "as other", "few", "other", "same"]
+    assert most_adding(sets, most=2) == ["most", "other"]
     assert most_adding({}) == []

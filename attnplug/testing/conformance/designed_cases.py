@@ -166,5 +166,5 @@ def _within_keys(target: Target, designed: Sequence[tuple[Case, Row]]) -> list[C
             pairs[key].update(itertools.combinations(row.items(), 2))
     plainest = next(iter(pairs), None)
     covered = pairs.pop(plainest, set())
-    chosen = {None, plainest, *most_adding(pairs, covered)[: _MAX_COMPILE_KEYS[target.level] - 1]}
+    chosen = {None, plainest, *most_adding(pairs, covered, _MAX_COMPILE_KEYS[target.level] - 1)}
     return [case for key, (case, _) in zip(keys, designed, strict=True) if key in chosen]

@@ -26,10 +26,15 @@ def compile_key(backend: type[AttentionBackend], spec: LayerSpec) -> Hashable | 
     return key
 
 
-def most_adding(sets: Mapping[_Key, Set[Any]], had: Iterable[Any] = ()) -> list[_Key]:
-    """The keys in greedy order: each adds most elements to `had` and the sets before; the first of equals wins."""
+def most_adding(
+    sets: Mapping[_Key, Set[Any]], had: Iterable[Any] = (), most: int | None = None
+) -> list[_Key]:
+    """The keys in greedy order: each adds most elements to `had` and the sets before; the first of equals wins.
+
+    Only the first `most` are looked for; None is all.
+    """
     seen, rest, order = set(had), dict(sets), list[_Key]()
-    while rest:
+    while rest and len(order) != most:
         best = max(rest, key=lambda key: len(rest[key] - seen))
         seen |= rest.pop(best)
         order.append(best)
