@@ -124,10 +124,10 @@ class LatentPlans:
                 loading = announced(self._library, self._module, why)
         slot = self._space.ring.acquire()
         arrays = slot.filled(part)
+        # A private attribute of 0.6.13: the planner writes its work list there and copies it without waiting.
+        wrapper._pin_memory_int_workspace_buffer = slot.schedule
         began = time.perf_counter()
         with loading:
-            # A private attribute of 0.6.13: the planner writes its work list there and copies it without waiting.
-            wrapper._pin_memory_int_workspace_buffer = slot.schedule
             wrapper.plan(
                 arrays["qo_indptr"],
                 arrays["kv_indptr"],
@@ -141,9 +141,9 @@ class LatentPlans:
                 self._module.dtype,
                 self._module.dtype,
             )
-        self._space.ring.release()
-        self._space.cost.plans += 1
         self._space.cost.seconds += time.perf_counter() - began
+        self._space.cost.plans += 1
+        self._space.ring.release()
 
     def _room(self, captured: tuple[int, int] | None, count: int) -> torch.Tensor:
         indices = self._indices.get(captured)
