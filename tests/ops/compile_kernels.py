@@ -119,6 +119,7 @@ def token_table() -> None:
     loc, table = torch.arange(7, dtype=torch.int32), torch.zeros(6, 9, dtype=torch.int32)
     out = torch.zeros(6, 2048, dtype=torch.int32)
     sparse = SparseSpec("token_topk", 2048)
+    selection._bound.cache_clear()
     selection.table_of_tokens(chosen, sparse, loc, loc[1:], table, 16, (16, 1), out, out[:, 0])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from attnplug.core.selection import Selection
 from attnplug.core.sparse import SparseSpec
 from attnplug.ops.triton.kernels.selection import token_table_kernel
-from attnplug.ops.triton.launch import on_device_of, power_of_two
+from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
 _KERNEL: Any = token_table_kernel
 
@@ -34,8 +35,18 @@ def table_of_tokens(
     if not tokens:
         return
     most = min(sparse.topk, selection.positions.shape[1])
+    bound = _bound(
+        (query_start_loc.dtype, seq_lens.dtype, block_table.dtype),
+        (selection.positions.stride(0), block_table.stride(0), page_table.stride(0)),
+        steps,
+        (most, width),
+        block_size,
+        sparse.block,
+        min(power_of_two(most * sparse.block), _BLOCK),
+    )
     with on_device_of(page_table):
-        _KERNEL[(tokens,)](
+        bound(
+            (tokens,),
             selection.positions,
             selection.counts,
             query_start_loc,
@@ -44,13 +55,27 @@ def table_of_tokens(
             page_table,
             counts,
             num_reqs,
-            most,
-            width,
-            selection.positions.stride(0),
-            block_table.stride(0),
-            page_table.stride(0),
-            *steps,
-            block_size,
-            sparse.block,
-            min(power_of_two(most * sparse.block), _BLOCK),
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _bound(
+    dtypes: tuple[torch.dtype, ...],
+    strides: tuple[int, int, int],
+    steps: tuple[int, int],
+    most: tuple[int, int],
+    block_size: int,
+    chosen: int,
+    block: int,
+) -> BoundKernel:
+    """The kernel for tensors of these dtypes and strides; cached, because engines keep theirs from step to step."""
+    names = ("stride_positions", "stride_table", "stride_pages")
+    values = {
+        **dict(zip(names, strides, strict=True)),
+        **dict(zip(("block_step", "token_step"), steps, strict=True)),
+        **dict(zip(("most", "width"), most, strict=True)),
+        "BLOCK_SIZE": block_size,
+        "CHOSEN": chosen,
+        "BLOCK": block,
+    }
+    return BoundKernel(_KERNEL, 8, values)
