@@ -74,14 +74,15 @@ class PrefillLaunch:
         block_n: keys per tile.
         num_warps: warps of a program.
         num_stages: tiles in flight.
-        late: whether products with values run during the softmax of the next tile, where the GPU can.
+        late: whether products with values run during the softmax of the next tile, where the GPU can. Right, but no
+            launch has it until a GPU has shown that it is faster.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    late: bool = True
+    late: bool = False
 
 
 def limit_switches(reach: Reach) -> dict[str, bool]:
@@ -203,7 +204,7 @@ _DECODE_8_BIT = {
 }
 # Prompts of few tiles wait for memory most of the time, so several small programs share a multiprocessor.
 _FEW_KEYS = 256
-SHORT = PrefillLaunch(64, 64, 4, 2, late=False)
+SHORT = PrefillLaunch(64, 64, 4, 2)
 # Prefill's are for at most so many bytes: heads of 80 have 160, of 96 have 192, of 192 have 384.
 _PREFILL = {
     128: PrefillLaunch(128, 64, 8, 3),
