@@ -55,11 +55,12 @@ def checks(target: Target) -> Iterator[Check]:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    """A KV group of one layer, "a layer with window=(6, 0)" in `words`, with its step and its builder."""
+    """A KV group of one layer, "a layer with window=(6, 0)" in `words`, with its step, its builder and its options."""
 
     words: str
     batch: Batch
     harness: Harness
+    options: Any
 
 
 def _check_keys(target: Target) -> None:
@@ -171,7 +172,7 @@ def _group(
     own = layer_tensors(spec, seed=seed, device=target.torch_device)
     tensors = dataclasses.replace(batch.tensors, sinks=own.sinks, alibi_slopes=own.alibi_slopes)
     batch = dataclasses.replace(batch, tensors=tensors)
-    return _Group(words, batch, Harness.of(target, batch, options=options))
+    return _Group(words, batch, Harness.of(target, batch, options=options), options)
 
 
 def _words(fields: _Fields) -> str:
@@ -192,7 +193,9 @@ def _key(group: _Group) -> Hashable:
     with error_context(f"build_key of the builder of {group.words}, which must be hashable"):
         key = builder.build_key if has_own_build_key(type(builder)) else None
         hash(key)
-    return (builder.kv_cache_spec, group.batch.spec) if key is None else (key,)
+    # All layers of a plan have a backend's options alike, so without a key nothing else tells groups apart.
+    alike = builder.kv_cache_spec, group.batch.spec, repr(group.options)
+    return alike if key is None else (key,)
 
 
 def _expect_served(first: _Group, second: _Group, name: str) -> None:
