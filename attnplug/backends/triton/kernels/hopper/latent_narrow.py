@@ -126,8 +126,10 @@ def _attend(
                 unit *= gl.convert_layout(factors, COLUMNS)
             else:
                 half_low, half_high, half_rope = q_low, q_high, q_rope
+            # A request without keys has a tile that nobody loads.
             logits = _logits(
-                half_low, half_high, half_rope, k_low, k_high, k_rope, full, done, True, BLOCK_M, BLOCK_N, ROPE, STAGES, LOGITS
+                half_low, half_high, half_rope, k_low, k_high, k_rope, full, done, lo < hi,
+                BLOCK_M, BLOCK_N, ROPE, STAGES, LOGITS,
             )  # fmt: skip
             logits = warpgroup_mma_wait(0, deps=(logits,))
             for start in range(lo, hi, BLOCK_N):

@@ -1,0 +1,300 @@
+"""Runs kernels written in Gluon on a CPU: their Python functions, over stand-ins for the language.
+
+Groups of warps are threads that meet at barriers only. Copies and products are done at once, so what is checked is the
+arithmetic, every address, and that no group waits for ever; not the order of what a GPU does asynchronously.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+KERNELS = "attnplug.backends.triton.kernels.hopper"
+_SECONDS = 10.0
+_here = threading.local()
+
+
+@dataclasses.dataclass(frozen=True)
+class Type:
+    """An element type."""
+
+    dtype: torch.dtype
+
+    @property
+    def primitive_bitwidth(self) -> int:
+        return 8 * self.dtype.itemsize
+
+
+NAMES = {"int32": torch.int32, "int64": torch.int64, "float16": torch.float16, "float32": torch.float32}
+NAMES |= {"bfloat16": torch.bfloat16, "float8e4nv": torch.float8_e4m3fn, "float8e5": torch.float8_e5m2}
+
+
+class Values(torch.Tensor):
+    """A tensor in registers."""
+
+    def to(self, to: Any, **_: Any) -> Any:  # type: ignore[override]
+        return super().to(to.dtype)
+
+
+def values(tensor: Any) -> Any:
+    return torch.as_tensor(tensor).as_subclass(Values)
+
+
+class Pointer:
+    """Elements of a tensor's memory, by their offsets."""
+
+    def __init__(self, memory: torch.Tensor, offsets: Any = 0) -> None:
+        self.memory, self.offsets = memory, offsets
+        self.dtype = SimpleNamespace(element_ty=Type(memory.dtype))
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.memory, self.offsets + more)
+
+    def __getitem__(self, index: Any) -> Pointer:
+        return Pointer(self.memory, self.offsets[index])
+
+    def to(self, kind: Type, bitcast: bool) -> Pointer:
+        assert bitcast
+        ratio = kind.dtype.itemsize // self.memory.dtype.itemsize
+        assert bool((self.offsets % ratio == 0).all())
+        return Pointer(self.memory.view(kind.dtype), self.offsets // ratio)
+
+
+def pointer_to(tensor: torch.Tensor) -> Pointer:
+    """A pointer to the first element; everything behind it in the tensor's storage is in reach."""
+    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    return Pointer(whole, tensor.storage_offset())
+
+
+def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
+    offsets = torch.as_tensor(pointer.offsets)
+    if mask is None:
+        return values(pointer.memory[offsets])
+    offsets, there = torch.broadcast_tensors(offsets, torch.as_tensor(mask))
+    found = pointer.memory[torch.where(there, offsets, 0)]
+    return values(torch.where(there, found, torch.tensor(other, dtype=found.dtype)))
+
+
+def store(pointer: Pointer, value: Any, mask: Any) -> None:
+    offsets, there, value = torch.broadcast_tensors(
+        pointer.offsets, torch.as_tensor(mask), torch.as_tensor(value)
+    )
+    pointer.memory[offsets[there]] = value[there].as_subclass(torch.Tensor)
+
+
+class Buffer:
+    """Shared memory."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data, self.dtype, self.shape = data, Type(data.dtype), list(data.shape)
+        self.type = SimpleNamespace(layout=None)
+
+    def index(self, number: Any) -> Buffer:
+        return Buffer(self.data[int(number)])
+
+    def permute(self, order: tuple[int, ...]) -> Buffer:
+        return Buffer(self.data.permute(order))
+
+    def slice(self, start: int, length: int, dim: int) -> Buffer:
+        return Buffer(self.data.narrow(dim, start, length))
+
+    def load(self, layout: Any) -> Any:
+        return values(self.data.clone())
+
+    def store(self, value: Any) -> None:
+        assert value.dtype == self.data.dtype
+        assert list(value.shape) == self.shape
+        self.data.copy_(value)
+
+    def _reinterpret(self, kind: Type, shape: list[int], layout: Any) -> Buffer:
+        seen = Buffer(self.data.view(kind.dtype))
+        assert seen.shape == list(shape)
+        return seen
+
+
+class Barrier:
+    """An mbarrier: a phase ends after `count` arrivals."""
+
+    def __init__(self) -> None:
+        self.changed, self.count, self.arrived, self.phase = threading.Condition(), 0, 0, 0
+
+    def arrive(self, count: int) -> None:
+        with self.changed:
+            self.arrived += count
+            assert self.arrived <= self.count
+            if self.arrived == self.count:
+                self.arrived, self.phase = 0, self.phase + 1
+                self.changed.notify_all()
+
+    def wait(self, parity: Any) -> None:
+        with self.changed:
+            if not self.changed.wait_for(lambda: (self.phase & 1) != int(parity), _SECONDS):
+                raise TimeoutError("a group of warps waits for ever")
+
+
+class Barriers:
+    """Barriers in shared memory."""
+
+    def __init__(self, shape: list[int]) -> None:
+        self.each = [Barrier() for _ in range(shape[0])]
+
+    def index(self, number: Any) -> Barriers:
+        one = Barriers([0])
+        one.each = [self.each[int(number)]]
+        return one
+
+
+def allocate(kind: Type, shape: list[int], layout: Any) -> Buffer | Barriers:
+    if layout == "barrier":
+        return Barriers(shape)
+    # What nobody has written yet is not zero.
+    made = torch.full(shape, torch.nan, dtype=kind.dtype)
+    return Buffer(made)
+
+
+def multiply(a: Any, b: Buffer, acc: Any, *, use_acc: bool = True, is_async: bool) -> Any:
+    assert is_async
+    left = a.data if isinstance(a, Buffer) else a
+    found = values(left.float() @ b.data.float())
+    return acc + found if use_acc else found
+
+
+def specialize(groups: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: Any, registers: Any) -> None:
+    assert len(warps) == len(registers) == len(groups) - 1
+    problems: list[BaseException] = []
+
+    def run(function: Callable[..., None], arguments: tuple[Any, ...], place: Any) -> None:
+        _here.place = place
+        try:
+            function(*arguments)
+        except BaseException as problem:  # noqa: BLE001 - raised below
+            problems.append(problem)
+
+    threads = [threading.Thread(target=run, args=(*group, _here.place)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+
+
+def converted(text: str, *_: Any, **__: Any) -> tuple[Any, Any]:
+    words = _[1][0].as_subclass(torch.Tensor).contiguous()
+    stored = torch.float8_e4m3fn if "e4m3" in text else torch.float8_e5m2
+    halves = words.view(stored).to(torch.float16).view(torch.int32).unflatten(-1, (-1, 2))
+    return values(halves[..., 0]), values(halves[..., 1])
+
+
+def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments: values(function(*(torch.as_tensor(each) for each in arguments)))
+
+
+def language() -> ModuleType:
+    """A stand-in for `triton.experimental.gluon.language`."""
+    gl: Any = ModuleType("gl")
+    for name, dtype in NAMES.items():
+        setattr(gl, name, Type(dtype))
+    for name in ("minimum", "maximum", "exp2", "log2", "floor", "abs"):
+        setattr(gl, name, _elementwise(getattr(torch, name)))
+    gl.where = lambda mask, one, other: values(torch.where(torch.as_tensor(mask), one, other))
+    gl.max = lambda tensor, axis: tensor.amax(axis)
+    gl.sum = lambda tensor, axis: tensor.sum(axis)
+    gl.cdiv = lambda one, other: -(-one // other)
+    gl.arange = lambda first, last, layout: values(torch.arange(first, last))
+    gl.full = lambda shape, value, kind, layout: values(torch.full(shape, float(value), dtype=kind.dtype))
+    gl.zeros = lambda shape, kind, layout: values(torch.zeros(shape, dtype=kind.dtype))
+    gl.program_id = lambda axis: values(_here.place[axis])
+    gl.join = lambda one, other: torch.stack((one, other), -1)
+    gl.convert_layout = lambda tensor, layout: tensor
+    gl.constexpr, gl.static_range, gl.pointer_type = (lambda value: value), range, (lambda kind: kind)
+    gl.load, gl.store, gl.allocate_shared_memory = load, store, allocate
+    gl.inline_asm_elementwise, gl.warp_specialize = converted, specialize
+    for name in ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout"):
+        setattr(gl, name, lambda *_: None)
+    gl.SwizzledSharedLayout = lambda *_: None
+    gl.NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *_: None)
+    return gl
+
+
+def _copy(target: Buffer, pointer: Pointer, mask: Any) -> None:
+    target.store(load(pointer, mask))
+
+
+def _stand_ins() -> dict[str, ModuleType]:
+    gluon: Any = ModuleType("gluon")
+    gluon.jit = lambda function=None, **_: function or (lambda decorated: decorated)
+    gluon.language = language()
+    hopper: Any = ModuleType("hopper")
+    hopper.fence_async_shared = lambda: None
+    hopper.warpgroup_mma, hopper.warpgroup_mma_wait = multiply, _waited
+    hopper.mbarrier = SimpleNamespace(
+        MBarrierLayout=lambda: "barrier",
+        init=lambda barriers, count: setattr(barriers.each[0], "count", count),
+        wait=lambda barriers, phase, pred=True: barriers.each[0].wait(phase) if pred else None,
+        arrive=lambda barriers, count: barriers.each[0].arrive(count),
+    )
+    ampere: Any = ModuleType("ampere")
+    ampere.async_copy = SimpleNamespace(
+        async_copy_global_to_shared=_copy,
+        # Each thread of a group of four warps arrives.
+        mbarrier_arrive=lambda barriers, increment_count: barriers.each[0].arrive(128),
+    )
+    parent: Any = ModuleType("experimental")
+    parent.gluon, root = gluon, "triton.experimental.gluon"
+    found = {"triton.experimental": parent, root: gluon, f"{root}.language": gluon.language}
+    return found | {f"{root}.language.nvidia.hopper": hopper, f"{root}.language.nvidia.ampere": ampere}
+
+
+def _waited(outstanding: int, deps: tuple[Any, ...]) -> Any:
+    return deps[0] if len(deps) == 1 else deps
+
+
+class Emulated:
+    """A kernel that is launched as Triton's are."""
+
+    def __init__(self, fn: Callable[..., None]) -> None:
+        self.fn = fn
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **options: Any) -> None:
+            given = [pointer_to(each) if isinstance(each, torch.Tensor) else each for each in arguments]
+            for place in itertools.product(*(range(size) for size in grid)):
+                _here.place = place
+                self.fn(*given)
+
+        return launch
+
+
+def emulated(*names: str) -> dict[str, Emulated]:
+    """Kernels of attnplug's modules for Hopper, by their names: "latent_wide" has latent_wide_kernel."""
+    stand_ins = _stand_ins()
+    kept = {name: sys.modules.get(name) for name in stand_ins}
+    folder = Path(__file__).parents[3] / KERNELS.replace(".", "/")
+    modules: dict[str, Any] = {}
+    try:
+        for name in ("latent_loads", *names):
+            full = f"{KERNELS}.{name}"
+            kept.setdefault(full, sys.modules.get(full))
+            spec = importlib.util.spec_from_file_location(full, folder / f"{name}.py")
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules.update(stand_ins)
+            modules[name] = sys.modules[full] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(modules[name])
+    finally:
+        for name, module in kept.items():
+            if module is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module
+    return {name: Emulated(getattr(modules[name], f"{name}_kernel")) for name in names}

@@ -1,0 +1,57 @@
+"""The kernels for latents on Hopper have right numbers, and no group of warps waits for ever; emulated on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from gluon_emulation import emulated
+
+from attnplug.backends.triton import TritonBackend, latent
+from attnplug.core import LayerSpec, MLADims
+from attnplug.testing import paged_batch, run_batch
+from attnplug.testing.conformance.expectations import difference
+from attnplug.testing.conformance.harness import Answer
+
+
+@pytest.fixture(autouse=True)
+def _emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    kernels = emulated("latent_wide", "latent_narrow")
+    by_rows = {16: kernels["latent_narrow"], 32: kernels["latent_narrow"], 64: kernels["latent_wide"]}
+    monkeypatch.setattr(latent.TritonMLAImpl, "_hopper_kernels", lambda *_: by_rows)
+    yield
+
+
+def layer(heads: int, dtype: str = "bfloat16", rope: int = 16, stored: str = "auto") -> LayerSpec:
+    dims = MLADims(
+        q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=16, qk_rope_head_dim=rope, v_head_dim=16
+    )
+    size = {"num_kv_heads": 1, "head_size": 128 + rope, "mla": dims}
+    return LayerSpec(num_heads=heads, dtype=dtype, kv_cache_dtype=stored, needs_lse=True, **size)
+
+
+def expect_right(spec: LayerSpec, new: list[int], tokens: list[int], block_size: int) -> None:
+    scales = {"k_scale": 0.5, "v_scale": 0.5} if spec.has_quantized_kv_cache else {}
+    batch = paged_batch(spec, new, tokens, block_size=block_size, padding=3, skip_blocks=2, **scales)
+    found = Answer(*run_batch(TritonBackend, batch))
+    assert difference(batch, found) is None
+
+
+@pytest.mark.parametrize("heads", [2, 20, 40, 96], ids="{} heads".format)
+@pytest.mark.parametrize("stored", ["auto", "fp8_e4m3"])
+def test_requests_of_several_shares(heads: int, stored: str) -> None:
+    expect_right(layer(heads, stored=stored), [1, 1, 1, 1], [700, 1, 64, 300], 16)
+
+
+@pytest.mark.parametrize("heads", [3, 24], ids="{} heads".format)
+@pytest.mark.parametrize("stored", ["auto", "fp8_e5m2"])
+@pytest.mark.parametrize("block_size", [1, 64])
+def test_drafts_and_requests_without_queries_or_keys(heads: int, stored: str, block_size: int) -> None:
+    expect_right(
+        layer(heads, "float16", stored=stored), [0, 3, 2, 0, 4, 1], [70, 200, 0, 3, 131, 0], block_size
+    )
+
+
+@pytest.mark.parametrize("heads", [4, 64])
+def test_latents_without_a_rope_part(heads: int) -> None:
+    expect_right(layer(heads, rope=0), [1, 2], [90, 65], 32)
