@@ -176,7 +176,7 @@ def specialize(groups: list[tuple[Callable[..., None], tuple[Any, ...]]], warps:
         _here.place = place
         try:
             function(*arguments)
-        except BaseException as problem:  # noqa: BLE001 - raised below
+        except BaseException as problem:
             problems.append(problem)
 
     threads = [threading.Thread(target=run, args=(*group, _here.place)) for group in groups]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from gluon_emulation import emulated
 
@@ -15,11 +13,10 @@ from attnplug.testing.conformance.harness import Answer
 
 
 @pytest.fixture(autouse=True)
-def _emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _emulation(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = emulated("latent_wide", "latent_narrow")
     by_rows = {16: kernels["latent_narrow"], 32: kernels["latent_narrow"], 64: kernels["latent_wide"]}
     monkeypatch.setattr(latent.TritonMLAImpl, "_hopper_kernels", lambda *_: by_rows)
-    yield
 
 
 def layer(heads: int, dtype: str = "bfloat16", rope: int = 16, stored: str = "auto") -> LayerSpec:
