@@ -34,7 +34,11 @@ def expect_right(spec: LayerSpec, new: list[int], tokens: list[int], block_size:
     assert difference(batch, found) is None
 
 
-@pytest.mark.parametrize("heads", [2, 20, 40, 96], ids="{} heads".format)
+@pytest.mark.parametrize(
+    "heads",
+    [pytest.param(2, marks=pytest.mark.slow), 20, pytest.param(40, marks=pytest.mark.slow), 96],
+    ids="{} heads".format,
+)
 @pytest.mark.parametrize("stored", ["auto", "fp8_e4m3"])
 def test_requests_of_several_shares(heads: int, stored: str) -> None:
     expect_right(layer(heads, stored=stored), [1, 1, 1, 1], [700, 1, 64, 300], 16)
@@ -42,7 +46,7 @@ def test_requests_of_several_shares(heads: int, stored: str) -> None:
 
 @pytest.mark.parametrize("heads", [3, 24], ids="{} heads".format)
 @pytest.mark.parametrize("stored", ["auto", "fp8_e5m2"])
-@pytest.mark.parametrize("block_size", [1, 64])
+@pytest.mark.parametrize("block_size", [pytest.param(1, marks=pytest.mark.slow), 64])
 def test_drafts_and_requests_without_queries_or_keys(heads: int, stored: str, block_size: int) -> None:
     expect_right(
         layer(heads, "float16", stored=stored), [0, 3, 2, 0, 4, 1], [70, 200, 0, 3, 131, 0], block_size
