@@ -12,15 +12,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnplug.backends.triton.kernels.hopper.latent_loads import (
+    buffers,
     convert_tiles,
     copy_tiles,
     request_of,
     scaled_queries,
     share_of,
 )
-
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
+from attnplug.backends.triton.kernels.scan import LN2, LOG2E
 
 
 @gluon.jit
@@ -218,33 +217,15 @@ def latent_narrow_kernel(
     HAS_LSE: gl.constexpr,
 ):
     """As latent_decode_kernel, for queries of 16 bits, latents of their type or of 8 bits, and rows of whole 16 bytes."""
-    HALF: gl.constexpr = LATENT // 2
     CONVERTS: gl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
     own: gl.constexpr = q_nope.dtype.element_ty
     dtype: gl.constexpr = gl.float16 if CONVERTS else own
-    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
-    q_low = gl.allocate_shared_memory(own, [BLOCK_M, HALF], WIDE)
-    q_high = gl.allocate_shared_memory(own, [BLOCK_M, HALF], WIDE)
-    k_low = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HALF], WIDE)
-    k_high = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HALF], WIDE)
-    q_rope = q_low
-    k_rope = k_low
-    if ROPE:
-        NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, ROPE], dtype)
-        q_rope = gl.allocate_shared_memory(own, [BLOCK_M, ROPE], NARROW)
-        k_rope = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], NARROW)
+    ARRIVALS: gl.constexpr = 1 if CONVERTS else 128
+    q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty = buffers(
+        own, dtype, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, ARRIVALS, 1
+    )
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     shared_weights = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], WEIGHTS)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # Each thread arrives by itself when its copies are there.
-    mbarrier.init(q_full, count=128)
-    mbarrier.init(q_empty, count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1 if CONVERTS else 128)
-        mbarrier.init(empty.index(stage), count=1)
     if CONVERTS:
         gl.warp_specialize(
             [

@@ -12,15 +12,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnplug.backends.triton.kernels.hopper.latent_loads import (
+    buffers,
     convert_tiles,
     copy_tiles,
     request_of,
     scaled_queries,
     share_of,
 )
-
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
+from attnplug.backends.triton.kernels.scan import LN2, LOG2E
 
 
 @gluon.jit
@@ -306,37 +305,19 @@ def latent_wide_kernel(
     HAS_LSE: gl.constexpr,
 ):
     """As latent_decode_kernel, for queries of 16 bits, latents of their type or of 8 bits, and rows of whole 16 bytes."""
-    HALF: gl.constexpr = LATENT // 2
     CONVERTS: gl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
     own: gl.constexpr = q_nope.dtype.element_ty
     dtype: gl.constexpr = gl.float16 if CONVERTS else own
-    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
-    q_low = gl.allocate_shared_memory(own, [BLOCK_M, HALF], WIDE)
-    q_high = gl.allocate_shared_memory(own, [BLOCK_M, HALF], WIDE)
-    k_low = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HALF], WIDE)
-    k_high = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HALF], WIDE)
-    q_rope = q_low
-    k_rope = k_low
-    if ROPE:
-        NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, ROPE], dtype)
-        q_rope = gl.allocate_shared_memory(own, [BLOCK_M, ROPE], NARROW)
-        k_rope = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], NARROW)
+    ARRIVALS: gl.constexpr = 1 if CONVERTS else 128
+    q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty = buffers(
+        own, dtype, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, ARRIVALS, 2
+    )
     # Weights of a tile, and what the sums before it are multiplied with; behind the last tile, one over the total.
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], dtype)
     shared_weights = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], SQUARE)
     shared_factors = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     weights_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     weights_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    # Each thread arrives by itself when its copies are there.
-    mbarrier.init(q_full, count=128)
-    mbarrier.init(q_empty, count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1 if CONVERTS else 128)
-        mbarrier.init(empty.index(stage), count=2)
     mbarrier.init(weights_full, count=1)
     mbarrier.init(weights_empty, count=1)
     if CONVERTS:
