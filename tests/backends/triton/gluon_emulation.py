@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from attnplug.backends.triton.kernels import scan as kernels
+
 KERNELS = "attnplug.backends.triton.kernels.hopper"
 _SECONDS = 10.0
 _here = threading.local()
@@ -251,7 +253,10 @@ def _stand_ins() -> dict[str, ModuleType]:
     )
     parent: Any = ModuleType("experimental")
     parent.gluon, root = gluon, "triton.experimental.gluon"
+    scan: Any = ModuleType("scan")
+    scan.LOG2E, scan.LN2 = kernels.LOG2E.value, kernels.LN2.value
     found = {"triton.experimental": parent, root: gluon, f"{root}.language": gluon.language}
+    found |= {kernels.__name__: scan}
     return found | {f"{root}.language.nvidia.hopper": hopper, f"{root}.language.nvidia.ampere": ampere}
 
 

@@ -12,9 +12,9 @@ from attnplug.backends.triton.kernels.scan import (
     add_parts,
     attend,
     finish,
-    load_queries,
 )
 from attnplug.backends.triton.kernels.splits import FIELDS
+from attnplug.backends.triton.kernels.tiles import load_queries
 
 
 # Values that differ between steps, or between a step and a graph's buffers, must not compile another kernel.
@@ -116,8 +116,8 @@ def decode_kernel(
         _, first_stop = load_spans(mm_spans, first_row)
         last_start, _ = load_spans(mm_spans, first_row + query_len - 1)
     heads = kv_head * GROUP + rows % GROUP
-    q, scale = load_queries(
-        query, rows, num_rows, first, kv_head, stride_qt, stride_qh, GROUP, D, BLOCK_D, scale, COMPUTE
+    q, _, scale = load_queries(
+        query, rows, num_rows, first, kv_head, stride_qt, stride_qh, GROUP, D, BLOCK_D, 0, scale, COMPUTE
     )
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from attnplug.backends.triton.kernels.ranges import key_range, load_spans
-from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend_parts, finish, load_query_parts
+from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend_parts, finish
+from attnplug.backends.triton.kernels.tiles import load_queries
 
 
 # Values that differ between steps must not compile another kernel.
@@ -133,7 +134,7 @@ def prefill_kernel(
         lo = tl.maximum(tl.minimum(lo, first_start), first_key)
         hi = tl.minimum(tl.maximum(hi, last_stop), seq_len)
     heads = kv_head * GROUP + rows % GROUP
-    q, q_tail, scale = load_query_parts(
+    q, q_tail, scale = load_queries(
         query,
         rows,
         num_rows,

@@ -1,4 +1,4 @@
-"""The parts of both kernels: loading queries, and the scan over the keys that they see."""
+"""The scan over the keys that queries see, and what finishes it: the part that the kernels share."""
 
 from __future__ import annotations
 
@@ -6,110 +6,10 @@ import triton
 import triton.language as tl
 
 from attnplug.backends.triton.kernels.ranges import common_range
+from attnplug.backends.triton.kernels.tiles import halves_of, pages_of, rows_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-_HALVES = """{{
-.reg .b16 low, high;
-.reg .b32 first, second;
-mov.b32 {{low, high}}, $2;
-cvt.rn.f16x2.{stored}x2 first, low;
-cvt.rn.f16x2.{stored}x2 second, high;
-prmt.b32 $0, first, second, 0x5410;
-prmt.b32 $1, first, second, 0x7632;
-}}"""
-E4M3_HALVES = tl.constexpr(_HALVES.format(stored="e4m3"))
-E5M2_HALVES = tl.constexpr(_HALVES.format(stored="e5m2"))
-
-
-@triton.jit
-def load_queries(
-    query,
-    rows,
-    num_rows,
-    first_token,
-    kv_head,
-    stride_qt,
-    stride_qh,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    scale,
-    COMPUTE: tl.constexpr,
-):
-    """Queries `[BLOCK_M, BLOCK_D]` and the scale that their logits still need; see load_query_parts."""
-    q, _, scale = load_query_parts(
-        query,
-        rows,
-        num_rows,
-        first_token,
-        kv_head,
-        stride_qt,
-        stride_qh,
-        GROUP,
-        D,
-        BLOCK_D,
-        0,
-        scale,
-        COMPUTE,
-    )
-    return q, scale
-
-
-@triton.jit
-def load_query_parts(
-    query,
-    rows,
-    num_rows,
-    first_token,
-    kv_head,
-    stride_qt,
-    stride_qh,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TAIL: tl.constexpr,
-    scale,
-    COMPUTE: tl.constexpr,
-):
-    """The first BLOCK_D elements of queries, their other elements in TAIL columns, and the scale that logits still need.
-
-    Row i is head `i % GROUP` of the KV head's group, token `i // GROUP`. Keys, values and weights follow the
-    type of the queries: COMPUTE, or their own where it is None. For float16 they are multiplied with a power of
-    two, which rounds nothing, such that no bfloat16 query is too large for it and none that matters too small.
-    Without TAIL the second part repeats the first, and nothing reads it.
-    """
-    tokens = (first_token + rows // GROUP).to(tl.int64)
-    heads = kv_head * GROUP + rows % GROUP
-    places = query + tokens[:, None] * stride_qt + heads[:, None] * stride_qh
-    inside = (rows < num_rows)[:, None]
-    q = _query_part(places, inside, D, BLOCK_D)
-    tail = q
-    if TAIL:
-        tail = _query_part(places + BLOCK_D, inside, D - BLOCK_D, TAIL)
-    if COMPUTE is not None:
-        if COMPUTE == tl.float16:
-            q = q.to(tl.float32)
-            tail = tail.to(tl.float32)
-            largest = tl.max(tl.max(tl.abs(q), 1), 0)
-            if TAIL:
-                largest = tl.maximum(largest, tl.max(tl.max(tl.abs(tail), 1), 0))
-            shift = 14.0 - tl.floor(tl.log2(tl.maximum(largest, 1e-30)))
-            q = q * tl.exp2(shift)
-            tail = tail * tl.exp2(shift)
-            scale = scale * tl.exp2(-shift)
-        q = q.to(COMPUTE)
-        tail = tail.to(COMPUTE)
-    return q, tail, scale
-
-
-@triton.jit
-def _query_part(places, inside, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    dims = tl.arange(0, WIDTH)[None, :]
-    mask = inside
-    if SIZE < WIDTH:
-        mask = mask & (dims < SIZE)
-    return tl.load(places + dims, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -342,13 +242,13 @@ def _scan_keys(
     lanes = tl.arange(0, BLOCK_N)
     if PAGED:
         # Look up the next tile's pages during this tile, so that loads of keys do not wait for the table.
-        next_blocks = _pages(table_row, begin, end, BLOCK_SIZE, BLOCK_N)
+        next_blocks = pages_of(table_row, begin, end, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
         keys = start + lanes
         there = (keys >= floor) & (keys < limit) if HAS_LEFT or HAS_CHUNK else keys < limit
         if PAGED:
             blocks = next_blocks.to(tl.int64)
-            next_blocks = _pages(table_row, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+            next_blocks = pages_of(table_row, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
             places = ((lanes if BLOCK_N % BLOCK_SIZE == 0 else keys) % BLOCK_SIZE).to(tl.int64)
             k_rows = blocks * stride_kb + places * stride_kt
             v_rows = k_rows if ALIKE else blocks * stride_vb + places * stride_vt
@@ -356,20 +256,20 @@ def _scan_keys(
             places = (keys + key_shift).to(tl.int64)
             k_rows = places * stride_kt
             v_rows = k_rows if ALIKE else places * stride_vt
-        k = _rows(k_head, k_rows, dims, there, D, BLOCK_D, MASKED)
+        k = rows_of(k_head, k_rows, dims, there, D, BLOCK_D, MASKED)
         if TAIL:
-            k_tail = _rows(k_head + BLOCK_D, k_rows, dims_tail, there, D - BLOCK_D, TAIL, MASKED)
+            k_tail = rows_of(k_head + BLOCK_D, k_rows, dims_tail, there, D - BLOCK_D, TAIL, MASKED)
         if LATE:
             # The first tile has none before it, and what is held for it are zeros.
             is_later = (lanes >= 0) & (start > begin)
-            v = _rows(v_head, held_rows, dims_v, is_later, SIZE_V, WIDTH, True)
+            v = rows_of(v_head, held_rows, dims_v, is_later, SIZE_V, WIDTH, True)
             if TAIL_V:
-                v_tail = _rows(v_head + WIDTH, held_rows, dims_tail_v, is_later, DV - WIDTH, TAIL_V, True)
+                v_tail = rows_of(v_head + WIDTH, held_rows, dims_tail_v, is_later, DV - WIDTH, TAIL_V, True)
             held_rows = v_rows
         else:
-            v = _rows(v_head, v_rows, dims_v, there, SIZE_V, WIDTH, MASKED)
+            v = rows_of(v_head, v_rows, dims_v, there, SIZE_V, WIDTH, MASKED)
             if TAIL_V:
-                v_tail = _rows(v_head + WIDTH, v_rows, dims_tail_v, there, DV - WIDTH, TAIL_V, MASKED)
+                v_tail = rows_of(v_head + WIDTH, v_rows, dims_tail_v, there, DV - WIDTH, TAIL_V, MASKED)
 
         logits = tl.dot(q, tl.trans(k).to(q.dtype), input_precision="ieee")
         if TAIL:
@@ -416,7 +316,7 @@ def _scan_keys(
             held = weights
         elif PAIRS:
             weights = weights.to(q.dtype)
-            low, high = _halves(v, k_head.dtype.element_ty, PTX)
+            low, high = halves_of(v, k_head.dtype.element_ty, PTX)
             acc = tl.dot(weights, low.to(q.dtype), acc * fade[:, None], input_precision="ieee")
             more = tl.dot(weights, high.to(q.dtype), more * fade[:, None], input_precision="ieee")
         else:
@@ -428,62 +328,14 @@ def _scan_keys(
     if LATE:
         if end > begin:
             late = held.to(q.dtype)
-            v = _rows(v_head, held_rows, dims_v, lanes >= 0, SIZE_V, WIDTH, False)
+            v = rows_of(v_head, held_rows, dims_v, lanes >= 0, SIZE_V, WIDTH, False)
             acc = tl.dot(late, v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
             if TAIL_V:
-                v_tail = _rows(v_head + WIDTH, held_rows, dims_tail_v, lanes >= 0, DV - WIDTH, TAIL_V, False)
+                v_tail = rows_of(
+                    v_head + WIDTH, held_rows, dims_tail_v, lanes >= 0, DV - WIDTH, TAIL_V, False
+                )
                 more = tl.dot(late, v_tail.to(q.dtype), more * fade[:, None], input_precision="ieee")
     return acc, more, top, total + tl.sum(sums, 1)
-
-
-@triton.jit
-def _pages(table_row, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The blocks `[BLOCK_N]` of the keys from `start` on; 0 from `end` on.
-
-    Tiles start with a page where pages divide them: then places within pages are the same in every tile.
-    """
-    lanes = tl.arange(0, BLOCK_N)
-    if BLOCK_N % BLOCK_SIZE == 0:
-        return tl.load(
-            table_row + start // BLOCK_SIZE + lanes // BLOCK_SIZE, mask=start + lanes < end, other=0
-        )
-    else:
-        return tl.load(table_row + (start + lanes) // BLOCK_SIZE, mask=start + lanes < end, other=0)
-
-
-@triton.jit
-def _rows(head, rows, dims, there, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """Keys or values `[BLOCK_N, WIDTH]`: zeros past SIZE, and with MASKED where `there` says no."""
-    places = head + rows[:, None] + dims[None, :]
-    if MASKED:
-        if SIZE < WIDTH:
-            return tl.load(places, mask=there[:, None] & (dims < SIZE)[None, :], other=0.0)
-        else:
-            return tl.load(places, mask=there[:, None], other=0.0)
-    else:
-        if SIZE < WIDTH:
-            return tl.load(places, mask=(dims < SIZE)[None, :], other=0.0)
-        else:
-            return tl.load(places)
-
-
-@triton.jit
-def _halves(pairs, STORED: tl.constexpr, PTX: tl.constexpr):
-    """The even and the odd elements, in float16, of floats of 8 bits that come as pairs in int16."""
-    if PTX:
-        # Two pairs at a time; Triton's own conversion takes every element apart first.
-        if STORED == tl.float8e4nv:
-            return tl.inline_asm_elementwise(
-                E4M3_HALVES, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                E5M2_HALVES, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-            )
-    else:
-        even = pairs.to(tl.uint8).to(STORED, bitcast=True).to(tl.float16)
-        odd = (pairs >> 8).to(tl.uint8).to(STORED, bitcast=True).to(tl.float16)
-        return even, odd
 
 
 @triton.jit

@@ -6,8 +6,9 @@ import triton
 import triton.language as tl
 
 from attnplug.backends.triton.kernels.ranges import key_range, load_spans
-from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend, load_queries
+from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend
 from attnplug.backends.triton.kernels.shares import place_of, request_range
+from attnplug.backends.triton.kernels.tiles import load_queries
 
 
 # Values that differ between steps, or between a step and a graph's buffers, must not compile another kernel.
@@ -177,8 +178,20 @@ def share_decode_kernel(
             hi = tl.minimum(hi, (origin + stop) * BLOCK_N)
 
             heads = kv_head * GROUP + rows % GROUP
-            q, own_scale = load_queries(
-                query, rows, num_rows, first, kv_head, stride_qt, stride_qh, GROUP, D, BLOCK_D, scale, COMPUTE
+            q, _, own_scale = load_queries(
+                query,
+                rows,
+                num_rows,
+                first,
+                kv_head,
+                stride_qt,
+                stride_qh,
+                GROUP,
+                D,
+                BLOCK_D,
+                0,
+                scale,
+                COMPUTE,
             )
             slopes = tl.zeros([BLOCK_M], tl.float32)
             if HAS_ALIBI:

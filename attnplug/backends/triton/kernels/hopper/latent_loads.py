@@ -302,8 +302,8 @@ def convert_tiles(
     STAGES: gl.constexpr,
     stride_token: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
-    LOADER: gl.constexpr,
-    LOADERS: gl.constexpr,
+    LOADER: gl.constexpr = 0,
+    LOADERS: gl.constexpr = 1,
 ):
     """As copy_tiles, for latents of 8 bits, which become float16 on the way.
 

@@ -320,50 +320,25 @@ def latent_wide_kernel(
     weights_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(weights_full, count=1)
     mbarrier.init(weights_empty, count=1)
-    if CONVERTS:
-        gl.warp_specialize(
-            [
-                (_weigh, (
-                    output, lse, query_start_loc, seq_lens, tiles, partials, partial_lses, num_reqs, max_rows, scale,
-                    q_low, q_high, q_rope, k_low, k_high, k_rope, shared_weights, shared_factors,
-                    q_full, q_empty, full, empty, weights_full, weights_empty,
-                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE, CONVERTS,
-                )),
-                (_follow, (
-                    output, query_start_loc, seq_lens, tiles, partials, num_reqs, max_rows,
-                    k_high, shared_weights, shared_factors, empty, weights_full, weights_empty,
-                    HEADS, BLOCK_M, BLOCK_N, LATENT, STAGES,
-                )),
-                (convert_tiles, (
-                    q_nope, q_pe, cache, query_start_loc, seq_lens, block_table, tiles, num_reqs, stride_table,
-                    stride_block, q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty,
-                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, stride_token, BLOCK_SIZE,
-                    gl.constexpr(0), gl.constexpr(1),
-                )),
-            ],
-            [4, 4],
-            [160, 136],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_weigh, (
-                    output, lse, query_start_loc, seq_lens, tiles, partials, partial_lses, num_reqs, max_rows, scale,
-                    q_low, q_high, q_rope, k_low, k_high, k_rope, shared_weights, shared_factors,
-                    q_full, q_empty, full, empty, weights_full, weights_empty,
-                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE, CONVERTS,
-                )),
-                (_follow, (
-                    output, query_start_loc, seq_lens, tiles, partials, num_reqs, max_rows,
-                    k_high, shared_weights, shared_factors, empty, weights_full, weights_empty,
-                    HEADS, BLOCK_M, BLOCK_N, LATENT, STAGES,
-                )),
-                (copy_tiles, (
-                    q_nope, q_pe, cache, query_start_loc, seq_lens, block_table, tiles, num_reqs, stride_table,
-                    stride_block, q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty,
-                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, stride_token, BLOCK_SIZE,
-                )),
-            ],
-            [4, 4],
-            [208, 56],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_weigh, (
+                output, lse, query_start_loc, seq_lens, tiles, partials, partial_lses, num_reqs, max_rows, scale,
+                q_low, q_high, q_rope, k_low, k_high, k_rope, shared_weights, shared_factors,
+                q_full, q_empty, full, empty, weights_full, weights_empty,
+                HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE, CONVERTS,
+            )),
+            (_follow, (
+                output, query_start_loc, seq_lens, tiles, partials, num_reqs, max_rows,
+                k_high, shared_weights, shared_factors, empty, weights_full, weights_empty,
+                HEADS, BLOCK_M, BLOCK_N, LATENT, STAGES,
+            )),
+            (convert_tiles if CONVERTS else copy_tiles, (
+                q_nope, q_pe, cache, query_start_loc, seq_lens, block_table, tiles, num_reqs, stride_table,
+                stride_block, q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty,
+                HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, stride_token, BLOCK_SIZE,
+            )),
+        ],
+        [4, 4],
+        [160 if CONVERTS else 208, 136 if CONVERTS else 56],
+    )  # fmt: skip

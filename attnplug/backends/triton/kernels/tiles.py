@@ -1,0 +1,124 @@
+"""Loading what the kernels multiply: tiles of queries, keys and values."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_HALVES = """{{
+.reg .b16 low, high;
+.reg .b32 first, second;
+mov.b32 {{low, high}}, $2;
+cvt.rn.f16x2.{stored}x2 first, low;
+cvt.rn.f16x2.{stored}x2 second, high;
+prmt.b32 $0, first, second, 0x5410;
+prmt.b32 $1, first, second, 0x7632;
+}}"""
+E4M3_HALVES = tl.constexpr(_HALVES.format(stored="e4m3"))
+E5M2_HALVES = tl.constexpr(_HALVES.format(stored="e5m2"))
+
+
+@triton.jit
+def load_queries(
+    query,
+    rows,
+    num_rows,
+    first_token,
+    kv_head,
+    stride_qt,
+    stride_qh,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TAIL: tl.constexpr,
+    scale,
+    COMPUTE: tl.constexpr,
+):
+    """The first BLOCK_D elements of queries, their other elements in TAIL columns, and the scale that logits still need.
+
+    Row i is head `i % GROUP` of the KV head's group, token `i // GROUP`. Keys, values and weights follow the
+    type of the queries: COMPUTE, or their own where it is None. For float16 they are multiplied with a power of
+    two, which rounds nothing, such that no bfloat16 query is too large for it and none that matters too small.
+    With TAIL 0 the second part repeats the first, and nothing reads it.
+    """
+    tokens = (first_token + rows // GROUP).to(tl.int64)
+    heads = kv_head * GROUP + rows % GROUP
+    places = query + tokens[:, None] * stride_qt + heads[:, None] * stride_qh
+    inside = (rows < num_rows)[:, None]
+    q = _query_part(places, inside, D, BLOCK_D)
+    tail = q
+    if TAIL:
+        tail = _query_part(places + BLOCK_D, inside, D - BLOCK_D, TAIL)
+    if COMPUTE is not None:
+        if COMPUTE == tl.float16:
+            q = q.to(tl.float32)
+            tail = tail.to(tl.float32)
+            largest = tl.max(tl.max(tl.abs(q), 1), 0)
+            if TAIL:
+                largest = tl.maximum(largest, tl.max(tl.max(tl.abs(tail), 1), 0))
+            shift = 14.0 - tl.floor(tl.log2(tl.maximum(largest, 1e-30)))
+            q = q * tl.exp2(shift)
+            tail = tail * tl.exp2(shift)
+            scale = scale * tl.exp2(-shift)
+        q = q.to(COMPUTE)
+        tail = tail.to(COMPUTE)
+    return q, tail, scale
+
+
+@triton.jit
+def _query_part(places, inside, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    dims = tl.arange(0, WIDTH)[None, :]
+    mask = inside
+    if SIZE < WIDTH:
+        mask = mask & (dims < SIZE)
+    return tl.load(places + dims, mask=mask, other=0.0)
+
+
+@triton.jit
+def pages_of(table_row, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The blocks `[BLOCK_N]` of the keys from `start` on; 0 from `end` on.
+
+    Tiles start with a page where pages divide them: then places within pages are the same in every tile.
+    """
+    lanes = tl.arange(0, BLOCK_N)
+    if BLOCK_N % BLOCK_SIZE == 0:
+        return tl.load(
+            table_row + start // BLOCK_SIZE + lanes // BLOCK_SIZE, mask=start + lanes < end, other=0
+        )
+    else:
+        return tl.load(table_row + (start + lanes) // BLOCK_SIZE, mask=start + lanes < end, other=0)
+
+
+@triton.jit
+def rows_of(head, rows, dims, there, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """Keys or values `[BLOCK_N, WIDTH]`: zeros past SIZE, and with MASKED where `there` says no."""
+    places = head + rows[:, None] + dims[None, :]
+    if MASKED:
+        if SIZE < WIDTH:
+            return tl.load(places, mask=there[:, None] & (dims < SIZE)[None, :], other=0.0)
+        else:
+            return tl.load(places, mask=there[:, None], other=0.0)
+    else:
+        if SIZE < WIDTH:
+            return tl.load(places, mask=(dims < SIZE)[None, :], other=0.0)
+        else:
+            return tl.load(places)
+
+
+@triton.jit
+def halves_of(pairs, STORED: tl.constexpr, PTX: tl.constexpr):
+    """The even and the odd elements, in float16, of floats of 8 bits that come as pairs in int16."""
+    if PTX:
+        # Two pairs at a time; Triton's own conversion takes every element apart first.
+        if STORED == tl.float8e4nv:
+            return tl.inline_asm_elementwise(
+                E4M3_HALVES, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                E5M2_HALVES, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+            )
+    else:
+        even = pairs.to(tl.uint8).to(STORED, bitcast=True).to(tl.float16)
+        odd = (pairs >> 8).to(tl.uint8).to(STORED, bitcast=True).to(tl.float16)
+        return even, odd
