@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime as dt
-import importlib.metadata
 import json
 import math
 import sys
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from host_time import versions
 from paged_layers import Cell, PagedLayer, graph_us, interleaved_us
 from peers import PEERS
 from serving import SERVING, judge_serving, small
@@ -38,6 +38,7 @@ from attnplug.registry.option_texts import parse_options
 
 LLAMA_8B, LLAMA_70B, LLAMA_70B_TP8 = (32, 8, 128), (64, 8, 128), (8, 1, 128)
 QWEN3_30B, GEMMA_2, GEMMA_3, GPT_OSS = (32, 4, 128), (16, 8, 256), (32, 16, 128), (64, 8, 64)
+_MEASURED = "attnplug", "torch", "triton", "flashinfer-python", "flash-attn", "flash-attn-4"
 TOLERANCE = {"bfloat16": 1e-2, "fp8": 5e-2}
 
 
@@ -139,7 +140,7 @@ def earlier_cells(path: Path | None) -> list[dict[str, Any]]:
     if path is None or not path.exists():
         return []
     before = json.loads(path.read_text())
-    now = torch.cuda.get_device_name(), versions()
+    now = torch.cuda.get_device_name(), versions(*_MEASURED)
     if (before["device"], before["versions"]) != now:
         raise SystemExit(
             f"{path} is of {before['device']} with {before['versions']}, this is {now}: move it away"
@@ -387,24 +388,13 @@ def geometric(values: Any) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def versions() -> dict[str, str]:
-    """The installed versions of what is measured."""
-    found = {}
-    for name in ("attnplug", "torch", "triton", "flashinfer-python", "flash-attn", "flash-attn-4"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def report(ceilings: dict[str, float], cells: list[dict[str, Any]]) -> dict[str, Any]:
     """A run's file, with cells of earlier calls; the ceilings are those of this call."""
     return {
         "benchmark": "attention",
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(),
-        "versions": versions(),
+        "versions": versions(*_MEASURED),
         "ceilings": ceilings,
         "cells": cells,
         "goals": [],

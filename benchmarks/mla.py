@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import importlib.metadata
 import json
 import os
 import sys
@@ -29,6 +28,7 @@ if "--smoke" in sys.argv:
 
 import torch
 from attention import measure_ceilings
+from host_time import versions
 from mla_decode import CELLS, CONTENDERS, measured_decodes
 from mla_goals import judged
 from mla_host import measured_builders
@@ -91,13 +91,8 @@ def smoke(parts: Sequence[str]) -> int:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "triton", "flashinfer-python", "flash-attn-4"):
-        try:
-            found[name.removesuffix("-python")] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = versions("torch", "triton", "flashinfer-python", "flash-attn-4")
+    return {name.removesuffix("-python"): version for name, version in found.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

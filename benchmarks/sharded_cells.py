@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from goal import Goal
+
 MOST_EXCHANGE_US, LEAST_CAPACITY = 40.0, 1.95
 
 
@@ -69,20 +71,6 @@ def rows(parts: Sequence[str], only: Sequence[str] | None, *, smoke: bool) -> li
         for name in names[part]
         if only is None or any(text in name for text in only)
     ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Goal:
-    """One goal: what it is, the figure found or None, the limit in words, and whether it is met."""
-
-    name: str
-    value: str | None
-    limit: str
-    met: bool | None
-
-    def __str__(self) -> str:
-        word = {True: "met", False: "MISSED", None: "not measured"}[self.met]
-        return f"{word:13} {self.name}: {self.value or '-'} ({self.limit})"
 
 
 def goals(report: Mapping[str, Any]) -> list[Goal]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from goal import Goal
 
 LEAST_CELLS, LEAST_MODELS = 60, 6
 BACKENDS = ("TRITON", "FLASHINFER", "FLASH_ATTN_4", "FLASH_ATTN_2", "TORCH")
@@ -15,20 +16,6 @@ LEAST_ALIKE, CLEAR = 0.95, 0.04
 FIRST_SECONDS, AGAIN_SECONDS = 300.0, 60.0
 WARM_US, FIRST_US = 8.0, 20.0
 SHAPES = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Goal:
-    """One goal: its name, the figure found or None, the limit in words, and whether it is met."""
-
-    name: str
-    value: str | None
-    limit: str
-    met: bool | None
-
-    def __str__(self) -> str:
-        word = {True: "met", False: "MISSED", None: "not measured"}[self.met]
-        return f"{word:13} {self.name}: {self.value or '-'} ({self.limit})"
 
 
 def at_most(name: str, value: float | None, limit: float, unit: str, scale: float = 1.0) -> Goal:

@@ -15,7 +15,6 @@ import argparse
 import copy
 import datetime as dt
 import gc
-import importlib.metadata
 import json
 import os
 import statistics
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from host_time import versions
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "engines"))
@@ -102,18 +102,12 @@ def is_slower(row: dict[str, Any]) -> bool:
 def head(options: argparse.Namespace) -> dict[str, Any]:
     """The report without models."""
     packages = ("attnplug", "torch", "triton", "transformers", "vllm")
-    versions = {}
-    for name in packages:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     settings = {name: getattr(options, name) for name in ("requests", "prompt", "tokens", "per_phase")}
     return {
         "benchmark": "tuned-engine",
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if options.device != "cpu" else "cpu",
-        "versions": versions,
+        "versions": versions(*packages),
         "settings": settings,
         "models": [],
     }

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime as dt
-import importlib.metadata
 import json
 import os
 import signal
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from host_time import versions
 
 ROOT = Path(__file__).parents[1]
 HARNESS = ROOT / "tests" / "engines"
@@ -164,17 +164,11 @@ def lines(name: str, figures: Mapping[str, Any], verbose: bool) -> Iterator[str]
 def report(options: argparse.Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
     """The figures as JSON."""
     packages = ("torch", "triton", "transformers", "flashinfer-python", "flash-attn-4")
-    versions = {}
-    for name in packages:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "benchmark": "vllm-numbers",
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "versions": versions,
+        "versions": versions(*packages),
         "settings": {"source": options.source.resolve().name, "select": options.select, "few": options.few},
         "backends": found,
     }
