@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import vllm_demo
+import vllm_model
 from rich.console import Console
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples" / "engines"))
-import vllm_demo  # noqa: E402
-import vllm_model  # noqa: E402
+
 
 STAND_IN = {
     "__init__.py": '''

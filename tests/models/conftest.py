@@ -1,14 +1,10 @@
-"""The modules of examples/engine, importable as its scripts import them, and no advice from transformers."""
+"""No advice from transformers."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "engine"))
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import context_parallel
+import pytest
 import sharded_cells
 
 SCRIPT = Path(context_parallel.__file__)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import datetime as dt
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "registry"))
 from fake_plugins import CPU, SPEC, backend, registry
 
 from attnplug import LayerSpec, Phase

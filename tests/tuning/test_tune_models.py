@@ -5,14 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "registry"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import tune_goals
 import tune_models
 from fake_plugins import CPU, SPEC, backend, registry
