@@ -90,7 +90,10 @@ class TritonMLAImpl(MLADecodeImpl):
         rows = heads * metadata.max_query_len
         gpu = gpu_of(q_nope.device)
         hopper = self._hopper_kernels(q_nope, q_pe, kv_cache)
-        launch = hopper_launch(rows) if hopper else latent_launch(rows, size, q_nope.element_size(), gpu)
+        if hopper:
+            launch = hopper_launch(rows, kv_cache.element_size())
+        else:
+            launch = latent_launch(rows, size, q_nope.element_size(), gpu)
         row_blocks = -(-rows // launch.block_m)
         programs = max(launch.waves * gpu.multiprocessors // row_blocks, 1)
         reqs = metadata.num_reqs

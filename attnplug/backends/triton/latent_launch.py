@@ -31,9 +31,11 @@ class LatentLaunch(NamedTuple):
     least: int
 
 
-def hopper_launch(rows: int) -> LatentLaunch:
-    """The launch of a kernel of hopper_kernels for requests of at most `rows` rows."""
-    return LatentLaunch(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 4, 2, 1, 1)
+def hopper_launch(rows: int, itemsize: int) -> LatentLaunch:
+    """The launch of a kernel of hopper_kernels for requests of at most `rows` rows, and stored elements of `itemsize`."""
+    side = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    # Tiles of 8 bits take half of the memory, unless they are converted there.
+    return LatentLaunch(side, 64, 4, 4 if itemsize == 1 and side < 64 else 2, 1, 1)
 
 
 @functools.cache
@@ -51,6 +53,8 @@ def hopper_kernels(
     if rank not in (128, 256, 512) or rope not in (0, 16, 32, 64) or dtype.itemsize != 2:
         return {}
     if cache_dtype not in (dtype, torch.float8_e4m3fn, torch.float8_e5m2):
+        return {}
+    if cache_dtype.itemsize == 1 and rank < 256:
         return {}
     try:
         from attnplug.backends.triton.kernels.hopper.latent_narrow import latent_narrow_kernel

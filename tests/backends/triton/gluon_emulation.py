@@ -190,11 +190,31 @@ def specialize(groups: list[tuple[Callable[..., None], tuple[Any, ...]]], warps:
         raise problems[0]
 
 
-def converted(text: str, *_: Any, **__: Any) -> tuple[Any, Any]:
-    words = _[1][0].as_subclass(torch.Tensor).contiguous()
+def converted(text: str, _: str, given: list[torch.Tensor], *, dtype: Any, pack: int, is_pure: bool) -> Any:
+    """The three pieces of assembly of the kernels, which make float16 of 8 bits."""
     stored = torch.float8_e4m3fn if "e4m3" in text else torch.float8_e5m2
-    halves = words.view(stored).to(torch.float16).view(torch.int32).unflatten(-1, (-1, 2))
+    given = [each.as_subclass(torch.Tensor).contiguous() for each in given]
+    if len(given) == 2:
+        assert pack == 4
+        # Of every four elements, the first two of either are one result.
+        even, odd = (each.to(torch.float16).unflatten(-1, (-1, 2, 2)) for each in given)
+        pairs = torch.stack((even, odd), -1)
+        return tuple(values(pairs[..., part, :, :].flatten(-3)) for part in range(2))
+    if given[0].dtype == stored:
+        assert pack == 4
+        return values(given[0].to(torch.float16))
+    assert pack == 1
+    halves = given[0].view(stored).to(torch.float16).view(torch.int32).unflatten(-1, (-1, 2))
     return values(halves[..., 0]), values(halves[..., 1])
+
+
+def linear_layout(*bases: Any) -> None:
+    """Checks that the elements of each thread together are a whole tensor."""
+    *each, shape = bases
+    places = {(0,) * len(shape)}
+    for basis in itertools.chain(*each):
+        places |= {tuple(one ^ other for one, other in zip(place, basis, strict=True)) for place in places}
+    assert places == set(itertools.product(*(range(size) for size in shape)))
 
 
 def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,12 +237,14 @@ def language() -> ModuleType:
     gl.zeros = lambda shape, kind, layout: values(torch.zeros(shape, dtype=kind.dtype))
     gl.program_id = lambda axis: values(_here.place[axis])
     gl.join = lambda one, other: torch.stack((one, other), -1)
+    gl.split = lambda tensor: (tensor[..., 0], tensor[..., 1])
     gl.convert_layout = lambda tensor, layout: tensor
     gl.constexpr, gl.static_range, gl.pointer_type = (lambda value: value), range, (lambda kind: kind)
     gl.load, gl.store, gl.allocate_shared_memory = load, store, allocate
     gl.inline_asm_elementwise, gl.warp_specialize = converted, specialize
     for name in ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout"):
         setattr(gl, name, lambda *_: None)
+    gl.DistributedLinearLayout = linear_layout
     gl.SwizzledSharedLayout = lambda *_: None
     gl.NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *_: None)
     return gl
@@ -287,7 +309,7 @@ def emulated(*names: str) -> dict[str, Emulated]:
     folder = Path(__file__).parents[3] / KERNELS.replace(".", "/")
     modules: dict[str, Any] = {}
     try:
-        for name in ("latent_loads", *names):
+        for name in ("latent_bytes", "latent_loads", *names):
             full = f"{KERNELS}.{name}"
             kept.setdefault(full, sys.modules.get(full))
             spec = importlib.util.spec_from_file_location(full, folder / f"{name}.py")

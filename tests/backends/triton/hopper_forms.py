@@ -26,7 +26,7 @@ UNALIGNED = {"query_start_loc", "seq_lens", "block_table", "lse"}
 def facts(rows: int, rank: int, rope: int, queries: str, latents: str) -> dict[str, Any]:
     """What the kernel for `rows` rows is on sm_90."""
     kernel: Any = latent_wide_kernel if rows == 64 else latent_narrow_kernel
-    launch = hopper_launch(rows)
+    launch = hopper_launch(rows, 1 if "fp8" in latents else 2)
     constants = {"stride_token": rank + rope, "HEADS": 16, "BLOCK_SIZE": 64, "BLOCK_M": rows}
     constants |= {"BLOCK_N": launch.block_n, "LATENT": rank, "ROPE": rope, "STAGES": launch.num_stages}
     constants |= {"HAS_LSE": True}

@@ -20,10 +20,11 @@ def _emulation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def layer(heads: int, dtype: str = "bfloat16", rope: int = 16, stored: str = "auto") -> LayerSpec:
+    rank = 128 if stored == "auto" else 256
     dims = MLADims(
-        q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=16, qk_rope_head_dim=rope, v_head_dim=16
+        q_lora_rank=None, kv_lora_rank=rank, qk_nope_head_dim=16, qk_rope_head_dim=rope, v_head_dim=16
     )
-    size = {"num_kv_heads": 1, "head_size": 128 + rope, "mla": dims}
+    size = {"num_kv_heads": 1, "head_size": rank + rope, "mla": dims}
     return LayerSpec(num_heads=heads, dtype=dtype, kv_cache_dtype=stored, needs_lse=True, **size)
 
 

@@ -12,6 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from attnplug.backends.triton.kernels.hopper.latent_bytes import E4M3_TO_HALF, E5M2_TO_HALF, in_places
+
 
 @gluon.jit
 def buffers(
@@ -27,16 +29,18 @@ def buffers(
 ):
     """Queries of type `own`, latents of `dtype`, and their barriers: ARRIVALS fill a tile, and READERS empty it."""
     HALF: gl.constexpr = LATENT // 2
+    QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], own)
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
-    q_low = gl.allocate_shared_memory(own, [BLOCK_M, HALF], WIDE)
-    q_high = gl.allocate_shared_memory(own, [BLOCK_M, HALF], WIDE)
+    q_low = gl.allocate_shared_memory(own, [BLOCK_M, HALF], QUERIES)
+    q_high = gl.allocate_shared_memory(own, [BLOCK_M, HALF], QUERIES)
     k_low = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HALF], WIDE)
     k_high = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HALF], WIDE)
     q_rope = q_low
     k_rope = k_low
     if ROPE:
         NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, ROPE], dtype)
-        q_rope = gl.allocate_shared_memory(own, [BLOCK_M, ROPE], NARROW)
+        Q_ROPE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, ROPE], own)
+        q_rope = gl.allocate_shared_memory(own, [BLOCK_M, ROPE], Q_ROPE)
         k_rope = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], NARROW)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -152,7 +156,9 @@ def copy_tiles(
 ):
     """Copy each request's queries and tiles, as soon as both other groups are done with what was in their place."""
     # Eight threads copy 128 bytes of a row.
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    VECTOR: gl.constexpr = 128 // cache.dtype.element_ty.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, VECTOR], [4, 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     lanes = gl.arange(0, BLOCK_N, layout=ROWS)
     row_block = gl.program_id(0)
@@ -167,7 +173,7 @@ def copy_tiles(
         if (row_block * BLOCK_M < num_rows) & (last_tile > tile):
             mbarrier.wait(q_empty, (streams & 1) ^ 1)
             _copy_queries(
-                q_nope, q_pe, q_low, q_high, q_rope, q_full, token, num_rows, HEADS, BLOCK_M, LATENT, ROPE, LAYOUT
+                q_nope, q_pe, q_low, q_high, q_rope, q_full, token, num_rows, HEADS, BLOCK_M, LATENT, ROPE, QUERIES
             )  # fmt: skip
             streams += 1
             table_row = block_table + request.to(gl.int64) * stride_table
@@ -190,17 +196,6 @@ def copy_tiles(
                 )
         tile = last_tile
         request += 1
-
-
-# Four elements of 8 bits become two pairs of float16, exactly, in a quarter of the instructions that bfloat16 takes.
-_TO_HALF = """{{
-.reg .b16 first, second;
-mov.b32 {{first, second}}, $2;
-cvt.rn.f16x2.{stored}x2 $0, first;
-cvt.rn.f16x2.{stored}x2 $1, second;
-}}"""
-E4M3_TO_HALF = gl.constexpr(_TO_HALF.format(stored="e4m3"))
-E5M2_TO_HALF = gl.constexpr(_TO_HALF.format(stored="e5m2"))
 
 
 @gluon.jit
@@ -237,23 +232,26 @@ def _largest(buffer, largest, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _as_half(buffer, factor, LAYOUT: gl.constexpr):
+def _as_half(buffer, factor, LAYOUT: gl.constexpr, IN_PLACES: gl.constexpr):
     """Multiply the rows of `buffer`, in place; returns it as float16."""
     COUNT: gl.constexpr = buffer.shape[1]
     SIDE: gl.constexpr = min(COUNT, 64)
     target = buffer._reinterpret(gl.float16, buffer.shape, buffer.type.layout)
     for first in gl.static_range(0, COUNT, SIDE):
         part = buffer.slice(first, SIDE, dim=1).load(LAYOUT).to(gl.float32) * factor[:, None]
-        target.slice(first, SIDE, dim=1).store(part.to(gl.float16))
+        part = part.to(gl.float16)
+        if IN_PLACES:
+            part = in_places(part)
+        target.slice(first, SIDE, dim=1).store(part)
     return target
 
 
 @gluon.jit
-def scaled_queries(low, high, rope, ROPE: gl.constexpr):
+def scaled_queries(low, high, rope, ROPE: gl.constexpr, IN_PLACES: gl.constexpr):
     """Queries as float16, in place, and what the products of each row are multiplied with.
 
     Each row is multiplied with a power of two, which rounds nothing, such that no bfloat16 query is too large for
-    float16, and none that matters too small.
+    float16, and none that matters too small. With IN_PLACES, elements have the order of `byte_logits`.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     largest = gl.full([low.shape[0]], 1e-30, gl.float32, gl.SliceLayout(1, LAYOUT))
@@ -262,10 +260,10 @@ def scaled_queries(low, high, rope, ROPE: gl.constexpr):
         largest = _largest(rope, largest, LAYOUT)
     shift = 14.0 - gl.floor(gl.log2(largest))
     factor = gl.exp2(shift)
-    low = _as_half(low, factor, LAYOUT)
-    high = _as_half(high, factor, LAYOUT)
+    low = _as_half(low, factor, LAYOUT, IN_PLACES)
+    high = _as_half(high, factor, LAYOUT, IN_PLACES)
     if ROPE:
-        rope = _as_half(rope, factor, LAYOUT)
+        rope = _as_half(rope, factor, LAYOUT, IN_PLACES)
     else:
         rope = low
     fence_async_shared()
@@ -302,13 +300,8 @@ def convert_tiles(
     STAGES: gl.constexpr,
     stride_token: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
-    LOADER: gl.constexpr = 0,
-    LOADERS: gl.constexpr = 1,
 ):
-    """As copy_tiles, for latents of 8 bits, which become float16 on the way.
-
-    LOADERS groups of warps take turns: one has its next tile in registers while another writes.
-    """
+    """As copy_tiles, for latents of 8 bits, which become float16 on the way."""
     HALF: gl.constexpr = LATENT // 2
     QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     # Threads that write at the same time have different banks.
@@ -325,41 +318,37 @@ def convert_tiles(
         )
         num_rows = query_len * HEADS
         if (row_block * BLOCK_M < num_rows) & (last_tile > tile):
-            if LOADER == 0:
-                mbarrier.wait(q_empty, (streams & 1) ^ 1)
-                _copy_queries(
-                    q_nope, q_pe, q_low, q_high, q_rope, q_full, token, num_rows, HEADS, BLOCK_M, LATENT, ROPE, QUERIES
-                )  # fmt: skip
+            mbarrier.wait(q_empty, (streams & 1) ^ 1)
+            _copy_queries(
+                q_nope, q_pe, q_low, q_high, q_rope, q_full, token, num_rows, HEADS, BLOCK_M, LATENT, ROPE, QUERIES
+            )  # fmt: skip
             streams += 1
             table_row = block_table + request.to(gl.int64) * stride_table
             lo = (tile - first) * BLOCK_N
             hi = gl.minimum((last_tile - first) * BLOCK_N, seq_len)
-            ahead = (LOADER + LOADERS - number % LOADERS) % LOADERS
-            keys = lo + ahead * BLOCK_N + lanes
+            keys = lo + lanes
             places = _latents(cache, table_row, keys, hi, stride_block, stride_token, BLOCK_SIZE)
             low = _words(places, keys < hi, 0, HALF, LAYOUT)
             high = _words(places, keys < hi, HALF, HALF, LAYOUT)
             if ROPE:
                 rope = _words(places, keys < hi, LATENT, ROPE, LAYOUT)
-            keys += LOADERS * BLOCK_N
+            keys += BLOCK_N
             places = _latents(cache, table_row, keys, hi, stride_block, stride_token, BLOCK_SIZE)
-            own = number + ahead
-            for _ in range(lo + ahead * BLOCK_N, hi, LOADERS * BLOCK_N):
-                stage = own % STAGES
-                mbarrier.wait(empty.index(stage), (own // STAGES & 1) ^ 1)
+            for _ in range(lo, hi, BLOCK_N):
+                stage = number % STAGES
+                mbarrier.wait(empty.index(stage), (number // STAGES & 1) ^ 1)
                 _store(k_low.index(stage), low, STORED)
                 _store(k_high.index(stage), high, STORED)
                 if ROPE:
                     _store(k_rope.index(stage), rope, STORED)
                 fence_async_shared()
                 mbarrier.arrive(full.index(stage), count=1)
-                own += LOADERS
+                number += 1
                 low = _words(places, keys < hi, 0, HALF, LAYOUT)
                 high = _words(places, keys < hi, HALF, HALF, LAYOUT)
                 if ROPE:
                     rope = _words(places, keys < hi, LATENT, ROPE, LAYOUT)
-                keys += LOADERS * BLOCK_N
+                keys += BLOCK_N
                 places = _latents(cache, table_row, keys, hi, stride_block, stride_token, BLOCK_SIZE)
-            number += gl.cdiv(hi - lo, BLOCK_N)
         tile = last_tile
         request += 1

@@ -11,9 +11,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnplug.backends.triton.kernels.hopper.latent_bytes import (
+    SPAN,
+    byte_logits,
+    byte_values,
+    write_values,
+)
 from attnplug.backends.triton.kernels.hopper.latent_loads import (
     buffers,
-    convert_tiles,
     copy_tiles,
     request_of,
     scaled_queries,
@@ -38,24 +43,60 @@ def _logits(
     ROPE: gl.constexpr,
     STAGES: gl.constexpr,
     LOGITS: gl.constexpr,
+    BYTES: gl.constexpr,
 ):
     """Begin the products of tile `number` with the queries, once it is there: `[BLOCK_N, BLOCK_M]`."""
     stage = number % STAGES
     mbarrier.wait(full.index(stage), number // STAGES & 1, pred=is_there)
-    fence_async_shared()
     zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, LOGITS)
-    logits = warpgroup_mma(k_low.index(stage), q_low.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    logits = warpgroup_mma(k_high.index(stage), q_high.permute((1, 0)), logits, is_async=True)
-    if ROPE:
-        logits = warpgroup_mma(k_rope.index(stage), q_rope.permute((1, 0)), logits, is_async=True)
+    if BYTES:
+        logits = byte_logits(q_low, k_low.index(stage), zeros, False, LOGITS)
+        logits = byte_logits(q_high, k_high.index(stage), logits, True, LOGITS)
+        if ROPE:
+            logits = byte_logits(q_rope, k_rope.index(stage), logits, True, LOGITS)
+    else:
+        fence_async_shared()
+        logits = warpgroup_mma(k_low.index(stage), q_low.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        logits = warpgroup_mma(k_high.index(stage), q_high.permute((1, 0)), logits, is_async=True)
+        if ROPE:
+            logits = warpgroup_mma(k_rope.index(stage), q_rope.permute((1, 0)), logits, is_async=True)
     return logits
 
 
 @gluon.jit
-def _write(out, places, there, FIRST: gl.constexpr, LATENT: gl.constexpr, OUT: gl.constexpr):
-    """Half of the elements, from FIRST on, of rows that are columns of `out`."""
-    dims = FIRST + gl.arange(0, LATENT // 2, layout=gl.SliceLayout(1, OUT))[:, None]
-    gl.store(places[None, :] + dims, out, mask=there[None, :])
+def _add_values(out, fade, k_low, k_high, weights, LOGITS: gl.constexpr, BYTES: gl.constexpr):
+    """Begin to multiply the sums in `out` with `fade`, and to add a tile's latents with their weights."""
+    HALVES: gl.constexpr = len(out) // 2
+    faded = ()
+    for part in gl.static_range(len(out)):
+        faded += (out[part] * fade,)
+    sums = ()
+    for part in gl.static_range(len(out)):
+        if part < HALVES:
+            latents = k_low
+        else:
+            latents = k_high
+        if BYTES:
+            total = byte_values(
+                latents.slice(part % HALVES * SPAN, SPAN, dim=1), weights, faded[part], LOGITS
+            )
+        else:
+            total = warpgroup_mma(latents.permute((1, 0)), weights, faded[part], is_async=True)
+        sums += (total,)
+    return sums
+
+
+@gluon.jit
+def _write(out, places, there, LATENT: gl.constexpr, LOGITS: gl.constexpr, BYTES: gl.constexpr):
+    """The rows whose elements `out` has in its columns."""
+    SIZE: gl.constexpr = LATENT // len(out)
+    dtype: gl.constexpr = places.dtype.element_ty
+    for part in gl.static_range(len(out)):
+        if BYTES:
+            write_values(out[part].to(dtype), places, there, part * SIZE)
+        else:
+            dims = part * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(1, LOGITS))[:, None]
+            gl.store(places[None, :] + dims, out[part].to(dtype), mask=there[None, :])
 
 
 @gluon.jit
@@ -88,10 +129,10 @@ def _attend(
     ROPE: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_LSE: gl.constexpr,
-    CONVERTS: gl.constexpr,
+    BYTES: gl.constexpr,
 ):
     """BLOCK_M rows of each request, as columns."""
-    HALF: gl.constexpr = LATENT // 2
+    PARTS: gl.constexpr = LATENT // SPAN if BYTES else 2
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     COLUMNS: gl.constexpr = gl.SliceLayout(0, LOGITS)
     row_block = gl.program_id(0)
@@ -114,21 +155,22 @@ def _attend(
             top = gl.full([BLOCK_M], float("-inf"), gl.float32, COLUMNS)
             # Sums of each thread, added to each other only at the end.
             sums = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, LOGITS)
-            low = gl.zeros([HALF, BLOCK_M], gl.float32, LOGITS)
-            high = gl.zeros([HALF, BLOCK_M], gl.float32, LOGITS)
+            out = ()
+            for _ in gl.static_range(PARTS):
+                out += (gl.zeros([LATENT // PARTS, BLOCK_M], gl.float32, LOGITS),)
             lo = (tile - first) * BLOCK_N
             hi = gl.minimum((last_tile - first) * BLOCK_N, seq_len)
             mbarrier.wait(q_full, streams & 1)
             unit = gl.full([BLOCK_M], scale * LOG2E, gl.float32, COLUMNS)
-            if CONVERTS:
-                half_low, half_high, half_rope, factors = scaled_queries(q_low, q_high, q_rope, ROPE)
+            if BYTES:
+                half_low, half_high, half_rope, factors = scaled_queries(q_low, q_high, q_rope, ROPE, True)
                 unit *= gl.convert_layout(factors, COLUMNS)
             else:
                 half_low, half_high, half_rope = q_low, q_high, q_rope
             # A request without keys has a tile that nobody loads.
             logits = _logits(
                 half_low, half_high, half_rope, k_low, k_high, k_rope, full, done, lo < hi,
-                BLOCK_M, BLOCK_N, ROPE, STAGES, LOGITS,
+                BLOCK_M, BLOCK_N, ROPE, STAGES, LOGITS, BYTES,
             )  # fmt: skip
             logits = warpgroup_mma_wait(0, deps=(logits,))
             for start in range(lo, hi, BLOCK_N):
@@ -139,46 +181,47 @@ def _attend(
                 weights = gl.exp2(logits * unit[None, :] - pivot[None, :])
                 fade = gl.exp2(top - pivot)[None, :]
                 top = new_top
-                shared_weights.store(weights.to(k_low.dtype))
+                shared_weights.store(weights.to(shared_weights.dtype))
                 fence_async_shared()
-                low = low * fade
-                high = high * fade
                 stage = done % STAGES
-                low = warpgroup_mma(k_low.index(stage).permute((1, 0)), shared_weights, low, is_async=True)
-                high = warpgroup_mma(k_high.index(stage).permute((1, 0)), shared_weights, high, is_async=True)
+                out = _add_values(
+                    out, fade, k_low.index(stage), k_high.index(stage), shared_weights, LOGITS, BYTES
+                )
                 done += 1
+                if BYTES:
+                    # The tile is in registers.
+                    mbarrier.arrive(empty.index(stage), count=1)
                 # The next logits follow without a pause; those behind the last tile are of no use.
                 logits = _logits(
                     half_low, half_high, half_rope, k_low, k_high, k_rope, full, done, start + BLOCK_N < hi,
-                    BLOCK_M, BLOCK_N, ROPE, STAGES, LOGITS,
+                    BLOCK_M, BLOCK_N, ROPE, STAGES, LOGITS, BYTES,
                 )  # fmt: skip
                 sums = sums * fade + weights
-                if ROPE:
-                    low, high = warpgroup_mma_wait(3, deps=(low, high))
-                else:
-                    low, high = warpgroup_mma_wait(2, deps=(low, high))
-                mbarrier.arrive(empty.index(stage), count=1)
+                if not BYTES:
+                    # Products with values, which came first, end first.
+                    out = warpgroup_mma_wait(3 if ROPE else 2, deps=out)
+                    mbarrier.arrive(empty.index(stage), count=1)
                 logits = warpgroup_mma_wait(0, deps=(logits,))
+                if BYTES:
+                    out = warpgroup_mma_wait(0, deps=out)
             mbarrier.arrive(q_empty, count=1)
             streams += 1
             total = gl.sum(sums, 0)
             nothing = total == 0.0
             safe = gl.where(nothing, 1.0, total)
             out_lse = gl.where(nothing, float("-inf"), top + gl.log2(safe))
-            low = low / safe[None, :]
-            high = high / safe[None, :]
+            means = ()
+            for part in gl.static_range(PARTS):
+                means += (out[part] / safe[None, :],)
             there = rows < num_rows
             at = token.to(gl.int64) * HEADS + rows
             if (first >= begin) & (stop <= end):
-                dtype: gl.constexpr = output.dtype.element_ty
-                _write(low.to(dtype), output + at * LATENT, there, 0, LATENT, LOGITS)
-                _write(high.to(dtype), output + at * LATENT, there, HALF, LATENT, LOGITS)
+                _write(means, output + at * LATENT, there, LATENT, LOGITS, BYTES)
                 if HAS_LSE:
                     gl.store(lse + at, out_lse * LN2, mask=there)
             else:
                 at = (2 * share + gl.where(first >= begin, 1, 0)).to(gl.int64) * max_rows + rows
-                _write(low, partials + at * LATENT, there, 0, LATENT, LOGITS)
-                _write(high, partials + at * LATENT, there, HALF, LATENT, LOGITS)
+                _write(means, partials + at * LATENT, there, LATENT, LOGITS, BYTES)
                 gl.store(partial_lses + at, out_lse, mask=there)
         tile = last_tile
         request += 1
@@ -217,53 +260,27 @@ def latent_narrow_kernel(
     HAS_LSE: gl.constexpr,
 ):
     """As latent_decode_kernel, for queries of 16 bits, latents of their type or of 8 bits, and rows of whole 16 bytes."""
-    CONVERTS: gl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
+    BYTES: gl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
     own: gl.constexpr = q_nope.dtype.element_ty
-    dtype: gl.constexpr = gl.float16 if CONVERTS else own
-    ARRIVALS: gl.constexpr = 1 if CONVERTS else 128
     q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty = buffers(
-        own, dtype, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, ARRIVALS, 1
+        own, cache.dtype.element_ty, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, 128, 1
     )
-    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
-    shared_weights = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], WEIGHTS)
-    if CONVERTS:
-        gl.warp_specialize(
-            [
-                (_attend, (
-                    output, lse, query_start_loc, seq_lens, tiles, partials, partial_lses, num_reqs, max_rows, scale,
-                    q_low, q_high, q_rope, k_low, k_high, k_rope, shared_weights, q_full, q_empty, full, empty,
-                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE, CONVERTS,
-                )),
-                (convert_tiles, (
-                    q_nope, q_pe, cache, query_start_loc, seq_lens, block_table, tiles, num_reqs, stride_table,
-                    stride_block, q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty,
-                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, stride_token, BLOCK_SIZE,
-                    gl.constexpr(0), gl.constexpr(2),
-                )),
-                (convert_tiles, (
-                    q_nope, q_pe, cache, query_start_loc, seq_lens, block_table, tiles, num_reqs, stride_table,
-                    stride_block, q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty,
-                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, stride_token, BLOCK_SIZE,
-                    gl.constexpr(1), gl.constexpr(2),
-                )),
-            ],
-            [4, 4],
-            [168 if BLOCK_M == 16 else 128, 168 if BLOCK_M == 16 else 128],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_attend, (
-                    output, lse, query_start_loc, seq_lens, tiles, partials, partial_lses, num_reqs, max_rows, scale,
-                    q_low, q_high, q_rope, k_low, k_high, k_rope, shared_weights, q_full, q_empty, full, empty,
-                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE, CONVERTS,
-                )),
-                (copy_tiles, (
-                    q_nope, q_pe, cache, query_start_loc, seq_lens, block_table, tiles, num_reqs, stride_table,
-                    stride_block, q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty,
-                    HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, stride_token, BLOCK_SIZE,
-                )),
-            ],
-            [4],
-            [96],
-        )  # fmt: skip
+    product: gl.constexpr = gl.float16 if BYTES else own
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], product)
+    shared_weights = gl.allocate_shared_memory(product, [BLOCK_N, BLOCK_M], WEIGHTS)
+    gl.warp_specialize(
+        [
+            (_attend, (
+                output, lse, query_start_loc, seq_lens, tiles, partials, partial_lses, num_reqs, max_rows, scale,
+                q_low, q_high, q_rope, k_low, k_high, k_rope, shared_weights, q_full, q_empty, full, empty,
+                HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, HAS_LSE, BYTES,
+            )),
+            (copy_tiles, (
+                q_nope, q_pe, cache, query_start_loc, seq_lens, block_table, tiles, num_reqs, stride_table,
+                stride_block, q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty,
+                HEADS, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, stride_token, BLOCK_SIZE,
+            )),
+        ],
+        [4],
+        [96],
+    )  # fmt: skip
