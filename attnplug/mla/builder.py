@@ -21,7 +21,7 @@ from attnplug.core.parts import make_builder
 from attnplug.mla.chunks import ContextChunk, plan_context_chunks, prefill_workspace_bytes
 from attnplug.mla.impl import MLADecodeImpl
 from attnplug.mla.metadata import ChunkMetadata, MLAMetadata, MLAPrefillMetadata
-from attnplug.mla.selected import SelectedSteps
+from attnplug.mla.selected import SelectedMetadata, SelectedSteps
 
 _Ints = npt.NDArray[np.int64]
 _OnBoth: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -110,6 +110,14 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         """
         return common
 
+    def build_selected(self, common: CommonAttentionMetadata, selected: SelectedMetadata) -> Any:
+        """As `build_decode` for a step of sparse layers, in which every query is a request; by default the same.
+
+        No layer chooses more keys of a query than `selected.ends`, which `selected.write_ends()` writes. So a plan
+        that is made of them serves all layers of the step.
+        """
+        return self.build_decode(common)
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> MLAMetadata:
@@ -129,7 +137,7 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         if self._selected is not None:
             queries = int(starts[-1])
             selected, each = self._selected.step(common, queries)
-            decode = self.build_decode(each) if queries else None
+            decode = self.build_selected(each, selected) if queries else None
             return MLAMetadata(slots, tokens, queries, decode, None, selected)
         cut = self._cut(common, starts, lens)
         known = common.seq_lens_host if common.seq_lens_host_exact else None

@@ -12,7 +12,7 @@ from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.selection import Selection
 from attnplug.core.sparse import SparseSpec
-from attnplug.ops.selection import table_of_tokens
+from attnplug.ops.selection import query_ends, requests_and_ends, table_of_tokens
 
 _MOST_PAGES = 1 << 31
 """Pages of one token that an int32 table can name."""
@@ -28,6 +28,7 @@ class SelectedMetadata:
         num_tokens: queries T.
         page_table: int32 `[T, K]`, pages of one token.
         counts: int32 `[T]`, keys of each query.
+        ends: int32 `[T]`, keys that each query sees; no layer chooses more.
     """
 
     common: CommonAttentionMetadata
@@ -35,9 +36,14 @@ class SelectedMetadata:
     num_tokens: int
     page_table: torch.Tensor
     counts: torch.Tensor
+    ends: torch.Tensor
+
+    def write_ends(self) -> None:
+        """Write `ends` before any layer does; nothing waits for a device."""
+        query_ends(self.common.query_start_loc, self.common.seq_lens, self.ends)
 
     def fill(self, sparse: SparseSpec, block_size: int, steps: tuple[int, int]) -> None:
-        """Write the table for a layer; nothing waits for a device.
+        """Write table, counts and ends for a layer; nothing waits for a device.
 
         Args:
             sparse: of the layer.
@@ -49,9 +55,12 @@ class SelectedMetadata:
         """
         common = self.common
         if self.counts.device.type == "cpu":
-            self.selection.check_values(sparse, _ends(common))
+            _, ends = requests_and_ends(common.query_start_loc, common.seq_lens, self.num_tokens)
+            self.selection.check_values(sparse, ends)
         places = common.query_start_loc, common.seq_lens, common.block_table_tensor
-        table_of_tokens(self.selection, sparse, *places, block_size, steps, self.page_table, self.counts)
+        # Steps share this memory, so each layer writes all of it.
+        written = self.page_table, self.counts, self.ends
+        table_of_tokens(self.selection, sparse, *places, block_size, steps, *written)
 
 
 class SelectedSteps:
@@ -90,12 +99,12 @@ class SelectedSteps:
             self._outgrown.append(self._buffers)
             room = (size for size in self._sizes if size >= num_tokens)
             self._buffers = self._allocated(next(room, 1 << (num_tokens - 1).bit_length()))
-        table, counts, starts, starts_cpu = self._buffers
-        table, counts, ends = table[:num_tokens], counts[:num_tokens], num_tokens + 1
+        table, counts, ends, starts, starts_cpu = self._buffers
+        table, counts, ends = table[:num_tokens], counts[:num_tokens], ends[:num_tokens]
         single = dataclasses.replace(
             common,
-            query_start_loc=starts[:ends],
-            query_start_loc_cpu=starts_cpu[:ends],
+            query_start_loc=starts[: num_tokens + 1],
+            query_start_loc_cpu=starts_cpu[: num_tokens + 1],
             seq_lens=counts,
             num_reqs=num_tokens,
             num_actual_tokens=num_tokens,
@@ -108,12 +117,12 @@ class SelectedSteps:
             _seq_lens_cpu=None,
             _num_computed_tokens_cpu=None,
         )
-        return SelectedMetadata(common, selection[:num_tokens], num_tokens, table, counts), single
+        return SelectedMetadata(common, selection[:num_tokens], num_tokens, table, counts, ends), single
 
     def _allocated(self, tokens: int) -> tuple[torch.Tensor, ...]:
         table = torch.zeros(tokens, self._most, dtype=torch.int32, device=self._device)
         starts = torch.arange(tokens + 1, dtype=torch.int32, device="cpu")
-        return table, table.new_zeros(tokens), starts.to(self._device), starts
+        return table, table.new_zeros(tokens), table.new_zeros(tokens), starts.to(self._device), starts
 
 
 def token_pages(pages: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
@@ -135,11 +144,3 @@ def token_pages(pages: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
         remedy = "give each layer blocks whose stride is a multiple of a token's"
         raise LayoutError("kv_cache.stride()", pages.stride(), f"has {count} places, past int32", remedy)
     return pages.as_strided((count, 1, width), (unit, width, 1), pages.storage_offset()), steps
-
-
-def _ends(common: CommonAttentionMetadata) -> torch.Tensor:
-    """One past the position of each query, int64 `[T]`, of a step on the CPU."""
-    starts = common.query_start_loc.long()
-    lens = starts.diff()
-    shift = common.seq_lens[: lens.shape[0]].long() - starts[1:]
-    return torch.arange(int(starts[-1]), device=starts.device) + shift.repeat_interleave(lens) + 1

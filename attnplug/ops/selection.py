@@ -82,6 +82,7 @@ def table_of_tokens(
     steps: tuple[int, int],
     page_table: torch.Tensor,
     counts: torch.Tensor,
+    ends: torch.Tensor,
 ) -> None:
     """Write the chosen keys of every query as pages of one token, without waiting for a device.
 
@@ -99,18 +100,43 @@ def table_of_tokens(
         page_table: int32 `[T, K]`, written, with a row stride of any size; entries past a query's keys are undefined
             pages that exist.
         counts: int32 `[T]`, written: the keys of each query, at most K.
+        ends: int32 `[T]`, written: see `query_ends`.
     """
     kernels = triton_ops("selection") if page_table.is_cuda else None
     if kernels is not None:
         given = selection, sparse, query_start_loc, seq_lens, block_table
-        kernels.table_of_tokens(*given, block_size, steps, page_table, counts)
+        kernels.table_of_tokens(*given, block_size, steps, page_table, counts, ends)
         return
-    rows = torch.arange(page_table.shape[0], device=page_table.device)
-    starts = query_start_loc.long()
-    requests = torch.searchsorted(starts[1:], rows, right=True).clamp_(max=max(starts.shape[0] - 2, 0))
-    ends = seq_lens.long()[requests] - starts[requests + 1] + rows + 1
-    keys, found = chosen_keys(selection, sparse, torch.zeros_like(ends), ends)
+    requests, high = requests_and_ends(query_start_loc, seq_lens, page_table.shape[0])
+    ends.copy_(high)
+    keys, found = chosen_keys(selection, sparse, torch.zeros_like(high), high)
     width = min(keys.shape[1], page_table.shape[1])
     slots = slots_of_keys(keys[:, :width], requests, block_table, block_size, steps)
     page_table[:, :width] = slots.clamp_(min=0)
     counts.copy_(found.clamp_(max=width))
+
+
+def query_ends(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, ends: torch.Tensor) -> None:
+    """Write how many keys each query sees, before any are chosen, without waiting for a device.
+
+    Args:
+        query_start_loc: int32 `[R + 1]`.
+        seq_lens: int32 `[R]`.
+        ends: int32 `[T]`, written: one past the position of each query, at least 0.
+    """
+    kernels = triton_ops("selection") if ends.is_cuda else None
+    if kernels is not None:
+        kernels.query_ends(query_start_loc, seq_lens, ends)
+        return
+    ends.copy_(requests_and_ends(query_start_loc, seq_lens, ends.shape[0])[1])
+
+
+def requests_and_ends(
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The request of each of `tokens` queries, and one past its position, at least 0; both int64 `[T]`."""
+    rows = torch.arange(tokens, device=seq_lens.device)
+    starts = query_start_loc.long()
+    requests = torch.searchsorted(starts[1:], rows, right=True).clamp_(max=max(starts.shape[0] - 2, 0))
+    ends = seq_lens.long()[requests] - starts[requests + 1] + rows + 1
+    return requests, ends.clamp_(min=0)

@@ -66,14 +66,16 @@ class Compiler:
 
         return compile_only
 
-    def instructions(self, module: object, call: Callable[[], object]) -> dict[str, int]:
-        self.kernel = module._KERNEL
-        module._KERNEL = self
+    def instructions(
+        self, module: object, call: Callable[[], object], name: str = "_KERNEL"
+    ) -> dict[str, int]:
+        self.kernel = getattr(module, name)
+        setattr(module, name, self)
         self.kernel.device_caches.clear()
         try:
             call()
         finally:
-            module._KERNEL = self.kernel
+            setattr(module, name, self.kernel)
         assembly = self.compiled.asm["ptx" if self.target.backend == "cuda" else "amdgcn"]
         found = re.findall(r"\b(?:(?:ld|st)\.global|(?:global|buffer)_(?:load|store))[.\w]*", assembly)
         return collections.Counter(found)
@@ -120,7 +122,13 @@ def token_table() -> None:
     out = torch.zeros(6, 2048, dtype=torch.int32)
     sparse = SparseSpec("token_topk", 2048)
     selection._bound.cache_clear()
-    selection.table_of_tokens(chosen, sparse, loc, loc[1:], table, 16, (16, 1), out, out[:, 0])
+    selection.table_of_tokens(chosen, sparse, loc, loc[1:], table, 16, (16, 1), out, out[:, 0], out[:, 1])
+
+
+def ends() -> None:
+    loc = torch.arange(7, dtype=torch.int32)
+    selection._bound_ends.cache_clear()
+    selection.query_ends(loc, loc[1:], torch.zeros(6, dtype=torch.int32))
 
 
 def main() -> None:
@@ -135,6 +143,7 @@ def main() -> None:
         counts[f"{name} merge"] = compiler.instructions(merging, lambda: merge(3, torch.bfloat16))
         counts[f"{name} pages"] = compiler.instructions(page_indices, pages)
         counts[f"{name} tokens"] = compiler.instructions(selection, token_table)
+        counts[f"{name} ends"] = compiler.instructions(selection, ends, "_ENDS")
         counts[f"{name} slots"] = compiler.instructions(slots, slot_mapping)
     json.dump(counts, sys.stdout)
 

@@ -7,7 +7,7 @@ import torch
 
 from attnplug.core import Selection, SparseSpec
 from attnplug.ops import chosen_keys
-from attnplug.ops.selection import table_of_tokens
+from attnplug.ops.selection import query_ends, table_of_tokens
 
 pytest.importorskip("triton")
 
@@ -37,16 +37,20 @@ def test_a_row_has_the_visible_keys_that_its_query_chose(device, sparse, steps, 
         chosen.positions[row] = torch.randperm(24, generator=generator)[:7].int() - 2
         chosen.counts[row] = [4, 0, 7, -1, 1][row % 5]
     chosen = Selection(chosen.positions.to(device), chosen.counts.to(device))
+    requests = torch.arange(len(new)).repeat_interleave(torch.tensor(new)).to(device)
+    ends = lens[requests] - starts[requests + 1] + torch.arange(count, device=device) + 1
     found = []
-    for module in (kernels.table_of_tokens, table_of_tokens):
+    for module, bounds in (kernels.table_of_tokens, kernels.query_ends), (table_of_tokens, query_ends):
         pages = torch.full((count, 16), 77, dtype=torch.int32, device=device)
         counts = torch.full((count,), 77, dtype=torch.int32, device=device)
-        module(chosen, sparse, starts, lens, table, 8, steps, pages, counts)
+        written, before = counts.clone(), counts.clone()
+        module(chosen, sparse, starts, lens, table, 8, steps, pages, counts, written)
+        bounds(starts, lens, before)
+        assert written.tolist() == before.tolist() == ends.clamp(min=0).tolist()
+        assert bool((counts <= written).all())
         found.append([sorted(row[:n]) for row, n in zip(pages.tolist(), counts.tolist(), strict=True)])
     assert found[0] == found[1]
     # Both are the keys of `chosen_keys`, each at its place.
-    requests = torch.arange(len(new)).repeat_interleave(torch.tensor(new)).to(device)
-    ends = lens[requests] - starts[requests + 1] + torch.arange(count, device=device) + 1
     keys, _ = chosen_keys(chosen, sparse, 0 * ends, ends)
     expected = [
         sorted(int(table[r, k // 8]) * steps[0] + k % 8 * steps[1] for k in row if k >= 0)
@@ -60,10 +64,11 @@ def test_more_keys_than_a_program_reads_at_once(device, monkeypatch):
     monkeypatch.setattr(kernels, "_BLOCK", 4)
     starts, lens, table = step([1], [60], device)
     chosen = Selection(torch.arange(60).flip(0)[None].int().to(device), torch.tensor([60]).int().to(device))
-    pages, counts = torch.zeros(1, 64, dtype=torch.int32, device=device), torch.zeros(1).int().to(device)
+    pages = torch.zeros(1, 64, dtype=torch.int32, device=device)
+    counts, ends = torch.zeros(2, 1, dtype=torch.int32, device=device)
     sparse = SparseSpec("token_topk", 60)
-    kernels.table_of_tokens(chosen, sparse, starts, lens, table, 8, (8, 1), pages, counts)
-    assert counts.tolist() == [60]
+    kernels.table_of_tokens(chosen, sparse, starts, lens, table, 8, (8, 1), pages, counts, ends)
+    assert (counts.tolist(), ends.tolist()) == ([60], [60])
     places = torch.arange(59, -1, -1)
     assert pages[0, :60].tolist() == (table[0].cpu()[places // 8] * 8 + places % 8).tolist()
 
@@ -72,8 +77,8 @@ def test_on_a_gpu_one_kernel_runs(on_gpu, launches_of):
     grids = launches_of("selection")
     starts, lens, table = step([2], [9], torch.device("cpu"))
     chosen = Selection.allocate(2, 4, "cpu")
-    pages, counts = on_gpu(torch.zeros(2, 4, dtype=torch.int32)), on_gpu(torch.ones(2).int())
+    pages, counts, ends = (on_gpu(torch.ones(size, dtype=torch.int32)) for size in ((2, 4), (2,), (2,)))
     given = (Selection(on_gpu(chosen.positions), on_gpu(chosen.counts)), SparseSpec("token_topk", 4))
-    table_of_tokens(*given, on_gpu(starts), on_gpu(lens), on_gpu(table), 8, (8, 1), pages, counts)
+    table_of_tokens(*given, on_gpu(starts), on_gpu(lens), on_gpu(table), 8, (8, 1), pages, counts, ends)
     assert grids == [(2,)]
-    assert counts.tolist() == [0, 0]
+    assert (counts.tolist(), ends.tolist()) == ([0, 0], [8, 9])

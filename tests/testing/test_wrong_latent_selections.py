@@ -38,8 +38,8 @@ def shifted(by: int) -> Callable[..., None]:
 def as_slots(chosen: Selection, *given: Any) -> None:
     """Chosen positions taken as slots of the cache."""
     RIGHT(chosen, *given)
-    table = given[-2]
-    seen = torch.arange(table.shape[1]) < given[-1][:, None]
+    table, counts, _ = given[-3:]
+    seen = torch.arange(table.shape[1]) < counts[:, None]
     columns = min(table.shape[1], chosen.positions.shape[1])
     table[:, :columns] = chosen.positions[: len(table), :columns].clamp(min=0)
     table.masked_fill_(~seen, 0)

@@ -17,6 +17,7 @@ from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep, merg
 from attnplug.core.metadata import AttentionCGSupport, CommonAttentionMetadata
 from attnplug.mla.builder import MLADecodeBuilder
 from attnplug.mla.impl import MLADecodeImpl
+from attnplug.mla.selected import SelectedMetadata
 from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
 _DECODE: Any = latent_decode_kernel
@@ -52,6 +53,14 @@ class TritonMLABuilder(MLADecodeBuilder):
 
     def build_decode(self, common: CommonAttentionMetadata) -> LatentStep:
         """The step of the decodes."""
+        return self._divided(common)
+
+    def build_selected(self, common: CommonAttentionMetadata, selected: SelectedMetadata) -> LatentStep:
+        """As MLADecodeBuilder.build_selected: one plan serves all layers."""
+        selected.write_ends()
+        return self._divided(common, selected.ends)
+
+    def _divided(self, common: CommonAttentionMetadata, bounds: torch.Tensor | None = None) -> LatentStep:
         self._steps += 1
         step = LatentStep(
             query_start_loc=common.query_start_loc,
@@ -61,7 +70,7 @@ class TritonMLABuilder(MLADecodeBuilder):
             max_query_len=common.max_query_len,
             shares=self._shares,
             number=self._steps,
-            is_selecting=self.backend.is_selecting,
+            bounds=bounds,
         )
         self._shares.begin_step(step)
         return step
@@ -100,12 +109,14 @@ class TritonMLAImpl(MLADecodeImpl):
         # A row has about as many parts as there are programs for a request.
         parts = 8 if programs <= 8 * reqs else 32 if programs <= 32 * reqs else 128
         decode, merge = self._kernels(launch, hopper, kv_cache, heads, output_lse is not None, parts)
-        shares = metadata.shares
+        shares, sparse = metadata.shares, self.spec.sparse
+        sizes = launch.block_n, programs, launch.least
+        plan = SharesPlan(*sizes) if sparse is None else SharesPlan(*sizes, most=sparse.topk * sparse.block)
         partials, partial_lses = shares.partials(2 * programs * rows, size)
         lse = partial_lses if output_lse is None else output_lse
         starts = metadata.query_start_loc
         with on_device_of(output):
-            tiles = shares.tiles(metadata, SharesPlan(launch.block_n, programs, launch.least))
+            tiles = shares.tiles(metadata, plan)
             decode(
                 (row_blocks, programs),
                 q_nope,
@@ -132,6 +143,9 @@ class TritonMLAImpl(MLADecodeImpl):
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor
     ) -> Mapping[int, Any]:
         """The kernels for Hopper, if they serve the tensors of a call: they copy 16 bytes at once."""
+        # Where they convert latents, they miscount the tiles past a query's chosen keys.
+        if self.spec.sparse is not None and kv_cache.element_size() == 1:
+            return {}
         rank, rope = self.dims.kv_lora_rank, self.dims.qk_rope_head_dim
         kernels = hopper_kernels(rank, rope, q_nope.dtype, kv_cache.dtype, kv_cache.device)
         if not kernels:

@@ -29,7 +29,7 @@ class SharesStep:
         prefix: keys that all requests share, and that are attended once for all of them; 0 without.
         spans: int32 `[T, 2]`, the multimodal spans of the batch's tokens; None if it has none.
         part: tells apart several groups of requests of one step.
-        is_selecting: whether each layer writes the lengths, so that no plan serves two of them.
+        bounds: int32 `[R]`, keys that no layer exceeds, where each layer writes `seq_lens`; None for other steps.
     """
 
     query_start_loc: torch.Tensor
@@ -40,14 +40,14 @@ class SharesStep:
     prefix: int = 0
     spans: torch.Tensor | None = None
     part: int = 0
-    is_selecting: bool = False
+    bounds: torch.Tensor | None = None
 
 
 class SharesPlan(NamedTuple):
     """A division of keys in whole tiles over `programs`, at least `least` tiles each.
 
     The beginning of a stream counts as `ahead` tiles. Each `block_m` rows of a request, its queries times `group`,
-    attend its keys; by default all rows at once.
+    attend its keys; by default all rows at once. No request has more than `most` keys.
     """
 
     tile: int
@@ -60,6 +60,7 @@ class SharesPlan(NamedTuple):
     right: int = -1
     chunk: int = 0
     has_spans: bool = False
+    most: int = _ALL
 
 
 class Shares:
@@ -80,8 +81,6 @@ class Shares:
 
         A captured graph always has such a step, so its plans are made here, outside of the graph.
         """
-        if step.is_selecting:
-            return
         for plan in self._asked.get((step.num_reqs, step.max_query_len, step.part), ()):
             # Layers with mm_prefix refuse a step without spans, so it needs no plans for them.
             if step.spans is not None or not plan.has_spans:
@@ -98,9 +97,7 @@ class Shares:
         made = self._plans.get(key)
         if made is None:
             made = self._plans[key] = _Plan(plan, reqs, self._device)
-        if step.is_selecting:
-            made.make(step)
-        elif made.step != step.number:
+        if made.step != step.number:
             asked = self._asked.setdefault((step.num_reqs, step.max_query_len, step.part), [])
             if made not in asked:
                 asked.append(made)
@@ -146,7 +143,7 @@ class _Plan:
 
     def make(self, step: SharesStep) -> None:
         """Fill `tiles` for a step."""
-        lens = step.seq_lens
+        lens = step.seq_lens if step.bounds is None else step.bounds
         spans = step.spans if self.has_spans and step.spans is not None else lens
         with on_device_of(lens):
             self._kernel((1,), step.query_start_loc, lens, self.tiles, spans, step.num_reqs, step.prefix)

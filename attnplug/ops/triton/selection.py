@@ -9,10 +9,11 @@ import torch
 
 from attnplug.core.selection import Selection
 from attnplug.core.sparse import SparseSpec
-from attnplug.ops.triton.kernels.selection import token_table_kernel
+from attnplug.ops.triton.kernels.selection import query_ends_kernel, token_table_kernel
 from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
 _KERNEL: Any = token_table_kernel
+_ENDS: Any = query_ends_kernel
 
 _BLOCK = 2048
 """Most positions that a program reads at once."""
@@ -28,6 +29,7 @@ def table_of_tokens(
     steps: tuple[int, int],
     page_table: torch.Tensor,
     counts: torch.Tensor,
+    ends: torch.Tensor,
 ) -> None:
     """As `attnplug.ops.selection.table_of_tokens`."""
     tokens, width = page_table.shape
@@ -54,8 +56,18 @@ def table_of_tokens(
             block_table,
             page_table,
             counts,
+            ends,
             num_reqs,
         )
+
+
+def query_ends(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, ends: torch.Tensor) -> None:
+    """As `attnplug.ops.selection.query_ends`."""
+    tokens = ends.shape[0]
+    if tokens:
+        with on_device_of(ends):
+            bound = _bound_ends(query_start_loc.dtype, seq_lens.dtype)
+            bound((tokens,), query_start_loc, seq_lens, ends, seq_lens.shape[0])
 
 
 @functools.lru_cache(maxsize=64)
@@ -78,4 +90,10 @@ def _bound(
         "CHOSEN": chosen,
         "BLOCK": block,
     }
-    return BoundKernel(_KERNEL, 8, values)
+    # Many threads, because few queries leave most of a GPU idle.
+    return BoundKernel(_KERNEL, 9, values, num_warps=8 if block >= _BLOCK else 4)
+
+
+@functools.lru_cache(maxsize=4)
+def _bound_ends(*dtypes: torch.dtype) -> BoundKernel:
+    return BoundKernel(_ENDS, 4, {}, num_warps=1)

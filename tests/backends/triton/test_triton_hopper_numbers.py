@@ -6,7 +6,7 @@ import pytest
 from gluon_emulation import emulated
 
 from attnplug.backends.triton import TritonBackend, latent
-from attnplug.core import LayerSpec, MLADims
+from attnplug.core import LayerSpec, MLADims, SparseSpec
 from attnplug.testing import paged_batch, run_batch
 from attnplug.testing.conformance.expectations import difference
 from attnplug.testing.conformance.harness import Answer
@@ -57,3 +57,17 @@ def test_drafts_and_requests_without_queries_or_keys(heads: int, stored: str, bl
 @pytest.mark.parametrize("heads", [4, 64])
 def test_latents_without_a_rope_part(heads: int) -> None:
     expect_right(layer(heads, rope=0), [1, 2], [90, 65], 32)
+
+
+@pytest.mark.parametrize("heads", [20, 40])
+def test_shares_that_end_past_the_chosen_keys(heads: int) -> None:
+    """A plan is made for more keys than some layers choose: then shares have tiles that nobody loads."""
+    spec = layer(heads).replace(sparse=SparseSpec("token_topk", 300))
+    backend = TritonBackend.for_layer(spec)
+    batch = paged_batch(spec, [1, 3, 1], [400, 350, 90], block_size=16, padding=3, backend=backend)
+    chosen = batch.common.selection
+    assert chosen is not None
+    for row, count in enumerate((64, 0, 10, 300, 65)):
+        chosen.positions[row, count:] = -1
+        chosen.counts[row] = chosen.counts[row].clamp(max=count)
+    assert difference(batch, Answer(*run_batch(backend, batch))) is None

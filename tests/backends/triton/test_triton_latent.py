@@ -110,7 +110,7 @@ def test_plans_are_made_once_per_step_and_before_the_layers_of_a_graph(monkeypat
     shares = host_shares.Shares(8, torch.device("cpu"))
     lens = torch.tensor([5, 9], dtype=torch.int32)
 
-    def step(number, reqs=2, is_selecting=False, part=0):
+    def step(number, reqs=2, part=0):
         return host_shares.SharesStep(
             query_start_loc=lens,
             seq_lens=lens,
@@ -118,7 +118,6 @@ def test_plans_are_made_once_per_step_and_before_the_layers_of_a_graph(monkeypat
             max_query_len=1,
             number=number,
             part=part,
-            is_selecting=is_selecting,
         )
 
     plan = host_shares.SharesPlan(16, 4, 1)
@@ -131,12 +130,6 @@ def test_plans_are_made_once_per_step_and_before_the_layers_of_a_graph(monkeypat
     assert len(made) == 2
     assert shares.tiles(step(2), plan) is first
     assert len(made) == 2
-    # Each sparse layer writes other lengths, just before it decodes.
-    shares.begin_step(step(4, is_selecting=True))
-    assert len(made) == 2
-    for count in (3, 4):
-        assert shares.tiles(step(4, is_selecting=True), plan) is first
-        assert len(made) == count
     # The other requests of the same step have a plan of their own.
     assert shares.tiles(step(4, part=1), plan) is not first
     # More requests than the builder's limit have buffers of their own: a graph may read the others.

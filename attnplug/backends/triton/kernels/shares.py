@@ -38,7 +38,7 @@ def request_range(
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "prefix", "left", "right", "chunk", "programs", "least", "ahead"],
+    do_not_specialize=["num_reqs", "prefix", "left", "right", "chunk", "programs", "least", "ahead", "most"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "mm_spans"],
 )
 def plan_shares_kernel(
@@ -54,6 +54,7 @@ def plan_shares_kernel(
     programs,
     least,
     ahead,
+    most,
     REQS: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -66,9 +67,10 @@ def plan_shares_kernel(
     """Number the tiles of all requests, and divide them.
 
     A request has a stream of tiles for each BLOCK_M of its rows, which are its queries times GROUP; it has no fewer
-    than one tile, and none without queries. A program needs time to begin a stream. Each stream has `ahead` tiles without
-    keys for it, so that shares of many short requests take no longer than others. Behind the requests comes the prefix
-    that all of them share, in whole tiles, with a stream for each BLOCK_M of the rows of all requests.
+    than one tile, none past `most` keys, and none without queries. A program needs time to begin a stream. Each stream
+    has `ahead` tiles without keys for it, so that shares of many short requests take no longer than others. Behind the
+    requests comes the prefix that all of them share, in whole tiles, with a stream for each BLOCK_M of the rows of all
+    requests.
 
     `tiles [num_reqs + 3 + programs]` gets the first tile of each request and of the prefix, then the number of all
     tiles. Next come the tiles of one program's share, at least `least`. Last, each share has its first entry: the
@@ -79,7 +81,7 @@ def plan_shares_kernel(
     here = reqs < num_reqs
     starts = tl.load(query_start_loc + reqs, mask=here, other=0)
     stops = tl.load(query_start_loc + reqs + 1, mask=here, other=0)
-    lens = tl.load(seq_lens + reqs, mask=here, other=0)
+    lens = tl.minimum(tl.load(seq_lens + reqs, mask=here, other=0), most)
     query_lens = stops - starts
     lo, hi = request_range(
         starts, query_lens, lens, mm_spans, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS
