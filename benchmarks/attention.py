@@ -22,13 +22,18 @@ import dataclasses
 import datetime as dt
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+if "--smoke" in sys.argv:
+    # So that kernels take a CPU's tensors; triton reads it when imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 import torch
-from host_time import versions
+from installed import versions
 from paged_layers import Cell, PagedLayer, graph_us, interleaved_us
 from peers import PEERS
 from serving import SERVING, judge_serving, small

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import importlib.metadata
 import json
 import os
 import platform
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from installed import versions
 
 __all__ = [
     "ON_GPU",
@@ -23,7 +23,6 @@ __all__ = [
     "launched",
     "microseconds",
     "replay",
-    "versions",
     "write_report",
 ]
 
@@ -101,15 +100,6 @@ def microseconds(calls: Sequence[Callable[[], object]], rounds: int) -> list[flo
 
 def device_name() -> str:
     return torch.cuda.get_device_name() if ON_GPU else "none: kernels do nothing"
-
-
-def versions(*distributions: str) -> dict[str, str]:
-    """Of those that are installed."""
-    found = {}
-    for name in distributions:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def write_report(path: Path, figures: Sequence[dict[str, Any]], *distributions: str) -> None:

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 from attention import GEMMA_2, LLAMA_8B, THROUGH, TOLERANCE
-from host_time import ON_GPU, device_name, kernels, launched, microseconds, replay, versions, write_report
+from host_time import ON_GPU, device_name, kernels, launched, microseconds, replay, write_report
+from installed import versions
 from library_stand_ins import stand_ins
 from paged_layers import Cell, PagedLayer
 from peers import PEERS

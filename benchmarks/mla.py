@@ -6,7 +6,8 @@
 
 Ceilings first (copy, matrix product on random data). Each part checks its cells against float32, then times all contenders
 in turn: decodes by graph replay and over more latents than the L2 holds, without the products with W_UK and W_UV;
-prefills as calls behind a sleeping GPU. The goals come last. The JSON is written after every cell.
+prefills as calls behind a sleeping GPU. The goals come last. The JSON is written after every cell, and the exit code
+is 1 if a part failed.
 The contender vLLM Triton needs VLLM_SOURCE, an unpacked sdist of vLLM.
 """
 
@@ -17,6 +18,7 @@ import datetime as dt
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ if "--smoke" in sys.argv:
 
 import torch
 from attention import measure_ceilings
-from host_time import versions
+from installed import versions
 from mla_decode import CELLS, CONTENDERS, measured_decodes
 from mla_goals import judged
 from mla_host import measured_builders
@@ -95,6 +97,27 @@ def _versions() -> dict[str, str]:
     return {name.removesuffix("-python"): version for name, version in found.items()}
 
 
+def measure(chosen: argparse.Namespace, ceilings: dict[str, float], report: dict[str, Any]) -> None:
+    """Add the rows of the parts to the report, and write it after each; a part that fails costs only itself."""
+
+    def write() -> None:
+        if chosen.json:
+            chosen.json.write_text(json.dumps(report, indent=1) + "\n")
+
+    for part in chosen.parts:
+        rows = report[_KEYS.get(part, part)] = []
+        try:
+            for row in PARTS[part](ceilings, chosen):
+                rows.append(row)
+                report["goals"] = judged(report)
+                torch.cuda.empty_cache()
+                write()
+        except Exception as problem:  # noqa: BLE001 - of any part, which costs that part
+            traceback.print_exc()
+            report.setdefault("failed", {})[part] = f"{type(problem).__name__}: {problem}".splitlines()[0]
+            write()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -123,17 +146,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **_versions(),
         **ceilings,
     }
-    for part in chosen.parts:
-        rows = report[_KEYS.get(part, part)] = []
-        for row in PARTS[part](ceilings, chosen):
-            rows.append(row)
-            report["goals"] = judged(report)
-            torch.cuda.empty_cache()
-            if chosen.json:
-                chosen.json.write_text(json.dumps(report, indent=1) + "\n")
+    measure(chosen, ceilings, report)
     for goal in report.get("goals", ()):
         print(f"{'met' if goal['met'] else 'MISSED':8}{goal['value']:9.3f} {goal['goal']:8} {goal['name']}")
-    return 0
+    return int("failed" in report)
 
 
 if __name__ == "__main__":

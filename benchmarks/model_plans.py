@@ -337,7 +337,7 @@ def timings(
 ) -> dict[str, Any]:
     """All times, with what they were taken on; those that `path` has are kept, and each new one is written there."""
     import torch
-    from host_time import versions
+    from installed import versions
 
     names = ("attnplug", "torch", "triton", "flashinfer-python", "flash-attn", "flash-attn-4")
     times: dict[str, Any] = {

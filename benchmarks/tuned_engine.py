@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host_time import versions
+from installed import versions
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "engines"))
@@ -190,7 +190,7 @@ def rates_of(
     engine.pages._page_of.clear()
     requests = [engine.add(prompt, max_tokens=tokens) for prompt in prompts]
     times = [time.perf_counter()]
-    while not all(request.output for request in requests):
+    while not all(request.output or request.error for request in requests):
         engine.step()
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host_time import versions
+from installed import versions
 
 ROOT = Path(__file__).parents[1]
 HARNESS = ROOT / "tests" / "engines"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -118,3 +120,26 @@ def test_goals_of_the_other_parts(judged: Any) -> None:
     nan = {**report["host"][0], "besides_us": float("nan")}
     assert not judged({"host": [nan]})[0]["met"]
     assert judged({}) == []
+
+
+def test_a_part_that_fails_costs_only_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import mla
+
+    def broken(*_: Any) -> Any:
+        yield {"backend": "TRITON", "requests": 1}
+        raise RuntimeError("no kernel\nfor this")
+
+    host = {"backend": "FLASHINFER", "requests": 64, "besides_us": 50.0, "waits": 0}
+    monkeypatch.setattr(mla, "PARTS", {"chunked": broken, "host": lambda *_: iter([host])})
+    monkeypatch.setattr(mla, "judged", lambda report: [len(report.get("host", ()))])
+    report: dict[str, Any] = {}
+    chosen = argparse.Namespace(parts=["chunked", "host"], json=tmp_path / "mla.json")
+    mla.measure(chosen, {}, report)
+    assert report["failed"] == {"chunked": "RuntimeError: no kernel"}
+    assert report["chunked"] == [{"backend": "TRITON", "requests": 1}]
+    assert report["host"] == [host]
+    assert report["goals"] == [1]
+    assert json.loads((tmp_path / "mla.json").read_text()) == report
+    assert "no kernel" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,22 @@ def test_both_engines_serve_the_same_prompts_and_a_model_that_fails_costs_only_i
         assert fine["ratio"][phase] == pytest.approx(rates["tuned"] / rates["default"])
     assert "no-such-model, engine: failed: " in done.stdout
     assert "both are one engine in two runs" in done.stdout
+
+
+def test_requests_that_end_with_errors_are_named() -> None:
+    import torch
+    import tuned_engine
+
+    class Broken:
+        preemptions = 0
+        running = waiting = ()
+        pages = types.SimpleNamespace(_page_of={})
+
+        def add(self, prompt: list[int], **_: Any) -> Any:
+            return types.SimpleNamespace(output=[], error="the model gave NaN")
+
+        def step(self) -> None:
+            raise AssertionError("nothing is left to compute")
+
+    with pytest.raises(RuntimeError, match="2 of 2 requests ended with: the model gave NaN"):
+        tuned_engine.rates_of(Broken(), [[1], [2]], 4, torch.device("cpu"))

@@ -1,0 +1,17 @@
+"""The versions of distributions, for the head of a report."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+
+__all__ = ["versions"]
+
+
+def versions(*distributions: str) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
