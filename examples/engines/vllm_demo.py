@@ -174,9 +174,10 @@ def run(choice: str, settings: Mapping[str, Any], timeout: float) -> dict[str, A
 
 def _last_error(printed: str) -> str:
     """The message of the last exception in a log, which may have several lines; else the last line."""
-    lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    # torch warns at the end about what nobody has closed.
-    lines = [line for line in lines if not re.match(r"\[(?:rank\d+|W\d+)", line)]
+    # torch names the rank before each line of an exception.
+    lines = [re.sub(r"^\[rank\d+\]:", "", line).strip() for line in printed.splitlines()]
+    # It warns at the end about what nobody has closed.
+    lines = [line for line in lines if line and not re.match(r"\[W\d+", line)]
     for row, line in reversed([*enumerate(lines)]):
         if named := re.search(r"\b\w*(?:Error|Exception): .*", line):
             return " ".join([named[0], *lines[row + 1 : row + 12]])

@@ -133,6 +133,7 @@ def test_bad_arguments_are_refused(
             "x\nValueError: a\nERROR [core.py:1] NoBackendError: none\n  T: b\n[rank0]:[W1 not closed",
             "NoBackendError: none T: b",
         ),
+        ("x\n[rank0]: Traceback\n[rank0]: ImportError: no y\n[rank0]:[W1 not closed", "ImportError: no y"),
         ("killed\n\n", "killed"),
         ("", ""),
     ],
