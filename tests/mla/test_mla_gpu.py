@@ -132,7 +132,7 @@ def test_chosen_keys(topk: int, heads: int) -> None:
 
 
 def serving(spec: LayerSpec, batch: Batch, **config: Any) -> tuple[Any, Any]:
-    backend = TritonMLABackend
+    backend = TritonMLABackend.for_layer(spec)
     impl = backend.get_impl_cls().from_spec(spec, backend=backend, layer_name="0", tensors=batch.tensors)
     layers: Any = {"0": types.SimpleNamespace(impl=impl)}
     pages: Any = kv_cache_spec_for(spec, 64)
@@ -142,13 +142,17 @@ def serving(spec: LayerSpec, batch: Batch, **config: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("query_len", [1, 4])
-def test_a_replay_reads_the_lengths_of_its_step(heads: int, query_len: int) -> None:
-    spec, new = layer(heads, needs_lse=False), [query_len] * 8
+@pytest.mark.parametrize("sparse", [None, SparseSpec("token_topk", 700)], ids=["dense", "sparse"])
+def test_a_replay_reads_the_lengths_of_its_step(
+    heads: int, query_len: int, sparse: SparseSpec | None
+) -> None:
+    spec, new = layer(heads, needs_lse=False, sparse=sparse), [query_len] * 8
     batch = paged_batch(spec, new, [3000] * 8, block_size=64, device=DEVICE)
     impl, builder = serving(spec, batch, num_speculative_tokens=query_len - 1)
     common = batch.common
     names = "seq_lens", "block_table_tensor", "slot_mapping"
     own = dataclasses.replace(common, **{name: getattr(common, name).clone() for name in names})
+    chosen = own.selection
     query, key, cache = batch.query.clone(), batch.key.clone(), batch.kv_cache.clone()
     output = torch.empty(len(query), heads, 128, dtype=query.dtype, device=DEVICE)
     metadata = builder.build_for_cudagraph_capture(own)
@@ -165,6 +169,8 @@ def test_a_replay_reads_the_lengths_of_its_step(heads: int, query_len: int) -> N
         own.seq_lens.copy_(step.common.seq_lens)
         own.block_table_tensor[:, :width].copy_(step.common.block_table_tensor)
         own.slot_mapping.copy_(step.common.slot_mapping)
+        if chosen is not None and step.common.selection is not None:
+            chosen.copy_from(step.common.selection)
         builder.build(0, dataclasses.replace(own, seq_lens_host=step.common.seq_lens_host))
         graph.replay()
         expected = dataclasses.replace(step, tensors=batch.tensors)

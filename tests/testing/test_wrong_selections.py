@@ -119,6 +119,19 @@ def _checked_nowhere(selection: Selection, metadata: Any) -> Selection:
     return Unchecked(selection.positions, selection.counts)
 
 
+def _planned_by_the_first_layer() -> Change:
+    """No more keys than the first layer of a step chose."""
+    plans: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    def change(selection: Selection, metadata: Any) -> Selection:
+        _, most = plans.setdefault(id(metadata), (metadata, selection.counts.clone()))
+        counts = torch.minimum(selection.counts, most)
+        kept = torch.arange(selection.positions.shape[1]) < counts[:, None]
+        return Selection(selection.positions.masked_fill(~kept, -1), counts)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("parts", "check", "says"),
     [
@@ -129,9 +142,14 @@ def _checked_nowhere(selection: Selection, metadata: Any) -> Selection:
             "selection/values-block",
             "was accepted; it must raise a BatchError",
         ),
+        (
+            {"impl": reads(_planned_by_the_first_layer())},
+            "selection/late-block",
+            "of more keys for the next layers",
+        ),
         ({"impl": Dense}, "selection/order-token_topk", "with the chosen keys in another order"),
     ],
-    ids=["early", "trusting", "unchecked", "dense"],
+    ids=["early", "trusting", "unchecked", "planned", "dense"],
 )
 def test_the_checks_of_selections_catch(parts: dict[str, Any], check: str, says: str) -> None:
     found = failures(variant("WRONG", **parts), checks)

@@ -62,9 +62,11 @@ def _check_late(target: Target, kind: str) -> None:
     harness = Harness.of(target, batch)
     with error_context("build before the indexer ran"):
         metadata = harness.builder.build(0, batch.common)
+    fewer = (picked.counts + 1) // 2
     for what, counts in (
-        ("with a selection that was written after build", picked.counts),
-        ("with a selection that was written again, for the next layers", (picked.counts + 1) // 2),
+        ("with a selection that was written after build", fewer),
+        ("with a selection that was written again, of more keys for the next layers", picked.counts),
+        ("with a selection that was written again, of fewer keys for the next layers", fewer),
     ):
         _write(selection, picked.positions, counts)
         with error_context(what):
