@@ -125,9 +125,11 @@ def test_a_context_in_chunks(rows: int) -> None:
 
 @pytest.mark.parametrize("topk", [1, 64, 2048])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_chosen_keys(topk: int, heads: int) -> None:
-    spec = layer(heads, sparse=SparseSpec("token_topk", topk))
-    batch = paged_batch(spec, [1, 0, 3, 12], [5000, 9, 40, 12], block_size=64, device=DEVICE)
+@pytest.mark.parametrize("stored", ["auto", "fp8_e4m3"])
+def test_chosen_keys(topk: int, heads: int, stored: str) -> None:
+    spec = layer(heads, sparse=SparseSpec("token_topk", topk), kv_cache_dtype=stored)
+    scales = {"k_scale": 0.37, "v_scale": 0.37} if spec.has_quantized_kv_cache else {}
+    batch = paged_batch(spec, [1, 0, 3, 12], [5000, 9, 40, 12], block_size=64, device=DEVICE, **scales)
     answer(decoder("TRITON", spec, None), batch)
 
 

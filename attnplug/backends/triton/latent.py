@@ -143,9 +143,6 @@ class TritonMLAImpl(MLADecodeImpl):
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor
     ) -> Mapping[int, Any]:
         """The kernels for Hopper, if they serve the tensors of a call: they copy 16 bytes at once."""
-        # Where they convert latents, they miscount the tiles past a query's chosen keys.
-        if self.spec.sparse is not None and kv_cache.element_size() == 1:
-            return {}
         rank, rope = self.dims.kv_lora_rank, self.dims.qk_rope_head_dim
         kernels = hopper_kernels(rank, rope, q_nope.dtype, kv_cache.dtype, kv_cache.device)
         if not kernels:

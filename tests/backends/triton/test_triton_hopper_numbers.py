@@ -59,15 +59,17 @@ def test_latents_without_a_rope_part(heads: int) -> None:
     expect_right(layer(heads, rope=0), [1, 2], [90, 65], 32)
 
 
-@pytest.mark.parametrize("heads", [20, 40])
-def test_shares_that_end_past_the_chosen_keys(heads: int) -> None:
+@pytest.mark.parametrize("heads", [20, 40], ids="{} heads".format)
+@pytest.mark.parametrize("stored", ["auto", "fp8_e4m3"])
+def test_shares_that_end_past_the_chosen_keys(heads: int, stored: str) -> None:
     """A plan is made for more keys than some layers choose: then shares have tiles that nobody loads."""
-    spec = layer(heads).replace(sparse=SparseSpec("token_topk", 300))
+    spec = layer(heads, stored=stored).replace(sparse=SparseSpec("token_topk", 300))
     backend = TritonBackend.for_layer(spec)
-    batch = paged_batch(spec, [1, 3, 1], [400, 350, 90], block_size=16, padding=3, backend=backend)
+    scales = {"k_scale": 0.5, "v_scale": 0.5} if spec.has_quantized_kv_cache else {}
+    batch = paged_batch(spec, [1, 2, 1], [400, 350, 90], block_size=16, backend=backend, **scales)
     chosen = batch.common.selection
     assert chosen is not None
-    for row, count in enumerate((64, 0, 10, 300, 65)):
+    for row, count in enumerate((10, 300, 0, 65)):
         chosen.positions[row, count:] = -1
         chosen.counts[row] = chosen.counts[row].clamp(max=count)
     assert difference(batch, Answer(*run_batch(backend, batch))) is None
