@@ -1,7 +1,7 @@
-"""One rank of a gloo group that runs cases of `rank_cases`: `rank_worker.py RANK SIZE FOLDER [NAME ...]`.
+"""The ranks of a gloo group that run cases of `rank_cases`: `rank_worker.py SIZE FOLDER [NAME ...]`.
 
-Without names it runs all. It writes what failed to `FOLDER/RANK.json`, by the name of the case. In the last case the last rank of two hangs, and
-that of three dies.
+Without names they run all. Each writes what failed to `FOLDER/RANK.json`, by the name of the case. In the last case the
+last rank of two hangs, and that of three dies. The exit codes of all are printed.
 """
 
 from __future__ import annotations
@@ -57,5 +57,19 @@ def _lose_a_rank(folder: Path) -> Case:
     return lose
 
 
+def start(rank: int, size: int, folder: Path, names: list[str]) -> int:
+    """The process of a rank, which has the modules that are imported here."""
+    process = os.fork()
+    if process:
+        return process
+    try:
+        main(rank, size, folder, names)
+    finally:
+        traceback.print_exc()
+        os._exit(1)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    size, folder = int(sys.argv[1]), Path(sys.argv[2])
+    ranks = [start(rank, size, folder, sys.argv[3:]) for rank in range(size)]
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]))

@@ -24,17 +24,11 @@ _OF_THREE = (
 
 def run(size: int, folder: Path, names: Sequence[str] = ()) -> None:
     """Run the cases of these names, or all, on `size` processes, of which the last one is then lost."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", _WORKER, str(rank), str(size), folder, *names],
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(size)
-    ]
-    printed = [rank.communicate(timeout=300)[1].decode() for rank in ranks]
+    command = [sys.executable, "-W", "error", _WORKER, str(size), folder, *names]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     for result in map(Path.read_text, folder.glob("*.json")):
         assert json.loads(result)["failed"] == {}
-    assert [rank.returncode for rank in ranks] == [0] * (size - 1) + [3], "\n".join(printed)
+    assert done.stdout == f"{[0] * (size - 1) + [3]}\n", done.stderr
     expected = [name for name, _ in cases(size) if not names or name in names]
     assert len(expected) == len(names) or not names
     for rank in range(size - 1):
