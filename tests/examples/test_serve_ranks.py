@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_ranks import start
 
 ROOT = Path(__file__).parents[2]
 
 
 SERVE = str(ROOT / "examples/engine/serve.py")
-
-
-def torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`serve.py` under torchrun."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return subprocess.run([*launch, SERVE, *arguments], capture_output=True, text=True, check=False)
-
-
-def start(ranks: list[list[str]]) -> list[subprocess.Popen[str]]:
-    """The processes that torchrun would start, each with the arguments of its own rank."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    group = {"WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    return [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **group, "COLUMNS": "100", "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank, arguments in enumerate(ranks)
-    ]
 
 
 @pytest.mark.slow
@@ -51,49 +24,49 @@ def start(ranks: list[list[str]]) -> list[subprocess.Popen[str]]:
         pytest.param("gemma-3-27b-text", 2, 2, marks=pytest.mark.rare),
     ],
 )
-def test_ranks_draw_the_tokens_of_one_process(model: str, heads: int, tokens: int) -> None:
+def test_ranks_draw_the_tokens_of_one_process(model: str, heads: int, tokens: int, tmp_path: Path) -> None:
     sizes = ["--tensor-parallel", str(heads), "--context-parallel", str(tokens)]
     path = ROOT / f"examples/models/{model}.json"
     drafts = ["--draft-tokens", "3", "--interleave", "4"]
     few = ["--requests", "5", "--max-tokens", "6"]
-    ranks = start(
-        [[SERVE, *few, *sizes, "--model", str(path), "--scale", "tiny", *drafts]] * (heads * tokens)
-    )
+    arguments = [SERVE, *few, *sizes, "--model", str(path), "--scale", "tiny", *drafts]
+    ranks = start([arguments] * (heads * tokens), tmp_path)
     try:
-        (printed, problem), *others = [rank.communicate(timeout=300) for rank in ranks]
+        first, *others = [rank.wait(timeout=300) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * len(ranks), (problem, others)
+    assert [each.code for each in (first, *others)] == [0] * len(ranks), (first, others)
+    printed = first.printed
     assert printed.count("outputs equal: yes") == 1
-    assert [out for out, _ in others if out] == []
+    assert [each.printed for each in others if each.printed] == []
     if tokens > 1:
         assert f"{tokens} ranks share the tokens of" in " ".join(printed.split())
 
 
 @pytest.mark.slow
-def test_heads_that_ranks_cannot_split_are_refused() -> None:
+def test_heads_that_ranks_cannot_split_are_refused(tmp_path: Path) -> None:
     path = ROOT / "examples/models/deepseek-v2-lite.json"
-    done = torchrun(3, "--tensor-parallel", "3", "--model", str(path), "--scale", "tiny")
-    assert done.returncode != 0
-    assert "3 ranks cannot split 2 heads of latents; share tokens by --context-parallel" in done.stderr
+    arguments = [SERVE, "--tensor-parallel", "3", "--model", str(path), "--scale", "tiny"]
+    for rank in start([arguments] * 3, tmp_path):
+        code, _, problem = rank.wait(timeout=120)
+        assert code != 0
+        assert "3 ranks cannot split 2 heads of latents; share tokens by --context-parallel" in problem
 
 
 @pytest.mark.slow
-def test_another_number_of_processes_is_refused() -> None:
-    script = ROOT / "examples/engine/serve.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--context-parallel", "2"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "needs 2 processes, not 1: torchrun --nproc-per-node 2" in done.stderr
+def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+    (alone,) = start([[SERVE, "--context-parallel", "2"]], tmp_path)
+    code, _, problem = alone.wait(timeout=60)
+    assert code == 2
+    assert "needs 2 processes, not 1: torchrun --nproc-per-node 2" in problem
 
 
 LEAVES = """
 import contextlib, os, runpy, signal, sys
 from attnplug.runtime import RankWatch
 
-step, steps, name = RankWatch.step, [], sys.argv[1]
+step, steps, name = RankWatch.step, [], sys.argv.pop(1)
 
 @contextlib.contextmanager
 def leaving(self, digest=""):
@@ -104,7 +77,7 @@ def leaving(self, digest=""):
         yield
 
 RankWatch.step = leaving
-sys.argv = sys.argv[2:]
+sys.argv.pop(0)
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -116,20 +89,20 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ("signal", "timeout", "what"),
     [("SIGKILL", 60, "has died: its connection is closed"), ("SIGSTOP", 10, "did not answer within 10 s")],
 )
-def test_a_rank_that_is_lost_ends_the_others(signal: str, timeout: int, what: str) -> None:
+def test_a_rank_that_is_lost_ends_the_others(signal: str, timeout: int, what: str, tmp_path: Path) -> None:
     launch = [SERVE, "--context-parallel", "2", "--requests", "3", "--max-tokens", "4"]
     launch += ["--timeout", str(timeout)]
-    ranks = start([launch, ["-c", LEAVES, signal, *launch]])
+    leaves = tmp_path / "leaves.py"
+    leaves.write_text(LEAVES)
+    ranks = start([launch, [str(leaves), signal, *launch]], tmp_path)
     try:
-        printed, problem = ranks[0].communicate(timeout=200)
-        # The lost rank has said nothing, so its signal ended it and no error did.
-        ranks[1].kill()
-        assert ranks[1].communicate() == ("", "")
+        code, printed, problem = ranks[0].wait(timeout=200)
     finally:
         for rank in ranks:
             rank.kill()
-            rank.communicate()
-    assert ranks[0].returncode == 1, problem
+    # The lost rank has said nothing, so its signal ended it and no error did.
+    assert ranks[1].wait(timeout=0)[1:] == ("", "")
+    assert code == 1, problem
     assert f"serve.py: rank 1 of 2 {what}; step 3 has no result on rank 0" in problem
     # The run of one process is complete, and nothing of the one that lost a rank is printed.
     assert "one process:" in printed
