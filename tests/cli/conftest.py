@@ -6,12 +6,25 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from attnplug.cli import main
 from attnplug.registry import default
+
+MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
+
+
+@pytest.fixture
+def few_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3-8B with 4 heads of 64: Triton's interpreter takes a third of a second for a step, and not a second and a half."""
+    config = json.loads((MODELS / "qwen3-8b.json").read_text())
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 256}
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(config))
+    return path
 
 
 @dataclasses.dataclass(frozen=True)

@@ -102,31 +102,33 @@ def test_a_foreign_device_and_a_damaged_table_are_said(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_tune_writes_a_table_that_select_reads(run, tmp_path):
-    done = run("tune", QWEN, "--device", "cpu", "--workload", "decode 1 x 32", "--json")
+def test_tune_writes_a_table_that_select_reads(run, few_heads):
+    done = run("tune", few_heads, "--device", "cpu", "--workload", "decode 1 x 32", "--json")
     assert done.code == 0, done.err
     path = tuned_lookup.user_folder() / "cpu.json"
     assert json.loads(path.read_text()) == done.json
     assert f"wrote {path} ({read_table(path).digest})" in done.err
-    chosen = run("select", QWEN, "--device", "cpu", "--phase", "decode", "--json").json["decisions"][0]
+    chosen = run("select", few_heads, "--device", "cpu", "--phase", "decode", "--json").json["decisions"][0]
     assert (chosen["chosen_by"], chosen["measured"]["table"]) == ("measured", read_table(path).digest)
     assert (
         "0 cells to measure, 1 kept from an earlier run"
-        in run("tune", QWEN, "--device", "cpu", "--workload", "decode 1 x 32").err
+        in run("tune", few_heads, "--device", "cpu", "--workload", "decode 1 x 32").err
     )
 
 
 @pytest.mark.slow
-def test_a_table_of_tune_can_be_packaged_as_it_is_and_regret_compares_it(run, tmp_path, monkeypatch):
+def test_a_table_of_tune_can_be_packaged_as_it_is_and_regret_compares_it(
+    run, few_heads, tmp_path, monkeypatch
+):
     monkeypatch.setattr(tuned_lookup, "PACKAGED", tmp_path / "tuned_tables")
-    asked = ("tune", QWEN, "--device", "cpu", "--workload", "decode 1 x 32, prefill 1 x 32")
+    asked = ("tune", few_heads, "--device", "cpu", "--workload", "decode 1 x 32, prefill 1 x 32")
     done = run(*asked, "--output", tuned_lookup.table_file(tuned_lookup.PACKAGED, Device("cpu")))
     assert done.code == 0, done.err
     assert [file.name for file in tuned_lookup.PACKAGED.glob("*.json")] == ["cpu.json"]
-    chosen = run("select", QWEN, "--device", "cpu", "--json").json["decisions"][0]
+    chosen = run("select", few_heads, "--device", "cpu", "--json").json["decisions"][0]
     assert chosen["measured"]["table"] == read_table(tuned_lookup.PACKAGED / "cpu.json").digest
     assert run(*asked).code == 0
-    held = run("tune", QWEN, "--device", "cpu", "--workload", "decode 2 x 24", "--regret", "--json")
+    held = run("tune", few_heads, "--device", "cpu", "--workload", "decode 2 x 24", "--regret", "--json")
     assert held.code == 0, held.err
     assert [each["policy"] for each in held.json["policies"]] == [
         "priorities", "user table", "user table, nearest shape", "packaged table", "packaged table, nearest shape",

@@ -20,8 +20,8 @@ def hook(name: str) -> ModuleType:
     return load_script(DOCS / "hooks" / f"{name}.py")
 
 
-@pytest.mark.slow
 def test_the_page_of_commands_has_a_section_for_each_with_its_options() -> None:
+    # One test, as the page is made by as many runs of attnplug as it has commands.
     page = hook("cli_help").on_page_markdown((DOCS / "reference/cli.md").read_text())
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert len(commands) > 4
@@ -32,10 +32,7 @@ def test_the_page_of_commands_has_a_section_for_each_with_its_options() -> None:
         for parameter in command.params:
             shown = parameter.opts if parameter.param_type_name == "option" else [parameter.metavar]
             assert any(each in section for each in shown), f"{name} {parameter.name}"
-
-
-def test_commands_of_a_command_have_sections_of_their_own() -> None:
-    page = hook("cli_help").commands_page()
+    # Commands of a command have sections of their own.
     assert "| [`attnplug matrix merge`](#attnplug-matrix-merge) | Join the results" in page
     section = page.partition("\n## attnplug matrix diff\n")[2].partition("\n## ")[0]
     assert "Usage: attnplug matrix diff " in section

@@ -10,7 +10,15 @@ import torch
 
 # A declared value has its own case among those of `correct/`; the others run many steps.
 _LEFT_OUT = (
-    *("builder/", "runtime/", "merge/context", "refused/never-after-acceptance", "state/", "batch/c"),
+    *(
+        "builder/",
+        "runtime/",
+        "merge/context",
+        "merge/use_sinks",
+        "refused/never-after-acceptance",
+        "state/",
+        "batch/c",
+    ),
     *("tensors/same-each-call", "tensors/refilled", "layers/", "context_parallel/extend"),
     *("correct/crowd", "correct/far-decode", "options/decode_split=requests"),
     "declared/",
