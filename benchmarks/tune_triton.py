@@ -31,6 +31,7 @@ from attnplug.backends.triton.launch import (
     DecodeLaunch,
     Gpu,
     PrefillLaunch,
+    Specialized,
     decode_launch,
     prefill_launch,
     tile_parts,
@@ -153,6 +154,11 @@ def prefill_candidates(cell: Cell) -> list[Any]:
         for tile in tiles[min(most for most in tiles if width <= most)]
         if (tile[0] + 2 * tile[1] * tile[3]) * width <= SHARED_MEMORY
     ]
+    found += [
+        PrefillLaunch(128, 64, 8, 3, False, Specialized(*tile, turns))
+        for tile in SPECIALIZED.get(size, ())
+        for turns in (False, True)
+    ]
     if cell.kind == "extend":
         # Extends may divide their keys instead.
         found.append(share_launch(size, 2, rows, H200))
@@ -180,6 +186,8 @@ TILES = {
     384: (*_SMALL, (128, 64, 8, 3, False), (128, 32, 8, 3, True), (64, 32, 4, 3, True)),
     512: ((128, 32, 8, 2, True), (128, 32, 8, 3, True), (128, 32, 8, 3, False), (64, 32, 4, 3, True)),
 }
+# Keys and stages of the kernel with specialised warps, by the elements of a head.
+SPECIALIZED = {64: ((128, 2), (128, 3), (64, 4)), 128: ((128, 2), (64, 3)), 256: ((64, 2),)}
 SHORT_TILES = {
     512: (
         (64, 64, 4, 2, False), (64, 64, 4, 1, False), (64, 32, 4, 2, False), (64, 32, 4, 1, False),

@@ -13,6 +13,7 @@ from attnplug.backends.triton.kernels.decode import decode_kernel, merge_kernel
 from attnplug.backends.triton.kernels.prefill import prefill_kernel
 from attnplug.backends.triton.launch import (
     SHORT,
+    Specialized,
     decode_launch,
     gpu_of,
     limit_switches,
@@ -24,6 +25,7 @@ from attnplug.backends.triton.launch import (
 )
 from attnplug.backends.triton.share_bindings import ShareDecode, bind_shares
 from attnplug.backends.triton.share_launch import share_launch
+from attnplug.backends.triton.specialized import ROWS, serves, specialized_kernel
 from attnplug.backends.triton.workspace import SplitPlan
 from attnplug.core.impl import LayerTensors
 from attnplug.core.spec import LayerSpec
@@ -50,6 +52,8 @@ class Prefill(NamedTuple):
     kernel: BoundKernel
     tokens: int
     """Queries per tile."""
+    programs: int | None = None
+    """Programs that take the tiles in turn; None: one for each tile."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -175,7 +179,13 @@ class BoundLayer:
         return tiles >= _BUSY * self._gpu.multiprocessors
 
     def prefill(
-        self, k: torch.Tensor, v: torch.Tensor, stride_table: int, longest: int, most_keys: int | None = None
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        stride_table: int,
+        longest: int,
+        most_keys: int | None = None,
+        aligned: bool = False,
     ) -> Prefill:
         """The kernel for requests of at most `longest` queries.
 
@@ -185,17 +195,23 @@ class BoundLayer:
             stride_table: of the block table.
             longest: queries of the longest request.
             most_keys: tokens of the longest request; None if the host does not know.
+            aligned: whether all tensors of the call begin at multiples of 16 bytes.
         """
         paged = k.dim() == 4
         if self._group > SHORT.block_m:
             most_keys = None  # all heads of a group are in one tile
         launch = prefill_launch(self._widest, self._itemsize, longest * self._group, self._gpu, most_keys)
         block_size = k.shape[1] if paged else 1
-        key = k.stride(), v.stride(), block_size, stride_table, launch
+        key = k.stride(), v.stride(), block_size, stride_table, launch, aligned
         found = self._prefills.get(key)
         if found is None:
             if len(self._prefills) == _MOST_LAUNCHES:
                 self._prefills.clear()
+            if aligned and launch.specialized is not None:
+                found = self._specialized(k, v, stride_table, launch.specialized)
+                if found is not None:
+                    self._prefills[key] = found
+                    return found
             block_m = max(launch.block_m, tile_side(self._group))
             (block_d, tail), (block_dv, tail_v) = map(
                 tile_parts, (self._spec.head_size, self._spec.head_size_v)
@@ -219,6 +235,28 @@ class BoundLayer:
             kernel = BoundKernel(_PREFILL, 14, values, **options)
             found = self._prefills[key] = Prefill(kernel, block_m // self._group)
         return found
+
+    def _specialized(
+        self, k: torch.Tensor, v: torch.Tensor, stride_table: int, launch: Specialized
+    ) -> Prefill | None:
+        """The kernel with specialised warps, if it serves the layer on this device."""
+        kernel = specialized_kernel(k.device)
+        if kernel is None or not serves(self._spec, self._values, k, v, launch):
+            return None
+        values = {
+            **self._values,
+            **_strides(k.stride(), v.stride()),
+            "stride_table": stride_table,
+            "KV_HEADS": self.kv_heads,
+            "PAGED": k.dim() == 4,
+            "BLOCK_SIZE": k.shape[1] if k.dim() == 4 else 1,
+            "BLOCK_M": ROWS,
+            "BLOCK_N": launch.block_n,
+            "STAGES": launch.num_stages,
+            "TURNS": launch.turns,
+        }
+        bound = BoundKernel(kernel, 15, values, num_warps=4)
+        return Prefill(bound, ROWS // self._group, self._gpu.multiprocessors)
 
     def _bind_decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:
         spec = self._spec

@@ -148,8 +148,9 @@ class TritonMLAImpl(MLADecodeImpl):
         if not kernels:
             return kernels
         block, token, _ = kv_cache.stride()
-        steps = (block | token) * kv_cache.element_size()
-        return {} if (q_nope.data_ptr() | q_pe.data_ptr() | kv_cache.data_ptr() | steps) & 15 else kernels
+        # Of strides, Triton knows whether they are multiples of 16 elements.
+        starts = q_nope.data_ptr() | q_pe.data_ptr() | kv_cache.data_ptr()
+        return {} if (starts | block | token) & 15 else kernels
 
     def _kernels(
         self,

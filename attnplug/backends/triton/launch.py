@@ -65,6 +65,20 @@ class DecodeLaunch:
     max_registers: int | None = None
 
 
+class Specialized(NamedTuple):
+    """Launch parameters of the prefill kernel for Hopper, whose tiles have 128 rows.
+
+    Args:
+        block_n: keys per tile.
+        num_stages: tiles of keys, and of values, in flight.
+        turns: whether the groups of warps that attend begin their products one after the other.
+    """
+
+    block_n: int
+    num_stages: int
+    turns: bool
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillLaunch:
     """Launch parameters of prefill.
@@ -76,6 +90,8 @@ class PrefillLaunch:
         num_stages: tiles in flight.
         late: whether products with values run during the softmax of the next tile, where the GPU can. Right, but no
             launch has it until a GPU has shown that it is faster.
+        specialized: the launch of the kernel with specialised warps, which then serves where it can; None: it does not.
+            No launch has it until a GPU has shown that it is faster.
     """
 
     block_m: int
@@ -83,6 +99,7 @@ class PrefillLaunch:
     num_warps: int
     num_stages: int
     late: bool = False
+    specialized: Specialized | None = None
 
 
 def limit_switches(reach: Reach) -> dict[str, bool]:

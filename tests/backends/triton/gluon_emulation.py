@@ -175,13 +175,13 @@ def specialize(groups: list[tuple[Callable[..., None], tuple[Any, ...]]], warps:
     problems: list[BaseException] = []
 
     def run(function: Callable[..., None], arguments: tuple[Any, ...], place: Any) -> None:
-        _here.place = place
+        _here.place, _here.grid = place
         try:
             function(*arguments)
         except BaseException as problem:
             problems.append(problem)
 
-    threads = [threading.Thread(target=run, args=(*group, _here.place)) for group in groups]
+    threads = [threading.Thread(target=run, args=(*group, (_here.place, _here.grid))) for group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -236,6 +236,8 @@ def language() -> ModuleType:
     gl.full = lambda shape, value, kind, layout: values(torch.full(shape, float(value), dtype=kind.dtype))
     gl.zeros = lambda shape, kind, layout: values(torch.zeros(shape, dtype=kind.dtype))
     gl.program_id = lambda axis: values(_here.place[axis])
+    gl.num_programs = lambda axis: values(_here.grid[axis])
+    gl.cast = lambda tensor, kind: values(tensor).to(kind)
     gl.join = lambda one, other: torch.stack((one, other), -1)
     gl.split = lambda tensor: (tensor[..., 0], tensor[..., 1])
     gl.convert_layout = lambda tensor, layout: tensor
@@ -279,6 +281,10 @@ def _stand_ins() -> dict[str, ModuleType]:
     scan.LOG2E, scan.LN2 = kernels.LOG2E.value, kernels.LN2.value
     found = {"triton.experimental": parent, root: gluon, f"{root}.language": gluon.language}
     found |= {kernels.__name__: scan}
+    # Functions of Triton, which kernels in Gluon may call.
+    triton: Any = ModuleType("triton")
+    triton.jit, triton.language = gluon.jit, gluon.language
+    found |= {"triton": triton, "triton.language": gluon.language}
     return found | {f"{root}.language.nvidia.hopper": hopper, f"{root}.language.nvidia.ampere": ampere}
 
 
@@ -295,6 +301,7 @@ class Emulated:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **options: Any) -> None:
             given = [pointer_to(each) if isinstance(each, torch.Tensor) else each for each in arguments]
+            _here.grid = grid
             for place in itertools.product(*(range(size) for size in grid)):
                 _here.place = place
                 self.fn(*given)
@@ -309,10 +316,11 @@ def emulated(*names: str) -> dict[str, Emulated]:
     folder = Path(__file__).parents[3] / KERNELS.replace(".", "/")
     modules: dict[str, Any] = {}
     try:
-        for name in ("latent_bytes", "latent_loads", *names):
-            full = f"{KERNELS}.{name}"
+        for name in ("..ranges", "latent_bytes", "latent_loads", *names):
+            full = importlib.util.resolve_name(name, KERNELS) if name[0] == "." else f"{KERNELS}.{name}"
             kept.setdefault(full, sys.modules.get(full))
-            spec = importlib.util.spec_from_file_location(full, folder / f"{name}.py")
+            file = folder.parent if name[0] == "." else folder
+            spec = importlib.util.spec_from_file_location(full, file / f"{name.lstrip('.')}.py")
             assert spec is not None
             assert spec.loader is not None
             sys.modules.update(stand_ins)

@@ -1,48 +1,71 @@
 """Compiles the kernels for latents on Hopper, in a process where Triton is not interpreted; prints JSON.
 
-python hopper_forms.py '[[16, 512, 64, "*bf16", "*bf16"]]'
+python hopper_forms.py '[["latents", 16, 512, 64, "*bf16", "*bf16"], ["prefill", 128, 128, 2, false]]'
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from attnplug.backends.triton.kernels.hopper.latent_narrow import latent_narrow_kernel
 from attnplug.backends.triton.kernels.hopper.latent_wide import latent_wide_kernel
+from attnplug.backends.triton.kernels.hopper.specialized_prefill import specialized_prefill_kernel
 from attnplug.backends.triton.latent_launch import hopper_launch
 
 POINTERS = {"query_start_loc": "*i32", "seq_lens": "*i32", "block_table": "*i32", "tiles": "*i32"}
-POINTERS |= {"lse": "*fp32", "partials": "*fp32", "partial_lses": "*fp32"}
-UNALIGNED = {"query_start_loc", "seq_lens", "block_table", "lse"}
+POINTERS |= {"key_start_loc": "*i32", "lse": "*fp32", "partials": "*fp32", "partial_lses": "*fp32"}
+UNALIGNED = {"query_start_loc", "seq_lens", "block_table", "key_start_loc", "lse", "mm_spans"}
 
 
-def facts(rows: int, rank: int, rope: int, queries: str, latents: str) -> dict[str, Any]:
-    """What the kernel for `rows` rows is on sm_90."""
+def latents(rows: int, rank: int, rope: int, queries: str, stored: str) -> dict[str, Any]:
+    """The kernel over latents for `rows` rows."""
     kernel: Any = latent_wide_kernel if rows == 64 else latent_narrow_kernel
-    launch = hopper_launch(rows, 1 if "fp8" in latents else 2)
+    launch = hopper_launch(rows, 1 if "fp8" in stored else 2)
     constants = {"stride_token": rank + rope, "HEADS": 16, "BLOCK_SIZE": 64, "BLOCK_M": rows}
     constants |= {"BLOCK_N": launch.block_n, "LATENT": rank, "ROPE": rope, "STAGES": launch.num_stages}
     constants |= {"HAS_LSE": True}
-    types = {**POINTERS, **dict.fromkeys(("q_nope", "q_pe", "output"), queries), "cache": latents}
+    types = {**POINTERS, **dict.fromkeys(("q_nope", "q_pe", "output"), queries), "cache": stored}
+    return facts(kernel, types, constants, {"stride_block"})
+
+
+def prefill(size: int, block_n: int, num_stages: int, window: bool) -> dict[str, Any]:
+    """The prefill kernel with specialised warps for heads of `size` elements."""
+    switches = ("HAS_RIGHT", "PAGED", "HAS_LSE", "TURNS")
+    constants = dict.fromkeys(switches, True) | {"HAS_LEFT": window, "HAS_CHUNK": False, "HAS_SINKS": window}
+    constants |= {"KV_HEADS": 8, "BLOCK_SIZE": 16, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": block_n}
+    constants |= {"D": size, "STAGES": num_stages}
+    tensors = ("query", "k_cache", "v_cache", "output", "sinks", "alibi_slopes", "mm_spans")
+    types = {**POINTERS, **dict.fromkeys(tensors, "*bf16")}
+    sides = itertools.product("kv", "bth")
+    strides = {f"stride_{tensor}{side}" for tensor, side in sides} | {"stride_qt", "stride_qh"}
+    return facts(specialized_prefill_kernel, types, constants, strides | {"stride_ot", "stride_oh"})
+
+
+def facts(kernel: Any, types: dict[str, str], constants: dict[str, Any], even: set[str]) -> dict[str, Any]:
+    """What a kernel is on sm_90, where integers `even` are multiples of 16."""
     signature: dict[str, str] = {}
     values, attributes = {}, {}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
-        signature[name] = types.get(name, "fp32" if name == "scale" else "i32")
+        signature[name] = types.get(name, "fp32" if name in ("scale", "value_scale") else "i32")
         if parameter.is_constexpr:
             signature[name], values[(index,)] = "constexpr", constants[name]
-        elif (name in types and name not in UNALIGNED) or name == "stride_block":
+        elif (name in types and name not in UNALIGNED) or name in even:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
-    options = {"num_warps": launch.num_warps}
-    binary: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    binary: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     text = binary.asm["ptx"]
     return {
         "shared": binary.metadata.shared,
@@ -50,8 +73,19 @@ def facts(rows: int, rank: int, rope: int, queries: str, latents: str) -> dict[s
         "products": sorted(set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k16)", text))),
         "copies": "cp.async.cg.shared.global" in text,
         "conversions": sorted(set(re.findall(r"cvt\.rn\.f16x2\.(e\dm\d)x2", text))),
+        "serialized": "wgmma.mma_async instructions are serialized" in assembled(text),
     }
 
 
+def assembled(text: str) -> str:
+    """What the assembler says of a kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.ptx")
+        file.write_text(text)
+        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file, "-o", file.with_suffix(".cubin")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
 if __name__ == "__main__":
-    print(json.dumps([facts(*form) for form in json.loads(sys.argv[1])]))
+    kinds = {"latents": latents, "prefill": prefill}
+    print(json.dumps([kinds[kind](*form) for kind, *form in json.loads(sys.argv[1])]))

@@ -1,4 +1,4 @@
-"""The kernels in Gluon for latents on Hopper compile here, without a GPU, and are chosen only where they serve."""
+"""The kernels in Gluon for Hopper compile here, without a GPU, and are chosen only where they serve."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from attnplug.backends.triton import latent_launch
+from attnplug.backends.triton import latent, latent_launch, specialized
 from attnplug.backends.triton.latent_launch import hopper_kernels, hopper_launch
 from attnplug.backends.triton.launch import Gpu
+from attnplug.backends.triton.specialized import ROWS
 
 CUDA = torch.device("cuda", 0)
 
@@ -41,22 +44,42 @@ FORMS: list[Form] = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("forms", [QUICK, pytest.param(FORMS, marks=pytest.mark.rare)], ids=["quick", "all"])
-def test_compiles_within_a_multiprocessor(forms: list[Form]) -> None:
+def compiled_forms(forms: Iterable[Any]) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("hopper_forms.py")
     done = subprocess.run(
-        [sys.executable, script, json.dumps(forms)],
+        [sys.executable, script, json.dumps(list(forms))],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert not done.returncode, done.stderr
-    for (rows, rank, _, _, latents), found in zip(forms, json.loads(done.stdout), strict=True):
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+def test_prefill_compiles_within_a_multiprocessor() -> None:
+    forms = [(128, 128, 2, False), (64, 128, 3, True), (256, 64, 2, True)]
+    compiled = compiled_forms(["prefill", *form] for form in forms)
+    for (size, block_n, stages, _), found in zip(forms, compiled, strict=True):
+        room = 2 * size * (ROWS + 2 * block_n * stages)
+        assert room <= found["shared"] <= room + specialized._SCRATCH
+        assert found["registers by group"]
+        assert found["copies"]
+        assert not found["serialized"]
+        assert found["products"] == sorted({f"m64n{block_n}k16", f"m64n{size}k16"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forms", [QUICK, pytest.param(FORMS, marks=pytest.mark.rare)], ids=["quick", "all"])
+def test_compiles_within_a_multiprocessor(forms: list[Form]) -> None:
+    compiled = compiled_forms(["latents", *form] for form in forms)
+    for (rows, rank, _, _, latents), found in zip(forms, compiled, strict=True):
         assert found["shared"] <= latent_launch._SHARED_MEMORY
         assert found["registers by group"]
+        assert not found["serialized"]
         widths = {64, rank // 2} if rows == 64 else {rows}
         assert found["products"] == sorted(f"m64n{width}k16" for width in widths)
         # Queries are copied, and latents too unless they are converted.
@@ -104,3 +127,13 @@ def test_other_gpus_have_the_other_kernel(
     hopper_kernels.cache_clear()
     assert not hopper_kernels(512, 64, torch.bfloat16, torch.bfloat16, CUDA)
     hopper_kernels.cache_clear()
+
+
+def test_latents_apart_by_half_of_16_elements_have_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent, "hopper_kernels", lambda *_: {16: "kernel"})
+    layer = SimpleNamespace(dims=SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64))
+    queries = torch.empty(3, 16, 512, dtype=torch.bfloat16), torch.empty(3, 16, 64, dtype=torch.bfloat16)
+    for padding, served in ((0, True), (16, True), (8, False)):
+        block = 16 * 576 + padding
+        cache = torch.empty(4 * block, dtype=torch.bfloat16).as_strided((4, 16, 576), (block, 576, 1))
+        assert bool(latent.TritonMLAImpl._hopper_kernels(layer, *queries, cache)) == served

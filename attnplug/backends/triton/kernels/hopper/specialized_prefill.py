@@ -1,0 +1,544 @@
+"""Prefill and extend on Hopper with specialised warps: two groups attend half of a tile's rows each, a third copies.
+
+Queries, keys and values are copied while the tiles before them are attended. Each group multiplies the weights of one tile
+with its values, and the queries with the keys of the next, during the softmax of the other group and its own.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attnplug.backends.triton.kernels.ranges import common_range, key_range
+from attnplug.backends.triton.kernels.scan import LN2, LOG2E
+
+
+@gluon.jit
+def _tile_of(
+    query_start_loc,
+    seq_lens,
+    key_start_loc,
+    first_token,
+    num_reqs,
+    tile,
+    left,
+    right,
+    chunk,
+    PAGED: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    HAS_CHUNK: gl.constexpr,
+):
+    """Tile `tile`: its request, first token, number of rows, first and last position, and the keys that it sees.
+
+    The keys are `lo .. hi - 1`. Key i of the call is in row `i + shift`.
+    """
+    TOKENS: gl.constexpr = BLOCK_M // GROUP
+    low = 0
+    high = num_reqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        begin = gl.load(query_start_loc + middle) - first_token
+        is_later = begin // TOKENS + middle <= tile
+        low = gl.where(is_later, middle, low)
+        high = gl.where(is_later, high, middle)
+    request = low
+    first = gl.load(query_start_loc + request)
+    query_len = gl.load(query_start_loc + request + 1) - first
+    seq_len = gl.load(seq_lens + request)
+    offset = (tile - (first - first_token) // TOKENS - request) * TOKENS
+    tokens = gl.minimum(gl.maximum(query_len - offset, 0), TOKENS)
+    first_pos = seq_len - query_len + offset
+    last_pos = first_pos + tokens - 1
+    first_key = 0
+    shift = 0
+    if not PAGED:
+        keys_start = gl.load(key_start_loc + request)
+        first_key = seq_len - (gl.load(key_start_loc + request + 1) - keys_start)
+        shift = keys_start - first_key
+    lo, hi = key_range(
+        first_pos, last_pos, first_key, seq_len, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
+    )
+    return request, first + offset, tokens * GROUP, first_pos, last_pos, lo, hi, shift
+
+
+@gluon.jit
+def _copy(target, places, there, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begin to copy rows, with zeros where nothing is there."""
+    dims = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    async_copy.async_copy_global_to_shared(target, places[:, None] + dims, mask=there[:, None])
+
+
+@gluon.jit
+def _pages(table_row, keys, hi, PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """The page of each key; the null block past the last one."""
+    if PAGED:
+        return gl.load(table_row + keys // BLOCK_SIZE, mask=keys < hi, other=0)
+    else:
+        return keys
+
+
+@gluon.jit
+def _copy_tile(
+    target,
+    full,
+    empty,
+    number,
+    head,
+    pages,
+    keys,
+    lo,
+    hi,
+    shift,
+    stride_block,
+    stride_token,
+    PAGED: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Begin to copy tile `number` of keys or values, once its place is empty."""
+    stage = number % STAGES
+    mbarrier.wait(empty.index(stage), (number // STAGES & 1) ^ 1)
+    if PAGED:
+        rows = pages.to(gl.int64) * stride_block + (keys % BLOCK_SIZE) * stride_token
+    else:
+        rows = (keys + shift).to(gl.int64) * stride_token
+    _copy(target.index(stage), head + rows, (keys >= lo) & (keys < hi), D, LAYOUT)
+    async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def _load(
+    query,
+    k_cache,
+    v_cache,
+    query_start_loc,
+    seq_lens,
+    block_table,
+    key_start_loc,
+    first_token,
+    num_reqs,
+    num_tiles,
+    left,
+    right,
+    chunk,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_table,
+    q,
+    k,
+    v,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    KV_HEADS: gl.constexpr,
+    PAGED: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    HAS_CHUNK: gl.constexpr,
+):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    HALF: gl.constexpr = BLOCK_M // 2
+    lanes = gl.arange(0, BLOCK_N, layout=ROWS)
+    half_rows = gl.arange(0, HALF, layout=ROWS)
+    works = num_tiles * KV_HEADS
+    work = gl.program_id(0)
+    streams = 0
+    copied = 0
+    while work < works:
+        kv_head = work % KV_HEADS
+        request, row, num_rows, _, _, lo, hi, shift = _tile_of(
+            query_start_loc, seq_lens, key_start_loc, first_token, num_reqs, num_tiles - 1 - work // KV_HEADS,
+            left, right, chunk, PAGED, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+        )  # fmt: skip
+        if num_rows > 0:
+            mbarrier.wait(q_empty, (streams & 1) ^ 1)
+            for half in gl.static_range(2):
+                rows = half * HALF + half_rows
+                token = (row + rows // GROUP).to(gl.int64)
+                places = query + token * stride_qt + (kv_head * GROUP + rows % GROUP) * stride_qh
+                _copy(q.index(half), places, rows < num_rows, D, LAYOUT)
+            async_copy.mbarrier_arrive(q_full, increment_count=False)
+            streams += 1
+            k_head = k_cache + kv_head * stride_kh
+            v_head = v_cache + kv_head * stride_vh
+            table_row = block_table + gl.cast(request, gl.int64) * stride_table
+            pages = _pages(table_row, lo + lanes, hi, PAGED, BLOCK_SIZE)
+            before = pages
+            # A tile that sees no key has one tile of zeros.
+            for begin in range(lo, gl.maximum(hi, lo + 1), BLOCK_N):
+                keys = begin + lanes
+                _copy_tile(
+                    k, k_full, k_empty, copied, k_head, pages, keys, lo, hi, shift, stride_kb, stride_kt,
+                    PAGED, BLOCK_SIZE, D, STAGES, LAYOUT,
+                )  # fmt: skip
+                if begin > lo:
+                    # Values come after the keys of the next tile, as they are used.
+                    _copy_tile(
+                        v, v_full, v_empty, copied - 1, v_head, before, keys - BLOCK_N, lo, hi, shift, stride_vb,
+                        stride_vt, PAGED, BLOCK_SIZE, D, STAGES, LAYOUT,
+                    )  # fmt: skip
+                before = pages
+                pages = _pages(table_row, keys + BLOCK_N, hi, PAGED, BLOCK_SIZE)
+                copied += 1
+            last = lo + gl.maximum(hi - lo - 1, 0) // BLOCK_N * BLOCK_N
+            _copy_tile(
+                v, v_full, v_empty, copied - 1, v_head, before, last + lanes, lo, hi, shift, stride_vb, stride_vt,
+                PAGED, BLOCK_SIZE, D, STAGES, LAYOUT,
+            )  # fmt: skip
+        work += gl.num_programs(0)
+
+
+@gluon.jit
+def _weigh(
+    logits,
+    top,
+    sums,
+    unit,
+    begin,
+    full_lo,
+    full_hi,
+    positions,
+    lanes,
+    lo,
+    hi,
+    left,
+    right,
+    chunk,
+    BLOCK_N: gl.constexpr,
+    SUMS: gl.constexpr,
+    PARTS: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    HAS_CHUNK: gl.constexpr,
+):
+    """Weights of a tile, the maximum (base 2), sums, and what was summed before is multiplied with."""
+    ROWS: gl.constexpr = logits.shape[0]
+    if (begin < full_lo) | (begin + BLOCK_N > full_hi):
+        keys = (begin + lanes)[None, :]
+        seen = (keys >= lo) & (keys < hi)
+        at = positions[:, None]
+        if HAS_LEFT:
+            seen = seen & (keys >= at - left)
+        if HAS_RIGHT:
+            seen = seen & (keys <= at + right)
+        if HAS_CHUNK:
+            inside = gl.maximum(at, 0)
+            seen = seen & (keys // chunk == inside // chunk) & (at >= 0)
+        logits = gl.where(seen, logits, float("-inf"))
+    new_top = gl.maximum(top, gl.max(logits, 1) * unit)
+    pivot = gl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = gl.exp2(logits * unit - pivot[:, None])
+    fade = gl.exp2(top - pivot)
+    parts = gl.sum(weights.reshape([ROWS, BLOCK_N // SUMS, SUMS]), 1)
+    sums = sums * gl.convert_layout(fade, gl.SliceLayout(1, PARTS))[:, None] + gl.convert_layout(parts, PARTS)
+    return weights, new_top, sums, fade
+
+
+@gluon.jit
+def _attend(
+    output,
+    lse,
+    query_start_loc,
+    seq_lens,
+    key_start_loc,
+    sinks,
+    first_token,
+    num_reqs,
+    num_tiles,
+    left,
+    right,
+    chunk,
+    scale,
+    value_scale,
+    stride_ot,
+    stride_oh,
+    stride_lse,
+    q,
+    k,
+    v,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    turns,
+    KV_HEADS: gl.constexpr,
+    PAGED: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    HAS_CHUNK: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+    TURNS: gl.constexpr,
+    SIDE: gl.constexpr,
+):
+    HALF: gl.constexpr = BLOCK_M // 2
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    SUMS: gl.constexpr = 8
+    PARTS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [HALF, SUMS]
+    )
+    rows = SIDE * HALF + gl.arange(0, HALF, layout=ROWS)
+    store_rows = SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, STORE))
+    dims = gl.arange(0, D, layout=gl.SliceLayout(0, STORE))[None, :]
+    lanes = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LOGITS))
+    dtype: gl.constexpr = k.dtype
+    unit = scale * LOG2E
+    own = q.index(SIDE)
+    works = num_tiles * KV_HEADS
+    work = gl.program_id(0)
+    streams = 0
+    done = 0
+    turn = 0
+    while work < works:
+        kv_head = work % KV_HEADS
+        _, row, num_rows, first_pos, last_pos, lo, hi, _ = _tile_of(
+            query_start_loc, seq_lens, key_start_loc, first_token, num_reqs, num_tiles - 1 - work // KV_HEADS,
+            left, right, chunk, PAGED, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+        )  # fmt: skip
+        if num_rows > 0:
+            positions = first_pos + gl.minimum(rows, num_rows - 1) // GROUP
+            full_lo, full_hi = common_range(
+                first_pos, last_pos, lo, hi, 0, 0, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, False
+            )
+            top = gl.full([HALF], float("-inf"), gl.float32, ROWS)
+            sums = gl.zeros([HALF, SUMS], gl.float32, PARTS)
+            if HAS_SINKS:
+                top = gl.load(sinks + kv_head * GROUP + rows % GROUP).to(gl.float32) * LOG2E
+            out = gl.zeros([HALF, D], gl.float32, OUT)
+            mbarrier.wait(q_full, streams & 1)
+            mbarrier.wait(k_full.index(done % STAGES), done // STAGES & 1)
+            fence_async_shared()
+            if TURNS:
+                mbarrier.wait(turns.index(SIDE), turn & 1)
+                turn += 1
+            zeros = gl.zeros([HALF, BLOCK_N], gl.float32, LOGITS)
+            logits = warpgroup_mma(
+                own, k.index(done % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            if TURNS:
+                mbarrier.arrive(turns.index(1 - SIDE), count=1)
+            logits = warpgroup_mma_wait(0, deps=(logits,))
+            mbarrier.arrive(k_empty.index(done % STAGES), count=1)
+            weights, top, sums, fade = _weigh(
+                logits, top, sums, unit, lo, full_lo, full_hi, positions, lanes, lo, hi,
+                left, right, chunk, BLOCK_N, SUMS, PARTS, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+            )  # fmt: skip
+            held = gl.convert_layout(weights.to(dtype), WEIGHTS)
+            for begin in range(lo + BLOCK_N, hi, BLOCK_N):
+                stage = done % STAGES
+                done += 1
+                coming = done % STAGES
+                mbarrier.wait(k_full.index(coming), done // STAGES & 1)
+                mbarrier.wait(v_full.index(stage), (done - 1) // STAGES & 1)
+                fence_async_shared()
+                if TURNS:
+                    mbarrier.wait(turns.index(SIDE), turn & 1)
+                    turn += 1
+                zeros = gl.zeros([HALF, BLOCK_N], gl.float32, LOGITS)
+                logits = warpgroup_mma(
+                    own, k.index(coming).permute((1, 0)), zeros, use_acc=False, is_async=True
+                )
+                out = warpgroup_mma(held, v.index(stage), out, is_async=True)
+                if TURNS:
+                    mbarrier.arrive(turns.index(1 - SIDE), count=1)
+                logits = warpgroup_mma_wait(1, deps=(logits,))
+                mbarrier.arrive(k_empty.index(coming), count=1)
+                weights, top, sums, fade = _weigh(
+                    logits, top, sums, unit, begin, full_lo, full_hi, positions, lanes, lo, hi,
+                    left, right, chunk, BLOCK_N, SUMS, PARTS, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+                )  # fmt: skip
+                out = warpgroup_mma_wait(0, deps=(out,))
+                mbarrier.arrive(v_empty.index(stage), count=1)
+                out = out * gl.convert_layout(fade, gl.SliceLayout(1, OUT))[:, None]
+                held = gl.convert_layout(weights.to(dtype), WEIGHTS)
+            mbarrier.arrive(q_empty, count=1)
+            streams += 1
+            mbarrier.wait(v_full.index(done % STAGES), done // STAGES & 1)
+            fence_async_shared()
+            out = warpgroup_mma(held, v.index(done % STAGES), out, is_async=True)
+            found = warpgroup_mma_wait(0, deps=(out,))
+            mbarrier.arrive(v_empty.index(done % STAGES), count=1)
+            done += 1
+            total = gl.convert_layout(gl.sum(sums, 1), ROWS)
+            if HAS_SINKS:
+                total += gl.exp2(gl.load(sinks + kv_head * GROUP + rows % GROUP).to(gl.float32) * LOG2E - top)
+            nothing = total == 0.0
+            safe = gl.where(nothing, 1.0, total)
+            found = found * gl.convert_layout(value_scale / safe, gl.SliceLayout(1, OUT))[:, None]
+            token = (row + store_rows // GROUP).to(gl.int64)
+            places = output + token * stride_ot + (kv_head * GROUP + store_rows % GROUP) * stride_oh
+            found = gl.convert_layout(found.to(output.dtype.element_ty), STORE)
+            gl.store(places[:, None] + dims, found, mask=(store_rows < num_rows)[:, None])
+            if HAS_LSE:
+                out_lse = gl.where(nothing, float("-inf"), top + gl.log2(safe)) * LN2
+                at = (row + rows // GROUP).to(gl.int64) * stride_lse + kv_head * GROUP + rows % GROUP
+                gl.store(lse + at, out_lse, mask=rows < num_rows)
+        work += gl.num_programs(0)
+
+
+# Values that differ between steps must not compile another kernel.
+@gluon.jit(
+    do_not_specialize=[
+        "first_token",
+        "num_reqs",
+        "num_tiles",
+        "left",
+        "right",
+        "chunk",
+        "stride_table",
+        "stride_lse",
+    ],
+    do_not_specialize_on_alignment=[
+        "lse",
+        "query_start_loc",
+        "seq_lens",
+        "block_table",
+        "key_start_loc",
+        "mm_spans",
+    ],
+)
+def specialized_prefill_kernel(
+    query,
+    k_cache,
+    v_cache,
+    output,
+    lse,
+    query_start_loc,
+    seq_lens,
+    block_table,
+    key_start_loc,
+    sinks,
+    alibi_slopes,
+    mm_spans,
+    first_token,
+    num_reqs,
+    num_tiles,
+    scale,
+    value_scale,
+    left,
+    right,
+    chunk,
+    stride_qt,
+    stride_qh,
+    stride_ot,
+    stride_oh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_table,
+    stride_lse,
+    KV_HEADS: gl.constexpr,
+    PAGED: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    HAS_CHUNK: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+    TURNS: gl.constexpr,
+):
+    """As prefill_kernel, for queries and keys of 16 bits, heads of equal size, and strides of whole 32 bytes.
+
+    Each program takes tiles in turn, those late in their requests first. With TURNS the groups that attend begin their
+    products one after the other.
+    """
+    dtype: gl.constexpr = query.dtype.element_ty
+    HALF: gl.constexpr = BLOCK_M // 2
+    QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D], dtype)
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
+    q = gl.allocate_shared_memory(dtype, [2, HALF, D], QUERIES)
+    k = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], KEYS)
+    v = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], KEYS)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=128)
+    mbarrier.init(q_empty, count=2)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=128)
+        mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(v_full.index(stage), count=128)
+        mbarrier.init(v_empty.index(stage), count=2)
+    for side in gl.static_range(2):
+        mbarrier.init(turns.index(side), count=1)
+    if TURNS:
+        mbarrier.arrive(turns.index(0), count=1)
+    gl.warp_specialize(
+        [
+            (_attend, (
+                output, lse, query_start_loc, seq_lens, key_start_loc, sinks, first_token, num_reqs, num_tiles,
+                left, right, chunk, scale, value_scale, stride_ot, stride_oh, stride_lse,
+                q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
+                KV_HEADS, PAGED, BLOCK_SIZE, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SINKS, HAS_LSE, TURNS, gl.constexpr(0),
+            )),
+            (_attend, (
+                output, lse, query_start_loc, seq_lens, key_start_loc, sinks, first_token, num_reqs, num_tiles,
+                left, right, chunk, scale, value_scale, stride_ot, stride_oh, stride_lse,
+                q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
+                KV_HEADS, PAGED, BLOCK_SIZE, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SINKS, HAS_LSE, TURNS, gl.constexpr(1),
+            )),
+            (_load, (
+                query, k_cache, v_cache, query_start_loc, seq_lens, block_table, key_start_loc, first_token, num_reqs,
+                num_tiles, left, right, chunk, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
+                stride_vh, stride_table, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                KV_HEADS, PAGED, BLOCK_SIZE, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+            )),
+        ],
+        [4, 4],
+        [208, 56],
+    )  # fmt: skip

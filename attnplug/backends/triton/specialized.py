@@ -1,0 +1,65 @@
+"""The prefill kernel with specialised warps, written in Gluon for Hopper: the layers and tensors that it serves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from attnplug.backends.triton.launch import Specialized, gpu_of
+from attnplug.core.spec import LayerSpec
+
+ROWS = 128
+"""Rows of a tile: each of two groups of warps attends half of them."""
+
+
+@functools.cache
+def specialized_kernel(device: torch.device) -> Any:
+    """The kernel, or None for a device, or a version of Triton, that it is not for."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    try:
+        from attnplug.backends.triton.kernels.hopper.specialized_prefill import specialized_prefill_kernel
+    except ImportError:
+        return None
+    return specialized_prefill_kernel
+
+
+def serves(
+    spec: LayerSpec, values: Mapping[str, Any], k: torch.Tensor, v: torch.Tensor, launch: Specialized
+) -> bool:
+    """Whether the kernel serves a layer, and keys and values of such strides.
+
+    Args:
+        spec: the layer.
+        values: arguments of kernels that BoundLayer has bound, such as strides and switches.
+        k: pages, or the keys of the call.
+        v: as `k`.
+        launch: its tiles.
+    """
+    if any(values[name] for name in ("HAS_CAP", "HAS_ALIBI", "HAS_SPANS")) or values["GROUP"] > ROWS:
+        return False
+    size = spec.head_size
+    if spec.head_size_v != size or size not in (64, 128, 256):
+        return False
+    if values["COMPUTE"] is not None or k.dtype.itemsize != 2 or spec.has_quantized_kv_cache:
+        return False
+    strides = (values[name] for name in ("stride_qt", "stride_qh", "stride_ot", "stride_oh"))
+    # Copies of 16 bytes need strides of which Triton knows that they are multiples of 16.
+    if any(stride % 16 for stride in (*strides, *k.stride()[:-1], *v.stride()[:-1])):
+        return False
+    room = (ROWS + 2 * launch.block_n * launch.num_stages) * size * 2
+    return room + _SCRATCH <= gpu_of(k.device).shared_memory
+
+
+_SCRATCH = 16_896
+"""Bytes of shared memory in which warps exchange outputs before they write them, and of barriers."""
+
+
+def is_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether the tensors begin at multiples of 16 bytes."""
+    return not any(tensor.data_ptr() & 15 for tensor in tensors)

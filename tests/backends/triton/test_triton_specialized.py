@@ -1,0 +1,121 @@
+"""The prefill kernel with specialised warps has right numbers, emulated on a CPU, and serves what it can alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gluon_emulation import emulated
+
+from attnplug.backends.triton import TritonBackend, bindings, specialized
+from attnplug.backends.triton.launch import Gpu, PrefillLaunch, Specialized
+from attnplug.backends.triton.specialized import serves, specialized_kernel
+from attnplug.core import LayerSpec
+from attnplug.testing import paged_batch, run_batch
+from attnplug.testing.conformance.expectations import difference
+from attnplug.testing.conformance.harness import Answer
+
+LAUNCH = Specialized(64, 2, False)
+
+
+def layer(heads: tuple[int, int, int] = (4, 2, 64), **fields: Any) -> LayerSpec:
+    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_size": heads[2], "dtype": "float16"}
+    return LayerSpec(**sizes | fields)
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The grids of the kernel's launches."""
+    kernel, grids = emulated("specialized_prefill")["specialized_prefill"], []
+
+    class Counted:
+        fn = staticmethod(kernel.fn)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(bindings, "specialized_kernel", lambda device: Counted())
+    monkeypatch.setattr(bindings.BoundLayer, "fills_gpu", lambda *_: True)
+    return grids
+
+
+def launch(monkeypatch: pytest.MonkeyPatch, chosen: Specialized) -> None:
+    monkeypatch.setattr(
+        bindings, "prefill_launch", lambda *_: PrefillLaunch(128, 64, 8, 2, specialized=chosen)
+    )
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        layer(),
+        layer((8, 1, 64), sliding_window=40, has_sinks=True, needs_lse=True),
+        layer((7, 1, 64), chunk_size=100, needs_lse=True),
+        layer((2, 2, 128), causal=False),
+    ],
+    ids=["causal", "window", "chunk", "all"],
+)
+def test_prompts_and_extends(
+    spec: LayerSpec, turns: bool, monkeypatch: pytest.MonkeyPatch, used: list[tuple[int, ...]]
+) -> None:
+    launch(monkeypatch, Specialized(64 if turns else 128, 2, turns))
+    batch = paged_batch(spec, [70, 0, 5, 131], [70, 3, 200, 300], block_size=16, skip_blocks=2, padding=2)
+    assert difference(batch, Answer(*run_batch(TritonBackend, batch))) is None
+    assert used
+    assert all(programs <= 4 for (programs,) in used), "a program for each multiprocessor at most"
+
+
+@pytest.mark.parametrize("block_size", [1, 256])
+def test_pages_of_any_size(
+    block_size: int, monkeypatch: pytest.MonkeyPatch, used: list[tuple[int, ...]]
+) -> None:
+    launch(monkeypatch, LAUNCH)
+    batch = paged_batch(layer(), [100, 64], [330, 64], block_size=block_size)
+    assert difference(batch, Answer(*run_batch(TritonBackend, batch))) is None
+    assert used
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        layer(logits_soft_cap=20.0),
+        layer(has_alibi=True),
+        layer(head_size_v=32),
+        layer((4, 2, 80)),
+        layer(kv_cache_dtype="fp8"),
+        layer(dtype="float32"),
+    ],
+    ids=["cap", "slopes", "smaller values", "80 elements", "fp8", "float32"],
+)
+def test_the_other_kernel_serves_the_rest(
+    spec: LayerSpec, monkeypatch: pytest.MonkeyPatch, used: list[tuple[int, ...]]
+) -> None:
+    launch(monkeypatch, LAUNCH)
+    batch = paged_batch(spec, [70, 3], [70, 90], block_size=16)
+    assert difference(batch, Answer(*run_batch(TritonBackend, batch))) is None
+    assert not used
+
+
+def test_strides_and_room_are_looked_at() -> None:
+    spec, k = layer(), torch.empty(8, 16, 2, 64, dtype=torch.float16)
+    values = dict.fromkeys(("stride_qt", "stride_qh", "stride_ot", "stride_oh"), 64)
+    values |= {"HAS_CAP": False, "HAS_ALIBI": False, "HAS_SPANS": False, "GROUP": 2, "COMPUTE": None}
+    assert serves(spec, values, k, k, LAUNCH)
+    assert not serves(spec, values | {"stride_qt": 72}, k, k, LAUNCH)
+    apart = torch.empty(8, 16, 2, 72, dtype=torch.float16)[..., :64]
+    assert not serves(spec, values, apart, k, LAUNCH)
+    assert not serves(spec, values, k, k, Specialized(128, 9, False)), "too many tiles"
+    assert not serves(spec, values | {"GROUP": 129}, k, k, LAUNCH)
+
+
+@pytest.mark.parametrize(("capability", "found"), [((9, 0), True), ((8, 0), False), ((10, 0), False)])
+def test_it_is_for_hopper(capability: tuple[int, int], found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(specialized, "gpu_of", lambda device: Gpu(132, 227 << 10))
+    specialized_kernel.cache_clear()
+    assert (specialized_kernel(torch.device("cuda", 0)) is not None) == found
+    specialized_kernel.cache_clear()
+    assert specialized_kernel(torch.device("cpu")) is None
