@@ -6,6 +6,7 @@ import pytest
 from gluon_emulation import emulated
 
 from attnplug.backends.triton import TritonBackend, latent
+from attnplug.backends.triton.launch import Gpu
 from attnplug.core import LayerSpec, MLADims, SparseSpec
 from attnplug.testing import paged_batch, run_batch
 from attnplug.testing.conformance.expectations import difference
@@ -59,10 +60,18 @@ def test_latents_without_a_rope_part(heads: int) -> None:
     expect_right(layer(heads, rope=0), [1, 2], [90, 65], 32)
 
 
-@pytest.mark.parametrize("heads", [20, 40], ids="{} heads".format)
-@pytest.mark.parametrize("stored", ["auto", "fp8_e4m3"])
-def test_shares_that_end_past_the_chosen_keys(heads: int, stored: str) -> None:
+@pytest.mark.parametrize(
+    ("heads", "stored"),
+    [
+        (20, "auto"),
+        (40, "fp8_e4m3"),
+        pytest.param(20, "fp8_e4m3", marks=pytest.mark.slow),
+        pytest.param(40, "auto", marks=pytest.mark.slow),
+    ],
+)
+def test_shares_past_the_chosen_keys(heads: int, stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan is made for more keys than some layers choose: then shares have tiles that nobody loads."""
+    monkeypatch.setattr(latent, "gpu_of", lambda device: Gpu(10, 1 << 18))
     spec = layer(heads, stored=stored).replace(sparse=SparseSpec("token_topk", 300))
     backend = TritonBackend.for_layer(spec)
     scales = {"k_scale": 0.5, "v_scale": 0.5} if spec.has_quantized_kv_cache else {}

@@ -196,7 +196,7 @@ def test_layers_choose_other_numbers_of_keys(
 
 
 @pytest.mark.parametrize("warmed", [True, False], ids=["warmed", "cold"])
-@pytest.mark.parametrize("grown", [True, False], ids=["grown", "same"])
+@pytest.mark.parametrize("grown", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["grown", "same"])
 def test_a_replay_serves_longer_requests_than_its_capture(
     warmed: bool, grown: bool, launches: list[Launch]
 ) -> None:
