@@ -163,6 +163,7 @@ def _load(
     HAS_RIGHT: gl.constexpr,
     HAS_CHUNK: gl.constexpr,
 ):
+    """Copy the queries of each tile, then its keys and values, as soon as both other groups are done with their place."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     HALF: gl.constexpr = BLOCK_M // 2
@@ -307,6 +308,7 @@ def _attend(
     TURNS: gl.constexpr,
     SIDE: gl.constexpr,
 ):
+    """Attend half of the rows of each tile, the lower or the upper one."""
     HALF: gl.constexpr = BLOCK_M // 2
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
