@@ -40,10 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: start(name, options, jobs, Path(folder)) for name in options.backends}
-        ended = {
-            name: wait(process, begin + options.timeout - time.perf_counter())
-            for name, process in runs.items()
-        }
+        try:
+            ended = {
+                name: wait(process, begin + options.timeout - time.perf_counter())
+                for name, process in runs.items()
+            }
+        finally:
+            for process in runs.values():
+                end(process)
         found = {name: result(Path(folder), name, code) for name, code in ended.items()}
     for name, figures in found.items():
         print("\n".join(lines(name, figures, options.verbose)))
@@ -121,9 +125,15 @@ def wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
     try:
         return process.wait(max(seconds, 1.0))
     except subprocess.TimeoutExpired:
+        end(process)
+        return None
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a run with all its processes; nothing is done if it has ended."""
+    if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return None
 
 
 def result(folder: Path, name: str, code: int | None) -> dict[str, Any]:
@@ -175,4 +185,6 @@ def report(options: argparse.Namespace, found: Mapping[str, Any]) -> dict[str, A
 
 
 if __name__ == "__main__":
+    # The runs are sessions of their own, so they would outlive a process that is terminated.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,23 @@ def test_a_run_that_did_not_end_is_no_success(cases: list[Any], code: int | None
     assert not found["ended"]
     assert found["log"] == ["why it ended"]
     assert len(found["cases"]) == len(cases), "it keeps what it has"
+
+
+def test_an_interrupted_run_ends_all_its_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runs: list[subprocess.Popen[bytes]] = []
+
+    def start(*_: Any) -> subprocess.Popen[bytes]:
+        runs.append(subprocess.Popen(["sleep", "60"], start_new_session=True))
+        return runs[-1]
+
+    def interrupted(*_: Any) -> None:
+        raise SystemExit(143)
+
+    monkeypatch.setitem(SCRIPT["main"].__globals__, "start", start)
+    monkeypatch.setitem(SCRIPT["main"].__globals__, "wait", interrupted)
+    with pytest.raises(SystemExit):
+        SCRIPT["main"](["--source", str(tmp_path), "--backends", "TORCH", "TRITON"])
+    assert [run.returncode for run in runs] == [-signal.SIGKILL, -signal.SIGKILL]
 
 
 @pytest.mark.slow
