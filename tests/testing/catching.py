@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, Device
+from attnplug.testing.conformance.cases import Case
 from attnplug.testing.conformance.check import Check, CheckSkipped, Level
+from attnplug.testing.conformance.designed_cases import designed_cases
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["Wrong", "failures", "variant", "wrong"]
+__all__ = ["Wrong", "failures", "torch_cases", "variant", "wrong"]
+
+
+def torch_cases(level: Level = Level.SMOKE) -> list[Case]:
+    """The numeric cases of TORCH, which are those of all variants with its declarations; searched for once."""
+    return _torch_cases(level)
+
+
+@functools.cache
+def _torch_cases(level: Level) -> list[Case]:
+    return designed_cases(Target(TorchBackend, Device("cpu"), level))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import pytest
-from catching import variant
+from catching import torch_cases, variant
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionBackend, Device, Feature, LayerSpec
@@ -48,9 +48,7 @@ def target(level: Level = Level.SMOKE, backend: type[AttentionBackend] = TorchBa
     return Target(backend, Device("cpu"), level)
 
 
-@functools.cache
-def cases(level: Level) -> list[Case]:
-    return designed_cases(target(level))
+cases = torch_cases
 
 
 def has(case: Case, fields: dict[str, Any]) -> bool:

@@ -6,25 +6,17 @@ import functools
 from typing import Any
 
 import pytest
-from catching import variant
+from catching import torch_cases, variant
 from wrong_numbers import misread
 
-from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.torch_native.backend import TorchMLABackend
 from attnplug.backends.torch_native.latent import TorchMLAImpl
 from attnplug.core import Device, Feature, LayerSpec
-from attnplug.testing.conformance.cases import Case
 from attnplug.testing.conformance.check import ConformanceError
 from attnplug.testing.conformance.correctness import check_case, check_latent_case
-from attnplug.testing.conformance.designed_cases import designed_cases
 from attnplug.testing.conformance.latent_cases import latent_cases
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import COMPUTED
-
-
-@functools.cache
-def torch_cases() -> list[Case]:
-    return designed_cases(Target(TorchBackend, Device("cpu")))
 
 
 def plain(field: str, spec: LayerSpec) -> Any:

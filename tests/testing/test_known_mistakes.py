@@ -8,14 +8,13 @@ import math
 
 import pytest
 import torch
+from catching import torch_cases
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import Device, LayerSpec, MLADims
 from attnplug.testing import Batch, assert_close, assert_lse_close, direct_batch, paged_batch
 from attnplug.testing.conformance import mistake_recognition
 from attnplug.testing.conformance.attention_rules import requests_of, rules_of
-from attnplug.testing.conformance.cases import Case
-from attnplug.testing.conformance.designed_cases import designed_cases
 from attnplug.testing.conformance.deviation import deviation_of
 from attnplug.testing.conformance.known_mistakes import KNOWN_MISTAKES, LSE_MISTAKES
 from attnplug.testing.conformance.mistake_oracle import attend
@@ -33,11 +32,6 @@ LENGTHS = [1, 5, 9], [12, 15, 9]
 @functools.cache
 def target() -> Target:
     return Target(TorchBackend, Device("cpu"))
-
-
-@functools.cache
-def smoke_cases() -> list[Case]:
-    return designed_cases(target())
 
 
 def with_scales() -> Batch:
@@ -74,7 +68,7 @@ def recognised() -> frozenset[str]:
         with_slopes,
         with_latents,
         with_scaled_latents,
-        *(functools.partial(case.batch, target()) for case in smoke_cases()),
+        *(functools.partial(case.batch, target()) for case in torch_cases()),
     ):
         if left:
             batch = make()
@@ -104,7 +98,7 @@ def test_names_are_unique() -> None:
 
 @pytest.mark.slow
 def test_the_right_rules_give_the_oracle() -> None:
-    for case in smoke_cases():
+    for case in torch_cases():
         batch = case.batch(target())
         right, requests, truth = rules_of(batch), requests_of(batch), batch.oracle()
         outputs, lses = zip(*(attend(right, requests, row) for row in range(len(requests))), strict=True)

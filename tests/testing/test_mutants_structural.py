@@ -6,7 +6,6 @@ import atexit
 import builtins
 import copy
 import fnmatch
-import functools
 import gc
 import logging
 import os
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from catching import Wrong
+from catching import Wrong, torch_cases
 from wrong_calls import WRONG_CALLS
 from wrong_claims import WRONG_CLAIMS
 from wrong_edges import WRONG_EDGES
@@ -24,12 +23,9 @@ from wrong_layers import WRONG_LAYERS
 from wrong_plans import WRONG_PLANS
 from wrong_process import WRONG_PROCESS
 
-from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import Device
-from attnplug.testing.conformance.cases import Case
 from attnplug.testing.conformance.check import Check, CheckSkipped
 from attnplug.testing.conformance.correctness import check_case
-from attnplug.testing.conformance.designed_cases import designed_cases
 from attnplug.testing.conformance.listing import conformance_checks
 from attnplug.testing.conformance.process_settings import read_settings, restore_settings
 from attnplug.testing.conformance.target import Target
@@ -39,12 +35,6 @@ ALL = [
     for wrong in (*WRONG_CALLS, *WRONG_CLAIMS, *WRONG_EDGES, *WRONG_HALVES, *WRONG_LAYERS, *WRONG_PLANS)
     if wrong.check != "*"
 ]
-
-
-@functools.cache
-def torch_cases() -> list[Case]:
-    """The numeric cases of TORCH, whose declarations the wrong backends share."""
-    return designed_cases(Target(TorchBackend, Device("cpu")))
 
 
 def numeric_checks(wrong: Wrong) -> Iterator[Check]:

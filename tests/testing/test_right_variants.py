@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
-from catching import variant
+from catching import torch_cases, variant
 from right_attention import RIGHT_IMPLS, RightImpl
 from right_engines import ENGINES
 from right_latent import LATENTS
 from right_narrow import NARROWS
 from right_unusual import UNUSUAL
 
-from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionBackend, Device, Feature, composite_backend
 from attnplug.testing.conformance import (
     builders,
@@ -26,10 +23,8 @@ from attnplug.testing.conformance import (
     shared_builds,
     untested,
 )
-from attnplug.testing.conformance.cases import Case
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested
 from attnplug.testing.conformance.correctness import check_case
-from attnplug.testing.conformance.designed_cases import designed_cases
 from attnplug.testing.conformance.listing import conformance_checks
 from attnplug.testing.conformance.spec_grid import plainest
 from attnplug.testing.conformance.target import Target
@@ -48,12 +43,6 @@ FEW = {
 """Declarations that leave few layers."""
 KINDS_ONLY = ("DIRECT_ONLY", "ENCODER_ONLY", "CROSS_ONLY", "ONE_KV_HEAD", "GROUPS_OF_8", "SPARSE_BLOCKS_ONLY")
 """Backends that refuse the plainest layers."""
-
-
-@functools.cache
-def torch_cases() -> list[Case]:
-    """The numeric cases of TORCH, whose declarations the variants in `WIDE` share."""
-    return designed_cases(Target(TorchBackend, Device("cpu")))
 
 
 def passes(check: Check) -> bool:

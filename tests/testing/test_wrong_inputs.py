@@ -6,20 +6,18 @@ import fnmatch
 import functools
 
 import pytest
+from catching import torch_cases
 from wrong_inputs import WRONG_INPUTS, WrongInput
 
-from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import Device
 from attnplug.testing.conformance import ConformanceError, correctness, scales
 from attnplug.testing.conformance.cases import Case
-from attnplug.testing.conformance.designed_cases import designed_cases
 from attnplug.testing.conformance.target import Target
 
 
 @functools.cache
-def torch_cases() -> dict[str, Case]:
-    """TORCH's cases by id, which are those of all its variants."""
-    return {f"correct/{case.id}": case for case in designed_cases(Target(TorchBackend, Device("cpu")))}
+def torch_cases_by_id() -> dict[str, Case]:
+    return {f"correct/{case.id}": case for case in torch_cases()}
 
 
 def run(wrong: WrongInput, check_id: str) -> None:
@@ -27,9 +25,9 @@ def run(wrong: WrongInput, check_id: str) -> None:
     if check_id.startswith("cache/"):
         next(check for check in scales.checks(target) if check.id == check_id)()
         return
-    found = fnmatch.filter(torch_cases(), check_id)
+    found = fnmatch.filter(torch_cases_by_id(), check_id)
     assert found, check_id
-    correctness.check_case(target, torch_cases()[found[0]])
+    correctness.check_case(target, torch_cases_by_id()[found[0]])
 
 
 @pytest.mark.parametrize("wrong", WRONG_INPUTS, ids=lambda wrong: wrong.name)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from catching import failures, variant
+from catching import failures, torch_cases, variant
 from plain_attention import PlainImpl
 from wrong_numbers import WRONG_NUMBERS, WrongNumbers
 
@@ -18,18 +18,11 @@ from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core import Device, Feature
 from attnplug.core.errors import BatchError
 from attnplug.testing.conformance import Check, ConformanceError, correctness
-from attnplug.testing.conformance.cases import Case
 from attnplug.testing.conformance.designed_cases import designed_cases
 from attnplug.testing.conformance.mistake_recognition import mistaken_answers
 from attnplug.testing.conformance.target import Target
 
 PLAIN = "correct/mixed-h4x2-d64-float32-b16-NHD"
-
-
-@functools.cache
-def torch_cases() -> list[Case]:
-    """TORCH's cases, which are those of all its variants."""
-    return designed_cases(Target(TorchBackend, Device("cpu")))
 
 
 @pytest.mark.parametrize("wrong", WRONG_NUMBERS, ids=lambda wrong: wrong.name)
