@@ -97,8 +97,9 @@ def hostile_site(tmp_path: Path) -> Path:
     return site
 
 
-def run(site: Path, *command: str) -> bytes:
+def run(site: Path, *command: str, **more: str) -> bytes:
     environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONIOENCODING": "utf-8:strict", "NO_COLOR": "1"}
+    environment |= more
     ran = subprocess.run(
         [sys.executable, "-m", "attnplug", *command], env=environment, capture_output=True, timeout=120
     )
@@ -126,7 +127,9 @@ COMMANDS = [
     ],
 )
 def test_no_command_prints_what_controls_a_terminal(command: list[str], hostile_site: Path) -> None:
-    text = run(hostile_site, *command).decode()
+    # Doctor starts a process for each backend, and those of kernel libraries print nothing of a plugin.
+    more = {"ATTNPLUG_BLOCK_PLUGINS": "flash_attn,flashinfer,triton"} if command[0] == "doctor" else {}
+    text = run(hostile_site, *command, **more).decode()
     assert not (found := UNSAFE.search(text)), text[max(0, found.start() - 80) : found.end() + 40].encode()
 
 

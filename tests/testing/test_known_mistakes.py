@@ -87,9 +87,9 @@ def numbers_of(batch: Batch, name: str) -> tuple[torch.Tensor, torch.Tensor | No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_a_designed_case_recognises_each_mistake(name: str) -> None:
-    assert name in recognised()
+def test_a_designed_case_recognises_each_mistake() -> None:
+    # One test for all of them: in several processes, each would search again.
+    assert [name for name in NAMES if name not in recognised()] == []
 
 
 def test_names_are_unique() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -65,6 +66,11 @@ def check(spec: LayerSpec, new: list[int], tokens: list[int], options: Options =
     assert difference(batch, Answer(*run_batch(TritonBackend, batch, options=options))) is None
 
 
+def slow_here(is_quick: bool, in_ci: bool) -> Sequence[pytest.MarkDecorator]:
+    """The marks of a case where Triton's interpreter runs it."""
+    return () if ON_GPU or is_quick else [pytest.mark.slow, *[pytest.mark.rare] * (not in_ci)]
+
+
 STEPS = {
     "one": ([1], [300]),
     "ragged": ([1] * 6, [40, 7, 129, 64, 1, 300]),
@@ -78,7 +84,8 @@ QUICK = [("ragged", 48, 7), ("idle", 1, 80), ("drafts", 1, 2)]
 @pytest.mark.parametrize(
     ("step", "block_size", "programs"),
     [
-        pytest.param(*case, marks=() if ON_GPU or case in QUICK else pytest.mark.slow)
+        # CI has each step with each block size and each number of programs.
+        pytest.param(*case, marks=slow_here(case in QUICK, in_ci=case[1:] in ((16, 2), (48, 80))))
         for case in [*QUICK, *itertools.product(STEPS, [16, 48], [2, 80])]
     ],
 )
@@ -237,8 +244,9 @@ QUICK_PREFIXED = [("sinks-slopes", 2), ("pages-of-24", 11)]
 @pytest.mark.parametrize(
     ("feature", "programs"),
     [
-        pytest.param(*case, marks=() if ON_GPU or case in QUICK_PREFIXED else pytest.mark.slow)
-        for case in itertools.product(PREFIXED, [2, 11])
+        # CI has each feature once, and half of them with each number of programs.
+        pytest.param(*case, marks=slow_here(case in QUICK_PREFIXED, in_ci=index % 4 in (0, 3)))
+        for index, case in enumerate(itertools.product(PREFIXED, [2, 11]))
     ],
 )
 def test_a_prefix_is_attended_once_and_changes_no_number(feature, programs, small):
