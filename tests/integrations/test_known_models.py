@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -67,8 +68,16 @@ def test_each_example_is_known_in_an_engine(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("client", Client)
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    ("path", "client"),
+    [
+        # CI has each example for one client, and both clients by varied models of each type.
+        pytest.param(
+            path, client, marks=[pytest.mark.rare] * (index % 4 in (1, 2)), id=f"{path.stem}-{client}"
+        )
+        for index, (path, client) in enumerate(itertools.product(EXAMPLES, Client))
+    ],
+)
 def test_each_example_reads_as_by_the_full_reader(path: Path, client: Client, tmp_path: Path) -> None:
     assert_same(tmp_path / "config.json", json.loads(path.read_text()), 2, client)
 
