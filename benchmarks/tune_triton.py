@@ -2,7 +2,7 @@
 
     python benchmarks/tune_triton.py --json tuned.json
     python benchmarks/tune_triton.py --shares --json shares.json      # the launches of equal shares, on real batches
-    python benchmarks/tune_triton.py --prefill --json prefill.json    # prompts and extends, in about two minutes
+    python benchmarks/tune_triton.py --prefill --json prefill.json    # prompts and extends, in about three minutes
 
 Each cell prints its best candidates, and what `attnplug.backends.triton.launch` gives today.
 """
@@ -143,7 +143,7 @@ def candidates(cell: Cell) -> list[Any]:
 
 
 def prefill_candidates(cell: Cell) -> list[Any]:
-    """What runs today, then tiles that Triton 3.6 compiles for Hopper without spills in the loop over keys."""
+    """What runs today, then tiles that Triton 3.6 compiles for Hopper with few spills or none in the loop over keys."""
     heads, kv_heads, size = cell.heads
     rows, new = max(cell.query_lens) * heads // kv_heads, cell.query_lens == cell.seq_lens
     most_keys = max(cell.seq_lens) if new else None

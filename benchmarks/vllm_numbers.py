@@ -39,8 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jobs = options.jobs or max(1, (os.cpu_count() or 1) // len(options.backends))
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        runs = {name: start(name, options, jobs, Path(folder)) for name in options.backends}
+        runs = {}
         try:
+            for name in options.backends:
+                runs[name] = start(name, options, jobs, Path(folder))
             ended = {
                 name: wait(process, begin + options.timeout - time.perf_counter())
                 for name, process in runs.items()

@@ -28,7 +28,8 @@ class SelectedMetadata:
         num_tokens: queries T.
         page_table: int32 `[T, K]`, pages of one token.
         counts: int32 `[T]`, keys of each query.
-        ends: int32 `[T]`, keys that each query sees; no layer chooses more.
+        ends: int32 `[T]`, keys that each query sees; no layer chooses more, as chosen positions are distinct. A builder
+            calls `write_ends` before it reads them.
     """
 
     common: CommonAttentionMetadata

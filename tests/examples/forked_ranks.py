@@ -42,7 +42,7 @@ class Rank:
         folder.mkdir()
         variables = {**os.environ, **environment}
         given = arguments, variables, str(self._out), str(self._err)
-        self._process: ForkServerProcess = _CONTEXT.Process(target=_run, args=given)
+        self._process: ForkServerProcess = _CONTEXT.Process(target=_run, args=given, daemon=True)
         self._process.start()
 
     def wait(self, timeout: float) -> Ended:

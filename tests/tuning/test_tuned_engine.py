@@ -50,6 +50,7 @@ def test_both_engines_serve_the_same_prompts_and_a_model_that_fails_costs_only_i
 
 
 def test_requests_that_end_with_errors_are_named() -> None:
+    pytest.importorskip("transformers")
     import torch
     import tuned_engine
 

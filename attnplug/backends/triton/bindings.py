@@ -202,13 +202,14 @@ class BoundLayer:
             most_keys = None  # all heads of a group are in one tile
         launch = prefill_launch(self._widest, self._itemsize, longest * self._group, self._gpu, most_keys)
         block_size = k.shape[1] if paged else 1
-        key = k.stride(), v.stride(), block_size, stride_table, launch, aligned
+        special = launch.specialized if aligned else None
+        key = k.stride(), v.stride(), block_size, stride_table, launch, special
         found = self._prefills.get(key)
         if found is None:
             if len(self._prefills) == _MOST_LAUNCHES:
                 self._prefills.clear()
-            if aligned and launch.specialized is not None:
-                found = self._specialized(k, v, stride_table, launch.specialized)
+            if special is not None:
+                found = self._specialized(k, v, stride_table, special)
                 if found is not None:
                     self._prefills[key] = found
                     return found

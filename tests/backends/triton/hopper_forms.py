@@ -67,13 +67,15 @@ def facts(kernel: Any, types: dict[str, str], constants: dict[str, Any], even: s
     source = GluonASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
     binary: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     text = binary.asm["ptx"]
+    said = assembled(text)
     return {
         "shared": binary.metadata.shared,
         "registers by group": "setmaxnreg" in text,
         "products": sorted(set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k16)", text))),
         "copies": "cp.async.cg.shared.global" in text,
         "conversions": sorted(set(re.findall(r"cvt\.rn\.f16x2\.(e\dm\d)x2", text))),
-        "serialized": "wgmma.mma_async instructions are serialized" in assembled(text),
+        "serialized": "wgmma.mma_async instructions are serialized" in said,
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill stores", said))),
     }
 
 

@@ -38,7 +38,7 @@ QUICK: list[Form] = [
 FORMS: list[Form] = [
     (rows, rank, rope, queries, latents)
     for rows in (16, 32, 64)
-    for rank, rope in ((512, 64), (512, 0), (256, 64), (256, 32), (128, 16))
+    for rank, rope in ((512, 64), (512, 0), (256, 64), (256, 32), (256, 16), (128, 16))
     for queries, latents in (("*bf16", "*bf16"), ("*fp16", "*fp8e4nv"), ("*bf16", "*fp8e5"))
     if rank > 128 or latents == "*bf16"
 ]
@@ -70,6 +70,7 @@ def test_prefill_compiles_within_a_multiprocessor() -> None:
         assert found["copies"]
         assert not found["serialized"]
         assert found["products"] == sorted({f"m64n{block_n}k16", f"m64n{size}k16"})
+        assert size > 128 or found["spilled"] <= 32
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -95,6 +96,17 @@ def test_the_other_kernel_serves_the_rest(
 ) -> None:
     launch(monkeypatch, LAUNCH)
     batch = paged_batch(spec, [70, 3], [70, 90], block_size=16)
+    assert difference(batch, Answer(*run_batch(TritonBackend, batch))) is None
+    assert not used
+
+
+def test_queries_apart_from_16_bytes_have_the_other_kernel(
+    monkeypatch: pytest.MonkeyPatch, used: list[tuple[int, ...]]
+) -> None:
+    launch(monkeypatch, LAUNCH)
+    batch = paged_batch(layer(), [70, 3], [70, 90], block_size=16)
+    moved = torch.empty(batch.query.numel() + 4, dtype=batch.query.dtype)[4:].view(batch.query.shape)
+    batch = dataclasses.replace(batch, query=moved.copy_(batch.query))
     assert difference(batch, Answer(*run_batch(TritonBackend, batch))) is None
     assert not used
 

@@ -1,7 +1,7 @@
 """Products with latents of 8 bits, which become float16 in registers: in shared memory they are read as they are stored.
 
-Operands of a warp group's products have a fixed place for each element. Which element of a latent has a place is free,
-as long as the other operand or the output follows, so each thread loads words of four elements.
+A warp group's products take each operand in fixed places. Any element of a latent may have any place, if the other
+operand or the output has the same order. So each thread loads words of four elements.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _values(buffer, LOGITS: gl.constexpr):
 def byte_logits(queries, latents, logits, use_acc, LOGITS: gl.constexpr):
     """Begin to add products of latents `[BLOCK_N, S]` with queries `[BLOCK_M, S]`, which are `in_places`."""
     SIZE: gl.constexpr = latents.shape[1]
-    # Two products are on their way, whose operands are registers: fewer columns leave more of them.
+    # The operands of two products in flight are registers: fewer columns leave more of them.
     STEP: gl.constexpr = min(SIZE, 2048 // logits.shape[1])
     for first in gl.static_range(0, SIZE, STEP):
         keys = _keys(latents.slice(first, STEP, dim=1), LOGITS)

@@ -403,7 +403,8 @@ def _attend(
             done += 1
             total = gl.convert_layout(gl.sum(sums, 1), ROWS)
             if HAS_SINKS:
-                total += gl.exp2(gl.load(sinks + kv_head * GROUP + rows % GROUP).to(gl.float32) * LOG2E - top)
+                sink = gl.load(sinks + kv_head * GROUP + rows % GROUP).to(gl.float32) * LOG2E
+                total += gl.exp2(sink - gl.where(top == float("-inf"), 0.0, top))
             nothing = total == 0.0
             safe = gl.where(nothing, 1.0, total)
             found = found * gl.convert_layout(value_scale / safe, gl.SliceLayout(1, OUT))[:, None]
