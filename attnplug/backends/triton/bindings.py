@@ -25,7 +25,7 @@ from attnplug.backends.triton.launch import (
 )
 from attnplug.backends.triton.share_bindings import ShareDecode, bind_shares
 from attnplug.backends.triton.share_launch import share_launch
-from attnplug.backends.triton.specialized import ROWS, serves, specialized_kernel
+from attnplug.backends.triton.specialized import ROWS, is_aligned, serves, specialized_kernel
 from attnplug.backends.triton.workspace import SplitPlan
 from attnplug.core.impl import LayerTensors
 from attnplug.core.spec import LayerSpec
@@ -182,27 +182,29 @@ class BoundLayer:
         self,
         k: torch.Tensor,
         v: torch.Tensor,
+        others: tuple[torch.Tensor, ...],
         stride_table: int,
         longest: int,
         most_keys: int | None = None,
-        aligned: bool = False,
     ) -> Prefill:
         """The kernel for requests of at most `longest` queries.
 
         Args:
             k: pages, or 3-dimensional the keys of the call.
             v: as `k`.
+            others: queries and outputs of the call.
             stride_table: of the block table.
             longest: queries of the longest request.
             most_keys: tokens of the longest request; None if the host does not know.
-            aligned: whether all tensors of the call begin at multiples of 16 bytes.
         """
         paged = k.dim() == 4
         if self._group > SHORT.block_m:
             most_keys = None  # all heads of a group are in one tile
         launch = prefill_launch(self._widest, self._itemsize, longest * self._group, self._gpu, most_keys)
         block_size = k.shape[1] if paged else 1
-        special = launch.specialized if aligned else None
+        special = launch.specialized
+        if special is not None and not is_aligned(k, v, *others):
+            special = None
         key = k.stride(), v.stride(), block_size, stride_table, launch, special
         found = self._prefills.get(key)
         if found is None:

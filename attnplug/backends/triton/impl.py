@@ -13,7 +13,6 @@ from attnplug.backends.triton.bindings import BoundLayer
 from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.options import Options
 from attnplug.backends.triton.shares import SharesStep
-from attnplug.backends.triton.specialized import is_aligned
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
 from attnplug.ops.calls import (
@@ -212,8 +211,7 @@ def _prefill(
     query, output, lse, sinks, slopes, spans = call
     first_token, reqs = part
     most_keys = longest if meta.all_new else None
-    aligned = is_aligned(query, output, *keys)
-    prefill = bound.prefill(*keys, meta.block_table.stride(0), longest, most_keys, aligned)
+    prefill = bound.prefill(*keys, (query, output), meta.block_table.stride(0), longest, most_keys)
     # An upper bound: the host does not read the start locations from the device.
     tiles = (meta.num_actual_tokens - first_token) // prefill.tokens + reqs
     given = (query, *keys, output, lse, *batch, sinks, slopes, spans, first_token, reqs)

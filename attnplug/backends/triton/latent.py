@@ -148,7 +148,7 @@ class TritonMLAImpl(MLADecodeImpl):
         if not kernels:
             return kernels
         block, token, _ = kv_cache.stride()
-        # Of strides, Triton knows whether they are multiples of 16 elements.
+        # Triton copies 16 bytes at once if it knows that strides are multiples of 16 elements.
         starts = q_nope.data_ptr() | q_pe.data_ptr() | kv_cache.data_ptr()
         return {} if (starts | block | token) & 15 else kernels
 

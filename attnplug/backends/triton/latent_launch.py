@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnplug.backends.triton.launch import Gpu, gpu_of, tile_side
+from attnplug.backends.triton.launch import Gpu, gpu_of, is_hopper, tile_side
 
 
 class LatentLaunch(NamedTuple):
@@ -46,9 +46,7 @@ def hopper_kernels(
 
     They are written in Gluon, which a version of Triton may lack or change.
     """
-    if device.type != "cuda" or torch.version.hip is not None:
-        return {}
-    if torch.cuda.get_device_capability(device) != (9, 0) or gpu_of(device).shared_memory < _SHARED_MEMORY:
+    if not is_hopper(device) or gpu_of(device).shared_memory < _SHARED_MEMORY:
         return {}
     if rank not in (128, 256, 512) or rope not in (0, 16, 32, 64) or dtype.itemsize != 2:
         return {}

@@ -65,6 +65,13 @@ class DecodeLaunch:
     max_registers: int | None = None
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device has compute capability 9.0, for which the kernels in Gluon are."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
 class Specialized(NamedTuple):
     """Launch parameters of the prefill kernel for Hopper, whose tiles have 128 rows.
 

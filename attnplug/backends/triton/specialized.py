@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attnplug.backends.triton.launch import Specialized, gpu_of
+from attnplug.backends.triton.launch import Specialized, gpu_of, is_hopper
 from attnplug.core.spec import LayerSpec
 
 ROWS = 128
@@ -18,9 +18,7 @@ ROWS = 128
 @functools.cache
 def specialized_kernel(device: torch.device) -> Any:
     """The kernel, or None for a device, or a version of Triton, that it is not for."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    if torch.cuda.get_device_capability(device) != (9, 0):
+    if not is_hopper(device):
         return None
     try:
         from attnplug.backends.triton.kernels.hopper.specialized_prefill import specialized_prefill_kernel
@@ -49,7 +47,7 @@ def serves(
     if values["COMPUTE"] is not None or k.dtype.itemsize != 2 or spec.has_quantized_kv_cache:
         return False
     strides = (values[name] for name in ("stride_qt", "stride_qh", "stride_ot", "stride_oh"))
-    # Copies of 16 bytes need strides of which Triton knows that they are multiples of 16.
+    # Triton copies 16 bytes at once if it knows that strides are multiples of 16 elements.
     if any(stride % 16 for stride in (*strides, *k.stride()[:-1], *v.stride()[:-1])):
         return False
     room = (ROWS + 2 * launch.block_n * launch.num_stages) * size * 2

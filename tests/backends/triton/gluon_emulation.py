@@ -316,7 +316,7 @@ def emulated(*names: str) -> dict[str, Emulated]:
     folder = Path(__file__).parents[3] / KERNELS.replace(".", "/")
     modules: dict[str, Any] = {}
     try:
-        for name in ("..ranges", "latent_bytes", "latent_loads", *names):
+        for name in ("..ranges", "latent_bytes", "latent_loads", "prefill_loads", *names):
             full = importlib.util.resolve_name(name, KERNELS) if name[0] == "." else f"{KERNELS}.{name}"
             kept.setdefault(full, sys.modules.get(full))
             file = folder.parent if name[0] == "." else folder

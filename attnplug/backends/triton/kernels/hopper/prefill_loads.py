@@ -1,0 +1,207 @@
+"""The tiles of prefill on Hopper, and the group of warps that copies their queries, keys and values."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from attnplug.backends.triton.kernels.ranges import key_range
+
+
+@gluon.jit
+def tile_of(
+    query_start_loc,
+    seq_lens,
+    key_start_loc,
+    first_token,
+    num_reqs,
+    tile,
+    left,
+    right,
+    chunk,
+    PAGED: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    HAS_CHUNK: gl.constexpr,
+):
+    """Tile `tile`: its request, first token, number of rows, first and last position, and the keys that it sees.
+
+    The keys are `lo .. hi - 1`. Key i of the call is in row `i + shift`.
+    """
+    TOKENS: gl.constexpr = BLOCK_M // GROUP
+    low = 0
+    high = num_reqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        begin = gl.load(query_start_loc + middle) - first_token
+        is_later = begin // TOKENS + middle <= tile
+        low = gl.where(is_later, middle, low)
+        high = gl.where(is_later, high, middle)
+    request = low
+    first = gl.load(query_start_loc + request)
+    query_len = gl.load(query_start_loc + request + 1) - first
+    seq_len = gl.load(seq_lens + request)
+    offset = (tile - (first - first_token) // TOKENS - request) * TOKENS
+    tokens = gl.minimum(gl.maximum(query_len - offset, 0), TOKENS)
+    first_pos = seq_len - query_len + offset
+    last_pos = first_pos + tokens - 1
+    first_key = 0
+    shift = 0
+    if not PAGED:
+        keys_start = gl.load(key_start_loc + request)
+        first_key = seq_len - (gl.load(key_start_loc + request + 1) - keys_start)
+        shift = keys_start - first_key
+    lo, hi = key_range(
+        first_pos, last_pos, first_key, seq_len, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
+    )
+    return request, first + offset, tokens * GROUP, first_pos, last_pos, lo, hi, shift
+
+
+@gluon.jit
+def _copy(target, places, there, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begin to copy rows, with zeros where nothing is there."""
+    dims = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    async_copy.async_copy_global_to_shared(target, places[:, None] + dims, mask=there[:, None])
+
+
+@gluon.jit
+def _pages(table_row, keys, hi, PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """The page of each key; the null block past the last one."""
+    if PAGED:
+        return gl.load(table_row + keys // BLOCK_SIZE, mask=keys < hi, other=0)
+    else:
+        return keys
+
+
+@gluon.jit
+def _copy_tile(
+    target,
+    full,
+    empty,
+    number,
+    head,
+    pages,
+    keys,
+    lo,
+    hi,
+    shift,
+    stride_block,
+    stride_token,
+    PAGED: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Begin to copy tile `number` of keys or values, once its place is empty."""
+    stage = number % STAGES
+    mbarrier.wait(empty.index(stage), (number // STAGES & 1) ^ 1)
+    if PAGED:
+        rows = pages.to(gl.int64) * stride_block + (keys % BLOCK_SIZE) * stride_token
+    else:
+        rows = (keys + shift).to(gl.int64) * stride_token
+    _copy(target.index(stage), head + rows, (keys >= lo) & (keys < hi), D, LAYOUT)
+    async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def copy_tiles(
+    query,
+    k_cache,
+    v_cache,
+    query_start_loc,
+    seq_lens,
+    block_table,
+    key_start_loc,
+    first_token,
+    num_reqs,
+    num_tiles,
+    left,
+    right,
+    chunk,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_table,
+    q,
+    k,
+    v,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    KV_HEADS: gl.constexpr,
+    PAGED: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    HAS_CHUNK: gl.constexpr,
+):
+    """Copy the queries of each tile, then its keys and values, as soon as both other groups are done with their place."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    HALF: gl.constexpr = BLOCK_M // 2
+    lanes = gl.arange(0, BLOCK_N, layout=ROWS)
+    half_rows = gl.arange(0, HALF, layout=ROWS)
+    works = num_tiles * KV_HEADS
+    work = gl.program_id(0)
+    streams = 0
+    copied = 0
+    while work < works:
+        kv_head = work % KV_HEADS
+        request, row, num_rows, _, _, lo, hi, shift = tile_of(
+            query_start_loc, seq_lens, key_start_loc, first_token, num_reqs, num_tiles - 1 - work // KV_HEADS,
+            left, right, chunk, PAGED, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+        )  # fmt: skip
+        if num_rows > 0:
+            mbarrier.wait(q_empty, (streams & 1) ^ 1)
+            for half in gl.static_range(2):
+                rows = half * HALF + half_rows
+                token = (row + rows // GROUP).to(gl.int64)
+                places = query + token * stride_qt + (kv_head * GROUP + rows % GROUP) * stride_qh
+                _copy(q.index(half), places, rows < num_rows, D, LAYOUT)
+            async_copy.mbarrier_arrive(q_full, increment_count=False)
+            streams += 1
+            k_head = k_cache + kv_head * stride_kh
+            v_head = v_cache + kv_head * stride_vh
+            table_row = block_table + gl.cast(request, gl.int64) * stride_table
+            pages = _pages(table_row, lo + lanes, hi, PAGED, BLOCK_SIZE)
+            before = pages
+            # A tile that sees no key has one tile of zeros.
+            for begin in range(lo, gl.maximum(hi, lo + 1), BLOCK_N):
+                keys = begin + lanes
+                _copy_tile(
+                    k, k_full, k_empty, copied, k_head, pages, keys, lo, hi, shift, stride_kb, stride_kt,
+                    PAGED, BLOCK_SIZE, D, STAGES, LAYOUT,
+                )  # fmt: skip
+                if begin > lo:
+                    # Values come after the keys of the next tile, as they are used.
+                    _copy_tile(
+                        v, v_full, v_empty, copied - 1, v_head, before, keys - BLOCK_N, lo, hi, shift, stride_vb,
+                        stride_vt, PAGED, BLOCK_SIZE, D, STAGES, LAYOUT,
+                    )  # fmt: skip
+                before = pages
+                pages = _pages(table_row, keys + BLOCK_N, hi, PAGED, BLOCK_SIZE)
+                copied += 1
+            last = lo + gl.maximum(hi - lo - 1, 0) // BLOCK_N * BLOCK_N
+            _copy_tile(
+                v, v_full, v_empty, copied - 1, v_head, before, last + lanes, lo, hi, shift, stride_vb, stride_vt,
+                PAGED, BLOCK_SIZE, D, STAGES, LAYOUT,
+            )  # fmt: skip
+        work += gl.num_programs(0)
