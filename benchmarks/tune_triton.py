@@ -155,7 +155,7 @@ def prefill_candidates(cell: Cell) -> list[Any]:
         if (tile[0] + 2 * tile[1] * tile[3]) * width <= SHARED_MEMORY
     ]
     found += [
-        PrefillLaunch(128, 64, 8, 3, False, Specialized(*tile, turns))
+        PrefillLaunch(128, 64, 8, 3, Specialized(*tile, turns))
         for tile in SPECIALIZED.get(size, ())
         for turns in (False, True)
     ]
@@ -166,34 +166,26 @@ def prefill_candidates(cell: Cell) -> list[Any]:
     return [now, *(each for each in found if each != now)]
 
 
-# Rows, keys, warps, stages and whether values are multiplied late, by the bytes of a head.
-_SMALL = (64, 64, 4, 2, True), (64, 64, 4, 3, True), (128, 64, 8, 2, True), (128, 64, 8, 3, True)
+# Rows, keys, warps and stages, by the bytes of a head.
 TILES = {
-    128: (
-        *_SMALL,
-        (128, 64, 8, 3, False),
-        (128, 128, 8, 2, True),
-        (128, 128, 8, 2, False),
-        (64, 128, 4, 2, True),
-    ),
-    256: (
-        *_SMALL,
-        (128, 64, 8, 3, False),
-        (128, 128, 8, 2, False),
-        (128, 128, 8, 3, False),
-        (256, 32, 8, 3, False),
-    ),
-    384: (*_SMALL, (128, 64, 8, 3, False), (128, 32, 8, 3, True), (64, 32, 4, 3, True)),
-    512: ((128, 32, 8, 2, True), (128, 32, 8, 3, True), (128, 32, 8, 3, False), (64, 32, 4, 3, True)),
+    128: ((128, 64, 8, 3), (128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3)),
+    256: ((128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (256, 32, 8, 3), (64, 64, 4, 3)),
+    384: ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)),
+    512: ((128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 4, 3)),
 }
 # Keys and stages of the kernel with specialised warps, by the elements of a head.
 SPECIALIZED = {64: ((128, 2), (128, 3), (64, 4)), 128: ((128, 2), (64, 3)), 256: ((64, 2),)}
 SHORT_TILES = {
     512: (
-        (64, 64, 4, 2, False), (64, 64, 4, 1, False), (64, 32, 4, 2, False), (64, 32, 4, 1, False),
-        (128, 64, 8, 2, False), (128, 32, 8, 2, False), (64, 64, 4, 2, True), (32, 64, 4, 2, False),
+        (64, 64, 4, 2),
+        (64, 64, 4, 1),
+        (64, 32, 4, 2),
+        (64, 32, 4, 1),
+        (128, 64, 8, 2),
+        (128, 32, 8, 2),
+        (32, 64, 4, 2),
     ),
-}  # fmt: skip
+}
 
 
 def share_candidates(cell: Cell) -> list[Any]:

@@ -226,7 +226,6 @@ class BoundLayer:
                 "BLOCK_DV": block_dv,
                 "TAIL": tail,
                 "TAIL_V": tail_v,
-                "LATE": launch.late and _can_be_late(k, self._itemsize, block_m),
                 "stride_table": stride_table,
                 "PAGED": paged,
                 "BLOCK_SIZE": block_size,
@@ -342,14 +341,6 @@ def _paired(v: torch.Tensor, block_m: int) -> dict[str, Any]:
         "stride_vt": vt,
         "stride_vh": vh,
     }
-
-
-def _can_be_late(k: torch.Tensor, itemsize: int, block_m: int) -> bool:
-    """Whether the GPU multiplies tiles in the background: Hopper's wgmma, of 64 rows and more, in 16 bits."""
-    if not k.is_cuda:
-        return True  # the interpreter finds the same
-    can = torch.version.hip is None and torch.cuda.get_device_capability(k.device)[0] == 9
-    return can and block_m >= 64 and itemsize == k.dtype.itemsize == 2
 
 
 def _computed(spec: LayerSpec, device: torch.device) -> Any:

@@ -202,6 +202,8 @@ class TritonMLAImpl(MLADecodeImpl):
                 "STAGES": launch.num_stages,
             }
             options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+            if launch.max_registers is not None:
+                options["maxnreg"] = launch.max_registers
             decode = BoundKernel(hopper.get(launch.block_m, _DECODE), 14, values, **options)
             bound = self._bound[form] = decode, BoundKernel(_MERGE, 11, values, num_warps=4)
         return bound

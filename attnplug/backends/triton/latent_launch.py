@@ -21,6 +21,7 @@ class LatentLaunch(NamedTuple):
         num_stages: tiles in flight.
         waves: programs per multiprocessor.
         least: fewest tiles of a program.
+        max_registers: limit per thread, so that `waves` programs fit at once; None without limit.
     """
 
     block_m: int
@@ -29,12 +30,15 @@ class LatentLaunch(NamedTuple):
     num_stages: int
     waves: int
     least: int
+    max_registers: int | None = None
 
 
 def hopper_launch(rows: int, itemsize: int) -> LatentLaunch:
     """The launch of a kernel of hopper_kernels for requests of at most `rows` rows, and stored elements of `itemsize`."""
     side = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    # Tiles of 8 bits take half of the memory, unless they are converted there.
+    # Tiles of 8 bits take half of the memory, unless they are converted there: room for two programs, or more tiles.
+    if itemsize == 1 and side == 16:
+        return LatentLaunch(16, 64, 4, 4, 1, 1)
     return LatentLaunch(side, 64, 4, 4 if itemsize == 1 and side < 64 else 2, 1, 1)
 
 

@@ -95,8 +95,6 @@ class PrefillLaunch:
         block_n: keys per tile.
         num_warps: warps of a program.
         num_stages: tiles in flight.
-        late: whether products with values run during the softmax of the next tile, where the GPU can. Right, but no
-            launch has it until a GPU has shown that it is faster.
         specialized: the launch of the kernel with specialised warps, which then serves where it can; None: it does not.
             No launch has it until a GPU has shown that it is faster.
     """
@@ -105,7 +103,6 @@ class PrefillLaunch:
     block_n: int
     num_warps: int
     num_stages: int
-    late: bool = False
     specialized: Specialized | None = None
 
 
@@ -228,12 +225,12 @@ _DECODE_8_BIT = {
 }
 # Prompts of few tiles wait for memory most of the time, so several small programs share a multiprocessor.
 _FEW_KEYS = 256
-SHORT = PrefillLaunch(64, 64, 4, 2)
+SHORT = PrefillLaunch(64, 32, 4, 1, Specialized(64, 3, False))
 # Prefill's are for at most so many bytes: heads of 80 have 160, of 96 have 192, of 192 have 384.
 _PREFILL = {
     128: PrefillLaunch(128, 64, 8, 3),
-    256: PrefillLaunch(128, 64, 8, 3),
+    256: PrefillLaunch(128, 64, 8, 3, Specialized(128, 2, True)),
     384: PrefillLaunch(128, 64, 8, 3),
-    512: PrefillLaunch(128, 32, 8, 3),
+    512: PrefillLaunch(128, 32, 8, 3, Specialized(64, 2, False)),
     1024: PrefillLaunch(32, 16, 4, 1),
 }

@@ -1,4 +1,4 @@
-"""TRITON's prefill: heads in two tiles, and products with values that run one tile late."""
+"""TRITON's prefill: heads in two tiles, and programs for long and short prompts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float16", blo
     ids=lambda fields: ", ".join(f"{name}={value}" for name, value in fields.items()),
 )
 def test_prompts_and_extends_are_right_for_heads_of_one_and_two_tiles(monkeypatch, fields):
-    launch = PrefillLaunch(64, 16, 4, 2, late=fields != {"head_size": 40})
+    launch = PrefillLaunch(64, 16, 4, 2)
     monkeypatch.setattr(bindings, "prefill_launch", lambda *_: launch)
     spec = SPEC.replace(**fields)
     # A prompt of several full tiles, an extend without any at its window's left edge, and one of a single token.

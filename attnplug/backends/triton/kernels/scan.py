@@ -67,7 +67,7 @@ def attend(
         lo, hi, k_head, v_head, table_row, key_shift,
         stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
         PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, 0, 0,
-        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, False,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS,
     )  # fmt: skip
     if PAIRS:
         acc = tl.join(acc, odd).reshape(q.shape[0], BLOCK_DV)
@@ -122,14 +122,12 @@ def attend_parts(
     PAIRS: tl.constexpr,
     PTX: tl.constexpr,
     SUMS: tl.constexpr,
-    LATE: tl.constexpr,
 ):
     """Accumulators, maximum (base 2) and sum of queries at `first_pos .. last_pos` over the keys `lo .. hi - 1`.
 
     `top` and `total` are what the softmax starts with: its maximum, in base 2, and its sum. With HAS_SPANS a query
     also sees its multimodal span, `starts [BLOCK_M]` to `stops`; see common_range for those of the first and last.
-    The second accumulator is that of the odd elements with PAIRS, and of the values' tail with TAIL_V. With LATE the
-    weights of a tile that all see are multiplied with its values during the softmax of the next one.
+    The second accumulator is that of the odd elements with PAIRS, and of the values' tail with TAIL_V.
     """
     full_lo, full_hi = common_range(
         first_pos, last_pos, lo, hi, first_stop, last_start, left, right, chunk,
@@ -159,7 +157,6 @@ def attend_parts(
                 stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, left, right, chunk,
                 stretch != 1, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, TAIL, TAIL_V,
                 HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS,
-                LATE and stretch == 1,
             )  # fmt: skip
     return acc, more, top, total
 
@@ -213,7 +210,6 @@ def _scan_keys(
     PAIRS: tl.constexpr,
     PTX: tl.constexpr,
     SUMS: tl.constexpr,
-    LATE: tl.constexpr,
 ):
     """Attend the keys `begin .. end - 1`, tile by tile: accumulators, running maximum (base 2) and sum.
 
@@ -223,8 +219,7 @@ def _scan_keys(
     PAIRS `acc` gathers the even elements and `more` the odd ones.
 
     TAIL and TAIL_V are the columns of a second tile, for heads past BLOCK_D and BLOCK_DV elements: 96 are 64 and 32,
-    which no single power of two holds without waste. With LATE the product with the
-    values of a tile runs on the tensor cores during the softmax of the next tile.
+    which no single power of two holds without waste.
     """
     WIDTH: tl.constexpr = BLOCK_DV // 2 if PAIRS else BLOCK_DV
     SIZE_V: tl.constexpr = DV // 2 if PAIRS else DV
@@ -235,10 +230,6 @@ def _scan_keys(
     if TAIL_V:
         dims_tail_v = tl.arange(0, TAIL_V)
     sums = tl.zeros([q.shape[0], SUMS], tl.float32)
-    fade = tl.full([q.shape[0]], 1.0, tl.float32)
-    # In float32: Triton then keeps them in registers for the product, which would wait for shared memory otherwise.
-    held = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
-    held_rows = tl.zeros([BLOCK_N], tl.int64)
     lanes = tl.arange(0, BLOCK_N)
     if PAGED:
         # Look up the next tile's pages during this tile, so that loads of keys do not wait for the table.
@@ -259,26 +250,13 @@ def _scan_keys(
         k = rows_of(k_head, k_rows, dims, there, D, BLOCK_D, MASKED)
         if TAIL:
             k_tail = rows_of(k_head + BLOCK_D, k_rows, dims_tail, there, D - BLOCK_D, TAIL, MASKED)
-        if LATE:
-            # The first tile has none before it, and what is held for it are zeros.
-            is_later = (lanes >= 0) & (start > begin)
-            v = rows_of(v_head, held_rows, dims_v, is_later, SIZE_V, WIDTH, True)
-            if TAIL_V:
-                v_tail = rows_of(v_head + WIDTH, held_rows, dims_tail_v, is_later, DV - WIDTH, TAIL_V, True)
-            held_rows = v_rows
-        else:
-            v = rows_of(v_head, v_rows, dims_v, there, SIZE_V, WIDTH, MASKED)
-            if TAIL_V:
-                v_tail = rows_of(v_head + WIDTH, v_rows, dims_tail_v, there, DV - WIDTH, TAIL_V, MASKED)
+        v = rows_of(v_head, v_rows, dims_v, there, SIZE_V, WIDTH, MASKED)
+        if TAIL_V:
+            v_tail = rows_of(v_head + WIDTH, v_rows, dims_tail_v, there, DV - WIDTH, TAIL_V, MASKED)
 
         logits = tl.dot(q, tl.trans(k).to(q.dtype), input_precision="ieee")
         if TAIL:
             logits = tl.dot(q_tail, tl.trans(k_tail).to(q.dtype), logits, input_precision="ieee")
-        if LATE:
-            late = held.to(q.dtype)
-            acc = tl.dot(late, v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
-            if TAIL_V:
-                more = tl.dot(late, v_tail.to(q.dtype), more * fade[:, None], input_precision="ieee")
         # The softmax is in base 2; logits without cap, slope or mask are scaled within its one FMA.
         FUSED: tl.constexpr = not (HAS_CAP or HAS_ALIBI or MASKED)
         if HAS_CAP:
@@ -312,29 +290,16 @@ def _scan_keys(
         fade = tl.exp2(top - pivot)
         total = total * fade
         sums = sums * fade[:, None] + tl.sum(tl.reshape(weights, [q.shape[0], BLOCK_N // SUMS, SUMS]), 1)
-        if LATE:
-            held = weights
-        elif PAIRS:
-            weights = weights.to(q.dtype)
+        weights = weights.to(q.dtype)
+        if PAIRS:
             low, high = halves_of(v, k_head.dtype.element_ty, PTX)
             acc = tl.dot(weights, low.to(q.dtype), acc * fade[:, None], input_precision="ieee")
             more = tl.dot(weights, high.to(q.dtype), more * fade[:, None], input_precision="ieee")
         else:
-            weights = weights.to(q.dtype)
             acc = tl.dot(weights, v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
             if TAIL_V:
                 more = tl.dot(weights, v_tail.to(q.dtype), more * fade[:, None], input_precision="ieee")
         top = new_top
-    if LATE:
-        if end > begin:
-            late = held.to(q.dtype)
-            v = rows_of(v_head, held_rows, dims_v, lanes >= 0, SIZE_V, WIDTH, False)
-            acc = tl.dot(late, v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
-            if TAIL_V:
-                v_tail = rows_of(
-                    v_head + WIDTH, held_rows, dims_tail_v, lanes >= 0, DV - WIDTH, TAIL_V, False
-                )
-                more = tl.dot(late, v_tail.to(q.dtype), more * fade[:, None], input_precision="ieee")
     return acc, more, top, total + tl.sum(sums, 1)
 
 

@@ -182,7 +182,8 @@ def copy_tiles(
             v_head = v_cache + kv_head * stride_vh
             table_row = block_table + gl.cast(request, gl.int64) * stride_table
             pages = _pages(table_row, lo + lanes, hi, PAGED, BLOCK_SIZE)
-            before = pages
+            # Not `pages`: Triton takes two names of one value for a loop that never changes the second.
+            before = gl.zeros_like(pages)
             # A tile that sees no key has one tile of zeros.
             for begin in range(lo, gl.maximum(hi, lo + 1), BLOCK_N):
                 keys = begin + lanes
