@@ -109,7 +109,7 @@ def main() -> int:
     return 0
 
 
-SHARED = [cell for cell in SERVING if cell.kind in ("ragged", "speculative", "single")]
+SHARED = [cell for cell in SERVING if cell.kind in ("ragged", "speculative", "single", "extend") and not cell.is_prefill]
 PREFILLED = [
     prefills((32, 8, 128), 1, 16384),
     prefills((64, 8, 64), 1, 16384),
@@ -194,10 +194,11 @@ def share_candidates(cell: Cell) -> list[Any]:
     itemsize = 1 if cell.spec.has_quantized_kv_cache else 2
     rows, width = max(cell.query_lens) * heads // kv_heads, tile_side(size) * itemsize
     now = share_launch(size, itemsize, rows, H200)
+    leasts = (1, 2) if sum(cell.seq_lens) <= 8192 else (2,)
     found = [
-        ShareLaunch(m, n, warps, stages, waves, least, registers(warps, waves))
+        ShareLaunch(m, n, warps, stages, waves, least, now.ahead, registers(warps, waves))
         for m, n, warps, stages, waves, least in itertools.product(
-            {now.block_m, max(now.block_m // 2, 16)}, (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3), (2,)
+            {now.block_m, max(now.block_m // 2, 16)}, (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3), leasts
         )
         if waves * (m + 2 * n * (stages - 1)) * width <= SHARED_MEMORY and n // warps >= 8
     ]

@@ -18,7 +18,7 @@ from attnplug.core.metadata import AttentionCGSupport, CommonAttentionMetadata
 from attnplug.mla.builder import MLADecodeBuilder
 from attnplug.mla.impl import MLADecodeImpl
 from attnplug.mla.selected import SelectedMetadata
-from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
+from attnplug.ops.triton.launch import BoundKernel, can_overlap, on_device_of, power_of_two
 
 _DECODE: Any = latent_decode_kernel
 _MERGE: Any = merge_shares_kernel
@@ -107,7 +107,7 @@ class TritonMLAImpl(MLADecodeImpl):
         programs = max(launch.waves * gpu.multiprocessors // row_blocks, 1)
         reqs = metadata.num_reqs
         # A row has about as many parts as there are programs for a request.
-        parts = 8 if programs <= 8 * reqs else 32 if programs <= 32 * reqs else 128
+        parts = 8 if programs <= 8 * reqs else 32 if programs <= 64 * reqs else 128
         decode, merge = self._kernels(launch, hopper, kv_cache, heads, output_lse is not None, parts)
         shares, sparse = metadata.shares, self.spec.sparse
         sizes = launch.block_n, programs, launch.least
@@ -198,12 +198,13 @@ class TritonMLAImpl(MLADecodeImpl):
                 "SIZE": rank,
                 "BLOCK": min(_MERGED // parts, power_of_two(rank)),
                 "PARTS": parts,
-                "PDL": False,
+                "PDL": can_overlap(kv_cache.device),
                 "STAGES": launch.num_stages,
             }
             options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
             if launch.max_registers is not None:
                 options["maxnreg"] = launch.max_registers
             decode = BoundKernel(hopper.get(launch.block_m, _DECODE), 14, values, **options)
-            bound = self._bound[form] = decode, BoundKernel(_MERGE, 11, values, num_warps=4)
+            overlap = {"launch_pdl": True} if values["PDL"] else {}
+            bound = self._bound[form] = decode, BoundKernel(_MERGE, 11, values, num_warps=4, **overlap)
         return bound

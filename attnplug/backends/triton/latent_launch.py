@@ -38,7 +38,7 @@ def hopper_launch(rows: int, itemsize: int) -> LatentLaunch:
     side = 16 if rows <= 16 else 32 if rows <= 32 else 64
     # Tiles of 8 bits take half of the memory, unless they are converted there: room for two programs, or more tiles.
     if itemsize == 1 and side == 16:
-        return LatentLaunch(16, 64, 4, 4, 1, 1)
+        return LatentLaunch(16, 64, 4, 2, 2, 1, 128)
     return LatentLaunch(side, 64, 4, 4 if itemsize == 1 and side < 64 else 2, 1, 1)
 
 

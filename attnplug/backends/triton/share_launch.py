@@ -79,8 +79,8 @@ _LAUNCHES = {
     },
     256: {
         16: ShareLaunch(16, 64, 4, 3, 2, 2, 3),
-        32: ShareLaunch(64, 64, 4, 3, 2, 2, 2),
-        64: ShareLaunch(64, 64, 4, 3, 2, 2, 2),
+        32: ShareLaunch(64, 32, 4, 3, 2, 2, 4),
+        64: ShareLaunch(64, 32, 4, 3, 2, 2, 4),
         128: ShareLaunch(128, 64, 8, 3, 1, 2, 1),
     },
     512: {

@@ -98,7 +98,7 @@ def byte_logits(queries, latents, logits, use_acc, LOGITS: gl.constexpr):
     """Begin to add products of latents `[BLOCK_N, S]` with queries `[BLOCK_M, S]`, which are `in_places`."""
     SIZE: gl.constexpr = latents.shape[1]
     # The operands of two products in flight are registers: fewer columns leave more of them.
-    STEP: gl.constexpr = min(SIZE, 2048 // logits.shape[1])
+    STEP: gl.constexpr = min(SIZE, 64 if logits.shape[1] == 16 else 2048 // logits.shape[1])
     for first in gl.static_range(0, SIZE, STEP):
         keys = _keys(latents.slice(first, STEP, dim=1), LOGITS)
         columns = queries.slice(first, STEP, dim=1).permute((1, 0))
@@ -111,7 +111,7 @@ def byte_logits(queries, latents, logits, use_acc, LOGITS: gl.constexpr):
 def byte_values(latents, weights, sums, LOGITS: gl.constexpr):
     """Begin to add SPAN elements of latents `[BLOCK_N, SPAN]` with weights `[BLOCK_N, BLOCK_M]`; see `elements`."""
     KEYS: gl.constexpr = latents.shape[0]
-    STEP: gl.constexpr = min(KEYS, 1024 // weights.shape[1])
+    STEP: gl.constexpr = min(KEYS, 32)
     for first in gl.static_range(0, KEYS, STEP):
         values = _values(latents.slice(first, STEP, dim=0), LOGITS)
         sums = warpgroup_mma(values, weights.slice(first, STEP, dim=0), sums, is_async=True)
