@@ -100,7 +100,7 @@ class TritonMLAImpl(MLADecodeImpl):
         gpu = gpu_of(q_nope.device)
         hopper = self._hopper_kernels(q_nope, q_pe, kv_cache)
         if hopper:
-            launch = hopper_launch(rows, kv_cache.element_size())
+            launch = hopper_launch(rows, kv_cache.element_size(), hopper)
         else:
             launch = latent_launch(rows, size, q_nope.element_size(), gpu)
         row_blocks = -(-rows // launch.block_m)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,12 +33,18 @@ class LatentLaunch(NamedTuple):
     max_registers: int | None = None
 
 
-def hopper_launch(rows: int, itemsize: int) -> LatentLaunch:
-    """The launch of a kernel of hopper_kernels for requests of at most `rows` rows, and stored elements of `itemsize`."""
-    side = 16 if rows <= 16 else 32 if rows <= 32 else 64
+def hopper_launch(rows: int, itemsize: int, sides: Iterable[int]) -> LatentLaunch:
+    """The launch of a kernel of hopper_kernels.
+
+    Args:
+        rows: queries of the longest request times heads.
+        itemsize: bytes of a stored element.
+        sides: rows of a tile, for which there are kernels.
+    """
+    side = min(each for each in sides if each >= min(rows, 64))
     # Tiles of 8 bits take half of the memory, unless they are converted there: room for two programs, or more tiles.
     if itemsize == 1 and side == 16:
-        return LatentLaunch(16, 64, 4, 2, 2, 1, 128)
+        return LatentLaunch(side, 64, 4, 2, 2, 1, 128)
     return LatentLaunch(side, 64, 4, 4 if itemsize == 1 and side < 64 else 2, 1, 1)
 
 
@@ -64,7 +70,10 @@ def hopper_kernels(
         from attnplug.backends.triton.kernels.hopper.latent_wide import latent_wide_kernel
     except ImportError:
         return {}
-    return {16: latent_narrow_kernel, 32: latent_narrow_kernel, 64: latent_wide_kernel}
+    kernels = {16: latent_narrow_kernel, 32: latent_narrow_kernel, 64: latent_wide_kernel}
+    # The narrow kernel multiplies 32 elements of 8 bits at once, with queries as precise as bfloat16.
+    is_narrow = cache_dtype.itemsize == 2 or (dtype == torch.bfloat16 and rope % 32 == 0)
+    return kernels if is_narrow else {64: latent_wide_kernel}
 
 
 _SHARED_MEMORY = 230_400

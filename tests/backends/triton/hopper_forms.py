@@ -32,12 +32,13 @@ UNALIGNED = {"query_start_loc", "seq_lens", "block_table", "key_start_loc", "lse
 def latents(rows: int, rank: int, rope: int, queries: str, stored: str) -> dict[str, Any]:
     """The kernel over latents for `rows` rows."""
     kernel: Any = latent_wide_kernel if rows == 64 else latent_narrow_kernel
-    launch = hopper_launch(rows, 1 if "fp8" in stored else 2)
+    launch = hopper_launch(rows, 1 if "fp8" in stored else 2, [rows])
     constants = {"stride_token": rank + rope, "HEADS": 16, "BLOCK_SIZE": 64, "BLOCK_M": rows}
     constants |= {"BLOCK_N": launch.block_n, "LATENT": rank, "ROPE": rope, "STAGES": launch.num_stages}
     constants |= {"HAS_LSE": True}
     types = {**POINTERS, **dict.fromkeys(("q_nope", "q_pe", "output"), queries), "cache": stored}
-    return facts(kernel, types, constants, {"stride_block"})
+    limit = {} if launch.max_registers is None else {"maxnreg": launch.max_registers}
+    return facts(kernel, types, constants, {"stride_block"}, **limit)
 
 
 def prefill(size: int, block_n: int, num_stages: int, window: bool) -> dict[str, Any]:
@@ -53,7 +54,9 @@ def prefill(size: int, block_n: int, num_stages: int, window: bool) -> dict[str,
     return facts(specialized_prefill_kernel, types, constants, strides | {"stride_ot", "stride_oh"})
 
 
-def facts(kernel: Any, types: dict[str, str], constants: dict[str, Any], even: set[str]) -> dict[str, Any]:
+def facts(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], even: set[str], **options: int
+) -> dict[str, Any]:
     """What a kernel is on sm_90, where integers `even` are multiples of 16."""
     signature: dict[str, str] = {}
     values, attributes = {}, {}
@@ -65,13 +68,15 @@ def facts(kernel: Any, types: dict[str, str], constants: dict[str, Any], even: s
         elif (name in types and name not in UNALIGNED) or name in even:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
-    binary: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    binary: Any = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options}
+    )
     text = binary.asm["ptx"]
     said = assembled(text)
     return {
         "shared": binary.metadata.shared,
         "registers by group": "setmaxnreg" in text,
-        "products": sorted(set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k16)", text))),
+        "products": sorted(set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k\d+)", text))),
         "copies": "cp.async.cg.shared.global" in text,
         "conversions": sorted(set(re.findall(r"cvt\.rn\.f16x2\.(e\dm\d)x2", text))),
         "serialized": "wgmma.mma_async instructions are serialized" in said,

@@ -1,14 +1,19 @@
-"""Products with latents of 8 bits, which become float16 in registers: in shared memory they are read as they are stored.
+"""Products with latents of 8 bits, which shared memory holds as they are stored.
 
-A warp group's products take each operand in fixed places. Any element of a latent may have any place, if the other
-operand or the output has the same order. So each thread loads words of four elements.
+Keys are multiplied as they are, with queries in two parts of 8 bits. Values become float16 in registers: a warp group's
+products take each operand in fixed places, but any element may have any place if the output has the same order. So each
+thread loads words of four elements.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 SPAN = gl.constexpr(128)
 """Elements of latents in one product."""
@@ -41,32 +46,62 @@ E5M2_PAIRED = gl.constexpr(_PAIRED.format(stored="e5m2"))
 
 
 @gluon.jit
-def _keys(buffer, LOGITS: gl.constexpr):
-    """Elements of keys `[BLOCK_N, S]` as the first operand; of 16 in a row, thread t of four has 4t to 4t + 3.
-
-    `in_places` gives queries the same order.
-    """
+def _in_parts(buffer, factor, LAYOUT: gl.constexpr):
+    """Rows of `buffer` times `factor` as sums of two elements of 8 bits, in its place: all first ones, all second ones."""
     ROWS: gl.constexpr = buffer.shape[0]
     SIZE: gl.constexpr = buffer.shape[1]
-    REGISTERS: gl.constexpr = [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]]
-    BITS: gl.constexpr = 3 + (SIZE > 16) + (SIZE > 32) + (SIZE > 64)
-    WORDS: gl.constexpr = gl.DistributedLinearLayout(
-        REGISTERS[:BITS], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, SIZE]
-    )
-    convert: gl.constexpr = E4M3_TO_HALF if buffer.dtype == gl.float8e4nv else E5M2_TO_HALF
-    halves = gl.inline_asm_elementwise(
-        convert, "=r,=r,r", [buffer.load(WORDS)], dtype=gl.float16, is_pure=True, pack=4
-    )
-    halves = halves.reshape([ROWS, SIZE // 16, 4, 2, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, SIZE])
-    return gl.convert_layout(halves, gl.DotOperandLayout(0, LOGITS, 2))
+    values = buffer.load(LAYOUT).to(gl.float32) * factor[:, None]
+    first = values.to(gl.float8e4nv)
+    second = (values - first.to(gl.float32)).to(gl.float8e4nv)
+    PARTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * ROWS, SIZE], gl.float8e4nv)
+    parts = buffer._reinterpret(gl.float8e4nv, [2 * ROWS, SIZE], PARTS)
+    parts.slice(0, ROWS, dim=0).store(first)
+    parts.slice(ROWS, ROWS, dim=0).store(second)
+    return parts
 
 
 @gluon.jit
-def in_places(queries):
-    """Elements `[BLOCK_M, S]` in the order of those of `_keys`."""
-    ROWS: gl.constexpr = queries.shape[0]
-    SIZE: gl.constexpr = queries.shape[1]
-    return queries.reshape([ROWS, SIZE // 16, 4, 2, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, SIZE])
+def queries_in_parts(low, high, rope, ROPE: gl.constexpr):
+    """Queries in bfloat16 as two parts of 8 bits, in place, and what the products of each row are multiplied with.
+
+    Eight bits of a significand are twice four, so nothing is rounded but elements below 2**-9 of a row's largest; these
+    lose what is below 2**-17 of it.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    largest = gl.full([low.shape[0]], 1e-30, gl.float32, gl.SliceLayout(1, LAYOUT))
+    largest = largest_of(high, largest_of(low, largest, LAYOUT), LAYOUT)
+    if ROPE:
+        largest = largest_of(rope, largest, LAYOUT)
+    # The largest becomes 128 to 256, as 448 is the largest number of 8 bits.
+    shift = 7.0 - gl.floor(gl.log2(largest))
+    factor = gl.exp2(shift)
+    low = _in_parts(low, factor, LAYOUT)
+    high = _in_parts(high, factor, LAYOUT)
+    if ROPE:
+        rope = _in_parts(rope, factor, LAYOUT)
+    else:
+        rope = low
+    fence_async_shared()
+    return low, high, rope, gl.exp2(-shift)
+
+
+@gluon.jit
+def largest_of(buffer, largest, LAYOUT: gl.constexpr):
+    """`largest`, or by row the largest size of a value in `buffer`."""
+    COUNT: gl.constexpr = buffer.shape[1]
+    SIDE: gl.constexpr = min(COUNT, 64)
+    for first in gl.static_range(0, COUNT, SIDE):
+        part = buffer.slice(first, SIDE, dim=1).load(LAYOUT).to(gl.float32)
+        largest = gl.maximum(largest, gl.max(gl.abs(part), 1))
+    return largest
+
+
+@gluon.jit
+def sum_of_parts(logits, LOGITS: gl.constexpr):
+    """Products `[BLOCK_N, BLOCK_M]` from those of both parts of the queries."""
+    ROWS: gl.constexpr = logits.shape[0]
+    COUNT: gl.constexpr = logits.shape[1] // 2
+    return gl.convert_layout(gl.sum(logits.reshape([ROWS, 2, COUNT]), 1), LOGITS)
 
 
 @gluon.jit
@@ -94,24 +129,10 @@ def _values(buffer, LOGITS: gl.constexpr):
 
 
 @gluon.jit
-def byte_logits(queries, latents, logits, use_acc, LOGITS: gl.constexpr):
-    """Begin to add products of latents `[BLOCK_N, S]` with queries `[BLOCK_M, S]`, which are `in_places`."""
-    SIZE: gl.constexpr = latents.shape[1]
-    # The operands of two products in flight are registers: fewer columns leave more of them.
-    STEP: gl.constexpr = min(SIZE, 64 if logits.shape[1] == 16 else 2048 // logits.shape[1])
-    for first in gl.static_range(0, SIZE, STEP):
-        keys = _keys(latents.slice(first, STEP, dim=1), LOGITS)
-        columns = queries.slice(first, STEP, dim=1).permute((1, 0))
-        logits = warpgroup_mma(keys, columns, logits, use_acc=use_acc or first > 0, is_async=True)
-        logits = warpgroup_mma_wait(1, deps=(logits,))
-    return logits
-
-
-@gluon.jit
 def byte_values(latents, weights, sums, LOGITS: gl.constexpr):
     """Begin to add SPAN elements of latents `[BLOCK_N, SPAN]` with weights `[BLOCK_N, BLOCK_M]`; see `elements`."""
     KEYS: gl.constexpr = latents.shape[0]
-    STEP: gl.constexpr = min(KEYS, 32)
+    STEP: gl.constexpr = min(KEYS, 1024 // weights.shape[1])
     for first in gl.static_range(0, KEYS, STEP):
         values = _values(latents.slice(first, STEP, dim=0), LOGITS)
         sums = warpgroup_mma(values, weights.slice(first, STEP, dim=0), sums, is_async=True)

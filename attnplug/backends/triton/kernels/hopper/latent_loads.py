@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attnplug.backends.triton.kernels.hopper.latent_bytes import E4M3_TO_HALF, E5M2_TO_HALF, in_places
+from attnplug.backends.triton.kernels.hopper.latent_bytes import E4M3_TO_HALF, E5M2_TO_HALF, largest_of
 
 
 @gluon.jit
@@ -221,49 +221,35 @@ def _store(target, words, STORED: gl.constexpr):
 
 
 @gluon.jit
-def _largest(buffer, largest, LAYOUT: gl.constexpr):
-    """`largest`, or by row the largest size of a value in `buffer`."""
-    COUNT: gl.constexpr = buffer.shape[1]
-    SIDE: gl.constexpr = min(COUNT, 64)
-    for first in gl.static_range(0, COUNT, SIDE):
-        part = buffer.slice(first, SIDE, dim=1).load(LAYOUT).to(gl.float32)
-        largest = gl.maximum(largest, gl.max(gl.abs(part), 1))
-    return largest
-
-
-@gluon.jit
-def _as_half(buffer, factor, LAYOUT: gl.constexpr, IN_PLACES: gl.constexpr):
+def _as_half(buffer, factor, LAYOUT: gl.constexpr):
     """Multiply the rows of `buffer`, in place; returns it as float16."""
     COUNT: gl.constexpr = buffer.shape[1]
     SIDE: gl.constexpr = min(COUNT, 64)
     target = buffer._reinterpret(gl.float16, buffer.shape, buffer.type.layout)
     for first in gl.static_range(0, COUNT, SIDE):
         part = buffer.slice(first, SIDE, dim=1).load(LAYOUT).to(gl.float32) * factor[:, None]
-        part = part.to(gl.float16)
-        if IN_PLACES:
-            part = in_places(part)
-        target.slice(first, SIDE, dim=1).store(part)
+        target.slice(first, SIDE, dim=1).store(part.to(gl.float16))
     return target
 
 
 @gluon.jit
-def scaled_queries(low, high, rope, ROPE: gl.constexpr, IN_PLACES: gl.constexpr):
+def scaled_queries(low, high, rope, ROPE: gl.constexpr):
     """Queries as float16, in place, and what the products of each row are multiplied with.
 
     Each row is multiplied with a power of two, which rounds nothing, such that no bfloat16 query is too large for
-    float16, and none that matters too small. With IN_PLACES, elements have the order of `byte_logits`.
+    float16, and none that matters too small.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     largest = gl.full([low.shape[0]], 1e-30, gl.float32, gl.SliceLayout(1, LAYOUT))
-    largest = _largest(high, _largest(low, largest, LAYOUT), LAYOUT)
+    largest = largest_of(high, largest_of(low, largest, LAYOUT), LAYOUT)
     if ROPE:
-        largest = _largest(rope, largest, LAYOUT)
+        largest = largest_of(rope, largest, LAYOUT)
     shift = 14.0 - gl.floor(gl.log2(largest))
     factor = gl.exp2(shift)
-    low = _as_half(low, factor, LAYOUT, IN_PLACES)
-    high = _as_half(high, factor, LAYOUT, IN_PLACES)
+    low = _as_half(low, factor, LAYOUT)
+    high = _as_half(high, factor, LAYOUT)
     if ROPE:
-        rope = _as_half(rope, factor, LAYOUT, IN_PLACES)
+        rope = _as_half(rope, factor, LAYOUT)
     else:
         rope = low
     fence_async_shared()

@@ -13,15 +13,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnplug.backends.triton.kernels.hopper.latent_bytes import (
     SPAN,
-    byte_logits,
     byte_values,
+    queries_in_parts,
+    sum_of_parts,
     write_values,
 )
 from attnplug.backends.triton.kernels.hopper.latent_loads import (
     buffers,
     copy_tiles,
     request_of,
-    scaled_queries,
     share_of,
 )
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E
@@ -42,24 +42,28 @@ def _logits(
     BLOCK_N: gl.constexpr,
     ROPE: gl.constexpr,
     STAGES: gl.constexpr,
-    LOGITS: gl.constexpr,
     BYTES: gl.constexpr,
 ):
-    """Begin the products of tile `number` with the queries, once it is there: `[BLOCK_N, BLOCK_M]`."""
+    """Begin the products of tile `number` with the queries, once it is there: `[BLOCK_N, BLOCK_M]`, or of both parts."""
     stage = number % STAGES
     mbarrier.wait(full.index(stage), number // STAGES & 1, pred=is_there)
-    zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, LOGITS)
+    COLUMNS: gl.constexpr = 2 * BLOCK_M if BYTES else BLOCK_M
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 if BYTES else 16])
+    zeros = gl.zeros([BLOCK_N, COLUMNS], gl.float32, PRODUCT)
+    fence_async_shared()
+    logits = warpgroup_mma(k_low.index(stage), q_low.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    logits = warpgroup_mma(k_high.index(stage), q_high.permute((1, 0)), logits, is_async=True)
+    if ROPE:
+        logits = warpgroup_mma(k_rope.index(stage), q_rope.permute((1, 0)), logits, is_async=True)
+    return logits
+
+
+@gluon.jit
+def _waited(logits, LOGITS: gl.constexpr, BYTES: gl.constexpr):
+    """What `_logits` began, once all products are done."""
+    logits = warpgroup_mma_wait(0, deps=(logits,))
     if BYTES:
-        logits = byte_logits(q_low, k_low.index(stage), zeros, False, LOGITS)
-        logits = byte_logits(q_high, k_high.index(stage), logits, True, LOGITS)
-        if ROPE:
-            logits = byte_logits(q_rope, k_rope.index(stage), logits, True, LOGITS)
-    else:
-        fence_async_shared()
-        logits = warpgroup_mma(k_low.index(stage), q_low.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        logits = warpgroup_mma(k_high.index(stage), q_high.permute((1, 0)), logits, is_async=True)
-        if ROPE:
-            logits = warpgroup_mma(k_rope.index(stage), q_rope.permute((1, 0)), logits, is_async=True)
+        logits = sum_of_parts(logits, LOGITS)
     return logits
 
 
@@ -163,16 +167,16 @@ def _attend(
             mbarrier.wait(q_full, streams & 1)
             unit = gl.full([BLOCK_M], scale * LOG2E, gl.float32, COLUMNS)
             if BYTES:
-                half_low, half_high, half_rope, factors = scaled_queries(q_low, q_high, q_rope, ROPE, True)
+                own_low, own_high, own_rope, factors = queries_in_parts(q_low, q_high, q_rope, ROPE)
                 unit *= gl.convert_layout(factors, COLUMNS)
             else:
-                half_low, half_high, half_rope = q_low, q_high, q_rope
+                own_low, own_high, own_rope = q_low, q_high, q_rope
             # A request without keys has a tile that nobody loads.
             logits = _logits(
-                half_low, half_high, half_rope, k_low, k_high, k_rope, full, done, lo < hi,
-                BLOCK_M, BLOCK_N, ROPE, STAGES, LOGITS, BYTES,
+                own_low, own_high, own_rope, k_low, k_high, k_rope, full, done, lo < hi,
+                BLOCK_M, BLOCK_N, ROPE, STAGES, BYTES,
             )  # fmt: skip
-            logits = warpgroup_mma_wait(0, deps=(logits,))
+            logits = _waited(logits, LOGITS, BYTES)
             for start in range(lo, hi, BLOCK_N):
                 if start + BLOCK_N > common:
                     logits = gl.where((start + lanes)[:, None] <= last[None, :], logits, float("-inf"))
@@ -193,15 +197,15 @@ def _attend(
                     mbarrier.arrive(empty.index(stage), count=1)
                 # The next logits follow without a pause; those behind the last tile are of no use.
                 logits = _logits(
-                    half_low, half_high, half_rope, k_low, k_high, k_rope, full, done, start + BLOCK_N < hi,
-                    BLOCK_M, BLOCK_N, ROPE, STAGES, LOGITS, BYTES,
+                    own_low, own_high, own_rope, k_low, k_high, k_rope, full, done, start + BLOCK_N < hi,
+                    BLOCK_M, BLOCK_N, ROPE, STAGES, BYTES,
                 )  # fmt: skip
                 sums = sums * fade + weights
                 if not BYTES:
                     # Products with values, which came first, end first.
                     out = warpgroup_mma_wait(3 if ROPE else 2, deps=out)
                     mbarrier.arrive(empty.index(stage), count=1)
-                logits = warpgroup_mma_wait(0, deps=(logits,))
+                logits = _waited(logits, LOGITS, BYTES)
                 if BYTES:
                     out = warpgroup_mma_wait(0, deps=out)
             mbarrier.arrive(q_empty, count=1)

@@ -113,7 +113,7 @@ def _weigh(
             mbarrier.wait(q_full, streams & 1)
             unit = gl.full([BLOCK_M], scale * LOG2E, gl.float32, gl.SliceLayout(1, LOGITS))
             if CONVERTS:
-                half_low, half_high, half_rope, factors = scaled_queries(q_low, q_high, q_rope, ROPE, False)
+                half_low, half_high, half_rope, factors = scaled_queries(q_low, q_high, q_rope, ROPE)
                 unit *= gl.convert_layout(factors, gl.SliceLayout(1, LOGITS))
             else:
                 half_low, half_high, half_rope = q_low, q_high, q_rope
