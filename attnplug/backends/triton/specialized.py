@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attnplug.backends.triton.launch import Specialized, gpu_of, is_hopper
+from attnplug.backends.triton.launch import Specialized, gpu_of, is_hopper, tile_side
 from attnplug.core.spec import LayerSpec
 
 ROWS = 128
@@ -42,7 +42,7 @@ def serves(
     if any(values[name] for name in ("HAS_CAP", "HAS_ALIBI", "HAS_SPANS")) or values["GROUP"] > ROWS:
         return False
     size = spec.head_size
-    if spec.head_size_v != size or size not in (64, 128, 256):
+    if spec.head_size_v != size or size % 16 or not 64 <= size <= 256:
         return False
     if values["COMPUTE"] is not None or k.dtype.itemsize != 2 or spec.has_quantized_kv_cache:
         return False
@@ -50,7 +50,7 @@ def serves(
     # Triton copies 16 bytes at once if it knows that strides are multiples of 16 elements.
     if any(stride % 16 for stride in (*strides, *k.stride()[:-1], *v.stride()[:-1])):
         return False
-    room = (ROWS + 2 * launch.block_n * launch.num_stages) * size * 2
+    room = (ROWS + 2 * launch.block_n * launch.num_stages) * tile_side(size) * 2
     return room + _SCRATCH <= gpu_of(k.device).shared_memory
 
 

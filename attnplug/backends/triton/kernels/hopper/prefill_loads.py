@@ -62,10 +62,13 @@ def tile_of(
 
 
 @gluon.jit
-def _copy(target, places, there, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Begin to copy rows, with zeros where nothing is there."""
-    dims = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    async_copy.async_copy_global_to_shared(target, places[:, None] + dims, mask=there[:, None])
+def _copy(target, places, there, D: gl.constexpr, BLOCK_D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begin to copy rows of D elements, with zeros behind them and where nothing is there."""
+    dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    there = there[:, None]
+    if D < BLOCK_D:
+        there = there & (dims < D)
+    async_copy.async_copy_global_to_shared(target, places[:, None] + dims, mask=there)
 
 
 @gluon.jit
@@ -94,6 +97,7 @@ def _copy_tile(
     PAGED: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
@@ -104,7 +108,7 @@ def _copy_tile(
         rows = pages.to(gl.int64) * stride_block + (keys % BLOCK_SIZE) * stride_token
     else:
         rows = (keys + shift).to(gl.int64) * stride_token
-    _copy(target.index(stage), head + rows, (keys >= lo) & (keys < hi), D, LAYOUT)
+    _copy(target.index(stage), head + rows, (keys >= lo) & (keys < hi), D, BLOCK_D, LAYOUT)
     async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
 
 
@@ -148,6 +152,7 @@ def copy_tiles(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
@@ -175,7 +180,7 @@ def copy_tiles(
                 rows = half * HALF + half_rows
                 token = (row + rows // GROUP).to(gl.int64)
                 places = query + token * stride_qt + (kv_head * GROUP + rows % GROUP) * stride_qh
-                _copy(q.index(half), places, rows < num_rows, D, LAYOUT)
+                _copy(q.index(half), places, rows < num_rows, D, BLOCK_D, LAYOUT)
             async_copy.mbarrier_arrive(q_full, increment_count=False)
             streams += 1
             k_head = k_cache + kv_head * stride_kh
@@ -189,13 +194,13 @@ def copy_tiles(
                 keys = begin + lanes
                 _copy_tile(
                     k, k_full, k_empty, copied, k_head, pages, keys, lo, hi, shift, stride_kb, stride_kt,
-                    PAGED, BLOCK_SIZE, D, STAGES, LAYOUT,
+                    PAGED, BLOCK_SIZE, D, BLOCK_D, STAGES, LAYOUT,
                 )  # fmt: skip
                 if begin > lo:
                     # Values come after the keys of the next tile, as they are used.
                     _copy_tile(
                         v, v_full, v_empty, copied - 1, v_head, before, keys - BLOCK_N, lo, hi, shift, stride_vb,
-                        stride_vt, PAGED, BLOCK_SIZE, D, STAGES, LAYOUT,
+                        stride_vt, PAGED, BLOCK_SIZE, D, BLOCK_D, STAGES, LAYOUT,
                     )  # fmt: skip
                 before = pages
                 pages = _pages(table_row, keys + BLOCK_N, hi, PAGED, BLOCK_SIZE)
@@ -203,6 +208,6 @@ def copy_tiles(
             last = lo + gl.maximum(hi - lo - 1, 0) // BLOCK_N * BLOCK_N
             _copy_tile(
                 v, v_full, v_empty, copied - 1, v_head, before, last + lanes, lo, hi, shift, stride_vb, stride_vt,
-                PAGED, BLOCK_SIZE, D, STAGES, LAYOUT,
+                PAGED, BLOCK_SIZE, D, BLOCK_D, STAGES, LAYOUT,
             )  # fmt: skip
         work += gl.num_programs(0)
