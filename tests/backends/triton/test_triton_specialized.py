@@ -11,7 +11,7 @@ from gluon_emulation import emulated
 
 from attnplug.backends.triton import TritonBackend, bindings, specialized
 from attnplug.backends.triton.launch import Gpu, PrefillLaunch, Specialized, prefill_launch
-from attnplug.backends.triton.specialized import serves, specialized_kernel
+from attnplug.backends.triton.specialized import programs, serves, specialized_kernel, tiles
 from attnplug.core import LayerSpec
 from attnplug.testing import paged_batch, run_batch
 from attnplug.testing.conformance.expectations import difference
@@ -70,7 +70,6 @@ def test_prompts_and_extends(
     batch = paged_batch(spec, [70, 0, 5, 131], [70, 3, 200, 300], block_size=16, skip_blocks=2, padding=2)
     assert difference(batch, Answer(*run_batch(TritonBackend, batch))) is None
     assert used
-    assert all(programs <= 4 for (programs,) in used), "a program for each multiprocessor at most"
 
 
 @pytest.mark.parametrize("block_size", [1, 256])
@@ -135,6 +134,39 @@ def test_heads_of_whole_16_elements_are_served() -> None:
         size for size in range(8, 520, 8) if serves(layer((4, 2, size)), values, k[..., :size], k, LAUNCH)
     ]
     assert sizes == list(range(64, 257, 16))
+
+
+@pytest.mark.parametrize(
+    ("lens", "tile", "found"),
+    [
+        # Equal lengths have no tiles without rows, though each request begins one before the division of all tokens.
+        ([64] * 16, 32, (32, 2)),
+        ([128] * 64, 32, (256, 4)),
+        ([16384], 18, (911, 911)),
+        ([1], 32, (1, 1)),
+        ([33, 33], 32, (4, 2)),
+        ([50, 3000], 32, (97, 0)),
+        ([300, 0, 300], 128, (7, 0)),
+    ],
+)
+def test_every_query_has_a_tile(lens: list[int], tile: int, found: tuple[int, int]) -> None:
+    count, each = tiles(sum(lens), len(lens), max(lens), tile)
+    assert (count, each) == found
+    starts = [sum(lens[:request]) for request in range(len(lens))]
+    firsts = [request * each if each else start // tile + request for request, start in enumerate(starts)]
+    for first, behind, queries in zip(firsts, [*firsts[1:], count], lens, strict=True):
+        assert (behind - first) * tile >= queries
+
+
+def test_tiles_of_many_keys_are_left_to_the_gpu() -> None:
+    for most_keys, has_limit, count in (
+        (None, False, 500),
+        (16384, False, 500),
+        (16384, True, 132),
+        (300, False, 132),
+    ):
+        assert programs(500, 132, has_limit, most_keys) == count
+        assert programs(100, 132, has_limit, most_keys) == 100
 
 
 def test_launches_that_a_gpu_has_shown_to_be_faster_are_specialized() -> None:

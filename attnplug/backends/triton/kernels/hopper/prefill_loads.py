@@ -17,6 +17,7 @@ def tile_of(
     key_start_loc,
     first_token,
     num_reqs,
+    request_tiles,
     tile,
     left,
     right,
@@ -30,11 +31,13 @@ def tile_of(
 ):
     """Tile `tile`: its request, first token, number of rows, first and last position, and the keys that it sees.
 
-    The keys are `lo .. hi - 1`. Key i of the call is in row `i + shift`.
+    The keys are `lo .. hi - 1`. Key i of the call is in row `i + shift`. Each request has `request_tiles` tiles; if that
+    is 0, its first one is `start // TOKENS + request`. Tiles past its queries have no rows.
     """
     TOKENS: gl.constexpr = BLOCK_M // GROUP
-    low = 0
-    high = num_reqs
+    alike = request_tiles > 0
+    low = gl.where(alike, tile // gl.maximum(request_tiles, 1), 0)
+    high = gl.where(alike, low + 1, num_reqs)
     while high - low > 1:
         middle = (low + high) // 2
         begin = gl.load(query_start_loc + middle) - first_token
@@ -45,7 +48,8 @@ def tile_of(
     first = gl.load(query_start_loc + request)
     query_len = gl.load(query_start_loc + request + 1) - first
     seq_len = gl.load(seq_lens + request)
-    offset = (tile - (first - first_token) // TOKENS - request) * TOKENS
+    first_tile = gl.where(alike, request * request_tiles, (first - first_token) // TOKENS + request)
+    offset = (tile - first_tile) * TOKENS
     tokens = gl.minimum(gl.maximum(query_len - offset, 0), TOKENS)
     first_pos = seq_len - query_len + offset
     last_pos = first_pos + tokens - 1
@@ -124,6 +128,7 @@ def copy_tiles(
     first_token,
     num_reqs,
     num_tiles,
+    request_tiles,
     left,
     right,
     chunk,
@@ -171,8 +176,8 @@ def copy_tiles(
     while work < works:
         kv_head = work % KV_HEADS
         request, row, num_rows, _, _, lo, hi, shift = tile_of(
-            query_start_loc, seq_lens, key_start_loc, first_token, num_reqs, num_tiles - 1 - work // KV_HEADS,
-            left, right, chunk, PAGED, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+            query_start_loc, seq_lens, key_start_loc, first_token, num_reqs, request_tiles,
+            num_tiles - 1 - work // KV_HEADS, left, right, chunk, PAGED, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
         )  # fmt: skip
         if num_rows > 0:
             mbarrier.wait(q_empty, (streams & 1) ^ 1)

@@ -77,6 +77,7 @@ def _attend(
     first_token,
     num_reqs,
     num_tiles,
+    request_tiles,
     left,
     right,
     chunk,
@@ -138,8 +139,8 @@ def _attend(
     while work < works:
         kv_head = work % KV_HEADS
         _, row, num_rows, first_pos, last_pos, lo, hi, _ = tile_of(
-            query_start_loc, seq_lens, key_start_loc, first_token, num_reqs, num_tiles - 1 - work // KV_HEADS,
-            left, right, chunk, PAGED, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+            query_start_loc, seq_lens, key_start_loc, first_token, num_reqs, request_tiles,
+            num_tiles - 1 - work // KV_HEADS, left, right, chunk, PAGED, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
         )  # fmt: skip
         if num_rows > 0:
             positions = first_pos + gl.minimum(rows, num_rows - 1) // GROUP
@@ -232,6 +233,7 @@ def _attend(
         "first_token",
         "num_reqs",
         "num_tiles",
+        "request_tiles",
         "left",
         "right",
         "chunk",
@@ -263,6 +265,7 @@ def specialized_prefill_kernel(
     first_token,
     num_reqs,
     num_tiles,
+    request_tiles,
     scale,
     value_scale,
     left,
@@ -300,8 +303,8 @@ def specialized_prefill_kernel(
 
     Tiles have BLOCK_D columns, a power of two; those past D are zeros.
 
-    Each program takes tiles in turn, those late in their requests first. With TURNS the groups that attend begin their
-    products one after the other.
+    Each program takes tiles in turn, those late in their requests first; `tile_of` says whose they are. With TURNS the
+    groups that attend begin their products one after the other.
     """
     dtype: gl.constexpr = query.dtype.element_ty
     HALF: gl.constexpr = BLOCK_M // 2
@@ -332,22 +335,22 @@ def specialized_prefill_kernel(
         [
             (_attend, (
                 output, lse, query_start_loc, seq_lens, key_start_loc, sinks, first_token, num_reqs, num_tiles,
-                left, right, chunk, scale, value_scale, stride_ot, stride_oh, stride_lse,
+                request_tiles, left, right, chunk, scale, value_scale, stride_ot, stride_oh, stride_lse,
                 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
                 KV_HEADS, PAGED, BLOCK_SIZE, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, STAGES,
                 HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SINKS, HAS_LSE, TURNS, gl.constexpr(0),
             )),
             (_attend, (
                 output, lse, query_start_loc, seq_lens, key_start_loc, sinks, first_token, num_reqs, num_tiles,
-                left, right, chunk, scale, value_scale, stride_ot, stride_oh, stride_lse,
+                request_tiles, left, right, chunk, scale, value_scale, stride_ot, stride_oh, stride_lse,
                 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
                 KV_HEADS, PAGED, BLOCK_SIZE, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, STAGES,
                 HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SINKS, HAS_LSE, TURNS, gl.constexpr(1),
             )),
             (copy_tiles, (
                 query, k_cache, v_cache, query_start_loc, seq_lens, block_table, key_start_loc, first_token, num_reqs,
-                num_tiles, left, right, chunk, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
-                stride_vh, stride_table, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                num_tiles, request_tiles, left, right, chunk, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
+                stride_vt, stride_vh, stride_table, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 KV_HEADS, PAGED, BLOCK_SIZE, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, STAGES,
                 HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
             )),
