@@ -156,7 +156,7 @@ def prefill_candidates(cell: Cell) -> list[Any]:
     ]
     found += [
         PrefillLaunch(128, 64, 8, 3, Specialized(*tile, turns))
-        for tile in SPECIALIZED.get(size, ())
+        for tile in SPECIALIZED.get(tile_side(size), ())
         for turns in (False, True)
     ]
     if cell.kind == "extend":
@@ -173,7 +173,7 @@ TILES = {
     384: ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)),
     512: ((128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 4, 3)),
 }
-# Keys and stages of the kernel with specialised warps, by the elements of a head.
+# Keys and stages of the kernel with specialised warps, by its columns.
 SPECIALIZED = {64: ((128, 2), (128, 3), (64, 4)), 128: ((128, 2), (64, 3)), 256: ((64, 2),)}
 SHORT_TILES = {
     512: (

@@ -25,7 +25,7 @@ from attnplug.backends.triton.launch import (
 )
 from attnplug.backends.triton.share_bindings import ShareDecode, bind_shares
 from attnplug.backends.triton.share_launch import share_launch
-from attnplug.backends.triton.specialized import ROWS, is_aligned, serves, specialized_kernel
+from attnplug.backends.triton.specialized import ROWS, is_aligned, programs, serves, specialized_kernel
 from attnplug.backends.triton.workspace import SplitPlan
 from attnplug.core.impl import LayerTensors
 from attnplug.core.spec import LayerSpec
@@ -52,8 +52,8 @@ class Prefill(NamedTuple):
     kernel: BoundKernel
     tokens: int
     """Queries per tile."""
-    programs: int | None = None
-    """Programs that take the tiles in turn; None: one for each tile."""
+    is_specialized: bool = False
+    """Whether the kernel has specialised warps, and asks for its tiles."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -238,6 +238,11 @@ class BoundLayer:
             found = self._prefills[key] = Prefill(kernel, block_m // self._group)
         return found
 
+    def programs(self, works: int, most_keys: int | None) -> int:
+        """Programs with specialised warps for so many tiles of KV heads."""
+        has_limit = self._reach.left >= 0 or self._reach.chunk > 0
+        return programs(works, self._gpu.multiprocessors, has_limit, most_keys)
+
     def _specialized(
         self, k: torch.Tensor, v: torch.Tensor, stride_table: int, launch: Specialized
     ) -> Prefill | None:
@@ -257,8 +262,7 @@ class BoundLayer:
             "STAGES": launch.num_stages,
             "TURNS": launch.turns,
         }
-        bound = BoundKernel(kernel, 15, values, num_warps=4)
-        return Prefill(bound, ROWS // self._group, self._gpu.multiprocessors)
+        return Prefill(BoundKernel(kernel, 16, values, num_warps=4), ROWS // self._group, True)
 
     def _bind_decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:
         spec = self._spec

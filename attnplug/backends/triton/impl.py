@@ -13,6 +13,7 @@ from attnplug.backends.triton.bindings import BoundLayer
 from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.options import Options
 from attnplug.backends.triton.shares import SharesStep
+from attnplug.backends.triton.specialized import tiles
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
 from attnplug.ops.calls import (
@@ -212,10 +213,12 @@ def _prefill(
     first_token, reqs = part
     most_keys = longest if meta.all_new else None
     prefill = bound.prefill(*keys, (query, output), meta.block_table.stride(0), longest, most_keys)
-    # An upper bound: the host does not read the start locations from the device.
-    tiles = (meta.num_actual_tokens - first_token) // prefill.tokens + reqs
     given = (query, *keys, output, lse, *batch, sinks, slopes, spans, first_token, reqs)
-    if prefill.programs is None:
-        prefill.kernel((tiles, bound.kv_heads), *given)
+    tokens = meta.num_actual_tokens - first_token
+    if prefill.is_specialized:
+        count, each = tiles(tokens, reqs, longest, prefill.tokens)
+        programs = bound.programs(count * bound.kv_heads, most_keys)
+        prefill.kernel((programs,), *given, count, each)
     else:
-        prefill.kernel((min(prefill.programs, tiles * bound.kv_heads),), *given, tiles)
+        # An upper bound: the host does not read the start locations from the device.
+        prefill.kernel((tokens // prefill.tokens + reqs, bound.kv_heads), *given)

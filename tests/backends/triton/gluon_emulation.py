@@ -233,6 +233,7 @@ def language() -> ModuleType:
     gl.arange = lambda first, last, layout: values(torch.arange(first, last))
     gl.full = lambda shape, value, kind, layout: values(torch.full(shape, float(value), dtype=kind.dtype))
     gl.zeros = lambda shape, kind, layout: values(torch.zeros(shape, dtype=kind.dtype))
+    gl.zeros_like = lambda tensor: values(torch.zeros_like(tensor))
     gl.program_id = lambda axis: values(_here.place[axis])
     gl.num_programs = lambda axis: values(_here.grid[axis])
     gl.cast = lambda tensor, kind: values(tensor).to(kind)

@@ -23,6 +23,7 @@ from attnplug.backends.triton.kernels.hopper.latent_narrow import latent_narrow_
 from attnplug.backends.triton.kernels.hopper.latent_wide import latent_wide_kernel
 from attnplug.backends.triton.kernels.hopper.specialized_prefill import specialized_prefill_kernel
 from attnplug.backends.triton.latent_launch import hopper_launch
+from attnplug.backends.triton.launch import tile_side
 
 POINTERS = {"query_start_loc": "*i32", "seq_lens": "*i32", "block_table": "*i32", "tiles": "*i32"}
 POINTERS |= {"key_start_loc": "*i32", "lse": "*fp32", "partials": "*fp32", "partial_lses": "*fp32"}
@@ -46,7 +47,7 @@ def prefill(size: int, block_n: int, num_stages: int, window: bool) -> dict[str,
     switches = ("HAS_RIGHT", "PAGED", "HAS_LSE", "TURNS")
     constants = dict.fromkeys(switches, True) | {"HAS_LEFT": window, "HAS_CHUNK": False, "HAS_SINKS": window}
     constants |= {"KV_HEADS": 8, "BLOCK_SIZE": 16, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": block_n}
-    constants |= {"D": size, "STAGES": num_stages}
+    constants |= {"D": size, "BLOCK_D": tile_side(size), "STAGES": num_stages}
     tensors = ("query", "k_cache", "v_cache", "output", "sinks", "alibi_slopes", "mm_spans")
     types = {**POINTERS, **dict.fromkeys(tensors, "*bf16")}
     sides = itertools.product("kv", "bth")
@@ -78,6 +79,7 @@ def facts(
         "registers by group": "setmaxnreg" in text,
         "products": sorted(set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k\d+)", text))),
         "copies": "cp.async.cg.shared.global" in text,
+        "narrow copies": "cp.async.ca.shared.global" in text,
         "conversions": sorted(set(re.findall(r"cvt\.rn\.f16x2\.(e\dm\d)x2", text))),
         "serialized": "wgmma.mma_async instructions are serialized" in said,
         "spilled": sum(map(int, re.findall(r"(\d+) bytes spill stores", said))),

@@ -16,7 +16,7 @@ import torch
 
 from attnplug.backends.triton import latent, latent_launch, specialized
 from attnplug.backends.triton.latent_launch import hopper_kernels, hopper_launch
-from attnplug.backends.triton.launch import Gpu
+from attnplug.backends.triton.launch import Gpu, tile_side
 from attnplug.backends.triton.specialized import ROWS
 
 CUDA = torch.device("cuda", 0)
@@ -62,15 +62,23 @@ def compiled_forms(forms: Iterable[Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_prefill_compiles_within_a_multiprocessor() -> None:
-    forms = [(128, 128, 2, False), (64, 128, 3, True), (256, 64, 2, True)]
+    forms = [
+        (128, 128, 2, False),
+        (64, 128, 3, True),
+        (256, 64, 2, True),
+        (80, 128, 2, False),
+        (224, 64, 2, True),
+    ]
     compiled = compiled_forms(["prefill", *form] for form in forms)
     for (size, block_n, stages, _), found in zip(forms, compiled, strict=True):
-        room = 2 * size * (ROWS + 2 * block_n * stages)
+        columns = tile_side(size)
+        room = 2 * columns * (ROWS + 2 * block_n * stages)
         assert room <= found["shared"] <= room + specialized._SCRATCH
         assert found["registers by group"]
         assert found["copies"]
+        assert not found["narrow copies"], "each copy has 16 bytes, beside columns of zeros too"
         assert not found["serialized"]
-        assert found["products"] == sorted({f"m64n{block_n}k16", f"m64n{size}k16"})
+        assert found["products"] == sorted({f"m64n{block_n}k16", f"m64n{columns}k16"})
         assert size > 128 or found["spilled"] <= 32
 
 

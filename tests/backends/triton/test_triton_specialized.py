@@ -10,14 +10,15 @@ import torch
 from gluon_emulation import emulated
 
 from attnplug.backends.triton import TritonBackend, bindings, specialized
-from attnplug.backends.triton.launch import Gpu, PrefillLaunch, Specialized
-from attnplug.backends.triton.specialized import serves, specialized_kernel
+from attnplug.backends.triton.launch import Gpu, PrefillLaunch, Specialized, prefill_launch
+from attnplug.backends.triton.specialized import programs, serves, specialized_kernel, tiles
 from attnplug.core import LayerSpec
 from attnplug.testing import paged_batch, run_batch
 from attnplug.testing.conformance.expectations import difference
 from attnplug.testing.conformance.harness import Answer
 
 LAUNCH = Specialized(64, 2, False)
+LONG = Specialized(128, 2, True)
 
 
 def layer(heads: tuple[int, int, int] = (4, 2, 64), **fields: Any) -> LayerSpec:
@@ -56,17 +57,19 @@ def launch(monkeypatch: pytest.MonkeyPatch, chosen: Specialized) -> None:
         layer((8, 1, 64), sliding_window=40, has_sinks=True, needs_lse=True),
         layer((7, 1, 64), chunk_size=100, needs_lse=True),
         layer((2, 2, 128), causal=False),
+        layer((4, 2, 80), has_sinks=True, needs_lse=True),
+        layer((4, 1, 224), sliding_window=40),
     ],
-    ids=["causal", "window", "chunk", "all"],
+    ids=["causal", "window", "chunk", "all", "80 elements", "224 elements"],
 )
 def test_prompts_and_extends(
     spec: LayerSpec, turns: bool, monkeypatch: pytest.MonkeyPatch, used: list[tuple[int, ...]]
 ) -> None:
-    launch(monkeypatch, Specialized(64 if turns else 128, 2, turns))
+    # Larger tiles of 256 columns have no room.
+    launch(monkeypatch, Specialized(64 if turns or spec.head_size > 128 else 128, 2, turns))
     batch = paged_batch(spec, [70, 0, 5, 131], [70, 3, 200, 300], block_size=16, skip_blocks=2, padding=2)
     assert difference(batch, Answer(*run_batch(TritonBackend, batch))) is None
     assert used
-    assert all(programs <= 4 for (programs,) in used), "a program for each multiprocessor at most"
 
 
 @pytest.mark.parametrize("block_size", [1, 256])
@@ -85,11 +88,11 @@ def test_pages_of_any_size(
         layer(logits_soft_cap=20.0),
         layer(has_alibi=True),
         layer(head_size_v=32),
-        layer((4, 2, 80)),
+        layer((4, 2, 72)),
         layer(kv_cache_dtype="fp8"),
         layer(dtype="float32"),
     ],
-    ids=["cap", "slopes", "smaller values", "80 elements", "fp8", "float32"],
+    ids=["cap", "slopes", "smaller values", "72 elements", "fp8", "float32"],
 )
 def test_the_other_kernel_serves_the_rest(
     spec: LayerSpec, monkeypatch: pytest.MonkeyPatch, used: list[tuple[int, ...]]
@@ -121,6 +124,59 @@ def test_strides_and_room_are_looked_at() -> None:
     assert not serves(spec, values, apart, k, LAUNCH)
     assert not serves(spec, values, k, k, Specialized(128, 9, False)), "too many tiles"
     assert not serves(spec, values | {"GROUP": 129}, k, k, LAUNCH)
+
+
+def test_heads_of_whole_16_elements_are_served() -> None:
+    values = dict.fromkeys(("stride_qt", "stride_qh", "stride_ot", "stride_oh"), 64)
+    values |= {"HAS_CAP": False, "HAS_ALIBI": False, "HAS_SPANS": False, "GROUP": 2, "COMPUTE": None}
+    k = torch.empty(8, 16, 2, 256, dtype=torch.float16)
+    sizes = [
+        size for size in range(8, 520, 8) if serves(layer((4, 2, size)), values, k[..., :size], k, LAUNCH)
+    ]
+    assert sizes == list(range(64, 257, 16))
+
+
+@pytest.mark.parametrize(
+    ("lens", "tile", "found"),
+    [
+        # Equal lengths have no tiles without rows, though each request begins one before the division of all tokens.
+        ([64] * 16, 32, (32, 2)),
+        ([128] * 64, 32, (256, 4)),
+        ([16384], 18, (911, 911)),
+        ([1], 32, (1, 1)),
+        ([33, 33], 32, (4, 2)),
+        ([50, 3000], 32, (97, 0)),
+        ([300, 0, 300], 128, (7, 0)),
+    ],
+)
+def test_every_query_has_a_tile(lens: list[int], tile: int, found: tuple[int, int]) -> None:
+    count, each = tiles(sum(lens), len(lens), max(lens), tile)
+    assert (count, each) == found
+    starts = [sum(lens[:request]) for request in range(len(lens))]
+    firsts = [request * each if each else start // tile + request for request, start in enumerate(starts)]
+    for first, behind, queries in zip(firsts, [*firsts[1:], count], lens, strict=True):
+        assert (behind - first) * tile >= queries
+
+
+def test_tiles_of_many_keys_are_left_to_the_gpu() -> None:
+    for most_keys, has_limit, count in (
+        (None, False, 500),
+        (16384, False, 500),
+        (16384, True, 132),
+        (300, False, 132),
+    ):
+        assert programs(500, 132, has_limit, most_keys) == count
+        assert programs(100, 132, has_limit, most_keys) == 100
+
+
+def test_launches_that_a_gpu_has_shown_to_be_faster_are_specialized() -> None:
+    h200 = Gpu(132, 227 << 10)
+    for size in range(65, 257):
+        found = prefill_launch(size, 2, 1 << 16, h200).specialized
+        # From 129 to 192 elements, the other kernel multiplies fewer columns.
+        assert found == (None if 128 < size <= 192 else Specialized(64, 2, False) if size > 128 else LONG)
+    assert prefill_launch(64, 2, 1 << 16, h200).specialized is None
+    assert prefill_launch(96, 2, 1 << 16, h200, 256).specialized == Specialized(64, 3, False)
 
 
 @pytest.mark.parametrize(("capability", "found"), [((9, 0), True), ((8, 0), False), ((10, 0), False)])

@@ -17,6 +17,7 @@ def tile_of(
     key_start_loc,
     first_token,
     num_reqs,
+    request_tiles,
     tile,
     left,
     right,
@@ -30,11 +31,13 @@ def tile_of(
 ):
     """Tile `tile`: its request, first token, number of rows, first and last position, and the keys that it sees.
 
-    The keys are `lo .. hi - 1`. Key i of the call is in row `i + shift`.
+    The keys are `lo .. hi - 1`. Key i of the call is in row `i + shift`. Each request has `request_tiles` tiles; if that
+    is 0, its first one is `start // TOKENS + request`. Tiles past its queries have no rows.
     """
     TOKENS: gl.constexpr = BLOCK_M // GROUP
-    low = 0
-    high = num_reqs
+    alike = request_tiles > 0
+    low = gl.where(alike, tile // gl.maximum(request_tiles, 1), 0)
+    high = gl.where(alike, low + 1, num_reqs)
     while high - low > 1:
         middle = (low + high) // 2
         begin = gl.load(query_start_loc + middle) - first_token
@@ -45,7 +48,8 @@ def tile_of(
     first = gl.load(query_start_loc + request)
     query_len = gl.load(query_start_loc + request + 1) - first
     seq_len = gl.load(seq_lens + request)
-    offset = (tile - (first - first_token) // TOKENS - request) * TOKENS
+    first_tile = gl.where(alike, request * request_tiles, (first - first_token) // TOKENS + request)
+    offset = (tile - first_tile) * TOKENS
     tokens = gl.minimum(gl.maximum(query_len - offset, 0), TOKENS)
     first_pos = seq_len - query_len + offset
     last_pos = first_pos + tokens - 1
@@ -62,10 +66,13 @@ def tile_of(
 
 
 @gluon.jit
-def _copy(target, places, there, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Begin to copy rows, with zeros where nothing is there."""
-    dims = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    async_copy.async_copy_global_to_shared(target, places[:, None] + dims, mask=there[:, None])
+def _copy(target, places, there, D: gl.constexpr, BLOCK_D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begin to copy rows of D elements, with zeros behind them and where nothing is there."""
+    dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    there = there[:, None]
+    if D < BLOCK_D:
+        there = there & (dims < D)
+    async_copy.async_copy_global_to_shared(target, places[:, None] + dims, mask=there)
 
 
 @gluon.jit
@@ -94,6 +101,7 @@ def _copy_tile(
     PAGED: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
@@ -104,7 +112,7 @@ def _copy_tile(
         rows = pages.to(gl.int64) * stride_block + (keys % BLOCK_SIZE) * stride_token
     else:
         rows = (keys + shift).to(gl.int64) * stride_token
-    _copy(target.index(stage), head + rows, (keys >= lo) & (keys < hi), D, LAYOUT)
+    _copy(target.index(stage), head + rows, (keys >= lo) & (keys < hi), D, BLOCK_D, LAYOUT)
     async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
 
 
@@ -120,6 +128,7 @@ def copy_tiles(
     first_token,
     num_reqs,
     num_tiles,
+    request_tiles,
     left,
     right,
     chunk,
@@ -148,6 +157,7 @@ def copy_tiles(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
@@ -166,8 +176,8 @@ def copy_tiles(
     while work < works:
         kv_head = work % KV_HEADS
         request, row, num_rows, _, _, lo, hi, shift = tile_of(
-            query_start_loc, seq_lens, key_start_loc, first_token, num_reqs, num_tiles - 1 - work // KV_HEADS,
-            left, right, chunk, PAGED, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+            query_start_loc, seq_lens, key_start_loc, first_token, num_reqs, request_tiles,
+            num_tiles - 1 - work // KV_HEADS, left, right, chunk, PAGED, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
         )  # fmt: skip
         if num_rows > 0:
             mbarrier.wait(q_empty, (streams & 1) ^ 1)
@@ -175,7 +185,7 @@ def copy_tiles(
                 rows = half * HALF + half_rows
                 token = (row + rows // GROUP).to(gl.int64)
                 places = query + token * stride_qt + (kv_head * GROUP + rows % GROUP) * stride_qh
-                _copy(q.index(half), places, rows < num_rows, D, LAYOUT)
+                _copy(q.index(half), places, rows < num_rows, D, BLOCK_D, LAYOUT)
             async_copy.mbarrier_arrive(q_full, increment_count=False)
             streams += 1
             k_head = k_cache + kv_head * stride_kh
@@ -189,13 +199,13 @@ def copy_tiles(
                 keys = begin + lanes
                 _copy_tile(
                     k, k_full, k_empty, copied, k_head, pages, keys, lo, hi, shift, stride_kb, stride_kt,
-                    PAGED, BLOCK_SIZE, D, STAGES, LAYOUT,
+                    PAGED, BLOCK_SIZE, D, BLOCK_D, STAGES, LAYOUT,
                 )  # fmt: skip
                 if begin > lo:
                     # Values come after the keys of the next tile, as they are used.
                     _copy_tile(
                         v, v_full, v_empty, copied - 1, v_head, before, keys - BLOCK_N, lo, hi, shift, stride_vb,
-                        stride_vt, PAGED, BLOCK_SIZE, D, STAGES, LAYOUT,
+                        stride_vt, PAGED, BLOCK_SIZE, D, BLOCK_D, STAGES, LAYOUT,
                     )  # fmt: skip
                 before = pages
                 pages = _pages(table_row, keys + BLOCK_N, hi, PAGED, BLOCK_SIZE)
@@ -203,6 +213,6 @@ def copy_tiles(
             last = lo + gl.maximum(hi - lo - 1, 0) // BLOCK_N * BLOCK_N
             _copy_tile(
                 v, v_full, v_empty, copied - 1, v_head, before, last + lanes, lo, hi, shift, stride_vb, stride_vt,
-                PAGED, BLOCK_SIZE, D, STAGES, LAYOUT,
+                PAGED, BLOCK_SIZE, D, BLOCK_D, STAGES, LAYOUT,
             )  # fmt: skip
         work += gl.num_programs(0)

@@ -77,6 +77,7 @@ def _attend(
     first_token,
     num_reqs,
     num_tiles,
+    request_tiles,
     left,
     right,
     chunk,
@@ -102,6 +103,7 @@ def _attend(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
@@ -114,7 +116,7 @@ def _attend(
     """Attend half of the rows of each tile, the lower or the upper one."""
     HALF: gl.constexpr = BLOCK_M // 2
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, LOGITS)
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -124,7 +126,7 @@ def _attend(
     )
     rows = SIDE * HALF + gl.arange(0, HALF, layout=ROWS)
     store_rows = SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, STORE))
-    dims = gl.arange(0, D, layout=gl.SliceLayout(0, STORE))[None, :]
+    dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, STORE))[None, :]
     lanes = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LOGITS))
     dtype: gl.constexpr = k.dtype
     unit = scale * LOG2E
@@ -137,8 +139,8 @@ def _attend(
     while work < works:
         kv_head = work % KV_HEADS
         _, row, num_rows, first_pos, last_pos, lo, hi, _ = tile_of(
-            query_start_loc, seq_lens, key_start_loc, first_token, num_reqs, num_tiles - 1 - work // KV_HEADS,
-            left, right, chunk, PAGED, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+            query_start_loc, seq_lens, key_start_loc, first_token, num_reqs, request_tiles,
+            num_tiles - 1 - work // KV_HEADS, left, right, chunk, PAGED, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
         )  # fmt: skip
         if num_rows > 0:
             positions = first_pos + gl.minimum(rows, num_rows - 1) // GROUP
@@ -149,7 +151,7 @@ def _attend(
             sums = gl.zeros([HALF, SUMS], gl.float32, PARTS)
             if HAS_SINKS:
                 top = gl.load(sinks + kv_head * GROUP + rows % GROUP).to(gl.float32) * LOG2E
-            out = gl.zeros([HALF, D], gl.float32, OUT)
+            out = gl.zeros([HALF, BLOCK_D], gl.float32, OUT)
             mbarrier.wait(q_full, streams & 1)
             mbarrier.wait(k_full.index(done % STAGES), done // STAGES & 1)
             fence_async_shared()
@@ -214,7 +216,10 @@ def _attend(
             token = (row + store_rows // GROUP).to(gl.int64)
             places = output + token * stride_ot + (kv_head * GROUP + store_rows % GROUP) * stride_oh
             found = gl.convert_layout(found.to(output.dtype.element_ty), STORE)
-            gl.store(places[:, None] + dims, found, mask=(store_rows < num_rows)[:, None])
+            there = (store_rows < num_rows)[:, None]
+            if D < BLOCK_D:
+                there = there & (dims < D)
+            gl.store(places[:, None] + dims, found, mask=there)
             if HAS_LSE:
                 out_lse = gl.where(nothing, float("-inf"), top + gl.log2(safe)) * LN2
                 at = (row + rows // GROUP).to(gl.int64) * stride_lse + kv_head * GROUP + rows % GROUP
@@ -228,6 +233,7 @@ def _attend(
         "first_token",
         "num_reqs",
         "num_tiles",
+        "request_tiles",
         "left",
         "right",
         "chunk",
@@ -259,6 +265,7 @@ def specialized_prefill_kernel(
     first_token,
     num_reqs,
     num_tiles,
+    request_tiles,
     scale,
     value_scale,
     left,
@@ -283,6 +290,7 @@ def specialized_prefill_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
@@ -293,16 +301,18 @@ def specialized_prefill_kernel(
 ):
     """As prefill_kernel, for queries and keys of 16 bits, heads of equal size, and strides of whole 32 bytes.
 
-    Each program takes tiles in turn, those late in their requests first. With TURNS the groups that attend begin their
-    products one after the other.
+    Tiles have BLOCK_D columns, a power of two; those past D are zeros.
+
+    Each program takes tiles in turn, those late in their requests first; `tile_of` says whose they are. With TURNS the
+    groups that attend begin their products one after the other.
     """
     dtype: gl.constexpr = query.dtype.element_ty
     HALF: gl.constexpr = BLOCK_M // 2
-    QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D], dtype)
-    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
-    q = gl.allocate_shared_memory(dtype, [2, HALF, D], QUERIES)
-    k = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], KEYS)
-    v = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], KEYS)
+    QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, BLOCK_D], dtype)
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
+    q = gl.allocate_shared_memory(dtype, [2, HALF, BLOCK_D], QUERIES)
+    k = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], KEYS)
+    v = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], KEYS)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -325,23 +335,23 @@ def specialized_prefill_kernel(
         [
             (_attend, (
                 output, lse, query_start_loc, seq_lens, key_start_loc, sinks, first_token, num_reqs, num_tiles,
-                left, right, chunk, scale, value_scale, stride_ot, stride_oh, stride_lse,
+                request_tiles, left, right, chunk, scale, value_scale, stride_ot, stride_oh, stride_lse,
                 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-                KV_HEADS, PAGED, BLOCK_SIZE, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
+                KV_HEADS, PAGED, BLOCK_SIZE, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, STAGES,
                 HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SINKS, HAS_LSE, TURNS, gl.constexpr(0),
             )),
             (_attend, (
                 output, lse, query_start_loc, seq_lens, key_start_loc, sinks, first_token, num_reqs, num_tiles,
-                left, right, chunk, scale, value_scale, stride_ot, stride_oh, stride_lse,
+                request_tiles, left, right, chunk, scale, value_scale, stride_ot, stride_oh, stride_lse,
                 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-                KV_HEADS, PAGED, BLOCK_SIZE, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
+                KV_HEADS, PAGED, BLOCK_SIZE, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, STAGES,
                 HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SINKS, HAS_LSE, TURNS, gl.constexpr(1),
             )),
             (copy_tiles, (
                 query, k_cache, v_cache, query_start_loc, seq_lens, block_table, key_start_loc, first_token, num_reqs,
-                num_tiles, left, right, chunk, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
-                stride_vh, stride_table, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                KV_HEADS, PAGED, BLOCK_SIZE, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
+                num_tiles, request_tiles, left, right, chunk, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
+                stride_vt, stride_vh, stride_table, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                KV_HEADS, PAGED, BLOCK_SIZE, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, STAGES,
                 HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
             )),
         ],

@@ -1,0 +1,116 @@
+"""The prefill kernel with specialised warps on Hopper: numbers of heads, lengths and limits, beside the oracle's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from attnplug.backends.triton import TritonBackend, bindings
+from attnplug.backends.triton.launch import PrefillLaunch, Specialized
+from attnplug.backends.triton.specialized import specialized_kernel
+from attnplug.core import LayerSpec
+from attnplug.testing import Batch, paged_batch, run_batch
+from attnplug.testing.conformance.expectations import difference
+from attnplug.testing.conformance.harness import Answer
+
+pytestmark = pytest.mark.gpu
+
+LAUNCHES = {
+    64: (Specialized(64, 3, False), Specialized(128, 2, True)),
+    128: (Specialized(128, 2, True), Specialized(64, 3, False)),
+    256: (Specialized(64, 2, False), Specialized(64, 2, True)),
+}
+RAGGED = [300, 1, 131, 0, 64, 2000, 17], [300, 90, 131, 3, 700, 2000, 1500]
+MANY_OF_TWO_TILES = [64] * 16, [2000 + 31 * index for index in range(16)]
+MANY_SHORT = [100] * 64, [100] * 64
+LONG = [3000], [3000]
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What BoundLayer binds of the kernel; None where it does not serve."""
+    if specialized_kernel(torch.device("cuda", torch.cuda.current_device())) is None:
+        pytest.skip("the kernel is for compute capability 9.0")
+    found: list[Any] = []
+    bind = bindings.BoundLayer._specialized
+
+    def kept(*arguments: Any) -> Any:
+        found.append(bind(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(bindings.BoundLayer, "_specialized", kept)
+    monkeypatch.setattr(bindings.BoundLayer, "fills_gpu", lambda *_: True)
+    return found
+
+
+def layer(size: int, heads: tuple[int, int] = (8, 2), **fields: Any) -> LayerSpec:
+    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_size": size, "dtype": "bfloat16"}
+    return LayerSpec(**{**sizes, **fields})
+
+
+def check(batch: Batch, bound: list[Any]) -> None:
+    # A second call has the work of the first behind it, in the caches and in the kernel's counters.
+    for _ in range(2):
+        assert difference(batch, Answer(*run_batch(TritonBackend, batch))) is None
+    assert bound
+    assert None not in bound
+
+
+def launch(monkeypatch: pytest.MonkeyPatch, chosen: Specialized) -> None:
+    monkeypatch.setattr(
+        bindings, "prefill_launch", lambda *_: PrefillLaunch(128, 64, 8, 2, specialized=chosen)
+    )
+
+
+@pytest.mark.parametrize(
+    "lens", [RAGGED, MANY_OF_TWO_TILES, MANY_SHORT, LONG], ids=["ragged", "16", "64", "1"]
+)
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("size", [64, 80, 96, 112, 128, 224, 256])
+def test_heads_of_any_size(
+    size: int,
+    number: int,
+    lens: tuple[list[int], list[int]],
+    bound: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch(monkeypatch, LAUNCHES[64 if size == 64 else 128 if size <= 128 else 256][number])
+    check(paged_batch(layer(size), *lens, padding=3, skip_blocks=2, device="cuda"), bound)
+
+
+@pytest.mark.parametrize("size", [80, 128, 256])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sliding_window": 100},
+        {"sliding_window": 700, "has_sinks": True, "needs_lse": True},
+        {"chunk_size": 256, "needs_lse": True},
+        {"causal": False},
+        {"causal": False, "window": (50, 90)},
+        {"has_sinks": True},
+        {"heads": (7, 1)},
+        {"heads": (16, 1), "dtype": "float16"},
+        {"heads": (3, 3), "needs_lse": True},
+        {"heads": (40, 8)},
+    ],
+    ids=str,
+)
+def test_limits_and_groups(fields: dict[str, Any], size: int, bound: list[Any]) -> None:
+    check(paged_batch(layer(size, **fields), *RAGGED, block_size=16, device="cuda"), bound)
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 256])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_pages_of_any_size(layout: str, block_size: int, bound: list[Any]) -> None:
+    check(paged_batch(layer(96), *RAGGED, block_size=block_size, layout=layout, device="cuda"), bound)
+
+
+def test_batches_of_all_lengths_in_turn(bound: list[Any]) -> None:
+    for requests in range(1, 24):
+        lens = [1 + (requests * 37 + index * 91) % 260 for index in range(requests)]
+        check(paged_batch(layer(128), lens, lens, device="cuda"), bound)
+        check(paged_batch(layer(128), lens, [each + 300 for each in lens], device="cuda"), bound)
