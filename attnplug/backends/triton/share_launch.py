@@ -78,7 +78,7 @@ _LAUNCHES = {
         128: ShareLaunch(128, 64, 8, 3, 1, 2, 1),
     },
     256: {
-        16: ShareLaunch(16, 64, 4, 3, 2, 2, 3),
+        16: ShareLaunch(16, 64, 4, 3, 2, 1, 3),
         32: ShareLaunch(64, 32, 4, 3, 2, 2, 4),
         64: ShareLaunch(64, 32, 4, 3, 2, 2, 4),
         128: ShareLaunch(128, 64, 8, 3, 1, 2, 1),
