@@ -19,7 +19,7 @@ from attnplug.ops.triton.launch import BoundKernel, power_of_two
 
 _DECODE: Any = share_decode_kernel
 _MERGE: Any = merge_shares_kernel
-_MERGES = (32, 64), (128, 32)
+_MERGES = (32, 32), (128, 32)
 """Parts of a row that are merged at once, and elements of it that one program merges; rows of few parts, and of many."""
 _MANY_PARTS = 48
 
