@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.core.batch.host import query_spans
+from attnplug.core.batch.host import is_one_each, query_spans
 from attnplug.core.composite.cut import Cut, cut_at
 from attnplug.core.config import CONTEXT_CHUNK_ROWS, BuilderConfig
 from attnplug.core.errors import BatchError, PluginError
@@ -170,7 +170,7 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             # Requests without queries are left out before the decode.
             others = (lens > threshold) | ((lens > 0) & (lens != (lengths[0] if lengths.size else 0)))
             reqs = int(others.argmax()) if others.any() else reqs
-        elif reqs and np.maximum.reduce(lens) > threshold:
+        elif reqs and not is_one_each(lens) and np.maximum.reduce(lens) > threshold:
             reqs = int((lens > threshold).argmax())
         tokens = int(starts[reqs])
         if reqs == lens.size:

@@ -7,15 +7,15 @@ import math
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from attnplug.backends.flashinfer.host_arrays import HostArrays
 from attnplug.backends.flashinfer.latent_plans import LatentPlans, LatentStep
 from attnplug.backends.flashinfer.library import library
 from attnplug.backends.flashinfer.modules import LatentModule
 from attnplug.backends.flashinfer.planned_wrapper import PlanCost
-from attnplug.backends.flashinfer.step import Part, trimmed
-from attnplug.core.batch.host import known_seq_lens, query_spans, to_device
+from attnplug.backends.flashinfer.step import Ints, Part, trimmed
+from attnplug.core.batch.host import is_one_each, known_seq_lens, query_spans, to_device
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionCGSupport, CommonAttentionMetadata
 from attnplug.mla.builder import MLADecodeBuilder
@@ -39,6 +39,9 @@ class FlashInferMLABuilder(MLADecodeBuilder):
         hopper = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] == 9
         dims = spec.mla
         sizes = dims.kv_lora_rank, dims.qk_rope_head_dim
+        self._arrays = HostArrays()
+        self._first_places: Ints = np.zeros(2, dtype=np.int32)
+        """Where the rows of the last steps' table start, one after another."""
         self._plans = LatentPlans(
             library(),
             LatentModule("fa3" if hopper else "fa2", compute_dtype(spec), sizes),
@@ -62,35 +65,50 @@ class FlashInferMLABuilder(MLADecodeBuilder):
                 decodes than FlashInfer can plan.
             PluginError: FlashInfer has to compile, and cannot.
         """
-        starts, lens = (each.astype(np.int32, copy=False) for each in query_spans(common))
+        starts, lens = query_spans(common)
         given = known_seq_lens(common)
         if given is None:
             raise BatchError("seq_lens_host", None, "must be the exact lengths of the requests")
+        # One query of each request, the most frequent step, needs no look at their lengths.
+        one = is_one_each(lens)
+        if not one:
+            starts, lens = starts.astype(np.int32, copy=False), lens.astype(np.int32, copy=False)
         known = given.astype(np.int32, copy=False)
         key = common.num_reqs, common.max_query_len
         rows = seen = captured = None
-        if int(starts[-1]) == key[0] * key[1] and self._plans.is_captured(key):
+        if self._plans.is_captured(key) and int(starts[-1]) == key[0] * key[1]:
             known = _with_padding(lens, known)
             captured = key if (known >= lens).all() else None
-        # One query of each request, the most frequent step, needs no comparison of two arrays.
-        several, least = starts[-1] != lens.size, np.minimum.reduce
-        if lens.size and (least(lens) < 1 or ((known < lens).any() if several else least(known) < 1)):
+        # Faster than the methods of the arrays.
+        least, largest = np.minimum.reduce, np.maximum.reduce
+        if known.size and (least(known) < 1 if one else least(lens) < 1 or (known < lens).any()):
             # FlashInfer's result for queries that see nothing is undefined.
             rows, seen, starts, lens, known = trimmed(starts, lens, known, True)
+        most_queries = most_keys = 0
+        if known.size:
+            most_queries, most_keys = 1 if one else int(largest(lens)), int(largest(known))
+        table, page = common.block_table_tensor, self.kv_cache_spec.block_size
+        most, width = -(-most_keys // page), table.shape[1]
+        if most > width:
+            limit = f"has no room for a request of {most} pages"
+            raise BatchError("block_table", tuple(table.shape), limit)
+        # A graph reads its pages at one address.
+        indices = None if captured else self._plans.in_place(table)
+        places = self._page_starts(known) if indices is None else self._row_starts(rows, known.size, width)
+        # The engine may change its arrays while this step can still be planned again.
+        starts, known = self._arrays.copy(starts), self._arrays.copy(known)
         step = LatentStep(
-            _part(starts, lens, known, self.kv_cache_spec.block_size),
+            # The planner for latents reads no lengths of last pages.
+            Part(0, int(starts[-1]), most_queries, most_keys, 0, starts, places, known, known, b""),
             common.seq_lens,
-            common.block_table_tensor,
-            None if rows is None else to_device(rows, self.device),
+            table,
+            indices,
+            None if rows is None or indices is not None else to_device(rows, self.device),
             None if seen is None else to_device(seen, self.device),
             captured,
             self._plans,
         )
-        most, width = -(-step.part.max_seq_len // self.kv_cache_spec.block_size), step.block_table.shape[1]
-        if most > width:
-            limit = f"has no room for a request of {most} pages"
-            raise BatchError("block_table", tuple(step.block_table.shape), limit)
-        if len(known):
+        if known.size:
             self._plans.ensure(step)
         return step
 
@@ -108,6 +126,24 @@ class FlashInferMLABuilder(MLADecodeBuilder):
         pages = -(-max(common.max_seq_len, 1) // self.kv_cache_spec.block_size)
         self._plans.capture((reqs, longest), reqs * pages)
         return self.build(0, common)
+
+    def _page_starts(self, seq_lens: Ints) -> Ints:
+        """Where each request's pages start among gathered ones, and the end."""
+        page, pages = self.kv_cache_spec.block_size, self._arrays.empty(seq_lens.size)
+        np.floor_divide(np.add(seq_lens, page - 1, out=pages), page, out=pages)
+        starts = self._arrays.empty(seq_lens.size + 1)
+        starts[0] = 0
+        np.add.accumulate(pages, out=starts[1:])
+        return starts
+
+    def _row_starts(self, rows: Ints | None, count: int, width: int) -> Ints:
+        """Where the rows of requests start in a table that is `width` wide, and an end; without `rows`, of all."""
+        if rows is not None:
+            return np.append(rows, rows[-1:] + 1) * np.int32(width)
+        if self._first_places.size <= count or self._first_places[1] != width:
+            most = max(count, self.config.max_num_seqs)
+            self._first_places = np.arange(most + 1, dtype=np.int32) * np.int32(width)
+        return self._first_places[: count + 1]
 
 
 class FlashInferMLAImpl(MLADecodeImpl):
@@ -148,25 +184,13 @@ class FlashInferMLAImpl(MLADecodeImpl):
                 output_lse[seen] = lse
 
 
-def _with_padding(lens: npt.NDArray[np.int32], known: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+def _with_padding(lens: Ints, known: Ints) -> Ints:
     """The keys of requests, and for the padding at a graph's end, which has one key, as many as queries.
 
     A graph replays the plan that it captured, with as many tiles, so its padding must not be left out of the plan.
     """
     blind = known < lens
+    if not blind.any():
+        return known
     last = lens.size - int(np.argmin(blind[::-1])) if not blind.all() else 0
     return np.concatenate((known[:last], np.maximum(known[last:], lens[last:])))
-
-
-def _part(starts: Any, lens: Any, seq_lens: Any, page_size: int) -> Part:
-    """The arrays of requests, of which each has queries and keys."""
-    pages = (seq_lens + (page_size - 1)) // page_size
-    kv_indptr = np.empty(len(seq_lens) + 1, dtype=np.int32)
-    kv_indptr[0] = 0
-    np.add.accumulate(pages, out=kv_indptr[1:])
-    # Faster than the methods of the arrays.
-    longest = tuple(int(np.maximum.reduce(each)) if each.size else 0 for each in (lens, seq_lens))
-    # The engine may change its arrays while this step can still be planned again.
-    own = seq_lens.copy()
-    # The planner for latents reads no lengths of last pages.
-    return Part(0, int(starts[-1]), longest[0], longest[1], 0, starts.copy(), kv_indptr, own, own, b"")

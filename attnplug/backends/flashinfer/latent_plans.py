@@ -32,7 +32,8 @@ class LatentStep:
         part: their arrays on the host.
         seq_lens: int32 `[R]` on the device, of all requests.
         block_table: int32 `[R, max_blocks]`.
-        rows: int32, the requests in `part`, on the device; None if all are.
+        indices: `block_table` as one row, if the plan reads it in place; None if pages are gathered.
+        rows: int32, the requests in `part`, on the device; None if all are, or if pages are read in place.
         seen: int64, the queries that see a key, on the device; None if all do.
         captured: requests and queries of each, if graphs read the plan; None for other steps.
         plans: makes the plan.
@@ -41,6 +42,7 @@ class LatentStep:
     part: Part
     seq_lens: torch.Tensor
     block_table: torch.Tensor
+    indices: torch.Tensor | None
     rows: torch.Tensor | None
     seen: torch.Tensor | None
     captured: tuple[int, int] | None
@@ -92,6 +94,17 @@ class LatentPlans:
         """Whether graphs may read the plans of steps of this size."""
         return key in self._indices
 
+    def in_place(self, table: torch.Tensor) -> torch.Tensor | None:
+        """A block table as one row of page indices, which kernels can read; None for a table that they cannot.
+
+        Its requests start at their rows. So no pages are gathered, which takes a launch.
+        """
+        rows, width = table.shape
+        # The kernels count tokens from the first index, in 32 bits.
+        if rows * width * self._page_size >= 1 << 31 or table.dtype != torch.int32:
+            return None
+        return table.view(-1) if table.is_contiguous() else None
+
     def ensure(self, step: LatentStep) -> Any:
         """The wrapper of a step; it is planned unless its plan is the latest.
 
@@ -105,7 +118,7 @@ class LatentPlans:
         return self._wrappers[step.captured]
 
     def _plan(self, step: LatentStep) -> None:
-        part, count = step.part, step.part.num_pages
+        part = step.part
         tiles = part.num_tokens * self._heads // _TILE + len(part.seq_lens)
         if tiles > _MOST_TILES // 2:
             # That is a bound; the number takes longer.
@@ -113,12 +126,11 @@ class LatentPlans:
         if tiles > _MOST_TILES // 2:
             limit = f"queries are {tiles} tiles of FlashInfer's work list, more than {_MOST_TILES // 2}"
             raise BatchError("num_actual_tokens", part.num_tokens, limit, "decode fewer requests in a step")
-        indices = self._room(step.captured, count)
-        gather_page_indices(step.block_table, step.seq_lens, self._page_size, step.rows, indices, count)
+        indices = self._gathered(step) if step.indices is None else step.indices
         wrapper = self._wrappers.get(step.captured)
         loading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if wrapper is None:
-            wrapper = self._made(step.captured, indices)
+            wrapper = self._made(step.captured)
             if len(self._wrappers) == 1:
                 why = f"decode of layers {self._layers}"
                 loading = announced(self._library, self._module, why)
@@ -131,7 +143,7 @@ class LatentPlans:
             wrapper.plan(
                 arrays["qo_indptr"],
                 arrays["kv_indptr"],
-                indices[:count],
+                indices,
                 arrays["seq_lens"],
                 self._heads,
                 *self._module.sizes,
@@ -145,7 +157,8 @@ class LatentPlans:
         self._space.cost.plans += 1
         self._space.ring.release()
 
-    def _room(self, captured: tuple[int, int] | None, count: int) -> torch.Tensor:
+    def _gathered(self, step: LatentStep) -> torch.Tensor:
+        captured, count = step.captured, step.part.num_pages
         indices = self._indices.get(captured)
         if indices is None or (captured is None and count > indices.shape[0]):
             # A power of two, so that growing contexts do not allocate in every step.
@@ -153,9 +166,10 @@ class LatentPlans:
         if count > indices.shape[0]:
             limit = f"are more than the {indices.shape[0]} that graphs were captured for"
             raise BatchError("pages", count, limit, "capture with a longer max_model_len")
-        return indices
+        gather_page_indices(step.block_table, step.seq_lens, self._page_size, step.rows, indices, count)
+        return indices[:count]
 
-    def _made(self, captured: tuple[int, int] | None, indices: torch.Tensor) -> Any:
+    def _made(self, captured: tuple[int, int] | None) -> Any:
         if self._workspace is None:
             count = 1
             if self._device.type == "cuda":
@@ -167,7 +181,7 @@ class LatentPlans:
         if captured is not None:
             reqs = captured[0]
             fixed = {"qo_indptr": self._ints(reqs + 1), "kv_indptr": self._ints(reqs + 1)}
-            fixed |= {"kv_indices": indices, "kv_len_arr": self._ints(reqs)}
+            fixed |= {"kv_indices": self._indices[captured], "kv_len_arr": self._ints(reqs)}
         wrapper = self._library.latent_wrapper(self._workspace, self._module.template, fixed)
         self._space.adopt(wrapper)
         self._wrappers[captured] = wrapper

@@ -45,7 +45,8 @@ def query_spans(common: CommonAttentionMetadata) -> tuple[IntArray, IntArray]:
         raise BatchError("query_start_loc_cpu", starts.shape, f"must be of shape ({common.num_reqs + 1},)")
     if common.num_actual_tokens == common.num_reqs:
         decodes, ones = _one_each(common.num_reqs)
-        if starts.dtype == np.int32 and starts.tobytes() == decodes:
+        # Both have as many bytes, and `startswith` compares them without a copy.
+        if starts.dtype == np.int32 and starts.flags.c_contiguous and decodes.startswith(starts.data):
             return starts, ones
     lengths = starts[1:] - starts[:-1]
     if lengths.size and lengths.min() < 0:
@@ -68,6 +69,11 @@ def _one_each(num_reqs: int) -> tuple[bytes, IntArray]:
     ones = np.ones(num_reqs, dtype=np.int32)
     ones.flags.writeable = False
     return np.arange(num_reqs + 1, dtype=np.int32).tobytes(), ones
+
+
+def is_one_each(lengths: IntArray) -> bool:
+    """Whether `query_spans` found one query in each request; False also for lengths from elsewhere."""
+    return lengths is _one_each(lengths.size)[1]
 
 
 def known_seq_lens(common: CommonAttentionMetadata) -> IntArray | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import tracemalloc
 import types
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -145,13 +146,58 @@ def test_a_step_that_was_built_before_another_is_planned_again() -> None:
 def test_the_engine_may_change_its_arrays_after_a_build() -> None:
     builder, batch = builder_of(layer()), paged_batch(layer(), [1, 1], [9, 30], block_size=4)
     first = builder.build(0, batch.common)
-    host = batch.common.seq_lens_host
+    host, starts = batch.common.seq_lens_host, batch.common.query_start_loc_cpu
     assert host is not None
-    kept = host.copy()
+    kept = host.copy(), starts.clone()
     builder.build(0, paged_batch(layer(), [1], [3], block_size=4).common)
     host[:] = 1
-    assert difference(batch, attended(builder, batch, first)) is None
-    host[:] = kept
+    starts[1] = 2
+    found = attended(builder, batch, first)
+    host[:] = kept[0]
+    starts.copy_(kept[1])
+    assert difference(batch, found) is None
+
+
+@pytest.mark.parametrize("new", [[1, 1, 1], [1, 0, 4], [2, 3, 1]])
+def test_a_plan_reads_the_pages_where_they_are_unless_the_kernel_cannot(new: list[int]) -> None:
+    builder, batch = builder_of(layer()), paged_batch(layer(), new, [9, 30, 2], block_size=4)
+    table = batch.common.block_table_tensor
+    wide = torch.full((3, 2 * table.shape[1]), -1, dtype=torch.int32)
+    wide[:, : table.shape[1]] = table
+    for given, is_read in (
+        (table, True),
+        (wide, True),
+        (wide[:, : table.shape[1]], False),
+        (table.long(), False),
+    ):
+        metadata = builder.build(0, dataclasses.replace(batch.common, block_table_tensor=given))
+        assert difference(batch, attended(builder, batch, metadata)) is None
+        (wrapper,) = builder._plans._wrappers.values()
+        assert (wrapper._kv_indices_buf.data_ptr() == given.data_ptr()) is is_read
+
+
+@pytest.mark.parametrize(("rows", "is_read"), [(1023, True), (1024, False)])
+def test_pages_are_gathered_where_the_kernel_would_count_past_32_bits(rows: int, is_read: bool) -> None:
+    plans = builder_of(layer(), page=16)._plans
+    table = torch.empty(rows, 1 << 17, dtype=torch.int32, device="meta")
+    assert (plans.in_place(table) is not None) is is_read
+
+
+def test_a_build_of_decodes_makes_no_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an array would pay for the memory that FlashInfer's planner freed."""
+    count, peaks = 4096, []
+    builder = builder_of(layer())
+    batch = paged_batch(layer(), [1] * count, [3] * count, block_size=4)
+    builder.build(0, batch.common)
+    (wrapper,) = builder._plans._wrappers.values()
+    monkeypatch.setattr(wrapper, "plan", lambda *arrays: None)
+    # Every second build makes the block of the next ones.
+    for _ in range(3):
+        tracemalloc.start()
+        builder.build(0, batch.common)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert min(peaks) < count, "less than a byte for each request"
 
 
 @pytest.mark.parametrize("query_len", [1, 3])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnplug.core.batch.host import query_spans
+from attnplug.core.batch.host import is_one_each, query_spans
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.spec import LayerSpec
@@ -61,3 +61,19 @@ def test_starts_of_another_shape_are_refused_for_decodes_too() -> None:
     column = dataclasses.replace(common, query_start_loc_cpu=common.query_start_loc_cpu[:, None])
     with pytest.raises(BatchError, match=r"must be of shape \(3,\)"):
         query_spans(column)
+
+
+def test_one_query_of_each_request_is_recognised():
+    for starts, tokens, dtype in (([0, 1, 2], 2, torch.int32), ([0], 0, torch.int32)):
+        assert is_one_each(query_spans(batch(starts, tokens, dtype))[1])
+    for starts, tokens in (([0, 2, 2], 2), ([0, 1, 1], 2), ([0, 1, 3], 3)):
+        assert not is_one_each(query_spans(batch(starts, tokens))[1])
+    # As many ones from elsewhere may change.
+    assert not is_one_each(np.ones(2, dtype=np.int32))
+
+
+def test_start_locations_need_not_be_contiguous():
+    whole = torch.tensor([[0, 7], [1, 7], [2, 7]], dtype=torch.int32)
+    common = dataclasses.replace(batch([0, 1, 2], 2), query_start_loc_cpu=whole[:, 0])
+    starts, lengths = query_spans(common)
+    assert (starts.tolist(), lengths.tolist()) == ([0, 1, 2], [1, 1])
