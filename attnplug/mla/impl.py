@@ -20,7 +20,7 @@ from attnplug.ops.calls import check_rows, kv_scales, refuse_output_scales
 from attnplug.ops.gather import gather_pages, gather_slots
 from attnplug.ops.kv_write import bound_kv_write
 from attnplug.ops.merging import merge_attn_states
-from attnplug.ops.storage import compute_dtype, typed_view
+from attnplug.ops.storage import compute_dtype, in_words, typed_view
 
 if TYPE_CHECKING:
     from attnplug.core.mla_backend import MLADecodeBackend
@@ -366,7 +366,8 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
     def _expand(self, kv_c: torch.Tensor, k_pe: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the keys and values of latents."""
         nope_size = self.dims.qk_nope_head_dim
-        key[..., nope_size:] = k_pe[:, None]
+        rope, given = in_words(key[..., nope_size:], k_pe[:, None])
+        rope.copy_(given)
         # A subclass may have an `expand` of its own.
         if type(self.projection) is DenseProjection and kv_c.is_cuda:
             self.projection.expand_into(kv_c, key[..., :nope_size], value)

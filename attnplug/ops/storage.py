@@ -10,7 +10,7 @@ import torch
 from attnplug.core.errors import LayoutError
 from attnplug.core.spec import LayerSpec
 
-__all__ = ["STORAGE_DTYPES", "compute_dtype", "storage_dtype", "typed_view"]
+__all__ = ["STORAGE_DTYPES", "compute_dtype", "in_words", "storage_dtype", "typed_view"]
 
 STORAGE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -54,3 +54,22 @@ def typed_view(kv_cache: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
     raise LayoutError(
         "kv_cache.dtype", kv_cache.dtype, f"{limit} with kv_cache_dtype={spec.kv_cache_dtype!r}"
     )
+
+
+def in_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The same memory as elements of 16 or 8 bytes if all tensors allow it, else the tensors: for copies alone.
+
+    PyTorch copies strided elements one by one, so wider ones take less time.
+    """
+    for words in (torch.complex128, torch.int64):
+        if all(_has_words(each, words.itemsize) for each in tensors):
+            return [each.view(words) for each in tensors]
+    return list(tensors)
+
+
+def _has_words(tensor: torch.Tensor, size: int) -> bool:
+    """Whether the last dimension of `tensor` is in whole words of `size` bytes."""
+    *strides, last = tensor.stride()
+    elements = tensor.storage_offset(), tensor.shape[-1], *strides
+    are_whole = not any(each * tensor.element_size() % size for each in elements)
+    return last == 1 and are_whole and tensor.data_ptr() % size == 0

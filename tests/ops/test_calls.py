@@ -17,7 +17,7 @@ from attnplug.ops.calls import (
     kv_scales,
     pages_of,
 )
-from attnplug.ops.storage import storage_dtype, typed_view
+from attnplug.ops.storage import in_words, storage_dtype, typed_view
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", block_size=8)
 
@@ -94,3 +94,31 @@ def test_the_scales_of_the_engines_layer_come_before_those_of_the_tensors():
     tensors = LayerTensors(k_scale=torch.tensor(0.5), v_scale=0.25)
     assert kv_scales(Layer(), tensors) == (2.0, 3.0)
     assert kv_scales(None, tensors) == kv_scales(object(), tensors) == (0.5, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("size", "offset", "stride", "words"),
+    [
+        (64, 512, 576, torch.complex128),
+        (16, 0, 24, torch.complex128),
+        (12, 4, 20, torch.int64),
+        (8, 2, 16, torch.bfloat16),
+        (6, 0, 8, torch.bfloat16),
+        (8, 0, 9, torch.bfloat16),
+    ],
+)
+def test_words_are_the_same_memory(size: int, offset: int, stride: int, words: torch.dtype) -> None:
+    memory = torch.arange(4 * stride + offset, dtype=torch.bfloat16)
+    source = memory.as_strided((3, size), (stride, 1), offset)
+    target = torch.zeros(3, 2, 2 * size, dtype=torch.bfloat16)[..., size:]
+    into, given = in_words(target, source[:, None])
+    assert given.dtype == into.dtype == words
+    into.copy_(given)
+    assert torch.equal(target, source[:, None].expand(3, 2, size))
+
+
+def test_words_need_aligned_memory_and_rows_without_gaps() -> None:
+    rows = torch.zeros(4, 16, dtype=torch.float16)
+    assert in_words(rows.T)[0].dtype == torch.float16
+    apart = torch.frombuffer(bytearray(66), dtype=torch.float16, offset=2)
+    assert in_words(apart[:32].view(2, 16))[0].dtype == torch.float16
