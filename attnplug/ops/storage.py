@@ -10,7 +10,7 @@ import torch
 from attnplug.core.errors import LayoutError
 from attnplug.core.spec import LayerSpec
 
-__all__ = ["STORAGE_DTYPES", "compute_dtype", "in_words", "storage_dtype", "typed_view"]
+__all__ = ["STORAGE_DTYPES", "compute_dtype", "storage_dtype", "typed_view"]
 
 STORAGE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {

@@ -18,7 +18,7 @@ from attnplug.core.metadata import AttentionCGSupport, CommonAttentionMetadata
 from attnplug.mla.builder import MLADecodeBuilder
 from attnplug.mla.impl import MLADecodeImpl
 from attnplug.mla.selected import SelectedMetadata
-from attnplug.ops.triton.launch import BoundKernel, can_overlap, on_device_of, power_of_two
+from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
 _DECODE: Any = latent_decode_kernel
 _MERGE: Any = merge_shares_kernel
@@ -198,13 +198,12 @@ class TritonMLAImpl(MLADecodeImpl):
                 "SIZE": rank,
                 "BLOCK": min(_MERGED // parts, power_of_two(rank)),
                 "PARTS": parts,
-                "PDL": can_overlap(kv_cache.device),
+                "PDL": False,
                 "STAGES": launch.num_stages,
             }
             options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
             if launch.max_registers is not None:
                 options["maxnreg"] = launch.max_registers
             decode = BoundKernel(hopper.get(launch.block_m, _DECODE), 14, values, **options)
-            overlap = {"launch_pdl": True} if values["PDL"] else {}
-            bound = self._bound[form] = decode, BoundKernel(_MERGE, 11, values, num_warps=4, **overlap)
+            bound = self._bound[form] = decode, BoundKernel(_MERGE, 11, values, num_warps=4)
         return bound
