@@ -110,7 +110,7 @@ def test_pages_of_any_size(layout: str, block_size: int, bound: list[Any]) -> No
 
 
 def test_batches_of_all_lengths_in_turn(bound: list[Any]) -> None:
-    for requests in range(1, 24):
+    for requests in (1, 2, 5, 11, 23):
         lens = [1 + (requests * 37 + index * 91) % 260 for index in range(requests)]
         check(paged_batch(layer(128), lens, lens, device="cuda"), bound)
         check(paged_batch(layer(128), lens, [each + 300 for each in lens], device="cuda"), bound)
