@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnplug.backends.triton.launch import Gpu, gpu_of, is_hopper, tile_side
+from attnplug.backends.triton.launch import Gpu, gpu_of, runs_gluon, tile_side
 
 
 class LatentLaunch(NamedTuple):
@@ -56,7 +56,7 @@ def hopper_kernels(
 
     They are written in Gluon, which a version of Triton may lack or change.
     """
-    if not is_hopper(device) or gpu_of(device).shared_memory < _SHARED_MEMORY:
+    if not runs_gluon(device) or gpu_of(device).shared_memory < _SHARED_MEMORY:
         return {}
     if rank not in (128, 256, 512) or rope not in (0, 16, 32, 64) or dtype.itemsize != 2:
         return {}

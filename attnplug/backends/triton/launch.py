@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -65,11 +66,22 @@ class DecodeLaunch:
     max_registers: int | None = None
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Whether a device has compute capability 9.0, for which the kernels in Gluon are."""
+def runs_gluon(device: torch.device) -> bool:
+    """Whether the kernels in Gluon run on a device: of compute capability 9.0, with Gluon as it is since Triton 3.6."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    return torch.cuda.get_device_capability(device) == (9, 0) and _has_gluon()
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    try:
+        from triton.experimental.gluon import language
+    except ImportError:
+        return False
+    # Before 3.6, this function was there with other parameters.
+    specialize = getattr(language, "warp_specialize", None)
+    return specialize is not None and "functions_and_args" in inspect.signature(specialize).parameters
 
 
 class Specialized(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attnplug.backends.triton.launch import Specialized, gpu_of, is_hopper, tile_side
+from attnplug.backends.triton.launch import Specialized, gpu_of, runs_gluon, tile_side
 from attnplug.core.spec import LayerSpec
 
 ROWS = 128
@@ -18,7 +18,7 @@ ROWS = 128
 @functools.cache
 def specialized_kernel(device: torch.device) -> Any:
     """The kernel, or None for a device, or a version of Triton, that it is not for."""
-    if not is_hopper(device):
+    if not runs_gluon(device):
         return None
     try:
         from attnplug.backends.triton.kernels.hopper.specialized_prefill import specialized_prefill_kernel

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug.backends.triton import latent, latent_launch, specialized
+from attnplug.backends.triton import latent, latent_launch, launch, specialized
 from attnplug.backends.triton.latent_launch import hopper_kernels, hopper_launch
 from attnplug.backends.triton.launch import Gpu, tile_side
 from attnplug.backends.triton.specialized import ROWS
@@ -148,6 +148,27 @@ def test_other_gpus_have_the_other_kernel(
     hopper_kernels.cache_clear()
     assert not hopper_kernels(512, 64, torch.bfloat16, torch.bfloat16, CUDA)
     hopper_kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("h200")
+def test_gluon_before_triton_3_6_has_the_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.experimental.gluon import language
+
+    def found() -> tuple[bool, bool]:
+        for each in (launch._has_gluon, hopper_kernels, specialized.specialized_kernel):
+            each.cache_clear()
+        layer = 512, 64, torch.bfloat16, torch.bfloat16, CUDA
+        return bool(hopper_kernels(*layer)), specialized.specialized_kernel(CUDA) is not None
+
+    def of_3_5(default_args, default_partition, worker_args, worker_partitions, *others): ...  # type: ignore[no-untyped-def]
+
+    assert found() == (True, True)
+    with monkeypatch.context() as patch:
+        patch.setattr(language, "warp_specialize", of_3_5)
+        assert found() == (False, False)
+        patch.delattr(language, "warp_specialize")
+        assert found() == (False, False)
+    assert found() == (True, True)
 
 
 def test_latents_apart_by_half_of_16_elements_have_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
