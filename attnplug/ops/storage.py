@@ -59,9 +59,13 @@ def typed_view(kv_cache: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
 def in_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """The same memory as elements of 16 or 8 bytes if all tensors allow it, else the tensors: for copies alone.
 
-    PyTorch copies strided elements one by one, so wider ones take less time.
+    PyTorch copies strided elements one by one, so wider ones take less time. The dtypes of all tensors must be equal.
     """
-    for words in (torch.complex128, torch.int64):
+    if len({each.dtype for each in tensors}) > 1:
+        return list(tensors)
+    # Some devices have no numbers in double precision.
+    has_double = all(each.device.type in ("cpu", "cuda") for each in tensors)
+    for words in (torch.complex128, torch.int64) if has_double else (torch.int64,):
         if all(_has_words(each, words.itemsize) for each in tensors):
             return [each.view(words) for each in tensors]
     return list(tensors)

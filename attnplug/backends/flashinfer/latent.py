@@ -138,7 +138,7 @@ class FlashInferMLABuilder(MLADecodeBuilder):
 
     def _row_starts(self, rows: Ints | None, count: int, width: int) -> Ints:
         """Where the rows of requests start in a table that is `width` wide, and an end; without `rows`, of all."""
-        if rows is not None:
+        if rows is not None and rows.size:
             return np.append(rows, rows[-1:] + 1) * np.int32(width)
         if self._first_places.size <= count or self._first_places[1] != width:
             most = max(count, self.config.max_num_seqs)

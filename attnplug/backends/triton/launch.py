@@ -182,7 +182,7 @@ def prefill_launch(
         # Products in float32 have no tensor cores, and are tuned for whole tiles.
         least = head_bytes(head_size, itemsize) if itemsize == 4 else min(wide, 1024)
         launch = next(launch for most, launch in _PREFILL.items() if least <= most)
-        if most_keys is not None and most_keys <= _FEW_KEYS and wide <= 256:
+        if most_keys is not None and most_keys <= _SHORT_PROMPT and wide <= 256:
             launch = SHORT
         launch = dataclasses.replace(launch, block_m=min(launch.block_m, tile_side(rows)))
     else:
@@ -235,9 +235,9 @@ _DECODE_8_BIT = {
     512: (DecodeLaunch(64, 4, 3, 1, 128), DecodeLaunch(64, 4, 3, 1, 128), DecodeLaunch(64, 4, 2, 1, 128)),
     1024: _FLOAT32,
 }
-# Prompts of few tiles wait for memory most of the time, so several small programs share a multiprocessor. With specialised
-# warps, 64 prompts of 128 tokens took 72 instead of 115 us.
-_FEW_KEYS = 256
+# Prompts of few tiles wait for memory most of the time, so several small programs share a multiprocessor. 64 prompts of 128
+# tokens took 115 us with 64 keys in two stages, 85 with 32 keys in one, and 72 with specialised warps.
+_SHORT_PROMPT = 256
 SHORT = PrefillLaunch(64, 32, 4, 1, Specialized(64, 3, False))
 # Prefill's are for at most so many bytes: heads of 80 have 160, of 96 have 192, of 192 have 384. The kernel with specialised
 # warps took 4341 to 3865 us for heads of 128 (1 x 16k), and 4579 to 3591 us for heads of 256. It is slower for heads of 64.

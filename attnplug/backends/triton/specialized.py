@@ -82,11 +82,11 @@ def programs(works: int, multiprocessors: int, has_limit: bool, most_keys: int |
         has_limit: whether a window or chunk limits the keys of a tile.
         most_keys: tokens of the longest request; None if the host does not know.
     """
-    few = has_limit or (most_keys is not None and most_keys <= _FEW_KEYS)
+    few = has_limit or (most_keys is not None and most_keys <= _IN_TURN_KEYS)
     return min(works, multiprocessors) if few else works
 
 
-_FEW_KEYS = 4096
+_IN_TURN_KEYS = 4096
 """Tokens of the longest prompt whose tiles have few keys. H200: 16 of 50 to 3000 949 to 909 us, 1 x 16k 3827 to 3865."""
 _SCRATCH = 16_896
 """Bytes of shared memory in which warps exchange outputs before they write them, and of barriers."""

@@ -53,7 +53,7 @@ def layer(size: int, heads: tuple[int, int] = (8, 2), **fields: Any) -> LayerSpe
 
 
 def check(batch: Batch, bound: list[Any]) -> None:
-    # A second call has the work of the first behind it, in the caches and in the kernel's counters.
+    # A second call finds the kernel bound.
     for _ in range(2):
         assert difference(batch, Answer(*run_batch(TritonBackend, batch))) is None
     assert bound

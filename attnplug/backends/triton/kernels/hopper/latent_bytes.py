@@ -65,16 +65,11 @@ def queries_in_parts(low, high, rope, ROPE: gl.constexpr):
     """Queries in bfloat16 as two parts of 8 bits, in place, and what the products of each row are multiplied with.
 
     Eight bits of a significand are twice four, so nothing is rounded but elements below 2**-9 of a row's largest; these
-    lose what is below 2**-17 of it.
+    lose what is below 2**-16 of it.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    largest = gl.full([low.shape[0]], 1e-30, gl.float32, gl.SliceLayout(1, LAYOUT))
-    largest = largest_of(high, largest_of(low, largest, LAYOUT), LAYOUT)
-    if ROPE:
-        largest = largest_of(rope, largest, LAYOUT)
-    # The largest becomes 128 to 256, as 448 is the largest number of 8 bits.
-    shift = 7.0 - gl.floor(gl.log2(largest))
-    factor = gl.exp2(shift)
+    # 448 is the largest number of 8 bits.
+    factor, inverse = factors_of(low, high, rope, 7, ROPE, LAYOUT)
     low = _in_parts(low, factor, LAYOUT)
     high = _in_parts(high, factor, LAYOUT)
     if ROPE:
@@ -82,11 +77,22 @@ def queries_in_parts(low, high, rope, ROPE: gl.constexpr):
     else:
         rope = low
     fence_async_shared()
-    return low, high, rope, gl.exp2(-shift)
+    return low, high, rope, inverse
 
 
 @gluon.jit
-def largest_of(buffer, largest, LAYOUT: gl.constexpr):
+def factors_of(low, high, rope, EXPONENT: gl.constexpr, ROPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """By row, the power of two that makes its largest value 2**EXPONENT to twice that, and the inverse."""
+    largest = gl.full([low.shape[0]], 1e-30, gl.float32, gl.SliceLayout(1, LAYOUT))
+    largest = _largest(high, _largest(low, largest, LAYOUT), LAYOUT)
+    if ROPE:
+        largest = _largest(rope, largest, LAYOUT)
+    shift = EXPONENT - gl.floor(gl.log2(largest))
+    return gl.exp2(shift), gl.exp2(-shift)
+
+
+@gluon.jit
+def _largest(buffer, largest, LAYOUT: gl.constexpr):
     """`largest`, or by row the largest size of a value in `buffer`."""
     COUNT: gl.constexpr = buffer.shape[1]
     SIDE: gl.constexpr = min(COUNT, 64)
@@ -106,7 +112,7 @@ def sum_of_parts(logits, LOGITS: gl.constexpr):
 
 @gluon.jit
 def _values(buffer, LOGITS: gl.constexpr):
-    """SPAN elements of keys `[BLOCK_N, SPAN]` as the first operand `[SPAN, BLOCK_N]`; `elements` undoes its order."""
+    """SPAN elements of keys `[BLOCK_N, SPAN]` as the first operand `[SPAN, BLOCK_N]`; `write_values` undoes its order."""
     KEYS: gl.constexpr = buffer.shape[0]
     REGISTERS: gl.constexpr = [[0, 1], [0, 2], [1, 0], [8, 0], [16, 0], [32, 0]]
     BITS: gl.constexpr = 4 + (KEYS > 16) + (KEYS > 32)
@@ -130,7 +136,7 @@ def _values(buffer, LOGITS: gl.constexpr):
 
 @gluon.jit
 def byte_values(latents, weights, sums, LOGITS: gl.constexpr):
-    """Begin to add SPAN elements of latents `[BLOCK_N, SPAN]` with weights `[BLOCK_N, BLOCK_M]`; see `elements`."""
+    """Begin to add SPAN elements of latents `[BLOCK_N, SPAN]` with weights `[BLOCK_N, BLOCK_M]`; see `write_values`."""
     KEYS: gl.constexpr = latents.shape[0]
     STEP: gl.constexpr = min(KEYS, 1024 // weights.shape[1])
     for first in gl.static_range(0, KEYS, STEP):

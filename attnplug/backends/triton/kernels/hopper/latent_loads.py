@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attnplug.backends.triton.kernels.hopper.latent_bytes import E4M3_TO_HALF, E5M2_TO_HALF, largest_of
+from attnplug.backends.triton.kernels.hopper.latent_bytes import E4M3_TO_HALF, E5M2_TO_HALF, factors_of
 
 
 @gluon.jit
@@ -240,12 +240,7 @@ def scaled_queries(low, high, rope, ROPE: gl.constexpr):
     float16, and none that matters too small.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    largest = gl.full([low.shape[0]], 1e-30, gl.float32, gl.SliceLayout(1, LAYOUT))
-    largest = largest_of(high, largest_of(low, largest, LAYOUT), LAYOUT)
-    if ROPE:
-        largest = largest_of(rope, largest, LAYOUT)
-    shift = 14.0 - gl.floor(gl.log2(largest))
-    factor = gl.exp2(shift)
+    factor, inverse = factors_of(low, high, rope, 14, ROPE, LAYOUT)
     low = _as_half(low, factor, LAYOUT)
     high = _as_half(high, factor, LAYOUT)
     if ROPE:
@@ -253,7 +248,7 @@ def scaled_queries(low, high, rope, ROPE: gl.constexpr):
     else:
         rope = low
     fence_async_shared()
-    return low, high, rope, gl.exp2(-shift)
+    return low, high, rope, inverse
 
 
 @gluon.jit

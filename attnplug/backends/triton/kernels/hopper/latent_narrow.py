@@ -44,27 +44,34 @@ def _logits(
     STAGES: gl.constexpr,
     BYTES: gl.constexpr,
 ):
-    """Begin the products of tile `number` with the queries, once it is there: `[BLOCK_N, BLOCK_M]`, or of both parts."""
+    """Begin the products of tile `number` with the queries, once it is there: sums `[BLOCK_N, BLOCK_M]`, or of both parts."""
     stage = number % STAGES
     mbarrier.wait(full.index(stage), number // STAGES & 1, pred=is_there)
     COLUMNS: gl.constexpr = 2 * BLOCK_M if BYTES else BLOCK_M
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 if BYTES else 16])
     zeros = gl.zeros([BLOCK_N, COLUMNS], gl.float32, PRODUCT)
     fence_async_shared()
-    logits = warpgroup_mma(k_low.index(stage), q_low.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    logits = warpgroup_mma(k_high.index(stage), q_high.permute((1, 0)), logits, is_async=True)
+    low = warpgroup_mma(k_low.index(stage), q_low.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    # Products of 8 bits add up with about 14 bits. So few do, and their sums add up in float32.
+    sums = zeros if BYTES else low
+    high = warpgroup_mma(k_high.index(stage), q_high.permute((1, 0)), sums, use_acc=not BYTES, is_async=True)
     if ROPE:
-        logits = warpgroup_mma(k_rope.index(stage), q_rope.permute((1, 0)), logits, is_async=True)
+        columns = q_rope.permute((1, 0))
+        if BYTES:
+            low = warpgroup_mma(k_rope.index(stage), columns, low, is_async=True)
+        else:
+            high = warpgroup_mma(k_rope.index(stage), columns, high, is_async=True)
+    logits = (low, high) if BYTES else (high,)
     return logits
 
 
 @gluon.jit
 def _waited(logits, LOGITS: gl.constexpr, BYTES: gl.constexpr):
-    """What `_logits` began, once all products are done."""
-    logits = warpgroup_mma_wait(0, deps=(logits,))
+    """The sum of what `_logits` began, once all products are done."""
+    sums = warpgroup_mma_wait(0, deps=logits)
     if BYTES:
-        logits = sum_of_parts(logits, LOGITS)
-    return logits
+        sums = sum_of_parts(sums[0] + sums[1], LOGITS)
+    return sums
 
 
 @gluon.jit
@@ -172,11 +179,11 @@ def _attend(
             else:
                 own_low, own_high, own_rope = q_low, q_high, q_rope
             # A request without keys has a tile that nobody loads.
-            logits = _logits(
+            begun = _logits(
                 own_low, own_high, own_rope, k_low, k_high, k_rope, full, done, lo < hi,
                 BLOCK_M, BLOCK_N, ROPE, STAGES, BYTES,
             )  # fmt: skip
-            logits = _waited(logits, LOGITS, BYTES)
+            logits = _waited(begun, LOGITS, BYTES)
             for start in range(lo, hi, BLOCK_N):
                 if start + BLOCK_N > common:
                     logits = gl.where((start + lanes)[:, None] <= last[None, :], logits, float("-inf"))
@@ -196,7 +203,7 @@ def _attend(
                     # The tile is in registers.
                     mbarrier.arrive(empty.index(stage), count=1)
                 # The next logits follow without a pause; those behind the last tile are of no use.
-                logits = _logits(
+                begun = _logits(
                     own_low, own_high, own_rope, k_low, k_high, k_rope, full, done, start + BLOCK_N < hi,
                     BLOCK_M, BLOCK_N, ROPE, STAGES, BYTES,
                 )  # fmt: skip
@@ -205,7 +212,7 @@ def _attend(
                     # Products with values, which came first, end first.
                     out = warpgroup_mma_wait(3 if ROPE else 2, deps=out)
                     mbarrier.arrive(empty.index(stage), count=1)
-                logits = _waited(logits, LOGITS, BYTES)
+                logits = _waited(begun, LOGITS, BYTES)
                 if BYTES:
                     out = warpgroup_mma_wait(0, deps=out)
             mbarrier.arrive(q_empty, count=1)
@@ -263,7 +270,10 @@ def latent_narrow_kernel(
     STAGES: gl.constexpr,
     HAS_LSE: gl.constexpr,
 ):
-    """As latent_decode_kernel, for queries of 16 bits, latents of their type or of 8 bits, and rows of whole 16 bytes."""
+    """As latent_decode_kernel, for queries of 16 bits, latents of their type, and rows of whole 16 bytes.
+
+    Latents may have 8 bits if queries are bfloat16, and the rope part is of 0, 32 or 64 elements.
+    """
     BYTES: gl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
     own: gl.constexpr = q_nope.dtype.element_ty
     q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty = buffers(
