@@ -61,8 +61,7 @@ def _logits(
             low = warpgroup_mma(k_rope.index(stage), columns, low, is_async=True)
         else:
             high = warpgroup_mma(k_rope.index(stage), columns, high, is_async=True)
-    logits = (low, high) if BYTES else (high,)
-    return logits
+    return (low, high) if BYTES else (high,)
 
 
 @gluon.jit
