@@ -109,7 +109,11 @@ def main() -> int:
     return 0
 
 
-SHARED = [cell for cell in SERVING if cell.kind in ("ragged", "speculative", "single", "extend") and not cell.is_prefill]
+SHARED = [
+    cell
+    for cell in SERVING
+    if cell.kind in ("ragged", "speculative", "single", "extend") and not cell.is_prefill
+]
 PREFILLED = [
     prefills((32, 8, 128), 1, 16384),
     prefills((64, 8, 64), 1, 16384),
