@@ -106,7 +106,7 @@ class TritonMLAImpl(MLADecodeImpl):
         row_blocks = -(-rows // launch.block_m)
         programs = max(launch.waves * gpu.multiprocessors // row_blocks, 1)
         reqs = metadata.num_reqs
-        # A row has about as many parts as there are programs for a request. Of up to 64, 32 are merged at once.
+        # A row has about as many parts as there are programs for a request. The merge reads up to 64 parts in two rounds.
         parts = 8 if programs <= 8 * reqs else 32 if programs <= 64 * reqs else 128
         decode, merge = self._kernels(launch, hopper, kv_cache, heads, output_lse is not None, parts)
         shares, sparse = metadata.shares, self.spec.sparse

@@ -73,8 +73,8 @@ def tiles(tokens: int, reqs: int, longest: int, tile_tokens: int) -> tuple[int, 
 def programs(works: int, multiprocessors: int, has_limit: bool, most_keys: int | None) -> int:
     """The programs that attend `works` tiles of KV heads: one for each multiprocessor, or one for each tile.
 
-    Tiles of few keys are taken in turn, so that the copies of the next tile hide the end of one. Those of many keys are
-    left to the GPU, which gives a multiprocessor that is done the next one.
+    Tiles of few keys are taken in turn, so that the copies of the next tile hide the end of one. For tiles
+    of many keys there is a program each, which the GPU starts on the first multiprocessor that is done.
 
     Args:
         works: tiles times KV heads.

@@ -67,28 +67,31 @@ def queries_in_parts(low, high, rope, ROPE: gl.constexpr):
     Eight bits of a significand are twice four, so nothing is rounded but elements below 2**-9 of a row's largest; these
     lose what is below 2**-16 of it.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     # 448 is the largest number of 8 bits.
-    factor, inverse = factors_of(low, high, rope, 7, ROPE, LAYOUT)
-    low = _in_parts(low, factor, LAYOUT)
-    high = _in_parts(high, factor, LAYOUT)
-    if ROPE:
-        rope = _in_parts(rope, factor, LAYOUT)
-    else:
-        rope = low
-    fence_async_shared()
-    return low, high, rope, inverse
+    return scaled(low, high, rope, 7, _in_parts, ROPE)
 
 
 @gluon.jit
-def factors_of(low, high, rope, EXPONENT: gl.constexpr, ROPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """By row, the power of two that makes its largest value 2**EXPONENT to twice that, and the inverse."""
+def scaled(low, high, rope, EXPONENT: gl.constexpr, WRITE: gl.constexpr, ROPE: gl.constexpr):
+    """Queries as WRITE gives them, and by row the inverse of the power of two that they are multiplied with.
+
+    It makes the largest value of a row 2**EXPONENT to twice that. WRITE takes a buffer, factors and a layout.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     largest = gl.full([low.shape[0]], 1e-30, gl.float32, gl.SliceLayout(1, LAYOUT))
     largest = _largest(high, _largest(low, largest, LAYOUT), LAYOUT)
     if ROPE:
         largest = _largest(rope, largest, LAYOUT)
     shift = EXPONENT - gl.floor(gl.log2(largest))
-    return gl.exp2(shift), gl.exp2(-shift)
+    factor, inverse = gl.exp2(shift), gl.exp2(-shift)
+    low = WRITE(low, factor, LAYOUT)
+    high = WRITE(high, factor, LAYOUT)
+    if ROPE:
+        rope = WRITE(rope, factor, LAYOUT)
+    else:
+        rope = low
+    fence_async_shared()
+    return low, high, rope, inverse
 
 
 @gluon.jit

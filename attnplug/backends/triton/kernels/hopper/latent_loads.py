@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attnplug.backends.triton.kernels.hopper.latent_bytes import E4M3_TO_HALF, E5M2_TO_HALF, factors_of
+from attnplug.backends.triton.kernels.hopper.latent_bytes import E4M3_TO_HALF, E5M2_TO_HALF, scaled
 
 
 @gluon.jit
@@ -239,16 +239,7 @@ def scaled_queries(low, high, rope, ROPE: gl.constexpr):
     Each row is multiplied with a power of two, which rounds nothing, such that no bfloat16 query is too large for
     float16, and none that matters too small.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    factor, inverse = factors_of(low, high, rope, 14, ROPE, LAYOUT)
-    low = _as_half(low, factor, LAYOUT)
-    high = _as_half(high, factor, LAYOUT)
-    if ROPE:
-        rope = _as_half(rope, factor, LAYOUT)
-    else:
-        rope = low
-    fence_async_shared()
-    return low, high, rope, inverse
+    return scaled(low, high, rope, 14, _as_half, ROPE)
 
 
 @gluon.jit

@@ -279,7 +279,7 @@ def latent_narrow_kernel(
         own, cache.dtype.element_ty, BLOCK_M, BLOCK_N, LATENT, ROPE, STAGES, 128, 1
     )
     product: gl.constexpr = gl.float16 if BYTES else own
-    # Where two programs share a multiprocessor, what copies needs no more registers, and what multiplies does.
+    # Two programs share a multiprocessor then, so the group that copies leaves registers to the one that multiplies.
     LOADS: gl.constexpr = 40 if BYTES and BLOCK_M == 16 else 96
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], product)
     shared_weights = gl.allocate_shared_memory(product, [BLOCK_N, BLOCK_M], WEIGHTS)
