@@ -75,11 +75,12 @@ def flash_attention_2(layer: PagedLayer) -> Call | None:
 
 def flashinfer(layer: PagedLayer) -> Call | None:
     spec, cell = layer.spec, layer.cell
-    if spec.has_sinks or (cell.kind == "mixed"):
+    heads, kv_heads, size = cell.heads
+    # With other sizes its kernels end with an illegal instruction, which stops the whole run.
+    if spec.has_sinks or cell.kind == "mixed" or size not in (64, 128, 256):
         return None
     import flashinfer as library
 
-    heads, kv_heads, size = cell.heads
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device=layer.device)
     indptr = torch.tensor([0, *layer.counts]).cumsum(0).int()
     last = torch.tensor([(n - 1) % cell.page + 1 for n in cell.seq_lens], dtype=torch.int32)

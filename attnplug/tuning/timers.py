@@ -105,7 +105,8 @@ class GpuTimer:
             captured = torch.cuda.CUDAGraph()
             with torch.cuda.graph(captured):
                 _call_all(call, some)
-            run = captured.replay
+            # A graph has the addresses of its tensors, and does not keep them: the call does.
+            run = functools.partial(_replay, captured, call)
         else:
             # Few calls at once: the host must issue all of them while the GPU sleeps.
             some = max(1, min(count, 4 * copies, 16))
@@ -139,6 +140,10 @@ def others_bytes() -> int:
     """Bytes of the current GPU's memory that are not in this process's pool: other processes', and its own context."""
     free, total = torch.cuda.mem_get_info()
     return int(total - free - torch.cuda.memory_reserved())
+
+
+def _replay(captured: torch.cuda.CUDAGraph, _: Call) -> None:
+    captured.replay()
 
 
 def _call_all(call: Call, count: int) -> None:

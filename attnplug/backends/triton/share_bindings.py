@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,31 +19,45 @@ from attnplug.ops.triton.launch import BoundKernel, power_of_two
 
 _DECODE: Any = share_decode_kernel
 _MERGE: Any = merge_shares_kernel
-_MERGES = (32, 32), (128, 32)
-"""Parts of a row that are merged at once, and elements of it that one program merges; rows of few parts, and of many."""
 _MANY_PARTS = 48
+_AT_ONCE = 16
+"""Programs of four warps that a multiprocessor runs at the same time."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Merge(NamedTuple):
+    """A form of the kernel that merges partial results.
+
+    Args:
+        kernel: takes partial results, outputs, LSE, query starts, tiles, the number of requests, the prefix, streams per
+            request, rows of a stream, and whether the grid has shares.
+        pieces: programs for each row.
+    """
+
+    kernel: BoundKernel
+    pieces: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class ShareDecode:
     """The kernels of one launch.
 
     Args:
         kernel: attends; it takes queries, K, V, outputs, LSE, query starts, lengths, pages, tiles, sinks, slopes, spans,
             partial results, the number of requests, the prefix, and streams per request.
-        merges: merge rows of few parts, and of many, each with the elements that a program merges; they take partial
-            results, outputs, LSE, query starts, tiles, the number of requests, the prefix, streams per request, rows of
-            a stream, and whether the grid has shares.
+        merges: for few rows of few parts, for rows of many parts, and for many rows.
         plan: the division of the keys.
         kv_heads: KV heads of the layer.
         size: elements of a value.
+        multiprocessors: of the GPU.
     """
 
     kernel: BoundKernel
-    merges: tuple[tuple[BoundKernel, int], tuple[BoundKernel, int]]
+    merges: tuple[Merge, Merge, Merge]
     plan: SharesPlan
     kv_heads: int
     size: int
+    multiprocessors: int
+    has_run: bool = False
 
     def __call__(
         self,
@@ -81,9 +95,19 @@ class ShareDecode:
         batch = starts, step.seq_lens, block_table, tiles
         numbers = reqs, step.prefix, max_blocks
         self.kernel(grid, *tensors, *batch, *features, *partials, *numbers)
-        merge, width = self.merges[self.plan.programs > _MANY_PARTS * reqs * max_blocks]
-        pieces = self.kv_heads * -(-self.size // width)
-        merge((*merged, pieces), *partials, output, lse, starts, tiles, *numbers, block_m, by_share)
+        few, of_many_parts, many = self.merges
+        merge = few
+        if self.plan.programs > _MANY_PARTS * reqs * max_blocks:
+            merge = of_many_parts
+        elif merged[0] * merged[1] * self.kv_heads * few.pieces > _AT_ONCE * self.multiprocessors:
+            merge = many
+        given = *partials, output, lse, starts, tiles, *numbers, block_m, by_share
+        merge.kernel((*merged, self.kv_heads * merge.pieces), *given)
+        if not self.has_run:
+            self.has_run = True
+            # Other batches need the other forms. A grid without programs compiles them, and runs nothing.
+            for each in self.merges:
+                each.kernel((0, 1, 1), *given)
 
 
 def bind_shares(
@@ -110,10 +134,16 @@ def bind_shares(
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     if launch.max_registers is not None:
         options["maxnreg"] = launch.max_registers
-    size = power_of_two(spec.head_size_v)
-    forms = [{"PARTS": parts, "BLOCK": min(size, width)} for parts, width in _MERGES]
     overlap = {"launch_pdl": True} if values["PDL"] else {}
-    few, many = ((BoundKernel(_MERGE, 11, {**values, **form}, **overlap), form["BLOCK"]) for form in forms)
+    size = power_of_two(spec.head_size_v)
+
+    def merge(parts: int, width: int, num_warps: int) -> Merge:
+        form = {"PARTS": parts, "BLOCK": min(size, width)}
+        kernel = BoundKernel(_MERGE, 11, {**values, **form}, num_warps=num_warps, **overlap)
+        return Merge(kernel, -(-spec.head_size_v // form["BLOCK"]))
+
+    # Few rows are merged by many programs, which read many parts at once; of many rows, a warp merges each.
+    merges = merge(32, 32, 4), merge(128, 32, 4), merge(1, 256, 1)
     plan = SharesPlan(
         tile=launch.block_n,
         programs=max(gpu.multiprocessors * launch.waves // spec.num_kv_heads, 1),
@@ -128,8 +158,9 @@ def bind_shares(
     )
     return ShareDecode(
         kernel=BoundKernel(_DECODE, 17, values, **options),
-        merges=(few, many),
+        merges=merges,
         plan=plan,
         kv_heads=spec.num_kv_heads,
         size=spec.head_size_v,
+        multiprocessors=gpu.multiprocessors,
     )

@@ -191,7 +191,8 @@ def merge_shares_kernel(
     acc = tl.zeros([BLOCK], tl.float32)
     total = 0.0
     top = float("-inf")
-    for done in tl.range(0, all_parts, PARTS):
+    # Parts that come one after another are loaded at the same time.
+    for done in tl.range(0, all_parts, PARTS, loop_unroll_factor=4 if PARTS == 1 else 1):
         part = done + lanes
         there = part < all_parts
         own = part < parts
