@@ -1,7 +1,6 @@
 """Decodes of real batches in the layers of model_plans.py: ragged lengths, drafts, and keys of 8 bits.
 
-A figure is the time of `model_plans.py --batches`. Layers that ask for nothing beside their heads fall back on the cells
-of attention.py that measured the same batch; the page says which.
+A figure is the time of `model_plans.py --batches`.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +22,6 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parent / "results"
 TIMES = RESULTS / "model-plans-batches-h200.json"
-SUITES = RESULTS / "attention-serving-h200.json", RESULTS / "attention-shares-h200.json"
-CONTENDERS = {"TRITON": ("TRITON", "TRITON.decode_split=shares")}
-"""Backends that decode, and how these files name them."""
-MARK = "†"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +31,6 @@ class Batch:
     Args:
         name: in the files.
         title: of the column.
-        cell: how names of the same cells of attention.py end.
         new: tokens of each request.
         ragged: whether lengths are log-uniform from 200 tokens to four times those of the even batch.
         fields: of the layer.
@@ -44,7 +38,6 @@ class Batch:
 
     name: str
     title: str
-    cell: str
     new: int = 1
     ragged: bool = False
     fields: tuple[tuple[str, Any], ...] = ()
@@ -61,9 +54,9 @@ class Batch:
 
 REQUESTS = 64
 BATCHES = (
-    Batch("ragged", "64 of 200 to 32k, us", ", 64 of 200 to 32k", ragged=True),
-    Batch("drafts", "64 x 8k, 4 tokens, us", ", 64 x 8k, 4 tokens", new=4),
-    Batch("fp8", "64 x 8k, fp8, us", "fp8 KV, 64 x 8k", fields=(("kv_cache_dtype", "fp8"),)),
+    Batch("ragged", "64 of 200 to 32k, us", ragged=True),
+    Batch("drafts", "64 x 8k, 4 tokens, us", new=4),
+    Batch("fp8", "64 x 8k, fp8, us", fields=(("kv_cache_dtype", "fp8"),)),
 )
 Timed = Callable[[str, "LayerSpec", tuple[tuple[int, ...], tuple[int, ...]], "Decision"], float]
 
@@ -99,35 +92,12 @@ def measured(row: Row, timed: Timed) -> dict[str, Any]:
     return result
 
 
-def of_suites() -> dict[tuple[str, str, str], float]:
-    """By batch, heads and backend, what attention.py took in layers that ask for nothing else."""
-    found = {}
-    for cell, batch, backend, name in _cells():
-        if name in cell["us"]:
-            found[batch.name, "/".join(map(str, cell["heads"])), backend] = cell["us"][name]
-    return found
-
-
-def _cells() -> Iterator[tuple[dict[str, Any], Batch, str, str]]:
-    for path in SUITES:
-        for cell in json.loads(path.read_text())["cells"] if path.exists() else ():
-            for batch in BATCHES:
-                if cell["cell"].endswith(batch.cell):
-                    yield from (
-                        (cell, batch, backend, name)
-                        for backend, names in CONTENDERS.items()
-                        for name in names
-                    )
-
-
 def known_times() -> dict[str, Any] | None:
     found: dict[str, Any] | None = json.loads(TIMES.read_text()) if TIMES.exists() else None
     return found
 
 
-def table(
-    rows: Sequence[Row], times: Mapping[str, Any] | None, suites: Mapping[tuple[str, str, str], float]
-) -> str:
+def table(rows: Sequence[Row], times: Mapping[str, Any] | None) -> str:
     """The rows with a figure, in Markdown."""
     taken = {json.dumps(each["row"]): each for each in (times or {}).get("rows", ())}
     titles = " | ".join(batch.title for batch in BATCHES)
@@ -137,33 +107,19 @@ def table(
     ]
     for row in rows:
         found = taken.get(json.dumps(key(row)), {})
-        shown = []
-        for batch in BATCHES:
-            us = found.get(f"{batch.name}_us")
-            suite = suites.get((batch.name, row.heads, row.decode)) if row.kind == "full" else None
-            shown.append(
-                f"{us:.0f}" if us is not None else f"{suite:.0f} {MARK}" if suite is not None else "-"
-            )
-        if any(each != "-" for each in shown):
-            tokens = "" if row.tokens == 8192 or not found else f" ({row.tokens} tokens)"
-            lines.append(
-                f"| {row.model}{tokens} | {row.heads} | {row.kind} | `{row.decode}` | {' | '.join(shown)} |"
-            )
+        us = [found.get(f"{batch.name}_us") for batch in BATCHES]
+        if any(each is not None for each in us):
+            tokens = "" if row.tokens == 8192 else f" ({row.tokens} tokens)"
+            shown = " | ".join("-" if each is None else f"{each:.0f}" for each in us)
+            lines.append(f"| {row.model}{tokens} | {row.heads} | {row.kind} | `{row.decode}` | {shown} |")
     return "\n".join(lines)
 
 
 def written(rows: Sequence[Row]) -> str:
-    """The part of the page: the table, and which runs it is from."""
-    times, suites = known_times(), of_suites()
-    body = table(rows, times, suites)
-    lines = [body, ""]
+    """The part of the page: the table, and which run it is from."""
+    times = known_times()
+    lines = [table(rows, times), ""]
     if times is not None:
         versions = ", ".join(f"{name} {version}" for name, version in times["versions"].items())
         lines.append(f"Times: {times['device']}, {times['date']}, {versions}.")
-    if MARK in body:
-        lines.append(f"{MARK} A cell of `benchmarks/attention.py` with the same heads, from:\n")
-        for path in SUITES:
-            told = json.loads(path.read_text())
-            versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
-            lines.append(f"* `{path.name}`: {told['device']}, {told['date'][:10]}, {versions}.")
     return "\n".join(lines)

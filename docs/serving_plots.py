@@ -14,14 +14,10 @@ from xml.sax.saxutils import escape
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks/results/attention-serving-h200.json"
-PEERS = DOCS.parent / "benchmarks/results/attention-serving-peers-h200.json"
-"""Times of peers that RESULTS does not have, from a run of their own."""
 PAGE = DOCS / "performance/triton.md"
 START, END = "<!-- what follows is written by docs/serving_plots.py -->", "<!-- end of what is written -->"
 
 OURS, GIVEN = "TRITON", ", keys given"
-ALIASES = {"TRITON.decode_split=shares": OURS}
-"""Earlier names of contenders in the files."""
 MARKS = {"TRITON": "ours", "FlashInfer": "first", "FlashAttention 4": "second"}
 """Contenders, and the colours of their marks."""
 
@@ -62,31 +58,6 @@ class Row:
     name: str
     us: dict[str, float]
     shares: dict[str, float]
-
-
-def read() -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The measured cells with today's names, and the file whose peers were added to them, if any."""
-    result = json.loads(RESULTS.read_text())
-    for cell in result["cells"]:
-        for field in ("us", "of_ceiling"):
-            cell[field] = {_today(name): value for name, value in cell[field].items()}
-    if not PEERS.exists():
-        return result, None
-    peers = json.loads(PEERS.read_text())
-    others = {(cell["kind"], cell["cell"]): cell for cell in peers["cells"]}
-    added = False
-    for cell in result["cells"]:
-        other = others.get((cell["kind"], cell["cell"]))
-        for name in MARKS.keys() & other["us"].keys() - {OURS} - cell["us"].keys() if other else ():
-            added = True
-            for field in ("us", "of_ceiling"):
-                cell[field][name] = other[field][name]
-    return result, peers if added else None
-
-
-def _today(name: str) -> str:
-    first, _, rest = name.partition(", ")
-    return ", ".join(filter(None, (ALIASES.get(first, first), rest)))
 
 
 def rows(result: dict[str, Any], picture: Picture) -> list[Row]:
@@ -181,21 +152,17 @@ def goals(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def dates(result: dict[str, Any], peers: dict[str, Any] | None) -> str:
+def dates(result: dict[str, Any]) -> str:
     """When and with which versions the figures were measured."""
     found = sorted({cell.get("date", result["date"])[:10] for cell in result["cells"]})
     words = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    text = f"Times in us: {result['device']}, {' and '.join(found)}, {words}."
-    if peers is not None:
-        words = ", ".join(f"{name} {version}" for name, version in peers["versions"].items())
-        text += f"\nPeers that this run lacks are from another run of {peers['date'][:10]}:\n{words}."
-    return text
+    return f"Times in us: {result['device']}, {' and '.join(found)},\n{words}."
 
 
 def files(page: str) -> dict[Path, str]:
     """The text of each file to write, by path."""
-    result, peers = read()
-    written, sections = {}, [dates(result, peers), goals(result)]
+    result = json.loads(RESULTS.read_text())
+    written, sections = {}, [dates(result), goals(result)]
     for picture in PICTURES:
         found = rows(result, picture)
         if not found:
