@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from attnplug.registry.registry import Registry
     from attnplug.registry.step_shapes import StepShape
 
-_CHECKS_AT_ONCE = 6
-_CHECKERS = 2
+_CHECKERS = 4
 """Processes that share the checks of a backend: they compile the kernels of different layers at the same time."""
+_CHECKS_AT_ONCE = 12
 _OUT_OF_MEMORY = "OutOfMemoryError"
 
 Save: TypeAlias = Callable[[Callable[["TunedTable | None"], "TunedTable"]], "TunedTable"]
@@ -42,7 +43,8 @@ class Tuner:
         workload: the shapes to measure.
         backends: names or families to measure beside the default; None for all.
         run: runs jobs in worker processes.
-        checks_at_once: the number of processes that check backends at the same time; by default one on a CPU, else six.
+        checks_at_once: the number of processes that check backends at the same time; by default one on a CPU, else
+            one for each of the host's processors, at most 12.
         clock: gives seconds, for the budget.
         now: gives the date of rows.
     """
@@ -62,7 +64,8 @@ class Tuner:
     ) -> None:
         self.registry, self.device, self._backends = registry, device, backends
         self._run, self._clock, self._now = run, clock, now
-        self._checks_at_once = checks_at_once or (1 if device.type == "cpu" else _CHECKS_AT_ONCE)
+        processors = min(os.cpu_count() or 1, _CHECKS_AT_ONCE)
+        self._checks_at_once = checks_at_once or (1 if device.type == "cpu" else processors)
         self._left_out: dict[str, str] = {}
         self.kinds: list[LayerKind] = []
         for spec, names in layers.items():

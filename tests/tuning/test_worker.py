@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -333,6 +335,24 @@ def test_a_gpu_is_timed_by_replay_and_behind_a_sleep(monkeypatch: pytest.MonkeyP
     assert gpu.captured % 3 == 0, "each copy of the cache is read as often"
     assert timer.prepare(gpu.call, 3, graph=False)() == pytest.approx(50.0)
     assert set(gpu.slept) == {timers._SLEEPS[0]}
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_round_keeps_the_tensors_of_its_call(graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph has addresses only: without this, the next candidate's tensors would be in the same memory."""
+    gpu, cache = FakeGpu(monkeypatch), torch.zeros(1)
+
+    def call(index: int, cache: torch.Tensor = cache) -> None:
+        gpu.call(index)
+
+    kept = weakref.ref(cache)
+    run = timers.GpuTimer().prepare(call, 1, graph=graph)
+    del call, cache
+    gc.collect()
+    assert kept() is not None
+    del run
+    gc.collect()
+    assert kept() is None
 
 
 def test_launches_of_a_backend_without_graphs_count(monkeypatch: pytest.MonkeyPatch) -> None:
