@@ -17,6 +17,7 @@ from attnplug.core.metadata import AttentionCGSupport
 from attnplug.registry.decision import Placement
 from attnplug.registry.default import get_registry
 from attnplug.registry.gates import import_parts, preferred_pages, serving
+from attnplug.testing.comparison import tolerance
 from attnplug.tuning.ceilings import measured_ceilings
 from attnplug.tuning.jobs import Job
 from attnplug.tuning.reference import check_output, feature_of
@@ -113,7 +114,7 @@ class Runner:
 
     def _time(self, job: Job) -> None:
         runs: dict[str, Callable[[], float]] = {}
-        outputs: dict[str, torch.Tensor] = {}
+        made: dict[str, tuple[StepInputs, _Remembering]] = {}
         builds: dict[str, float] = {}
         for name, distribution in job.backends:
             self._tell("begin", job=job.number, backend=name)
@@ -125,12 +126,13 @@ class Runner:
                 graph = short and _has_graphs(builder, job.shape.query)
                 # A backend without graphs pays for its launches there.
                 timer = self._host_timer if short and not graph else self._timer
-                run = timer.prepare(call, max(len(inputs.caches), 1), graph=graph)
-                runs[name], outputs[name] = self._announced(job, name, run), inputs.output
+                remembering = _Remembering(call)
+                run = timer.prepare(remembering, max(len(inputs.caches), 1), graph=graph)
+                runs[name], made[name] = self._announced(job, name, run), (inputs, remembering)
             except Exception as problem:  # noqa: BLE001  (a backend's, which costs a row)
                 self._failed(job, name, problem)
         for name, timing in self._measured(job, runs).items():
-            if (why := self._unwritten(outputs[name], runs[name])) is not None:
+            if (why := self._different(*made[name], runs[name])) is not None:
                 self._tell("wrong", job=job.number, backend=name, why=why, feature=feature_of(job.spec))
                 continue
             figures = {
@@ -142,15 +144,26 @@ class Runner:
             }
             self._tell("timed", job=job.number, backend=name, **figures)
 
-    def _unwritten(self, output: torch.Tensor, run: Callable[[], float]) -> str | None:
-        """What is wrong if timed calls do less than the call that was checked; None if they write their output."""
+    def _different(self, inputs: StepInputs, call: _Remembering, run: Callable[[], float]) -> str | None:
+        """What is wrong if timed calls do something else than a call alone; None if they write the same output."""
+        output = inputs.output
         output.fill_(torch.nan)
         try:
             run()
-        except _RoundError as problem:
-            return f"{type(problem.cause).__name__}: {problem.cause}"
-        synchronize(self._where)
-        return "its timed calls left outputs unwritten" if bool(output.isnan().any()) else None
+            synchronize(self._where)
+            timed = output.clone()
+            output.fill_(torch.nan)
+            call(call.last)
+            synchronize(self._where)
+        except Exception as problem:  # noqa: BLE001  (a backend's, which costs a row)
+            cause = problem.cause if isinstance(problem, _RoundError) else problem
+            return f"{type(cause).__name__}: {cause}"
+        if bool(timed.isnan().any()):
+            return "its timed calls left outputs unwritten"
+        error = float((timed.float() - output.float()).norm() / output.float().norm().clamp_min(1e-30))
+        if error <= tolerance(inputs.spec).whole:
+            return None
+        return f"its timed calls wrote another output than a call alone: relative error {error:.2g}"
 
     def _measured(self, job: Job, runs: dict[str, Callable[[], float]]) -> dict[str, Timing]:
         """The times of the backends that get through all rounds."""
@@ -229,6 +242,17 @@ def _has_graphs(builder: AttentionMetadataBuilder[Any], query: int) -> bool:
         AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if query == 1 else AttentionCGSupport.UNIFORM_BATCH
     )
     return builder.get_cudagraph_support(builder.config, builder.kv_cache_spec) >= needed
+
+
+class _Remembering:
+    """A forward that remembers which copy of the cache it attended last, also while a graph is captured."""
+
+    def __init__(self, call: Callable[[int], object]) -> None:
+        self._call, self.last = call, 0
+
+    def __call__(self, index: int) -> object:
+        self.last = index
+        return self._call(index)
 
 
 class _RoundError(Exception):

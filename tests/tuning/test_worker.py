@@ -181,6 +181,35 @@ def test_a_backend_that_computes_only_at_first_is_wrong(calls: int, timed: bool)
     assert ("unwritten" if timed else "NaN") in facts["why"]
 
 
+def test_timed_calls_that_write_another_output_are_wrong() -> None:
+    """As those of a graph, whose tensors have gone."""
+    told: list[tuple[str, dict[str, Any]]] = []
+
+    class Stale(timers.HostTimer):
+        def prepare(self, call: Any, copies: int, *, graph: bool) -> Any:
+            run = super().prepare(call, copies, graph=graph)
+
+            def stale() -> float:
+                found = run()
+                made[0].output.neg_()
+                return found
+
+            return stale
+
+    class Kept(Runner):
+        def _made(self, *asked: Any) -> Any:
+            found = super()._made(*asked)
+            made.append(found[0])
+            return found
+
+    made: list[StepInputs] = []
+    runner = Kept(HERE, lambda event, **facts: told.append((event, facts)), Stale(round_us=100.0))
+    runner.run(job(timed=True))
+    ((event, facts),) = [each for each in told if each[0] not in ("begin", "done")]
+    assert event == "wrong"
+    assert facts["why"] == "its timed calls wrote another output than a call alone: relative error 2"
+
+
 def test_a_job_reads_back_from_json() -> None:
     one = job(3, timed=True, spec=LAYERS["latent"])
     assert Job.from_dict(one.to_dict()) == one
