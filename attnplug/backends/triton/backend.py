@@ -73,14 +73,17 @@ class TritonBackend(AttentionBackend):
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
         """As measured on compute capability 9.x: prefill 210, decode 245, both 228; else 100, and on a CPU 0.
 
-        Decodes take 0.97 of FlashInfer's time there. Prefills take 1.14 of FlashInfer's time and 0.69 of
-        FlashAttention 2's (geometric means of `benchmarks/results/attention-*h200.json`). On other GPUs it comes
-        after the vendors' kernels and before TORCH; interpreted on a CPU it comes after TORCH.
+        Decodes take 0.98 of FlashInfer's time there. Prefills from pages take 1.08 of it for heads of 64 and 128, and
+        0.79 for heads of 256, which have 222, and 232 for both. They take 0.69 of FlashAttention 2's time. These are
+        geometric means of `benchmarks/results/attention-core-h200.json` and `attention-page-256-h200.json`. On other
+        GPUs it comes after the vendors' kernels and before TORCH; interpreted on a CPU it comes after TORCH.
         """
         if device.type == "cpu":
             return 0
         if device.type != "cuda" or device.capability is None or device.capability[0] != 9:
             return 100
+        if device.capability == (9, 0) and _prefills_wide_heads(spec):
+            return {Phase.PREFILL: 222, Phase.DECODE: 245, None: 232}[phase]
         return {Phase.PREFILL: 210, Phase.DECODE: 245, None: 228}[phase]
 
     @classmethod
@@ -157,6 +160,14 @@ class TritonBackend(AttentionBackend):
         from attnplug.backends.triton.builder import TritonMetadataBuilder
 
         return TritonMetadataBuilder
+
+
+def _prefills_wide_heads(spec: LayerSpec) -> bool:
+    """Whether the kernel with specialised warps prefills a layer whose heads are wider than half of its widest tile."""
+    plain = spec.logits_soft_cap is None and not spec.has_alibi and not spec.mm_prefix
+    stored = spec.dtype != "float32" and not spec.has_quantized_kv_cache
+    alike = spec.head_size == spec.head_size_v and spec.head_size % 16 == 0
+    return plain and stored and alike and 192 < spec.head_size <= 256
 
 
 class TritonMLABackend(MLADecodeBackend):

@@ -9,9 +9,10 @@ import sys
 import pytest
 
 import attnplug
+from attnplug.backends.flashinfer import FlashInferBackend
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.triton import TritonBackend
-from attnplug.core import Device, Feature, LayerSpec
+from attnplug.core import Device, Feature, LayerSpec, Phase
 
 SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
 H200 = Device.parse("sm90")
@@ -26,6 +27,28 @@ def test_it_comes_before_torch_on_every_gpu_that_it_serves(device):
     where = Device.parse(device)
     assert TritonBackend.validate_configuration(SPEC, where) == []
     assert TritonBackend.get_priority(SPEC, where, None) > TorchBackend.get_priority(SPEC, where, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "comes_first"),
+    [
+        ({"head_size": 256}, True),
+        ({"head_size": 208, "sliding_window": 64}, True),
+        ({"head_size": 128}, False),
+        ({"head_size": 256, "logits_soft_cap": 50.0}, False),
+        ({"head_size": 256, "kv_cache_dtype": "fp8"}, False),
+        ({"head_size": 200}, False),
+    ],
+    ids=str,
+)
+def test_prefills_of_wide_heads_come_before_flashinfer_where_the_kernel_for_hopper_serves_them(
+    fields, comes_first
+):
+    spec, hopper, blackwell = SPEC.replace(**fields), Device.parse("sm90"), Device.parse("sm100")
+    ranks = [TritonBackend.get_priority(spec, hopper, phase) for phase in (Phase.PREFILL, None)]
+    theirs = [FlashInferBackend.get_priority(spec, hopper, phase) for phase in (Phase.PREFILL, None)]
+    assert [ours > other for ours, other in zip(ranks, theirs, strict=True)] == [comes_first] * 2
+    assert TritonBackend.get_priority(spec, blackwell, Phase.PREFILL) == 100
 
 
 def test_a_cpu_is_served_by_torch_even_where_triton_is_interpreted():
