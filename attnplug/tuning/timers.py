@@ -102,11 +102,8 @@ class GpuTimer:
         if graph:
             # A multiple of the copies, so that each is read once before it is read again.
             some = copies * max(1, min(-(-16 // copies), -(-count // copies)))
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured):
-                _call_all(call, some)
             # A graph has the addresses of its tensors, and does not keep them: the call does.
-            run = functools.partial(_replay, captured, call)
+            run = functools.partial(_replay, _captured(call, some), call)
         else:
             # Few calls at once: the host must issue all of them while the GPU sleeps.
             some = max(1, min(count, 4 * copies, 16))
@@ -140,6 +137,26 @@ def others_bytes() -> int:
     """Bytes of the current GPU's memory that are not in this process's pool: other processes', and its own context."""
     free, total = torch.cuda.mem_get_info()
     return int(total - free - torch.cuda.memory_reserved())
+
+
+def _captured(call: Call, count: int) -> torch.cuda.CUDAGraph:
+    """A graph of calls; raises what a call raises, and leaves the stream as it was."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    cause: Exception | None = None
+    try:
+        with torch.cuda.graph(graph):
+            try:
+                _call_all(call, count)
+            except Exception as problem:
+                cause = problem
+                raise
+    except RuntimeError as problem:
+        # The error of an aborted capture hides its cause.
+        raise (cause or problem) from None
+    finally:
+        # An aborted capture leaves its own stream current.
+        torch.cuda.set_stream(stream)
+    return graph
 
 
 def _replay(captured: torch.cuda.CUDAGraph, _: Call) -> None:

@@ -210,6 +210,30 @@ def test_timed_calls_that_write_another_output_are_wrong() -> None:
     assert facts["why"] == "its timed calls wrote another output than a call alone: relative error 2"
 
 
+def test_an_error_after_the_rounds_is_no_wrong_output() -> None:
+    """Such as of another backend's kernel: a wrong output would be refused from then on."""
+    told: list[tuple[str, dict[str, Any]]] = []
+
+    class Late(Runner):
+        def _made(self, *asked: Any) -> Any:
+            inputs, call, builder = super()._made(*asked)
+
+            def late(index: int) -> object:
+                # The first fill with NaN is that of the comparison.
+                if calls and bool(inputs.output.isnan().all()):
+                    raise RuntimeError("an illegal memory access was encountered")
+                calls.append(index)
+                return call(index)
+
+            return inputs, late, builder
+
+    calls: list[int] = []
+    runner = Late(HERE, lambda event, **facts: told.append((event, facts)), timers.HostTimer(round_us=100.0))
+    runner.run(job(timed=True))
+    ((event, facts),) = [each for each in told if each[0] not in ("begin", "done")]
+    assert (event, facts["why"]) == ("failed", "RuntimeError: an illegal memory access was encountered")
+
+
 def test_a_job_reads_back_from_json() -> None:
     one = job(3, timed=True, spec=LAYERS["latent"])
     assert Job.from_dict(one.to_dict()) == one
@@ -334,14 +358,21 @@ class FakeGpu:
         @contextlib.contextmanager
         def graph(_: Graph) -> Any:
             gpu.captured, before = 0, (gpu.host, gpu.device)
-            gpu.capturing = True
-            yield
-            gpu.capturing = False
+            gpu.capturing, gpu.stream = True, "capture"
+            try:
+                yield
+            except Exception as problem:
+                # As torch does: the error of the capture replaces it, and the stream stays.
+                raise RuntimeError("CUDA error: the capture was invalidated") from problem
+            finally:
+                gpu.capturing = False
+            gpu.stream = "default"
             gpu.host, gpu.device = before
 
-        self.capturing, self.captured = False, 0
+        self.capturing, self.captured, self.stream = False, 0, "default"
         for name, value in {"Event": Event, "CUDAGraph": Graph, "graph": graph, "synchronize": self.synchronize,
-                            "_sleep": self.sleep}.items():  # fmt: skip
+                            "_sleep": self.sleep, "current_stream": lambda: gpu.stream,
+                            "set_stream": lambda stream: setattr(gpu, "stream", stream)}.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, value)
 
     def synchronize(self, *_: object) -> None:
@@ -364,6 +395,19 @@ def test_a_gpu_is_timed_by_replay_and_behind_a_sleep(monkeypatch: pytest.MonkeyP
     assert gpu.captured % 3 == 0, "each copy of the cache is read as often"
     assert timer.prepare(gpu.call, 3, graph=False)() == pytest.approx(50.0)
     assert set(gpu.slept) == {timers._SLEEPS[0]}
+
+
+def test_an_aborted_capture_raises_its_cause_and_leaves_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+
+    def call(index: int) -> None:
+        gpu.call(index)
+        if gpu.capturing:
+            raise ValueError("reads a length back")
+
+    with pytest.raises(ValueError, match="reads a length back"):
+        timers.GpuTimer().prepare(call, 1, graph=True)
+    assert gpu.stream == "default"
 
 
 @pytest.mark.parametrize("graph", [True, False])
