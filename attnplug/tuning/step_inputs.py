@@ -72,6 +72,26 @@ class StepInputs:
 
         return call
 
+    def last_steps(self, count: int) -> list[CommonAttentionMetadata]:
+        """The batches of some steps in turn, the last of which is this one: before it, each request had a token less.
+
+        An engine builds for such steps: a builder that is given one step again may have nothing left to do.
+        """
+        host, least = (
+            np.asarray(each, dtype=np.int32) for each in (self.shape.lengths, self.shape.query_lens)
+        )
+        found = []
+        for back in reversed(range(count)):
+            lengths = np.maximum(host - back, least)
+            on_device = torch.from_numpy(lengths.copy()).to(self.common.seq_lens.device)
+            longest = int(lengths.max())
+            found.append(
+                dataclasses.replace(
+                    self.common, seq_lens=on_device, seq_lens_host=lengths, max_seq_len=longest
+                )
+            )
+        return found
+
 
 def made_inputs(
     backend: type[AttentionBackend],
@@ -154,6 +174,8 @@ def made_parts(
         max_num_seqs=shape.requests,
         max_num_batched_tokens=shape.tokens,
         max_model_len=max(shape.lengths),
+        # Workspaces have room for the graphs that are captured.
+        cudagraph_batch_sizes=(shape.requests,) if shape.phase is Phase.DECODE else (),
     )
     cache: Any = kv_cache_spec_for(spec, 1 if pages is None else pages[0])
     builder = backend.get_builder_cls()(cache, ["layer"], config, inputs.query.device)

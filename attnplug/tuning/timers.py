@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,9 +23,15 @@ _MOST_CALLS = 200
 _SLEEPS = (2_000_000, 8_000_000, 32_000_000)
 """Cycles for which the GPU waits until the host has issued all calls: a millisecond, then more where it was too short."""
 
+_MUCH = 1 << 30
+"""Bytes that are more than a process needs between two jobs."""
+
 
 class Timer(Protocol):
     """Makes the rounds of a candidate."""
+
+    has_graphs: bool
+    """Whether it replays graphs."""
 
     def prepare(self, call: Call, copies: int, *, graph: bool) -> Callable[[], float]:
         """A function that runs one round and gives microseconds of one call.
@@ -57,6 +64,7 @@ class HostTimer:
 
     clock: Callable[[], float] = time.perf_counter
     round_us: float = _ROUND_US
+    has_graphs: bool = False
 
     def prepare(self, call: Call, copies: int, *, graph: bool) -> Callable[[], float]:
         """As `Timer.prepare`; a CPU has no graphs."""
@@ -89,6 +97,7 @@ class GpuTimer:
     """
 
     sleeps: Sequence[int] = _SLEEPS
+    has_graphs: bool = True
 
     def prepare(self, call: Call, copies: int, *, graph: bool) -> Callable[[], float]:
         """As `Timer.prepare`. A prefill is timed while the GPU sleeps, because its host runs ahead in a model too.
@@ -204,3 +213,14 @@ def synchronize(device: torch.device) -> None:
     """Wait for a GPU."""
     if device.type != "cpu":
         torch.cuda.synchronize(device)
+
+
+def release(device: torch.device) -> None:
+    """Give a GPU's memory back that nothing uses: the caches of the next job have other sizes."""
+    if device.type == "cpu":
+        return
+    # Objects that refer to each other, such as FlashInfer's plans and wrappers, keep their workspaces until a collection.
+    # That takes a tenth of a second and more, so few jobs wait for one.
+    if torch.cuda.memory_allocated() > _MUCH:
+        gc.collect()
+    torch.cuda.empty_cache()

@@ -24,12 +24,13 @@ from attnplug.tuning.reference import check_output, feature_of
 from attnplug.tuning.rounds import Timing, measure_in_turns
 from attnplug.tuning.step_inputs import StepInputs, made_inputs, made_parts
 from attnplug.tuning.subjects import environment
-from attnplug.tuning.timers import Timer, synchronize, timer_for
+from attnplug.tuning.timers import Timer, release, synchronize, timer_for
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.metadata import AttentionMetadataBuilder
     from attnplug.registry.records import Offer
+    from attnplug.registry.step_shapes import StepShape
 
 _BUILDS = 9
 _SHORT = 16
@@ -79,16 +80,13 @@ class Runner:
     def ceilings(self) -> dict[str, str]:
         """The copy and the matmul of the device, measured now."""
         found = measured_ceilings(self._where, self._timer.us)
-        if self._where.type == "cuda":
-            torch.cuda.empty_cache()
+        release(self._where)
         return found
 
     def run(self, job: Job) -> None:
         """Run one job."""
         (self._time if job.timed else self._check)(job)
-        if self._where.type == "cuda":
-            # The caches of the next job have other sizes.
-            torch.cuda.empty_cache()
+        release(self._where)
         self._tell("done", job=job.number)
 
     def _check(self, job: Job) -> None:
@@ -120,10 +118,10 @@ class Runner:
             self._tell("begin", job=job.number, backend=name)
             try:
                 inputs, call, builder = self._made(job, name, distribution)
-                builds[name] = self._build_us(lambda: builder.build(0, inputs.common))  # noqa: B023
-                # Engines replay decodes as graphs, and issue mixed steps and prefills.
-                short = job.shape.query <= _SHORT and job.shape.phase is not None
-                graph = short and _has_graphs(builder, job.shape.query)
+                # Builders make the plans that layers have asked for.
+                call(0)
+                builds[name] = self._build_us(inputs, builder)
+                short, graph = _is_short(job.shape), self._replays(job.shape, builder)
                 # A backend without graphs pays for its launches there.
                 timer = self._host_timer if short and not graph else self._timer
                 remembering = _Remembering(call)
@@ -206,7 +204,10 @@ class Runner:
         inputs = made_inputs(backend, asked.spec, job.shape, pages, self._where, copies=job.timed)
         impl, builder = made_parts(backend, inputs, pages)
         with torch.inference_mode():
-            metadata = builder.build(0, inputs.common)
+            if self._replays(job.shape, builder):
+                metadata = builder.build_for_cudagraph_capture(inputs.common)
+            else:
+                metadata = builder.build(0, inputs.common)
         forward = inputs.forward(impl, metadata)
 
         @torch.inference_mode()
@@ -215,13 +216,18 @@ class Runner:
 
         return inputs, call, builder
 
-    def _build_us(self, build: Callable[[], object]) -> float:
-        """Microseconds of the host for a build, the median of some; the GPU does its part meanwhile."""
+    def _replays(self, shape: StepShape, builder: AttentionMetadataBuilder[Any]) -> bool:
+        """Whether steps are replayed as graphs: decodes, as engines run them, but no mixed steps and prefills."""
+        return self._timer.has_graphs and _is_short(shape) and _has_graphs(builder, shape.query)
+
+    @torch.inference_mode()
+    def _build_us(self, inputs: StepInputs, builder: AttentionMetadataBuilder[Any]) -> float:
+        """Microseconds of the host for a build, the median of steps in turn; the GPU does its part meanwhile."""
         times = []
-        for _ in range(_BUILDS):
+        for common in inputs.last_steps(_BUILDS):
             synchronize(self._where)
             began = time.perf_counter()
-            build()
+            builder.build(0, common)
             times.append(time.perf_counter() - began)
         return 1e6 * statistics.median(times)
 
@@ -237,6 +243,10 @@ class Runner:
                 # An error of a kernel makes the GPU unusable for this process: the next one goes on.
                 self._tell("lost", job=job.number, backend=name)
                 os._exit(1)
+
+
+def _is_short(shape: StepShape) -> bool:
+    return shape.query <= _SHORT and shape.phase is not None
 
 
 def _has_graphs(builder: AttentionMetadataBuilder[Any], query: int) -> bool:

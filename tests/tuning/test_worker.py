@@ -234,6 +234,55 @@ def test_an_error_after_the_rounds_is_no_wrong_output() -> None:
     assert (event, facts["why"]) == ("failed", "RuntimeError: an illegal memory access was encountered")
 
 
+def test_builds_are_timed_for_steps_in_turn_after_the_layer_has_run() -> None:
+    """A step that is built again needs no plan, and no layer has asked for one before the first call."""
+    events: list[Any] = []
+
+    class Watched(Runner):
+        def _made(self, *asked: Any) -> Any:
+            inputs, call, builder = super()._made(*asked)
+            build = builder.build
+
+            def built(prefix: int, common: Any) -> Any:
+                assert torch.is_inference_mode_enabled(), "as engines build"
+                assert common.seq_lens.tolist() == common.seq_lens_host.tolist()
+                events.append(common.seq_lens_host.tolist())
+                return build(prefix, common)
+
+            builder.build = built
+            return inputs, lambda index: events.append("call") or call(index), builder
+
+    runner = Watched(HERE, lambda event, **facts: None, timers.HostTimer(round_us=100.0))
+    shape = StepShape.parse("decode 2 x 3 of 7 ragged")
+    runner.run(dataclasses.replace(job(timed=True), shape=shape))
+    assert shape.lengths == (3, 11)
+    # The new tokens of a request are always there.
+    assert events[:10] == ["call", *([3, tokens] for tokens in range(3, 12))]
+    assert set(events[10:]) == {"call"}
+
+
+def test_memory_is_given_back_that_objects_keep_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrapper:
+        pass
+
+    def left() -> weakref.ref[Any]:
+        one, other = Wrapper(), Wrapper()
+        one.plan, other.owner = other, one  # type: ignore[attr-defined]
+        return weakref.ref(one)
+
+    freed: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(kept() is None))
+    for held in (0, 2 << 30):
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda held=held: held)
+        gc.disable()
+        try:
+            kept = left()
+            timers.release(torch.device("cuda"))
+        finally:
+            gc.enable()
+    assert freed == [False, True]
+
+
 def test_a_job_reads_back_from_json() -> None:
     one = job(3, timed=True, spec=LAYERS["latent"])
     assert Job.from_dict(one.to_dict()) == one
