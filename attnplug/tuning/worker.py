@@ -20,7 +20,7 @@ from attnplug.registry.gates import import_parts, preferred_pages, serving
 from attnplug.testing.comparison import tolerance
 from attnplug.tuning.ceilings import measured_ceilings
 from attnplug.tuning.jobs import Job
-from attnplug.tuning.reference import check_output, feature_of
+from attnplug.tuning.reference import check_output
 from attnplug.tuning.rounds import Timing, measure_in_turns
 from attnplug.tuning.step_inputs import StepInputs, made_inputs, made_parts
 from attnplug.tuning.subjects import environment
@@ -41,7 +41,7 @@ def main(task: str, report: str) -> None:
     """Run the jobs in the file `task`, and append events to the file `report`.
 
     "environment" once; for each backend of a job "begin" when it starts to run, then "checked" with seconds, "wrong"
-    with why and feature, "failed" with why, or "timed" with the figures; "done" after each job.
+    with why and feature, which is None if only its timed calls are wrong, "failed" with why, or "timed" with the figures; "done" after each job.
     """
     data = json.loads(Path(task).read_text(encoding="utf-8"))
     device = Device.from_dict(data["device"])
@@ -136,7 +136,7 @@ class Runner:
                 self._failed(job, name, problem.cause if isinstance(problem, _RoundError) else problem)
                 continue
             if why is not None:
-                self._tell("wrong", job=job.number, backend=name, why=why, feature=feature_of(job.spec))
+                self._tell("wrong", job=job.number, backend=name, why=why, feature=None)
                 continue
             figures = {
                 "us": timing.us,
