@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from attnplug.core.metadata import AttentionMetadataBuilder
     from attnplug.registry.evidence import Pages
 
+SharedCaches: TypeAlias = dict[Hashable, list[torch.Tensor]]
+"""Caches of one step by their sizes, strides and dtype."""
 _MOST_COPIES = 8
 _SEED = 0
 
@@ -101,10 +103,12 @@ def made_inputs(
     device: torch.device,
     *,
     copies: bool = True,
+    made: SharedCaches | None = None,
 ) -> StepInputs:
     """The inputs for one backend with its pages; equal seeds give equal numbers.
 
-    With `copies` there are as many caches as the L2 cannot hold; a check of the output needs one.
+    With `copies` there are as many caches as the L2 cannot hold; a check of the output needs one. The backends of one
+    step share caches of equal form by `made`.
 
     Raises:
         RuntimeError: the device has too little memory.
@@ -133,7 +137,9 @@ def made_inputs(
     else:
         size, layout = pages
         table, blocks = _random_table(lengths, size)
-        caches = _caches(backend, spec, shape, (blocks, size, layout), device, copies=copies)
+        caches = _caches(
+            backend, spec, shape, (blocks, size, layout), device, {} if made is None else made, copies=copies
+        )
         stored_key, stored_value = backend.split_kv(caches[0], spec)
         on_device = table.to(device)
 
@@ -207,6 +213,7 @@ def _caches(
     shape: StepShape,
     form: tuple[int, int, str],
     device: torch.device,
+    earlier: SharedCaches,
     *,
     copies: bool,
 ) -> list[torch.Tensor]:
@@ -223,6 +230,9 @@ def _caches(
         drawn = torch.randn(physical, device=device, dtype=STORAGE_DTYPES[spec.dtype]).to(stored)
         return drawn.permute([order.index(dim) for dim in range(len(order))])
 
+    key = (*physical, *order, stored)
+    if key in earlier:
+        return earlier[key]
     first = made()
     if not copies:
         return [first]
@@ -235,7 +245,8 @@ def _caches(
         # Other candidates have caches of their own at the same time.
         free, _ = torch.cuda.mem_get_info(device)
         count = min(count, free // 8 // first.nbytes)
-    return [first, *(made() for _ in range(count - 1))]
+    earlier[key] = [first, *(made() for _ in range(count - 1))]
+    return earlier[key]
 
 
 def _common(

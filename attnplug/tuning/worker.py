@@ -22,7 +22,7 @@ from attnplug.tuning.ceilings import measured_ceilings
 from attnplug.tuning.jobs import Job
 from attnplug.tuning.reference import check_output
 from attnplug.tuning.rounds import Timing, measure_in_turns
-from attnplug.tuning.step_inputs import StepInputs, made_inputs, made_parts
+from attnplug.tuning.step_inputs import SharedCaches, StepInputs, made_inputs, made_parts
 from attnplug.tuning.subjects import environment
 from attnplug.tuning.timers import Timer, release, synchronize, timer_for
 
@@ -75,6 +75,7 @@ class Runner:
         self._host_timer: Timer = timer or timer_for(device.type, host=True)
         self._where = torch.device("cpu" if device.type == "cpu" else "cuda")
         self._plugins = get_registry().plugins
+        self._caches: SharedCaches = {}
         self._offers = {(o.name, o.distribution): o for o in self._plugins.every_offer}
 
     def ceilings(self) -> dict[str, str]:
@@ -86,6 +87,7 @@ class Runner:
     def run(self, job: Job) -> None:
         """Run one job."""
         (self._time if job.timed else self._check)(job)
+        self._caches.clear()
         release(self._where)
         self._tell("done", job=job.number)
 
@@ -201,7 +203,9 @@ class Runner:
         if (reason := import_parts(backend)) is not None:
             raise RuntimeError(str(reason))
         pages = preferred_pages(backend, asked.spec, self._device)
-        inputs = made_inputs(backend, asked.spec, job.shape, pages, self._where, copies=job.timed)
+        inputs = made_inputs(
+            backend, asked.spec, job.shape, pages, self._where, copies=job.timed, made=self._caches
+        )
         impl, builder = made_parts(backend, inputs, pages)
         with torch.inference_mode():
             if self._replays(job.shape, builder):
