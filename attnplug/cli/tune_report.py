@@ -71,12 +71,16 @@ class TuneReport(RunReport):
         found = share_of_ceiling(cell.spec, row.shape, row.us, self._environment)
         return "" if found is None else f" ({100 * found[1]:.0f} % of {found[0]})"
 
-    def wrong(self, contender: Contender, spec: LayerSpec, row: Row, feature: str) -> None:
-        """Print a wrong output, and remember it for selections."""
+    def wrong(self, contender: Contender, spec: LayerSpec, row: Row, feature: str | None) -> None:
+        """Print a wrong output, and remember one that a check has found for selections."""
         from attnplug.tuning.refuting import record_wrong
 
         self.wrong_outputs += 1
         self.say(f"{contender.offer.name} is wrong at {row.shape}: {row.why.splitlines()[0]}", "red")
+        if feature is None:
+            # Other backends ran in its process, so the fault may be theirs.
+            self.say("its output was right in a process of its own, so attnplug select does not refuse it")
+            return
         try:
             recorded = record_wrong(contender, spec, row, feature)
         except MatrixFileError as problem:

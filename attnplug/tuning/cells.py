@@ -62,8 +62,8 @@ class Observer(Protocol):
     def finished(self, cell: TuneCell, rows: Sequence[Row]) -> None:
         """A cell has its rows; those of an earlier run are not told."""
 
-    def wrong(self, contender: Contender, spec: LayerSpec, row: Row, feature: str) -> None:
-        """A backend gave a wrong output."""
+    def wrong(self, contender: Contender, spec: LayerSpec, row: Row, feature: str | None) -> None:
+        """A backend gave a wrong output; `feature` is the one at fault, or None if only its timed calls are wrong."""
 
 
 @dataclasses.dataclass(slots=True)

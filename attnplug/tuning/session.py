@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _CHECKERS = 4
 """Processes that share the checks of a backend: they compile the kernels of different layers at the same time."""
 _CHECKS_AT_ONCE = 12
-_OUT_OF_MEMORY = "OutOfMemoryError"
+_OUT_OF_MEMORY = "out of memory"
 
 Save: TypeAlias = Callable[[Callable[["TunedTable | None"], "TunedTable"]], "TunedTable"]
 Run = Callable[["Device", Sequence[Job]], Iterable[Event]]
@@ -237,7 +237,7 @@ class Tuner:
         crowded: list[Job] = []
         for event in events_of(map(self._started, by_worker.values()), self._checks_at_once):
             cell, each = checks[event["job"]]
-            if event["event"] == "failed" and _OUT_OF_MEMORY in event["why"] and self._checks_at_once > 1:
+            if _is_short_of_memory(event) and self._checks_at_once > 1:
                 crowded.append(self._job(event["job"], cell, [each]))
             else:
                 self._note_check(cell, each, event, observer, compiled)
@@ -270,7 +270,7 @@ class Tuner:
         row = self._row(cell, contender, status, why=str(event["why"]))
         self._rows[cell.layer, cell.shape, contender.offer.full_name] = row
         if status is RowStatus.WRONG:
-            observer.wrong(contender, cell.spec, row, str(event["feature"]))
+            observer.wrong(contender, cell.spec, row, event["feature"])
 
     def _time_all(
         self, pending: Sequence[TuneCell], observer: Observer, deadline: float | None
@@ -302,6 +302,9 @@ class Tuner:
             contender = next(each for each in cell.contenders if each.offer.name == event["backend"])
             if event["event"] in ("failed", "wrong"):
                 self._note_failure(cell, contender, event, observer)
+                # The next process would begin the cell again.
+                if deadline is not None and self._clock() >= deadline:
+                    return
             elif event["event"] == "timed":
                 figures = {name: event[name] for name in ("us", "spread", "rounds", "build_us", "why")}
                 row = self._row(cell, contender, RowStatus.MEASURED, **figures)
@@ -362,6 +365,10 @@ class Tuner:
         before = current.layers if current is not None and same else ()
         environment = self._environment or (current.environment if current is not None else {})
         return TunedTable(self.device, merged(before, layers), environment, self.policy)
+
+
+def _is_short_of_memory(event: Event) -> bool:
+    return event["event"] == "failed" and _OUT_OF_MEMORY in str(event["why"]).lower()
 
 
 def _earlier(layer: TunedLayer | None, shape: StepShape, contender: Contender) -> Row | None:

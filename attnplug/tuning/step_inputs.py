@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from attnplug.core.metadata import AttentionMetadataBuilder
     from attnplug.registry.evidence import Pages
 
+SharedCaches: TypeAlias = dict[Hashable, list[torch.Tensor]]
+"""Caches of one step by their sizes, strides and dtype."""
 _MOST_COPIES = 8
 _SEED = 0
 
@@ -72,6 +74,26 @@ class StepInputs:
 
         return call
 
+    def last_steps(self, count: int) -> list[CommonAttentionMetadata]:
+        """The batches of some steps in turn, the last of which is this one: before it, each request had a token less.
+
+        An engine builds for such steps: a builder that is given one step again may have nothing left to do.
+        """
+        host, least = (
+            np.asarray(each, dtype=np.int32) for each in (self.shape.lengths, self.shape.query_lens)
+        )
+        found = []
+        for back in reversed(range(count)):
+            lengths = np.maximum(host - back, least)
+            on_device = torch.from_numpy(lengths.copy()).to(self.common.seq_lens.device)
+            longest = int(lengths.max())
+            found.append(
+                dataclasses.replace(
+                    self.common, seq_lens=on_device, seq_lens_host=lengths, max_seq_len=longest
+                )
+            )
+        return found
+
 
 def made_inputs(
     backend: type[AttentionBackend],
@@ -81,10 +103,12 @@ def made_inputs(
     device: torch.device,
     *,
     copies: bool = True,
+    made: SharedCaches | None = None,
 ) -> StepInputs:
     """The inputs for one backend with its pages; equal seeds give equal numbers.
 
-    With `copies` there are as many caches as the L2 cannot hold; a check of the output needs one.
+    With `copies` there are as many caches as the L2 cannot hold; a check of the output needs one. The backends of one
+    step share caches of equal form by `made`.
 
     Raises:
         RuntimeError: the device has too little memory.
@@ -113,7 +137,9 @@ def made_inputs(
     else:
         size, layout = pages
         table, blocks = _random_table(lengths, size)
-        caches = _caches(backend, spec, shape, (blocks, size, layout), device, copies=copies)
+        caches = _caches(
+            backend, spec, shape, (blocks, size, layout), device, {} if made is None else made, copies=copies
+        )
         stored_key, stored_value = backend.split_kv(caches[0], spec)
         on_device = table.to(device)
 
@@ -154,6 +180,8 @@ def made_parts(
         max_num_seqs=shape.requests,
         max_num_batched_tokens=shape.tokens,
         max_model_len=max(shape.lengths),
+        # Workspaces have room for the graphs that are captured.
+        cudagraph_batch_sizes=(shape.requests,) if shape.phase is Phase.DECODE else (),
     )
     cache: Any = kv_cache_spec_for(spec, 1 if pages is None else pages[0])
     builder = backend.get_builder_cls()(cache, ["layer"], config, inputs.query.device)
@@ -185,6 +213,7 @@ def _caches(
     shape: StepShape,
     form: tuple[int, int, str],
     device: torch.device,
+    earlier: SharedCaches,
     *,
     copies: bool,
 ) -> list[torch.Tensor]:
@@ -201,6 +230,9 @@ def _caches(
         drawn = torch.randn(physical, device=device, dtype=STORAGE_DTYPES[spec.dtype]).to(stored)
         return drawn.permute([order.index(dim) for dim in range(len(order))])
 
+    key = (*physical, *order, stored)
+    if key in earlier:
+        return earlier[key]
     first = made()
     if not copies:
         return [first]
@@ -213,7 +245,8 @@ def _caches(
         # Other candidates have caches of their own at the same time.
         free, _ = torch.cuda.mem_get_info(device)
         count = min(count, free // 8 // first.nbytes)
-    return [first, *(made() for _ in range(count - 1))]
+    earlier[key] = [first, *(made() for _ in range(count - 1))]
+    return earlier[key]
 
 
 def _common(

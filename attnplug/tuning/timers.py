@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,9 +23,15 @@ _MOST_CALLS = 200
 _SLEEPS = (2_000_000, 8_000_000, 32_000_000)
 """Cycles for which the GPU waits until the host has issued all calls: a millisecond, then more where it was too short."""
 
+_MUCH = 1 << 30
+"""Bytes that are more than a process needs between two jobs."""
+
 
 class Timer(Protocol):
     """Makes the rounds of a candidate."""
+
+    has_graphs: bool
+    """Whether it replays graphs."""
 
     def prepare(self, call: Call, copies: int, *, graph: bool) -> Callable[[], float]:
         """A function that runs one round and gives microseconds of one call.
@@ -57,6 +64,7 @@ class HostTimer:
 
     clock: Callable[[], float] = time.perf_counter
     round_us: float = _ROUND_US
+    has_graphs: bool = False
 
     def prepare(self, call: Call, copies: int, *, graph: bool) -> Callable[[], float]:
         """As `Timer.prepare`; a CPU has no graphs."""
@@ -89,6 +97,7 @@ class GpuTimer:
     """
 
     sleeps: Sequence[int] = _SLEEPS
+    has_graphs: bool = True
 
     def prepare(self, call: Call, copies: int, *, graph: bool) -> Callable[[], float]:
         """As `Timer.prepare`. A prefill is timed while the GPU sleeps, because its host runs ahead in a model too.
@@ -102,11 +111,8 @@ class GpuTimer:
         if graph:
             # A multiple of the copies, so that each is read once before it is read again.
             some = copies * max(1, min(-(-16 // copies), -(-count // copies)))
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured):
-                _call_all(call, some)
             # A graph has the addresses of its tensors, and does not keep them: the call does.
-            run = functools.partial(_replay, captured, call)
+            run = functools.partial(_replay, _captured(call, some), call)
         else:
             # Few calls at once: the host must issue all of them while the GPU sleeps.
             some = max(1, min(count, 4 * copies, 16))
@@ -140,6 +146,26 @@ def others_bytes() -> int:
     """Bytes of the current GPU's memory that are not in this process's pool: other processes', and its own context."""
     free, total = torch.cuda.mem_get_info()
     return int(total - free - torch.cuda.memory_reserved())
+
+
+def _captured(call: Call, count: int) -> torch.cuda.CUDAGraph:
+    """A graph of calls; raises what a call raises, and leaves the stream as it was."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    cause: Exception | None = None
+    try:
+        with torch.cuda.graph(graph):
+            try:
+                _call_all(call, count)
+            except Exception as problem:
+                cause = problem
+                raise
+    except RuntimeError as problem:
+        # The error of an aborted capture hides its cause.
+        raise (cause or problem) from None
+    finally:
+        # An aborted capture leaves its own stream current.
+        torch.cuda.set_stream(stream)
+    return graph
 
 
 def _replay(captured: torch.cuda.CUDAGraph, _: Call) -> None:
@@ -187,3 +213,14 @@ def synchronize(device: torch.device) -> None:
     """Wait for a GPU."""
     if device.type != "cpu":
         torch.cuda.synchronize(device)
+
+
+def release(device: torch.device) -> None:
+    """Give a GPU's memory back that nothing uses: the caches of the next job have other sizes."""
+    if device.type == "cpu":
+        return
+    # Objects that refer to each other, such as FlashInfer's plans and wrappers, keep their workspaces until a collection.
+    # That takes a tenth of a second and more, so few jobs wait for one.
+    if torch.cuda.memory_allocated() > _MUCH:
+        gc.collect()
+    torch.cuda.empty_cache()

@@ -20,16 +20,17 @@ from attnplug.registry.gates import import_parts, preferred_pages, serving
 from attnplug.testing.comparison import tolerance
 from attnplug.tuning.ceilings import measured_ceilings
 from attnplug.tuning.jobs import Job
-from attnplug.tuning.reference import check_output, feature_of
+from attnplug.tuning.reference import check_output
 from attnplug.tuning.rounds import Timing, measure_in_turns
-from attnplug.tuning.step_inputs import StepInputs, made_inputs, made_parts
+from attnplug.tuning.step_inputs import SharedCaches, StepInputs, made_inputs, made_parts
 from attnplug.tuning.subjects import environment
-from attnplug.tuning.timers import Timer, synchronize, timer_for
+from attnplug.tuning.timers import Timer, release, synchronize, timer_for
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.metadata import AttentionMetadataBuilder
     from attnplug.registry.records import Offer
+    from attnplug.registry.step_shapes import StepShape
 
 _BUILDS = 9
 _SHORT = 16
@@ -40,7 +41,7 @@ def main(task: str, report: str) -> None:
     """Run the jobs in the file `task`, and append events to the file `report`.
 
     "environment" once; for each backend of a job "begin" when it starts to run, then "checked" with seconds, "wrong"
-    with why and feature, "failed" with why, or "timed" with the figures; "done" after each job.
+    with why and feature, which is None if only its timed calls are wrong, "failed" with why, or "timed" with the figures; "done" after each job.
     """
     data = json.loads(Path(task).read_text(encoding="utf-8"))
     device = Device.from_dict(data["device"])
@@ -74,21 +75,20 @@ class Runner:
         self._host_timer: Timer = timer or timer_for(device.type, host=True)
         self._where = torch.device("cpu" if device.type == "cpu" else "cuda")
         self._plugins = get_registry().plugins
+        self._caches: SharedCaches = {}
         self._offers = {(o.name, o.distribution): o for o in self._plugins.every_offer}
 
     def ceilings(self) -> dict[str, str]:
         """The copy and the matmul of the device, measured now."""
         found = measured_ceilings(self._where, self._timer.us)
-        if self._where.type == "cuda":
-            torch.cuda.empty_cache()
+        release(self._where)
         return found
 
     def run(self, job: Job) -> None:
         """Run one job."""
         (self._time if job.timed else self._check)(job)
-        if self._where.type == "cuda":
-            # The caches of the next job have other sizes.
-            torch.cuda.empty_cache()
+        self._caches.clear()
+        release(self._where)
         self._tell("done", job=job.number)
 
     def _check(self, job: Job) -> None:
@@ -120,10 +120,10 @@ class Runner:
             self._tell("begin", job=job.number, backend=name)
             try:
                 inputs, call, builder = self._made(job, name, distribution)
-                builds[name] = self._build_us(lambda: builder.build(0, inputs.common))  # noqa: B023
-                # Engines replay decodes as graphs, and issue mixed steps and prefills.
-                short = job.shape.query <= _SHORT and job.shape.phase is not None
-                graph = short and _has_graphs(builder, job.shape.query)
+                # Builders make the plans that layers have asked for.
+                call(0)
+                builds[name] = self._build_us(inputs, builder)
+                short, graph = _is_short(job.shape), self._replays(job.shape, builder)
                 # A backend without graphs pays for its launches there.
                 timer = self._host_timer if short and not graph else self._timer
                 remembering = _Remembering(call)
@@ -132,8 +132,13 @@ class Runner:
             except Exception as problem:  # noqa: BLE001  (a backend's, which costs a row)
                 self._failed(job, name, problem)
         for name, timing in self._measured(job, runs).items():
-            if (why := self._different(*made[name], runs[name])) is not None:
-                self._tell("wrong", job=job.number, backend=name, why=why, feature=feature_of(job.spec))
+            try:
+                why = self._different(*made[name], runs[name])
+            except Exception as problem:  # noqa: BLE001  (a backend's, or an earlier one's, which costs a row)
+                self._failed(job, name, problem.cause if isinstance(problem, _RoundError) else problem)
+                continue
+            if why is not None:
+                self._tell("wrong", job=job.number, backend=name, why=why, feature=None)
                 continue
             figures = {
                 "us": timing.us,
@@ -148,16 +153,12 @@ class Runner:
         """What is wrong if timed calls do something else than a call alone; None if they write the same output."""
         output = inputs.output
         output.fill_(torch.nan)
-        try:
-            run()
-            synchronize(self._where)
-            timed = output.clone()
-            output.fill_(torch.nan)
-            call(call.last)
-            synchronize(self._where)
-        except Exception as problem:  # noqa: BLE001  (a backend's, which costs a row)
-            cause = problem.cause if isinstance(problem, _RoundError) else problem
-            return f"{type(cause).__name__}: {cause}"
+        run()
+        synchronize(self._where)
+        timed = output.clone()
+        output.fill_(torch.nan)
+        call(call.last)
+        synchronize(self._where)
         if bool(timed.isnan().any()):
             return "its timed calls left outputs unwritten"
         error = float((timed.float() - output.float()).norm() / output.float().norm().clamp_min(1e-30))
@@ -202,10 +203,15 @@ class Runner:
         if (reason := import_parts(backend)) is not None:
             raise RuntimeError(str(reason))
         pages = preferred_pages(backend, asked.spec, self._device)
-        inputs = made_inputs(backend, asked.spec, job.shape, pages, self._where, copies=job.timed)
+        inputs = made_inputs(
+            backend, asked.spec, job.shape, pages, self._where, copies=job.timed, made=self._caches
+        )
         impl, builder = made_parts(backend, inputs, pages)
         with torch.inference_mode():
-            metadata = builder.build(0, inputs.common)
+            if self._replays(job.shape, builder):
+                metadata = builder.build_for_cudagraph_capture(inputs.common)
+            else:
+                metadata = builder.build(0, inputs.common)
         forward = inputs.forward(impl, metadata)
 
         @torch.inference_mode()
@@ -214,13 +220,18 @@ class Runner:
 
         return inputs, call, builder
 
-    def _build_us(self, build: Callable[[], object]) -> float:
-        """Microseconds of the host for a build, the median of some; the GPU does its part meanwhile."""
+    def _replays(self, shape: StepShape, builder: AttentionMetadataBuilder[Any]) -> bool:
+        """Whether steps are replayed as graphs: decodes, as engines run them, but no mixed steps and prefills."""
+        return self._timer.has_graphs and _is_short(shape) and _has_graphs(builder, shape.query)
+
+    @torch.inference_mode()
+    def _build_us(self, inputs: StepInputs, builder: AttentionMetadataBuilder[Any]) -> float:
+        """Microseconds of the host for a build, the median of steps in turn; the GPU does its part meanwhile."""
         times = []
-        for _ in range(_BUILDS):
+        for common in inputs.last_steps(_BUILDS):
             synchronize(self._where)
             began = time.perf_counter()
-            build()
+            builder.build(0, common)
             times.append(time.perf_counter() - began)
         return 1e6 * statistics.median(times)
 
@@ -230,10 +241,16 @@ class Runner:
         if self._where.type == "cuda":
             try:
                 torch.cuda.synchronize()
+                # After an aborted capture the generator may still be in it.
+                torch.randn(1, device=self._where)
             except RuntimeError:
                 # An error of a kernel makes the GPU unusable for this process: the next one goes on.
                 self._tell("lost", job=job.number, backend=name)
                 os._exit(1)
+
+
+def _is_short(shape: StepShape) -> bool:
+    return shape.query <= _SHORT and shape.phase is not None
 
 
 def _has_graphs(builder: AttentionMetadataBuilder[Any], query: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ class Log:
     def finished(self, cell: Any, rows: Sequence[Row]) -> None:
         self.told.append(f"finished {cell.shape}")
 
-    def wrong(self, contender: Any, spec: LayerSpec, row: Row, feature: str) -> None:
+    def wrong(self, contender: Any, spec: LayerSpec, row: Row, feature: str | None) -> None:
         self.wrongs.append(f"{contender.offer.name} {row.shape}")
 
 
@@ -150,6 +151,14 @@ def test_each_cell_is_checked_then_measured_heaviest_first_and_written(case: Cas
 
 def test_several_backends_are_checked_at_once_and_alone_again_if_the_memory_was_short(case: Case) -> None:
     alive, most = [0], [0]
+    # Of torch, of CUDA, and of a library.
+    shortages = itertools.cycle(
+        [
+            "OutOfMemoryError: CUDA out of memory",
+            "AcceleratorError: CUDA error: out of memory",
+            "E: Out of memory",
+        ]
+    )
     plain = case.workers.__call__
 
     def crowded(device: Any, jobs: Sequence[Job]) -> Iterator[Event]:
@@ -157,7 +166,7 @@ def test_several_backends_are_checked_at_once_and_alone_again_if_the_memory_was_
         most[0] = max(most[0], alive[0])
         for event in plain(device, jobs):
             if event["event"] == "checked" and event["backend"] == "C" and alive[0] > 1:
-                why = "OutOfMemoryError: CUDA out of memory"
+                why = next(shortages)
                 yield {"event": "failed", "job": event["job"], "backend": "C", "why": why}
             else:
                 yield event
@@ -175,7 +184,12 @@ def test_a_backend_that_needs_more_memory_than_there_is_costs_a_row(case: Case) 
 
     def event(job: Job, name: str) -> Event:
         if name == "B":
-            return {"event": "failed", "job": job.number, "backend": name, "why": "OutOfMemoryError: no"}
+            return {
+                "event": "failed",
+                "job": job.number,
+                "backend": name,
+                "why": "OutOfMemoryError: CUDA out of memory",
+            }
         return plain(job, name)
 
     case.workers._event = event  # type: ignore[method-assign]
@@ -207,6 +221,28 @@ def test_an_exhausted_budget_leaves_cells_to_the_next_run(case: Case) -> None:
 def test_a_budget_counts_neither_checks_nor_a_cell_that_has_begun(case: Case) -> None:
     # Twelve checks take twelve seconds.
     assert len(case.run(budget=0.5).measured) == 1
+
+
+def test_a_crash_at_the_end_of_the_budget_starts_no_other_worker(case: Case) -> None:
+    restarted = []
+    plain = case.workers.__call__
+
+    def crashing(device: Any, jobs: Sequence[Job]) -> Iterator[Event]:
+        if not jobs[0].timed:
+            yield from plain(device, jobs)
+            return
+        case.workers.now += 20.0
+        yield {
+            "event": "failed",
+            "job": jobs[0].number,
+            "backend": "B",
+            "why": "its process crashed: SIGSEGV",
+        }
+        restarted.append(jobs)
+
+    outcome = case.run(run=crashing, budget=15.0)
+    assert (restarted, outcome.measured, len(outcome.left)) == ([], [], 4)
+    assert len(case.run(budget=1000.0).measured) == 4
 
 
 def test_an_interrupted_run_keeps_what_it_has_and_the_next_one_goes_on(case: Case) -> None:
@@ -275,7 +311,7 @@ def test_a_backend_that_is_wrong_when_it_is_timed_is_told_and_not_chosen(case: C
                 "job": job.number,
                 "backend": "B",
                 "why": "unwritten",
-                "feature": "plain",
+                "feature": None,
             }
         return plain(job, name)
 
