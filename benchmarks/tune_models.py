@@ -92,6 +92,8 @@ def measure(options: argparse.Namespace) -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     # Workers load what an earlier one has compiled; the library's own setting.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    # What is refuted here must not change the candidates of a later part or of the report.
+    os.environ["ATTNPLUG_EVIDENCE"] = str(options.folder.resolve() / "refuted.json")
     for part in options.parts:
         began = time.monotonic()
         print(f"part {part}", flush=True)

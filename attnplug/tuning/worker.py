@@ -41,7 +41,8 @@ def main(task: str, report: str) -> None:
     """Run the jobs in the file `task`, and append events to the file `report`.
 
     "environment" once; for each backend of a job "begin" when it starts to run, then "checked" with seconds, "wrong"
-    with why and feature, which is None if only its timed calls are wrong, "failed" with why, or "timed" with the figures; "done" after each job.
+    with why and feature, "failed" with why, or "timed" with the figures; "done" after each job. The feature is None if
+    only timed calls are wrong.
     """
     data = json.loads(Path(task).read_text(encoding="utf-8"))
     device = Device.from_dict(data["device"])
