@@ -132,7 +132,12 @@ class Runner:
             except Exception as problem:  # noqa: BLE001  (a backend's, which costs a row)
                 self._failed(job, name, problem)
         for name, timing in self._measured(job, runs).items():
-            if (why := self._different(*made[name], runs[name])) is not None:
+            try:
+                why = self._different(*made[name], runs[name])
+            except Exception as problem:  # noqa: BLE001  (a backend's, which costs a row)
+                self._failed(job, name, problem.cause if isinstance(problem, _RoundError) else problem)
+                continue
+            if why is not None:
                 self._tell("wrong", job=job.number, backend=name, why=why, feature=feature_of(job.spec))
                 continue
             figures = {
@@ -148,16 +153,12 @@ class Runner:
         """What is wrong if timed calls do something else than a call alone; None if they write the same output."""
         output = inputs.output
         output.fill_(torch.nan)
-        try:
-            run()
-            synchronize(self._where)
-            timed = output.clone()
-            output.fill_(torch.nan)
-            call(call.last)
-            synchronize(self._where)
-        except Exception as problem:  # noqa: BLE001  (a backend's, which costs a row)
-            cause = problem.cause if isinstance(problem, _RoundError) else problem
-            return f"{type(cause).__name__}: {cause}"
+        run()
+        synchronize(self._where)
+        timed = output.clone()
+        output.fill_(torch.nan)
+        call(call.last)
+        synchronize(self._where)
         if bool(timed.isnan().any()):
             return "its timed calls left outputs unwritten"
         error = float((timed.float() - output.float()).norm() / output.float().norm().clamp_min(1e-30))

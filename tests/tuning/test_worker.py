@@ -210,6 +210,39 @@ def test_timed_calls_that_write_another_output_are_wrong() -> None:
     assert facts["why"] == "its timed calls wrote another output than a call alone: relative error 2"
 
 
+@pytest.mark.parametrize("fails", ["round", "call"])
+def test_an_error_after_the_times_is_a_failure_and_refutes_nothing(fails: str) -> None:
+    """Such as too little memory: the output of a backend that raises is not known to be wrong."""
+    told: list[tuple[str, dict[str, Any]]] = []
+    compared: list[bool] = []
+
+    class Raising(Runner):
+        def _made(self, *asked: Any) -> Any:
+            inputs, call, builder = super()._made(*asked)
+
+            def raising(index: int) -> object:
+                if compared:
+                    raise RuntimeError(f"no memory for a {fails}")
+                return call(index)
+
+            return inputs, raising, builder
+
+        def _different(self, inputs: StepInputs, call: Any, run: Any) -> str | None:
+            def last() -> float:
+                if fails == "round":
+                    compared.append(True)
+                found = float(run())
+                compared.append(True)
+                return found
+
+            return super()._different(inputs, call, last)
+
+    runner = Raising(HERE, lambda event, **facts: told.append((event, facts)), timers.HostTimer(round_us=100))
+    runner.run(job(timed=True))
+    ((event, facts),) = [each for each in told if each[0] not in ("begin", "done")]
+    assert (event, facts["why"]) == ("failed", f"RuntimeError: no memory for a {fails}")
+
+
 def test_a_job_reads_back_from_json() -> None:
     one = job(3, timed=True, spec=LAYERS["latent"])
     assert Job.from_dict(one.to_dict()) == one
