@@ -20,6 +20,7 @@ from attnplug.ops.triton.launch import BoundKernel, power_of_two
 _DECODE: Any = share_decode_kernel
 _MERGE: Any = merge_shares_kernel
 _MANY_PARTS = 48
+"""If rows have more parts than these on average, 128 parts of a row are merged at once."""
 _AT_ONCE = 16
 """Programs of four warps that a multiprocessor runs at the same time."""
 
@@ -49,6 +50,7 @@ class ShareDecode:
         kv_heads: KV heads of the layer.
         size: elements of a value.
         multiprocessors: of the GPU.
+        has_run: whether all forms of the merge are compiled.
     """
 
     kernel: BoundKernel

@@ -16,7 +16,7 @@ class ShareLaunch(NamedTuple):
         block_n: keys per tile.
         num_warps: warps of a program.
         num_stages: tiles in flight.
-        waves: programs per multiprocessor; those that do not fit at once begin when others end.
+        waves: programs per multiprocessor; `share_launch` gives no more than run at once.
         least: fewest tiles of a share.
         ahead: tiles that a program could read while it begins a stream.
         max_registers: limit per thread, so that `waves` programs fit at once; None without limit.

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from attnplug.backends.triton import TritonBackend, bindings
+from attnplug.backends.triton import TritonBackend, bindings, share_bindings
 from attnplug.backends.triton import impl as triton_impl
 from attnplug.backends.triton.builder import TritonMetadataBuilder
 from attnplug.backends.triton.launch import Gpu, tile_side
@@ -186,6 +186,44 @@ def test_the_launches_of_a_step_serve_later_steps_of_any_lengths(small, monkeypa
         for kernel, grid, *tensors in graph:
             call(kernel, grid, *tensors)
         assert equal_to_eager(batch, found)
+
+
+def test_the_first_call_compiles_all_forms_of_the_merge_and_later_ones_run_one(small, monkeypatch):
+    """A warm-up with one request has a merge of few rows; a graph's capture may be the first to need another one."""
+    small(6)
+    launches, call = [], BoundKernel.__call__
+
+    def recorded(kernel: BoundKernel, grid, *given) -> None:
+        launches.append((kernel, grid))
+        call(kernel, grid, *given)
+
+    monkeypatch.setattr(BoundKernel, "__call__", recorded)
+    batch = paged_batch(SPEC, [1], [300], device=DEVICE)
+    builder, attend = attend_of(batch, SHARES)
+    metadata = builder.build(0, batch.common)
+    attend(metadata, blank_answer(batch))
+    (merge, _), *empty = launches[-4:]
+    assert [grid for _, grid in empty] == [(0, 1, 1)] * 3
+    assert len({kernel for kernel, _ in empty}) == 3
+    assert merge in {kernel for kernel, _ in empty}
+    launches.clear()
+    attend(metadata, blank_answer(batch))
+    assert launches[-1][0] is merge
+    assert all(0 not in grid for _, grid in launches)
+
+
+MERGES = {"few-rows": (1 << 30, 1 << 30), "many-parts": (0, 1 << 30), "many-rows": (1 << 30, 0)}
+
+
+@pytest.mark.parametrize("prefix", [0, 32])
+@pytest.mark.parametrize("form", MERGES)
+def test_each_form_of_the_merge_merges_any_rows(form, prefix, small, monkeypatch):
+    small(11)
+    for name, limit in zip(("_MANY_PARTS", "_AT_ONCE"), MERGES[form], strict=True):
+        monkeypatch.setattr(share_bindings, name, limit)
+    cascade = Cascade(SPEC.replace(head_size=24, head_size_v=40))
+    batch = cascade.batch([1, 3, 0, 9], [97, 140, 96, 106], prefix)
+    assert difference(batch, cascade.run(batch, prefix)) is None
 
 
 @pytest.mark.gpu
