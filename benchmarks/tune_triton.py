@@ -195,27 +195,18 @@ SHORT_TILES = {
 
 
 def share_candidates(cell: Cell) -> list[Any]:
-    """What share_launch.py gives today, then whatever fits the GPU, with tiles of one height and of half of it.
-
-    With more programs than run at once, a multiprocessor that is done takes another share.
-    """
+    """What share_launch.py gives today, then whatever fits the GPU, with tiles of one height and of half of it."""
     heads, kv_heads, size = cell.heads
     itemsize = 1 if cell.spec.has_quantized_kv_cache else 2
     rows, width = max(cell.query_lens) * heads // kv_heads, tile_side(size) * itemsize
     now = share_launch(size, itemsize, rows, H200)
     leasts = (1, 2) if sum(cell.seq_lens) <= 8192 else (2,)
     found = [
-        ShareLaunch(m, n, warps, stages, times * resident, least, now.ahead, registers(warps, resident))
-        for m, n, warps, stages, resident, times, least in itertools.product(
-            {now.block_m, max(now.block_m // 2, 16)},
-            (32, 64, 128),
-            (4, 8),
-            (2, 3, 4),
-            (1, 2, 3, 4),
-            (1, 2),
-            leasts,
+        ShareLaunch(m, n, warps, stages, waves, least, now.ahead, registers(warps, waves))
+        for m, n, warps, stages, waves, least in itertools.product(
+            {now.block_m, max(now.block_m // 2, 16)}, (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), leasts
         )
-        if resident * (m + 2 * n * (stages - 1)) * width <= SHARED_MEMORY and n // warps >= 8
+        if waves * (m + 2 * n * (stages - 1)) * width <= SHARED_MEMORY and n // warps >= 8
     ]
     return [now, *(now._replace(least=least) for least in (1, 4, 8)), *found]
 
