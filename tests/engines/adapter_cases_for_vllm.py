@@ -181,6 +181,14 @@ def test_a_backend_of_one_layout_gets_it() -> None:
         assert TORCH.supported_kv_cache_layouts() is None
 
 
+def test_a_layer_with_a_window_gets_no_pages_of_single_tokens() -> None:
+    sizes = TORCH.get_supported_kernel_block_sizes()
+    # vLLM 0.25 takes the smallest for such layers.
+    assert min(getattr(size, "base", size) for size in sizes) == 16
+    assert TORCH.supports_block_size(48)
+    assert not TORCH.supports_block_size(8)
+
+
 def test_layers_that_share_kv_can_skip_tokens() -> None:
     fast = utils.create_fast_prefill_custom_backend("Fast", TORCH)
     one = layer(kv_sharing_target_layer_name="b")

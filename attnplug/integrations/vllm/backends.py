@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,8 @@ _READ = (
     *("use_non_causal", "device_capability", "use_kv_connector"),
 )
 """What is read of the arguments of vLLM's `validate_configuration`."""
+_LEAST_PAGE = 16
+"""Tokens; versions about 0.25 give layers with windows the smallest pages that a backend names."""
 
 
 class Backend(AttentionBackend):  # type: ignore[misc]
@@ -73,11 +76,14 @@ class Backend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
-        """The block sizes of the one backend, and multiples of 16 where several are chosen from."""
+        """The sizes of the one backend that are multiples of 16, and all such where several are chosen from."""
         if cls.backend is None:
-            return [MultipleOf(16)]
+            return [MultipleOf(_LEAST_PAGE)]
         sizes = cls.theirs[0].get_supported_kernel_block_sizes()
-        return [MultipleOf(size.base) if isinstance(size, OurMultiple) else size for size in sizes]
+        return [
+            MultipleOf(math.lcm(size.base, _LEAST_PAGE)) if isinstance(size, OurMultiple) else size
+            for size in sizes
+        ]
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
