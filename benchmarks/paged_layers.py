@@ -67,8 +67,13 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """Of the matrix products, causal."""
-        pairs = sum(q * s - q * (q - 1) / 2 for q, s in zip(self.query_lens, self.seq_lens, strict=True))
+        """Of the matrix products with the keys that each query sees: causal, and within a window."""
+        left = self.spec.window[0]
+        pairs = sum(
+            place if left < 0 else min(place, left + 1)
+            for new, length in zip(self.query_lens, self.seq_lens, strict=True)
+            for place in range(length - new + 1, length + 1)
+        )
         return 4 * self.heads[0] * self.heads[2] * pairs
 
     @property

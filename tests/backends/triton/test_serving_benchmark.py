@@ -51,6 +51,14 @@ def test_every_kind_of_cell_has_a_small_one(modules):
     assert len({cell.name for cell in serving.SERVING}) == len(serving.SERVING)
 
 
+@pytest.mark.parametrize(("window", "seen"), [(None, 2 + 3 + 4 + 1 + 2), (3, 2 + 3 + 3 + 1 + 2), (1, 5)])
+def test_products_are_counted_with_the_keys_that_queries_see(window, seen, modules):
+    _, serving = modules
+    fields = {} if window is None else {"sliding_window": window}
+    found = serving.Cell("x", "extend", (8, 2, 16), (3, 2), (4, 2), tuple(fields.items()))
+    assert found.flops == 4 * 8 * 16 * seen
+
+
 def cell(kind, name, **us):
     share = {each: 100 / value for each, value in us.items()}
     return {"kind": kind, "cell": name, "us": us, "of_ceiling": share, "kv_bytes": 3e8, "heads": (32, 8, 128)}
