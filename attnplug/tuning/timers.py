@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from attnplug.testing.captures import captured
 from attnplug.tuning.rounds import Moment
 
 Call: TypeAlias = Callable[[int], object]
@@ -112,7 +113,7 @@ class GpuTimer:
             # A multiple of the copies, so that each is read once before it is read again.
             some = copies * max(1, min(-(-16 // copies), -(-count // copies)))
             # A graph has the addresses of its tensors, and does not keep them: the call does.
-            run = functools.partial(_replay, _captured(call, some), call)
+            run = functools.partial(_replay, captured(lambda: _call_all(call, some)), call)
         else:
             # Few calls at once: the host must issue all of them while the GPU sleeps.
             some = max(1, min(count, 4 * copies, 16))
@@ -148,28 +149,8 @@ def others_bytes() -> int:
     return int(total - free - torch.cuda.memory_reserved())
 
 
-def _captured(call: Call, count: int) -> torch.cuda.CUDAGraph:
-    """A graph of calls; raises what a call raises, and leaves the stream as it was."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    cause: Exception | None = None
-    try:
-        with torch.cuda.graph(graph):
-            try:
-                _call_all(call, count)
-            except Exception as problem:
-                cause = problem
-                raise
-    except RuntimeError as problem:
-        # The error of an aborted capture hides its cause.
-        raise (cause or problem) from None
-    finally:
-        # An aborted capture leaves its own stream current.
-        torch.cuda.set_stream(stream)
-    return graph
-
-
-def _replay(captured: torch.cuda.CUDAGraph, _: Call) -> None:
-    captured.replay()
+def _replay(graph: torch.cuda.CUDAGraph, _: Call) -> None:
+    graph.replay()
 
 
 def _call_all(call: Call, count: int) -> None:

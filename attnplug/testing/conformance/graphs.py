@@ -11,6 +11,7 @@ from attnplug.core.features import Feature
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadata
 from attnplug.runtime.graph_state import GraphState
 from attnplug.runtime.step_batch import StepBatch
+from attnplug.testing.captures import captured
 from attnplug.testing.comparison import assert_close, tolerance
 from attnplug.testing.conformance.check import (
     Check,
@@ -82,22 +83,8 @@ def check_level(target: Target, name: str) -> None:
 
 def record(work: Callable[[], None]) -> Callable[[], None]:
     """Capture `work` in a graph; returns a function that replays it and waits for the GPU."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     torch.cuda.synchronize()
-    cause: Exception | None = None
-    try:
-        with torch.cuda.graph(graph):
-            try:
-                work()
-            except Exception as error:
-                cause = error
-                raise
-    except RuntimeError as error:
-        # The error of an aborted capture hides its cause.
-        raise (cause or error) from None
-    finally:
-        # An aborted capture leaves its own stream current.
-        torch.cuda.set_stream(stream)
+    graph = captured(work)
 
     def replay() -> None:
         graph.replay()
