@@ -82,7 +82,7 @@ class TritonBackend(AttentionBackend):
             return 0
         if device.type != "cuda" or device.capability is None or device.capability[0] != 9:
             return 100
-        if device.capability == (9, 0) and _prefills_wide_heads(spec):
+        if device.capability == (9, 0) and spec.head_size > 192 and has_specialized_prefill(spec):
             return {Phase.PREFILL: 222, Phase.DECODE: 245, None: 232}[phase]
         return {Phase.PREFILL: 210, Phase.DECODE: 245, None: 228}[phase]
 
@@ -162,12 +162,12 @@ class TritonBackend(AttentionBackend):
         return TritonMetadataBuilder
 
 
-def _prefills_wide_heads(spec: LayerSpec) -> bool:
-    """Whether the kernel with specialised warps prefills a layer whose heads are wider than half of its widest tile."""
+def has_specialized_prefill(spec: LayerSpec) -> bool:
+    """Whether the prefill kernel with specialised warps, which is for compute capability 9.0, can serve a layer."""
     plain = spec.logits_soft_cap is None and not spec.has_alibi and not spec.mm_prefix
-    stored = spec.dtype != "float32" and not spec.has_quantized_kv_cache
-    alike = spec.head_size == spec.head_size_v and spec.head_size % 16 == 0
-    return plain and stored and alike and 192 < spec.head_size <= 256
+    has_16_bits = spec.dtype != "float32" and not spec.has_quantized_kv_cache
+    size = spec.head_size
+    return plain and has_16_bits and spec.head_size_v == size and size % 16 == 0 and 64 <= size <= 256
 
 
 class TritonMLABackend(MLADecodeBackend):

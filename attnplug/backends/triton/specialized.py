@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attnplug.backends.triton.backend import has_specialized_prefill
 from attnplug.backends.triton.launch import Specialized, gpu_of, runs_gluon, tile_side
 from attnplug.core.spec import LayerSpec
 
@@ -34,23 +35,18 @@ def serves(
 
     Args:
         spec: the layer.
-        values: arguments of kernels that BoundLayer has bound, such as strides and switches.
+        values: arguments of kernels that BoundLayer has bound: strides, GROUP and COMPUTE.
         k: pages, or the keys of the call.
         v: as `k`.
         launch: its tiles.
     """
-    if any(values[name] for name in ("HAS_CAP", "HAS_ALIBI", "HAS_SPANS")) or values["GROUP"] > ROWS:
-        return False
-    size = spec.head_size
-    if spec.head_size_v != size or size % 16 or not 64 <= size <= 256:
-        return False
-    if values["COMPUTE"] is not None or k.dtype.itemsize != 2 or spec.has_quantized_kv_cache:
+    if not has_specialized_prefill(spec) or values["GROUP"] > ROWS or values["COMPUTE"] is not None:
         return False
     strides = (values[name] for name in ("stride_qt", "stride_qh", "stride_ot", "stride_oh"))
     # Triton copies 16 bytes at once if it knows that strides are multiples of 16 elements.
     if any(stride % 16 for stride in (*strides, *k.stride()[:-1], *v.stride()[:-1])):
         return False
-    room = (ROWS + 2 * launch.block_n * launch.num_stages) * tile_side(size) * 2
+    room = (ROWS + 2 * launch.block_n * launch.num_stages) * tile_side(spec.head_size) * 2
     return room + _SCRATCH <= gpu_of(k.device).shared_memory
 
 
