@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 
 
-def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of `work` on the current GPU; it keeps no tensor alive.
+def captured(work: Callable[[], object]) -> Callable[[], None]:
+    """A function that replays a graph of `work` on the current GPU.
 
     Raises:
         Exception: what `work` raises, or RuntimeError from the capture itself. The stream is as it was before.
@@ -28,4 +29,9 @@ def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     finally:
         # An aborted capture leaves its own stream current.
         torch.cuda.set_stream(stream)
-    return graph
+    # A graph has the addresses of its tensors, and does not keep them: what refers to them is `work`.
+    return functools.partial(_replay, graph, work)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _: Callable[[], object]) -> None:
+    graph.replay()

@@ -112,8 +112,7 @@ class GpuTimer:
         if graph:
             # A multiple of the copies, so that each is read once before it is read again.
             some = copies * max(1, min(-(-16 // copies), -(-count // copies)))
-            # A graph has the addresses of its tensors, and does not keep them: the call does.
-            run = functools.partial(_replay, captured(lambda: _call_all(call, some)), call)
+            run = captured(functools.partial(_call_all, call, some))
         else:
             # Few calls at once: the host must issue all of them while the GPU sleeps.
             some = max(1, min(count, 4 * copies, 16))
@@ -147,10 +146,6 @@ def others_bytes() -> int:
     """Bytes of the current GPU's memory that are not in this process's pool: other processes', and its own context."""
     free, total = torch.cuda.mem_get_info()
     return int(total - free - torch.cuda.memory_reserved())
-
-
-def _replay(graph: torch.cuda.CUDAGraph, _: Call) -> None:
-    graph.replay()
 
 
 def _call_all(call: Call, count: int) -> None:

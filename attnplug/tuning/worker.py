@@ -115,26 +115,26 @@ class Runner:
 
     def _time(self, job: Job) -> None:
         runs: dict[str, Callable[[], float]] = {}
-        made: dict[str, tuple[StepInputs, _Remembering]] = {}
-        builds: dict[str, float] = {}
+        made: dict[str, tuple[StepInputs, _Remembering, float]] = {}
         for name, distribution in job.backends:
             self._tell("begin", job=job.number, backend=name)
             try:
                 inputs, call, builder = self._made(job, name, distribution)
                 # Builders make the plans that layers have asked for.
                 call(0)
-                builds[name] = self._build_us(inputs, builder)
+                build_us = self._build_us(inputs, builder)
                 short, graph = _is_short(job.shape), self._replays(job.shape, builder)
                 # A backend without graphs pays for its launches there.
                 timer = self._host_timer if short and not graph else self._timer
                 remembering = _Remembering(call)
                 run = timer.prepare(remembering, max(len(inputs.caches), 1), graph=graph)
-                runs[name], made[name] = self._announced(job, name, run), (inputs, remembering)
+                runs[name], made[name] = self._announced(job, name, run), (inputs, remembering, build_us)
             except Exception as problem:  # noqa: BLE001  (a backend's, which costs a row)
                 self._failed(job, name, problem)
         for name, timing in self._measured(job, runs).items():
+            inputs, remembering, build_us = made[name]
             try:
-                why = self._different(*made[name], runs[name])
+                why = self._different(inputs, remembering, runs[name])
             except Exception as problem:  # noqa: BLE001  (a backend's, or an earlier one's, which costs a row)
                 self._failed(job, name, problem.cause if isinstance(problem, _RoundError) else problem)
                 continue
@@ -145,7 +145,7 @@ class Runner:
                 "us": timing.us,
                 "spread": timing.spread,
                 "rounds": timing.rounds,
-                "build_us": builds[name],
+                "build_us": build_us,
                 "why": timing.noisy,
             }
             self._tell("timed", job=job.number, backend=name, **figures)

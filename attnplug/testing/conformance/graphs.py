@@ -84,13 +84,13 @@ def check_level(target: Target, name: str) -> None:
 def record(work: Callable[[], None]) -> Callable[[], None]:
     """Capture `work` in a graph; returns a function that replays it and waits for the GPU."""
     torch.cuda.synchronize()
-    graph = captured(work)
+    replay = captured(work)
 
-    def replay() -> None:
-        graph.replay()
+    def finished() -> None:
+        replay()
         torch.cuda.synchronize()
 
-    return replay
+    return finished
 
 
 class _Graphs:
