@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attnplug.backends.triton.options import Options
+from attnplug.backends.triton.specialized_layers import has_specialized_prefill
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.features import Feature
@@ -160,14 +161,6 @@ class TritonBackend(AttentionBackend):
         from attnplug.backends.triton.builder import TritonMetadataBuilder
 
         return TritonMetadataBuilder
-
-
-def has_specialized_prefill(spec: LayerSpec) -> bool:
-    """Whether the prefill kernel with specialised warps, which is for compute capability 9.0, can serve a layer."""
-    plain = spec.logits_soft_cap is None and not spec.has_alibi and not spec.mm_prefix
-    has_16_bits = spec.dtype != "float32" and not spec.has_quantized_kv_cache
-    size = spec.head_size
-    return plain and has_16_bits and spec.head_size_v == size and size % 16 == 0 and 64 <= size <= 256
 
 
 class TritonMLABackend(MLADecodeBackend):
