@@ -205,6 +205,40 @@ def test_layers_of_a_step_share_what_was_built_and_later_steps_do_not(
     assert len(built) == 2
 
 
+def test_a_step_shares_nothing_between_calls_of_other_lengths_or_caches() -> None:
+    torch.manual_seed(7)
+    caches, longer = torch.randn(2, 2, 512, 2, 16), torch.randn(2, 2, 1024, 2, 16)
+    lengths = torch.tensor([500, 3], dtype=torch.int32)
+    q = drawn(2, 1, 2, 16)
+    with one_step():
+        for pair, given in (
+            (caches, 10),
+            (caches, 300),
+            (caches, None),
+            (caches, lengths),
+            (longer, lengths),
+        ):
+            out = flash_attn_with_kvcache(q, *pair, cache_seqlens=given)
+            for request in range(2):
+                length = int(given[request]) if isinstance(given, torch.Tensor) else given
+                close(out[request], reference(q[request], *pair[:, request, :length])[0], 2e-5)
+
+
+@pytest.mark.parametrize(("batch", "queries"), [(0, 3), (2, 0), (0, 0)])
+def test_no_queries_give_an_empty_output_and_lse(batch: int, queries: int) -> None:
+    q, k = drawn(batch, queries, 4, 16), drawn(batch, 5, 2, 16)
+    out, lse, _ = flash_attn_func(q, k, k, return_attn_probs=True)
+    assert (out.shape, lse.shape) == (q.shape, (batch, 4, queries))
+
+
+def test_compiled_callers_get_the_same() -> None:
+    compiled = torch.compile(lambda q: flash_attn_func(q * 2, q, q, causal=True), backend="eager")
+    for length in (3, 5):
+        q = drawn(1, length, 2, 16)
+        with torch.no_grad():
+            close(compiled(q)[0], reference(2 * q[0], q[0], q[0], causal=True)[0], 2e-5)
+
+
 def test_slopes_are_read_at_each_call() -> None:
     torch.manual_seed(6)
     q, k, v = (drawn(1, 9, 2, 16) for _ in range(3))

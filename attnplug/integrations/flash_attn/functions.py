@@ -14,13 +14,14 @@ from attnplug.core.errors import BatchError
 from attnplug.integrations.flash_attn.pages import Pages, block_sizes, cut_into_pages, paged
 from attnplug.integrations.flash_attn.request import check_tensors, read_request, refuse
 from attnplug.integrations.flash_attn.running import attend_given, attend_pages
-from attnplug.integrations.flash_attn.serving import shared
+from attnplug.integrations.flash_attn.serving import shared, untraced
 from attnplug.integrations.flash_attn.steps import Lengths, lengths_of, read_lengths
 from attnplug.ops import write_kv_cache
 
 Result: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
 
 
+@untraced
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -81,9 +82,10 @@ def flash_attn_func(
     out = out.view(batch, length, *out.shape[1:])
     if lse is None:
         return out
-    return out, lse.view(batch, length, -1).transpose(1, 2), None
+    return out, lse.view(batch, length, q.shape[2]).transpose(1, 2), None
 
 
+@untraced
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -177,6 +179,7 @@ def flash_attn_varlen_func(
     return out if lse is None else (out, lse.transpose(0, 1), None)
 
 
+@untraced
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -62,8 +62,10 @@ def attend_pages(
     binding, pages = _bind_pages(asked, q, pages, others, is_decode=bool((query_lens <= 1).all()))
     causal = binding.decision.spec.causal
     needs = binding.decision.get_backend_cls().get_builder_cls().needs_host_seq_lens
+    # Lengths may be an int, and tables may follow from the shape of the caches: no tensor of `given` tells them.
+    known = None if lengths.host is None else lengths.host.tobytes()
     metadata = shared(
-        (binding, query_lens.tobytes(), lengths.added, pages.block_size),
+        (binding, query_lens.tobytes(), known, lengths.added, pages.block_size, pages.capacity),
         given,
         lambda: binding.build(paged_step(query_lens, lengths, pages, causal, needs)),
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -16,9 +17,27 @@ from attnplug.registry.decision import Decision
 from attnplug.registry.default import select
 from attnplug.registry.policy import phase_rule_for, rule_sets
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 NAME = "flash_attn"
 """The layer name of all calls, for rules by name."""
 _MOST_BINDINGS = 256
+
+
+def untraced(function: _Function) -> _Function:
+    """`function`, which torch.compile runs outside of its graphs: it would trace the selection too.
+
+    `torch.compiler.disable` as a decorator would import the compiler, 1.5 s, for callers that never compile.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            disable: Any = torch.compiler.disable
+            return disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast("_Function", call)
 
 
 class _Thread(threading.local):
