@@ -14,7 +14,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends import utils
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SinkFullAttentionSpec
 
 from attnplug.core.errors import SpecError
 from attnplug.core.metadata import AttentionCGSupport as OurSupport
@@ -187,6 +187,19 @@ def test_a_layer_with_a_window_gets_no_pages_of_single_tokens() -> None:
     assert min(getattr(size, "base", size) for size in sizes) == 16
     assert TORCH.supports_block_size(48)
     assert not TORCH.supports_block_size(8)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (SinkFullAttentionSpec(**vars(SPEC) | {"sink_len": 16}), "SinkFullAttentionSpec"),
+        (dataclasses.replace(SPEC, head_size_v=32), "head_size_v=32"),
+    ],
+    ids=["static sinks", "two sizes"],
+)
+def test_caches_that_are_more_than_a_layers_keys_and_values_are_refused(spec: Any, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        TORCH.get_builder_cls()(spec, [], VllmConfig(), CPU)
 
 
 def test_layers_that_share_kv_can_skip_tokens() -> None:

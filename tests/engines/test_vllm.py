@@ -11,10 +11,13 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 from plugin_env import InstallPlugins
+
+from attnplug.integrations.vllm import register
 
 HERE = Path(__file__).parent
 SOURCES = [Path(path) for path in os.environ.get("ATTNPLUG_VLLM_SOURCE", "").split(os.pathsep) if path]
@@ -112,3 +115,13 @@ def test_vllm_finds_the_plugin_by_its_entry_point() -> None:
     ]
     assert point.load().__module__ == "attnplug.integrations.vllm"
     assert "vllm" not in sys.modules
+
+
+def test_a_vllm_without_the_interface_starts_without_attnplugs_names(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delitem(sys.modules, "attnplug.integrations.vllm.names", raising=False)
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    register()
+    assert "0.20 to 0.33" in caplog.text
+    assert "vllm.v1" in caplog.text

@@ -6,6 +6,7 @@ imported by that call only.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,14 +14,22 @@ if TYPE_CHECKING:
 
 __all__ = ["decisions", "register"]
 
+_log = logging.getLogger("attnplug")
+
 
 def register() -> None:
     """Make the backends known to vLLM; may be called again.
 
     `--attention-backend ATTNPLUG` then selects a backend for each layer by attnplug's rules, and
     `--attention-backend ATTNPLUG_TRITON` is TRITON for all layers; names follow `attnplug list`.
+
+    A vLLM without the interface gets a warning and no names: it starts, as it does without attnplug.
     """
-    from attnplug.integrations.vllm.names import register_names
+    try:
+        from attnplug.integrations.vllm.names import register_names
+    except ImportError as error:
+        _log.warning("vLLM gets no ATTNPLUG backends: its interface is not that of 0.20 to 0.33 (%s)", error)
+        return
 
     register_names()
 

@@ -13,7 +13,13 @@ from attnplug.core.metadata import AttentionMetadataBuilder as Inner
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.parts import make_builder
 from attnplug.core.spec import AttentionType
-from attnplug.integrations.vllm.engine_config import SeenLayer, builder_config, drafts_of, is_of_group
+from attnplug.integrations.vllm.engine_config import (
+    SeenLayer,
+    builder_config,
+    check_cache,
+    drafts_of,
+    is_of_group,
+)
 from attnplug.integrations.vllm.impl import Bound, Layer
 from attnplug.integrations.vllm.steps import for_layer, translate
 
@@ -63,6 +69,7 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        check_cache(kv_cache_spec)
         self.block_size = int(kv_cache_spec.block_size)
         known = vllm_config.compilation_config.static_forward_context
         self.layers = {

@@ -6,7 +6,33 @@ from collections.abc import Mapping
 from typing import Any
 
 from attnplug.core.config import BuilderConfig
+from attnplug.core.errors import SpecError
 from attnplug.core.spec import LayerSpec
+
+_CACHES = (
+    *("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"),
+    *("CrossAttentionSpec", "EncoderOnlyAttentionSpec", "MLAAttentionSpec"),
+)
+"""vLLM's KV cache specs that are served."""
+
+
+def check_cache(kv_cache_spec: Any) -> None:
+    """Refuse caches whose pages mean more than a layer's own tokens.
+
+    vLLM changes the steps of such layers, such as those with static sinks, whose pages begin with keys of no token.
+
+    Raises:
+        SpecError: another kind of cache, or values of another size than keys.
+    """
+    kind, size = type(kv_cache_spec).__name__, kv_cache_spec.head_size
+    if kind not in _CACHES:
+        limit = "is a cache that attnplug does not know, and may change the result"
+        raise SpecError("kv_cache_spec", kind, limit, "choose one of vLLM's own backends")
+    size_v = getattr(kv_cache_spec, "head_size_v", None) or size
+    if size_v != size:
+        raise SpecError(
+            "head_size_v", size_v, f"must be head_size={size} in vLLM, which does not tell the layer"
+        )
 
 
 def drafts_of(vllm_config: Any) -> int:
