@@ -152,6 +152,19 @@ def test_the_same_seed_draws_the_same_tokens(monkeypatch: pytest.MonkeyPatch) ->
     assert drawn != one_by_one(ours), "they are not the likeliest"
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_a_prompt_of_one_token_that_is_forked_has_no_query_in_its_first_step(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if family != "llama" and Version(transformers.__version__) < Version("5.16"):
+        pytest.skip("transformers before 5.16 reads other tokens than those of the window")
+    several = {"do_sample": True, "top_k": 1, "num_return_sequences": 2}
+    monkeypatch.setitem(globals(), "SETTINGS", GenerationConfig(**{**SETTINGS.to_diff_dict(), **several}))
+    monkeypatch.setitem(globals(), "prompts", lambda: [[5, 6, 7, 8], [7], [9, 10]])
+    ours, other = DECODERS[family].pair()
+    assert batched(ours) == one_by_one(other)
+
+
 def test_decodes_read_the_block_tables_that_transformers_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[tuple[bool, tuple[int, ...]]] = []
     original = paged_steps.PagedStep.paged

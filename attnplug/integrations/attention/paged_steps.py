@@ -21,14 +21,12 @@ from attnplug.integrations.flash_attn.steps import Ints, Lengths, lengths_of, pa
 class PagedStep:
     """The requests of a step for one kind of layer, without those that only pad a batch.
 
-    `query_lens` are their new tokens, `key_lens` all tokens that the layer reads, the new ones too. `key_starts`
-    int32 `[R]` is where the keys of each start among those that the cache gathers.
+    `query_lens` are their new tokens, `key_lens` all tokens that the layer reads, the new ones too.
     """
 
     arguments: Mapping[str, Any]
     query_lens: Ints
     key_lens: Ints
-    key_starts: torch.Tensor
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any], kind: str, rows: int) -> PagedStep:
@@ -43,12 +41,9 @@ class PagedStep:
         key_lens = lengths_of("cu_seq_lens_k", starts.int(), None)
         if query_lens.size != key_lens.size or (key_lens < query_lens).any():
             raise BatchError("cu_seq_lens_k", key_lens.tolist(), f"must be at least {query_lens.tolist()}")
-        # Requests without tokens fill a batch of a fixed size, at its end.
-        real = int((query_lens > 0).sum())
-        if (query_lens[:real] == 0).any():
-            limit = "must have requests without tokens at its end only"
-            raise BatchError("cu_seq_lens_q", query_lens.tolist(), limit)
-        return cls(arguments, query_lens[:real], key_lens[:real], starts[:real])
+        # Requests without tokens at the end fill a batch of a fixed size. Others wait to be forked, and their keys count.
+        real = int(np.flatnonzero(query_lens).max(initial=-1)) + 1
+        return cls(arguments, query_lens[:real], key_lens[:real])
 
     @property
     def tokens(self) -> int:
