@@ -160,6 +160,14 @@ def test_frozen_weights_need_no_gradient() -> None:
     assert_same_logits(ours.requires_grad_(False)(ids).logits, eager.requires_grad_(False)(ids).logits)
 
 
+def test_gradients_of_sinks_alone_are_refused_too() -> None:
+    ours, _ = DECODERS["gpt_oss"].pair()
+    for name, weight in ours.named_parameters():
+        weight.requires_grad_("sinks" in name)
+    with pytest.raises(BatchError, match=r"requires_grad=\['s_aux'\].*no backward pass"):
+        ours(torch.arange(3, 9)[None])
+
+
 def test_a_scale_that_means_nothing_is_refused(llama: Any) -> None:
     from attnplug.integrations.attention.functions import attention
 

@@ -73,7 +73,8 @@ class AttentionCall:
             raise BatchError("dropout", dropout, f"cannot be served: {self.layer} is in training", remedy)
         tensors = {"query": self.query, "key": self.key, "value": self.value}
         # Frozen weights need no gradient, so such a model runs outside of no_grad too.
-        needing = [name for name, tensor in tensors.items() if tensor.requires_grad]
+        learned = tensors if self.keywords.sinks is None else {**tensors, "s_aux": self.keywords.sinks}
+        needing = [name for name, tensor in learned.items() if tensor.requires_grad]
         if needing and torch.is_grad_enabled():
             limit = f"cannot be served in {self.layer}: attnplug's backends have no backward pass"
             remedy = "run the model under torch.no_grad() or torch.inference_mode()"

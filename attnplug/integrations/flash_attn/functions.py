@@ -134,6 +134,8 @@ def flash_attn_varlen_func(
     name = "flash_attn_varlen_func"
     check_tensors(name, 3, q=q)
     check_tensors(name, 3 if block_table is None else 4, k=k, v=v)
+    if block_table is not None:
+        check_tensors(name, 2, block_table=block_table)
     if (k.dtype, k.device, k.shape[-1]) != (q.dtype, q.device, q.shape[-1]) or k.shape[:-1] != v.shape[:-1]:
         raise _misfit(q=q, k=k, v=v)
     asked = read_request(
@@ -244,9 +246,12 @@ def flash_attn_with_kvcache(
     asked = dataclasses.replace(asked, single=length == 1)
     others: Iterator[Pages] = iter(())
     if block_table is not None:
+        check_tensors(name, 2, block_table=block_table)
         refuse(f"{name} with a block_table", cache_batch_idx=cache_batch_idx)
         pages = paged(k_cache, v_cache, block_table, batch)
     else:
+        if cache_batch_idx is not None:
+            check_tensors(name, 1, cache_batch_idx=cache_batch_idx)
         cut = functools.partial(cut_into_pages, k_cache, v_cache, cache_batch_idx, batch)
         # Smaller pages are cut only where no backend serves the largest.
         others = map(cut, block_sizes(k_cache.shape[1]))

@@ -76,7 +76,7 @@ def paged(keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, batch: 
     Raises:
         BatchError: a table that is no int32 `[batch, max_blocks]` on the caches' device.
     """
-    if table.ndim != 2 or (table.dtype, table.device, table.shape[0]) != (torch.int32, keys.device, batch):
+    if (table.dtype, table.device, table.shape[0]) != (torch.int32, keys.device, batch):
         found = f"{table.dtype} {tuple(table.shape)} on {table.device}"
         limit = f"must be torch.int32 ({batch}, max_blocks) on {keys.device}"
         raise BatchError("block_table", found, limit)
@@ -97,9 +97,9 @@ def cut_into_pages(
             limit = f"must have a row for each of {batch} requests"
             raise BatchError("k_cache", tuple(keys.shape), limit, "or pass cache_batch_idx")
         rows = torch.arange(batch, dtype=torch.int32, device=keys.device)
-    elif rows.shape != (batch,) or rows.dtype != torch.int32:
-        found = f"{rows.dtype} {tuple(rows.shape)}"
-        raise BatchError("cache_batch_idx", found, f"must be torch.int32 ({batch},)")
+    elif rows.shape != (batch,) or (rows.dtype, rows.device) != (torch.int32, keys.device):
+        found = f"{rows.dtype} {tuple(rows.shape)} on {rows.device}"
+        raise BatchError("cache_batch_idx", found, f"must be torch.int32 ({batch},) on {keys.device}")
     table = rows[:, None] * count + torch.arange(count, dtype=torch.int32, device=keys.device)
     return Pages(_divided(keys, block_size), _divided(values, block_size), table)
 

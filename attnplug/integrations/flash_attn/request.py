@@ -86,10 +86,12 @@ def read_request(
         raise BatchError("window_size", window_size, "must be (left, right), two integers; -1 is no limit")
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
         raise BatchError("softcap", softcap, "must be a number; 0.0 is no cap")
-    if alibi_slopes is not None and (alibi_slopes.shape != (heads,) or alibi_slopes.dtype != torch.float32):
-        found = f"{alibi_slopes.dtype} {tuple(alibi_slopes.shape)}"
-        limit = f"must be torch.float32 ({heads},): slopes that differ by request are not served"
-        raise BatchError("alibi_slopes", found, limit)
+    if alibi_slopes is not None:
+        check_tensors(function, None, alibi_slopes=alibi_slopes)
+        if alibi_slopes.shape != (heads,) or alibi_slopes.dtype != torch.float32:
+            found = f"{alibi_slopes.dtype} {tuple(alibi_slopes.shape)}"
+            limit = f"must be torch.float32 ({heads},): slopes that differ by request are not served"
+            raise BatchError("alibi_slopes", found, limit)
     left, right = (-1 if side < 0 else side for side in sides)
     return Request(
         function=function,
@@ -102,8 +104,8 @@ def read_request(
     )
 
 
-def check_tensors(function: str, dims: int, **tensors: torch.Tensor) -> None:
-    """Refuse other numbers of dimensions, mixed dtypes or devices, and gradients.
+def check_tensors(function: str, dims: int | None, **tensors: torch.Tensor) -> None:
+    """Refuse other numbers of dimensions, if that is given, mixed dtypes or devices, and gradients.
 
     Raises:
         BatchError: it names the arguments.
@@ -113,7 +115,7 @@ def check_tensors(function: str, dims: int, **tensors: torch.Tensor) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise BatchError(name, type(tensor).__name__, f"must be a tensor in {function}")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if any(tensor.ndim != dims for tensor in tensors.values()):
+    if dims is not None and any(tensor.ndim != dims for tensor in tensors.values()):
         raise BatchError(names, shapes, f"must have {dims} dimensions each in {function}")
     for what in ("dtype", "device"):
         found = sorted({str(getattr(tensor, what)) for tensor in tensors.values()})
