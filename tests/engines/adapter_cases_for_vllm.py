@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import inspect
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -187,6 +188,33 @@ def test_a_layer_with_a_window_gets_no_pages_of_single_tokens() -> None:
     assert min(getattr(size, "base", size) for size in sizes) == 16
     assert TORCH.supports_block_size(48)
     assert not TORCH.supports_block_size(8)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder_only"])
+def test_windows_of_layers_that_are_not_causal_are_not_refused(kind: str) -> None:
+    asked = {
+        "head_size": 64,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "auto",
+        "block_size": 16,
+        "use_mla": False,
+        "has_sink": False,
+        "use_sparse": False,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": None,
+        "attn_type": kind,
+        "use_non_causal": kind == "decoder",
+    }
+    if "has_sliding_window" in inspect.signature(AttentionBackend.validate_configuration).parameters:
+        asked["has_sliding_window"] = True
+    assert TORCH.validate_configuration(**asked) == []
+
+
+def test_a_step_that_is_not_causal_has_the_window_on_both_sides() -> None:
+    impl = layer(sliding_window=32).impl
+    assert impl.decide(16).spec.window == (31, 0)
+    assert impl.decide(16, causal=False).spec.window == (31, 31)
 
 
 @pytest.mark.parametrize(

@@ -142,9 +142,10 @@ class Backend(AttentionBackend):  # type: ignore[misc]
         if model is not None:
             heads = model.get_num_attention_heads(config.parallel_config)
             kv_heads = model.get_num_kv_heads(config.parallel_config)
-        fields: dict[str, Any] = {"sliding_window": 1024} if given.get("has_sliding_window") else {}
-        if given.get("use_non_causal"):
-            fields["causal"] = False
+        causal = kind == "decoder" and not given.get("use_non_causal")
+        fields: dict[str, Any] = {}
+        if given.get("has_sliding_window"):
+            fields["window"] = (1023, 0 if causal else 1023)
         direct = KINDS[kind]
         try:
             spec = LayerSpec(
@@ -155,6 +156,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
                 kv_cache_dtype="auto" if direct else given.get("kv_cache_dtype") or "auto",
                 block_size=None if direct else given.get("block_size"),
                 attn_type=kind,
+                causal=causal,
                 has_sinks=bool(given.get("has_sink")),
                 direct_kv=direct,
                 **fields,

@@ -114,7 +114,9 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
         if block_size is not None and not spec.direct_kv:
             spec = spec.replace(block_size=block_size)
         if not causal and spec.causal:
-            spec = spec.replace(causal=False)
+            # vLLM's FLASH_ATTN gives such steps the window on both sides.
+            left = spec.window[0]
+            spec = spec.replace(causal=False, window=(left, left))
         return select(spec, None, None, backend=self.backend)
 
     def bound(self, block_size: int, device: torch.device, causal: bool = True) -> Bound:
