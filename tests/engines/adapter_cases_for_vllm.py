@@ -15,10 +15,11 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends import utils
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SinkFullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec
 
 from attnplug.core.errors import SpecError
 from attnplug.core.metadata import AttentionCGSupport as OurSupport
+from attnplug.integrations.vllm import latent as latent_module
 from attnplug.integrations.vllm.backends import backend_class
 from attnplug.integrations.vllm.caches import HAS_CACHE_SHAPE
 from attnplug.integrations.vllm.latent_backends import latent_class
@@ -228,6 +229,34 @@ def test_a_step_that_is_not_causal_has_the_window_on_both_sides() -> None:
 def test_caches_that_are_more_than_a_layers_keys_and_values_are_refused(spec: Any, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         TORCH.get_builder_cls()(spec, [], VllmConfig(), CPU)
+
+
+@torch.no_grad()
+def test_latent_weights_that_vllm_makes_anew_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
+    monkeypatch.setattr(latent_module, "get_current_vllm_config", lambda: model)
+    backend = latent_class("ATTNPLUG_TORCH_MLA")
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "qk_head_dim": 192}
+    impl = backend.get_impl_cls()(2, 576, 0.1, q_lora_rank=None, v_head_dim=128, kv_b_proj=None, **sizes)
+    torch.manual_seed(0)
+    w_uk, w_uv = torch.randn(2, 128, 512) * 0.05, torch.randn(2, 512, 128)
+    owner = SimpleNamespace(impl=impl, W_UK_T=w_uk.clone(), W_UV=w_uv.clone())
+    config = VllmConfig()
+    config.compilation_config.static_forward_context = {"a": owner}
+    spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    made = backend.get_builder_cls()(spec, ["a"], config, CPU)
+    cache, query, kv_c, k_pe = (
+        torch.randn(shape) for shape in ((1, 16, 576), (4, 2, 192), (4, 512), (4, 64))
+    )
+
+    def output() -> torch.Tensor:
+        found = torch.empty(4, 256)
+        impl.forward_mha(query, kv_c, k_pe, cache, made.build(0, step()), torch.ones(()), found)
+        return found
+
+    first = output()
+    owner.W_UK_T, owner.W_UV = w_uk.clone(), 4 * w_uv
+    torch.testing.assert_close(output(), 4 * first)
 
 
 def test_layers_that_share_kv_can_skip_tokens() -> None:

@@ -231,3 +231,5 @@ class Bound:
         self.decision, self.inner, self.tensors = decision, inner, tensors
         self.backend = decision.get_backend_cls()
         self.kind = (self.backend, decision.spec, decision.options)
+        self.weights: Any = None
+        """vLLM's tensor that `tensors` were read from, for latent attention."""

@@ -111,7 +111,17 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
             options=decision.get_options(),
         )
         inner.process_weights_after_loading(getattr(torch, decision.spec.dtype))
-        return Bound(decision, inner, tensors)
+        bound = Bound(decision, inner, tensors)
+        bound.weights = self.owner.W_UK_T
+        return bound
+
+    def _take_weights(self, bound: Bound) -> None:
+        """Copy weights that vLLM has made anew, as versions about 0.25 do; graphs read the first ones' memory."""
+        owner, used = self.owner, bound.tensors
+        if bound.weights is not owner.W_UK_T and used.w_uk is not None and used.w_uv is not None:
+            used.w_uk.copy_(owner.W_UK_T)
+            used.w_uv.copy_(owner.W_UV)
+            bound.weights = owner.W_UK_T
 
     def do_kv_cache_update(
         self,
@@ -145,6 +155,7 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
         if output_scale is not None:
             raise BatchError("output_scale", "a tensor", "is not served: outputs of 8 bits")
         metadata, bound = attn_metadata.of(self)
+        self._take_weights(bound)
         cache = self._cache(kv_c_and_k_pe_cache)
         rows = output.view(-1, self.num_heads, self.v_head_dim)
         bound.inner.attend(self.owner, q, _latent(kv_c_normed, k_pe), None, cache, metadata, rows)
