@@ -224,6 +224,31 @@ def test_a_step_shares_nothing_between_calls_of_other_lengths_or_caches() -> Non
                 close(out[request], reference(q[request], *pair[:, request, :length])[0], 2e-5)
 
 
+def test_a_step_reads_no_metadata_whose_builder_has_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnplug.integrations.binding import Binding
+
+    last: list[Any] = []
+    build = Binding.build
+
+    def overwriting(self: Binding, common: Any) -> Any:
+        for earlier in last:
+            earlier.seq_lens.fill(1)
+            earlier.plans.clear()
+        last[:] = [build(self, common)]
+        return last[0]
+
+    monkeypatch.setattr(Binding, "build", overwriting)
+    torch.manual_seed(8)
+    caches, q = torch.randn(2, 2, 64, 2, 16), drawn(2, 1, 2, 16)
+    both = [torch.tensor(lengths, dtype=torch.int32) for lengths in ([10, 20], [40, 30])]
+    with one_step():
+        for lengths in both * 2:
+            out = flash_attn_with_kvcache(q, *caches, cache_seqlens=lengths)
+            for request in range(2):
+                keys = caches[:, request, : int(lengths[request])]
+                close(out[request], reference(q[request], *keys)[0], 2e-5)
+
+
 @pytest.mark.parametrize(("batch", "queries"), [(0, 3), (2, 0), (0, 0)])
 def test_no_queries_give_an_empty_output_and_lse(batch: int, queries: int) -> None:
     q, k = drawn(batch, queries, 4, 16), drawn(batch, 5, 2, 16)

@@ -14,7 +14,7 @@ from attnplug.integrations.binding import Binding
 from attnplug.integrations.direct_step import direct_step
 from attnplug.integrations.flash_attn.pages import Pages
 from attnplug.integrations.flash_attn.request import Request
-from attnplug.integrations.flash_attn.serving import bind, shared
+from attnplug.integrations.flash_attn.serving import bind, built
 from attnplug.integrations.flash_attn.steps import Ints, Lengths, paged_step
 
 _log = logging.getLogger("attnplug")
@@ -32,10 +32,11 @@ def attend_given(
         return output, lse
     spec = asked.spec(q, k, v, None)
     binding = bind(spec, q.device, asked.slopes, is_decode=bool((query_lens <= 1).all()))
-    metadata = shared(
-        (binding, query_lens.tobytes(), key_lens.tobytes()),
+    metadata = built(
+        binding,
+        (query_lens.tobytes(), key_lens.tobytes()),
         (),
-        lambda: binding.build(direct_step(query_lens, key_lens, key_lens, spec.causal, q.device)),
+        lambda: direct_step(query_lens, key_lens, key_lens, spec.causal, q.device),
     )
     binding.impl.forward(binding.layer, q, k, v, None, metadata, output, output_lse=lse)
     return output, lse
@@ -64,10 +65,11 @@ def attend_pages(
     needs = binding.decision.get_backend_cls().get_builder_cls().needs_host_seq_lens
     # Lengths may be an int, and tables may follow from the shape of the caches: no tensor of `given` tells them.
     known = None if lengths.host is None else lengths.host.tobytes()
-    metadata = shared(
-        (binding, query_lens.tobytes(), known, lengths.added, pages.block_size, pages.capacity),
+    metadata = built(
+        binding,
+        (query_lens.tobytes(), known, lengths.added, pages.block_size, pages.capacity),
         given,
-        lambda: binding.build(paged_step(query_lens, lengths, pages, causal, needs)),
+        lambda: paged_step(query_lens, lengths, pages, causal, needs),
     )
     binding.impl.attend(binding.layer, q, None, None, pages.as_one(), metadata, output, output_lse=lse)
     return output, lse

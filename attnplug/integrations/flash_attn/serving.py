@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.binding import Binding, version_of
 from attnplug.registry.decision import Decision
@@ -45,7 +46,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.bindings: OrderedDict[Hashable, Binding] = OrderedDict()
-        self.step: dict[Hashable, tuple[Any, Any]] | None = None
+        self.step: dict[Hashable, tuple[Any, ...]] | None = None
 
 
 _thread = _Thread()
@@ -105,3 +106,24 @@ def shared(what: Hashable, tensors: tuple[torch.Tensor | None, ...], make: Calla
         # The tensors are kept, so that no other tensor can get the id of one of them within the step.
         step[key] = (tensors, make())
     return step[key][1]
+
+
+def built(
+    binding: Binding,
+    what: Hashable,
+    tensors: tuple[torch.Tensor | None, ...],
+    make: Callable[[], CommonAttentionMetadata],
+) -> Any:
+    """The binding's metadata for `make()`; inside of `one_step` that of its last call, if `what` and the tensors are equal.
+
+    Only the last one is kept, because metadata is valid until its builder builds again.
+    """
+    step = _thread.step
+    if step is None:
+        return binding.build(make())
+    key = (what, *(id(tensor) for tensor in tensors))
+    found = step.pop(binding, None)
+    if found is None or found[0] != key:
+        found = (key, binding.build(make()), tensors)
+    step[binding] = found
+    return found[1]
