@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -125,12 +126,11 @@ def _tune(
     tuner: Tuner, report: TuneReport, *, path: Path, budget: float | None, fresh: bool, as_json: bool
 ) -> None:
     from attnplug.cli.tune_report import print_outcome
-    from attnplug.registry.tuned_files import check_writable, read_table, update_table
+    from attnplug.registry.tuned_files import table_to_update, update_table
 
-    check_writable(path)
-    old = read_table(path) if path.exists() and not fresh else None
+    old = table_to_update(path, tuner.device)
     with report.bar():
-        outcome = tuner.run(old, report, functools.partial(update_table, path), budget)
+        outcome = tuner.run(None if fresh else old, report, functools.partial(update_table, path), budget)
     if as_json:
         print_json(outcome.table.to_dict())
     else:
@@ -142,12 +142,14 @@ def _regret(
     tuner: Tuner, report: TuneReport, *, path: Path | None, budget: float | None, as_json: bool
 ) -> None:
     from attnplug.cli.tune_report import print_regret
-    from attnplug.registry.tuned_files import check_writable, update_table
+    from attnplug.registry.tuned_files import table_to_update, update_table
     from attnplug.registry.tuned_lookup import tables_by_source
     from attnplug.tuning.regret import regrets, summaries
 
     if path is not None:
-        check_writable(path)
+        table_to_update(path, tuner.device)
+    # Read before minutes are spent, because one may be damaged.
+    tables = tables_by_source(tuner.device)
     kept: list[TunedTable] = []
 
     def keep(change: Callable[[TunedTable | None], TunedTable]) -> TunedTable:
@@ -157,7 +159,7 @@ def _regret(
     save = keep if path is None else functools.partial(update_table, path)
     with report.bar():
         outcome = tuner.run(None, report, save, budget)
-    cells = regrets(tuner.registry, outcome.table, tables_by_source(tuner.device))
+    cells = regrets(tuner.registry, outcome.table, tables)
     found = summaries(cells)
     if not as_json:
         print_regret(found, outcome.table)
@@ -216,7 +218,8 @@ def _file(output: Path | None, device: Device) -> Path:
     path = table_file(user_folder(), device) if output is None else output
     if path is None:
         raise PolicyError("--output", None, f"is required: {device} has no name for a table of yours")
-    if path.is_dir():
+    # os.path, because pathlib raises where a folder cannot be searched.
+    if os.path.isdir(path):  # noqa: PTH112
         raise PolicyError("--output", str(path), "is a folder", "name a file in it")
     return path
 

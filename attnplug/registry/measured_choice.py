@@ -48,7 +48,7 @@ class Measured:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The comparison that `dataclasses.asdict` wrote; LookupError or TypeError for damaged data."""
+        """The comparison that `dataclasses.asdict` wrote; LookupError, TypeError or ValueError for damaged data."""
         kinds: dict[str, tuple[type | None, ...]] = {
             "is_default": (bool,),
             "over": (str, None),
@@ -57,4 +57,7 @@ class Measured:
         kinds |= dict.fromkeys(("ratio", "spread"), (int, float)) | dict.fromkeys(
             ("shape", "date", "table"), (str,)
         )
-        return cls(**{name: typed(data, name, *each) for name, each in kinds.items()})
+        found = cls(**{name: typed(data, name, *each) for name, each in kinds.items()})
+        if found.ratio <= 0:
+            raise ValueError(f"ratio must be above 0, not {found.ratio}")
+        return found

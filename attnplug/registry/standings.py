@@ -145,7 +145,8 @@ class PhaseTimes:
         return Measured(
             winner is default,
             None if over is None else self._runs[over].subject.backend,
-            round(ratio, 4),
+            # Not to a number of decimals, because a small ratio must not become 0.
+            float(f"{ratio:.5g}"),
             self._names[self._heaviest(shapes)],
             len(shapes),
             round(self._spread(winner, default, shapes), 5),

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from attnplug.core import files
 from attnplug.core.errors import MatrixFileError, PolicyError
 from attnplug.registry.switches import TUNED
 from attnplug.registry.tuned import TunedTable, device_slug
@@ -119,7 +120,9 @@ def tables_by_source(device: Device) -> dict[str, TunedTable]:
     from attnplug.registry.tuned_files import read_table
 
     paths = {"user table": table_file(user_folder(), device), "packaged table": table_file(PACKAGED, device)}
-    return {name: read_table(path) for name, path in paths.items() if path is not None and path.exists()}
+    return {
+        name: read_table(path) for name, path in paths.items() if path is not None and files.may_exist(path)
+    }
 
 
 def _paths(text: str) -> list[Path]:
@@ -139,7 +142,7 @@ def _in_folders(device: Device) -> Tables:
     tables, notes = [], []
     for folder in (user_folder(), PACKAGED):
         path = table_file(folder, device)
-        if path is None or not path.exists():
+        if path is None or not files.may_exist(path):
             continue
         from attnplug.registry.tuned_files import read_table
 

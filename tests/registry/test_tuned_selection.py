@@ -13,7 +13,7 @@ from evidence_runs import cell, run
 from fake_plugins import CPU, H100, SPEC, backend, registry
 
 from attnplug import Decision, Device, LayerSpec, Phase, Registry
-from attnplug.errors import MatrixFileError, PolicyError
+from attnplug.errors import MatrixFileError, PolicyError, SpecError
 from attnplug.registry import tuned_lookup
 from attnplug.registry.evidence import Pages, Subject
 from attnplug.registry.refuted import record
@@ -359,6 +359,15 @@ def test_a_damaged_table_is_an_error_where_it_was_named_and_a_note_elsewhere(
     assert "has the schema None, version None, not 'attnplug.tuned'" in decision.notes[0]
 
 
+def test_a_folder_that_nobody_may_search_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user is not the owner of its home."""
+    # The tests may run as root, who may search all folders; nobody can search one with so long a name.
+    monkeypatch.setattr(tuned_lookup, "user_folder", lambda: Path("/", "x" * 300))
+    decision = of().select(SPEC, CPU)
+    assert decision.backend == "A"
+    assert "cpu.json cannot be read: File name too long" in decision.notes[0]
+
+
 @pytest.mark.parametrize("wrong", [3, True, [], ""])
 def test_an_argument_that_is_no_table_is_refused(wrong: object) -> None:
     with pytest.raises(PolicyError, match="must be a file, a TunedTable, False or None"):
@@ -385,6 +394,24 @@ def test_a_decision_by_times_reads_back_from_json(written: Path) -> None:
     }
     del older["measured"]
     assert Decision.from_dict(older).backend == "C"
+
+
+def test_a_comparison_that_nobody_made_is_refused(written: Path) -> None:
+    data = found(written).to_dict()
+    data["measured"]["ratio"] = 0.0
+    with pytest.raises(SpecError, match="ratio must be above 0"):
+        Decision.from_dict(data)
+
+
+@pytest.mark.parametrize("us", [1e-3, 1e12])
+def test_times_at_their_limits_have_a_ratio(us: float) -> None:
+    """The one that is far faster is the default's loser at one shape, so the default stays with a ratio near 0."""
+    far = of_both("A", 1e9)
+    decision = found(table(*far, row("C", us), row("C", 2e9, PREFILL)), phase=None)
+    assert decision.measured is not None
+    assert decision.measured.ratio > 0
+    assert "measured" in str(decision.measured)
+    assert Decision.from_json(decision.to_json()) == decision
 
 
 def test_equal_tables_have_equal_digests_and_others_not(written: Path) -> None:
