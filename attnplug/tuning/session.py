@@ -7,7 +7,7 @@ import datetime as dt
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attnplug.core.spec import LayerSpec, Phase
@@ -77,6 +77,7 @@ class Tuner:
         self._environment: Mapping[str, str] = {}
         self._rows: dict[tuple[int, StepShape, str], Row] = {}
         self._checked: set[tuple[int, StepShape, str]] = set()
+        self._measured: set[tuple[int, StepShape]] = set()
         self.cells = self._made_cells()
         """The cells, the heaviest first."""
 
@@ -292,6 +293,7 @@ class Tuner:
             cell = by_number[event["job"]]
             if event["event"] == "done":
                 observer.finished(cell, self._rows_of(cell))
+                self._measured.add((cell.layer, cell.shape))
                 yield cell
                 if deadline is not None and self._clock() >= deadline:
                     return
@@ -349,22 +351,36 @@ class Tuner:
 
     def _change(self, current: TunedTable | None) -> TunedTable:
         """The table of the file with this tuning's layers in it."""
+        # Times that were measured in another way are not compared with these.
+        same = current is not None and current.is_for(self.device) and dict(current.policy) == self.policy
+        before = current.layers if current is not None and same else ()
+        old = {layer_key(layer.spec): layer.rows for layer in before}
         layers = [
             TunedLayer(
                 kind.spec if kind.spec.direct_kv else kind.spec.replace(block_size=None),
                 len(kind.names),
                 kind.workload,
-                tuple(row for (layer, _, _), row in self._rows.items() if layer == place),
+                self._with_old(place, old.get(layer_key(kind.spec), ())),
             )
             for place, kind in enumerate(self.kinds)
             # A layer without a new row keeps what the file has of it.
             if any(layer == place for layer, _, _ in self._rows)
         ]
-        # Times that were measured in another way are not compared with these.
-        same = current is not None and current.is_for(self.device) and dict(current.policy) == self.policy
-        before = current.layers if current is not None and same else ()
         environment = self._environment or (current.environment if current is not None else {})
         return TunedTable(self.device, merged(before, layers), environment, self.policy)
+
+    def _with_old(self, place: int, old: Iterable[Row]) -> tuple[Row, ...]:
+        """The rows of a layer, and those of the file whose cells were not measured again, such as of other backends."""
+        rows = {_place(row): row for (layer, _, _), row in self._rows.items() if layer == place}
+        steps = {shape for shape, _ in self.kinds[place].workload}
+        kept = {
+            _place(row): row for row in old if row.shape in steps and (place, row.shape) not in self._measured
+        }
+        return tuple({**kept, **rows}.values())
+
+
+def _place(row: Row) -> Hashable:
+    return row.subject.backend, row.subject.distribution, row.shape, row.pages
 
 
 def _is_short_of_memory(event: Event) -> bool:

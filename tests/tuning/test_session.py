@@ -333,6 +333,34 @@ def test_only_the_backends_asked_for_and_the_default_are_measured(case: Case) ->
     assert case.workers.timed == ["decode 8 x 1k A+C", "prefill 2 x 1k A+C"] * 2
 
 
+def test_rows_of_the_other_backends_stay_where_only_some_are_asked_for(case: Case) -> None:
+    case.run()
+    before = read_table(case.path)
+    assert case.run(backends=["B"]).measured == []
+    assert read_table(case.path).digest == before.digest
+
+
+def test_old_rows_stay_until_their_cell_is_measured_again(case: Case) -> None:
+    case.run()
+    case.fakes.append(backend("D", 5))
+    case.workers.times |= {"B": 55.0, "D": 1.0}
+    case.workers.interrupt_after = sum(job.timed for job in case.workers.jobs) + 1
+    with pytest.raises(KeyboardInterrupt):
+        case.run()
+    (full, sliding) = read_table(case.path).layers
+    by_shape = [{row.subject.backend: row.us for row in full.rows if row.shape == s} for s, _ in full.workload]
+    assert by_shape == [
+        {"A": 100.0, "B": 55.0, "C": 80.0, "D": 1.0},
+        {"A": 100.0, "B": 50.0, "C": 80.0},
+    ]
+    assert {row.us for row in sliding.rows} == {100.0, 50.0, 80.0}
+    case.workers.interrupt_after, case.workers.crashed = None, {"B"}
+    case.run()
+    rows = [row for layer in read_table(case.path).layers for row in layer.rows]
+    assert sum(row.subject.backend == "D" for row in rows) == 4
+    assert {row.status for row in rows if row.subject.backend == "B"} == {RowStatus.MEASURED, RowStatus.CRASHED}
+
+
 def test_a_new_backend_or_version_is_measured_with_all_others(case: Case) -> None:
     case.fakes = FAKES[:2]
     case.run()
