@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -32,8 +33,11 @@ class TuneReport(RunReport):
         self._environment: Mapping[str, str] = {}
 
     def planned(self, kept: int, pending: int) -> None:
-        """Say how much there is to do."""
-        self._total = pending
+        """Say how much there is to do; mixed steps are planned after the others."""
+        self._kept = len(self._verdicts)
+        self._total = self._kept + pending
+        if self._bar is not None:
+            self._bar.update(self._task, total=self._total)
         more = f", {kept} kept from an earlier run" if kept else ""
         self.say(f"{counted(pending, 'cell')} to measure{more}")
 
@@ -51,6 +55,9 @@ class TuneReport(RunReport):
 
     def started(self, cell: TuneCell) -> None:  # type: ignore[override]
         """A cell is about to be measured."""
+        # The checks before the first one take a time that says nothing about cells.
+        if len(self._verdicts) == self._kept:
+            self._start = time.monotonic()
         super().started(_id(cell))
 
     def finished(self, cell: TuneCell, rows: Sequence[Row]) -> None:
