@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
-import signal
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from attnplug.core.device import Device
+from attnplug.core.processes import kill_group, signal_name
 from attnplug.core.spec import LayerSpec
 from attnplug.registry.step_shapes import StepShape
 
@@ -175,7 +175,7 @@ class _Worker:
         self._report, self._log = folder / "report", folder / "log"
         self._report.touch()
         task = folder / "task"
-        data = {"device": device.to_dict(), "jobs": [job.to_dict() for job in jobs]}
+        data = {"parent": os.getpid(), "device": device.to_dict(), "jobs": [job.to_dict() for job in jobs]}
         task.write_text(json.dumps(data), encoding="utf-8")
         with self._log.open("wb") as log:
             self._child = subprocess.Popen(  # noqa: S603  (our own interpreter on our own code)
@@ -184,6 +184,8 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                # A group of its own, so that compilers that it has started end with it.
+                start_new_session=True,
             )
         self.why: str | None = None
         """Why it died; None while it runs and after an orderly end."""
@@ -192,9 +194,8 @@ class _Worker:
         return self
 
     def __exit__(self, *problem: object) -> None:
-        with contextlib.suppress(OSError):
-            self._child.kill()
-        self._child.wait()
+        if self._child.returncode is None:
+            kill_group(self._child)
         self._folder.cleanup()
 
     def events(self, seconds: float) -> Iterator[Event]:
@@ -227,5 +228,5 @@ class _Worker:
         lines = self._log.read_text(errors="replace").strip().splitlines()
         last = f": {lines[-1][:200]}" if lines else ""
         if code < 0:
-            return f"its process crashed: {signal.Signals(-code).name}"
+            return f"its process crashed: {signal_name(-code)}"
         return f"its process left with exit code {code}{last}"

@@ -348,7 +348,9 @@ def test_old_rows_stay_until_their_cell_is_measured_again(case: Case) -> None:
     with pytest.raises(KeyboardInterrupt):
         case.run()
     (full, sliding) = read_table(case.path).layers
-    by_shape = [{row.subject.backend: row.us for row in full.rows if row.shape == s} for s, _ in full.workload]
+    by_shape = [
+        {row.subject.backend: row.us for row in full.rows if row.shape == s} for s, _ in full.workload
+    ]
     assert by_shape == [
         {"A": 100.0, "B": 55.0, "C": 80.0, "D": 1.0},
         {"A": 100.0, "B": 50.0, "C": 80.0},
@@ -358,7 +360,10 @@ def test_old_rows_stay_until_their_cell_is_measured_again(case: Case) -> None:
     case.run()
     rows = [row for layer in read_table(case.path).layers for row in layer.rows]
     assert sum(row.subject.backend == "D" for row in rows) == 4
-    assert {row.status for row in rows if row.subject.backend == "B"} == {RowStatus.MEASURED, RowStatus.CRASHED}
+    assert {row.status for row in rows if row.subject.backend == "B"} == {
+        RowStatus.MEASURED,
+        RowStatus.CRASHED,
+    }
 
 
 def test_a_new_backend_or_version_is_measured_with_all_others(case: Case) -> None:

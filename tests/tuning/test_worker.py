@@ -415,6 +415,12 @@ def test_a_backend_that_ends_its_process_in_good_order_has_failed(monkeypatch: p
     assert workers.given[1] == [(0, ["B"])]
 
 
+def test_a_signal_without_a_name_ends_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "_CHILD", "import os; os.kill(os.getpid(), 39)")
+    found = [each for each in run_jobs(HERE, [job(0, backends=TWO[:1])]) if each != jobs.WAITING]
+    assert found == [told("failed", 0, "A", why="its process crashed: signal 39")]
+
+
 def test_a_worker_that_never_starts_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Scripted([([], "its process left with exit code 1: no torch")] * 2)
     monkeypatch.setattr(jobs, "_Worker", workers)
