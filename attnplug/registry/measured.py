@@ -74,7 +74,7 @@ def rank_by_tables(
 
 
 def _ranked(applying: _Applying, order: list[Offer], pages: Sequence[Pages]) -> Ranked | None:
-    """The order by one table; None if it says nothing about the default."""
+    """The order by one table; None if it says nothing about the default. Who failed comes last without times too."""
     runs: dict[int, Offer] = {}
     default, others, failed = None, [], []
     for offer, preferred in zip(order, pages, strict=True):
@@ -88,16 +88,21 @@ def _ranked(applying: _Applying, order: list[Offer], pages: Sequence[Pages]) -> 
             others.append(offer)
         else:
             runs[run.number] = offer
+    if order[0] in failed:
+        applying.note(f"has {order[0].name}, the first by priority, as wrong or crashed: it comes last")
+    # Without times to compare, priorities order those that did not fail.
+    by_priority = [offer for offer in order if offer not in failed]
+    unranked = Ranked([*by_priority, *failed]) if failed else None
     if not runs:
-        return None
+        return unranked
     if default is not None:
         applying.note(f"has no time of {default.name}, the default, that applies: not used")
-        return None
+        return unranked
     found = applying.times.standing(next(iter(runs)), sorted(runs))
     # The fastest backend of one phase may be the slowest of the other.
     if found.alone is not None and applying.needs_both_phases:
         applying.note(f"has times of {found.alone} only, not of both phases: not used")
-        return None
+        return unranked
     ranked = [runs.pop(number) for number in found.order]
     times = tuple(zip(ranked, found.times, strict=True))
     if runs:

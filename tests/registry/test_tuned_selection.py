@@ -181,6 +181,30 @@ def test_without_the_default_nothing_is_compared() -> None:
     assert decision.notes[0].endswith("has no time of A, the default, that applies: not used")
 
 
+def failed(name: str) -> Row:
+    return row(name, 0.0, status=RowStatus.CRASHED, why="x")
+
+
+@pytest.mark.parametrize(
+    ("rows", "order"),
+    [
+        ([failed("A")], "BCA"),
+        ([failed("B")], "ACB"),
+        ([failed("A"), failed("B"), failed("C")], "ABC"),
+        # B is the default then, and has no time to compare with.
+        ([failed("A"), row("C", 1.0)], "BCA"),
+    ],
+)
+def test_who_failed_comes_last_without_times_too(rows: list[Row], order: str) -> None:
+    decision = found(table(*rows))
+    assert "".join(each.name for each in decision.candidates) == order
+    assert (decision.chosen_by, decision.measured) == ("priority", None)
+    said = any(
+        "has A, the first by priority, as wrong or crashed: it comes last" in n for n in decision.notes
+    )
+    assert said is (rows[0].subject.backend == "A")
+
+
 def test_who_was_not_measured_at_each_shape_of_the_default_is_not_compared() -> None:
     tuned = table(row("A", 100.0), row("A", 100.0, LONG), row("C", 1.0), row("B", 90.0), row("B", 90.0, LONG))
     assert found(tuned).backend == "B"
