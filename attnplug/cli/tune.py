@@ -141,6 +141,7 @@ def _tune(
 def _regret(
     tuner: Tuner, report: TuneReport, *, path: Path | None, budget: float | None, as_json: bool
 ) -> None:
+    from attnplug.cli.run_report import counted
     from attnplug.cli.tune_report import print_regret
     from attnplug.registry.tuned_files import table_to_update, update_table
     from attnplug.registry.tuned_lookup import tables_by_source
@@ -161,6 +162,9 @@ def _regret(
         outcome = tuner.run(None, report, save, budget)
     cells = regrets(tuner.registry, outcome.table, tables)
     found = summaries(cells)
+    if len(cells) < len(tuner.cells):
+        left = counted(len(tuner.cells) - len(cells), "cell")
+        report.say(f"{left} left out: not measured, or a choice has no time")
     if not as_json:
         print_regret(found, outcome.table)
         return

@@ -373,7 +373,9 @@ def test_a_damaged_table_is_an_error_where_it_was_named_and_a_note_elsewhere(
         found(written)
     with monkeypatch.context() as patched:
         patched.setenv("ATTNPLUG_TUNED", str(written))
-        with pytest.raises(MatrixFileError, match=r"table\.json is half written"):
+        with pytest.raises(
+            MatrixFileError, match=r"table\.json is half written.*in ATTNPLUG_TUNED, or leave it"
+        ):
             of().select(SPEC, CPU)
     own = tuned_lookup.user_folder() / "cpu.json"
     own.parent.mkdir(parents=True)
