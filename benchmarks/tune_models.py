@@ -120,9 +120,20 @@ def measure_cells(options: argparse.Namespace) -> None:
 
 
 def measure_again(options: argparse.Namespace) -> None:
-    """Measure the steps of the table again, without checks."""
-    path = options.folder / "again.json"
+    """Measure the steps of the table again, without checks, and without what failed."""
+    path, first = options.folder / "again.json", options.folder / "all.json"
+    if first.exists() and not path.exists():
+        update_table(path, lambda _: failures_of(read_table(first)))
     run_tuner(options, workload_of(options.table), path, options.again_budget, run=without_checks)
+
+
+def failures_of(table: TunedTable) -> TunedTable:
+    """The table with the rows of those that failed only: a tuning that continues it does not try them again."""
+    layers = (
+        dataclasses.replace(layer, rows=tuple(row for row in layer.rows if not row.is_measured))
+        for layer in table.layers
+    )
+    return dataclasses.replace(table, layers=tuple(layer for layer in layers if layer.rows), choices=())
 
 
 def run_tuner(

@@ -73,7 +73,7 @@ def run_jobs(device: Device, jobs: Sequence[Job], seconds: float = SECONDS) -> I
     """Run jobs in one worker after another, and give its events as they come; "waiting" some times a second without any.
 
     If a worker dies, the backend that it was running gets the event "failed". The next worker goes on without this
-    backend: with the rest of the same job if it is timed, else with the jobs of other layers or of the other phase.
+    backend in all jobs of the layer in its phase: another death there would cost another worker, and tell nothing new.
     """
     rest, idle = list(jobs), 0
     while rest:
@@ -97,7 +97,7 @@ def run_jobs(device: Device, jobs: Sequence[Job], seconds: float = SECONDS) -> I
             yield _failed(*seen.running, why)
             seen.failed.append(seen.running)
         for number, name in seen.failed:
-            rest = _without(rest, number, name)
+            rest = _without(rest, number, name, died=(number, name) in (seen.running, seen.lost))
         rest = [job for job in rest if job.number not in seen.done]
 
 
@@ -133,6 +133,8 @@ class _Seen:
     done: set[int] = dataclasses.field(default_factory=set)
     failed: list[tuple[int, str]] = dataclasses.field(default_factory=list)
     running: tuple[int, str] | None = None
+    lost: tuple[int, str] | None = None
+    """The one that made the GPU unusable."""
 
     @property
     def did_anything(self) -> bool:
@@ -149,17 +151,19 @@ class _Seen:
             self.done.add(event["job"])
         elif kind in ("failed", "wrong"):
             self.failed.append((event["job"], event["backend"]))
+        elif kind == "lost":
+            self.lost = (event["job"], event["backend"])
         return kind not in ("begin", "lost")
 
 
-def _without(jobs: Sequence[Job], number: int, name: str) -> list[Job]:
-    """The jobs without a backend that died in job `number`: in it, or in all that check its layer in its phase."""
-    died = next((job for job in jobs if job.number == number), None)
+def _without(jobs: Sequence[Job], number: int, name: str, *, died: bool) -> list[Job]:
+    """The jobs without a backend that failed in job `number`: in it, or in all of its layer in its phase if it died."""
+    failed = next((job for job in jobs if job.number == number), None)
     kept = []
     for job in jobs:
-        alike = died is not None and (job.spec, job.shape.phase) == (died.spec, died.shape.phase)
+        alike = failed is not None and (job.spec, job.shape.phase) == (failed.spec, failed.shape.phase)
         left = job.backends
-        if job.number == number or (alike and not job.timed):
+        if job.number == number or (alike and (died or not job.timed)):
             left = tuple(each for each in left if each[0] != name)
         if left:
             kept.append(dataclasses.replace(job, backends=left))

@@ -207,7 +207,7 @@ class Tuner:
         """The cells that the table has whole, whose rows are taken over, and the others.
 
         A cell with a new backend or version is measured again as a whole, because only backends that take turns can be
-        compared.
+        compared. Those that failed are not tried again.
         """
         kept: list[TuneCell] = []
         pending: list[TuneCell] = []
@@ -215,19 +215,17 @@ class Tuner:
         for cell in cells:
             layer = old.by_key.get(layer_key(cell.spec)) if old is not None and usable else None
             found = [_earlier(layer, cell.shape, each) for each in cell.contenders]
-            if not all(found):
-                pending.append(cell)
-                continue
-            kept.append(cell)
+            whole = all(found)
+            (kept if whole else pending).append(cell)
             for each, row in zip(cell.contenders, found, strict=True):
-                if row is not None:
+                if row is not None and (whole or not row.is_measured):
                     self._rows[cell.layer, row.shape, each.offer.full_name] = row
         return kept, pending
 
     def _check_all(self, pending: Sequence[TuneCell], observer: Observer) -> dict[str, float]:
         """Run each backend once in each cell, in a process of its own; gives the seconds of first calls."""
         compiled: dict[str, float] = {}
-        checks = [(cell, each) for cell in pending for each in cell.contenders]
+        checks = [(cell, each) for cell in pending for each in self._unfailed(cell)]
         split = 1 if self._checks_at_once == 1 else _CHECKERS
         by_worker: dict[tuple[str, int], list[Job]] = {}
         for number, (cell, each) in enumerate(checks):
@@ -314,6 +312,13 @@ class Tuner:
 
     def _alive(self, cell: TuneCell) -> list[Contender]:
         """The contenders of a cell that were right in it and failed in no cell of its layer and phase."""
+        return [
+            each
+            for each in self._unfailed(cell)
+            if (cell.layer, cell.shape, each.offer.full_name) in self._checked
+        ]
+
+    def _unfailed(self, cell: TuneCell) -> list[Contender]:
         failed = {
             name
             for (layer, shape, name), row in self._rows.items()
@@ -321,12 +326,7 @@ class Tuner:
             and shape.phase is cell.shape.phase
             and row.status is not RowStatus.MEASURED
         }
-        named = [(each, each.offer.full_name) for each in cell.contenders]
-        return [
-            each
-            for each, name in named
-            if name not in failed and (cell.layer, cell.shape, name) in self._checked
-        ]
+        return [each for each in cell.contenders if each.offer.full_name not in failed]
 
     def _job(
         self, number: int, cell: TuneCell, contenders: Sequence[Contender], *, timed: bool = False

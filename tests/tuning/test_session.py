@@ -117,8 +117,8 @@ class Case:
     def save(self, change: Callable[[TunedTable | None], TunedTable]) -> TunedTable:
         return update_table(self.path, change)
 
-    def run(self, budget: float | None = None, **facts: Any) -> Any:
-        old = read_table(self.path) if self.path.exists() else None
+    def run(self, budget: float | None = None, *, fresh: bool = False, **facts: Any) -> Any:
+        old = read_table(self.path) if self.path.exists() and not fresh else None
         return self.tuner(**facts).run(old, self.log, self.save, budget)
 
 
@@ -256,6 +256,21 @@ def test_an_interrupted_run_keeps_what_it_has_and_the_next_one_goes_on(case: Cas
     assert (len(rest.kept), len(rest.measured)) == (2, 2)
     whole = Case(case.path.with_name("whole.json"))
     assert whole.run().table.to_dict()["cells"] == rest.table.to_dict()["cells"]
+
+
+def test_a_run_that_goes_on_does_not_try_again_what_failed(case: Case) -> None:
+    """A backend that hangs would cost ten minutes in each run."""
+    case.workers.crashed, case.workers.interrupt_after = {"B"}, 1
+    with pytest.raises(KeyboardInterrupt):
+        case.run()
+    case.workers.interrupt_after, case.workers.jobs = None, []
+    case.run()
+    assert {name for job in case.workers.jobs for name, _ in job.backends} == {"A", "C"}
+    rows = [row for layer in read_table(case.path).layers for row in layer.rows if row.subject.backend == "B"]
+    assert [row.status for row in rows] == [RowStatus.CRASHED] * 4
+    case.workers.jobs = []
+    case.run(fresh=True)
+    assert {name for job in case.workers.jobs for name, _ in job.backends} == {"A", "B", "C"}
 
 
 def test_a_wrong_backend_is_told_never_timed_and_not_tried_again(case: Case) -> None:

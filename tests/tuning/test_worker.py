@@ -367,19 +367,15 @@ TWO = (("A", None), ("B", None))
 
 def test_a_timed_job_goes_on_without_the_backend_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
     crash = [told("begin", 0, "A"), told("begin", 0, "B")]
-    rest = [
-        told("timed", 0, "A"),
-        told("done", 0),
-        told("timed", 1, "A"),
-        told("timed", 1, "B"),
-        told("done", 1),
-    ]
+    rest = [told("timed", 0, "A"), told("done", 0), told("timed", 1, "A"), told("done", 1), told("done", 2)]
     workers = Scripted([(crash, "its process crashed: SIGSEGV"), (rest, None)])
     monkeypatch.setattr(jobs, "_Worker", workers)
-    found = list(run_jobs(HERE, [job(0, timed=True, backends=TWO), job(1, timed=True, backends=TWO)]))
+    alike = [job(number, timed=True, backends=TWO) for number in (0, 1)]
+    other = dataclasses.replace(job(2, timed=True, backends=TWO), shape=StepShape.parse("prefill 1 x 8"))
+    found = list(run_jobs(HERE, [*alike, other]))
     assert found[0] == told("failed", 0, "B", why="its process crashed: SIGSEGV")
     assert found[1:] == rest
-    assert workers.given[1] == [(0, ["A"]), (1, ["A", "B"])]
+    assert workers.given[1] == [(0, ["A"]), (1, ["A"]), (2, ["A", "B"])]
 
 
 def test_a_check_that_died_is_not_repeated_for_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,11 +392,13 @@ def test_a_check_that_died_is_not_repeated_for_its_layer(monkeypatch: pytest.Mon
 
 def test_a_lost_gpu_costs_the_backend_that_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = [told("begin", 0, "A"), told("failed", 0, "A", why="CUDA error"), told("lost", 0, "A")]
-    workers = Scripted([(lost, "its process left with exit code 1"), ([told("done", 0)], None)])
+    workers = Scripted(
+        [(lost, "its process left with exit code 1"), ([told("done", 0), told("done", 1)], None)]
+    )
     monkeypatch.setattr(jobs, "_Worker", workers)
-    found = list(run_jobs(HERE, [job(0, timed=True, backends=TWO)]))
-    assert [each["event"] for each in found] == ["failed", "done"]
-    assert workers.given[1] == [(0, ["B"])]
+    found = list(run_jobs(HERE, [job(number, timed=True, backends=TWO) for number in (0, 1)]))
+    assert [each["event"] for each in found] == ["failed", "done", "done"]
+    assert workers.given[1] == [(0, ["B"]), (1, ["B"])]
 
 
 def test_a_backend_that_ends_its_process_in_good_order_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
