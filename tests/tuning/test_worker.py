@@ -232,6 +232,37 @@ def test_timed_calls_that_write_another_output_are_wrong() -> None:
     assert facts["why"] == "its timed calls wrote another output than a call alone: relative error 2"
 
 
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_a_backend_that_is_wrong_after_some_calls_is_wrong(is_wrong: bool) -> None:
+    """Alone too, so its timed calls equal those; unless another backend has changed the cache, which it reads right."""
+    told: list[tuple[str, dict[str, Any]]] = []
+
+    class Tiring(Runner):
+        def _made(self, *asked: Any) -> Any:
+            inputs, call, builder = super()._made(*asked)
+            left = iter(range(3))
+
+            def tired(index: int) -> None:
+                fresh = next(left, None) is not None
+                if not fresh and not is_wrong:
+                    inputs.caches[0].fill_(0.5)
+                call(index)
+                if not fresh and is_wrong:
+                    inputs.output.neg_()
+
+            return inputs, tired, builder
+
+    runner = Tiring(
+        HERE, lambda event, **facts: told.append((event, facts)), timers.HostTimer(round_us=100.0)
+    )
+    runner.run(job(timed=True))
+    ((event, facts),) = [each for each in told if each[0] not in ("begin", "done")]
+    assert event == ("wrong" if is_wrong else "timed")
+    if is_wrong:
+        assert facts["why"].startswith("its later calls are wrong: output of request 0")
+        assert facts["feature"] is None
+
+
 def test_an_error_after_the_rounds_is_no_wrong_output() -> None:
     """Such as of another backend's kernel: a wrong output would be refused from then on."""
     told: list[tuple[str, dict[str, Any]]] = []
