@@ -110,8 +110,10 @@ def _ranked(applying: _Applying, order: list[Offer], pages: Sequence[Pages]) -> 
     return Ranked([*ranked, *others, *failed], found.measured, times)
 
 
-def better_alone(tables: Tables, composite: Decision, alone: Decision) -> Measured | None:
-    """How much faster one backend is than a composite for a layer, by measured times; None where it is not.
+def better_alone(tables: Tables, composite: Decision, alone: Decision) -> str | None:
+    """Why one backend serves a layer better than a composite, by measured times; None where it does not.
+
+    It is faster, or the composite failed.
 
     The steps of each phase have the times of the composite's half, and mixed steps its own.
 
@@ -131,12 +133,15 @@ def better_alone(tables: Tables, composite: Decision, alone: Decision) -> Measur
             for each, decision in ((composite.chosen, composite), (alone.chosen, alone))
         ]
         pair, one = runs
+        if pair is not None and pair.failed and (one is None or not one.failed):
+            return f"{composite.backend} was wrong or crashed when it was measured"
         if pair is None or one is None or pair.failed or one.failed or not pair.rows or not one.rows:
             continue
         # Without a mixed step, or with steps that only one of the two was measured at, nothing is compared.
         if pair.rows.keys() != one.rows.keys() or not applying.times.has_mixed(pair):
             continue
-        return applying.times.overall_gain(one, pair)
+        gain = applying.times.overall_gain(one, pair)
+        return None if gain is None else f"{alone.backend} was {gain}"
     return None
 
 

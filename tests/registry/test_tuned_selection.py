@@ -549,6 +549,15 @@ def test_a_composite_serves_unless_its_mixed_steps_are_measured_slower(
     assert by_phase(tuned, backend="prefill=A,decode=B").decisions["layer"].backend == "A+B"
 
 
+@pytest.mark.parametrize("status", [RowStatus.CRASHED, RowStatus.WRONG])
+def test_a_composite_that_failed_in_mixed_steps_does_not_serve(status: RowStatus) -> None:
+    times = [*in_three("A", 200.0, 100.0, 100.0), *in_three("B", 100.0, 200.0, 100.0)]
+    made = by_phase(table(*times, row("A+B", 0.0, MIXED, status=status, why="x")), per_phase=True)
+    assert made.decisions["layer"].backend == "A"
+    (note,) = [note for note in made.notes if "would prefill on A and decode on B" in note]
+    assert note.endswith("but A+B was wrong or crashed when it was measured. A serves both phases")
+
+
 def test_times_of_halves_with_other_pages_say_nothing_about_a_composite() -> None:
     times = [*in_three("A", 200.0, 100.0, 100.0), *in_three("B", 100.0, 200.0, 100.0)]
     tuned = table(*times, row("A+B", 900.0, MIXED, pages=(64, "NHD")))
