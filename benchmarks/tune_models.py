@@ -63,10 +63,14 @@ def layers_of_models(names: Sequence[str]) -> dict[LayerSpec, list[str]]:
     return dict(found.values())
 
 
+workers = functools.partial(run_jobs, seconds=240.0)
+"""Measures: a backend that hangs must not take all the time for which a device is lent."""
+
+
 def without_checks(device: Any, jobs: Sequence[Job]) -> Iterable[Any]:
     """Runs jobs that measure; those that check passed in the run before."""
     if jobs[0].timed:
-        return run_jobs(device, jobs)
+        return workers(device, jobs)
     return _passed(jobs)
 
 
@@ -144,7 +148,7 @@ def run_tuner(
     backends = [name for name in options.backends.split(",") if registry.plugins.find(name)]
     layers = layers_of_models(options.models.split(","))
     before = read_table(path) if path.exists() else None
-    tuner = Tuner(registry, device, layers, workload, backends=backends, **facts)
+    tuner = Tuner(registry, device, layers, workload, backends=backends, **{"run": workers, **facts})
     report = TuneReport()
     outcome = tuner.run(before, report, functools.partial(update_table, path), budget)
     if outcome.left:
