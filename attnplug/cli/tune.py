@@ -15,9 +15,9 @@ import typer
 from attnplug.cli import completion
 from attnplug.cli.arguments import AsJson, BlockSize, DeviceText, KVCacheDtype
 from attnplug.cli.interrupts import interrupt_on_sigterm
-from attnplug.cli.output import echo, print_json
+from attnplug.cli.output import print_json
 from attnplug.cli.spinner import waiting
-from attnplug.core.errors import PolicyError
+from attnplug.core.errors import NoBackendError, PolicyError
 
 if TYPE_CHECKING:
     from attnplug.cli.tune_report import TuneReport
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from attnplug.tuning.session import Tuner
     from attnplug.tuning.workloads import Workload
 
-_NO_BACKEND, _WRONG, _INTERRUPTED = 3, 4, 130
+_WRONG, _INTERRUPTED = 4, 130
 _what = functools.partial(typer.Option, rich_help_panel="What is measured")
 _out = functools.partial(typer.Option, rich_help_panel="Output")
 
@@ -109,8 +109,8 @@ def tune(
         model = read_config(config, tensor_parallel_size=tp, kv_cache_dtype=kv_cache_dtype)
     tuner = Tuner(registry, where, layers_of(model.layers, block_size), shapes, backends=names)
     if not tuner.cells:
-        echo("attnplug: no backend serves a layer that can be measured with this workload", err=True)
-        raise typer.Exit(_NO_BACKEND)
+        why = "".join(f"; layer {name} {why}" for name, why in tuner.left_out.items())
+        raise NoBackendError(f"no backend serves a layer that can be measured with this workload{why}")
     report = TuneReport()
     with interrupt_on_sigterm():
         try:

@@ -66,12 +66,13 @@ class Tuner:
         self._run, self._clock, self._now = run, clock, now
         processors = min(os.cpu_count() or 1, _CHECKS_AT_ONCE)
         self._checks_at_once = checks_at_once or (1 if device.type == "cpu" else processors)
-        self._left_out: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}
+        """The layers that cannot be measured, the first of each kind, and why."""
         self.kinds: list[LayerKind] = []
         for spec, names in layers.items():
             part, why = measurable(spec, workload)
             if why:
-                self._left_out[names[0]] = why
+                self.left_out[names[0]] = why
             if part:
                 self.kinds.append(LayerKind(spec, tuple(names), part))
         self._environment: Mapping[str, str] = {}
@@ -106,7 +107,7 @@ class Tuner:
         Raises:
             KeyboardInterrupt: the user's; what was measured is saved.
         """
-        outcome = Outcome(TunedTable(self.device, ()), [], [], [], {}, self._left_out)
+        outcome = Outcome(TunedTable(self.device, ()), [], [], [], {}, self.left_out)
         first = [cell for cell in self.cells if cell.shape.phase is not None]
         rest = self._measure(first, old, observer, save, budget, outcome)
         # Mixed steps come last, because the winners of the phases together are one of their candidates.

@@ -183,6 +183,10 @@ def test_regret_reads_the_tables_before_anything_is_measured(run):
 
 
 def test_layers_that_no_workload_describes_are_no_backend(run):
-    outcome = run("tune", MODELS / "deepseek-v3.2.json", "--device", "cpu", "--workload", "decode 1 x 32")
-    assert outcome.code == 3
+    asked = ("tune", MODELS / "deepseek-v3.2.json", "--device", "cpu", "--workload", "decode 1 x 32")
+    outcome = run(*asked)
+    assert (outcome.code, outcome.out) == (3, "")
     assert "no backend serves a layer that can be measured" in outcome.err
+    assert "is sparse: its steps need inputs that no workload describes" in outcome.err
+    error = run(*asked, "--json").json["error"]
+    assert (error["code"], error["exit_code"]) == ("no_backend", 3)
