@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import types
 
 import pytest
+from fake_plugins import CPU, backend, registry
 from rich.console import Console
 
 from attnplug import LayerSpec
 from attnplug.cli import run_report, tune_report
-from attnplug.cli.tune_report import TuneReport
+from attnplug.cli.tune_report import TuneReport, print_outcome
+from attnplug.registry.evidence import Subject
 from attnplug.registry.step_shapes import StepShape
-from attnplug.tuning.cells import TuneCell
+from attnplug.registry.tuned import Row, RowStatus, TunedLayer, TunedTable
+from attnplug.tuning.cells import Outcome, TuneCell
+from attnplug.tuning.session import Tuner
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32)
 
@@ -59,3 +64,18 @@ def test_a_terminal_shows_how_many_cells_there_are(clock: dict[str, float]) -> N
         assert report._bar is not None
         task = report._bar.tasks[0]
         assert (task.completed, task.total) == (1, 3)
+
+
+def test_crashes_are_told_once_and_not_those_of_other_models(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = StepShape.parse("decode 8 x 1k")
+    crash = Row(Subject("B", None, None, CPU, ()), shape, (16, "NHD"), RowStatus.CRASHED, why="SIGSEGV")
+    specs = [SPEC, SPEC.replace(sliding_window=64), SPEC.replace(num_heads=8)]
+    layers = [TunedLayer(spec, 1, ((shape, 1.0),), (crash,)) for spec in specs]
+    layers[2] = TunedLayer(
+        specs[2], 1, ((shape, 1.0),), (dataclasses.replace(crash, why="of another model"),)
+    )
+    tuner = Tuner(registry(backend("A", 90)), CPU, {spec: ["0"] for spec in specs[:2]}, ((shape, 1.0),))
+    report, outcome = TuneReport(), Outcome(TunedTable(CPU, tuple(layers)), [], [], [], {}, {})
+    capsys.readouterr()
+    print_outcome(tuner, outcome, report)
+    assert capsys.readouterr().err.splitlines() == ["B at decode 8 x 1k: SIGSEGV"]
