@@ -6,12 +6,16 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with(parent: int) -> None:
     """Let the kernel kill this process when its parent is killed; Linux alone can."""
+    # The Python of a virtual environment on Windows is a child of another process than the one that started it.
+    if sys.platform != "linux":
+        return
     with contextlib.suppress(OSError, AttributeError):
         import ctypes
 
