@@ -63,10 +63,14 @@ def layers_of_models(names: Sequence[str]) -> dict[LayerSpec, list[str]]:
     return dict(found.values())
 
 
+workers = functools.partial(run_jobs, seconds=240.0)
+"""Measures: a backend that hangs must not take all the time for which a device is lent."""
+
+
 def without_checks(device: Any, jobs: Sequence[Job]) -> Iterable[Any]:
     """Runs jobs that measure; those that check passed in the run before."""
     if jobs[0].timed:
-        return run_jobs(device, jobs)
+        return workers(device, jobs)
     return _passed(jobs)
 
 
@@ -120,9 +124,20 @@ def measure_cells(options: argparse.Namespace) -> None:
 
 
 def measure_again(options: argparse.Namespace) -> None:
-    """Measure the steps of the table again, without checks."""
-    path = options.folder / "again.json"
+    """Measure the steps of the table again, without checks, and without what failed."""
+    path, first = options.folder / "again.json", options.folder / "all.json"
+    if first.exists() and not path.exists():
+        update_table(path, lambda _: failures_of(read_table(first)))
     run_tuner(options, workload_of(options.table), path, options.again_budget, run=without_checks)
+
+
+def failures_of(table: TunedTable) -> TunedTable:
+    """The table with the rows of those that failed only: a tuning that continues it does not try them again."""
+    layers = (
+        dataclasses.replace(layer, rows=tuple(row for row in layer.rows if not row.is_measured))
+        for layer in table.layers
+    )
+    return dataclasses.replace(table, layers=tuple(layer for layer in layers if layer.rows), choices=())
 
 
 def run_tuner(
@@ -133,7 +148,7 @@ def run_tuner(
     backends = [name for name in options.backends.split(",") if registry.plugins.find(name)]
     layers = layers_of_models(options.models.split(","))
     before = read_table(path) if path.exists() else None
-    tuner = Tuner(registry, device, layers, workload, backends=backends, **facts)
+    tuner = Tuner(registry, device, layers, workload, backends=backends, **{"run": workers, **facts})
     report = TuneReport()
     outcome = tuner.run(before, report, functools.partial(update_table, path), budget)
     if outcome.left:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from attnplug.cli.output import error
+from attnplug.core.processes import end_with, signal_name
 from attnplug.registry.plugin_calls import watch_plugins
 
 _FAILED, _INTERRUPTED = 1, 130
@@ -19,7 +20,6 @@ _SIZE = 1024
 _ENDED = b"\n"
 """Marks the code of an orderly end; no name of a plugin has this character."""
 _REMEDY = "attnplug doctor tries each plugin in a process of its own, and attnplug list --no-load runs none"
-_PR_SET_PDEATHSIG = 1
 _SI_USER = 0
 """Signals of the kernel, such as those of a terminal, have a code above this; the whole group has received them."""
 
@@ -38,22 +38,12 @@ def run_watched(program: Callable[[], None]) -> NoReturn:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED | {signal.SIGCHLD})
     child = os.fork()
     if child == 0:
-        _end_with(parent)
+        end_with(parent)
         _run(program, report, before)
     _leave(_wait(child), report[:].rstrip(b"\x00"))
 
 
 _FORWARDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
-
-
-def _end_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent is killed."""
-    import ctypes
-
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(_FAILED)
 
 
 def _run(program: Callable[[], None], report: mmap.mmap, signals: set[int]) -> NoReturn:
@@ -99,15 +89,8 @@ def _leave(status: int, last: bytes) -> NoReturn:
         # A crash while the interpreter ends is a crash too.
         sys.exit(orderly if code >= 0 else 128 - code)
     step = last.decode(errors="replace")
-    how = f"with exit code {code}" if code >= 0 else f"by {_name(-code)}"
+    how = f"with exit code {code}" if code >= 0 else f"by {signal_name(-code)}"
     if -code in _FORWARDED:
         sys.exit(128 - code)
     error(f"the process was ended {how} {step or 'by code of a plugin'}; {_REMEDY}", _FAILED)
     sys.exit(_FAILED if code >= 0 else 128 - code)
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # real-time signals have numbers without names
-        return f"signal {number}"

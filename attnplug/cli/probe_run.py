@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from attnplug.core.processes import kill_group, signal_name
 
 _TEXT, _TEXT_OR_NONE = (str,), (str, type(None))
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -42,7 +42,7 @@ def end_probes() -> None:
     """Kill the children of all threads, after an interrupt."""
     for child in list(_running):
         if child.returncode is None:
-            _kill(child)
+            kill_group(child)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def run_probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # A group of its own, so that `_kill` reaches the children of the child too.
+                # A group of its own, so that `kill_group` reaches the children of the child too.
                 start_new_session=True,
             )
             _running.add(child)
@@ -79,7 +79,7 @@ def run_probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
             finally:
                 _running.discard(child)
                 if child.returncode is None:
-                    _kill(child)
+                    kill_group(child)
         facts, damage = _read_report(report)
         lines = _tail(log).decode(errors="replace").strip().splitlines()
     # A plugin may end the process with code 0 in its import; the last step shows that.
@@ -132,30 +132,11 @@ def _tail(path: Path) -> bytes:
         return b""
 
 
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    # The child leads a process group, so that its own children end with it. Windows has no killpg.
-    if hasattr(os, "killpg"):
-        # The thread that waits for it may have seen its end meanwhile.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-    else:
-        child.kill()
-    child.wait()
-
-
 def _failure(code: int | None, step: str, output: list[str], timeout: float) -> str:
     if code is None:
         return f"hung {step}: killed after {timeout:g} s"
     if code < 0:
-        return f"crashed {step}: {_signal_name(-code)}"
+        return f"crashed {step}: {signal_name(-code)}"
     if code == 0:
         return f"left the process {step}"
     return f"raised {step}: {output[-1] if output else f'exit code {code}'}"
-
-
-def _signal_name(number: int) -> str:
-    # Real-time signals have numbers without names.
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,9 +15,9 @@ import typer
 from attnplug.cli import completion
 from attnplug.cli.arguments import AsJson, BlockSize, DeviceText, KVCacheDtype
 from attnplug.cli.interrupts import interrupt_on_sigterm
-from attnplug.cli.output import echo, print_json
+from attnplug.cli.output import print_json
 from attnplug.cli.spinner import waiting
-from attnplug.core.errors import PolicyError
+from attnplug.core.errors import NoBackendError, PolicyError
 
 if TYPE_CHECKING:
     from attnplug.cli.tune_report import TuneReport
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from attnplug.tuning.session import Tuner
     from attnplug.tuning.workloads import Workload
 
-_NO_BACKEND, _WRONG, _INTERRUPTED = 3, 4, 130
+_WRONG, _INTERRUPTED = 4, 130
 _what = functools.partial(typer.Option, rich_help_panel="What is measured")
 _out = functools.partial(typer.Option, rich_help_panel="Output")
 
@@ -108,8 +109,8 @@ def tune(
         model = read_config(config, tensor_parallel_size=tp, kv_cache_dtype=kv_cache_dtype)
     tuner = Tuner(registry, where, layers_of(model.layers, block_size), shapes, backends=names)
     if not tuner.cells:
-        echo("attnplug: no backend serves a layer that can be measured with this workload", err=True)
-        raise typer.Exit(_NO_BACKEND)
+        why = "".join(f"; layer {name} {why}" for name, why in tuner.left_out.items())
+        raise NoBackendError(f"no backend serves a layer that can be measured with this workload{why}")
     report = TuneReport()
     with interrupt_on_sigterm():
         try:
@@ -125,12 +126,11 @@ def _tune(
     tuner: Tuner, report: TuneReport, *, path: Path, budget: float | None, fresh: bool, as_json: bool
 ) -> None:
     from attnplug.cli.tune_report import print_outcome
-    from attnplug.registry.tuned_files import check_writable, read_table, update_table
+    from attnplug.registry.tuned_files import table_to_update, update_table
 
-    check_writable(path)
-    old = read_table(path) if path.exists() and not fresh else None
+    old = table_to_update(path, tuner.device)
     with report.bar():
-        outcome = tuner.run(old, report, functools.partial(update_table, path), budget)
+        outcome = tuner.run(None if fresh else old, report, functools.partial(update_table, path), budget)
     if as_json:
         print_json(outcome.table.to_dict())
     else:
@@ -141,13 +141,16 @@ def _tune(
 def _regret(
     tuner: Tuner, report: TuneReport, *, path: Path | None, budget: float | None, as_json: bool
 ) -> None:
+    from attnplug.cli.run_report import counted
     from attnplug.cli.tune_report import print_regret
-    from attnplug.registry.tuned_files import check_writable, update_table
+    from attnplug.registry.tuned_files import table_to_update, update_table
     from attnplug.registry.tuned_lookup import tables_by_source
     from attnplug.tuning.regret import regrets, summaries
 
     if path is not None:
-        check_writable(path)
+        table_to_update(path, tuner.device)
+    # Read before minutes are spent, because one may be damaged.
+    tables = tables_by_source(tuner.device)
     kept: list[TunedTable] = []
 
     def keep(change: Callable[[TunedTable | None], TunedTable]) -> TunedTable:
@@ -157,8 +160,11 @@ def _regret(
     save = keep if path is None else functools.partial(update_table, path)
     with report.bar():
         outcome = tuner.run(None, report, save, budget)
-    cells = regrets(tuner.registry, outcome.table, tables_by_source(tuner.device))
+    cells = regrets(tuner.registry, outcome.table, tables)
     found = summaries(cells)
+    if len(cells) < len(tuner.cells):
+        left = counted(len(tuner.cells) - len(cells), "cell")
+        report.say(f"{left} left out: not measured, or a choice has no time")
     if not as_json:
         print_regret(found, outcome.table)
         return
@@ -216,7 +222,8 @@ def _file(output: Path | None, device: Device) -> Path:
     path = table_file(user_folder(), device) if output is None else output
     if path is None:
         raise PolicyError("--output", None, f"is required: {device} has no name for a table of yours")
-    if path.is_dir():
+    # os.path, because pathlib raises where a folder cannot be searched.
+    if os.path.isdir(path):  # noqa: PTH112
         raise PolicyError("--output", str(path), "is a folder", "name a file in it")
     return path
 

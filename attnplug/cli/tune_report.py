@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from attnplug.cli.output import console, features_in_words, layers_in_words
 from attnplug.cli.run_report import RunReport, counted, in_words
 from attnplug.core.errors import MatrixFileError
 from attnplug.core.whole_words import WordTable
-from attnplug.registry.tuned import Row, RowStatus
+from attnplug.registry.tuned import Row, RowStatus, layer_key
 from attnplug.tuning.ceilings import COPY, MATMUL, share_of_ceiling
 
 if TYPE_CHECKING:
@@ -32,8 +33,11 @@ class TuneReport(RunReport):
         self._environment: Mapping[str, str] = {}
 
     def planned(self, kept: int, pending: int) -> None:
-        """Say how much there is to do."""
-        self._total = pending
+        """Say how much there is to do; mixed steps are planned after the others."""
+        self._kept = len(self._verdicts)
+        self._total = self._kept + pending
+        if self._bar is not None:
+            self._bar.update(self._task, total=self._total)
         more = f", {kept} kept from an earlier run" if kept else ""
         self.say(f"{counted(pending, 'cell')} to measure{more}")
 
@@ -51,6 +55,9 @@ class TuneReport(RunReport):
 
     def started(self, cell: TuneCell) -> None:  # type: ignore[override]
         """A cell is about to be measured."""
+        # The checks before the first one take a time that says nothing about cells.
+        if len(self._verdicts) == self._kept:
+            self._start = time.monotonic()
         super().started(_id(cell))
 
     def finished(self, cell: TuneCell, rows: Sequence[Row]) -> None:
@@ -119,10 +126,12 @@ def print_outcome(tuner: Tuner, outcome: Outcome, report: TuneReport) -> None:
     if outcome.compiled:
         slow = ", ".join(f"{name} {in_words(seconds)}" for name, seconds in outcome.compiled.items())
         report.say(f"first calls, with compilation: {slow}")
-    for row in (
-        row for layer in outcome.table.layers for row in layer.rows if row.status is RowStatus.CRASHED
-    ):
-        report.say(f"{row.subject.backend} at {row.shape}: {row.why}")
+    # The file may have layers of other models too.
+    layers = [outcome.table.by_key.get(layer_key(kind.spec)) for kind in tuner.kinds]
+    rows = [row for layer in layers if layer is not None for row in layer.rows]
+    crashed = [row for row in rows if row.status is RowStatus.CRASHED]
+    for line in dict.fromkeys(f"{row.subject.backend} at {row.shape}: {row.why}" for row in crashed):
+        report.say(line)
     if outcome.left:
         listed = ", ".join(map(_id, outcome.left[:_MOST_LEFT]))
         more = len(outcome.left) - _MOST_LEFT

@@ -51,6 +51,14 @@ def read_bytes(path: str | os.PathLike[str], most: int = 64 * _MIB) -> bytes:
     return data
 
 
+def may_exist(path: Path) -> bool:
+    """Whether there is a file, or nobody can tell, such as in a folder of another user: reading it says why."""
+    try:
+        return path.exists()
+    except OSError:
+        return True
+
+
 def check_regular(about: os.stat_result, path: str | os.PathLike[str]) -> None:
     """OSError if `about` describes anything but a regular file; `strerror` says what it is."""
     if stat.S_ISDIR(about.st_mode):

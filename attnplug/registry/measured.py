@@ -74,7 +74,7 @@ def rank_by_tables(
 
 
 def _ranked(applying: _Applying, order: list[Offer], pages: Sequence[Pages]) -> Ranked | None:
-    """The order by one table; None if it says nothing about the default."""
+    """The order by one table; None if it says nothing about the default. Who failed comes last without times too."""
     runs: dict[int, Offer] = {}
     default, others, failed = None, [], []
     for offer, preferred in zip(order, pages, strict=True):
@@ -88,16 +88,21 @@ def _ranked(applying: _Applying, order: list[Offer], pages: Sequence[Pages]) -> 
             others.append(offer)
         else:
             runs[run.number] = offer
+    if order[0] in failed:
+        applying.note(f"has {order[0].name}, the first by priority, as wrong or crashed: it comes last")
+    # Without times to compare, priorities order those that did not fail.
+    by_priority = [offer for offer in order if offer not in failed]
+    unranked = Ranked([*by_priority, *failed]) if failed else None
     if not runs:
-        return None
+        return unranked
     if default is not None:
         applying.note(f"has no time of {default.name}, the default, that applies: not used")
-        return None
+        return unranked
     found = applying.times.standing(next(iter(runs)), sorted(runs))
     # The fastest backend of one phase may be the slowest of the other.
     if found.alone is not None and applying.needs_both_phases:
         applying.note(f"has times of {found.alone} only, not of both phases: not used")
-        return None
+        return unranked
     ranked = [runs.pop(number) for number in found.order]
     times = tuple(zip(ranked, found.times, strict=True))
     if runs:
@@ -105,8 +110,10 @@ def _ranked(applying: _Applying, order: list[Offer], pages: Sequence[Pages]) -> 
     return Ranked([*ranked, *others, *failed], found.measured, times)
 
 
-def better_alone(tables: Tables, composite: Decision, alone: Decision) -> Measured | None:
-    """How much faster one backend is than a composite for a layer, by measured times; None where it is not.
+def better_alone(tables: Tables, composite: Decision, alone: Decision) -> str | None:
+    """Why one backend serves a layer better than a composite, by measured times; None where it does not.
+
+    It is faster, or the composite failed.
 
     The steps of each phase have the times of the composite's half, and mixed steps its own.
 
@@ -126,12 +133,15 @@ def better_alone(tables: Tables, composite: Decision, alone: Decision) -> Measur
             for each, decision in ((composite.chosen, composite), (alone.chosen, alone))
         ]
         pair, one = runs
+        if pair is not None and pair.failed and (one is None or not one.failed):
+            return f"{composite.backend} was wrong or crashed when it was measured"
         if pair is None or one is None or pair.failed or one.failed or not pair.rows or not one.rows:
             continue
         # Without a mixed step, or with steps that only one of the two was measured at, nothing is compared.
         if pair.rows.keys() != one.rows.keys() or not applying.times.has_mixed(pair):
             continue
-        return applying.times.overall_gain(one, pair)
+        gain = applying.times.overall_gain(one, pair)
+        return None if gain is None else f"{alone.backend} was {gain}"
     return None
 
 

@@ -12,6 +12,11 @@ MIN_GAIN = 0.02
 """A backend must be faster than the default by more than this share, and by more than twice the spread."""
 
 
+def least_gain(spread: float) -> float:
+    """The ratio of two times above which they differ by more than the noise."""
+    return 1 + max(MIN_GAIN, 2 * spread)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
     """Why a backend comes first by measured times.
@@ -23,7 +28,7 @@ class Measured:
         ratio: time of `over` divided by its own, in steps of the whole model.
         shape: the step of the workload with the most weight.
         shapes: number of steps in the workload.
-        spread: of the rounds, relative to the time.
+        spread: of the rounds of both, relative to the time.
         date: of the measurement, without the time of day.
         table: the digest of the table.
     """
@@ -43,12 +48,15 @@ class Measured:
         if self.over is None:
             return f"measured alone {about}"
         if self.is_default and self.ratio < 1 + MIN_GAIN:
-            return f"measured, and {self.over} is not faster beyond the noise ({1 / self.ratio:.2f}x) {about}"
+            gain = 1 / self.ratio
+            if gain > least_gain(self.spread):
+                return f"measured, and {self.over} is slower at one step, though {gain:.2f}x faster {about}"
+            return f"measured, and {self.over} is not faster beyond the noise ({gain:.2f}x) {about}"
         return f"measured {self.ratio:.2f}x faster than {self.over} {about}"
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The comparison that `dataclasses.asdict` wrote; LookupError or TypeError for damaged data."""
+        """The comparison that `dataclasses.asdict` wrote; LookupError, TypeError or ValueError for damaged data."""
         kinds: dict[str, tuple[type | None, ...]] = {
             "is_default": (bool,),
             "over": (str, None),
@@ -57,4 +65,7 @@ class Measured:
         kinds |= dict.fromkeys(("ratio", "spread"), (int, float)) | dict.fromkeys(
             ("shape", "date", "table"), (str,)
         )
-        return cls(**{name: typed(data, name, *each) for name, each in kinds.items()})
+        found = cls(**{name: typed(data, name, *each) for name, each in kinds.items()})
+        if found.ratio <= 0:
+            raise ValueError(f"ratio must be above 0, not {found.ratio}")
+        return found

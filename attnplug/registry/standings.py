@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from attnplug.core.spec import Phase
-from attnplug.registry.measured_choice import MIN_GAIN, Measured
+from attnplug.registry.measured_choice import Measured, least_gain
 from attnplug.registry.records import COMPOSITE_SEPARATOR
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class PhaseTimes:
         shapes = sorted(one.rows.keys() & other.rows.keys())
         scores = self._scores((one, other), shapes)
         gain = scores[other.number] / scores[one.number]
-        if gain <= 1 + max(MIN_GAIN, 2 * self._spread(one, other, shapes)):
+        if gain <= least_gain(self._spread(one, other, shapes)):
             return None
         return self._measured(one, other.number, gain, other)
 
@@ -145,10 +145,11 @@ class PhaseTimes:
         return Measured(
             winner is default,
             None if over is None else self._runs[over].subject.backend,
-            round(ratio, 4),
+            # Not to a number of decimals, because a small ratio must not become 0.
+            float(f"{ratio:.5g}"),
             self._names[self._heaviest(shapes)],
             len(shapes),
-            round(self._spread(winner, default, shapes), 5),
+            round(self._spread(winner, winner if over is None else self._runs[over], shapes), 5),
             max(winner.rows[shape].date for shape in shapes)[:10],
             self._table,
         )
@@ -164,11 +165,11 @@ class PhaseTimes:
 
     def _beats(self, own: Run, default: Run, shapes: Sequence[int], gain: float) -> bool:
         """Whether it is faster than the default beyond the noise, and at no shape slower beyond the noise."""
-        if gain <= 1 + max(MIN_GAIN, 2 * self._spread(own, default, shapes)):
+        if gain <= least_gain(self._spread(own, default, shapes)):
             return False
         for shape in shapes:
-            noise = max(MIN_GAIN, 2 * max(own.rows[shape].spread, default.rows[shape].spread))
-            if own.costs[shape] > default.costs[shape] * (1 + noise):
+            spread = max(own.rows[shape].spread, default.rows[shape].spread)
+            if own.costs[shape] > default.costs[shape] * least_gain(spread):
                 return False
         return True
 

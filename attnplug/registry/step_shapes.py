@@ -91,7 +91,11 @@ class StepShape:
         query = 1 if phase is Phase.DECODE and match["context"] is None else first
         ragged = match["ragged"] is not None
         decodes, decoded = int(match["decodes"] or 0), tokens_of(match["decoded"] or "0") or 0
-        return cls(phase, int(match["batch"]), query, context, ragged, decodes, decoded)
+        try:
+            return cls(phase, int(match["batch"]), query, context, ragged, decodes, decoded)
+        except PolicyError as problem:
+            limit = f"is no step: {problem.field}={problem.value} {problem.limit}"
+            raise PolicyError(argument, text, limit, _FORM) from None
 
     @property
     def lengths(self) -> tuple[int, ...]:

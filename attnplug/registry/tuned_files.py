@@ -15,6 +15,7 @@ from attnplug.core.errors import MatrixFileError
 from attnplug.core.json_reading import typed
 from attnplug.core.spec import LayerSpec
 from attnplug.registry.evidence import Subject
+from attnplug.registry.records import COMPOSITE_SEPARATOR
 from attnplug.registry.shared_files import locked, read_document, told, unreadable, unwritable
 from attnplug.registry.step_shapes import StepShape
 from attnplug.registry.tuned import SCHEMA, VERSION, Row, RowStatus, TunedLayer, TunedTable, layer_key
@@ -23,11 +24,14 @@ if TYPE_CHECKING:
     from attnplug.registry.evidence import Pages
 
 
-_MOST_US = 1e12
+_LEAST_US, _MOST_US = 1e-3, 1e12
+_LEAST_WEIGHT, _MOST_WEIGHT = 1e-6, 1e6
+"""With figures in these limits, no comparison of them overflows."""
 _MOST_LAYERS = 100_000
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 _REMEDY = "measure again with attnplug tune, or leave the table out with --no-tuned"
 _OTHER_FILE = "name another file with --output"
+_INSTEAD = f"{_OTHER_FILE}, or delete it"
 _TOP = {"schema", "version", "device", "environment", "policy", "subjects", "layers", "cells", "choices"}
 _SUBJECT = {"backend", "distribution", "version", "versions"}
 _LAYER = {"spec", "count", "workload"}
@@ -37,20 +41,20 @@ _ROW = {"layer", "subject", "block_size", "layout", "status", "rounds", "date", 
 _CHOICE = {"layer", "phase", "backend", "default", "ratio", "why"}
 
 
-def read_table(path: Path) -> TunedTable:
-    """The table in a file.
+def read_table(path: Path, remedy: str = _REMEDY) -> TunedTable:
+    """The table in a file; its errors advise `remedy`.
 
     Raises:
         MatrixFileError: there is no such file, it cannot be read, or any part of it is not as `attnplug tune` writes it.
     """
     try:
-        data = read_document(path, SCHEMA, VERSION, _REMEDY)
+        data = read_document(path, SCHEMA, VERSION, remedy)
     except FileNotFoundError as problem:
-        raise unreadable(path, problem, _REMEDY) from None
+        raise unreadable(path, problem, remedy) from None
     try:
         table = _table(data, path)
     except _MALFORMED as problem:
-        raise MatrixFileError(path, f"cannot be made sense of: {told(problem)}", _REMEDY) from None
+        raise MatrixFileError(path, f"cannot be made sense of: {told(problem)}", remedy) from None
     _ = table.times  # computed here, so that the first selection of each layer finds them
     return table
 
@@ -63,7 +67,7 @@ def update_table(path: Path, change: Callable[[TunedTable | None], TunedTable]) 
     """
     with locked(path, _OTHER_FILE):
         # Read under the lock, because another process may have written in between.
-        made = change(read_table(path) if path.exists() else None)
+        made = change(_current(path))
         try:
             files.write_text(path, table_text(made))
         except OSError as problem:
@@ -71,10 +75,23 @@ def update_table(path: Path, change: Callable[[TunedTable | None], TunedTable]) 
     return made
 
 
-def check_writable(path: Path) -> None:
-    """MatrixFileError where no table can be written to a file, before minutes are spent on its times."""
+def table_to_update(path: Path, device: Device) -> TunedTable | None:
+    """The table in a file that `update_table` will change; None without a file.
+
+    Raises:
+        MatrixFileError: no table of `device` can be written there. Said before minutes are spent on its times.
+    """
+    # Before the lock, which makes a file beside it.
+    table = _current(path)
+    if table is not None and not table.is_for(device):
+        theirs, ours = (str(each.name or each) for each in (table.device, device))
+        raise MatrixFileError(path, f"has times of {theirs}, not of {ours}", _OTHER_FILE)
     with locked(path, _OTHER_FILE):
-        pass
+        return table
+
+
+def _current(path: Path) -> TunedTable | None:
+    return read_table(path, _INSTEAD) if files.may_exist(path) else None
 
 
 def table_text(table: TunedTable) -> str:
@@ -135,8 +152,11 @@ def _subject(data: Mapping[str, Any], device: Device) -> Subject:
     versions = typed(data, "versions", dict)
     if not all(type(value) is str for value in versions.values()):
         raise TypeError("versions must map distributions to text")
+    backend = typed(data, "backend", str)
+    if backend.count(COMPOSITE_SEPARATOR) > 1:
+        raise ValueError(f"{backend!r:.60} is no backend: a composite has two halves")
     return Subject(
-        typed(data, "backend", str),
+        backend,
         typed(data, "distribution", str, None),
         typed(data, "version", str, None),
         device,
@@ -153,10 +173,7 @@ def _layer(data: Mapping[str, Any]) -> TunedLayer:
     workload = []
     for each in typed(data, "workload", list):
         _only(each, {*_SHAPE, "weight"}, "a shape")
-        weight = _figure(each, "weight", 1e6)
-        if not weight:
-            raise ValueError("a weight must be above 0")
-        workload.append((StepShape.from_dict(each), weight))
+        workload.append((StepShape.from_dict(each), _figure(each, "weight", _MOST_WEIGHT, _LEAST_WEIGHT)))
     if len({shape for shape, _ in workload}) < len(workload):
         raise ValueError("a workload has a shape twice")
     return TunedLayer(spec, count, tuple(workload), ())
@@ -182,7 +199,7 @@ def _row(data: Mapping[str, Any], subjects: list[Subject]) -> Row:
         date=date,
         why=typed(data, "why", str),
     )
-    if status is RowStatus.MEASURED and (row.us <= 0 or rounds < 1):
+    if status is RowStatus.MEASURED and (row.us < _LEAST_US or rounds < 1):
         raise ValueError(f"a measured cell of {row.subject.backend} has no time")
     return row
 
@@ -204,8 +221,8 @@ def _index(data: Mapping[str, Any], name: str, count: int) -> int:
     return value
 
 
-def _figure(data: Mapping[str, Any], name: str, most: float) -> float:
+def _figure(data: Mapping[str, Any], name: str, most: float, least: float = 0.0) -> float:
     value = float(typed(data, name, int, float))
-    if not (math.isfinite(value) and 0 <= value <= most):
-        raise ValueError(f"{name} must be from 0 to {most:g}, not {value}")
+    if not (math.isfinite(value) and least <= value <= most):
+        raise ValueError(f"{name} must be from {least:g} to {most:g}, not {value}")
     return value

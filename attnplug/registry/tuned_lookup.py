@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from attnplug.core import files
 from attnplug.core.errors import MatrixFileError, PolicyError
 from attnplug.registry.switches import TUNED
 from attnplug.registry.tuned import TunedTable, device_slug
@@ -40,6 +41,7 @@ class Tables:
 
 
 NO_TABLES = Tables()
+_OTHER_VALUE = f"name files of attnplug tune in {TUNED}, or leave it empty"
 PACKAGED = Path(__file__).with_name("tuned_tables")
 """The folder of the tables that attnplug ships, one for each device."""
 
@@ -101,7 +103,7 @@ class TableLookup:
         with self._lock:
             if not self._variable:
                 given = os.environ.get(TUNED)
-                self._variable.append(None if given is None else _asked_for(_paths(given)))
+                self._variable.append(None if given is None else _asked_for(_paths(given), _OTHER_VALUE))
             if self._variable[0] is not None:
                 return self._variable[0]
             key = f"{device.type} {device.name}"
@@ -119,7 +121,9 @@ def tables_by_source(device: Device) -> dict[str, TunedTable]:
     from attnplug.registry.tuned_files import read_table
 
     paths = {"user table": table_file(user_folder(), device), "packaged table": table_file(PACKAGED, device)}
-    return {name: read_table(path) for name, path in paths.items() if path is not None and path.exists()}
+    return {
+        name: read_table(path) for name, path in paths.items() if path is not None and files.may_exist(path)
+    }
 
 
 def _paths(text: str) -> list[Path]:
@@ -127,19 +131,19 @@ def _paths(text: str) -> list[Path]:
     return [Path(os.path.expanduser(each)) for each in text.split(os.pathsep) if each]  # noqa: PTH111
 
 
-def _asked_for(paths: list[Path]) -> Tables:
+def _asked_for(paths: list[Path], *remedy: str) -> Tables:
     if not paths:
         return NO_TABLES
     from attnplug.registry.tuned_files import read_table
 
-    return Tables(tuple(map(read_table, paths)), asked=True)
+    return Tables(tuple(read_table(path, *remedy) for path in paths), asked=True)
 
 
 def _in_folders(device: Device) -> Tables:
     tables, notes = [], []
     for folder in (user_folder(), PACKAGED):
         path = table_file(folder, device)
-        if path is None or not path.exists():
+        if path is None or not files.may_exist(path):
             continue
         from attnplug.registry.tuned_files import read_table
 

@@ -118,12 +118,11 @@ class _Layer:
         )
 
     def _better_alone(self, composite: Decision) -> str | None:
-        """Why one backend serves a layer better than the composite of its phases: times of mixed steps."""
+        """Why one backend serves a layer better than the composite of its phases: what mixed steps measured."""
         if self.rules is not None or not self.both:
             return None
         tables = self.registry.tuned_tables(self.both.device, self.kwargs.get("tuned"))
-        found = better_alone(tables, composite, self.both)
-        return None if found is None else f"{self.both.backend} was {found}"
+        return better_alone(tables, composite, self.both)
 
     def _encoder(self) -> Decision:
         """An encoder computes all its tokens at once, so its backend for prefill serves both phases."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
-import signal
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from attnplug.core.device import Device
+from attnplug.core.processes import kill_group, signal_name
 from attnplug.core.spec import LayerSpec
 from attnplug.registry.step_shapes import StepShape
 
@@ -73,7 +73,7 @@ def run_jobs(device: Device, jobs: Sequence[Job], seconds: float = SECONDS) -> I
     """Run jobs in one worker after another, and give its events as they come; "waiting" some times a second without any.
 
     If a worker dies, the backend that it was running gets the event "failed". The next worker goes on without this
-    backend: with the rest of the same job if it is timed, else with the jobs of other layers or of the other phase.
+    backend in all jobs of the layer in its phase: another death there would cost another worker, and tell nothing new.
     """
     rest, idle = list(jobs), 0
     while rest:
@@ -97,7 +97,7 @@ def run_jobs(device: Device, jobs: Sequence[Job], seconds: float = SECONDS) -> I
             yield _failed(*seen.running, why)
             seen.failed.append(seen.running)
         for number, name in seen.failed:
-            rest = _without(rest, number, name)
+            rest = _without(rest, number, name, died=(number, name) in (seen.running, seen.lost))
         rest = [job for job in rest if job.number not in seen.done]
 
 
@@ -133,6 +133,8 @@ class _Seen:
     done: set[int] = dataclasses.field(default_factory=set)
     failed: list[tuple[int, str]] = dataclasses.field(default_factory=list)
     running: tuple[int, str] | None = None
+    lost: tuple[int, str] | None = None
+    """The one that made the GPU unusable."""
 
     @property
     def did_anything(self) -> bool:
@@ -149,17 +151,19 @@ class _Seen:
             self.done.add(event["job"])
         elif kind in ("failed", "wrong"):
             self.failed.append((event["job"], event["backend"]))
+        elif kind == "lost":
+            self.lost = (event["job"], event["backend"])
         return kind not in ("begin", "lost")
 
 
-def _without(jobs: Sequence[Job], number: int, name: str) -> list[Job]:
-    """The jobs without a backend that died in job `number`: in it, or in all that check its layer in its phase."""
-    died = next((job for job in jobs if job.number == number), None)
+def _without(jobs: Sequence[Job], number: int, name: str, *, died: bool) -> list[Job]:
+    """The jobs without a backend that failed in job `number`: in it, or in all of its layer in its phase if it died."""
+    failed = next((job for job in jobs if job.number == number), None)
     kept = []
     for job in jobs:
-        alike = died is not None and (job.spec, job.shape.phase) == (died.spec, died.shape.phase)
+        alike = failed is not None and (job.spec, job.shape.phase) == (failed.spec, failed.shape.phase)
         left = job.backends
-        if job.number == number or (alike and not job.timed):
+        if job.number == number or (alike and (died or not job.timed)):
             left = tuple(each for each in left if each[0] != name)
         if left:
             kept.append(dataclasses.replace(job, backends=left))
@@ -175,7 +179,7 @@ class _Worker:
         self._report, self._log = folder / "report", folder / "log"
         self._report.touch()
         task = folder / "task"
-        data = {"device": device.to_dict(), "jobs": [job.to_dict() for job in jobs]}
+        data = {"parent": os.getpid(), "device": device.to_dict(), "jobs": [job.to_dict() for job in jobs]}
         task.write_text(json.dumps(data), encoding="utf-8")
         with self._log.open("wb") as log:
             self._child = subprocess.Popen(  # noqa: S603  (our own interpreter on our own code)
@@ -184,6 +188,8 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                # A group of its own, so that compilers that it has started end with it.
+                start_new_session=True,
             )
         self.why: str | None = None
         """Why it died; None while it runs and after an orderly end."""
@@ -192,9 +198,8 @@ class _Worker:
         return self
 
     def __exit__(self, *problem: object) -> None:
-        with contextlib.suppress(OSError):
-            self._child.kill()
-        self._child.wait()
+        if self._child.returncode is None:
+            kill_group(self._child)
         self._folder.cleanup()
 
     def events(self, seconds: float) -> Iterator[Event]:
@@ -227,5 +232,5 @@ class _Worker:
         lines = self._log.read_text(errors="replace").strip().splitlines()
         last = f": {lines[-1][:200]}" if lines else ""
         if code < 0:
-            return f"its process crashed: {signal.Signals(-code).name}"
+            return f"its process crashed: {signal_name(-code)}"
         return f"its process left with exit code {code}{last}"

@@ -7,7 +7,7 @@ import datetime as dt
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attnplug.core.spec import LayerSpec, Phase
@@ -66,17 +66,19 @@ class Tuner:
         self._run, self._clock, self._now = run, clock, now
         processors = min(os.cpu_count() or 1, _CHECKS_AT_ONCE)
         self._checks_at_once = checks_at_once or (1 if device.type == "cpu" else processors)
-        self._left_out: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}
+        """The layers that cannot be measured, the first of each kind, and why."""
         self.kinds: list[LayerKind] = []
         for spec, names in layers.items():
             part, why = measurable(spec, workload)
             if why:
-                self._left_out[names[0]] = why
+                self.left_out[names[0]] = why
             if part:
                 self.kinds.append(LayerKind(spec, tuple(names), part))
         self._environment: Mapping[str, str] = {}
         self._rows: dict[tuple[int, StepShape, str], Row] = {}
         self._checked: set[tuple[int, StepShape, str]] = set()
+        self._measured: set[tuple[int, StepShape]] = set()
         self.cells = self._made_cells()
         """The cells, the heaviest first."""
 
@@ -105,7 +107,7 @@ class Tuner:
         Raises:
             KeyboardInterrupt: the user's; what was measured is saved.
         """
-        outcome = Outcome(TunedTable(self.device, ()), [], [], [], {}, self._left_out)
+        outcome = Outcome(TunedTable(self.device, ()), [], [], [], {}, self.left_out)
         first = [cell for cell in self.cells if cell.shape.phase is not None]
         rest = self._measure(first, old, observer, save, budget, outcome)
         # Mixed steps come last, because the winners of the phases together are one of their candidates.
@@ -206,7 +208,7 @@ class Tuner:
         """The cells that the table has whole, whose rows are taken over, and the others.
 
         A cell with a new backend or version is measured again as a whole, because only backends that take turns can be
-        compared.
+        compared. Those that failed are not tried again.
         """
         kept: list[TuneCell] = []
         pending: list[TuneCell] = []
@@ -214,19 +216,17 @@ class Tuner:
         for cell in cells:
             layer = old.by_key.get(layer_key(cell.spec)) if old is not None and usable else None
             found = [_earlier(layer, cell.shape, each) for each in cell.contenders]
-            if not all(found):
-                pending.append(cell)
-                continue
-            kept.append(cell)
+            whole = all(found)
+            (kept if whole else pending).append(cell)
             for each, row in zip(cell.contenders, found, strict=True):
-                if row is not None:
+                if row is not None and (whole or not row.is_measured):
                     self._rows[cell.layer, row.shape, each.offer.full_name] = row
         return kept, pending
 
     def _check_all(self, pending: Sequence[TuneCell], observer: Observer) -> dict[str, float]:
         """Run each backend once in each cell, in a process of its own; gives the seconds of first calls."""
         compiled: dict[str, float] = {}
-        checks = [(cell, each) for cell in pending for each in cell.contenders]
+        checks = [(cell, each) for cell in pending for each in self._unfailed(cell)]
         split = 1 if self._checks_at_once == 1 else _CHECKERS
         by_worker: dict[tuple[str, int], list[Job]] = {}
         for number, (cell, each) in enumerate(checks):
@@ -292,6 +292,7 @@ class Tuner:
             cell = by_number[event["job"]]
             if event["event"] == "done":
                 observer.finished(cell, self._rows_of(cell))
+                self._measured.add((cell.layer, cell.shape))
                 yield cell
                 if deadline is not None and self._clock() >= deadline:
                     return
@@ -312,6 +313,13 @@ class Tuner:
 
     def _alive(self, cell: TuneCell) -> list[Contender]:
         """The contenders of a cell that were right in it and failed in no cell of its layer and phase."""
+        return [
+            each
+            for each in self._unfailed(cell)
+            if (cell.layer, cell.shape, each.offer.full_name) in self._checked
+        ]
+
+    def _unfailed(self, cell: TuneCell) -> list[Contender]:
         failed = {
             name
             for (layer, shape, name), row in self._rows.items()
@@ -319,12 +327,7 @@ class Tuner:
             and shape.phase is cell.shape.phase
             and row.status is not RowStatus.MEASURED
         }
-        named = [(each, each.offer.full_name) for each in cell.contenders]
-        return [
-            each
-            for each, name in named
-            if name not in failed and (cell.layer, cell.shape, name) in self._checked
-        ]
+        return [each for each in cell.contenders if each.offer.full_name not in failed]
 
     def _job(
         self, number: int, cell: TuneCell, contenders: Sequence[Contender], *, timed: bool = False
@@ -349,22 +352,36 @@ class Tuner:
 
     def _change(self, current: TunedTable | None) -> TunedTable:
         """The table of the file with this tuning's layers in it."""
+        # Times that were measured in another way are not compared with these.
+        same = current is not None and current.is_for(self.device) and dict(current.policy) == self.policy
+        before = current.layers if current is not None and same else ()
+        old = {layer_key(layer.spec): layer.rows for layer in before}
         layers = [
             TunedLayer(
                 kind.spec if kind.spec.direct_kv else kind.spec.replace(block_size=None),
                 len(kind.names),
                 kind.workload,
-                tuple(row for (layer, _, _), row in self._rows.items() if layer == place),
+                self._with_old(place, old.get(layer_key(kind.spec), ())),
             )
             for place, kind in enumerate(self.kinds)
             # A layer without a new row keeps what the file has of it.
             if any(layer == place for layer, _, _ in self._rows)
         ]
-        # Times that were measured in another way are not compared with these.
-        same = current is not None and current.is_for(self.device) and dict(current.policy) == self.policy
-        before = current.layers if current is not None and same else ()
         environment = self._environment or (current.environment if current is not None else {})
         return TunedTable(self.device, merged(before, layers), environment, self.policy)
+
+    def _with_old(self, place: int, old: Iterable[Row]) -> tuple[Row, ...]:
+        """The rows of a layer, and those of the file whose cells were not measured again, such as of other backends."""
+        rows = {_place(row): row for (layer, _, _), row in self._rows.items() if layer == place}
+        steps = {shape for shape, _ in self.kinds[place].workload}
+        kept = {
+            _place(row): row for row in old if row.shape in steps and (place, row.shape) not in self._measured
+        }
+        return tuple({**kept, **rows}.values())
+
+
+def _place(row: Row) -> Hashable:
+    return row.subject.backend, row.subject.distribution, row.shape, row.pages
 
 
 def _is_short_of_memory(event: Event) -> bool:

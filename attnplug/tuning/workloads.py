@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.step_shapes import StepShape, tokens_of
+from attnplug.registry.step_shapes import MOST_TOKENS, StepShape, tokens_of
 
 Workload: TypeAlias = tuple[tuple[StepShape, float], ...]
 """Shapes with their weights."""
@@ -41,7 +41,7 @@ NAMES: tuple[str, ...] = tuple(_NAMED)
 """The names of workloads."""
 DEFAULT = "chat"
 
-_PAIR = re.compile(r"(\d{1,8})\s*x\s*(\d{1,8}k?)(?:\s*of\s*(\d{1,8}k?))?")
+_PAIR = re.compile(r"\d{1,8}\s*x\s*\d{1,8}k?(?:\s+of\s+\d{1,8}k?)?")
 
 
 def workload_of(text: str) -> Workload:
@@ -68,29 +68,27 @@ def workload_from_lists(batch: str | None, context: str | None, prefill: str | N
     """
     shapes = []
     if batch is not None or context is not None:
-        batches = _numbers("--batch", batch or "1,8,64")
-        contexts = _numbers("--context", context or "8k")
+        batches = _numbers("--batch", "1,8,64" if batch is None else batch)
+        contexts = _numbers("--context", "8k" if context is None else context)
         shapes += [StepShape(Phase.DECODE, many, 1, tokens) for tokens in contexts for many in batches]
     for part in prefill.split(",") if prefill is not None else ():
-        match = _PAIR.fullmatch(part.strip().lower())
-        if match is None:
+        if _PAIR.fullmatch(part.strip().lower()) is None:
             raise PolicyError("--prefill", part, "is no prefill", "write 4x4k, or 4x1k of 9k")
-        new = tokens_of(match[2]) or 0
-        whole = new if match[3] is None else tokens_of(match[3]) or 0
-        shapes.append(StepShape(Phase.PREFILL, int(match[1]), new, whole))
+        shapes.append(StepShape.parse(f"prefill {part}", "--prefill"))
     return _alike(shapes, "--batch, --context or --prefill", batch or context or prefill)
 
 
 def _numbers(option: str, text: str) -> list[int]:
-    found = [tokens_of(part) for part in text.split(",")]
-    if not all(found):
-        raise PolicyError(option, text, "must be numbers with commas between them", "write 1,8,64 or 8k,32k")
-    return [number for number in found if number]
+    found = [number for part in text.split(",") if 1 <= (number := tokens_of(part) or 0) <= MOST_TOKENS]
+    if len(found) <= text.count(","):
+        limit = f"must be numbers from 1 to {MOST_TOKENS} with commas between them"
+        raise PolicyError(option, text, limit, "write 1,8,64 or 8k,32k")
+    return found
 
 
 def _alike(shapes: Sequence[StepShape], argument: str, text: object) -> Workload:
     if len(set(shapes)) < len(shapes):
-        raise PolicyError(argument, text, "has a shape twice")
+        raise PolicyError(argument, text, "has a shape twice", "write it once")
     return tuple((shape, 1.0) for shape in shapes)
 
 

@@ -162,7 +162,31 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(run, 
     assert "checking" not in outcome.err
 
 
+@pytest.mark.parametrize("more", [(), ("--fresh",), ("--regret",)])
+def test_a_file_of_something_else_is_said_before_anything_is_measured(run, tmp_path, more):
+    other = tmp_path / "other.json"
+    other.write_text('{"mine": 1}')
+    outcome = run("tune", QWEN, "--device", "cpu", "--output", other, *more)
+    assert (outcome.code, outcome.out, other.read_text()) == (2, "", '{"mine": 1}')
+    assert "name another file with --output, or delete it" in " ".join(outcome.err.split())
+    assert "checking" not in outcome.err
+
+
+def test_regret_reads_the_tables_before_anything_is_measured(run):
+    own = tuned_lookup.table_file(tuned_lookup.user_folder(), Device("cpu"))
+    own.parent.mkdir(parents=True)
+    own.write_text("{")
+    outcome = run("tune", QWEN, "--device", "cpu", "--batch", "1", "--context", "64", "--regret")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "half written" in outcome.err
+    assert "checking" not in outcome.err
+
+
 def test_layers_that_no_workload_describes_are_no_backend(run):
-    outcome = run("tune", MODELS / "deepseek-v3.2.json", "--device", "cpu", "--workload", "decode 1 x 32")
-    assert outcome.code == 3
+    asked = ("tune", MODELS / "deepseek-v3.2.json", "--device", "cpu", "--workload", "decode 1 x 32")
+    outcome = run(*asked)
+    assert (outcome.code, outcome.out) == (3, "")
     assert "no backend serves a layer that can be measured" in outcome.err
+    assert "is sparse: its steps need inputs that no workload describes" in outcome.err
+    error = run(*asked, "--json").json["error"]
+    assert (error["code"], error["exit_code"]) == ("no_backend", 3)

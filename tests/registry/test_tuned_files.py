@@ -19,7 +19,7 @@ from attnplug import Device, Phase
 from attnplug.errors import MatrixFileError, PolicyError
 from attnplug.registry.step_shapes import StepShape
 from attnplug.registry.tuned import TunedTable, device_slug, merged
-from attnplug.registry.tuned_files import read_table, update_table
+from attnplug.registry.tuned_files import read_table, table_to_update, update_table
 from attnplug.registry.tuned_lookup import table_file
 
 TABLE = table(
@@ -69,7 +69,13 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "spec field": (lambda d: d["layers"][0]["spec"].update(heads=4), "heads=4"),
     "count": (lambda d: d["layers"][0].update(count=0), "count must be from 1"),
     "twins": (lambda d: d["layers"].append(d["layers"][0]), "two layers are alike"),
-    "weight": (lambda d: d["layers"][0]["workload"][0].update(weight=0), "a weight must be above 0"),
+    "weight": (lambda d: d["layers"][0]["workload"][0].update(weight=0), "weight must be from 1e-06"),
+    "tiny weight": (
+        lambda d: d["layers"][0]["workload"][0].update(weight=5e-324),
+        "weight must be from 1e-06",
+    ),
+    "tiny time": (lambda d: d["cells"][0].update(us=5e-324), "a measured cell of A has no time"),
+    "three halves": (lambda d: d["subjects"][0].update(backend="A+B+C"), "'A+B+C' is no backend"),
     "shape": (lambda d: d["layers"][0]["workload"][0].update(batch=0), "shape.batch=0"),
     "shape twice": (
         lambda d: d["layers"][0]["workload"].append(d["layers"][0]["workload"][0]),
@@ -159,9 +165,30 @@ def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_not_written_over(path: Path) -> None:
     path.write_text("{")
-    with pytest.raises(MatrixFileError, match="half written"):
+    with pytest.raises(
+        MatrixFileError, match=r"half written.*; name another file with --output, or delete it"
+    ):
         update_table(path, lambda old: TABLE)
     assert path.read_text() == "{"
+
+
+def test_what_no_tuning_can_change_is_said_before_it_begins(path: Path) -> None:
+    assert table_to_update(path, CPU).to_dict() == TABLE.to_dict()  # type: ignore[union-attr]
+    assert table_to_update(path.with_name("new.json"), CPU) is None
+    before = path.read_text()
+    with pytest.raises(MatrixFileError, match="has times of cpu, not of NVIDIA H200; name another file"):
+        table_to_update(path, Device("cuda", (9, 0), "NVIDIA H200"))
+    assert path.read_text() == before
+    other = path.with_name("other.json")
+    for text, said in (("{}", "has the schema None"), ("{", "half written")):
+        other.write_text(text)
+        with pytest.raises(
+            MatrixFileError, match=rf"{said}.*; name another file with --output, or delete it"
+        ):
+            table_to_update(other, CPU)
+        assert not other.with_name("other.json.lock").exists()
+    with pytest.raises(MatrixFileError, match="File name too long"):
+        table_to_update(path.with_name("x" * 300), CPU)
 
 
 def test_a_newer_tuning_replaces_that_of_the_layer_and_no_other() -> None:

@@ -13,7 +13,7 @@ from evidence_runs import cell, run
 from fake_plugins import CPU, H100, SPEC, backend, registry
 
 from attnplug import Decision, Device, LayerSpec, Phase, Registry
-from attnplug.errors import MatrixFileError, PolicyError
+from attnplug.errors import MatrixFileError, PolicyError, SpecError
 from attnplug.registry import tuned_lookup
 from attnplug.registry.evidence import Pages, Subject
 from attnplug.registry.refuted import record
@@ -114,7 +114,13 @@ def test_nobody_wins_who_is_slower_than_the_default_at_one_shape() -> None:
     assert found(table(*fast, row("A", 100.0, LONG), row("C", 101.0, LONG))).backend == "C"
     slow = found(table(*fast, row("A", 100.0, LONG), row("C", 103.0, LONG)))
     assert slow.backend == "A"
-    assert "C is not faster beyond the noise" in str(slow.measured)
+    assert str(slow.measured).startswith(
+        "measured, and C is slower at one step, though 1.48x faster at decode 64"
+    )
+    # The noise is that of both.
+    noisy = found(table(row("A", 150.0), row("C", 100.0, spread=0.4)))
+    assert (noisy.backend, noisy.measured.spread) == ("A", 0.4)  # type: ignore[union-attr]
+    assert "C is not faster beyond the noise (1.50x)" in str(noisy.measured)
     # Another one may still beat the default.
     third = [row("B", 150.0), row("B", 90.0, LONG)]
     assert found(table(*fast, row("A", 100.0, LONG), row("C", 103.0, LONG), *third)).backend == "B"
@@ -179,6 +185,30 @@ def test_without_the_default_nothing_is_compared() -> None:
     decision = found(table(row("C", 1.0)))
     assert (decision.backend, decision.chosen_by, decision.measured) == ("A", "priority", None)
     assert decision.notes[0].endswith("has no time of A, the default, that applies: not used")
+
+
+def failed(name: str) -> Row:
+    return row(name, 0.0, status=RowStatus.CRASHED, why="x")
+
+
+@pytest.mark.parametrize(
+    ("rows", "order"),
+    [
+        ([failed("A")], "BCA"),
+        ([failed("B")], "ACB"),
+        ([failed("A"), failed("B"), failed("C")], "ABC"),
+        # B is the default then, and has no time to compare with.
+        ([failed("A"), row("C", 1.0)], "BCA"),
+    ],
+)
+def test_who_failed_comes_last_without_times_too(rows: list[Row], order: str) -> None:
+    decision = found(table(*rows))
+    assert "".join(each.name for each in decision.candidates) == order
+    assert (decision.chosen_by, decision.measured) == ("priority", None)
+    said = any(
+        "has A, the first by priority, as wrong or crashed: it comes last" in n for n in decision.notes
+    )
+    assert said is (rows[0].subject.backend == "A")
 
 
 def test_who_was_not_measured_at_each_shape_of_the_default_is_not_compared() -> None:
@@ -349,7 +379,9 @@ def test_a_damaged_table_is_an_error_where_it_was_named_and_a_note_elsewhere(
         found(written)
     with monkeypatch.context() as patched:
         patched.setenv("ATTNPLUG_TUNED", str(written))
-        with pytest.raises(MatrixFileError, match=r"table\.json is half written"):
+        with pytest.raises(
+            MatrixFileError, match=r"table\.json is half written.*in ATTNPLUG_TUNED, or leave it"
+        ):
             of().select(SPEC, CPU)
     own = tuned_lookup.user_folder() / "cpu.json"
     own.parent.mkdir(parents=True)
@@ -357,6 +389,15 @@ def test_a_damaged_table_is_an_error_where_it_was_named_and_a_note_elsewhere(
     decision = of().select(SPEC, CPU)
     assert decision.backend == "A"
     assert "has the schema None, version None, not 'attnplug.tuned'" in decision.notes[0]
+
+
+def test_a_folder_that_nobody_may_search_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user is not the owner of its home."""
+    # The tests may run as root, who may search all folders; nobody can search one with so long a name.
+    monkeypatch.setattr(tuned_lookup, "user_folder", lambda: Path("/", "x" * 300))
+    decision = of().select(SPEC, CPU)
+    assert decision.backend == "A"
+    assert "cpu.json cannot be read: File name too long" in decision.notes[0]
 
 
 @pytest.mark.parametrize("wrong", [3, True, [], ""])
@@ -385,6 +426,24 @@ def test_a_decision_by_times_reads_back_from_json(written: Path) -> None:
     }
     del older["measured"]
     assert Decision.from_dict(older).backend == "C"
+
+
+def test_a_comparison_that_nobody_made_is_refused(written: Path) -> None:
+    data = found(written).to_dict()
+    data["measured"]["ratio"] = 0.0
+    with pytest.raises(SpecError, match="ratio must be above 0"):
+        Decision.from_dict(data)
+
+
+@pytest.mark.parametrize("us", [1e-3, 1e12])
+def test_times_at_their_limits_have_a_ratio(us: float) -> None:
+    """The one that is far faster is the default's loser at one shape, so the default stays with a ratio near 0."""
+    far = of_both("A", 1e9)
+    decision = found(table(*far, row("C", us), row("C", 2e9, PREFILL)), phase=None)
+    assert decision.measured is not None
+    assert decision.measured.ratio > 0
+    assert "measured" in str(decision.measured)
+    assert Decision.from_json(decision.to_json()) == decision
 
 
 def test_equal_tables_have_equal_digests_and_others_not(written: Path) -> None:
@@ -488,6 +547,15 @@ def test_a_composite_serves_unless_its_mixed_steps_are_measured_slower(
         assert notes[0].endswith("A serves both phases")
     # A user who asks for the pair gets it.
     assert by_phase(tuned, backend="prefill=A,decode=B").decisions["layer"].backend == "A+B"
+
+
+@pytest.mark.parametrize("status", [RowStatus.CRASHED, RowStatus.WRONG])
+def test_a_composite_that_failed_in_mixed_steps_does_not_serve(status: RowStatus) -> None:
+    times = [*in_three("A", 200.0, 100.0, 100.0), *in_three("B", 100.0, 200.0, 100.0)]
+    made = by_phase(table(*times, row("A+B", 0.0, MIXED, status=status, why="x")), per_phase=True)
+    assert made.decisions["layer"].backend == "A"
+    (note,) = [note for note in made.notes if "would prefill on A and decode on B" in note]
+    assert note.endswith("but A+B was wrong or crashed when it was measured. A serves both phases")
 
 
 def test_times_of_halves_with_other_pages_say_nothing_about_a_composite() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,13 @@ class Machine:
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
+    def start(self) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "PYTHONPATH": str(self.plugins), "XDG_DATA_HOME": str(self.data)}
+        command = [sys.executable, "-m", "attnplug", "tune", str(self.config), "--device", "cpu", *SHAPES]
+        return subprocess.Popen(
+            [*command, "--output", str(self.table)], env=environment, stderr=subprocess.DEVNULL
+        )
+
     def chosen(self, *arguments: object) -> dict[str, Any]:
         done = self.run("select", self.config, "--device", "cpu", "--json", *arguments)
         assert done.returncode == 0, done.stderr
@@ -64,6 +73,15 @@ class Machine:
             for row in layer.rows:
                 found.setdefault(row.subject.backend, []).append(row.status)
         return found
+
+
+def is_alive(pid: str) -> bool:
+    try:
+        text = Path("/proc", pid, "stat").read_text()
+    except OSError:
+        return False
+    # Nobody may have asked for its exit code yet.
+    return text.rpartition(")")[2].split()[0] not in "ZX"
 
 
 @pytest.fixture
@@ -105,6 +123,35 @@ def test_a_backend_that_crashes_costs_a_row_and_the_others_are_measured(machine:
     assert {each["backend"] for each in machine.chosen("--tuned", machine.table).values()} == {"TORCH"}
     again = machine.tune()
     assert "0 cells to measure, 4 kept" in again.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_no_process_outlives_a_run_that_ends_early_and_the_next_one_goes_on(
+    machine: Machine, number: signal.Signals
+) -> None:
+    """A worker of a killed run would measure on, and disturb the run that continues."""
+    pids = machine.plugins / "pids"
+    waits = (
+        "os.path.exists({0!r}) or __import__('time').sleep(open({0!r}, 'w').write(str(os.getpid())) * 600)"
+    )
+    if number is signal.SIGINT:
+        # As a compiler that the backend has started; the kernel ends the children of a killed process itself.
+        started = "__import__('subprocess').Popen(['sleep', '600'])"
+        waits = waits.replace("os.getpid()", f"{started}.pid")
+    plant(machine.plugins, "WAITS", priority=900, attend=waits.format(str(pids)))
+    run = machine.start()
+    while not (pids.exists() and pids.read_text()):
+        assert run.poll() is None
+        time.sleep(0.05)
+    run.send_signal(number)
+    assert run.wait(60) == (130 if number is signal.SIGINT else -signal.SIGKILL)
+    end = time.monotonic() + 30
+    while is_alive(pids.read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    done = machine.tune()
+    assert done.returncode == 0, done.stderr
+    assert machine.statuses()["WAITS"] == [RowStatus.MEASURED] * 4
 
 
 @pytest.mark.rare

@@ -117,8 +117,8 @@ class Case:
     def save(self, change: Callable[[TunedTable | None], TunedTable]) -> TunedTable:
         return update_table(self.path, change)
 
-    def run(self, budget: float | None = None, **facts: Any) -> Any:
-        old = read_table(self.path) if self.path.exists() else None
+    def run(self, budget: float | None = None, *, fresh: bool = False, **facts: Any) -> Any:
+        old = read_table(self.path) if self.path.exists() and not fresh else None
         return self.tuner(**facts).run(old, self.log, self.save, budget)
 
 
@@ -258,6 +258,21 @@ def test_an_interrupted_run_keeps_what_it_has_and_the_next_one_goes_on(case: Cas
     assert whole.run().table.to_dict()["cells"] == rest.table.to_dict()["cells"]
 
 
+def test_a_run_that_goes_on_does_not_try_again_what_failed(case: Case) -> None:
+    """A backend that hangs would cost ten minutes in each run."""
+    case.workers.crashed, case.workers.interrupt_after = {"B"}, 1
+    with pytest.raises(KeyboardInterrupt):
+        case.run()
+    case.workers.interrupt_after, case.workers.jobs = None, []
+    case.run()
+    assert {name for job in case.workers.jobs for name, _ in job.backends} == {"A", "C"}
+    rows = [row for layer in read_table(case.path).layers for row in layer.rows if row.subject.backend == "B"]
+    assert [row.status for row in rows] == [RowStatus.CRASHED] * 4
+    case.workers.jobs = []
+    case.run(fresh=True)
+    assert {name for job in case.workers.jobs for name, _ in job.backends} == {"A", "B", "C"}
+
+
 def test_a_wrong_backend_is_told_never_timed_and_not_tried_again(case: Case) -> None:
     case.workers.times["B"] = 1.0
     case.workers.wrong = {"B"}
@@ -331,6 +346,39 @@ def test_when_all_backends_fail_nothing_is_left_to_measure(case: Case) -> None:
 def test_only_the_backends_asked_for_and_the_default_are_measured(case: Case) -> None:
     case.run(backends=["C"])
     assert case.workers.timed == ["decode 8 x 1k A+C", "prefill 2 x 1k A+C"] * 2
+
+
+def test_rows_of_the_other_backends_stay_where_only_some_are_asked_for(case: Case) -> None:
+    case.run()
+    before = read_table(case.path)
+    assert case.run(backends=["B"]).measured == []
+    assert read_table(case.path).digest == before.digest
+
+
+def test_old_rows_stay_until_their_cell_is_measured_again(case: Case) -> None:
+    case.run()
+    case.fakes.append(backend("D", 5))
+    case.workers.times |= {"B": 55.0, "D": 1.0}
+    case.workers.interrupt_after = sum(job.timed for job in case.workers.jobs) + 1
+    with pytest.raises(KeyboardInterrupt):
+        case.run()
+    (full, sliding) = read_table(case.path).layers
+    by_shape = [
+        {row.subject.backend: row.us for row in full.rows if row.shape == s} for s, _ in full.workload
+    ]
+    assert by_shape == [
+        {"A": 100.0, "B": 55.0, "C": 80.0, "D": 1.0},
+        {"A": 100.0, "B": 50.0, "C": 80.0},
+    ]
+    assert {row.us for row in sliding.rows} == {100.0, 50.0, 80.0}
+    case.workers.interrupt_after, case.workers.crashed = None, {"B"}
+    case.run()
+    rows = [row for layer in read_table(case.path).layers for row in layer.rows]
+    assert sum(row.subject.backend == "D" for row in rows) == 4
+    assert {row.status for row in rows if row.subject.backend == "B"} == {
+        RowStatus.MEASURED,
+        RowStatus.CRASHED,
+    }
 
 
 def test_a_new_backend_or_version_is_measured_with_all_others(case: Case) -> None:

@@ -14,7 +14,8 @@ import tune_models
 from fake_plugins import CPU, SPEC, backend, registry
 
 from attnplug.registry.evidence import Subject
-from attnplug.registry.tuned import Row, TunedLayer, TunedTable
+from attnplug.registry.tuned import Row, RowStatus, TunedLayer, TunedTable
+from attnplug.registry.tuned_files import read_table, update_table
 from attnplug.tuning.workloads import workload_of
 
 TABLE, HELD = workload_of("decode 8 x 1k, decode 1 x 8k"), workload_of("decode 4 x 2k")
@@ -39,6 +40,29 @@ def test_a_part_has_its_own_steps_and_weights_only() -> None:
         ("B", "decode 4 x 2k"),
     ]
     assert tune_models.part_of(part, TABLE).layers == ()
+
+
+def test_the_second_run_leaves_out_what_failed_in_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = measured(A=10.0, B=20.0)
+    (layer,) = first.layers
+    rows = [
+        dataclasses.replace(row, status=RowStatus.CRASHED, us=0.0) if row.subject.backend == "B" else row
+        for row in layer.rows
+    ]
+    whole = dataclasses.replace(first, layers=(dataclasses.replace(layer, rows=tuple(rows)),))
+    update_table(tmp_path / "all.json", lambda _: whole)
+    begun: list[TunedTable] = []
+    monkeypatch.setattr(
+        tune_models, "run_tuner", lambda options, workload, path, *_, **__: begun.append(read_table(path))
+    )
+    options = argparse.Namespace(folder=tmp_path, table="decode 8 x 1k", again_budget=None)
+    tune_models.measure_again(options)
+    assert [(row.subject.backend, row.status) for row in begun[0].layers[0].rows] == [
+        ("B", RowStatus.CRASHED)
+    ] * 3
+    assert tune_models.failures_of(first).layers == ()
 
 
 @pytest.mark.parametrize(
@@ -143,8 +167,6 @@ def test_a_part_that_fails_costs_only_itself(tmp_path: Path, monkeypatch: pytest
 def test_a_measurement_that_was_cut_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from attnplug.registry.tuned_files import update_table
-
     monkeypatch.setattr(tune_models, "get_registry", lambda: registry(*FAKES))
     update_table(tmp_path / "all.json", lambda _: measured(A=11.0, B=9.0))
     table, held = "decode 8 x 1k, decode 1 x 8k", "decode 4 x 2k, decode 9 x 9k"

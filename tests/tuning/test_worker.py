@@ -232,6 +232,37 @@ def test_timed_calls_that_write_another_output_are_wrong() -> None:
     assert facts["why"] == "its timed calls wrote another output than a call alone: relative error 2"
 
 
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_a_backend_that_is_wrong_after_some_calls_is_wrong(is_wrong: bool) -> None:
+    """Alone too, so its timed calls equal those; unless another backend has changed the cache, which it reads right."""
+    told: list[tuple[str, dict[str, Any]]] = []
+
+    class Tiring(Runner):
+        def _made(self, *asked: Any) -> Any:
+            inputs, call, builder = super()._made(*asked)
+            left = iter(range(3))
+
+            def tired(index: int) -> None:
+                fresh = next(left, None) is not None
+                if not fresh and not is_wrong:
+                    inputs.caches[0].fill_(0.5)
+                call(index)
+                if not fresh and is_wrong:
+                    inputs.output.neg_()
+
+            return inputs, tired, builder
+
+    runner = Tiring(
+        HERE, lambda event, **facts: told.append((event, facts)), timers.HostTimer(round_us=100.0)
+    )
+    runner.run(job(timed=True))
+    ((event, facts),) = [each for each in told if each[0] not in ("begin", "done")]
+    assert event == ("wrong" if is_wrong else "timed")
+    if is_wrong:
+        assert facts["why"].startswith("its later calls are wrong: output of request 0")
+        assert facts["feature"] is None
+
+
 def test_an_error_after_the_rounds_is_no_wrong_output() -> None:
     """Such as of another backend's kernel: a wrong output would be refused from then on."""
     told: list[tuple[str, dict[str, Any]]] = []
@@ -367,19 +398,15 @@ TWO = (("A", None), ("B", None))
 
 def test_a_timed_job_goes_on_without_the_backend_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
     crash = [told("begin", 0, "A"), told("begin", 0, "B")]
-    rest = [
-        told("timed", 0, "A"),
-        told("done", 0),
-        told("timed", 1, "A"),
-        told("timed", 1, "B"),
-        told("done", 1),
-    ]
+    rest = [told("timed", 0, "A"), told("done", 0), told("timed", 1, "A"), told("done", 1), told("done", 2)]
     workers = Scripted([(crash, "its process crashed: SIGSEGV"), (rest, None)])
     monkeypatch.setattr(jobs, "_Worker", workers)
-    found = list(run_jobs(HERE, [job(0, timed=True, backends=TWO), job(1, timed=True, backends=TWO)]))
+    alike = [job(number, timed=True, backends=TWO) for number in (0, 1)]
+    other = dataclasses.replace(job(2, timed=True, backends=TWO), shape=StepShape.parse("prefill 1 x 8"))
+    found = list(run_jobs(HERE, [*alike, other]))
     assert found[0] == told("failed", 0, "B", why="its process crashed: SIGSEGV")
     assert found[1:] == rest
-    assert workers.given[1] == [(0, ["A"]), (1, ["A", "B"])]
+    assert workers.given[1] == [(0, ["A"]), (1, ["A"]), (2, ["A", "B"])]
 
 
 def test_a_check_that_died_is_not_repeated_for_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,11 +423,13 @@ def test_a_check_that_died_is_not_repeated_for_its_layer(monkeypatch: pytest.Mon
 
 def test_a_lost_gpu_costs_the_backend_that_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = [told("begin", 0, "A"), told("failed", 0, "A", why="CUDA error"), told("lost", 0, "A")]
-    workers = Scripted([(lost, "its process left with exit code 1"), ([told("done", 0)], None)])
+    workers = Scripted(
+        [(lost, "its process left with exit code 1"), ([told("done", 0), told("done", 1)], None)]
+    )
     monkeypatch.setattr(jobs, "_Worker", workers)
-    found = list(run_jobs(HERE, [job(0, timed=True, backends=TWO)]))
-    assert [each["event"] for each in found] == ["failed", "done"]
-    assert workers.given[1] == [(0, ["B"])]
+    found = list(run_jobs(HERE, [job(number, timed=True, backends=TWO) for number in (0, 1)]))
+    assert [each["event"] for each in found] == ["failed", "done", "done"]
+    assert workers.given[1] == [(0, ["B"]), (1, ["B"])]
 
 
 def test_a_backend_that_ends_its_process_in_good_order_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,6 +442,12 @@ def test_a_backend_that_ends_its_process_in_good_order_has_failed(monkeypatch: p
     ]  # fmt: skip
     assert found[0]["why"] == "its process ended before its work was done"
     assert workers.given[1] == [(0, ["B"])]
+
+
+def test_a_signal_without_a_name_ends_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "_CHILD", "import os; os.kill(os.getpid(), 39)")
+    found = [each for each in run_jobs(HERE, [job(0, backends=TWO[:1])]) if each != jobs.WAITING]
+    assert found == [told("failed", 0, "A", why="its process crashed: signal 39")]
 
 
 def test_a_worker_that_never_starts_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:

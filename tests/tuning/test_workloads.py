@@ -52,7 +52,13 @@ def test_lists_become_shapes(lists: tuple[str | None, ...], shapes: list[str]) -
         (("0", None, None), "--batch"),
         ((None, "8m", None), "--context"),
         ((None, None, "4k"), "--prefill"),
-        ((None, None, "4x9k of 1k"), "shape.query"),
+        ((None, None, "4x9k of 1k"), "--prefill"),
+        ((None, None, "0x4k"), "--prefill"),
+        ((None, None, ""), "--prefill"),
+        (("", None, None), "--batch"),
+        (("99999999", None, None), "--batch"),
+        ((None, "", None), "--context"),
+        ((None, "1k,99999k", None), "--context"),
         (("1,1", "1k", None), "--batch, --context or --prefill"),
     ],
 )
@@ -62,10 +68,24 @@ def test_a_list_of_something_else_is_refused(lists: tuple[str | None, ...], argu
     assert error.value.field == argument
 
 
-@pytest.mark.parametrize("text", ["talk", "", "decode 64", "decode 1 x 1k, decode 1 x 1k"])
+@pytest.mark.parametrize(
+    "text", ["talk", "", "decode 64", "decode 1 x 1k, decode 1 x 1k", "decode 1 x 0", "prefill 1 x 9k of 1k"]
+)
 def test_an_unknown_workload_is_refused(text: str) -> None:
-    with pytest.raises(PolicyError, match="--workload"):
+    with pytest.raises(PolicyError) as error:
         workload_of(text)
+    assert error.value.field == "--workload"
+    assert error.value.value in text
+    assert error.value.remedy
+
+
+def test_a_number_out_of_range_is_named_with_its_limit() -> None:
+    with pytest.raises(
+        PolicyError, match=r"--prefill='prefill 4x9k of 1k' is no step: shape.query=9216 must be at most"
+    ):
+        workload_from_lists(None, None, "4x9k of 1k")
+    with pytest.raises(PolicyError, match="--batch='99999999' must be numbers from 1 to 16777216"):
+        workload_from_lists("99999999", None, None)
 
 
 def test_an_encoder_meets_whole_prefills_only() -> None:

@@ -6,10 +6,11 @@ import contextlib
 import itertools
 import os
 import re
-import signal
 import sysconfig
 import time
 from pathlib import Path
+
+from attnplug.core.processes import signal_name
 
 GPU_LOST = "the GPU's context was lost: "
 """The first words in the log of a worker that ends because it can no longer use its GPU."""
@@ -76,6 +77,6 @@ def _exit_status(pid: Path) -> str:
         if ended is not None and ended.si_code == os.CLD_EXITED:
             return f": it left with exit code {ended.si_status}"
         if ended is not None:
-            name = signal.Signals(ended.si_status).name
+            name = signal_name(ended.si_status)
             return f": {name}" + (", as when the system runs out of memory" if name == "SIGKILL" else "")
     return ""
