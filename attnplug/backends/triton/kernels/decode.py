@@ -128,10 +128,10 @@ def decode_kernel(
         if part == 0:
             top = tl.load(sinks + heads) * LOG2E
             total += 1.0
-    k_head = k_cache + kv_head * stride_kh
+    k_head = k_cache + kv_head.to(tl.int64) * stride_kh
     if PAIRS:
         v_cache = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
-    v_head = v_cache + kv_head * stride_vh
+    v_head = v_cache + kv_head.to(tl.int64) * stride_vh
     table_row = block_table + request.to(tl.int64) * stride_table
     out, out_lse = attend(
         q, scale, top, total, positions, slopes, starts, stops, first_pos, seq_len - 1, first_stop, last_start,
@@ -168,7 +168,9 @@ def decode_kernel(
             return
         out, out_lse = _merge(partials, partial_lses, place, step, count, inside, mask, DV, BLOCK_M, BLOCK_DV)
     tokens = (first + rows // GROUP).to(tl.int64)
-    out_places = output + tokens[:, None] * stride_ot + heads[:, None] * stride_oh + dims[None, :]
+    out_places = (
+        output + tokens[:, None] * stride_ot + heads[:, None].to(tl.int64) * stride_oh + dims[None, :]
+    )
     tl.store(out_places, (out * value_scale).to(output.dtype.element_ty), mask=mask)
     if HAS_LSE:
         tl.store(lse + tokens * stride_lse + heads, out_lse * LN2, mask=inside)
@@ -251,7 +253,7 @@ def _merge_row(
     empty = total == 0.0
     safe = tl.where(empty, 1.0, total)
     token = (first + row // GROUP).to(tl.int64)
-    head = kv_head * GROUP + row % GROUP
+    head = (kv_head * GROUP + row % GROUP).to(tl.int64)
     out_places = output + token * stride_ot + head * stride_oh + dims
     tl.store(out_places, (acc / safe * value_scale).to(output.dtype.element_ty), mask=dims < DV)
     if HAS_LSE:

@@ -156,8 +156,8 @@ def prefill_kernel(
     if HAS_SINKS:
         top = tl.load(sinks + heads) * LOG2E
         total += 1.0
-    k_head = k_cache + kv_head * stride_kh
-    v_head = v_cache + kv_head * stride_vh
+    k_head = k_cache + kv_head.to(tl.int64) * stride_kh
+    v_head = v_cache + kv_head.to(tl.int64) * stride_vh
     table_row = block_table + request.to(tl.int64) * stride_table
     acc, more, top, total = attend_parts(
         q, q_tail, scale, top, total, positions, slopes, starts, stops, first_pos, last_pos, first_stop, last_start,
@@ -169,7 +169,7 @@ def prefill_kernel(
     out, out_lse = finish(acc, top, total)
     places = (first + offset + rows // GROUP).to(tl.int64)
     inside = rows < num_rows
-    out_rows = output + (places * stride_ot + heads * stride_oh)[:, None]
+    out_rows = output + (places * stride_ot + heads.to(tl.int64) * stride_oh)[:, None]
     _store_part(out_rows, out * value_scale, inside, DV, BLOCK_DV)
     if TAIL_V:
         tail, _ = finish(more, top, total)

@@ -108,8 +108,8 @@ def share_decode_kernel(
     dims = tl.arange(0, BLOCK_DV)
     if PAIRS:
         v_cache = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
-    k_head = k_cache + kv_head * stride_kh
-    v_head = v_cache + kv_head * stride_vh
+    k_head = k_cache + kv_head.to(tl.int64) * stride_kh
+    v_head = v_cache + kv_head.to(tl.int64) * stride_vh
     tile = begin
     while tile < end:
         entry_begin = tl.load(tiles + entry)
@@ -215,7 +215,7 @@ def share_decode_kernel(
             mask = inside[:, None] & (dims < DV)[None, :]
             if (stream >= begin) & (stream + count <= end) & (shared == 0):
                 places = own.to(tl.int64)
-                out_rows = (places * stride_ot + heads * stride_oh)[:, None]
+                out_rows = (places * stride_ot + heads.to(tl.int64) * stride_oh)[:, None]
                 result = (out * value_scale).to(output.dtype.element_ty)
                 tl.store(output + out_rows + dims[None, :], result, mask=mask)
                 if HAS_LSE:

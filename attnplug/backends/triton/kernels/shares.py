@@ -212,7 +212,7 @@ def merge_shares_kernel(
     empty = total == 0.0
     safe = tl.where(empty, 1.0, total)
     at = (token + row // GROUP).to(tl.int64)
-    head = kv_head * GROUP + row % GROUP
+    head = (kv_head * GROUP + row % GROUP).to(tl.int64)
     places = output + at * stride_ot + head * stride_oh + dims
     tl.store(places, (acc / safe * value_scale).to(output.dtype.element_ty), mask=dims < SIZE)
     if HAS_LSE:

@@ -43,7 +43,7 @@ def load_queries(
     """
     tokens = (first_token + rows // GROUP).to(tl.int64)
     heads = kv_head * GROUP + rows % GROUP
-    places = query + tokens[:, None] * stride_qt + heads[:, None] * stride_qh
+    places = query + tokens[:, None] * stride_qt + heads[:, None].to(tl.int64) * stride_qh
     inside = (rows < num_rows)[:, None]
     q = _query_part(places, inside, D, BLOCK_D)
     tail = q
