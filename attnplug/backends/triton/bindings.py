@@ -155,7 +155,7 @@ class BoundLayer:
             longest: queries of the longest request.
             sharing: queries that share a prefix, which is read once for each tile of their rows; 0 without.
         """
-        itemsize = 4 if self._itemsize == 4 else pages.k.dtype.itemsize
+        itemsize = self._read_itemsize(pages)
         rows = max(longest * self._group, min(sharing * self._group, _SHARING_ROWS))
         launch = share_launch(self._widest, itemsize, rows, self._gpu)
         key = pages.form, stride_table, launch
@@ -264,13 +264,17 @@ class BoundLayer:
         }
         return Prefill(BoundKernel(kernel, 16, values, num_warps=4), ROWS // self._group, True)
 
+    def _read_itemsize(self, pages: Pages) -> int:
+        """Bytes of an element of a tile of keys: float32 products convert all that is stored."""
+        return 4 if self._itemsize == 4 else pages.k.dtype.itemsize
+
     def _bind_decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:
         spec = self._spec
         rows = longest * self._group
         block_m = min(tile_side(rows), 64)
         row_blocks = -(-rows // block_m)
         each = spec.num_kv_heads * row_blocks
-        itemsize = pages.k.dtype.itemsize
+        itemsize = self._read_itemsize(pages)
         launch = decode_launch(self._widest, itemsize, rows, reqs * each, self._gpu)
         target = max(self._gpu.multiprocessors * launch.waves // each, 1)
         merge = merging(rows, reqs * each, self._gpu)
