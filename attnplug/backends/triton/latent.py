@@ -102,7 +102,7 @@ class TritonMLAImpl(MLADecodeImpl):
         if hopper:
             launch = hopper_launch(rows, kv_cache.element_size(), hopper)
         else:
-            launch = latent_launch(rows, size, q_nope.element_size(), gpu)
+            launch = latent_launch(rows, size, self.dims.qk_rope_head_dim, q_nope.element_size(), gpu)
         row_blocks = -(-rows // launch.block_m)
         programs = max(launch.waves * gpu.multiprocessors // row_blocks, 1)
         reqs = metadata.num_reqs
