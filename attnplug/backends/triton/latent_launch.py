@@ -96,7 +96,7 @@ def latent_launch(rows: int, size: int, rope: int, itemsize: int, gpu: Gpu) -> L
     side = tile_side(size)
     # Without a rope part, what Triton exchanges between warps takes as much.
     width = (side + max(tile_side(max(rope, 1)), side // 8)) * itemsize
-    while (launch.block_m + launch.block_n * launch.num_stages) * width > gpu.shared_memory:
+    while (launch.block_m + launch.block_n * _tiles_held(launch, gpu)) * width > gpu.shared_memory:
         if launch.num_stages > 1:
             launch = launch._replace(num_stages=launch.num_stages - 1)
         elif launch.block_n > 16:
@@ -106,6 +106,13 @@ def latent_launch(rows: int, size: int, rope: int, itemsize: int, gpu: Gpu) -> L
         else:
             break
     return launch
+
+
+def _tiles_held(launch: LatentLaunch, gpu: Gpu) -> int:
+    """Tiles of latents in shared memory at the same time."""
+    # Asynchronous products read a tile as keys and as values, and still do when the next one comes.
+    is_late = gpu.has_tensor_memory and launch.block_m >= 64 and launch.num_stages > 1
+    return launch.num_stages + is_late
 
 
 # The fastest on an H200 by rows of a tile, see benchmarks/results/mla-h200.json.

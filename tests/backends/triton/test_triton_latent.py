@@ -144,5 +144,8 @@ def test_a_launch_fits_the_shared_memory():
         launch = latent_launch(rows, 512, rope, itemsize, Gpu(100, memory))
         tile = (512 + rope) * itemsize
         assert (launch.block_m + launch.block_n * launch.num_stages) * tile <= memory
+    blackwell = latent_launch(64, 512, 64, 2, Gpu(148, 227 << 10, has_tensor_memory=True))
+    # Compiled for compute capability 10.0, two stages took 281 KB.
+    assert (blackwell.block_m, blackwell.block_n, blackwell.num_stages) == (64, 64, 1)
     assert latent_launch(16, 512, 64, 2, Gpu(132, 227 << 10)).block_m == 16
     assert latent_launch(64, 512, 64, 2, Gpu(132, 227 << 10)).num_stages == 2
