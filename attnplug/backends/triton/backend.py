@@ -33,7 +33,7 @@ _WIDEST_LATENT = 512
 _WIDEST_ROPE = 256
 """Elements of a latent's rope part: with more, the smallest tiles of float32 exceed 99 KB."""
 _LITTLE_MEMORY = {(8, 6), (8, 9), (12, 0), (12, 1)}
-"""Compute capabilities whose programs have 99 KB of shared memory; the others that are served have 163 KB and more."""
+"""Compute capabilities with 99 KB of shared memory; the others have 163 KB and more, and most AMD GPUs 64 KB."""
 
 
 class TritonBackend(AttentionBackend):
@@ -244,10 +244,11 @@ class TritonMLABackend(MLADecodeBackend):
 def _lacks_memory(spec: LayerSpec, device: Device) -> str | None:
     """Why the heads of a group do not fit the shared memory of the GPU, if they do not."""
     group, widest = spec.num_heads // spec.num_kv_heads, max(spec.head_size, spec.head_size_v)
-    if device.capability not in _LITTLE_MEMORY or spec.dtype != "float32" or group <= 64 or widest <= 128:
+    has_little = device.type == "rocm" or (device.type == "cuda" and device.capability in _LITTLE_MEMORY)
+    if not has_little or spec.dtype != "float32" or group <= 64 or widest <= 128:
         return None
     return (
-        f"{group} query heads of {widest} float32 elements share a KV head, and exceed 99 KB of shared memory"
+        f"{group} query heads of {widest} float32 elements share a KV head, more than fit the shared memory"
     )
 
 

@@ -108,13 +108,10 @@ def test_groups_too_large_for_a_tile_are_refused():
 
 def test_groups_of_wide_heads_in_float32_are_refused_where_a_program_has_little_memory():
     wide = LayerSpec(num_heads=128, num_kv_heads=1, head_size=136, dtype="float32")
-    for device, refused in (
-        ("sm80", []),
-        ("sm86", ["combination"]),
-        ("sm90", []),
-        ("sm120", ["combination"]),
-    ):
-        assert codes(wide, Device.parse(device)) == refused
+    for device in ("sm80", "sm90", "sm100"):
+        assert codes(wide, Device.parse(device)) == []
+    for device in ("sm86", "sm89", "sm120", "rocm:9.4"):
+        assert codes(wide, Device.parse(device)) == ["combination"]
     for served in ({"head_size": 128}, {"dtype": "float16"}, {"num_heads": 64}):
         assert codes(wide.replace(**served), Device.parse("sm86")) == []
 
