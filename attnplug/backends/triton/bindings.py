@@ -107,6 +107,7 @@ class BoundLayer:
         self._group = spec.num_heads // spec.num_kv_heads
         self._widest = max(spec.head_size, spec.head_size_v)
         self._itemsize = compute_dtype(spec).itemsize
+        is_far = spec.num_heads * max(query.stride(1), output.stride(1)) > 1 << 31
         self._values: dict[str, Any] = {
             "scale": spec.scale * scales[0],
             "value_scale": scales[1],
@@ -131,6 +132,8 @@ class BoundLayer:
             "HAS_ALIBI": tensors.alibi_slopes is not None,
             "HAS_LSE": output_lse is not None,
             "COMPUTE": _computed(spec, query.device),
+            # Offsets in 64 bits took share_decode_kernel from 168 to 254 registers, compiled for an H200.
+            "INDEX": tl.int64 if is_far else tl.int32,
             **limit_switches(reach),
         }
         self._shares: dict[object, ShareDecode] = {}

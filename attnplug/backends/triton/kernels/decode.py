@@ -73,6 +73,7 @@ def decode_kernel(
     HAS_ALIBI: tl.constexpr,
     HAS_LSE: tl.constexpr,
     COMPUTE: tl.constexpr,
+    INDEX: tl.constexpr,
     ALIKE: tl.constexpr,
     SUMS: tl.constexpr,
     MERGE: tl.constexpr,
@@ -115,9 +116,22 @@ def decode_kernel(
         starts, stops = load_spans(mm_spans, first_row + tl.minimum(rows, num_rows - 1) // GROUP)
         _, first_stop = load_spans(mm_spans, first_row)
         last_start, _ = load_spans(mm_spans, first_row + query_len - 1)
-    heads = kv_head * GROUP + rows % GROUP
+    heads = (kv_head * GROUP + rows % GROUP).to(INDEX)
     q, _, scale = load_queries(
-        query, rows, num_rows, first, kv_head, stride_qt, stride_qh, GROUP, D, BLOCK_D, 0, scale, COMPUTE
+        query,
+        rows,
+        num_rows,
+        first,
+        kv_head,
+        stride_qt,
+        stride_qh,
+        GROUP,
+        D,
+        BLOCK_D,
+        0,
+        scale,
+        COMPUTE,
+        INDEX,
     )
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
@@ -168,9 +182,7 @@ def decode_kernel(
             return
         out, out_lse = _merge(partials, partial_lses, place, step, count, inside, mask, DV, BLOCK_M, BLOCK_DV)
     tokens = (first + rows // GROUP).to(tl.int64)
-    out_places = (
-        output + tokens[:, None] * stride_ot + heads[:, None].to(tl.int64) * stride_oh + dims[None, :]
-    )
+    out_places = output + tokens[:, None] * stride_ot + heads[:, None] * stride_oh + dims[None, :]
     tl.store(out_places, (out * value_scale).to(output.dtype.element_ty), mask=mask)
     if HAS_LSE:
         tl.store(lse + tokens * stride_lse + heads, out_lse * LN2, mask=inside)

@@ -73,6 +73,7 @@ def prefill_kernel(
     HAS_ALIBI: tl.constexpr,
     HAS_LSE: tl.constexpr,
     COMPUTE: tl.constexpr,
+    INDEX: tl.constexpr,
     ALIKE: tl.constexpr,
     SUMS: tl.constexpr,
     TAIL: tl.constexpr,
@@ -132,7 +133,7 @@ def prefill_kernel(
         last_start, last_stop = load_spans(mm_spans, first_row + tokens - 1)
         lo = tl.maximum(tl.minimum(lo, first_start), first_key)
         hi = tl.minimum(tl.maximum(hi, last_stop), seq_len)
-    heads = kv_head * GROUP + rows % GROUP
+    heads = (kv_head * GROUP + rows % GROUP).to(INDEX)
     q, q_tail, scale = load_queries(
         query,
         rows,
@@ -147,6 +148,7 @@ def prefill_kernel(
         TAIL,
         scale,
         COMPUTE,
+        INDEX,
     )
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
@@ -169,7 +171,7 @@ def prefill_kernel(
     out, out_lse = finish(acc, top, total)
     places = (first + offset + rows // GROUP).to(tl.int64)
     inside = rows < num_rows
-    out_rows = output + (places * stride_ot + heads.to(tl.int64) * stride_oh)[:, None]
+    out_rows = output + (places * stride_ot + heads * stride_oh)[:, None]
     _store_part(out_rows, out * value_scale, inside, DV, BLOCK_DV)
     if TAIL_V:
         tail, _ = finish(more, top, total)

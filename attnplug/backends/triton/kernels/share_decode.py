@@ -80,6 +80,7 @@ def share_decode_kernel(
     HAS_ALIBI: tl.constexpr,
     HAS_LSE: tl.constexpr,
     COMPUTE: tl.constexpr,
+    INDEX: tl.constexpr,
     ALIKE: tl.constexpr,
     SUMS: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -177,7 +178,7 @@ def share_decode_kernel(
             lo = tl.maximum(tl.maximum(lo, floor), (origin + tile) * BLOCK_N)
             hi = tl.minimum(hi, (origin + stop) * BLOCK_N)
 
-            heads = kv_head * GROUP + rows % GROUP
+            heads = (kv_head * GROUP + rows % GROUP).to(INDEX)
             q, _, own_scale = load_queries(
                 query,
                 rows,
@@ -192,6 +193,7 @@ def share_decode_kernel(
                 0,
                 scale,
                 COMPUTE,
+                INDEX,
             )
             slopes = tl.zeros([BLOCK_M], tl.float32)
             if HAS_ALIBI:
@@ -215,7 +217,7 @@ def share_decode_kernel(
             mask = inside[:, None] & (dims < DV)[None, :]
             if (stream >= begin) & (stream + count <= end) & (shared == 0):
                 places = own.to(tl.int64)
-                out_rows = (places * stride_ot + heads.to(tl.int64) * stride_oh)[:, None]
+                out_rows = (places * stride_ot + heads * stride_oh)[:, None]
                 result = (out * value_scale).to(output.dtype.element_ty)
                 tl.store(output + out_rows + dims[None, :], result, mask=mask)
                 if HAS_LSE:
