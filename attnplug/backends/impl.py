@@ -86,7 +86,7 @@ class BuiltinImpl(AttentionImpl[_M]):
         pages = self._pages_of(kv_cache)
         scales = self._scales(layer, pages.k.dtype)
         rows, keys, values = slot_mapping.shape[0], key.shape, value.shape
-        form: tuple[object, ...] = (pages.form, scales, slot_mapping.stride())
+        form: tuple[object, ...] = (pages.form, scales, slot_mapping.stride(), slot_mapping.dtype)
         form += (keys[1:], key.stride(), key.dtype, values[1:], value.stride(), value.dtype)
         # Tensors of the last call's form need no second check.
         if form != self._write_form or keys[0] < rows or values[0] < rows:

@@ -7,17 +7,20 @@ import torch
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.impl import AttentionLayer, LayerTensors
+from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.storage import compute_dtype, typed_view
 
 __all__ = [
     "check_cache",
     "check_cache_given",
+    "check_indices",
     "check_keys",
     "check_queries",
     "check_rows",
     "check_spans",
     "check_spans_given",
+    "check_step_tensors",
     "kv_scales",
     "pages_of",
     "refuse_output_scales",
@@ -76,6 +79,22 @@ def refuse_output_scales(**scales: torch.Tensor | None) -> None:
     for name, scale in scales.items():
         if scale is not None:
             raise BatchError(name, tuple(scale.shape), "must be None", "quantise the output after attention")
+
+
+def check_indices(name: str, tensor: torch.Tensor) -> None:
+    """BatchError unless `tensor` is int32 and the elements of a row are adjacent, as kernels read them."""
+    if tensor.dtype != torch.int32:
+        raise BatchError(f"{name}.dtype", tensor.dtype, "must be torch.int32")
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        limit = "must be 1: kernels read adjacent elements"
+        raise BatchError(f"{name}.stride({tensor.ndim - 1})", tensor.stride(-1), limit)
+
+
+def check_step_tensors(common: CommonAttentionMetadata) -> None:
+    """`check_indices` of the tensors of a batch that every kernel reads; nothing waits for the device."""
+    check_indices("query_start_loc", common.query_start_loc)
+    check_indices("seq_lens", common.seq_lens)
+    check_indices("block_table_tensor", common.block_table_tensor)
 
 
 def check_spans(spans: torch.Tensor, tokens: int) -> None:

@@ -30,6 +30,10 @@ _MAX_GROUP = 128
 """Query heads of one KV head: one tile of the kernels has them all."""
 _WIDEST_LATENT = 512
 """Elements of a latent without its rope part: the accumulators of a tile are as wide."""
+_WIDEST_ROPE = 256
+"""Elements of a latent's rope part: with more, the smallest tiles of float32 exceed 99 KB."""
+_LITTLE_MEMORY = {(8, 6), (8, 9), (12, 0), (12, 1)}
+"""Compute capabilities with 99 KB of shared memory; the others have 163 KB and more, and most AMD GPUs 64 KB."""
 
 
 class TritonBackend(AttentionBackend):
@@ -113,7 +117,7 @@ class TritonBackend(AttentionBackend):
             return (
                 f"{spec.num_heads // spec.num_kv_heads} query heads share a KV head, more than {_MAX_GROUP}"
             )
-        if lacks := _lacks_e4m3(spec, device):
+        if lacks := _lacks_memory(spec, device) or _lacks_e4m3(spec, device):
             return lacks
         # Triton 3.6 compiles prefills of such layers to code that reads outside of its tiles: on an H200, value
         # tiles of 16 and 32 beside wider key tiles gave wrong numbers or illegal addresses, tiles of 64 did not.
@@ -207,6 +211,8 @@ class TritonMLABackend(MLADecodeBackend):
         """Refuse latents wider than a tile, and fp8 that the GPU lacks."""
         if spec.mla is not None and spec.mla.kv_lora_rank > _WIDEST_LATENT:
             return f"kv_lora_rank={spec.mla.kv_lora_rank} is more than {_WIDEST_LATENT}"
+        if spec.mla is not None and spec.mla.qk_rope_head_dim > _WIDEST_ROPE:
+            return f"qk_rope_head_dim={spec.mla.qk_rope_head_dim} is more than {_WIDEST_ROPE}"
         return _lacks_e4m3(spec, device)
 
     @classmethod
@@ -233,6 +239,17 @@ class TritonMLABackend(MLADecodeBackend):
         from attnplug.backends.triton.latent import TritonMLABuilder
 
         return TritonMLABuilder
+
+
+def _lacks_memory(spec: LayerSpec, device: Device) -> str | None:
+    """Why the heads of a group do not fit the shared memory of the GPU, if they do not."""
+    group, widest = spec.num_heads // spec.num_kv_heads, max(spec.head_size, spec.head_size_v)
+    has_little = device.type == "rocm" or (device.type == "cuda" and device.capability in _LITTLE_MEMORY)
+    if not has_little or spec.dtype != "float32" or group <= 64 or widest <= 128:
+        return None
+    return (
+        f"{group} query heads of {widest} float32 elements share a KV head, more than fit the shared memory"
+    )
 
 
 def _lacks_e4m3(spec: LayerSpec, device: Device) -> str | None:

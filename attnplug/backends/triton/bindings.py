@@ -107,6 +107,7 @@ class BoundLayer:
         self._group = spec.num_heads // spec.num_kv_heads
         self._widest = max(spec.head_size, spec.head_size_v)
         self._itemsize = compute_dtype(spec).itemsize
+        is_far = spec.num_heads * max(query.stride(1), output.stride(1)) > 1 << 31
         self._values: dict[str, Any] = {
             "scale": spec.scale * scales[0],
             "value_scale": scales[1],
@@ -131,6 +132,8 @@ class BoundLayer:
             "HAS_ALIBI": tensors.alibi_slopes is not None,
             "HAS_LSE": output_lse is not None,
             "COMPUTE": _computed(spec, query.device),
+            # Offsets in 64 bits took share_decode_kernel from 168 to 254 registers, compiled for an H200.
+            "INDEX": tl.int64 if is_far else tl.int32,
             **limit_switches(reach),
         }
         self._shares: dict[object, ShareDecode] = {}
@@ -155,7 +158,7 @@ class BoundLayer:
             longest: queries of the longest request.
             sharing: queries that share a prefix, which is read once for each tile of their rows; 0 without.
         """
-        itemsize = 4 if self._itemsize == 4 else pages.k.dtype.itemsize
+        itemsize = self._read_itemsize(pages)
         rows = max(longest * self._group, min(sharing * self._group, _SHARING_ROWS))
         launch = share_launch(self._widest, itemsize, rows, self._gpu)
         key = pages.form, stride_table, launch
@@ -264,13 +267,17 @@ class BoundLayer:
         }
         return Prefill(BoundKernel(kernel, 16, values, num_warps=4), ROWS // self._group, True)
 
+    def _read_itemsize(self, pages: Pages) -> int:
+        """Bytes of an element of a tile of keys: float32 products convert all that is stored."""
+        return 4 if self._itemsize == 4 else pages.k.dtype.itemsize
+
     def _bind_decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:
         spec = self._spec
         rows = longest * self._group
         block_m = min(tile_side(rows), 64)
         row_blocks = -(-rows // block_m)
         each = spec.num_kv_heads * row_blocks
-        itemsize = pages.k.dtype.itemsize
+        itemsize = self._read_itemsize(pages)
         launch = decode_launch(self._widest, itemsize, rows, reqs * each, self._gpu)
         target = max(self._gpu.multiprocessors * launch.waves // each, 1)
         merge = merging(rows, reqs * each, self._gpu)

@@ -16,7 +16,7 @@ from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.workspace import Workspace
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
-from attnplug.ops.calls import check_spans
+from attnplug.ops.calls import check_indices, check_spans, check_step_tensors
 
 _FEW_QUERIES = 16
 """Queries up to which a request is a decode if shares divide its keys: reading them takes longer than the products."""
@@ -52,7 +52,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
         Raises:
             BatchError: start locations that decrease or pass `num_actual_tokens`, a prefix that is negative or, as far
-                as the host knows, not computed by every request, or fewer multimodal spans than tokens.
+                as the host knows, not computed by every request, fewer multimodal spans than tokens, or tensors that
+                are not int32 or whose rows have gaps.
         """
         common = common_attn_metadata
         reqs, tokens = common.num_reqs, common.num_actual_tokens
@@ -64,8 +65,17 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         decodes, max_decode_len, max_query_len = _decodes(lens, self.reorder_batch_threshold or 1)
         if common.key_start_loc is not None:
             decodes, max_decode_len, max_query_len = 0, 0, max(max_decode_len, max_query_len)
+        check_step_tensors(common)
+        if common.key_start_loc is not None:
+            check_indices("key_start_loc", common.key_start_loc)
         if common.mm_prefix_spans is not None:
             check_spans(common.mm_prefix_spans, tokens)
+            if not common.mm_prefix_spans.is_contiguous():
+                found, limit = (
+                    common.mm_prefix_spans.stride(),
+                    "must be (2, 1): kernels read adjacent elements",
+                )
+                raise BatchError("mm_prefix_spans.stride()", found, limit)
         _check_prefix(common_prefix_len, common, lens)
         # Reading lengths from the device would make the host wait, so only lengths on the host count.
         known = common.seq_lens_host if common.seq_lens_host_exact and decodes < reqs else None
@@ -97,6 +107,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         self, metadata: TritonMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> TritonMetadata:
         """`metadata` with another KV group's table and slots."""
+        check_indices("blk_table", blk_table)
         slot_mapping = own_slots(self.kv_cache_spec, slot_mapping, metadata.num_actual_tokens)
         if not metadata.prefix_len:
             return metadata.with_pages(blk_table, slot_mapping)

@@ -69,11 +69,19 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         if query.stride()[2:] != (1,):
             check_queries(query, output, output_lse, meta.num_actual_tokens, self.spec)
             query = query.contiguous()
+        if output_lse is not None and output_lse.stride()[1:] != (1,):
+            # Kernels write the heads of a token side by side, and some libraries keep the LSE as [H, T].
+            dense = torch.empty_like(output_lse, memory_format=torch.contiguous_format)
+            given = layer, query, key, value, kv_cache, meta, output
+            self.attend(*given, output_lse=dense, use_sinks=use_sinks)
+            output_lse[: meta.num_actual_tokens] = dense[: meta.num_actual_tokens]
+            return output
         scales = self._scales(layer, query.dtype if kv_cache is None else kv_cache.dtype)
         bound = self._bound_for(query, output, output_lse, use_sinks, meta, scales)
         lse = query if output_lse is None else output_lse
-        sinks = tensors.sinks if use_sinks and tensors.sinks is not None else query
-        slopes = query if tensors.alibi_slopes is None else tensors.alibi_slopes
+        # Without a copy of a column of a larger tensor, kernels would read what is beside it.
+        sinks = tensors.sinks.contiguous() if use_sinks and tensors.sinks is not None else query
+        slopes = query if tensors.alibi_slopes is None else tensors.alibi_slopes.contiguous()
         spans = query
         if self.spec.mm_prefix:
             check_spans_given(meta.spans is not None, self.spec)
@@ -164,6 +172,10 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         if output.stride(2) != 1:
             limit = "must be 1: a head's elements are contiguous"
             raise BatchError("output.stride(2)", output.stride(2), limit)
+        for name, tensor in (("sinks", self.tensors.sinks), ("alibi_slopes", self.tensors.alibi_slopes)):
+            if tensor is not None and tensor.device != query.device:
+                limit = f"must be {query.device}, that of the queries"
+                raise BatchError(f"{name}.device", str(tensor.device), limit)
         reach = Reach.of(self.spec, meta.causal)
         tensors = self.tensors if use_sinks else dataclasses.replace(self.tensors, sinks=None)
         if len(self._bound) == _MOST_FORMS:

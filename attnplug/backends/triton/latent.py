@@ -18,6 +18,7 @@ from attnplug.core.metadata import AttentionCGSupport, CommonAttentionMetadata
 from attnplug.mla.builder import MLADecodeBuilder
 from attnplug.mla.impl import MLADecodeImpl
 from attnplug.mla.selected import SelectedMetadata
+from attnplug.ops.calls import check_step_tensors
 from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
 _DECODE: Any = latent_decode_kernel
@@ -61,6 +62,7 @@ class TritonMLABuilder(MLADecodeBuilder):
         return self._divided(common, selected.ends)
 
     def _divided(self, common: CommonAttentionMetadata, bounds: torch.Tensor | None = None) -> LatentStep:
+        check_step_tensors(common)
         self._steps += 1
         step = LatentStep(
             query_start_loc=common.query_start_loc,
@@ -102,7 +104,7 @@ class TritonMLAImpl(MLADecodeImpl):
         if hopper:
             launch = hopper_launch(rows, kv_cache.element_size(), hopper)
         else:
-            launch = latent_launch(rows, size, q_nope.element_size(), gpu)
+            launch = latent_launch(rows, size, self.dims.qk_rope_head_dim, q_nope.element_size(), gpu)
         row_blocks = -(-rows // launch.block_m)
         programs = max(launch.waves * gpu.multiprocessors // row_blocks, 1)
         reqs = metadata.num_reqs

@@ -82,26 +82,37 @@ _SHARED_MEMORY = 230_400
 
 # Each layer asks in each step.
 @functools.cache
-def latent_launch(rows: int, size: int, itemsize: int, gpu: Gpu) -> LatentLaunch:
-    """The launch for requests of at most `rows` rows over latents of `size` elements and a rope part.
+def latent_launch(rows: int, size: int, rope: int, itemsize: int, gpu: Gpu) -> LatentLaunch:
+    """The launch for requests of at most `rows` rows.
 
     Args:
         rows: queries of the longest request times heads.
         size: elements of a latent without its rope part.
+        rope: elements of the rope part.
         itemsize: bytes of an element as it is computed.
         gpu: the device.
     """
     launch = LatentLaunch(16, 16, 4, 2, 1, 2) if itemsize > 2 else _LAUNCHES[min(tile_side(rows), 64)]
-    width = tile_side(size) * itemsize
-    # Queries and tiles need an eighth more for the rope part.
-    while (launch.block_m + launch.block_n * launch.num_stages) * width * 9 // 8 > gpu.shared_memory:
+    side = tile_side(size)
+    # Without a rope part, what Triton exchanges between warps takes as much.
+    width = (side + max(tile_side(max(rope, 1)), side // 8)) * itemsize
+    while (launch.block_m + launch.block_n * _tiles_held(launch, gpu)) * width > gpu.shared_memory:
         if launch.num_stages > 1:
             launch = launch._replace(num_stages=launch.num_stages - 1)
         elif launch.block_n > 16:
             launch = launch._replace(block_n=launch.block_n // 2)
+        elif launch.block_m > 16:
+            launch = launch._replace(block_m=launch.block_m // 2)
         else:
             break
     return launch
+
+
+def _tiles_held(launch: LatentLaunch, gpu: Gpu) -> int:
+    """Tiles of latents in shared memory at the same time."""
+    # Asynchronous products read a tile as keys and as values, and still do when the next one comes.
+    is_late = gpu.has_tensor_memory and launch.block_m >= 64 and launch.num_stages > 1
+    return launch.num_stages + is_late
 
 
 # The fastest on an H200 by rows of a tile, see benchmarks/results/mla-h200.json.

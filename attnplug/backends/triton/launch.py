@@ -32,6 +32,8 @@ class Gpu(NamedTuple):
     multiprocessors: int
     shared_memory: int
     """Bytes that a program may use."""
+    has_tensor_memory: bool = False
+    """Whether products of 64 rows run asynchronously: compute capability 10.x and 11.x."""
 
 
 @functools.lru_cache
@@ -42,7 +44,9 @@ def gpu_of(device: torch.device) -> Gpu:
     index = torch.cuda.current_device() if device.index is None else device.index
     active: Any = driver.active
     found = active.utils.get_device_properties(index)
-    return Gpu(found["multiprocessor_count"], found["max_shared_mem"])
+    nvidia = torch.version.hip is None
+    has_tensor_memory = nvidia and torch.cuda.get_device_capability(device)[0] in (10, 11)
+    return Gpu(found["multiprocessor_count"], found["max_shared_mem"], has_tensor_memory)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

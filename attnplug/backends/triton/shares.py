@@ -14,6 +14,8 @@ from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
 _PLAN: Any = plan_shares_kernel
 _ALL = 1 << 30
+_AT_ONCE = 1024
+"""Requests that a plan numbers at once. In a sparse layer each query is a request: 8192 of them took long to compile."""
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
@@ -137,7 +139,9 @@ class _Plan:
         self.step = -1
         self.has_spans = plan.has_spans
         # One width for all batches, so that the kernel compiles once.
-        sizes = {"REQS": power_of_two(reqs), "TILE": plan.tile, "GROUP": plan.group, "BLOCK_M": plan.block_m}
+        width = power_of_two(reqs)
+        sizes = {"REQS": min(width, _AT_ONCE), "MANY": width > _AT_ONCE}
+        sizes |= {"TILE": plan.tile, "GROUP": plan.group, "BLOCK_M": plan.block_m}
         switches = limit_switches(Reach(plan.left, plan.right, plan.chunk, plan.has_spans))
         self._kernel = BoundKernel(_PLAN, 6, {**plan._asdict(), **sizes, **switches})
 

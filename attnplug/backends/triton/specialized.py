@@ -46,6 +46,10 @@ def serves(
     # Triton copies 16 bytes at once if it knows that strides are multiples of 16 elements.
     if any(stride % 16 for stride in (*strides, *k.stride()[:-1], *v.stride()[:-1])):
         return False
+    # The kernel multiplies heads by their strides in 32 bits.
+    asked, stored = max(values["stride_qh"], values["stride_oh"]), max(k.stride(-2), v.stride(-2))
+    if max(spec.num_heads * asked, spec.num_kv_heads * stored) > 1 << 31:
+        return False
     room = (ROWS + 2 * launch.block_n * launch.num_stages) * tile_side(spec.head_size) * 2
     return room + _SCRATCH <= gpu_of(k.device).shared_memory
 

@@ -12,7 +12,7 @@ import attnplug
 from attnplug.backends.flashinfer import FlashInferBackend
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.triton import TritonBackend
-from attnplug.core import Device, Feature, LayerSpec, Phase
+from attnplug.core import Device, Feature, LayerSpec, MLADims, Phase
 
 SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
 H200 = Device.parse("sm90")
@@ -104,6 +104,26 @@ def test_narrow_values_over_fp8_are_refused_because_they_are_compiled_wrong(head
 def test_groups_too_large_for_a_tile_are_refused():
     assert codes(LayerSpec(num_heads=128, num_kv_heads=1, head_size=64)) == []
     assert codes(LayerSpec(num_heads=256, num_kv_heads=1, head_size=64)) == ["combination"]
+
+
+def test_groups_of_wide_heads_in_float32_are_refused_where_a_program_has_little_memory():
+    wide = LayerSpec(num_heads=128, num_kv_heads=1, head_size=136, dtype="float32")
+    for device in ("sm80", "sm90", "sm100"):
+        assert codes(wide, Device.parse(device)) == []
+    for device in ("sm86", "sm89", "sm120", "rocm:9.4"):
+        assert codes(wide, Device.parse(device)) == ["combination"]
+    for served in ({"head_size": 128}, {"dtype": "float16"}, {"num_heads": 64}):
+        assert codes(wide.replace(**served), Device.parse("sm86")) == []
+
+
+def test_rope_parts_too_wide_for_the_smallest_tiles_are_refused():
+    for rope, refused in ((256, []), (257, ["combination"])):
+        dims = MLADims(
+            q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=8, qk_rope_head_dim=rope, v_head_dim=128
+        )
+        layer = LayerSpec(num_heads=16, num_kv_heads=1, head_size=512 + rope, mla=dims)
+        reasons = TritonBackend.validate_configuration(layer, H200, Phase.DECODE)
+        assert [reason.code for reason in reasons] == refused
 
 
 def test_storage_that_nothing_would_use_is_refused():

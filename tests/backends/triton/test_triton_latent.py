@@ -137,12 +137,15 @@ def test_plans_are_made_once_per_step_and_before_the_layers_of_a_graph(monkeypat
 
 
 def test_a_launch_fits_the_shared_memory():
-    for rows in (1, 16, 17, 33, 1024):
-        for itemsize in (2, 4):
-            for memory in (48 << 10, 99 << 10, 227 << 10):
-                launch = latent_launch(rows, 512, itemsize, Gpu(100, memory))
-                tile = 512 * itemsize * 9 // 8
-                fits = (launch.block_m + launch.block_n * launch.num_stages) * tile <= memory
-                assert fits or (launch.num_stages, launch.block_n) == (1, 16)
-    assert latent_launch(16, 512, 2, Gpu(132, 227 << 10)).block_m == 16
-    assert latent_launch(64, 512, 2, Gpu(132, 227 << 10)).num_stages == 2
+    cases = itertools.product(
+        (1, 16, 17, 33, 1024), (0, 64, 128, 256), (2, 4), (99 << 10, 163 << 10, 227 << 10)
+    )
+    for rows, rope, itemsize, memory in cases:
+        launch = latent_launch(rows, 512, rope, itemsize, Gpu(100, memory))
+        tile = (512 + rope) * itemsize
+        assert (launch.block_m + launch.block_n * launch.num_stages) * tile <= memory
+    blackwell = latent_launch(64, 512, 64, 2, Gpu(148, 227 << 10, has_tensor_memory=True))
+    # Compiled for compute capability 10.0, two stages took 281 KB.
+    assert (blackwell.block_m, blackwell.block_n, blackwell.num_stages) == (64, 64, 1)
+    assert latent_launch(16, 512, 64, 2, Gpu(132, 227 << 10)).block_m == 16
+    assert latent_launch(64, 512, 64, 2, Gpu(132, 227 << 10)).num_stages == 2

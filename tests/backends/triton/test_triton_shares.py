@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from attnplug.backends.triton import TritonBackend, bindings, share_bindings
+from attnplug.backends.triton import TritonBackend, bindings, share_bindings, shares
 from attnplug.backends.triton import impl as triton_impl
 from attnplug.backends.triton.builder import TritonMetadataBuilder
 from attnplug.backends.triton.launch import Gpu, tile_side
@@ -465,6 +465,42 @@ def test_requests_that_are_alike_are_cut_evenly_or_not_at_all(count, length, siz
     programs = {39: 20, 12: 13, 4: 9}[count]
     tiles = Shares(64, torch.device(DEVICE)).tiles(step, SharesPlan(16, programs, 1))
     assert int(tiles[count + 2]) == size
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 16])
+def test_requests_numbered_in_turns_have_the_plan_of_requests_numbered_at_once(at_once, monkeypatch):
+    new, tokens = [1, 0, 3, 1, 9, 1, 0], [40, 70, 3, 129, 64, 1, 5]
+    for plan in (
+        SharesPlan(16, 3, 1),
+        SharesPlan(16, 40, 2, 3, group=4, block_m=16),
+        SharesPlan(16, 200, 1, 1, left=30),
+    ):
+        for query_lens, seq_lens, prefix in ((new, tokens, 0), ([1] * 7, [64] * 7, 32)):
+            made = []
+            for width in (at_once, 1024):
+                monkeypatch.setattr(shares, "_AT_ONCE", width)
+                step = SharesStep(
+                    query_start_loc=torch.tensor(
+                        [0, *itertools.accumulate(query_lens)], dtype=torch.int32, device=DEVICE
+                    ),
+                    seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+                    num_reqs=7,
+                    max_query_len=9,
+                    prefix=prefix,
+                )
+                made.append(Shares(7, torch.device(DEVICE)).tiles(step, plan)[: 10 + plan.programs])
+            assert made[0].equal(made[1])
+
+
+def test_a_plan_has_few_requests_in_a_tile_however_many_a_sparse_prefill_has(monkeypatch):
+    """Tiles as wide as 8192 queries took most of a minute to compile, and Triton refuses those of 131072."""
+    sizes = []
+    monkeypatch.setattr(shares, "BoundKernel", lambda kernel, given, values: sizes.append(values))
+    for reqs in (1, 1024, 1025, 131072):
+        shares._Plan(SharesPlan(64, 132, 1), reqs, torch.device("cpu"))
+    assert [(each["REQS"], each["MANY"]) for each in sizes] == [
+        (1, False), (1024, False), (1024, True), (1024, True),
+    ]  # fmt: skip
 
 
 def test_other_values_of_the_option_are_refused():

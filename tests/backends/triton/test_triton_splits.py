@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from attnplug.backends.triton import TritonBackend, bindings
 from attnplug.backends.triton.launch import (
     Gpu,
     decode_launch,
@@ -23,8 +24,13 @@ from attnplug.backends.triton.launch import (
     tile_side,
 )
 from attnplug.backends.triton.metadata import TritonMetadata
+from attnplug.backends.triton.options import Options
 from attnplug.backends.triton.workspace import SplitPlan, Workspace
+from attnplug.core import LayerSpec
 from attnplug.ops.reach import Reach
+from attnplug.testing import paged_batch, run_batch
+from attnplug.testing.conformance.expectations import difference
+from attnplug.testing.conformance.harness import Answer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REACHES = [Reach(-1, 0, 0), Reach(31, 0, 0), Reach(-1, 0, 64), Reach(-1, -1, 0), Reach(15, 7, 0)]
@@ -186,6 +192,20 @@ def test_tiles_fit_the_shared_memory_of_a_multiprocessor(head_size, itemsize, gp
         held = 2 * prefill.block_n * prefill.num_stages + prefill.block_m
         assert held * sum(tile_parts(head_size)) * itemsize <= gpu.shared_memory
         assert prefill.block_n % partial_sums(prefill.block_n, prefill.block_m, prefill.num_warps) == 0
+
+
+def test_float32_decodes_over_fp8_have_tiles_of_float32(monkeypatch):
+    """Tiles of bytes were launched, which took 136 KB of shared memory where a GPU has 99."""
+    asked = []
+    monkeypatch.setattr(
+        bindings, "decode_launch", lambda *sizes: asked.append(sizes) or decode_launch(*sizes)
+    )
+    spec = LayerSpec(
+        num_heads=2, num_kv_heads=1, head_size=16, dtype="float32", kv_cache_dtype="fp8_e5m2", block_size=16
+    )
+    batch = paged_batch(spec, [1], [20])
+    assert difference(batch, Answer(*run_batch(TritonBackend, batch, options=Options("requests")))) is None
+    assert [itemsize for _, itemsize, *_ in asked] == [4]
 
 
 @pytest.mark.parametrize(("head_size", "rows"), [(64, 1), (128, 4), (128, 8), (256, 2)])

@@ -12,12 +12,15 @@ pytest.importorskip("triton")
 
 import attnplug
 from attnplug.backends.triton import TritonBackend
-from attnplug.core import BuilderConfig, LayerSpec
+from attnplug.core import BuilderConfig, Device, LayerSpec, LayerTensors, MLADims
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.errors import BatchError, LayoutError
 from attnplug.runtime import AttentionRuntime, GraphState
 from attnplug.testing import Batch, assert_close, paged_batch, run_batch, tolerance
+from attnplug.testing.conformance.expectations import difference
+from attnplug.testing.conformance.harness import Answer, Harness
+from attnplug.testing.conformance.target import Target
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPEC = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype="float16", block_size=16)
@@ -182,3 +185,60 @@ def test_groups_that_are_updated_in_a_step_are_in_a_capture_too():
     metadata = state.metadata_for_capture(2)
     assert metadata["a"].block_table.data_ptr() != metadata["b"].block_table.data_ptr()
     assert metadata["a"].workspace is metadata["b"].workspace
+
+
+def _with_gaps(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, with other numbers between the elements of a row."""
+    return torch.stack([tensor, torch.full_like(tensor, -7)], -1)[..., 0]
+
+
+@pytest.mark.parametrize("field", ["sinks", "alibi_slopes"])
+def test_sinks_and_slopes_may_be_a_column_of_a_larger_tensor(field):
+    spec = LayerSpec(
+        num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", has_sinks=True, has_alibi=True
+    )
+    batch = paged_batch(spec, [1, 20], [30, 40], device=DEVICE)
+    tensors = dataclasses.replace(batch.tensors, **{field: _with_gaps(getattr(batch.tensors, field))})
+    batch = dataclasses.replace(batch, tensors=tensors)
+    assert difference(batch, Answer(*run_batch(TritonBackend, batch))) is None
+
+
+@pytest.mark.parametrize("field", ["query_start_loc", "seq_lens", "block_table_tensor", "mm_prefix_spans"])
+def test_indices_of_other_types_and_with_gaps_are_refused(field):
+    spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", mm_prefix=True)
+    batch = paged_batch(spec, [1, 20, 3], [30, 40, 50], device=DEVICE)
+    given = getattr(batch.common, field)
+    for changed in (given.long(), _with_gaps(given)):
+        common = dataclasses.replace(batch.common, **{field: changed})
+        with pytest.raises(BatchError, match=field):
+            run_batch(TritonBackend, dataclasses.replace(batch, common=common))
+
+
+def test_indices_of_latent_layers_are_checked_too():
+    dims = MLADims(q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16)
+    spec = LayerSpec(num_heads=2, num_kv_heads=1, head_size=24, dtype="float32", mla=dims)
+    batch = paged_batch(spec, [1, 1], [30, 40], device=DEVICE)
+    common = dataclasses.replace(batch.common, seq_lens=batch.common.seq_lens.long())
+    with pytest.raises(BatchError, match="seq_lens"):
+        run_batch(TritonBackend, dataclasses.replace(batch, common=common))
+
+
+def test_slopes_of_another_device_are_refused():
+    spec = LayerSpec(num_heads=2, num_kv_heads=2, head_size=16, dtype="float16")
+    batch = paged_batch(spec, [1], [30], device=DEVICE)
+    layer = Layer(spec)
+    layer.impl.tensors = LayerTensors(alibi_slopes=torch.ones(2, device="meta"))
+    with pytest.raises(BatchError, match=r"alibi_slopes.device='meta' must be c"):
+        layer.run(batch, layer.build(batch))
+
+
+@pytest.mark.parametrize("new", [[1, 1], [1, 20]])
+def test_an_lse_may_have_its_tokens_side_by_side(new):
+    spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", needs_lse=True)
+    batch = paged_batch(spec, new, [30, 40], device=DEVICE, padding=2)
+    output = torch.full_like(batch.query, torch.nan)
+    lse = torch.full((4, sum(new) + 2), torch.nan, device=DEVICE).T
+    harness = Harness.of(Target(TritonBackend, Device.parse(DEVICE)), batch)
+    found = harness.forward(batch, Answer(output, lse))
+    assert difference(batch, Answer(*(each[: sum(new)] for each in found))) is None
+    assert lse[sum(new) :].isnan().all()

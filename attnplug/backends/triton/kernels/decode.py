@@ -73,6 +73,7 @@ def decode_kernel(
     HAS_ALIBI: tl.constexpr,
     HAS_LSE: tl.constexpr,
     COMPUTE: tl.constexpr,
+    INDEX: tl.constexpr,
     ALIKE: tl.constexpr,
     SUMS: tl.constexpr,
     MERGE: tl.constexpr,
@@ -115,9 +116,22 @@ def decode_kernel(
         starts, stops = load_spans(mm_spans, first_row + tl.minimum(rows, num_rows - 1) // GROUP)
         _, first_stop = load_spans(mm_spans, first_row)
         last_start, _ = load_spans(mm_spans, first_row + query_len - 1)
-    heads = kv_head * GROUP + rows % GROUP
+    heads = (kv_head * GROUP + rows % GROUP).to(INDEX)
     q, _, scale = load_queries(
-        query, rows, num_rows, first, kv_head, stride_qt, stride_qh, GROUP, D, BLOCK_D, 0, scale, COMPUTE
+        query,
+        rows,
+        num_rows,
+        first,
+        kv_head,
+        stride_qt,
+        stride_qh,
+        GROUP,
+        D,
+        BLOCK_D,
+        0,
+        scale,
+        COMPUTE,
+        INDEX,
     )
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
@@ -128,10 +142,10 @@ def decode_kernel(
         if part == 0:
             top = tl.load(sinks + heads) * LOG2E
             total += 1.0
-    k_head = k_cache + kv_head * stride_kh
+    k_head = k_cache + kv_head.to(tl.int64) * stride_kh
     if PAIRS:
         v_cache = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
-    v_head = v_cache + kv_head * stride_vh
+    v_head = v_cache + kv_head.to(tl.int64) * stride_vh
     table_row = block_table + request.to(tl.int64) * stride_table
     out, out_lse = attend(
         q, scale, top, total, positions, slopes, starts, stops, first_pos, seq_len - 1, first_stop, last_start,
@@ -251,7 +265,7 @@ def _merge_row(
     empty = total == 0.0
     safe = tl.where(empty, 1.0, total)
     token = (first + row // GROUP).to(tl.int64)
-    head = kv_head * GROUP + row % GROUP
+    head = (kv_head * GROUP + row % GROUP).to(tl.int64)
     out_places = output + token * stride_ot + head * stride_oh + dims
     tl.store(out_places, (acc / safe * value_scale).to(output.dtype.element_ty), mask=dims < DV)
     if HAS_LSE:

@@ -73,6 +73,7 @@ def prefill_kernel(
     HAS_ALIBI: tl.constexpr,
     HAS_LSE: tl.constexpr,
     COMPUTE: tl.constexpr,
+    INDEX: tl.constexpr,
     ALIKE: tl.constexpr,
     SUMS: tl.constexpr,
     TAIL: tl.constexpr,
@@ -132,7 +133,7 @@ def prefill_kernel(
         last_start, last_stop = load_spans(mm_spans, first_row + tokens - 1)
         lo = tl.maximum(tl.minimum(lo, first_start), first_key)
         hi = tl.minimum(tl.maximum(hi, last_stop), seq_len)
-    heads = kv_head * GROUP + rows % GROUP
+    heads = (kv_head * GROUP + rows % GROUP).to(INDEX)
     q, q_tail, scale = load_queries(
         query,
         rows,
@@ -147,6 +148,7 @@ def prefill_kernel(
         TAIL,
         scale,
         COMPUTE,
+        INDEX,
     )
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
@@ -156,8 +158,8 @@ def prefill_kernel(
     if HAS_SINKS:
         top = tl.load(sinks + heads) * LOG2E
         total += 1.0
-    k_head = k_cache + kv_head * stride_kh
-    v_head = v_cache + kv_head * stride_vh
+    k_head = k_cache + kv_head.to(tl.int64) * stride_kh
+    v_head = v_cache + kv_head.to(tl.int64) * stride_vh
     table_row = block_table + request.to(tl.int64) * stride_table
     acc, more, top, total = attend_parts(
         q, q_tail, scale, top, total, positions, slopes, starts, stops, first_pos, last_pos, first_stop, last_start,

@@ -80,6 +80,7 @@ def share_decode_kernel(
     HAS_ALIBI: tl.constexpr,
     HAS_LSE: tl.constexpr,
     COMPUTE: tl.constexpr,
+    INDEX: tl.constexpr,
     ALIKE: tl.constexpr,
     SUMS: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -108,8 +109,8 @@ def share_decode_kernel(
     dims = tl.arange(0, BLOCK_DV)
     if PAIRS:
         v_cache = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
-    k_head = k_cache + kv_head * stride_kh
-    v_head = v_cache + kv_head * stride_vh
+    k_head = k_cache + kv_head.to(tl.int64) * stride_kh
+    v_head = v_cache + kv_head.to(tl.int64) * stride_vh
     tile = begin
     while tile < end:
         entry_begin = tl.load(tiles + entry)
@@ -177,7 +178,7 @@ def share_decode_kernel(
             lo = tl.maximum(tl.maximum(lo, floor), (origin + tile) * BLOCK_N)
             hi = tl.minimum(hi, (origin + stop) * BLOCK_N)
 
-            heads = kv_head * GROUP + rows % GROUP
+            heads = (kv_head * GROUP + rows % GROUP).to(INDEX)
             q, _, own_scale = load_queries(
                 query,
                 rows,
@@ -192,6 +193,7 @@ def share_decode_kernel(
                 0,
                 scale,
                 COMPUTE,
+                INDEX,
             )
             slopes = tl.zeros([BLOCK_M], tl.float32)
             if HAS_ALIBI:

@@ -56,6 +56,7 @@ def plan_shares_kernel(
     ahead,
     most,
     REQS: tl.constexpr,
+    MANY: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -75,9 +76,94 @@ def plan_shares_kernel(
     `tiles [num_reqs + 3 + programs]` gets the first tile of each request and of the prefix, then the number of all
     tiles. Next come the tiles of one program's share, at least `least`. Last, each share has its first entry: the
     request, or num_reqs for the prefix, that its first tile belongs to.
+
+    Requests are numbered all at once, or with MANY in turns of REQS.
     """
-    SHARES: tl.constexpr = 16
-    reqs = tl.arange(0, REQS)
+    shared = prefix // TILE
+    if MANY:
+        own = 0
+        queries = 0
+        longest = 1
+        shortest = 2147483647
+        for begin in tl.range(0, num_reqs, REQS):
+            ends, each, longer, shorter = _number(
+                query_start_loc, seq_lens, mm_spans, begin, num_reqs, shared, left, right, chunk, ahead, most,
+                REQS, TILE, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS,
+            )  # fmt: skip
+            reqs = begin + tl.arange(0, REQS)
+            tl.store(tiles + 1 + reqs, own + ends, mask=reqs < num_reqs)
+            own += tl.max(ends, 0)
+            queries += each
+            longest = tl.maximum(longest, longer)
+            shortest = tl.minimum(shortest, shorter)
+    else:
+        ends, queries, longest, shortest = _number(
+            query_start_loc, seq_lens, mm_spans, 0, num_reqs, shared, left, right, chunk, ahead, most,
+            REQS, TILE, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS,
+        )  # fmt: skip
+        reqs = tl.arange(0, REQS)
+        tl.store(tiles + 1 + reqs, ends, mask=reqs < num_reqs)
+        own = tl.max(ends, 0)
+        longest = tl.maximum(longest, 1)
+    everything = own + shared * tl.cdiv(queries * GROUP, BLOCK_M)
+    tl.store(tiles, 0)
+    tl.store(tiles + 1 + num_reqs, everything)
+    size = tl.maximum(tl.cdiv(everything, programs), least)
+    # Streams of equal length are cut less if a share has a whole number of them, or a stream of shares.
+    whole = tl.where(
+        size < longest, tl.cdiv(longest, tl.maximum(longest // size, 1)), tl.cdiv(size, longest) * longest
+    )
+    size = tl.where((shortest >= longest) & (whole - size <= tl.maximum(size // 32, 4)), whole, size)
+    tl.store(tiles + 2 + num_reqs, size)
+    if MANY:
+        # All threads must write their ends before others search them.
+        tl.debug_barrier()
+    SHARES: tl.constexpr = 128 if MANY else 16
+    lanes = tl.arange(0, SHARES)
+    for done in tl.range(0, programs, SHARES):
+        shares = done + lanes
+        if MANY:
+            entries = lanes * 0
+            past = entries + num_reqs
+            gap = num_reqs
+            while gap > 0:
+                middle = (entries + past) // 2
+                is_open = entries < past
+                end = tl.load(tiles + 1 + middle, mask=is_open, other=0, cache_modifier=".cg")
+                is_before = is_open & (end <= shares * size)
+                past = tl.where(is_open & (end > shares * size), middle, past)
+                entries = tl.where(is_before, middle + 1, entries)
+                gap //= 2
+        else:
+            before = (reqs < num_reqs)[None, :] & (ends[None, :] <= (shares * size)[:, None])
+            entries = tl.sum(before.to(tl.int32), 1)
+        tl.store(tiles + 3 + num_reqs + shares, entries, mask=shares < programs)
+
+
+@triton.jit
+def _number(
+    query_start_loc,
+    seq_lens,
+    mm_spans,
+    begin,
+    num_reqs,
+    shared,
+    left,
+    right,
+    chunk,
+    ahead,
+    most,
+    REQS: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+):
+    """Of REQS requests from `begin` on: the ends of their tiles, their queries, and the longest and shortest stream."""
+    reqs = begin + tl.arange(0, REQS)
     here = reqs < num_reqs
     starts = tl.load(query_start_loc + reqs, mask=here, other=0)
     stops = tl.load(query_start_loc + reqs + 1, mask=here, other=0)
@@ -86,30 +172,12 @@ def plan_shares_kernel(
     lo, hi = request_range(
         starts, query_lens, lens, mm_spans, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS
     )
-    shared = prefix // TILE
     first = tl.maximum(lo // TILE, shared)
     streams = tl.maximum(tl.cdiv(hi, TILE) - first, 1) + ahead
     counts = tl.where(query_lens > 0, streams * tl.cdiv(query_lens * GROUP, BLOCK_M), 0)
-    own = tl.sum(counts, 0)
-    everything = own + shared * tl.cdiv(tl.sum(query_lens, 0) * GROUP, BLOCK_M)
-    tl.store(tiles, 0)
-    ends = tl.cumsum(counts, 0)
-    tl.store(tiles + 1 + reqs, ends, mask=here)
-    tl.store(tiles + 1 + num_reqs, everything)
-    size = tl.maximum(tl.cdiv(everything, programs), least)
-    # Streams of equal length are cut less if a share has a whole number of them, or a stream of shares.
-    longest = tl.maximum(tl.max(tl.where(query_lens > 0, streams, 0), 0), 1)
-    alike = tl.min(tl.where(query_lens > 0, streams, longest), 0) == longest
-    whole = tl.where(
-        size < longest, tl.cdiv(longest, tl.maximum(longest // size, 1)), tl.cdiv(size, longest) * longest
-    )
-    size = tl.where(alike & (whole - size <= tl.maximum(size // 32, 4)), whole, size)
-    tl.store(tiles + 2 + num_reqs, size)
-    lanes = tl.arange(0, SHARES)
-    for done in tl.range(0, programs, SHARES):
-        shares = done + lanes
-        before = here[None, :] & (ends[None, :] <= (shares * size)[:, None])
-        tl.store(tiles + 3 + num_reqs + shares, tl.sum(before.to(tl.int32), 1), mask=shares < programs)
+    longest = tl.max(tl.where(query_lens > 0, streams, 0), 0)
+    shortest = tl.min(tl.where(query_lens > 0, streams, 2147483647), 0)
+    return tl.cumsum(counts, 0), tl.sum(query_lens, 0), longest, shortest
 
 
 @triton.jit(
@@ -212,7 +280,7 @@ def merge_shares_kernel(
     empty = total == 0.0
     safe = tl.where(empty, 1.0, total)
     at = (token + row // GROUP).to(tl.int64)
-    head = kv_head * GROUP + row % GROUP
+    head = (kv_head * GROUP + row % GROUP).to(tl.int64)
     places = output + at * stride_ot + head * stride_oh + dims
     tl.store(places, (acc / safe * value_scale).to(output.dtype.element_ty), mask=dims < SIZE)
     if HAS_LSE:
