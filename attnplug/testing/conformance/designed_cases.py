@@ -15,7 +15,7 @@ from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.shapes import LONG, far_blocks
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.compiling import compile_key, most_adding
-from attnplug.testing.design.packing import packed_rows, served_pairs
+from attnplug.testing.design.packing import packed_rows, rows_of_triples, served_pairs
 from attnplug.testing.design.search import Row, Search
 from attnplug.testing.drawn_values import Numbers
 from attnplug.testing.oracle import COMPUTED
@@ -52,6 +52,8 @@ _TOGETHER: tuple[dict[str, Any], ...] = (
     {"numbers": Numbers.FAR, "has_sinks": True, "needs_lse": True},
     {"numbers": Numbers.SHARP, "has_sinks": True, "needs_lse": True},
     {"shape": "decode", "numbers": Numbers.FAR, "has_sinks": True},
+    {"shape": "decode", "numbers": Numbers.WIDE, "dtype": "bfloat16"},
+    {"shape": "mixed", "numbers": Numbers.WIDE, "dtype": "bfloat16"},
 )
 """Values whose order or scale a convention fixes, tried with plain values of all other axes."""
 _LONG_WITH: tuple[dict[str, Any], ...] = (
@@ -67,6 +69,9 @@ _LONG_WITH: tuple[dict[str, Any], ...] = (
     {"shape": "long-decode", "heads": (14, 2)},
     {"shape": "long-decode", "sparse": SparseSpec("token_topk", 1024)},
     {"shape": "long-decode", "kind": "direct"},
+    {"shape": "long-decode", "dtype": "bfloat16"},
+    {"shape": "long-decode", "dtype": "float16", "has_alibi": True},
+    {"shape": "far-decode", "window": (149, 0)},
     {"shape": "long-decode", "numbers": Numbers.SHARP},
     {"shape": "long-extend", "window": (1030, 0)},
     {"shape": "long-extend", "needs_lse": True},
@@ -79,6 +84,9 @@ _LONG_WITH: tuple[dict[str, Any], ...] = (
 )
 """Paths that kernels take for long contexts or many requests only: decodes that split their keys, prompts of several
 tiles, windows and chunks that 8 bits do not hold."""
+_CROSSED_SHAPES = ("mixed", "decode", "speculative")
+_NOT_CROSSED = {"shape", "kind", "numbers", "head_size", "block_size", "scale"}
+"""Axes that are left out of triples, because kernels seldom have a path of their own for a pair with one of them."""
 _MAX_COMPILE_KEYS = {Level.SMOKE: 6, Level.FULL: 24}
 
 
@@ -107,7 +115,11 @@ def designed_cases(target: Target) -> list[Case]:
     alone += [{"shape": shapes[0], **fields} for fields in _TOGETHER]
     alone += _long_rows(search, few)
     rows = [row for fixed in alone if (row := search.complete(fixed)) and not search.reasons(row)]
+    rows += rows_of_triples(search, _crossed(search))
     served = served_pairs(search)
+    if few:
+        had = {pair for row in rows for pair in itertools.combinations(row.items(), 2)}
+        served = {pair: row for pair, row in served.items() if pair not in had}
     for seed in range(1 if few else 3):
         rows += packed_rows(search, served, seed=seed)
     cases: dict[str, tuple[Case, Row]] = {}
@@ -116,6 +128,18 @@ def designed_cases(target: Target) -> list[Case]:
         if _cache_bytes(case) <= _MOST_BYTES:
             cases.setdefault(case.id, (case, row))
     return _within_keys(target, list(cases.values()))
+
+
+def _crossed(search: Search) -> dict[str, list[Any]]:
+    """Axes whose values are tried by three: some shapes, all dtypes, and of other axes the plainest value and one more."""
+    crossed = {"shape": [shape for shape in _CROSSED_SHAPES if shape in search.axes["shape"]]}
+    for axis, values in search.axes.items():
+        others = [value for value in values if value != search.base[axis]]
+        if axis == "kv_cache_dtype":
+            others = [name for name in others if name.startswith("fp8")]
+        if others and axis not in _NOT_CROSSED:
+            crossed[axis] = [search.base[axis], *(others if axis == "dtype" else others[:1])]
+    return crossed
 
 
 def _further(target: Target, search: Search) -> list[tuple[str, Any]]:

@@ -21,7 +21,13 @@ from attnplug.testing.conformance.check import (
 )
 from attnplug.testing.conformance.expectations import expect_correct
 from attnplug.testing.conformance.harness import Answer, Harness, blank_answer, raw_bytes
-from attnplug.testing.conformance.steps import plain_scenario, scenario_factory, scenarios
+from attnplug.testing.conformance.steps import (
+    BatchFactory,
+    plain_scenario,
+    scenario_factory,
+    scenarios,
+    step_factory,
+)
 from attnplug.testing.conformance.target import Target
 
 _REFUSALS = (AttnplugError, TypeError, ValueError, NotImplementedError)
@@ -140,7 +146,16 @@ def _words(found: object) -> str:
 
 
 def _check_deterministic(target: Target, scenario: str) -> None:
-    make = scenario_factory(target, scenario)
+    _expect_deterministic(target, scenario_factory(target, scenario))
+
+
+def _check_deterministic_long(target: Target) -> None:
+    # Kernels that split long contexts may add the parts in any order.
+    spec = target.paged_spec()
+    _expect_deterministic(target, step_factory(target, spec, ([1, 1, 5, 40], [1100, 600, 700, 1200])))
+
+
+def _expect_deterministic(target: Target, make: BatchFactory) -> None:
     batch = make()
     harness = Harness.of(target, batch)
     first = harness.forward(batch)
@@ -220,5 +235,6 @@ _CHECKS: CheckTable = {
 }
 _ONCE: CheckTable = {
     "lse-undeclared": (_check_lse_undeclared, "forward refuses an output_lse that the layer did not declare"),
+    "deterministic-long": (_check_deterministic_long, "so do the same inputs with long contexts"),
     "output-scale": (_check_output_scale, "forward refuses output scales that it cannot apply"),
 }

@@ -1,10 +1,11 @@
-"""Packs pairs of values into few rows."""
+"""Packs pairs and triples of values into few rows."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from attnplug.testing.design.search import Pair, Row, Search
@@ -61,3 +62,37 @@ def _filled(
                 chosen.add((axis, value))
                 break
     return row
+
+
+def rows_of_triples(search: Search, axes: Mapping[str, Sequence[Any]]) -> list[Row]:
+    """Few served rows that have all triples of values of `axes`, of which each has few; equal in every process.
+
+    Other axes have the plainest values. A triple that is refused with plain values of all other axes is left out.
+    """
+    chance = random.Random(0)  # noqa: S311 - a design, not a secret
+    values = [[(axis, value) for value in axes[axis]] for axis in axes]
+    missing = {
+        frozenset(triple): triple
+        for three in itertools.combinations(values, 3)
+        for triple in itertools.product(*three)
+    }
+    rows: list[Row] = []
+    for triple in list(missing.values()):
+        start = search.complete(dict(triple)) if frozenset(triple) in missing else None
+        if start is None or search.reasons(start):
+            continue
+        row, chosen = start, list(triple)
+        others = [each for each in values if each[0][0] not in dict(triple)]
+        for of_axis in chance.sample(others, len(others)):
+            pairs = list(itertools.combinations(chosen, 2))
+            uses = {item: sum(frozenset((*pair, item)) in missing for pair in pairs) for item in of_axis}
+            for item in sorted(of_axis, key=lambda item: (-uses[item], chance.random())):
+                changed = search.complete(dict([*chosen, item]))
+                if changed is not None and not search.reasons(changed):
+                    row = changed
+                    chosen.append(item)
+                    break
+        for found in itertools.combinations(chosen, 3):
+            missing.pop(frozenset(found), None)
+        rows.append(row)
+    return rows
