@@ -123,7 +123,9 @@ def expect_stored_and_right(target: Target, batch: Batch, what: str) -> None:
 def _check_block_size(target: Target, size: int) -> None:
     spec = target.paged_spec(block_size=size)
     for lengths in (decodes(size), mixed(size)):
-        expect_stored_and_right(target, target.batch(spec, *lengths, padding=3), f"with pages of {size} tokens")
+        expect_stored_and_right(
+            target, target.batch(spec, *lengths, padding=3), f"with pages of {size} tokens"
+        )
 
 
 _CHECKS: CheckTable = {

@@ -158,7 +158,9 @@ class CaseSearch(Search):
         if row["numbers"] == Numbers.WIDE and (
             spec.mla or not {spec.dtype, spec.resolved_kv_cache_dtype} <= {"bfloat16", "float32"}
         ):
-            raise SpecError("numbers", Numbers.WIDE, f"are not held by {spec.dtype} and {spec.kv_cache_dtype}")
+            raise SpecError(
+                "numbers", Numbers.WIDE, f"are not held by {spec.dtype} and {spec.kv_cache_dtype}"
+            )
         if row["mm_prefix"] and row["kind"] == "cross":
             raise SpecError("mm_prefix", True, "is for layers whose keys are their own tokens")
         if row["kind"] in ("encoder", "encoder_half") and self._target.phase is Phase.DECODE:

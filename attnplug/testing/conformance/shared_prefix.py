@@ -37,18 +37,26 @@ _LAYERS: dict[str, tuple[Feature, dict[str, Any]]] = {
     "sparse": (Feature.SPARSE, {"sparse": SparseSpec("token_topk", 24)}),
 }
 """Layers whose queries all see the prefix: no window or chunk ends within the steps."""
+_TOGETHER = ("cap", "slopes", "lse-sinks", "fp8")
+"""Those that one layer has at once."""
 
 
 def checks(target: Target) -> Iterator[Check]:
     """The check of a shared prefix, for each of these layers that the backend declares."""
     summary = "a prefix that all requests share changes no number, and use_cascade_attention answers"
+    features = target.backend.features
     for name, (needed, fields) in _LAYERS.items():
-        if needed in target.backend.features:
+        if needed in features:
             yield Check.of(f"builder/common-prefix-{name}", summary, _check_prefix, target, **fields)
+    own = [fields for name, (needed, fields) in _LAYERS.items() if name in _TOGETHER and needed in features]
+    together = {field: value for fields in own for field, value in fields.items()}
+    yield Check.of("builder/common-prefix-together", summary, _check_prefix, target, **together)
     for dtype in target.dtypes[1:]:
         yield Check.of(f"builder/common-prefix-{dtype}", summary, _check_prefix, target, dtype=dtype)
     for layout in target.backend.supported_kv_cache_layouts()[1:]:
         yield Check.of(f"builder/common-prefix-{layout}", summary, _check_prefix, target, layout)
+    for size in target.block_sizes[1:2]:
+        yield Check.of(f"builder/common-prefix-b{size}", summary, _check_prefix, target, block_size=size)
 
 
 def _check_prefix(target: Target, layout: str | None = None, **fields: Any) -> None:
@@ -59,6 +67,7 @@ def _check_prefix(target: Target, layout: str | None = None, **fields: Any) -> N
         ([1, 1, 1, 1], [2 * size, 2 * size + 3, 3 * size, 4 * size + 1]),
         ([1, 1, 5, size + 3], [2 * size, 2 * size + 3, 3 * size, 4 * size + 1]),
         ([1, 3], [2 * size, 2 * size + 3]),
+        ([3, 3, 20], [2 * size, 2 * size, 3 * size]),
         # Libraries attend a prefix once only where it is long and shared by many requests.
         ([1, 2, *[1] * 7], [long + 3 * more for more in range(9)]),
     ):
