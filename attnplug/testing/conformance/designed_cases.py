@@ -29,6 +29,7 @@ _LARGE_PAGE = 544
 _MOST_BYTES = 1 << 29
 """Of a cache: a larger one takes seconds to fill."""
 _TOGETHER: tuple[dict[str, Any], ...] = (
+    {"shape": "draft"},
     {"shape": "idle", "needs_lse": True},
     {"shape": "alike", "needs_lse": True},
     {"has_sinks": True, "needs_lse": True},
