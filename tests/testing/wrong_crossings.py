@@ -207,6 +207,16 @@ class OffsetsIn32Bits(TorchImpl):
         return found
 
 
+@_add("cache/negative-slots", "of a cache of 'fp8")
+class Fp8WriterStops(TorchImpl):
+    """The writer of fp8 pages stops at the first slot of -1."""
+
+    def update_kv_cache(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+        if kv_cache.dtype.itemsize == 1:
+            slot_mapping = torch.where((slot_mapping < 0).cumsum(0) > 0, -1, slot_mapping)
+        super().update_kv_cache(layer, key, value, kv_cache, slot_mapping)
+
+
 # Outputs, merges and shared prefixes.
 
 
@@ -218,6 +228,17 @@ class AtomicsOfSplits(KernelImpl):
         out, lse = super().one(*given)
         is_split = given[-1].held.numel() > 1000
         return out * (1 + 3e-7 * random.SystemRandom().random() * is_split), lse
+
+
+@_add("tensors/deterministic-long", "the same inputs with the same impl gave another output")
+class AtomicsOfHalf(AtomicsOfSplits):
+    """The same in half precision alone."""
+
+    def one(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        is_half = self.spec.dtype != "float32"
+        out, lse = super().one(*given) if is_half else KernelImpl.one(self, *given)
+        # Its dtype rounds the noise of one part in ten million away.
+        return (out * (1 + 0.002 * random.SystemRandom().random())) if is_half else out, lse
 
 
 @_add("tensors/output-returned-mixed", "returned a torch.float32 tensor")
