@@ -11,8 +11,8 @@ from attnplug.core.checks import check_size
 from attnplug.core.config import CONTEXT_CHUNK_ROWS
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.device import Device
-from attnplug.core.errors import LayoutError, PolicyError, SpecError
-from attnplug.core.spec import LayerSpec, Phase
+from attnplug.core.errors import LayoutError, PolicyError
+from attnplug.core.spec import LayerSpec, Phase, check_layers
 from attnplug.registry.decision import Decision
 from attnplug.registry.default import get_registry
 from attnplug.registry.devices import DeviceLike, resolve_device
@@ -109,8 +109,7 @@ def plan(
     if isinstance(specs, HasLayers):
         kv_sharing = specs.kv_sharing if kv_sharing is None else kv_sharing
         specs = specs.layers
-    if not isinstance(specs, Mapping):
-        raise SpecError("specs", specs, "must be a mapping of layer names to LayerSpec, or a ModelSpec")
+    check_layers(specs, "must be a mapping of layer names to LayerSpec, or a ModelSpec")
     if num_blocks is not None and memory is not None:
         raise PolicyError(
             "num_blocks", num_blocks, f"cannot be combined with memory={memory!r}", "give one of the two"

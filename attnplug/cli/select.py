@@ -115,7 +115,7 @@ def select(
         decisions = get_registry().decide_layers(specs, device, (phase,), **asked)[phase]
         notes = tuple(dict.fromkeys(note for decision in decisions.values() for note in decision.notes))
     advice = advice_for(_asked(decisions, by_phase))
-    budget = budget_for(decisions, model.kv_sharing, memory) if memory else None
+    budget = budget_for(decisions, model.kv_sharing, memory) if memory is not None else None
     every = list(decisions.values())
     if as_json:
         data: dict[str, Any] = {
@@ -129,14 +129,14 @@ def select(
         if by_phase is not None:
             phased = {name: {str(p): d.to_dict() for p, d in each.items()} for name, each in by_phase.items()}
             data |= {"by_phase": phased, "notes": list(notes)}
-        if memory:
+        if memory is not None:
             data["budget"] = None if budget is None else budget.to_dict()
         print_json(data, "attnplug.select")
     else:
         title = f"{config} ({model.model_type}){' in transformers' if client is Client.TRANSFORMERS else ''}"
         _print(title, model, every, resolve_device(device), by_phase, notes, why)
         print_advice(advice)
-        if memory:
+        if memory is not None:
             print_budget(budget, memory)
     raise typer.Exit(0 if all(every) else 3)
 
@@ -196,7 +196,8 @@ def _print(
         if why or not first:
             alone = by_phase[str(first.layer_name)].values() if by_phase else ()
             layers = layers_in_words([str(member.layer_name) for member in members])
-            for decision in (first, *alone):
+            # A layer that no backend serves in one phase has that phase's decision as its joined one.
+            for decision in (first, *(each for each in alone if each is not first)):
                 phase = f", {decision.phase}" if decision.phase else ""
                 out.print(f"\nlayers {layers} ({features_in_words(decision.spec)}{phase}):")
                 out.print(decision.table())
@@ -237,7 +238,7 @@ def _table(groups: Sequence[Sequence[Decision]], split: bool) -> WordTable:
             *served,
             "-" if first.block_size is None else str(first.block_size),
         ]
-        shown.add_row(*([str(first.phase)] if phases else []), *cells)
+        shown.add_row(*([str(first.phase or "both")] if phases else []), *cells)
     return shown
 
 

@@ -369,3 +369,14 @@ def _check_mla(mla: object, kind: AttentionType, kv_heads: int, size: int, size_
         raise SpecError("head_size", size, f"must be kv_lora_rank + qk_rope_head_dim = {latent} with mla")
     if size_v not in (None, mla.kv_lora_rank):
         raise SpecError("head_size_v", size_v, f"must be kv_lora_rank = {mla.kv_lora_rank} with mla")
+
+
+def check_layers(
+    specs: object, limit: str = "must be a mapping of layer names to LayerSpec, such as ModelSpec.layers"
+) -> None:
+    """SpecError, with `limit` for what is no mapping, unless `specs` is a mapping to LayerSpec."""
+    if not isinstance(specs, Mapping):
+        raise SpecError("specs", specs, limit)
+    for name, spec in specs.items():
+        if not isinstance(spec, LayerSpec):
+            raise SpecError(f"specs[{name!r}]", spec, "must be a LayerSpec")

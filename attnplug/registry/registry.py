@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 from attnplug.core.checks import check_member
 from attnplug.core.errors import PluginError, PolicyError, SpecError
-from attnplug.core.spec import KINDS, LayerSpec, Phase
+from attnplug.core.spec import KINDS, LayerSpec, Phase, check_layers
 from attnplug.registry.decision import Decision, Placement
 from attnplug.registry.devices import DeviceLike, is_here, resolve_device
 from attnplug.registry.evidence_gate import AllowRefuted, EvidenceGate, allowed_names
@@ -227,8 +227,9 @@ class Registry:
         it uses only some of the decisions.
 
         Raises:
-            PolicyError, PluginError, LayoutError: as `attnplug.select_layers`.
+            SpecError, PolicyError, PluginError, LayoutError: as `attnplug.select_layers`.
         """
+        check_layers(specs)
         for rules in rule_sets(kwargs.get("backend")):
             for rule in rules:
                 _check_matches(rule, specs)

@@ -271,3 +271,16 @@ def test_with_two_more_backends_installed_why_shows_the_choice_among_three(run_w
     assert verdicts["TORCH"] == "accepted"
     assert verdicts["ACME_DECODE"] == "refused"
     assert "phase not supported" in done.stdout
+
+
+def test_layers_of_one_phase_beside_layers_of_both_are_listed_once(run):
+    rules = "FLASH_ATTN_2,sliding=TORCH,decode=FLASH_ATTN_3"
+    outcome = run("select", MODELS / "gpt-oss-20b.json", "--device", "cpu", "--backend", rules)
+    assert outcome.code == 3
+    lines = outcome.out.splitlines()
+    assert [line.split()[0] for line in lines if " none " in line or " TORCH " in line][:2] == [
+        "both",
+        "decode",
+    ]
+    reasons = [line for line in lines if line.startswith("layers ") and line.endswith(":")]
+    assert [line.rpartition(", ")[2] for line in reasons] == ["decode):", "prefill):"]

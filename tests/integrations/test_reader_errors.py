@@ -143,3 +143,24 @@ def test_without_transformers_the_extra_is_named(monkeypatch, tmp_path):
 
     assert refusal(path).endswith("pip install 'attnplug[models]'")
     assert "no such file" in refusal(tmp_path / "absent.json")
+
+
+def test_sizes_on_which_attention_fails_give_the_error_of_the_model(small):
+    """A class that uses the attention interface is not accused of attention of its own."""
+    message = refusal(small("Llama", head_dim=15))
+
+    assert message.startswith("model.layers.0.self_attn: LlamaAttention fails before it attends")
+    assert "of its own" not in message
+
+
+def test_a_model_without_kv_heads_is_refused(small):
+    message = refusal(small("Phi3", num_key_value_heads=-1))
+
+    assert "Phi3Attention has a dimension of size 0 (query" in message
+
+
+def test_a_scale_that_is_no_real_number_is_refused(small):
+    message = refusal(small("Gemma2", query_pre_attn_scalar=-4))
+
+    assert "Gemma2Attention scales its logits by" in message
+    assert "not a real number" in message

@@ -140,6 +140,17 @@ def test_a_pool_that_cannot_hold_a_token_of_every_group_is_refused(asked):
 def test_what_is_no_mapping_of_layers_is_refused(specs):
     with pytest.raises(SpecError, match="must be a mapping of layer names to LayerSpec"):
         plan(specs, "cpu")
+    with pytest.raises(
+        SpecError, match=r"must be a mapping of layer names to LayerSpec, such as ModelSpec\.layers"
+    ):
+        attnplug.select_layers(specs, "cpu")
+
+
+@pytest.mark.parametrize("choose", [plan, attnplug.select_layers])
+@pytest.mark.parametrize("rules", [None, "sliding=TORCH"])
+def test_a_layer_that_is_no_spec_is_named(choose, rules):
+    with pytest.raises(SpecError, match=r"specs\['layers\.1'\]='full' must be a LayerSpec"):
+        choose({"layers.0": layer(), "layers.1": "full"}, "cpu", backend=rules)
 
 
 @pytest.mark.parametrize(

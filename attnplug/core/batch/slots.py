@@ -176,6 +176,7 @@ def _on_host(
     out: Slots | None,
     place: ContextParallel | None = None,
 ) -> Slots:
+    new = _signed("num_new_tokens", new)
     for field, counts in (("num_new_tokens", new), ("num_computed_tokens", computed)):
         if counts.size and counts.min() < 0:
             row = int(counts.argmin())
@@ -185,7 +186,7 @@ def _on_host(
     if table is None or not total:
         slots[:] = PAD_SLOT_ID
         return slots
-    rows, positions = _positions(computed, new, total)
+    rows, positions = _positions(_signed("num_computed_tokens", computed), new, total)
     covered = block_size if place is None else block_size * place.size
     blocks = positions // covered
     width = table.shape[1]
@@ -194,7 +195,7 @@ def _on_host(
         limit = f"of request {int(rows[last])} is past its table: {width} blocks of {covered} tokens"
         raise BatchError("position", int(positions[last]), limit)
     pages = table.take(rows * width + blocks) if table.flags.c_contiguous else table[rows, blocks]
-    written = slots[:total]
+    pages, written = _signed("block_table", pages), slots[:total]
     if place is None:
         # block * block_size + position - position // block_size * block_size, in 64 bits
         np.subtract(pages, blocks, out=written, dtype=np.int64)
@@ -209,6 +210,15 @@ def _on_host(
         written[positions < start_idx[rows]] = PAD_SLOT_ID
     slots[total:] = PAD_SLOT_ID
     return slots
+
+
+def _signed(field: str, array: IntArray) -> IntArray:
+    """`array`, as int64 if its integers have no sign: with signed ones numpy makes floats of them."""
+    if array.dtype.kind == "i":
+        return array
+    if array.dtype.kind != "u":
+        raise BatchError(field, str(array.dtype), "must be of an integer type")
+    return array.astype(np.int64)
 
 
 def _slots_for(num_tokens: int, total: int, out: Slots | None) -> Slots:

@@ -61,6 +61,9 @@ class SpecMaker:
         """The spec of `call`. ModelConfigError names the layer and the property that a LayerSpec lacks."""
         _check_keywords(call)
         _check_shapes(call)
+        # Python's root of a negative number, such as of a negative query_pre_attn_scalar, is complex.
+        if isinstance(call.scaling, complex):
+            raise _refused(call, f"scales its logits by {call.scaling:.4g}, which is not a real number")
         pattern = _pattern(call)
         kind = self._kind(call, pattern)
         expands = self.client is Client.TRANSFORMERS
@@ -180,6 +183,9 @@ def _check_keywords(call: AttentionCall) -> None:
 
 def _check_shapes(call: AttentionCall) -> None:
     query, key, value = call.query.shape, call.key.shape, call.value.shape
+    if not all((*query, *key, *value)):
+        shapes = f"query {tuple(query)}, key {tuple(key)}, value {tuple(value)}"
+        raise _refused(call, f"has a dimension of size 0 ({shapes})")
     if query[0] != key[0] or key[:3] != value[:3] or query[3] != key[3] or query[1] % key[1]:
         shapes = f"query {tuple(query)}, key {tuple(key)}, value {tuple(value)}"
         raise _refused(call, f"folds other dimensions into batch or heads ({shapes})")

@@ -116,11 +116,24 @@ def _failure(part: PreTrainedModel, failures: list[RunFailedError]) -> ModelConf
         module = frame.f_locals.get("self")
         if not isinstance(module, torch.nn.Module) or not looks_like_attention(module):
             continue
-        if not any(call.module is module for call in farthest.trace.calls):
-            return own_attention_refused(farthest.trace.first_path(module), module)
+        if any(call.module is module for call in farthest.trace.calls):
+            continue
+        path = farthest.trace.first_path(module)
+        if not _uses_interface(module):
+            return own_attention_refused(path, module)
+        return ModelConfigError(
+            f"{path}: {type(module).__name__} fails before it attends, so its attention cannot be checked: "
+            f"{one_line(cause)}"
+        )
     return ModelConfigError(
         f"{type(part).__name__} cannot be run without data, so its attention cannot be checked: {one_line(cause)}"
     )
+
+
+def _uses_interface(module: torch.nn.Module) -> bool:
+    """Whether the forward of `module` names transformers' table of attention functions."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 @contextlib.contextmanager

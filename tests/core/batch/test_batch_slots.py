@@ -243,3 +243,21 @@ def test_a_start_is_not_computed_from_what_is_no_count(field: str, value: Any) -
     given: dict[str, Any] = {"query_len": 4, "context_len": 0, "sliding_window": 2, field: value}
     with pytest.raises(BatchError, match=f"^{field}=.* must be an integer of at least"):
         compute_slot_mapping_start_idx(True, **given)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.uint64])
+def test_integers_without_a_sign_give_the_same_slots(dtype: Any) -> None:
+    table, computed, new = (np.array(values, dtype) for values in ([[3, 4], [5, 6]], [0, 15], [2, 3]))
+
+    assert compute_slot_mapping(table, computed, new, 16).tolist() == [48, 49, 95, 96, 97]
+
+
+@pytest.mark.parametrize(
+    ("index", "field"), [(0, "block_table"), (1, "num_computed_tokens"), (2, "num_new_tokens")]
+)
+def test_numbers_that_are_no_integers_are_refused(index: int, field: str) -> None:
+    arrays = [np.array(values) for values in ([[3, 4], [5, 6]], [0, 15], [2, 3])]
+    arrays[index] = arrays[index].astype(np.float32)
+
+    with pytest.raises(BatchError, match=f"{field}='float32' must be of an integer type"):
+        compute_slot_mapping(arrays[0], arrays[1], arrays[2], 16)
