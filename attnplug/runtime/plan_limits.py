@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.runtime.arguments import integer, torch_device
+from attnplug.runtime.sharding import checked_place
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def check_sharing(plan: ModelPlan, place: ContextParallel | None, fast_prefill: Collection[str]) -> None:
     """LayoutError for a place without a plan for it, or with layers that compute only some tokens of a step."""
-    if place is not None and plan.context_parallel is None:
+    if plan.context_parallel is None and checked_place(place) is not None:
         remedy = "plan with context_parallel, or leave it out"
         raise LayoutError("context_parallel", place, "is not what the plan was made for", remedy)
     if plan.context_parallel is not None and fast_prefill:

@@ -24,7 +24,7 @@ def checked_place(place: object) -> ContextParallel | None:
 
 
 def shares_tokens(cache: KVCacheSpec) -> bool:
-    """Whether the ranks share the tokens of such pages. Pages of windows, chunks and encoders are whole on each."""
+    """Whether the ranks share the tokens of such pages. Those of windows, chunks and cross attention are whole."""
     return isinstance(cache, (FullAttentionSpec, MLAAttentionSpec))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import attnplug
 from attnplug import Feature, LayerSpec
-from attnplug.core import ContextParallel, MLADims, SparseSpec
+from attnplug.core import BuilderConfig, ContextParallel, MLADims, SparseSpec
 from attnplug.core.reasons import REASON_CODES
 from attnplug.errors import BatchError, LayoutError, NoBackendError, RankFailureError, SpecError
 from attnplug.runtime import AttentionRuntime, ModelPlan, StepBatchBuilder
@@ -72,6 +72,16 @@ def test_one_rank_plans_as_without() -> None:
     alone = attnplug.plan({"a": FULL}, "cpu", num_blocks=9)
     assert attnplug.plan({"a": FULL}, "cpu", num_blocks=9, context_parallel=ContextParallel()) == alone
     assert alone.context_parallel is None
+
+
+def test_a_runtime_takes_the_place_of_one_rank_as_its_plan_does() -> None:
+    plan = attnplug.plan({"a": FULL}, "cpu", num_blocks=9, context_parallel=ContextParallel())
+    runtime = AttentionRuntime(
+        plan, config=BuilderConfig(max_model_len=32), context_parallel=ContextParallel()
+    )
+    assert runtime.step_batch_builder().context_parallel is None
+    with pytest.raises(SpecError, match="context_parallel='cp' must be a ContextParallel or None"):
+        AttentionRuntime(plan, context_parallel="cp")  # type: ignore[arg-type]
 
 
 def test_a_plan_keeps_its_place_in_json() -> None:
