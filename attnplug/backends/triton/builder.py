@@ -71,11 +71,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         if common.mm_prefix_spans is not None:
             check_spans(common.mm_prefix_spans, tokens)
             if not common.mm_prefix_spans.is_contiguous():
-                found, limit = (
-                    common.mm_prefix_spans.stride(),
-                    "must be (2, 1): kernels read adjacent elements",
-                )
-                raise BatchError("mm_prefix_spans.stride()", found, limit)
+                limit = "must be (2, 1): kernels read adjacent elements"
+                raise BatchError("mm_prefix_spans.stride()", common.mm_prefix_spans.stride(), limit)
         _check_prefix(common_prefix_len, common, lens)
         # Reading lengths from the device would make the host wait, so only lengths on the host count.
         known = common.seq_lens_host if common.seq_lens_host_exact and decodes < reqs else None

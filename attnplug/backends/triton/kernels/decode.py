@@ -118,20 +118,7 @@ def decode_kernel(
         last_start, _ = load_spans(mm_spans, first_row + query_len - 1)
     heads = (kv_head * GROUP + rows % GROUP).to(INDEX)
     q, _, scale = load_queries(
-        query,
-        rows,
-        num_rows,
-        first,
-        kv_head,
-        stride_qt,
-        stride_qh,
-        GROUP,
-        D,
-        BLOCK_D,
-        0,
-        scale,
-        COMPUTE,
-        INDEX,
+        query, rows, num_rows, first, heads, stride_qt, stride_qh, GROUP, D, BLOCK_D, 0, scale, COMPUTE
     )
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:

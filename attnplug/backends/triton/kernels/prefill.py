@@ -139,7 +139,7 @@ def prefill_kernel(
         rows,
         num_rows,
         first + offset,
-        kv_head,
+        heads,
         stride_qt,
         stride_qh,
         GROUP,
@@ -148,7 +148,6 @@ def prefill_kernel(
         TAIL,
         scale,
         COMPUTE,
-        INDEX,
     )
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:

@@ -184,7 +184,7 @@ def share_decode_kernel(
                 rows,
                 num_rows,
                 first,
-                kv_head,
+                heads,
                 stride_qt,
                 stride_qh,
                 GROUP,
@@ -193,7 +193,6 @@ def share_decode_kernel(
                 0,
                 scale,
                 COMPUTE,
-                INDEX,
             )
             slopes = tl.zeros([BLOCK_M], tl.float32)
             if HAS_ALIBI:

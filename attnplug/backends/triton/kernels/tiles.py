@@ -24,7 +24,7 @@ def load_queries(
     rows,
     num_rows,
     first_token,
-    kv_head,
+    heads,
     stride_qt,
     stride_qh,
     GROUP: tl.constexpr,
@@ -33,17 +33,15 @@ def load_queries(
     TAIL: tl.constexpr,
     scale,
     COMPUTE: tl.constexpr,
-    INDEX: tl.constexpr,
 ):
     """The first BLOCK_D elements of queries, their other elements in TAIL columns, and the scale that logits still need.
 
-    Row i is head `i % GROUP` of the KV head's group, token `i // GROUP`. Keys, values and weights follow the
+    Row i is token `i // GROUP`, and `heads` has its head. Keys, values and weights follow the
     type of the queries: COMPUTE, or their own where it is None. For float16 they are multiplied with a power of
     two, which rounds nothing, such that no bfloat16 query is too large for it and none that matters too small.
-    With TAIL 0 the second part repeats the first, and nothing reads it. INDEX is the type of a head times its stride.
+    With TAIL 0 the second part repeats the first, and nothing reads it.
     """
     tokens = (first_token + rows // GROUP).to(tl.int64)
-    heads = (kv_head * GROUP + rows % GROUP).to(INDEX)
     places = query + tokens[:, None] * stride_qt + heads[:, None] * stride_qh
     inside = (rows < num_rows)[:, None]
     q = _query_part(places, inside, D, BLOCK_D)
