@@ -162,7 +162,9 @@ def test_a_prompt_of_one_token_that_is_forked_has_no_query_in_its_first_step(
     monkeypatch.setitem(globals(), "SETTINGS", GenerationConfig(**{**SETTINGS.to_diff_dict(), **several}))
     monkeypatch.setitem(globals(), "prompts", lambda: [[5, 6, 7, 8], [7], [9, 10]])
     ours, other = DECODERS[family].pair()
-    assert batched(ours) == one_by_one(other)
+    # Each fork is a result of its own since transformers 5.23, and draws what its prompt draws.
+    drawn = list(dict.fromkeys(map(tuple, batched(ours))))
+    assert drawn == list(map(tuple, one_by_one(other)))
 
 
 def test_decodes_read_the_block_tables_that_transformers_makes(monkeypatch: pytest.MonkeyPatch) -> None:

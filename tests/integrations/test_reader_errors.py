@@ -147,7 +147,7 @@ def test_without_transformers_the_extra_is_named(monkeypatch, tmp_path):
 
 def test_sizes_on_which_attention_fails_give_the_error_of_the_model(small):
     """A class that uses the attention interface is not accused of attention of its own."""
-    message = refusal(small("Llama", head_dim=15))
+    message = refusal(small("Llama", head_dim=3))
 
     assert message.startswith("model.layers.0.self_attn: LlamaAttention fails before it attends")
     assert "of its own" not in message
