@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +148,42 @@ def test_memory_that_grows_with_context_is_measured(pretend: PretendGpu, what: s
         f"a step {verb} 98,304 bytes more with 256 tokens of context than with 64, "
         "where step_safe is declared: memory grows with context"
     )
+
+
+def test_memory_that_python_frees_at_any_time_is_no_growth(pretend: PretendGpu) -> None:
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+            pretend.kept += 1 << 20
+
+        def __del__(self) -> None:
+            pretend.kept -= 1 << 20
+
+    built = []
+
+    class Collecting(CapturableBuilder):
+        def build(self, *given: Any, **asked: Any) -> CapturableMetadata:
+            # The measured steps are the third and the sixth; Python collects in the first of them.
+            if len(built) % 6 == 2:
+                gc.collect()
+            elif len(built) % 6 != 5:
+                Garbage()
+            built.append(given)
+            return super().build(*given, **asked)
+
+    pretend.busy = [True] * 8
+    checks = [
+        check
+        for check in gpu.checks(Target(lying("COLLECTS", builder=Collecting), Device("cpu")))
+        if check.id.startswith("gpu/no-growth")
+    ]
+    gc.disable()
+    try:
+        for check in checks:
+            check()
+    finally:
+        gc.enable()
+    assert len(built) == 12, "two steps that warm up and one that is measured, of both lengths"
 
 
 def test_a_builder_is_told_no_more_of_lengths_than_it_declares_to_need(pretend: PretendGpu) -> None:

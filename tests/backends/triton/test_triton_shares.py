@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -433,20 +434,26 @@ def test_a_plan_has_all_tiles_of_all_rows(reach, lens, programs, prefix, ahead):
     )
     plan = SharesPlan(16, programs, 2, ahead, 3, 16, reach.left, reach.right, reach.chunk)
     tiles = Shares(9, torch.device(DEVICE)).tiles(step, plan).tolist()
-    first = 0
-    for index, (count, length) in enumerate(zip(new, lengths, strict=True)):
-        assert tiles[index] == first
+    streams, blocks = [], [-(-count * 3 // 16) for count in new]
+    for count, length in zip(new, lengths, strict=True):
         positions = np.arange(length - count, length)
         low, high = reach.bounds(positions, np.zeros(count, int), np.full(count, length))
-        if count:
-            begin = max(int(low.min()) // 16, prefix)
-            first += (max(-(-int(high.max()) // 16) - begin, 1) + ahead) * -(-count * 3 // 16)
-    assert tiles[len(new)] == first
-    first += prefix * -(-sum(new) * 3 // 16)
-    assert tiles[len(new) + 1] == first
-    size = tiles[len(new) + 2]
-    least = max(-(-first // programs), 2)
-    assert least <= size <= least + max(4, least // 32)
+        begin = max(int(low.min()) // 16, prefix) if count else 0
+        streams.append(max(-(-int(high.max()) // 16) - begin, 1) + ahead if count else 0)
+    others, longest = prefix * -(-sum(new) * 3 // 16), max(streams)
+    total, size = tiles[len(new) + 1], tiles[len(new) + 2]
+    exact = max(-(-(sum(map(operator.mul, streams, blocks)) + others) // programs), 2)
+    assert total <= programs * size
+    assert size <= exact + max(4, exact // 32)
+    ends = np.cumsum([0, *map(operator.mul, streams, blocks)]).tolist()
+    if tiles[: len(new) + 1] == ends:
+        assert size >= exact or size % max(longest, 1) == 0, "shares are whole streams"
+    else:
+        each = next(end // count for end, count in zip(tiles[1:], blocks, strict=False) if count)
+        assert tiles[: len(new) + 1] == np.cumsum([0, *blocks] * np.array(each)).tolist()
+        assert others or (size % each if size > each else each % size) == 0, "streams are cut in equal parts"
+        assert each - longest < size
+    assert total == tiles[len(new)] + others
     # The entry of a share is the last one that begins at its first tile or before, and has tiles.
     entries = np.searchsorted(tiles[1 : len(new) + 1], np.arange(programs) * size, side="right")
     assert tiles[len(new) + 3 : len(new) + 3 + programs] == entries.tolist()
@@ -465,6 +472,33 @@ def test_requests_that_are_alike_are_cut_evenly_or_not_at_all(count, length, siz
     programs = {39: 20, 12: 13, 4: 9}[count]
     tiles = Shares(64, torch.device(DEVICE)).tiles(step, SharesPlan(16, programs, 1))
     assert int(tiles[count + 2]) == size
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size", "each"),
+    [
+        # 3, 2 and 3 tiles are 2 for each of 4 programs, but 3 cut none of them.
+        ([40, 30, 48], 3, 3),
+        # 20, 19 and 20 tiles are 6 for each of 10: 7 cut each in three, with one tile more at the end.
+        ([320, 300, 310], 7, 21),
+        # 30 and 60 tiles differ too much.
+        ([480, 960], 23, 0),
+    ],
+)
+def test_requests_that_are_nearly_alike_are_cut_like_the_longest(lengths, size, each):
+    count = len(lengths)
+    step = SharesStep(
+        query_start_loc=torch.arange(count + 1, dtype=torch.int32, device=DEVICE),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        num_reqs=count,
+        max_query_len=1,
+        number=1,
+    )
+    programs = {3: 4, 7: 10, 23: 4}[size]
+    tiles = Shares(64, torch.device(DEVICE)).tiles(step, SharesPlan(16, programs, 1)).tolist()
+    assert tiles[count + 2] == size
+    expected = [each] * count if each else [length // 16 for length in lengths]
+    assert tiles[: count + 1] == [0, *itertools.accumulate(expected)]
 
 
 @pytest.mark.parametrize("at_once", [1, 4, 16])

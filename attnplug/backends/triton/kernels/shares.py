@@ -8,6 +8,9 @@ import triton.language as tl
 from attnplug.backends.triton.kernels.ranges import key_range
 from attnplug.backends.triton.kernels.scan import LN2, add_parts
 
+SLACK: tl.constexpr = tl.constexpr(4)
+"""Tiles that take about as long as the merge of what is cut."""
+
 
 @triton.jit
 def request_range(
@@ -69,59 +72,61 @@ def plan_shares_kernel(
 
     A request has a stream of tiles for each BLOCK_M of its rows, which are its queries times GROUP; it has no fewer
     than one tile, none past `most` keys, and none without queries. A program needs time to begin a stream. Each stream
-    has `ahead` tiles without keys for it, so that shares of many short requests take no longer than others. Behind the
-    requests comes the prefix that all of them share, in whole tiles, with a stream for each BLOCK_M of the rows of all
-    requests.
+    has `ahead` tiles without keys for it, so that shares of many short requests take no longer than others. Streams
+    that are nearly alike get tiles without keys at their ends, if shares that then cut fewer of them are little longer.
+    Behind the requests comes the prefix that all of them share, in whole tiles, with a stream for each BLOCK_M of the
+    rows of all requests.
 
     `tiles [num_reqs + 3 + programs]` gets the first tile of each request and of the prefix, then the number of all
-    tiles. Next come the tiles of one program's share, at least `least`. Last, each share has its first entry: the
+    tiles. Next come the tiles of one program's share, at least `least` or a whole stream. Last, each share has its first entry: the
     request, or num_reqs for the prefix, that its first tile belongs to.
 
     Requests are numbered all at once, or with MANY in turns of REQS.
     """
     shared = prefix // TILE
+    streams, each, tokens = _streams(
+        query_start_loc, seq_lens, mm_spans, 0, num_reqs, shared, left, right, chunk, ahead, most,
+        REQS, TILE, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS,
+    )  # fmt: skip
+    own = tl.sum(streams * each, 0)
+    blocks = tl.sum(each, 0)
+    queries = tl.sum(tokens, 0)
+    longest = tl.maximum(tl.max(streams, 0), 1)
     if MANY:
-        own = 0
-        queries = 0
-        longest = 1
-        shortest = 2147483647
-        for begin in tl.range(0, num_reqs, REQS):
-            ends, each, longer, shorter = _number(
+        for begin in tl.range(REQS, num_reqs, REQS):
+            more, of_each, tokens = _streams(
                 query_start_loc, seq_lens, mm_spans, begin, num_reqs, shared, left, right, chunk, ahead, most,
                 REQS, TILE, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS,
             )  # fmt: skip
-            reqs = begin + tl.arange(0, REQS)
-            tl.store(tiles + 1 + reqs, own + ends, mask=reqs < num_reqs)
-            own += tl.max(ends, 0)
-            queries += each
-            longest = tl.maximum(longest, longer)
-            shortest = tl.minimum(shortest, shorter)
-    else:
-        ends, queries, longest, shortest = _number(
-            query_start_loc, seq_lens, mm_spans, 0, num_reqs, shared, left, right, chunk, ahead, most,
-            REQS, TILE, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS,
-        )  # fmt: skip
-        reqs = tl.arange(0, REQS)
-        tl.store(tiles + 1 + reqs, ends, mask=reqs < num_reqs)
-        own = tl.max(ends, 0)
-        longest = tl.maximum(longest, 1)
-    everything = own + shared * tl.cdiv(queries * GROUP, BLOCK_M)
+            own += tl.sum(more * of_each, 0)
+            blocks += tl.sum(of_each, 0)
+            queries += tl.sum(tokens, 0)
+            longest = tl.maximum(longest, tl.max(more, 0))
+    others = shared * tl.cdiv(queries * GROUP, BLOCK_M)
+    size, padded = _share_size(own, others, blocks, longest, programs, least)
+    reqs = tl.arange(0, REQS)
+    ends = tl.cumsum(tl.where(padded > 0, padded, streams) * each, 0)
+    tl.store(tiles + 1 + reqs, ends, mask=reqs < num_reqs)
+    done = tl.max(ends, 0)
+    if MANY:
+        for begin in tl.range(REQS, num_reqs, REQS):
+            more, of_each, _ = _streams(
+                query_start_loc, seq_lens, mm_spans, begin, num_reqs, shared, left, right, chunk, ahead, most,
+                REQS, TILE, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS,
+            )  # fmt: skip
+            ends = done + tl.cumsum(tl.where(padded > 0, padded, more) * of_each, 0)
+            tl.store(tiles + 1 + begin + reqs, ends, mask=begin + reqs < num_reqs)
+            done = tl.max(ends, 0)
     tl.store(tiles, 0)
-    tl.store(tiles + 1 + num_reqs, everything)
-    size = tl.maximum(tl.cdiv(everything, programs), least)
-    # Streams of equal length are cut less if a share has a whole number of them, or a stream of shares.
-    whole = tl.where(
-        size < longest, tl.cdiv(longest, tl.maximum(longest // size, 1)), tl.cdiv(size, longest) * longest
-    )
-    size = tl.where((shortest >= longest) & (whole - size <= tl.maximum(size // 32, 4)), whole, size)
+    tl.store(tiles + 1 + num_reqs, done + others)
     tl.store(tiles + 2 + num_reqs, size)
     if MANY:
         # All threads must write their ends before others search them.
         tl.debug_barrier()
     SHARES: tl.constexpr = 128 if MANY else 16
     lanes = tl.arange(0, SHARES)
-    for done in tl.range(0, programs, SHARES):
-        shares = done + lanes
+    for first in tl.range(0, programs, SHARES):
+        shares = first + lanes
         if MANY:
             entries = lanes * 0
             past = entries + num_reqs
@@ -141,7 +146,30 @@ def plan_shares_kernel(
 
 
 @triton.jit
-def _number(
+def _share_size(own, others, blocks, longest, programs, least):
+    """Tiles of a share, and tiles that each stream gets; 0 for as many as it has.
+
+    A cut costs about as much as some tiles. Streams that are alike are not cut where a share has a whole number of
+    them, and are cut in equal parts where each has a whole number of shares. They are alike if shares become little
+    longer by it. The prefix, `others` tiles, is only divided with equal parts.
+    """
+    size = tl.maximum(tl.cdiv(own + others, programs), least)
+    slack = tl.maximum(size // 32, SLACK)
+    blocks = blocks.to(tl.int64)
+    whole = tl.maximum(tl.cdiv(blocks, programs), 1) * longest
+    part = tl.maximum(tl.cdiv(blocks * longest + others, programs), least)
+    part = tl.where(
+        part < longest, tl.cdiv(longest, tl.maximum(longest // part, 1)), tl.cdiv(part, longest) * longest
+    )
+    part = tl.where((others == 0) & (whole - size <= slack), whole, part)
+    stream = tl.where(part < longest, tl.cdiv(longest, part) * part, longest)
+    stream = tl.where(blocks * stream + others <= part * programs, stream, longest)
+    is_alike = part - size <= slack
+    return tl.where(is_alike, part, size).to(tl.int32), tl.where(is_alike, stream, 0).to(tl.int32)
+
+
+@triton.jit
+def _streams(
     query_start_loc,
     seq_lens,
     mm_spans,
@@ -162,22 +190,19 @@ def _number(
     HAS_CHUNK: tl.constexpr,
     HAS_SPANS: tl.constexpr,
 ):
-    """Of REQS requests from `begin` on: the ends of their tiles, their queries, and the longest and shortest stream."""
+    """Of REQS requests from `begin` on: the tiles of a stream, the number of streams, and the queries."""
     reqs = begin + tl.arange(0, REQS)
     here = reqs < num_reqs
     starts = tl.load(query_start_loc + reqs, mask=here, other=0)
     stops = tl.load(query_start_loc + reqs + 1, mask=here, other=0)
     lens = tl.minimum(tl.load(seq_lens + reqs, mask=here, other=0), most)
-    query_lens = stops - starts
+    queries = stops - starts
     lo, hi = request_range(
-        starts, query_lens, lens, mm_spans, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS
+        starts, queries, lens, mm_spans, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS
     )
     first = tl.maximum(lo // TILE, shared)
-    streams = tl.maximum(tl.cdiv(hi, TILE) - first, 1) + ahead
-    counts = tl.where(query_lens > 0, streams * tl.cdiv(query_lens * GROUP, BLOCK_M), 0)
-    longest = tl.max(tl.where(query_lens > 0, streams, 0), 0)
-    shortest = tl.min(tl.where(query_lens > 0, streams, 2147483647), 0)
-    return tl.cumsum(counts, 0), tl.sum(query_lens, 0), longest, shortest
+    tiles = tl.where(queries > 0, tl.maximum(tl.cdiv(hi, TILE) - first, 1) + ahead, 0)
+    return tiles, tl.cdiv(queries * GROUP, BLOCK_M), queries
 
 
 @triton.jit(
