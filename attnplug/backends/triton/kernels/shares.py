@@ -155,7 +155,6 @@ def _share_size(own, others, blocks, longest, programs, least):
     """
     size = tl.maximum(tl.cdiv(own + others, programs), least)
     slack = tl.maximum(size // 32, SLACK)
-    blocks = blocks.to(tl.int64)
     whole = tl.maximum(tl.cdiv(blocks, programs), 1) * longest
     part = tl.maximum(tl.cdiv(blocks * longest + others, programs), least)
     part = tl.where(
@@ -164,8 +163,10 @@ def _share_size(own, others, blocks, longest, programs, least):
     part = tl.where((others == 0) & (whole - size <= slack), whole, part)
     stream = tl.where(part < longest, tl.cdiv(longest, part) * part, longest)
     stream = tl.where(blocks * stream + others <= part * programs, stream, longest)
-    is_alike = part - size <= slack
-    return tl.where(is_alike, part, size).to(tl.int32), tl.where(is_alike, stream, 0).to(tl.int32)
+    # Divisions in 64 bits would take a part of a microsecond, so sums past 32 bits are divided as they are.
+    fits = (blocks.to(tl.int64) + programs) * longest + others < 1 << 30
+    is_alike = fits & (part - size <= slack)
+    return tl.where(is_alike, part, size), tl.where(is_alike, stream, 0)
 
 
 @triton.jit
