@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug.registry.decision import Placement
 from attnplug.registry.devices import is_here
-from attnplug.registry.tuned import layer_key, other_version
+from attnplug.registry.tuned import layer_key
 
 if TYPE_CHECKING:
     from attnplug.registry.decision import Candidate, Decision
@@ -64,8 +64,8 @@ def rank_by_tables(
             if tables.asked:
                 notes.append(f"{table.name} has no times of this layer: not used")
             continue
-        here = is_here(placement.device)
-        applying = _Applying(table, layer[placement.phase], placement, assumed, here, notes)
+        others = table.other_versions(here=is_here(placement.device), assumed=assumed)
+        applying = _Applying(table, layer[placement.phase], placement, others, notes)
         found = _ranked(applying, order, pages)
         applying.note_stale()
         if found is not None:
@@ -127,7 +127,8 @@ def better_alone(tables: Tables, composite: Decision, alone: Decision) -> str | 
         layer = table.times.get(layer_key(alone.spec)) if table.is_for(alone.device) else None
         if layer is None or composite.chosen is None or alone.chosen is None:
             continue
-        applying = _Applying(table, layer[None], placement, alone.assumed, is_here(alone.device), [])
+        others = table.other_versions(here=is_here(alone.device), assumed=alone.assumed)
+        applying = _Applying(table, layer[None], placement, others, [])
         runs = [
             applying.run_of(each, _pages_of(decision))
             for each, decision in ((composite.chosen, composite), (alone.chosen, alone))
@@ -161,8 +162,7 @@ class _Applying:
     table: TunedTable
     times: PhaseTimes
     placement: Placement
-    assumed: Assumed
-    here: bool
+    others: Mapping[int, str | None]
     notes: list[str]
     stale: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
@@ -184,7 +184,7 @@ class _Applying:
         stale, found = "", None
         valid: list[Run] = []
         for run in mine:
-            why = other_version(run.subject, here=self.here, assumed=self.assumed)
+            why = self.others[id(run.subject)]
             if why is not None:
                 stale = stale or why
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -125,11 +126,10 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
     if given is not None and not isinstance(given, Mapping):
         limit = f"must be the {declared.__qualname__} of {name}, or a mapping"
         raise PolicyError("options", given, limit)
-    hints, error = guarded_call(typing.get_type_hints, declared)
+    fields, error = guarded_call(_fields_of, declared)
     if error is not None or not dataclasses.is_dataclass(declared):
         why = "it is not a dataclass" if error is None else describe(error)
         raise PluginError(f"the Options of {name} cannot be read: {why}") from error
-    fields = {field.name: hints[field.name] for field in dataclasses.fields(declared) if field.init}
     exists = ", ".join(f"{field}: {_type_name(hint)}" for field, hint in fields.items()) or "none"
     for option, value in (given or {}).items():
         if option not in fields:
@@ -144,6 +144,15 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
     for option in fields:
         _check_value(name, option, built, given or {})
     return built
+
+
+# Python evaluates the annotations anew at each call, which takes longer than all else of a selection's options.
+@functools.lru_cache(maxsize=256)
+def _fields_of(declared: type) -> Mapping[str, Any]:
+    """The type of each option; none for a class that is no dataclass."""
+    hints = typing.get_type_hints(declared)
+    fields = dataclasses.fields(declared) if dataclasses.is_dataclass(declared) else ()
+    return {field.name: hints[field.name] for field in fields if field.init}
 
 
 def _check_value(name: str, option: str, options: Any, given: Mapping[str, Any]) -> None:

@@ -161,6 +161,27 @@ class TunedTable:
             for key, layer in self.by_key.items()
         }
 
+    @functools.cached_property
+    def _names(self) -> tuple[str, ...]:
+        rows = (row for layer in self.layers for row in layer.rows)
+        return tuple({name for row in rows for name, _ in row.subject.versions})
+
+    @functools.cached_property
+    def _judged(self) -> dict[tuple[Any, ...], Mapping[int, str | None]]:
+        return {}
+
+    def other_versions(self, *, here: bool, assumed: Assumed) -> Mapping[int, str | None]:
+        """What `other_version` says of each row's subject, by `id` of the subject: one look-up for all layers."""
+        # What is installed can change while a process runs.
+        key = here, assumed, tuple(map(installed_version, self._names)) if here else ()
+        found = self._judged.get(key)
+        if found is None:
+            subjects = [row.subject for layer in self.layers for row in layer.rows]
+            why = {each: other_version(each, here=here, assumed=assumed) for each in dict.fromkeys(subjects)}
+            # A hash of a subject takes longer than all else of a look-up.
+            found = self._judged[key] = {id(each): why[each] for each in subjects}
+        return found
+
     def is_for(self, device: Device) -> bool:
         """Whether its times are of this device: the same type, capability and name."""
         mine = self.device

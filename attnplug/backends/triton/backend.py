@@ -76,20 +76,26 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
-        """As measured on compute capability 9.x: prefill 210, decode 245, both 228; else 100, and on a CPU 0.
+        """As measured on an H200, for compute capability 9.x: 245 for decodes, and 210, 222 or 242 for prefills.
 
-        Decodes take 0.98 of FlashInfer's time there. Prefills from pages take 1.08 of it for heads of 64 and 128, and
-        0.79 for heads of 256, which have 222, and 232 for both. They take 0.69 of FlashAttention 2's time. These are
-        geometric means of `benchmarks/results/attention-core-h200.json` and `attention-page-256-h200.json`. On other
-        GPUs it comes after the vendors' kernels and before TORCH; interpreted on a CPU it comes after TORCH.
+        Of 80 kinds of decodes of six models, 71 are fastest here: they take 0.65 of FlashInfer's time and 0.53 of
+        FlashAttention 4's. Prefills by the kernel with specialised warps have 222: they take 0.84 of FlashInfer's
+        time, and 1.10 of FlashAttention 4's. Heads of 64 with windows of at most 128 keys have 242: new prompts take
+        0.84 of FlashAttention 4's time, and further parts of prompts 1.09. Others have 210: they take 1.08 of
+        FlashInfer's time. Both phases together have the mean, rounded up.
+
+        These are geometric means of `attnplug/registry/tuned_tables/h200.json`, of kernels and builders, and of
+        `benchmarks/results/attention-core-h200.json`. On other GPUs it has 100: it comes after the vendors' kernels
+        and before TORCH. Interpreted on a CPU it comes after TORCH.
         """
         if device.type == "cpu":
             return 0
         if device.type != "cuda" or device.capability is None or device.capability[0] != 9:
             return 100
-        if device.capability == (9, 0) and spec.head_size > 192 and has_specialized_prefill(spec):
-            return {Phase.PREFILL: 222, Phase.DECODE: 245, None: 232}[phase]
-        return {Phase.PREFILL: 210, Phase.DECODE: 245, None: 228}[phase]
+        prefill = 210
+        if device.capability == (9, 0) and has_specialized_prefill(spec):
+            prefill = 242 if spec.head_size == 64 and 0 <= spec.window[0] < 128 else 222
+        return {Phase.PREFILL: prefill, Phase.DECODE: 245, None: (prefill + 246) // 2}[phase]
 
     @classmethod
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
