@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 import json
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -171,7 +172,7 @@ class TunedTable:
         return {}
 
     def other_versions(self, *, here: bool, assumed: Assumed) -> Mapping[int, str | None]:
-        """What `other_version` says of each row's subject, by `id` of the subject: one look-up for all layers."""
+        """For the `id` of each row's subject, what `other_version` says of it: computed once for all layers."""
         # What is installed can change while a process runs.
         key = here, assumed, tuple(map(installed_version, self._names)) if here else ()
         found = self._judged.get(key)
@@ -239,21 +240,38 @@ class TunedTable:
         }
 
     def at(self, *shapes: StepShape) -> TunedTable:
-        """The table with, for each layer, only the measured shapes nearest to `shapes` in each phase.
+        """The table with, for each layer, only the measured shapes around `shapes` in each phase.
 
-        Nearest in the logarithms of batch and context, ragged and speculative shapes to their like first.
+        These are the nearest one, in the logarithms of batch and context, ragged and speculative shapes to their like
+        first; and the nearest one on the other side: with more requests if that has fewer, and the reverse. Between
+        two steps a backend that wins at one of them may be far behind, so it must not lose at the other.
         """
         layers = []
         for layer in self.layers:
-            kept = {
-                min(same, key=functools.partial(_distance, shape))
-                for shape in shapes
-                if (same := [each for each, _ in layer.workload if each.phase is shape.phase])
-            }
+            kept = {each for shape in shapes for each in _around(shape, layer)}
             workload = tuple((shape, weight) for shape, weight in layer.workload if shape in kept)
             rows = tuple(row for row in layer.rows if row.shape in kept)
             layers.append(dataclasses.replace(layer, workload=workload, rows=rows))
         return dataclasses.replace(self, layers=tuple(layers), choices=())
+
+
+def _around(wanted: StepShape, layer: TunedLayer) -> Iterator[StepShape]:
+    """The measured shapes of a layer around a shape of the same phase: none, one or two."""
+    nearer = sorted(
+        (each for each, _ in layer.workload if each.phase is wanted.phase),
+        key=functools.partial(_distance, wanted),
+    )
+    yield from nearer[:1]
+    if nearer and nearer[0].batch != wanted.batch:
+        is_below = nearer[0].batch < wanted.batch
+        others = (
+            each
+            for each in nearer
+            if each.batch != wanted.batch
+            and (each.batch > wanted.batch) is is_below
+            and (each.ragged, each.query > 1) == (wanted.ragged, wanted.query > 1)
+        )
+        yield from itertools.islice(others, 1)
 
 
 def _distance(wanted: StepShape, other: StepShape) -> tuple[float, str]:
