@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import attnplug
+from attnplug.backends.flash_attn import FlashAttn4Backend
 from attnplug.backends.flashinfer import FlashInferBackend
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.triton import TritonBackend
@@ -34,14 +35,15 @@ def test_it_comes_before_torch_on_every_gpu_that_it_serves(device):
     [
         ({"head_size": 256}, True),
         ({"head_size": 208, "sliding_window": 64}, True),
-        ({"head_size": 128}, False),
+        ({"head_size": 128}, True),
+        ({"head_size": 64, "has_sinks": True}, True),
         ({"head_size": 256, "logits_soft_cap": 50.0}, False),
         ({"head_size": 256, "kv_cache_dtype": "fp8"}, False),
         ({"head_size": 200}, False),
     ],
     ids=str,
 )
-def test_prefills_of_wide_heads_come_before_flashinfer_where_the_kernel_for_hopper_serves_them(
+def test_prefills_come_before_flashinfer_where_the_kernel_for_hopper_serves_them(
     fields, comes_first
 ):
     spec, hopper, blackwell = SPEC.replace(**fields), Device.parse("sm90"), Device.parse("sm100")
@@ -49,6 +51,22 @@ def test_prefills_of_wide_heads_come_before_flashinfer_where_the_kernel_for_hopp
     theirs = [FlashInferBackend.get_priority(spec, hopper, phase) for phase in (Phase.PREFILL, None)]
     assert [ours > other for ours, other in zip(ranks, theirs, strict=True)] == [comes_first] * 2
     assert TritonBackend.get_priority(spec, blackwell, Phase.PREFILL) == 100
+
+
+@pytest.mark.parametrize(
+    ("fields", "comes_first"),
+    [
+        ({"head_size": 64, "sliding_window": 128}, True),
+        ({"head_size": 64, "sliding_window": 129}, False),
+        ({"head_size": 64}, False),
+        ({"head_size": 128, "sliding_window": 128}, False),
+    ],
+    ids=str,
+)
+def test_prefills_of_short_windows_come_before_flash_attention_4(fields, comes_first):
+    spec, hopper = SPEC.replace(**fields), Device.parse("sm90")
+    ours = TritonBackend.get_priority(spec, hopper, Phase.PREFILL)
+    assert (ours > FlashAttn4Backend.get_priority(spec, hopper, Phase.PREFILL)) is comes_first
 
 
 def test_a_cpu_is_served_by_torch_even_where_triton_is_interpreted():

@@ -57,6 +57,7 @@ def attend(
     PAIRS: tl.constexpr,
     PTX: tl.constexpr,
     SUMS: tl.constexpr,
+    ONE: tl.constexpr = False,
 ):
     """Outputs and LSE (base 2) of queries at `first_pos .. last_pos` over the keys `lo .. hi - 1`; see attend_parts.
 
@@ -67,7 +68,7 @@ def attend(
         lo, hi, k_head, v_head, table_row, key_shift,
         stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
         PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, 0, 0,
-        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, ONE,
     )  # fmt: skip
     if PAIRS:
         acc = tl.join(acc, odd).reshape(q.shape[0], BLOCK_DV)
@@ -122,12 +123,16 @@ def attend_parts(
     PAIRS: tl.constexpr,
     PTX: tl.constexpr,
     SUMS: tl.constexpr,
+    ONE: tl.constexpr = False,
 ):
     """Accumulators, maximum (base 2) and sum of queries at `first_pos .. last_pos` over the keys `lo .. hi - 1`.
 
     `top` and `total` are what the softmax starts with: its maximum, in base 2, and its sum. With HAS_SPANS a query
     also sees its multimodal span, `starts [BLOCK_M]` to `stops`; see common_range for those of the first and last.
     The second accumulator is that of the odd elements with PAIRS, and of the values' tail with TAIL_V.
+
+    With ONE all keys are one range, which is masked. It is for few queries: masks take less time then than loads that
+    wait for the loads of another range, of which a short window has as many as tiles.
     """
     full_lo, full_hi = common_range(
         first_pos, last_pos, lo, hi, first_stop, last_start, left, right, chunk,
@@ -144,18 +149,20 @@ def attend_parts(
         more = tl.zeros([q.shape[0], TAIL_V], tl.float32)
     for stretch in tl.static_range(3):
         # Three ranges: masked keys at the left edge, keys that all see, masked keys at the right edge.
-        if stretch == 0:
+        if ONE:
+            begin, end = start, hi
+        elif stretch == 0:
             begin, end = start, tl.minimum(full_lo, hi)
         elif stretch == 1:
             begin, end = full_lo, full_hi
         else:
             begin, end = full_hi, hi
-        if stretch != 0 or HAS_LEFT or HAS_CHUNK:
+        if (stretch == 2) if ONE else (stretch != 0 or HAS_LEFT or HAS_CHUNK):
             acc, more, top, total = _scan_keys(
                 acc, more, top, total, q, q_tail, positions, slopes, starts, stops, begin, end, lo, hi,
                 k_head, v_head, table_row, key_shift,
                 stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, left, right, chunk,
-                stretch != 1, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, TAIL, TAIL_V,
+                ONE or stretch != 1, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, TAIL, TAIL_V,
                 HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS,
             )  # fmt: skip
     return acc, more, top, total

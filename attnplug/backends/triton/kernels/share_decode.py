@@ -210,6 +210,7 @@ def share_decode_kernel(
                 stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
                 True, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
                 HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS,
+                (HAS_LEFT or HAS_CHUNK) and BLOCK_M <= 64,
             )  # fmt: skip
 
             inside = rows < num_rows
