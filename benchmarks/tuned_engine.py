@@ -17,7 +17,6 @@ import datetime as dt
 import gc
 import json
 import os
-import statistics
 import sys
 import time
 import traceback
@@ -142,17 +141,16 @@ def engine(name: str, options: argparse.Namespace) -> dict[str, Any]:
         for variant in sorted(engines, reverse=bool(number % 2)):
             rates = rates_of(engines[variant], prompts, options.tokens, torch_device)
             found[variant] += [rates] if number else []
+    row["ratio"] = {}
     for place, phase in enumerate(("prefill", "decode")):
-        row[f"{phase}_tokens_s"] = {
-            variant: statistics.median(each[place] for each in rates) for variant, rates in found.items()
-        }
-    row["ratio"] = {
-        # Of each round its own ratio: a device that slows down slows both.
-        phase: statistics.median(
-            one[place] / other[place] for one, other in zip(found["tuned"], found["default"], strict=True)
-        )
-        for place, phase in enumerate(("prefill", "decode"))
-    }
+        # Of each round its own ratio, because a device that slows down slows both; the rates are of the same round.
+        rounds = [
+            {"default": one[place], "tuned": other[place]}
+            for one, other in zip(found["default"], found["tuned"], strict=True)
+        ]
+        rounds.sort(key=lambda rates: rates["tuned"] / rates["default"])
+        row[f"{phase}_tokens_s"] = middle = rounds[len(rounds) // 2]
+        row["ratio"][phase] = middle["tuned"] / middle["default"]
     return row
 
 

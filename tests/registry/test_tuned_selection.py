@@ -320,8 +320,24 @@ def test_the_versions_installed_here_say_nothing_about_another_machine() -> None
 def test_the_nearest_shapes_can_be_asked_for() -> None:
     tuned = table(row("A", 20.0), row("C", 10.0), row("A", 10.0, LONG), row("C", 20.0, LONG))
     assert found(tuned).backend == "A"
-    assert found(tuned.at(StepShape.parse("decode 32 x 4k"))).backend == "C"
-    assert found(tuned.at(StepShape.parse("decode 2 x 32k"))).backend == "A"
+    assert found(tuned.at(StepShape.parse("decode 128 x 4k"))).backend == "C"
+    assert found(tuned.at(DECODE)).backend == "C", "it was measured itself"
+    assert found(tuned.at(StepShape.parse("decode 1 x 32k"))).backend == "A"
+
+
+def test_between_two_shapes_a_backend_must_lose_at_neither() -> None:
+    between = StepShape.parse("decode 32 x 4k")
+    lost = table(row("A", 20.0), row("C", 10.0), row("A", 10.0, LONG), row("C", 20.0, LONG))
+    assert found(lost.at(between)).backend == "A"
+    won = table(row("A", 20.0), row("C", 10.0), row("A", 10.0, LONG), row("C", 9.0, LONG))
+    assert found(won.at(between)).backend == "C"
+    ragged = StepShape.parse("decode 1 x 4k ragged")
+    of_another_kind = table(row("A", 20.0), row("C", 10.0), row("A", 10.0, ragged), row("C", 20.0, ragged))
+    assert found(of_another_kind.at(between)).backend == "C"
+
+
+def test_tables_of_other_shapes_are_other_tables() -> None:
+    tuned = table(row("A", 20.0), row("A", 10.0, LONG))
     assert tuned.at(LONG).digest != tuned.at(DECODE).digest
 
 

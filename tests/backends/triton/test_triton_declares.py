@@ -43,9 +43,7 @@ def test_it_comes_before_torch_on_every_gpu_that_it_serves(device):
     ],
     ids=str,
 )
-def test_prefills_come_before_flashinfer_where_the_kernel_for_hopper_serves_them(
-    fields, comes_first
-):
+def test_prefills_come_before_flashinfer_where_the_kernel_for_hopper_serves_them(fields, comes_first):
     spec, hopper, blackwell = SPEC.replace(**fields), Device.parse("sm90"), Device.parse("sm100")
     ranks = [TritonBackend.get_priority(spec, hopper, phase) for phase in (Phase.PREFILL, None)]
     theirs = [FlashInferBackend.get_priority(spec, hopper, phase) for phase in (Phase.PREFILL, None)]
