@@ -235,6 +235,8 @@ class BoundLayer:
                 "BLOCK_M": block_m,
                 "BLOCK_N": launch.block_n,
                 "SUMS": partial_sums(launch.block_n, block_m, launch.num_warps),
+                # Nearly all tiles of so short a window are masked anyway.
+                "ONE": 0 <= self._reach.left < 2 * launch.block_n,
             }
             options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
             kernel = BoundKernel(_PREFILL, 14, values, **options)

@@ -78,6 +78,7 @@ def prefill_kernel(
     SUMS: tl.constexpr,
     TAIL: tl.constexpr,
     TAIL_V: tl.constexpr,
+    ONE: tl.constexpr,
 ):
     """One tile of BLOCK_M rows, `BLOCK_M // GROUP` tokens of one request times the group of one KV head.
 
@@ -165,7 +166,7 @@ def prefill_kernel(
         lo, hi, k_head, v_head, table_row, key_shift,
         stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
         PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, TAIL, TAIL_V,
-        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, False, False, SUMS,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, False, False, SUMS, ONE,
     )  # fmt: skip
     out, out_lse = finish(acc, top, total)
     places = (first + offset + rows // GROUP).to(tl.int64)

@@ -131,8 +131,8 @@ def attend_parts(
     also sees its multimodal span, `starts [BLOCK_M]` to `stops`; see common_range for those of the first and last.
     The second accumulator is that of the odd elements with PAIRS, and of the values' tail with TAIL_V.
 
-    With ONE all keys are one range, which is masked. It is for few queries: masks take less time then than loads that
-    wait for the loads of another range, of which a short window has as many as tiles.
+    With ONE all keys are one range, which is masked. It is for few queries and short windows: masks take less time
+    there than each range's wait for its first loads.
     """
     full_lo, full_hi = common_range(
         first_pos, last_pos, lo, hi, first_stop, last_start, left, right, chunk,
