@@ -37,8 +37,9 @@ def read_config(
             runs no remote code and does not change the object.
         tensor_parallel_size: ranks that divide the heads. Fewer KV heads than ranks are replicated, so that
             every rank has at least one.
-        kv_cache_dtype: storage of paged KV caches. Encoder layers, which receive keys and values with the
-            call, keep "auto".
+        kv_cache_dtype: storage of paged KV caches; with "auto" the one that the configuration names in
+            `quantization_config.kv_cache_scheme`, else the model's dtype. Encoder layers, which receive keys and
+            values with the call, keep "auto".
         client: "engine", or "transformers" for the layers as transformers itself runs them with
             `attn_implementation="attnplug"`: each has `direct_kv=True` and the heads and scale of its call, latent
             attention has expanded keys and values, and no layer shares a cache.
@@ -56,7 +57,7 @@ def read_config(
 
     Raises:
         ModelConfigError: the file cannot be read; transformers cannot build the model; the ranks do not divide the
-            heads; a LayerSpec cannot describe a layer's attention (the message names it). For
+            heads; a LayerSpec cannot describe a layer's attention or its storage (the message names it). For
             transformers also: a layer computes its own attention, or attends only chosen keys.
     """
     if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int):
@@ -77,9 +78,16 @@ def read_config(
         raise ModelConfigError(
             f"kv_cache_dtype={cache_dtype!r}: transformers keeps keys and values in its own caches, in the dtype of the layer"
         )
-    known = _read_known(path_or_config, tensor_parallel_size, cache_dtype, Client(client))
-    if known is not None:
-        return known
+    from attnplug.integrations.known.reading import read_known
+    from attnplug.integrations.reader.stored_dtype import stored_kv_dtype
+
+    data = _parsed(path_or_config)
+    if cache_dtype == "auto" and client == Client.ENGINE:
+        cache_dtype = stored_kv_dtype(path_or_config if data is None else data)
+    if data is not None:
+        known = read_known(data, tensor_parallel_size, cache_dtype, Client(client))
+        if known is not None:
+            return known
     try:
         import transformers as _  # noqa: F401
     except ImportError as error:
@@ -92,14 +100,13 @@ def read_config(
     return read_model(load_config(path_or_config), tensor_parallel_size, cache_dtype, Client(client))
 
 
-def _read_known(source: Any, ranks: int, kv_cache_dtype: str, client: Client) -> ModelSpec | None:
-    """The layers by the rule of the model type; None for an object, or without a rule that understands the file."""
+def _parsed(source: Any) -> dict[str, Any] | None:
+    """The JSON object of a file; None for an object."""
     if not isinstance(source, (str, os.PathLike)):
         return None
-    from attnplug.integrations.known.reading import read_known
     from attnplug.integrations.reader.config_json import config_path, parse
 
-    return read_known(parse(config_path(Path(source))), ranks, kv_cache_dtype, client)
+    return parse(config_path(Path(source)))
 
 
 def __getattr__(name: str) -> Any:
