@@ -110,6 +110,10 @@ def plan(
         kv_sharing = specs.kv_sharing if kv_sharing is None else kv_sharing
         specs = specs.layers
     check_layers(specs, "must be a mapping of layer names to LayerSpec, or a ModelSpec")
+    kv_sharing = {} if kv_sharing is None else kv_sharing
+    names = kv_sharing.items() if isinstance(kv_sharing, Mapping) else [(0, 0)]
+    if not all(isinstance(name, str) for pair in names for name in pair):
+        raise LayoutError("kv_sharing", kv_sharing, "must be a mapping of layer names to layer names")
     if num_blocks is not None and memory is not None:
         raise PolicyError(
             "num_blocks", num_blocks, f"cannot be combined with memory={memory!r}", "give one of the two"
@@ -138,7 +142,7 @@ def plan(
     made = ModelPlan(
         decisions,
         device,
-        dict(kv_sharing or {}),
+        dict(kv_sharing),
         num_blocks,
         None,
         choices.by_phase,

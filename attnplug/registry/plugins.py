@@ -202,7 +202,7 @@ class PluginSet:
         """The offers that a rule names: a backend, a family's members, or "PREFILL+DECODE".
 
         Raises:
-            PolicyError: three names joined, or more.
+            PolicyError: three names joined, or more; an empty half.
             PluginError: the plugin named did not load, or the name is in conflict.
             UnknownBackendError: no plugin offers the name; it suggests near ones.
         """
@@ -212,6 +212,8 @@ class PluginSet:
             if len(halves) != 2:
                 limit = f"names {len(halves)} backends; a composite has two"
                 raise PolicyError(rule.source, name, limit, "write PREFILL+DECODE")
+            if not all(half.strip() for half in halves):
+                raise PolicyError(rule.source, name, "has an empty half", "write PREFILL+DECODE")
             # Each half is resolved alone, so that an error names the half at fault.
             for half in halves:
                 self.resolve(dataclasses.replace(rule, backend=half.strip()))

@@ -166,6 +166,12 @@ def test_a_sharing_that_cannot_be_is_refused_by_the_plan(sharing, what):
         plan(TWO_KINDS, "cpu", kv_sharing=sharing)
 
 
+@pytest.mark.parametrize("sharing", ["layers.1", ["layers.1"], {"layers.1": 0}, {1: "layers.0"}, 3])
+def test_sharing_that_maps_no_names_is_refused(sharing: object) -> None:
+    with pytest.raises(LayoutError, match=r"kv_sharing=.* must be a mapping of layer names to layer names"):
+        plan(TWO_KINDS, "cpu", kv_sharing=sharing)
+
+
 def test_layers_without_a_backend_are_listed_by_kind_with_every_reason():
     unserved = model(
         [

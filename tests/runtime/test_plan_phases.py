@@ -354,6 +354,15 @@ def test_three_names_are_refused():
         plan(TWO_KINDS, "cpu", backend="FIRST+SECOND+TORCH")
 
 
+@pytest.mark.parametrize("name", ["FIRST+", "+SECOND", "FIRST+ ", "+"])
+def test_a_composite_needs_a_name_on_both_sides(name: str) -> None:
+    with (
+        offered(FIRST, SECOND),
+        pytest.raises(PolicyError, match=r"has an empty half; write PREFILL\+DECODE"),
+    ):
+        attnplug.select(layer(), "cpu", backend=name)
+
+
 def test_an_unknown_half_is_named():
     with offered(FIRST), pytest.raises(UnknownBackendError, match="backend='NOBODY' is not a backend"):
         plan(TWO_KINDS, "cpu", backend="FIRST+NOBODY")
