@@ -63,30 +63,32 @@ def _check_prefix(target: Target, layout: str | None = None, **fields: Any) -> N
     spec, size = layer_without_limits(target, **fields)
     options: dict[str, Any] = _scales(spec) | ({} if layout is None else {"layout": layout})
     long = -(-_LONG // size) * size
-    for new, context in (
+    steps = (
         ([1, 1, 1, 1], [2 * size, 2 * size + 3, 3 * size, 4 * size + 1]),
         ([1, 1, 5, size + 3], [2 * size, 2 * size + 3, 3 * size, 4 * size + 1]),
         ([1, 3], [2 * size, 2 * size + 3]),
         ([3, 3, 20], [2 * size, 2 * size, 3 * size]),
         # Libraries attend a prefix once only where it is long and shared by many requests.
         ([1, 2, *[1] * 7], [long + 3 * more for more in range(9)]),
-    ):
+    )
+    for new, context in steps:
         lens, lengths = of_phase(target.phase, new, [a + b for a, b in zip(context, new, strict=True)])
         # A one-phase backend may have got longer queries, so fewer computed tokens.
         blocks = min(length - count for count, length in zip(lens, lengths, strict=True)) // size
+        make = functools.partial(target.batch, spec, lens, lengths, padding=3, **options)
+        # Builders must also take fewer blocks than the requests share.
+        prefixes = sorted({size, blocks // 2 * size, (blocks - 1) * size, blocks * size} - {0})
+        if new is steps[0][0]:
+            # Pages may be shared though no prefix is given.
+            prefixes.insert(0, 0)
+        expected = share_prefix(make(), blocks, size)
+        for shared in prefixes:
+            harness = _check_shared(target, share_prefix(make(), blocks, size), expected, shared, size)
+        _check_after(target, make, harness)
 
-        def make(lens: list[int] = lens, lengths: list[int] = lengths, blocks: int = blocks) -> Batch:
-            return share_prefix(target.batch(spec, lens, lengths, padding=3, **options), blocks, size)
 
-        # Builders must also take fewer blocks than the requests share, or none.
-        prefixes = sorted({0, size, blocks // 2 * size, (blocks - 1) * size, blocks * size})
-        harnesses = [_check_shared(target, make, shared, size) for shared in prefixes]
-        _check_after(target, spec, harnesses[-1], lens, lengths)
-
-
-def _check_shared(target: Target, make: BatchFactory, shared: int, size: int) -> Harness:
-    """One step with `shared` tokens in common; gives the layer that ran it."""
-    batch = make()
+def _check_shared(target: Target, batch: Batch, expected: Batch, shared: int, size: int) -> Harness:
+    """One step with `shared` tokens in common, whose answer is that of `expected`; gives the layer that ran it."""
     harness = Harness.of(target, batch)
     if shared:
         _ask(harness, batch, shared)
@@ -94,22 +96,19 @@ def _check_shared(target: Target, make: BatchFactory, shared: int, size: int) ->
     what = f"build(common_prefix_len={shared}) of {len(lens)} requests with {lens} new tokens"
     with error_context(what):
         found = harness.run(batch, harness.builder.build(shared, batch.common))
-    mistakes: dict[str, StepMistake] = {
-        "the shared prefix not attended": functools.partial(_without, shared // size, shared)
-    }
-    expect_correct_step(target, make, found, what, mistakes)
+    left_out: StepMistake = functools.partial(_without, shared // size, shared)
+    # Without a prefix, leaving it out changes nothing, so any wrong answer would have that name.
+    mistakes = {"the shared prefix not attended": left_out} if shared else {}
+    expect_correct_step(target, lambda: expected, found, what, mistakes)
     return harness
 
 
-def _check_after(
-    target: Target, spec: LayerSpec, harness: Harness, lens: list[int], lengths: list[int]
-) -> None:
+def _check_after(target: Target, make: BatchFactory, harness: Harness) -> None:
     """A step without a shared prefix is right after one with it."""
-    after = functools.partial(target.batch, spec, lens, lengths, padding=3, **_scales(spec))
-    batch, what = after(), "build(common_prefix_len=0) after a step with a shared prefix"
+    batch, what = make(), "build(common_prefix_len=0) after a step with a shared prefix"
     with error_context(what):
         found = harness.run(batch, harness.builder.build(0, batch.common))
-    expect_correct_step(target, after, found, what)
+    expect_correct_step(target, make, found, what)
 
 
 def _scales(spec: LayerSpec) -> dict[str, Any]:
