@@ -20,6 +20,7 @@ _FAR = 100.0
 _CONSTANT = 4.0
 """The last element of each key in a batch of Numbers.FAR."""
 _SHARP = 50.0
+_WIDE = 2.0**20
 _LARGE = 1e4
 
 
@@ -33,6 +34,8 @@ class Numbers(enum.StrEnum):
     the row's own largest logit overflows, or divides by zero. Its differences are those of PLAIN."""
     SHARP = "sharp"
     """Queries times 50, sinks of 100 and -100: the largest logit of each tile differs, and most weights vanish."""
+    WIDE = "wide"
+    """Queries and values of about 2**20, keys of 2**-20: float16 does not hold them. The logits are those of PLAIN."""
     STRANGERS = "strangers"
     """Of three requests, the second has keys and values of NaN, and the third has large ones. Only the results
     of the first are compared."""
@@ -146,6 +149,9 @@ def draw_tokens(
         values = [tokens(count, spec.num_kv_heads, spec.head_size_v) for count in key_lens]
     if numbers is Numbers.SHARP:
         queries = [query * _SHARP for query in queries]
+    if numbers is Numbers.WIDE:
+        queries = [query * _WIDE for query in queries]
+        keys, values = [key / _WIDE for key in keys], [value * _WIDE for value in values]
     if numbers is Numbers.FAR:
         # An element that all keys have in common moves all logits of a query by the same. With MLA it is one of
         # the rotated part, which is not multiplied with weights.

@@ -7,10 +7,11 @@ import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
+import torch
 from catching import torch_cases, variant
 
 from attnplug.backends.torch_native import TorchBackend
@@ -21,6 +22,7 @@ from attnplug.testing.conformance.cases import Case
 from attnplug.testing.conformance.designed_cases import designed_cases
 from attnplug.testing.conformance.shapes import SHAPES, lengths
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.drawn_values import Numbers
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float32")
 LISTING = """
@@ -56,7 +58,7 @@ def has(case: Case, fields: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("level", "most"), [(Level.SMOKE, 250), pytest.param(Level.FULL, 1200, marks=pytest.mark.slow)]
+    ("level", "most"), [(Level.SMOKE, 360), pytest.param(Level.FULL, 1400, marks=pytest.mark.slow)]
 )
 def test_a_level_has_a_bounded_number_of_cases(level: Level, most: int) -> None:
     assert most / 2 < len(cases(level)) < most
@@ -103,6 +105,33 @@ def test_every_shape_goes_with_every_kind_and_feature(level: Level) -> None:
         assert {case.kind for case in here} == set(KINDS) - {"direct_non_causal"}
         for name, fields in FEATURES.items():
             assert any(has(case, fields) for case in here), (shape, name)
+
+
+PATHS: dict[str, Callable[[int, int], bool]] = {
+    "decode": lambda new, tokens: new == 1,
+    "verification": lambda new, tokens: 1 < new <= 4 < tokens,
+    "extend": lambda new, tokens: 16 < new < tokens,
+    "prompt": lambda new, tokens: 16 < new == tokens,
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_plain_decoder_has_each_two_features_on_each_path(path: str) -> None:
+    features = {name: fields for name, fields in FEATURES.items() if name not in ("non_causal", "direct")}
+    features |= {"fp8": {"kv_cache_dtype": "fp8"}, "half": {"dtype": "bfloat16"}}
+    here = [
+        case
+        for case in cases(Level.SMOKE)
+        if case.kind == "decoder"
+        and any(
+            PATHS[path](new, tokens)
+            for new, tokens in zip(*lengths(case.shape, case.spec, case.block_size), strict=True)
+        )
+    ]
+    for one, other in itertools.combinations(features, 2):
+        fields = {**features[one], **features[other]}
+        if {one, other} != {"window", "chunk"} and "scale" not in (one, other):
+            assert any(has(case, fields) for case in here), (one, other)
 
 
 @functools.cache
@@ -196,6 +225,19 @@ def test_a_narrowed_case_is_causal_in_its_batch_alone() -> None:
     assert made("mixed", spec, narrowed=True).common.causal
     assert not made("mixed", spec).common.causal
     assert Case(spec, "mixed", 16, "NHD", narrowed=True).kind == "narrowed"
+
+
+def test_wide_numbers_overflow_float16_and_leave_the_logits_as_they_are() -> None:
+    plain, wide = made("mixed", SPEC), made("mixed", SPEC, numbers=Numbers.WIDE)
+    for name in ("queries", "values"):
+        assert all(part.abs().max() > 65504 for part in getattr(wide, name))
+    assert torch.equal(plain.oracle().output * 2.0**20, wide.oracle().output)
+
+
+def test_wide_numbers_are_for_dtypes_that_hold_them() -> None:
+    wide = [case.spec for case in cases(Level.SMOKE) if case.numbers is Numbers.WIDE]
+    assert {spec.dtype for spec in wide} == {"float32", "bfloat16"}
+    assert {spec.resolved_kv_cache_dtype for spec in wide} == {"float32", "bfloat16"}
 
 
 def test_scales_of_fp8_differ_from_one_and_from_each_other() -> None:

@@ -160,10 +160,19 @@ def test_an_lse_is_judged_absolutely_and_relatively_where_it_is_large() -> None:
         assert_lse_close(torch.tensor([[0.002]]), torch.tensor([[0.0]]), 1e-3)
 
 
-@pytest.mark.parametrize("pair", [(-math.inf, 0.0), (0.0, -math.inf), (math.inf, -math.inf), (math.nan, 0.0)])
-def test_minus_infinity_equals_only_itself(pair: tuple[float, float]) -> None:
+@pytest.mark.parametrize(
+    ("pair", "says"),
+    [
+        ((-math.inf, 0.0), "1 rows have -inf, though they see keys or a sink"),
+        ((0.0, -math.inf), "1 rows that see nothing have 0, not -inf"),
+        ((math.inf, -math.inf), "1 rows that see nothing have inf, not -inf"),
+        ((math.nan, -math.inf), "1 rows that see nothing have nan, not -inf"),
+        ((math.nan, 0.0), "error nan"),
+    ],
+)
+def test_minus_infinity_equals_only_itself(pair: tuple[float, float], says: str) -> None:
     found, expected = (torch.tensor([[number]]) for number in pair)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=says):
         assert_lse_close(found, expected, 1e-3)
     assert_lse_close(torch.tensor([[-math.inf]]), torch.tensor([[-math.inf]]), 1e-3)
 

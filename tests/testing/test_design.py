@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from attnplug.testing.design.compiling import most_adding
-from attnplug.testing.design.packing import packed_rows, served_pairs
+from attnplug.testing.design.packing import crossed_rows, packed_rows, served_pairs
 from attnplug.testing.design.search import Row, Search
 
 AXES = {"a": [0, 1, 2], "b": ["x", "y"], "c": [None, False, True], "d": [0, 1], "e": list("klmn")}
@@ -94,6 +94,33 @@ def test_each_row_is_asked_once() -> None:
 def test_pairs_take_far_fewer_rows_than_there_are() -> None:
     least = max(len(one) * len(other) for one, other in itertools.combinations(AXES.values(), 2))
     assert least <= len(packed(any_row)) <= 1.5 * least < math.prod(map(len, AXES.values()))
+
+
+@pytest.mark.parametrize("serves", [any_row, picky, not_plain])
+@pytest.mark.parametrize("count", [2, 3])
+def test_values_are_crossed_where_they_are_served_with_plain_ones(
+    serves: Callable[[Row], bool], count: int
+) -> None:
+    search = Picking(serves)
+    axes = {"a": [0, 2], "b": ["x", "y"], "c": [None, True], "d": [0, 1]}
+    rows = crossed_rows(search, axes, count)
+    assert all(map(serves, rows))
+    wanted = {
+        frozenset(some)
+        for names in itertools.combinations(axes, count)
+        for some in itertools.product(*([(name, value) for value in axes[name]] for name in names))
+        if serves({**search.base, **dict(some)})
+    }
+    assert wanted
+    found = {frozenset(some) for row in rows for some in itertools.combinations(row.items(), count)}
+    assert wanted <= found
+    assert {row["e"] for row in rows} == {search.base["e"]}
+    assert crossed_rows(search, axes, count) == rows
+
+
+def test_crossed_values_need_not_be_of_the_search() -> None:
+    rows = crossed_rows(Picking(any_row), {"a": [0, 7], "d": [0, 1]}, 2)
+    assert {(row["a"], row["d"]) for row in rows} == {(0, 0), (0, 1), (7, 0), (7, 1)}
 
 
 def test_the_same_seed_gives_the_same_rows_and_another_gives_others() -> None:

@@ -8,6 +8,7 @@ import functools
 
 import pytest
 from wrong_accidents import ACCIDENTS, Accident
+from wrong_crossings import WRONG_CROSSINGS
 from wrong_sizes import WRONG_SIZES
 
 from attnplug.backends.torch_native import TorchBackend
@@ -34,7 +35,9 @@ def bound(check: Check, accident: Accident) -> functools.partial[None]:
     return functools.partial(run.func, *given, **run.keywords)
 
 
-@pytest.mark.parametrize("accident", [*ACCIDENTS, *WRONG_SIZES], ids=lambda accident: accident.name)
+@pytest.mark.parametrize(
+    "accident", [*ACCIDENTS, *WRONG_SIZES, *WRONG_CROSSINGS], ids=lambda accident: accident.name
+)
 def test_accidents_are_caught_in_words(accident: Accident) -> None:
     checks = checks_of_torch()
     ids = fnmatch.filter(checks, accident.check)

@@ -10,6 +10,7 @@ from capturable import Capturable
 from catching import Wrong, failures, variant
 from catching import wrong as wrong_backend
 from wrong_builders import WRONG
+from wrong_edges import OwnerOfBlock
 from wrong_spans import KeepsSpans
 
 from attnplug.backends.torch_native import TorchBackend
@@ -17,7 +18,7 @@ from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.core import AttentionBackend, Device, Feature
 from attnplug.core.errors import BatchError
 from attnplug.testing.conformance import builder_inputs, builders, merging, runtimes, shared_prefix, sharing
-from attnplug.testing.conformance.check import Check, CheckSkipped
+from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.target import Target
 
 GROUPS = tuple(
@@ -54,6 +55,15 @@ def test_a_wrong_backend_is_caught_by_its_check_and_named(wrong: Wrong) -> None:
     found = failures(wrong.backend, every(wrong.check))
     assert found
     assert [str(problem) for problem in found.values() if wrong.says not in str(problem)] == []
+
+
+def test_a_wrong_step_is_not_said_to_leave_out_a_prefix_that_it_was_not_given() -> None:
+    (problem,) = failures(
+        variant("OWNER", builder=OwnerOfBlock), every("builder/common-prefix-full")
+    ).values()
+    assert isinstance(problem, ConformanceError)
+    assert "build(common_prefix_len=0) of 4 requests" in str(problem)
+    assert problem.named == "causal aligned at the start"
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, Capturable], ids=lambda backend: backend.get_name())

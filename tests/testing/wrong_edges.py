@@ -260,9 +260,7 @@ WRONG_EDGES = [
         "a later step of a cross layer without keys",
         impl=FirstEncoder,
     ),
-    wrong(
-        "owner_of_block", "builder/common-prefix-full", "build(common_prefix_len=16)", builder=OwnerOfBlock
-    ),
+    wrong("owner_of_block", "builder/common-prefix-full", "build(common_prefix_len=0)", builder=OwnerOfBlock),
     wrong(
         "forgets_slots_of_idle",
         "batch/idle-decode",

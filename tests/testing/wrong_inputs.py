@@ -353,7 +353,7 @@ WRONG_INPUTS = (
     _wrong("wraps-long-positions", WrapsLongPositions, "long-prompt-h4x2-d64-float32-b16-NHD"),
     _wrong("writes-1024-rows", WritesRows, "many-rows-h4x2-d64-float32-b16-NHD"),
     _wrong("serves-32-requests", ServesFewRequests, "many-requests-h4x2-d64-float32-b16-NHD"),
-    _wrong("aligns-pairs-at-the-last", AlignsPairsAtTheLast, "draft-h2x2-d128-float32-direct*"),
+    _wrong("aligns-pairs-at-the-last", AlignsPairsAtTheLast, "draft-h4x2-d64-float32-b16-NHD"),
     _wrong("takes-scales-for-inverse", TakesScaleForInverse, _FP8),
     _wrong("rounds-scales", RoundsScales, _FP8),
     _wrong(

@@ -122,6 +122,22 @@ class LastChunkDropped(Chunks):
     kept = slice(-1)
 
 
+class ChunkOfHalfDropped(LastChunkDropped):
+    """Stops before the last of several chunks in half precision."""
+
+    def forward_mha(self, q: Any, *given: Any, **more: Any) -> None:
+        self.kept = slice(None) if q.dtype == torch.float32 else slice(-1)
+        super().forward_mha(q, *given, **more)
+
+
+class ManyHeadsOfFp8(Decode):
+    """Over fp8, heads past the 32nd have the 32nd's answer."""
+
+    def after(self, kv_cache: Any, metadata: Any, output: Any, output_lse: Any) -> None:
+        if kv_cache.dtype.itemsize == 1:
+            output[:, 32:] = output[:, 31:32]
+
+
 class Unmasked(Decode):
     """Shows all tokens of a request to each of its queries."""
 
@@ -172,6 +188,8 @@ WRONG_LATENTS = [
     _wrong("dense", "correct/latent-decode-*apart*", "", Dense),
     _wrong("first_chunk_dropped", _CHUNKED, "chunk 1 of", FirstChunkDropped),
     _wrong("last_chunk_dropped", _CHUNKED, "of the computed tokens left out of a prefill", LastChunkDropped),
+    _wrong("chunk_of_half_dropped", "correct/latent-context-*-bfloat16-*rows*", "", ChunkOfHalfDropped),
+    _wrong("many_heads_of_fp8", "correct/latent-ordered-h64-*-fp8-*", "heads 32-63 of 64", ManyHeadsOfFp8),
     _wrong("unmasked", "correct/latent-uniform-*", "causal mask ignored", Unmasked),
     _wrong(
         "unscaled_rotated", "correct/latent-decode-*fp8*", "k_scale left out for the rotated", UnscaledRotated

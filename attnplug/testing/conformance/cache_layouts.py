@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -21,7 +23,7 @@ from attnplug.testing.conformance.check import (
 from attnplug.testing.conformance.expectations import expect_correct
 from attnplug.testing.conformance.guarded_cache import cache_of, pages_of, slots_of
 from attnplug.testing.conformance.harness import Harness, raw_bytes
-from attnplug.testing.conformance.steps import decodes, mixed, paged_scenarios
+from attnplug.testing.conformance.steps import decodes, mixed, of_each_storage, paged_scenarios
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import stored_values
 
@@ -39,8 +41,8 @@ def checks(target: Target) -> Iterator[Check]:
         yield Check.of(f"cache/block-size-{size}", summary, _check_block_size, target, size)
 
 
-def _batch(target: Target, scenario: str, layout: str) -> Batch:
-    spec = target.paged_spec()
+def _batch(target: Target, scenario: str, layout: str, **fields: Any) -> Batch:
+    spec = target.paged_spec(**fields)
     lengths = (decodes if scenario == "decode" else mixed)(target.block_size(spec))
     return target.batch(spec, *lengths, padding=3, layout=layout)
 
@@ -48,7 +50,7 @@ def _batch(target: Target, scenario: str, layout: str) -> Batch:
 def _check_layout(target: Target, layout: str, scenario: str) -> None:
     batch = _batch(target, scenario, layout)
     try:
-        _run(target, batch, f"with the layout {layout}")
+        expect_stored_and_right(target, batch, f"with the layout {layout}")
     except ConformanceError as problem:
         raise ConformanceError(f"{problem}{_where_right(target, layout, scenario)}") from None
 
@@ -59,7 +61,7 @@ def _where_right(target: Target, layout: str, scenario: str) -> str:
     for other in target.backend.supported_kv_cache_layouts():
         if other != layout:
             try:
-                _run(target, _batch(target, scenario, other), "")
+                expect_stored_and_right(target, _batch(target, scenario, other), "")
             except ConformanceError:
                 continue
             right.append(other)
@@ -68,18 +70,25 @@ def _where_right(target: Target, layout: str, scenario: str) -> str:
 
 
 def _check_strided(target: Target, layout: str, scenario: str) -> None:
-    batch = _batch(target, scenario, layout)
+    _expect_strided(target, _batch(target, scenario, layout), layout)
+    for fields in of_each_storage(target)[1:]:
+        with contextlib.suppress(CheckSkipped):
+            _expect_strided(target, _batch(target, scenario, layout, **fields), layout)
+
+
+def _expect_strided(target: Target, batch: Batch, layout: str) -> None:
     layers = _among_layers(target, batch, layout)
     among = dataclasses.replace(batch, kv_cache=layers[1])
-    what = f"with a cache of strides {layers[1].stride()}, one of {_LAYERS} layers whose pages of a block lie together"
+    stored = layers[1].dtype
+    what = f"with a cache of {stored} and strides {layers[1].stride()}, one of {_LAYERS} layers whose pages of a block lie together"
     try:
-        _run(target, among, what)
+        expect_stored_and_right(target, among, what)
     except ConformanceError as problem:
         if isinstance(problem.__cause__, LayoutError):
             raise CheckSkipped(f"such strides are refused: {problem.__cause__}", SkipKind.ALLOWED) from None
         raise
     for other in (0, 2):
-        if not bool(layers[other].isnan().all()):
+        if not bool(layers[other].float().isnan().all()):
             raise ConformanceError(f"{what} another layer's pages were written")
 
 
@@ -88,13 +97,13 @@ def _among_layers(target: Target, batch: Batch, layout: str) -> torch.Tensor:
     cache = cache_of(batch)
     order = target.backend.get_kv_cache_stride_order(True, layout=layout, spec=batch.spec)
     shape = (_LAYERS, *cache.shape)
-    physical = torch.full([shape[dim] for dim in order], torch.nan, dtype=cache.dtype, device=cache.device)
+    physical = torch.full([shape[dim] for dim in order], torch.nan, device=cache.device).to(cache.dtype)
     layers = physical.permute([order.index(dim) for dim in range(len(order))])
     layers[1].copy_(cache)
     return layers
 
 
-def _run(target: Target, batch: Batch, what: str) -> None:
+def expect_stored_and_right(target: Target, batch: Batch, what: str) -> None:
     """Raise ConformanceError unless the answer is right and the cache has the new keys and values."""
     found = Harness.of(target, batch).forward(batch, what=what)
     expect_correct(batch, found, what)
@@ -114,7 +123,9 @@ def _run(target: Target, batch: Batch, what: str) -> None:
 def _check_block_size(target: Target, size: int) -> None:
     spec = target.paged_spec(block_size=size)
     for lengths in (decodes(size), mixed(size)):
-        _run(target, target.batch(spec, *lengths, padding=3), f"with pages of {size} tokens")
+        expect_stored_and_right(
+            target, target.batch(spec, *lengths, padding=3), f"with pages of {size} tokens"
+        )
 
 
 _CHECKS: CheckTable = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +23,7 @@ from attnplug.testing.conformance.check import (
 from attnplug.testing.conformance.expectations import expect_correct, wrong_answer
 from attnplug.testing.conformance.guarded_cache import GuardedCache, pages_of, slots_of
 from attnplug.testing.conformance.harness import Harness, make_impl
-from attnplug.testing.conformance.steps import paged_scenarios, scenario_factory
+from attnplug.testing.conformance.steps import of_each_storage, paged_scenarios, scenario_factory
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import FP8_SCALES
 from attnplug.testing.oracle import stored_values
@@ -90,7 +91,13 @@ def _check_attend_reads(target: Target, scenario: str) -> None:
 
 
 def _check_negative(target: Target) -> None:
-    guarded = GuardedCache.of(target.backend, scenario_factory(target, "mixed")())
+    for fields in of_each_storage(target):
+        with contextlib.suppress(CheckSkipped) if fields else contextlib.nullcontext():
+            _expect_negative(target, **fields)
+
+
+def _expect_negative(target: Target, **fields: Any) -> None:
+    guarded = GuardedCache.of(target.backend, scenario_factory(target, "mixed", **fields)())
     batch = guarded.batch
     slots = batch.common.slot_mapping
     slots[0] = slots[3:6] = slots[batch.common.num_actual_tokens - 1] = -1

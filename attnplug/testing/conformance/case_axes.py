@@ -51,6 +51,8 @@ HEADS = (
     (6, 1),
     (12, 1),
     (18, 2),
+    (32, 32),
+    (48, 1),
 )
 _OWN_AXES = {"mla", "head_size_v", "kv_cache_dtype", "causal", "direct_kv", "attn_type"}
 """Fields that ask for a feature and have no axis of their name: `values`, the storage types and KINDS try them."""

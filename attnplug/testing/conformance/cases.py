@@ -20,6 +20,8 @@ from attnplug.testing.drawn_values import FP8_SCALES, Numbers
 
 _OF_BATCH = {"shape", "layout", "numbers"}
 """Axes of batches alone: layers differ in all others."""
+_OF_LAYERS = (Numbers.FAR, Numbers.WIDE)
+"""Numbers that some layers do not hold."""
 _NO_FIELDS = _OF_BATCH | {"kind", "heads", "values"}
 """Axes whose name is no field of a layer."""
 
@@ -113,7 +115,7 @@ class CaseSearch(Search):
     def ask(self, row: Row) -> Sequence[Any]:
         """The backend's reasons against the layer, or the error if no layer has the values."""
         # Rows that differ in their batch alone have one layer.
-        key = (*[row[name] for name in self._asked], row["numbers"] is Numbers.FAR)
+        key = (*[row[name] for name in self._asked], row["numbers"] in _OF_LAYERS and row["numbers"])
         if key not in self._of_rows:
             try:
                 self._of_rows[key] = self._reasons(self._layer(row))
@@ -153,6 +155,12 @@ class CaseSearch(Search):
             raise SpecError("window", row["window"], "limits nothing in a causal layer")
         if spec.mla and not spec.mla.qk_rope_head_dim and Numbers(row["numbers"]) is Numbers.FAR:
             raise SpecError("numbers", Numbers.FAR, "are of an element that W_UK leaves as it is")
+        if row["numbers"] == Numbers.WIDE and (
+            spec.mla or not {spec.dtype, spec.resolved_kv_cache_dtype} <= {"bfloat16", "float32"}
+        ):
+            raise SpecError(
+                "numbers", Numbers.WIDE, f"are not held by {spec.dtype} and {spec.kv_cache_dtype}"
+            )
         if row["mm_prefix"] and row["kind"] == "cross":
             raise SpecError("mm_prefix", True, "is for layers whose keys are their own tokens")
         if row["kind"] in ("encoder", "encoder_half") and self._target.phase is Phase.DECODE:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+import types
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from attnplug.core.composite import CompositeBackend
+from attnplug.core.features import Feature
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.sparse import SparseSpec
 from attnplug.testing.conformance.case_axes import HEADS, samples_of
@@ -15,16 +17,19 @@ from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.shapes import LONG, far_blocks
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.compiling import compile_key, most_adding
-from attnplug.testing.design.packing import packed_rows, served_pairs
+from attnplug.testing.design.packing import crossed_rows, packed_rows, served_pairs
 from attnplug.testing.design.search import Row, Search
 from attnplug.testing.drawn_values import Numbers
 from attnplug.testing.oracle import COMPUTED
 
-_LARGEST_HEAD = 512
-"""A head size of models that few kernels serve."""
+_HEADS_OF_FEW = (512, 40, 160)
+"""Head sizes of models that few kernels serve."""
+_LARGE_PAGE = 544
+"""Tokens of a page of models whose other layers have a state, which is as large as a page."""
 _MOST_BYTES = 1 << 29
 """Of a cache: a larger one takes seconds to fill."""
 _TOGETHER: tuple[dict[str, Any], ...] = (
+    {"shape": "draft"},
     {"shape": "idle", "needs_lse": True},
     {"shape": "alike", "needs_lse": True},
     {"has_sinks": True, "needs_lse": True},
@@ -52,6 +57,11 @@ _TOGETHER: tuple[dict[str, Any], ...] = (
     {"numbers": Numbers.FAR, "has_sinks": True, "needs_lse": True},
     {"numbers": Numbers.SHARP, "has_sinks": True, "needs_lse": True},
     {"shape": "decode", "numbers": Numbers.FAR, "has_sinks": True},
+    {"shape": "speculative", "numbers": Numbers.FAR, "dtype": "bfloat16"},
+    {"shape": "mixed", "numbers": Numbers.FAR, "dtype": "bfloat16"},
+    {"shape": "mixed", "numbers": Numbers.SHARP, "dtype": "bfloat16"},
+    {"shape": "decode", "numbers": Numbers.WIDE, "dtype": "bfloat16"},
+    {"shape": "mixed", "numbers": Numbers.WIDE, "dtype": "bfloat16"},
 )
 """Values whose order or scale a convention fixes, tried with plain values of all other axes."""
 _LONG_WITH: tuple[dict[str, Any], ...] = (
@@ -67,11 +77,17 @@ _LONG_WITH: tuple[dict[str, Any], ...] = (
     {"shape": "long-decode", "heads": (14, 2)},
     {"shape": "long-decode", "sparse": SparseSpec("token_topk", 1024)},
     {"shape": "long-decode", "kind": "direct"},
+    {"shape": "long-decode", "kind": "cross"},
+    {"shape": "long-decode", "dtype": "bfloat16"},
+    {"shape": "long-decode", "dtype": "float16", "has_alibi": True},
+    {"shape": "far-decode", "window": (149, 0)},
     {"shape": "long-decode", "numbers": Numbers.SHARP},
     {"shape": "long-extend", "window": (1030, 0)},
     {"shape": "long-extend", "needs_lse": True},
     {"shape": "long-prompt", "window": (149, 0)},
+    {"shape": "long-extend", "kind": "non_causal"},
     {"shape": "long-prompt", "kind": "direct"},
+    {"shape": "long-prompt", "kind": "encoder"},
     {"shape": "long-prompt", "numbers": Numbers.SHARP},
     {"shape": "many-requests", "kind": "encoder"},
     {"shape": "many-requests", "kind": "cross"},
@@ -79,6 +95,17 @@ _LONG_WITH: tuple[dict[str, Any], ...] = (
 )
 """Paths that kernels take for long contexts or many requests only: decodes that split their keys, prompts of several
 tiles, windows and chunks that 8 bits do not hold."""
+_CROSSED_SHAPES = ("mixed", "decode", "speculative")
+_CROSSED_KINDS = ("non_causal", "direct", "encoder", "cross")
+_CROSSED_LONG = ("long-decode", "long-extend", "long-prompt")
+_LONG_LIMITS: dict[str, Any] = {
+    "window": (149, 0),
+    "chunk_size": 129,
+    "sparse": SparseSpec("token_topk", 1024),
+}
+"""Values that leave many keys of a long context."""
+_NOT_CROSSED = {"shape", "kind", "numbers", "head_size", "block_size", "scale"}
+"""Axes that are left out of triples, because kernels seldom have a path of their own for a pair with one of them."""
 _MAX_COMPILE_KEYS = {Level.SMOKE: 6, Level.FULL: 24}
 
 
@@ -104,10 +131,20 @@ def designed_cases(target: Target) -> list[Case]:
     # Decodes alone, since kernels of steps without prefills differ.
     for shape in shapes[:2]:
         alone += [{"shape": shape, axis: value} for axis, value in _further(target, search)]
+        alone += _blocks_over_pages(target, search, shape)
     alone += [{"shape": shapes[0], **fields} for fields in _TOGETHER]
     alone += _long_rows(search, few)
     rows = [row for fixed in alone if (row := search.complete(fixed)) and not search.reasons(row)]
+    rows += crossed_rows(search, _crossed(search, _CROSSED_SHAPES), 3)
+    rows += crossed_rows(search, _crossed(search, _CROSSED_LONG, _LONG_LIMITS), 2)
+    for kind in search.axes["kind"][1:]:
+        if kind in _CROSSED_KINDS:
+            both = {axis: values[:2] for axis, values in _crossed(search, ()).items()}
+            rows += crossed_rows(search, both, 2, {"kind": kind, "shape": shapes[0]})
     served = served_pairs(search)
+    if few:
+        had = {pair for row in rows for pair in itertools.combinations(row.items(), 2)}
+        served = {pair: row for pair, row in served.items() if pair not in had}
     for seed in range(1 if few else 3):
         rows += packed_rows(search, served, seed=seed)
     cases: dict[str, tuple[Case, Row]] = {}
@@ -118,16 +155,41 @@ def designed_cases(target: Target) -> list[Case]:
     return _within_keys(target, list(cases.values()))
 
 
+def _crossed(
+    search: Search, shapes: Sequence[str], chosen: Mapping[str, Any] = types.MappingProxyType({})
+) -> dict[str, list[Any]]:
+    """Axes to cross: the known `shapes`, all dtypes, and of other axes the plainest value and the `chosen` or next one."""
+    known = [shape for shape in shapes if shape in {*search.axes["shape"], *LONG}]
+    crossed: dict[str, list[Any]] = {"shape": known} if known else {}
+    for axis, values in search.axes.items():
+        others = [value for value in values if value != search.base[axis]]
+        if axis == "kv_cache_dtype":
+            others = [name for name in others if name.startswith("fp8")]
+        if others and axis not in _NOT_CROSSED:
+            more = others if axis == "dtype" else [chosen.get(axis, others[0])]
+            crossed[axis] = [search.base[axis], *more]
+    return crossed
+
+
 def _further(target: Target, search: Search) -> list[tuple[str, Any]]:
-    """Numbers of heads, a head size and values of features that no pair has at the smoke level: each is tried alone."""
+    """Numbers of heads, head sizes and values of features that no pair has at the smoke level: each is tried alone."""
     samples = {flag.ask.field: samples_of(target, flag) for flag in target.backend.features & COMPUTED}
-    every = {"heads": (*HEADS, (1, 1)), "head_size": (_LARGEST_HEAD,), **samples}
+    every = {"heads": (*HEADS, (1, 1)), "head_size": _HEADS_OF_FEW, **samples}
     return [
         (axis, value)
         for axis, tried in search.axes.items()
         for value in every.get(axis, ())
         if value not in tried
     ]
+
+
+def _blocks_over_pages(target: Target, search: Search, shape: str) -> list[dict[str, Any]]:
+    """Layers that choose blocks, over pages of each size: pages as large as the blocks hide which one is counted."""
+    if Feature.SPARSE not in target.backend.features:
+        return []
+    chosen = [sample for sample in samples_of(target, Feature.SPARSE) if sample.block > 1]
+    sizes = search.axes["block_size"][1:]
+    return [{"shape": shape, "sparse": sample, "block_size": size} for sample in chosen for size in sizes]
 
 
 def _long_rows(search: Search, few: bool) -> list[dict[str, Any]]:
@@ -137,6 +199,7 @@ def _long_rows(search: Search, few: bool) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [far if shape == "far-blocks" else {"shape": shape} for shape in LONG]
     # A request of thousands of pages: kernels may copy a part of its table.
     found += [*_LONG_WITH, {"shape": "long-decode", "block_size": least}]
+    found += [{"shape": shape, "block_size": _LARGE_PAGE} for shape in ("long-decode", "long-extend")]
     if not few:
         found += [
             {"shape": shape, axis: value}

@@ -25,7 +25,7 @@ from attnplug.testing.conformance.check import (
 )
 from attnplug.testing.conformance.expectations import expect_correct
 from attnplug.testing.conformance.harness import Harness, blank_answer, make_impl, raw_bytes
-from attnplug.testing.conformance.steps import scenario_factory, scenarios
+from attnplug.testing.conformance.steps import of_each_storage, scenario_factory, scenarios
 from attnplug.testing.conformance.target import Target
 
 _LEARNED = {Feature.SINKS: ("sinks", "has_sinks"), Feature.ALIBI: ("alibi_slopes", "has_alibi")}
@@ -110,13 +110,20 @@ def _padded(batch: Batch, more: int) -> Batch:
 
 
 def _check_strided(target: Target, scenario: str) -> None:
+    _expect_views(target, scenario)
+    for fields in of_each_storage(target)[1:]:
+        with contextlib.suppress(CheckSkipped):
+            _expect_views(target, scenario, **fields)
+
+
+def _expect_views(target: Target, scenario: str, **fields: Any) -> None:
     for name, view in (
         ("of one packed projection", _packed),
         ("of wider tensors", lambda *tensors: tuple(map(_sliced, tensors))),
         ("with the heads outside", lambda *tensors: tuple(map(_heads_outside, tensors))),
         ("of unlike strides", lambda query, key, value: (query, _sliced(key), value)),
     ):
-        batch = scenario_factory(target, scenario)()
+        batch = scenario_factory(target, scenario, **fields)()
         query, key, value = view(batch.query, batch.key, batch.value)
         batch = dataclasses.replace(batch, query=query, key=key, value=value)
         before = {name: raw_bytes(tensor) for name, tensor in _inputs(batch).items()}

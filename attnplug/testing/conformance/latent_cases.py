@@ -140,6 +140,12 @@ def latent_cases(target: Target) -> list[LatentCase]:
     rows += [{"chunk_rows": chunk, "shape": shape} for chunk in chunks for shape in both if shape != "decode"]
     rows += [{"scale": 0.15, "needs_lse": True}, {"joint": True}, {"joint": True, "shape": both[-1]}]
     rows += [{"apart": True, "shape": shape} for shape in both]
+    # Models are served in half precision, also over latents of 8 bits.
+    for stored in ("auto", *[name for name in target.kv_cache_dtypes if name.startswith("fp8")][:1]):
+        served: dict[str, Any] = {"dtype": target.dtypes[-1], "kv_cache_dtype": stored}
+        rows += [{**served, "shape": shape, "needs_lse": True, "chunk_rows": chunks[-1]} for shape in shapes]
+        rows += [{**served, "pair": pair} for pair in pairs]
+        rows += [{**served, "num_heads": heads} for heads in _HEADS[-2:]]
     if not few:
         heads = itertools.product(pairs, _HEADS[:5], target.dtypes)
         rows += [{"pair": pair, "num_heads": count, "dtype": dtype} for pair, count, dtype in heads]

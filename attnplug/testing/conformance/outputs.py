@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
@@ -21,7 +22,14 @@ from attnplug.testing.conformance.check import (
 )
 from attnplug.testing.conformance.expectations import expect_correct
 from attnplug.testing.conformance.harness import Answer, Harness, blank_answer, raw_bytes
-from attnplug.testing.conformance.steps import plain_scenario, scenario_factory, scenarios
+from attnplug.testing.conformance.steps import (
+    BatchFactory,
+    of_each_storage,
+    plain_scenario,
+    scenario_factory,
+    scenarios,
+    step_factory,
+)
 from attnplug.testing.conformance.target import Target
 
 _REFUSALS = (AttnplugError, TypeError, ValueError, NotImplementedError)
@@ -97,7 +105,12 @@ def _with_fewer_keys(target: Target, **fields: bool) -> Batch:
 
 
 def _check_returned(target: Target, scenario: str) -> None:
-    make = scenario_factory(target, scenario)
+    for dtype in target.dtypes:
+        with contextlib.suppress(CheckSkipped) if dtype != target.dtypes[0] else contextlib.nullcontext():
+            _expect_returned(scenario_factory(target, scenario, dtype=dtype), target)
+
+
+def _expect_returned(make: BatchFactory, target: Target) -> None:
     batch = make()
     into = blank_answer(batch)
     returned = _forward(Harness.of(target, batch), batch, into.output, into.lse)
@@ -140,7 +153,18 @@ def _words(found: object) -> str:
 
 
 def _check_deterministic(target: Target, scenario: str) -> None:
-    make = scenario_factory(target, scenario)
+    _expect_deterministic(target, scenario_factory(target, scenario))
+
+
+def _check_deterministic_long(target: Target) -> None:
+    # Kernels that split long contexts may add the parts in any order.
+    for fields in of_each_storage(target):
+        with contextlib.suppress(CheckSkipped) if fields else contextlib.nullcontext():
+            spec = target.paged_spec(**fields)
+            _expect_deterministic(target, step_factory(target, spec, ([1, 5], [1100, 600])))
+
+
+def _expect_deterministic(target: Target, make: BatchFactory) -> None:
     batch = make()
     harness = Harness.of(target, batch)
     first = harness.forward(batch)
@@ -220,5 +244,6 @@ _CHECKS: CheckTable = {
 }
 _ONCE: CheckTable = {
     "lse-undeclared": (_check_lse_undeclared, "forward refuses an output_lse that the layer did not declare"),
+    "deterministic-long": (_check_deterministic_long, "so do the same inputs with long contexts"),
     "output-scale": (_check_output_scale, "forward refuses output scales that it cannot apply"),
 }

@@ -33,67 +33,82 @@ _LAYERS: dict[str, tuple[Feature, dict[str, Any]]] = {
     "lse": (Feature.LSE, {"needs_lse": True}),
     "lse-sinks": (Feature.LSE | Feature.SINKS, {"needs_lse": True, "has_sinks": True}),
     "fp8": (Feature.FP8_KV, {"kv_cache_dtype": "fp8"}),
+    "one-kv-head": (Feature(0), {"num_heads": 4, "num_kv_heads": 1}),
     "sparse": (Feature.SPARSE, {"sparse": SparseSpec("token_topk", 24)}),
 }
 """Layers whose queries all see the prefix: no window or chunk ends within the steps."""
+_TOGETHER = ("cap", "slopes", "lse-sinks", "fp8")
+"""Those that one layer has at once."""
 
 
 def checks(target: Target) -> Iterator[Check]:
     """The check of a shared prefix, for each of these layers that the backend declares."""
+    summary = "a prefix that all requests share changes no number, and use_cascade_attention answers"
+    features = target.backend.features
     for name, (needed, fields) in _LAYERS.items():
-        if needed in target.backend.features:
-            summary = "a prefix that all requests share changes no number, and use_cascade_attention answers"
+        if needed in features:
             yield Check.of(f"builder/common-prefix-{name}", summary, _check_prefix, target, **fields)
+    own = [fields for name, (needed, fields) in _LAYERS.items() if name in _TOGETHER and needed in features]
+    together = {field: value for fields in own for field, value in fields.items()}
+    yield Check.of("builder/common-prefix-together", summary, _check_prefix, target, **together)
+    for dtype in target.dtypes[1:]:
+        yield Check.of(f"builder/common-prefix-{dtype}", summary, _check_prefix, target, dtype=dtype)
+    for layout in target.backend.supported_kv_cache_layouts()[1:]:
+        yield Check.of(f"builder/common-prefix-{layout}", summary, _check_prefix, target, layout)
+    for size in target.block_sizes[1:2]:
+        yield Check.of(f"builder/common-prefix-b{size}", summary, _check_prefix, target, block_size=size)
 
 
-def _check_prefix(target: Target, **fields: Any) -> None:
+def _check_prefix(target: Target, layout: str | None = None, **fields: Any) -> None:
     spec, size = layer_without_limits(target, **fields)
+    options: dict[str, Any] = _scales(spec) | ({} if layout is None else {"layout": layout})
     long = -(-_LONG // size) * size
-    for new, context in (
+    steps = (
         ([1, 1, 1, 1], [2 * size, 2 * size + 3, 3 * size, 4 * size + 1]),
         ([1, 1, 5, size + 3], [2 * size, 2 * size + 3, 3 * size, 4 * size + 1]),
         ([1, 3], [2 * size, 2 * size + 3]),
+        ([3, 3, 20], [2 * size, 2 * size, 3 * size]),
         # Libraries attend a prefix once only where it is long and shared by many requests.
         ([1, 2, *[1] * 7], [long + 3 * more for more in range(9)]),
-    ):
+    )
+    for new, context in steps:
         lens, lengths = of_phase(target.phase, new, [a + b for a, b in zip(context, new, strict=True)])
         # A one-phase backend may have got longer queries, so fewer computed tokens.
         blocks = min(length - count for count, length in zip(lens, lengths, strict=True)) // size
-
-        def make(lens: list[int] = lens, lengths: list[int] = lengths, blocks: int = blocks) -> Batch:
-            return share_prefix(target.batch(spec, lens, lengths, padding=3, **_scales(spec)), blocks, size)
-
+        make = functools.partial(target.batch, spec, lens, lengths, padding=3, **options)
         # Builders must also take fewer blocks than the requests share.
         prefixes = sorted({size, blocks // 2 * size, (blocks - 1) * size, blocks * size} - {0})
-        harnesses = [_check_shared(target, make, shared, size) for shared in prefixes]
-        _check_after(target, spec, harnesses[-1], lens, lengths)
+        if new is steps[0][0]:
+            # Pages may be shared though no prefix is given.
+            prefixes.insert(0, 0)
+        expected = share_prefix(make(), blocks, size)
+        for shared in prefixes:
+            harness = _check_shared(target, share_prefix(make(), blocks, size), expected, shared, size)
+        _check_after(target, make, harness)
 
 
-def _check_shared(target: Target, make: BatchFactory, shared: int, size: int) -> Harness:
-    """One step with `shared` tokens in common; gives the layer that ran it."""
-    batch = make()
+def _check_shared(target: Target, batch: Batch, expected: Batch, shared: int, size: int) -> Harness:
+    """One step with `shared` tokens in common, whose answer is that of `expected`; gives the layer that ran it."""
     harness = Harness.of(target, batch)
-    _ask(harness, batch, shared)
+    if shared:
+        _ask(harness, batch, shared)
     lens = np.diff(batch.common.query_start_loc_cpu.numpy()).tolist()
     what = f"build(common_prefix_len={shared}) of {len(lens)} requests with {lens} new tokens"
     with error_context(what):
         found = harness.run(batch, harness.builder.build(shared, batch.common))
-    mistakes: dict[str, StepMistake] = {
-        "the shared prefix not attended": functools.partial(_without, shared // size, shared)
-    }
-    expect_correct_step(target, make, found, what, mistakes)
+    left_out: StepMistake = functools.partial(_without, shared // size, shared)
+    # Without a prefix, leaving it out changes nothing, so any wrong answer would have that name.
+    mistakes = {"the shared prefix not attended": left_out} if shared else {}
+    expect_correct_step(target, lambda: expected, found, what, mistakes)
     return harness
 
 
-def _check_after(
-    target: Target, spec: LayerSpec, harness: Harness, lens: list[int], lengths: list[int]
-) -> None:
+def _check_after(target: Target, make: BatchFactory, harness: Harness) -> None:
     """A step without a shared prefix is right after one with it."""
-    after = functools.partial(target.batch, spec, lens, lengths, padding=3, **_scales(spec))
-    batch, what = after(), "build(common_prefix_len=0) after a step with a shared prefix"
+    batch, what = make(), "build(common_prefix_len=0) after a step with a shared prefix"
     with error_context(what):
         found = harness.run(batch, harness.builder.build(0, batch.common))
-    expect_correct_step(target, after, found, what)
+    expect_correct_step(target, make, found, what)
 
 
 def _scales(spec: LayerSpec) -> dict[str, Any]:

@@ -202,6 +202,13 @@ def scenario_steps(target: Target, scenario: str, spec: LayerSpec, seed: int = 0
     return step_factory(target, spec, lengths, seed)
 
 
+def of_each_storage(target: Target) -> list[dict[str, Any]]:
+    """Fields of layers of the first dtype, the last one and 8-bit pages, for which backends have kernels of their own."""
+    half = [{"dtype": target.dtypes[-1]}] if len(target.dtypes) > 1 else []
+    stored = [name for name in target.kv_cache_dtypes if name.startswith("fp8")]
+    return [{}, *half, *({"kv_cache_dtype": name} for name in stored[:1])]
+
+
 def with_lengths(common: CommonAttentionMetadata, lengths: torch.Tensor) -> CommonAttentionMetadata:
     """The step with other lengths, int32 `[R]` on the host; negative ones become 0."""
     host = lengths.clamp(min=0).int()

@@ -48,12 +48,12 @@ def _check_own(target: Target, **fields: Any) -> None:
     layers = {"one": fields, "another of the same spec": fields}
 
     def make(spec: LayerSpec, seed: int) -> Batch:
-        batch, tensors = (
-            _batch(target, spec, seed),
-            layer_tensors(spec, seed=seed, device=target.torch_device),
-        )
-        if tensors.alibi_slopes is not None and seed:
-            tensors = dataclasses.replace(tensors, alibi_slopes=tensors.alibi_slopes.flip(0).contiguous())
+        batch, own = _batch(target, spec, seed), layer_tensors(spec, seed=seed, device=target.torch_device)
+        slopes = own.alibi_slopes
+        if slopes is not None and seed:
+            slopes = slopes.flip(0).contiguous()
+        # The scales stay those with which the cache was filled.
+        tensors = dataclasses.replace(batch.tensors, sinks=own.sinks, alibi_slopes=slopes)
         return dataclasses.replace(batch, tensors=tensors)
 
     _expect_each(target, layers, make)

@@ -51,8 +51,10 @@ def _part(name: str, errors: torch.Tensor, bound: torch.Tensor) -> str:
     finite = errors.masked_fill(~errors.isfinite(), 0.0)
     worst = int(finite.argmax())
     times, limit = float(finite.flatten()[worst]), float(bound.flatten()[worst])
+    if times > 1:
+        return f"{name} error {times * limit:.2g}, bound {limit:.2g}"
     return (
-        f"{name} error {times * limit:.2g}, bound {limit:.2g}" if times > 1 else f"{name} is NaN or infinite"
+        f"{name} is NaN or infinite" if name == "output" else f"{name} is NaN, or infinite in the wrong rows"
     )
 
 

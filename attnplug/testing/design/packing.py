@@ -1,10 +1,11 @@
-"""Packs pairs of values into few rows."""
+"""Packs pairs of values, and triples of few values, into few rows."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from attnplug.testing.design.search import Pair, Row, Search
@@ -61,3 +62,41 @@ def _filled(
                 chosen.add((axis, value))
                 break
     return row
+
+
+def crossed_rows(
+    search: Search, axes: Mapping[str, Sequence[Any]], count: int, fixed: Mapping[str, Any] | None = None
+) -> list[Row]:
+    """Few served rows that have each `count` values of `axes` together; equal in every process.
+
+    Other axes have the `fixed` or the plainest values. Values that are refused with the plainest ones of all other axes are left out.
+    Unlike `packed_rows` it takes values that the search does not have.
+    """
+    chance = random.Random(0)  # noqa: S311 - a design, not a secret
+    fixed = fixed or {}
+    values = [[(axis, value) for value in axes[axis]] for axis in axes]
+    missing = {
+        frozenset(wanted): wanted
+        for some in itertools.combinations(values, count)
+        for wanted in itertools.product(*some)
+    }
+    rows: list[Row] = []
+    for wanted in list(missing.values()):
+        start = search.complete({**fixed, **dict(wanted)}) if frozenset(wanted) in missing else None
+        if start is None or search.reasons(start):
+            continue
+        row, chosen = start, list(wanted)
+        others = [each for each in values if each[0][0] not in dict(wanted)]
+        for of_axis in chance.sample(others, len(others)):
+            rest = list(itertools.combinations(chosen, count - 1))
+            uses = {item: sum(frozenset((*each, item)) in missing for each in rest) for item in of_axis}
+            for item in sorted(of_axis, key=lambda item: (-uses[item], chance.random())):
+                changed = search.complete({**fixed, **dict([*chosen, item])})
+                if changed is not None and not search.reasons(changed):
+                    row = changed
+                    chosen.append(item)
+                    break
+        for found in itertools.combinations(chosen, count):
+            missing.pop(frozenset(found), None)
+        rows.append(row)
+    return rows

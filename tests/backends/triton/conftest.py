@@ -20,6 +20,7 @@ _LEFT_OUT = (
         "batch/c",
     ),
     *("tensors/same-each-call", "tensors/refilled", "layers/", "context_parallel/extend"),
+    *("tensors/deterministic-long", "correct/round"),
     *("correct/crowd", "correct/far-decode", "options/decode_split=requests"),
     "declared/",
 )
