@@ -77,13 +77,14 @@ def _check_prefix(target: Target, layout: str | None = None, **fields: Any) -> N
         blocks = min(length - count for count, length in zip(lens, lengths, strict=True)) // size
         make = functools.partial(target.batch, spec, lens, lengths, padding=3, **options)
         # Builders must also take fewer blocks than the requests share.
-        prefixes = sorted({size, blocks // 2 * size, (blocks - 1) * size, blocks * size} - {0})
+        *prefixes, longest = sorted({size, blocks // 2 * size, (blocks - 1) * size, blocks * size} - {0})
         if new is steps[0][0]:
             # Pages may be shared though no prefix is given.
             prefixes.insert(0, 0)
         expected = share_prefix(make(), blocks, size)
         for shared in prefixes:
-            harness = _check_shared(target, share_prefix(make(), blocks, size), expected, shared, size)
+            _check_shared(target, share_prefix(make(), blocks, size), expected, shared, size)
+        harness = _check_shared(target, share_prefix(make(), blocks, size), expected, longest, size)
         _check_after(target, make, harness)
 
 
