@@ -111,8 +111,9 @@ def plan(
         specs = specs.layers
     check_layers(specs, "must be a mapping of layer names to LayerSpec, or a ModelSpec")
     kv_sharing = {} if kv_sharing is None else kv_sharing
-    names = kv_sharing.items() if isinstance(kv_sharing, Mapping) else [(0, 0)]
-    if not all(isinstance(name, str) for pair in names for name in pair):
+    if not isinstance(kv_sharing, Mapping) or not all(
+        isinstance(name, str) for pair in kv_sharing.items() for name in pair
+    ):
         raise LayoutError("kv_sharing", kv_sharing, "must be a mapping of layer names to layer names")
     if num_blocks is not None and memory is not None:
         raise PolicyError(

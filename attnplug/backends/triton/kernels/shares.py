@@ -73,13 +73,13 @@ def plan_shares_kernel(
     A request has a stream of tiles for each BLOCK_M of its rows, which are its queries times GROUP; it has no fewer
     than one tile, none past `most` keys, and none without queries. A program needs time to begin a stream. Each stream
     has `ahead` tiles without keys for it, so that shares of many short requests take no longer than others. Streams
-    that are nearly alike get tiles without keys at their ends, if shares that then cut fewer of them are little longer.
+    of almost equal length get tiles without keys at their ends, if shares become little longer and cut fewer of them.
     Behind the requests comes the prefix that all of them share, in whole tiles, with a stream for each BLOCK_M of the
     rows of all requests.
 
     `tiles [num_reqs + 3 + programs]` gets the first tile of each request and of the prefix, then the number of all
-    tiles. Next come the tiles of one program's share, at least `least` or a whole stream. Last, each share has its first entry: the
-    request, or num_reqs for the prefix, that its first tile belongs to.
+    tiles. Next come the tiles of one program's share, at least `least` or a whole stream. Last, each share has its
+    first entry: the request, or num_reqs for the prefix, that its first tile belongs to.
 
     Requests are numbered all at once, or with MANY in turns of REQS.
     """
