@@ -31,8 +31,17 @@ class PretendGpu:
 
     def __init__(self) -> None:
         self.busy: list[bool] = []
-        self.kept = self.taken = 0
+        self.kept = self.taken = self.slack = 0
+        self.counts_requests = True
         self.modes: list[Any] = []
+
+    def memory_stats(self) -> dict[str, int]:
+        """As of torch.cuda; blocks are larger than tensors by `slack` bytes."""
+        counts = {"current": self.kept, "peak": self.kept + self.taken}
+        stats = {f"allocated_bytes.all.{name}": count + self.slack for name, count in counts.items()}
+        if self.counts_requests:
+            stats |= {f"requested_bytes.all.{name}": count for name, count in counts.items()}
+        return stats
 
 
 @pytest.fixture
@@ -52,8 +61,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> PretendGpu:
         "Event": Event,
         "get_sync_debug_mode": lambda: 0,
         "set_sync_debug_mode": device.modes.append,
-        "memory_allocated": lambda: device.kept,
-        "max_memory_allocated": lambda: device.kept + device.taken,
+        "memory_stats": device.memory_stats,
         "reset_peak_memory_stats": lambda: None,
     }
     for name, answer in answers.items():
@@ -133,14 +141,18 @@ def test_what_torch_raises_of_waits_is_told_from_other_errors(
     assert pretend.modes[-1] == 0
 
 
+@pytest.mark.parametrize("counts_requests", [True, False], ids=["requests", "blocks"])
 @pytest.mark.parametrize("what", ["kept", "taken"])
-def test_memory_that_grows_with_context_is_measured(pretend: PretendGpu, what: str) -> None:
+def test_memory_that_grows_with_context_is_measured(
+    pretend: PretendGpu, what: str, counts_requests: bool
+) -> None:
     class Growing(CapturableBuilder):
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             setattr(pretend, what, 512 * common_attn_metadata.max_seq_len)
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     pretend.busy = [True] * 8
+    pretend.kept, pretend.counts_requests = 1, counts_requests
     found = outcomes(gpu, lying("GROWS", builder=Growing))
     verb = "keeps" if what == "kept" else "takes"
     assert found.keys() == {"gpu/no-growth-decode", "gpu/no-growth-extend"}
@@ -148,6 +160,18 @@ def test_memory_that_grows_with_context_is_measured(pretend: PretendGpu, what: s
         f"a step {verb} 98,304 bytes more with 256 tokens of context than with 64, "
         "where step_safe is declared: memory grows with context"
     )
+
+
+def test_larger_blocks_for_the_same_tensors_are_no_growth(pretend: PretendGpu) -> None:
+    class Reusing(CapturableBuilder):
+        def build(self, *given: Any, **asked: Any) -> CapturableMetadata:
+            # Each step finds blocks with a MiB more behind a tensor.
+            pretend.slack += 1 << 20
+            return super().build(*given, **asked)
+
+    pretend.busy = [True] * 8
+    pretend.kept = 1
+    assert outcomes(gpu, lying("REUSES", builder=Reusing)) == {}
 
 
 def test_memory_that_python_frees_at_any_time_is_no_growth(pretend: PretendGpu) -> None:

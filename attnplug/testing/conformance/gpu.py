@@ -122,7 +122,7 @@ def _check_no_growth(target: Target, new: int) -> None:
                 _step(harness, batch, common)
             # Garbage of other checks in this process, freed in one of both measurements, would look like growth.
             gc.collect()
-            kept.append(torch.cuda.memory_allocated())
+            kept.append(_allocated("current"))
             peaks.append(_peak(functools.partial(_step, harness, batch, common)))
     for what, (short, long) in {"keeps": kept, "takes": peaks}.items():
         if long - short > _SLACK:
@@ -138,10 +138,21 @@ def _step(harness: Harness, batch: Batch, common: CommonAttentionMetadata) -> No
 
 
 def _peak(work: Callable[[], None]) -> int:
-    """The peak of bytes that torch allocated during `work`, beyond those allocated before."""
+    """The peak of bytes that `work` asked torch for, beyond those held before."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = _allocated("current")
     work()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    return _allocated("peak") - before
+
+
+def _allocated(metric: str) -> int:
+    """The "current" or "peak" bytes of all tensors.
+
+    They are as asked for: torch's allocator hands out free blocks that are up to a MiB larger, whichever it finds.
+    """
+    stats = torch.cuda.memory_stats()
+    # Other allocators of torch count only what they hand out.
+    asked = stats.get("requested_bytes.all.current", 0) > 0
+    return int(stats.get(f"{'requested' if asked else 'allocated'}_bytes.all.{metric}", 0))
