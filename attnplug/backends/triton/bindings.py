@@ -16,6 +16,7 @@ from attnplug.backends.triton.launch import (
     Specialized,
     decode_launch,
     gpu_of,
+    is_one_range,
     limit_switches,
     merging,
     partial_sums,
@@ -295,6 +296,7 @@ class BoundLayer:
             "SUMS": partial_sums(launch.block_n, block_m, launch.num_warps),
             "MERGE": merge,
         }
+        values["ONE"] = is_one_range(block_m, launch.block_n, self._reach.left, values["PAIRS"])
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
         if launch.max_registers is not None:
             options["maxnreg"] = launch.max_registers

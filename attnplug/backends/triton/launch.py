@@ -152,6 +152,21 @@ def partial_sums(block_n: int, block_m: int, num_warps: int) -> int:
     return min(8 * max(num_warps * 16 // block_m, 1), block_n)
 
 
+def is_one_range(block_m: int, block_n: int, left: int, pairs: bool) -> bool:
+    """Whether decodes read all keys in one masked range, instead of three of which only the edges are masked.
+
+    Each range waits for its own first loads, and three need more registers: with 16 rows an H200 took up to 12 % longer.
+    With 8-bit pairs of values, or with more rows, the masks take longer than that, unless a window has few tiles.
+
+    Args:
+        block_m: rows of a tile.
+        block_n: keys of a tile.
+        left: keys that a query sees before its own; negative without limit.
+        pairs: whether values are read as pairs of 8 bits.
+    """
+    return (block_m <= 16 and not pairs) or (block_m <= 64 and 0 <= left < 4 * block_n)
+
+
 def decode_launch(head_size: int, itemsize: int, rows: int, programs: int, gpu: Gpu) -> DecodeLaunch:
     """The launch for heads of `head_size` (the larger of K and V), stored in elements of `itemsize` bytes.
 

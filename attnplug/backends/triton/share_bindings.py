@@ -10,7 +10,7 @@ import torch
 
 from attnplug.backends.triton.kernels.share_decode import share_decode_kernel
 from attnplug.backends.triton.kernels.shares import merge_shares_kernel
-from attnplug.backends.triton.launch import Gpu, partial_sums
+from attnplug.backends.triton.launch import Gpu, is_one_range, partial_sums
 from attnplug.backends.triton.share_launch import ShareLaunch
 from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep, merge_grid
 from attnplug.core.spec import LayerSpec
@@ -132,6 +132,7 @@ def bind_shares(
         "SUMS": partial_sums(launch.block_n, launch.block_m, launch.num_warps),
         "TILE": launch.block_n,
         "SIZE": spec.head_size_v,
+        "ONE": is_one_range(launch.block_m, launch.block_n, reach.left, values["PAIRS"]),
     }
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     if launch.max_registers is not None:

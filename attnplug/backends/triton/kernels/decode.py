@@ -76,6 +76,7 @@ def decode_kernel(
     INDEX: tl.constexpr,
     ALIKE: tl.constexpr,
     SUMS: tl.constexpr,
+    ONE: tl.constexpr,
     MERGE: tl.constexpr,
     PAIRS: tl.constexpr,
     PTX: tl.constexpr,
@@ -139,8 +140,7 @@ def decode_kernel(
         lo, hi, k_head, v_head, table_row, 0,
         stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
         True, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS,
-        (HAS_LEFT or HAS_CHUNK) and BLOCK_M <= 64,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, ONE,
     )  # fmt: skip
 
     dims = tl.arange(0, BLOCK_DV)

@@ -57,7 +57,7 @@ def attend(
     PAIRS: tl.constexpr,
     PTX: tl.constexpr,
     SUMS: tl.constexpr,
-    ONE: tl.constexpr = False,
+    ONE: tl.constexpr,
 ):
     """Outputs and LSE (base 2) of queries at `first_pos .. last_pos` over the keys `lo .. hi - 1`; see attend_parts.
 
@@ -123,7 +123,7 @@ def attend_parts(
     PAIRS: tl.constexpr,
     PTX: tl.constexpr,
     SUMS: tl.constexpr,
-    ONE: tl.constexpr = False,
+    ONE: tl.constexpr,
 ):
     """Accumulators, maximum (base 2) and sum of queries at `first_pos .. last_pos` over the keys `lo .. hi - 1`.
 
@@ -132,7 +132,7 @@ def attend_parts(
     The second accumulator is that of the odd elements with PAIRS, and of the values' tail with TAIL_V.
 
     With ONE all keys are one range, which is masked. It is for few queries and short windows: masks take less time
-    there than each range's wait for its first loads.
+    there than each range's wait for its first loads, and the smaller loop needs fewer registers.
     """
     full_lo, full_hi = common_range(
         first_pos, last_pos, lo, hi, first_stop, last_start, left, right, chunk,
