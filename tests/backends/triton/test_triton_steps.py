@@ -10,8 +10,10 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton.language as tl
+
 import attnplug
-from attnplug.backends.triton import TritonBackend
+from attnplug.backends.triton import TritonBackend, bindings
 from attnplug.core import BuilderConfig, Device, LayerSpec, LayerTensors, MLADims
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadata
@@ -46,6 +48,25 @@ class Layer:
     def check(self, batch: Batch, found: torch.Tensor) -> None:
         tokens = batch.common.num_actual_tokens
         assert_close(found[:tokens], batch.oracle().output, tolerance(batch.spec).output)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("strange", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_a_query_without_a_size_spoils_no_row_beside_it(monkeypatch, queries, strange):
+    """Over 8-bit keys a GPU multiplies in float16, after it has divided all rows of a tile by their largest element."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(bindings, "_computed", lambda spec, device: tl.float16)
+    spec = SPEC.replace(dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
+    layer = Layer(spec, num_speculative_tokens=3)
+    batch = paged_batch(spec, [queries] * 2, [40, 70], device=DEVICE)
+    right = layer.run(batch, layer.build(batch))
+    batch.query[0, 1, 5] = strange
+    found = layer.run(batch, layer.build(batch))
+    there = torch.ones(found.shape[:2], dtype=torch.bool, device=found.device)
+    there[0, 1] = there[2 * queries :] = False
+    assert right[there].isfinite().all()
+    assert torch.equal(found[there], right[there])
 
 
 @pytest.mark.parametrize("group", [4, 24])

@@ -52,9 +52,9 @@ def load_queries(
         if COMPUTE == tl.float16:
             q = q.to(tl.float32)
             tail = tail.to(tl.float32)
-            largest = tl.max(tl.max(tl.abs(q), 1), 0)
+            largest = _largest(q)
             if TAIL:
-                largest = tl.maximum(largest, tl.max(tl.max(tl.abs(tail), 1), 0))
+                largest = tl.maximum(largest, _largest(tail))
             shift = 14.0 - tl.floor(tl.log2(tl.maximum(largest, 1e-30)))
             q = q * tl.exp2(shift)
             tail = tail * tl.exp2(shift)
@@ -62,6 +62,13 @@ def load_queries(
         q = q.to(COMPUTE)
         tail = tail.to(COMPUTE)
     return q, tail, scale
+
+
+@triton.jit
+def _largest(x):
+    """The largest finite element of all rows: one that is infinite must not decide what others are multiplied with."""
+    size = tl.abs(x)
+    return tl.max(tl.max(tl.where(size < float("inf"), size, 0.0), 1), 0)
 
 
 @triton.jit
