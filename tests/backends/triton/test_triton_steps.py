@@ -14,6 +14,7 @@ import triton.language as tl
 
 import attnplug
 from attnplug.backends.triton import TritonBackend, bindings
+from attnplug.backends.triton.launch import is_one_range
 from attnplug.core import BuilderConfig, Device, LayerSpec, LayerTensors, MLADims
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadata
@@ -48,6 +49,20 @@ class Layer:
     def check(self, batch: Batch, found: torch.Tensor) -> None:
         tokens = batch.common.num_actual_tokens
         assert_close(found[:tokens], batch.oracle().output, tolerance(batch.spec).output)
+
+
+@pytest.mark.parametrize(
+    "limit", [{"window": (100, 0)}, {"window": (300, 0)}, {"chunk_size": 200}, {}], ids=str
+)
+@pytest.mark.parametrize("queries", [1, 6])
+def test_keys_are_right_in_one_range_and_in_three(queries, limit):
+    """One query has 4 rows, whose keys are one range; 6 have 24, where windows of few tiles are."""
+    spec = SPEC.replace(**limit)
+    one = is_one_range(*((16, 64) if queries == 1 else (64, 64)), spec.window[0], pairs=False)
+    assert one == (queries == 1 or spec.window == (100, 0))
+    layer = Layer(spec, num_speculative_tokens=5)
+    batch = paged_batch(spec, [queries] * 3, [700, 401, 64], device=DEVICE)
+    layer.check(batch, layer.run(batch, layer.build(batch)))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
