@@ -189,15 +189,20 @@ def split(options: argparse.Namespace) -> tuple[TunedTable, TunedTable]:
 def write(path: Path, part: TunedTable, layers: dict[LayerSpec, list[str]], workload: Workload) -> None:
     """Write a part of a table, with the choices that it gives."""
     tuner = Tuner(get_registry(), part.device, layers, workload)
-    made = dataclasses.replace(part, choices=tuner.choices(part))
+    made = dataclasses.replace(part, choices=tuner.choices(part, assumed_of(part)))
     update_table(path, lambda _: made)
+
+
+def assumed_of(table: TunedTable) -> dict[str, str] | None:
+    """The versions to judge a table of another machine by; None for those that are installed on its own."""
+    return None if is_here(table.device) else versions_of(table)
 
 
 def report(options: argparse.Namespace) -> int:
     """Print regret, agreement and goals; 1 if a goal is missed."""
     (table, held), registry = split(options), get_registry()
     again = options.folder / "again.json"
-    assumed = None if is_here(held.device) else versions_of(held)
+    assumed = assumed_of(held)
     cells = regrets(registry, held, {"packaged table": table}, assume_installed=assumed)
     print(f"{len(cells)} cells held back, on {held.device} {held.device.name or ''}; {held.environment}")
     policies = summaries(cells)

@@ -21,8 +21,10 @@ from attnplug.tuning.workloads import Workload, measurable
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
+    from attnplug.registry.installed import AssumeInstalled
     from attnplug.registry.registry import Registry
     from attnplug.registry.step_shapes import StepShape
+    from attnplug.registry.tuned_lookup import Tuned
 
 _CHECKERS = 4
 """Processes that share the checks of a backend: they compile the kernels of different layers at the same time."""
@@ -157,36 +159,38 @@ class Tuner:
             if cell.shape.phase is None
         ]
 
-    def decisions(self, table: TunedTable) -> list[tuple[LayerKind, Phase | None, Decision]]:
+    def decisions(
+        self, table: TunedTable, assumed: AssumeInstalled = None
+    ) -> list[tuple[LayerKind, Phase | None, Decision]]:
         """The choice by a table for each kind of layer: in each phase, and where it is another one, for both."""
         found = []
         for kind in self.kinds:
             there = {shape.phase for shape, _ in kind.workload}
             phases = [phase for phase in Phase if phase in there]
             for phase in (*phases, *((None,) if len(there) > 1 or None in there else ())):
-                decision = self.registry.explain(kind.spec, self.device, phase, tuned=table)
+                decision = self._ask(kind.spec, phase, table, assumed)
                 if decision:
                     found.append((kind, phase, decision))
         return found
 
-    def choices(self, table: TunedTable) -> tuple[dict[str, Any], ...]:
-        """The choices as the table has them for people."""
+    def choices(self, table: TunedTable, assumed: AssumeInstalled = None) -> tuple[dict[str, Any], ...]:
+        """The choices as the table has them for people; of another machine's times with the versions there."""
         places = {layer_key(layer.spec): place for place, layer in enumerate(table.layers)}
         return tuple(
             {
                 "layer": places[layer_key(kind.spec)],
                 "phase": phase and str(phase),
                 "backend": decision.backend,
-                "default": self._default(kind.spec, phase),
+                "default": self._ask(kind.spec, phase, False, assumed).backend or "none",
                 "ratio": decision.measured.ratio,
                 "why": str(decision.measured),
             }
-            for kind, phase, decision in self.decisions(table)
+            for kind, phase, decision in self.decisions(table, assumed)
             if decision.measured is not None and layer_key(kind.spec) in places
         )
 
-    def _default(self, spec: LayerSpec, phase: Phase | None) -> str:
-        return self.registry.explain(spec, self.device, phase, tuned=False).backend or "none"
+    def _ask(self, spec: LayerSpec, phase: Phase | None, tuned: Tuned, assumed: AssumeInstalled) -> Decision:
+        return self.registry.explain(spec, self.device, phase, tuned=tuned, assume_installed=assumed)
 
     def _made_cells(self) -> list[TuneCell]:
         cells = []

@@ -13,9 +13,11 @@ import tune_goals
 import tune_models
 from fake_plugins import CPU, SPEC, backend, registry
 
+from attnplug.registry.default import get_registry
 from attnplug.registry.evidence import Subject
 from attnplug.registry.tuned import Row, RowStatus, TunedLayer, TunedTable
 from attnplug.registry.tuned_files import read_table, update_table
+from attnplug.registry.tuned_lookup import PACKAGED
 from attnplug.tuning.workloads import workload_of
 
 TABLE, HELD = workload_of("decode 8 x 1k, decode 1 x 8k"), workload_of("decode 4 x 2k")
@@ -63,6 +65,21 @@ def test_the_second_run_leaves_out_what_failed_in_the_first(
         ("B", RowStatus.CRASHED)
     ] * 3
     assert tune_models.failures_of(first).layers == ()
+
+
+def test_the_packaged_choices_are_those_on_the_machine_that_was_measured() -> None:
+    """They are written anywhere: the libraries there count, not those of the machine that writes."""
+    table = read_table(PACKAGED / "h200.json")
+    assert {choice["backend"] for choice in table.choices} >= {"TRITON", "FLASH_ATTN_4"}
+    for choice in table.choices:
+        spec, phase = table.layers[choice["layer"]].spec, choice["phase"]
+        asked: Any = {"assume_installed": tune_models.assumed_of(table)}
+        found = get_registry().explain(spec, table.device, phase, tuned=table, **asked)
+        assert (found.backend, str(found.measured)) == (choice["backend"], choice["why"])
+        assert (
+            get_registry().explain(spec, table.device, phase, tuned=False, **asked).backend
+            == choice["default"]
+        )
 
 
 @pytest.mark.parametrize(
