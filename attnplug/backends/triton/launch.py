@@ -153,7 +153,7 @@ def partial_sums(block_n: int, block_m: int, num_warps: int) -> int:
 
 
 def is_one_range(block_m: int, block_n: int, left: int, pairs: bool) -> bool:
-    """Whether decodes read all keys in one masked range, instead of three of which only the edges are masked.
+    """Whether decodes read all keys in one masked range; else there are three, and only the edges are masked.
 
     Each range waits for its own first loads, and three need more registers: with 16 rows an H200 took up to 12 % longer.
     With 8-bit pairs of values, or with more rows, the masks take longer than that, unless a window has few tiles.

@@ -131,7 +131,7 @@ def attend_parts(
     also sees its multimodal span, `starts [BLOCK_M]` to `stops`; see common_range for those of the first and last.
     The second accumulator is that of the odd elements with PAIRS, and of the values' tail with TAIL_V.
 
-    With ONE all keys are one range, which is masked. It is for few queries and short windows: masks take less time
+    With ONE all keys are the last range, which is masked. It is for few queries and short windows: masks take less time
     there than each range's wait for its first loads, and the smaller loop needs fewer registers.
     """
     full_lo, full_hi = common_range(
@@ -147,22 +147,20 @@ def attend_parts(
         more = acc
     elif TAIL_V:
         more = tl.zeros([q.shape[0], TAIL_V], tl.float32)
-    for stretch in tl.static_range(3):
+    for stretch in tl.static_range(2 if ONE else 0, 3):
         # Three ranges: masked keys at the left edge, keys that all see, masked keys at the right edge.
-        if ONE:
-            begin, end = start, hi
-        elif stretch == 0:
+        if stretch == 0:
             begin, end = start, tl.minimum(full_lo, hi)
         elif stretch == 1:
             begin, end = full_lo, full_hi
         else:
-            begin, end = full_hi, hi
-        if (stretch == 2) if ONE else (stretch != 0 or HAS_LEFT or HAS_CHUNK):
+            begin, end = start if ONE else full_hi, hi
+        if stretch != 0 or HAS_LEFT or HAS_CHUNK:
             acc, more, top, total = _scan_keys(
                 acc, more, top, total, q, q_tail, positions, slopes, starts, stops, begin, end, lo, hi,
                 k_head, v_head, table_row, key_shift,
                 stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, left, right, chunk,
-                ONE or stretch != 1, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, TAIL, TAIL_V,
+                stretch != 1, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, TAIL, TAIL_V,
                 HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS,
             )  # fmt: skip
     return acc, more, top, total

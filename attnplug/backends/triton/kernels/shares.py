@@ -149,9 +149,9 @@ def plan_shares_kernel(
 def _share_size(own, others, blocks, longest, programs, least):
     """Tiles of a share, and tiles that each stream gets; 0 for as many as it has.
 
-    A cut costs about as much as some tiles. Streams that are alike are not cut where a share has a whole number of
-    them, and are cut in equal parts where each has a whole number of shares. They are alike if shares become little
-    longer by it. The prefix, `others` tiles, is only divided with equal parts.
+    A cut costs about as much as some tiles. Streams of almost equal length are not cut where a share has a whole number
+    of them, and are cut in equal parts where each has a whole number of shares. Their lengths are almost equal if shares
+    become little longer when all are as long as the longest. The prefix, `others` tiles, is only divided with equal parts.
     """
     size = tl.maximum(tl.cdiv(own + others, programs), least)
     slack = tl.maximum(size // 32, SLACK)
