@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +29,18 @@ from attnplug.tuning.timers import Timer, release, synchronize, timer_for
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
-    from attnplug.core.metadata import AttentionMetadataBuilder
+    from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
     from attnplug.registry.records import Offer
     from attnplug.registry.step_shapes import StepShape
 
+    _Candidate = tuple[StepInputs, Callable[[int], object], AttentionMetadataBuilder[Any], torch.Tensor]
+    """The inputs of a job for one backend, its forward, its builder, and the output of its first call."""
+
 _BUILDS = 9
+"""Steps whose builds are timed in a round."""
+
+_BUILD_ROUNDS = 5
+
 _SHORT = 16
 """Steps of at most this many new tokens per request are replayed as graphs, as engines run their decodes."""
 
@@ -118,26 +125,23 @@ class Runner:
 
     def _time(self, job: Job) -> None:
         runs: dict[str, Callable[[], float]] = {}
-        made: dict[str, tuple[StepInputs, torch.Tensor, _Remembering, float]] = {}
-        for name, distribution in job.backends:
+        made: dict[str, tuple[StepInputs, torch.Tensor, _Remembering]] = {}
+        candidates = self._candidates(job)
+        build_us = self._build_us(job, candidates)
+        for name, (inputs, call, builder, first) in candidates.items():
             self._tell("begin", job=job.number, backend=name)
             try:
-                inputs, call, builder = self._made(job, name, distribution)
-                # Builders make the plans that layers have asked for.
-                call(0)
-                first = inputs.output.clone()
-                build_us = self._build_us(inputs, builder)
                 short, graph = _is_short(job.shape), self._replays(job.shape, builder)
                 # A backend without graphs pays for its launches there.
                 timer = self._host_timer if short and not graph else self._timer
                 remembering = _Remembering(call)
                 run = timer.prepare(remembering, max(len(inputs.caches), 1), graph=graph)
                 runs[name] = self._announced(job, name, run)
-                made[name] = inputs, first, remembering, build_us
+                made[name] = inputs, first, remembering
             except Exception as problem:  # noqa: BLE001  (a backend's, which costs a row)
                 self._failed(job, name, problem)
         for name, timing in self._measured(job, runs).items():
-            inputs, first, remembering, build_us = made[name]
+            inputs, first, remembering = made[name]
             try:
                 why = self._different(inputs, first, remembering, runs[name])
             except Exception as problem:  # noqa: BLE001  (a backend's, or an earlier one's, which costs a row)
@@ -150,10 +154,24 @@ class Runner:
                 "us": timing.us,
                 "spread": timing.spread,
                 "rounds": timing.rounds,
-                "build_us": build_us,
+                "build_us": build_us[name],
                 "why": timing.noisy,
             }
             self._tell("timed", job=job.number, backend=name, **figures)
+
+    def _candidates(self, job: Job) -> dict[str, _Candidate]:
+        """The parts of each backend, after a first call."""
+        found: dict[str, _Candidate] = {}
+        for name, distribution in job.backends:
+            self._tell("begin", job=job.number, backend=name)
+            try:
+                inputs, call, builder = self._made(job, name, distribution)
+                # Builders make the plans that layers have asked for.
+                call(0)
+                found[name] = inputs, call, builder, inputs.output.clone()
+            except Exception as problem:  # noqa: BLE001  (a backend's, which costs a row)
+                self._failed(job, name, problem)
+        return found
 
     def _different(
         self, inputs: StepInputs, first: torch.Tensor, call: _Remembering, run: Callable[[], float]
@@ -237,15 +255,36 @@ class Runner:
         return self._timer.has_graphs and _is_short(shape) and _has_graphs(builder, shape.query)
 
     @torch.inference_mode()
-    def _build_us(self, inputs: StepInputs, builder: AttentionMetadataBuilder[Any]) -> float:
-        """Microseconds of the host for a build, the median of steps in turn; the GPU does its part meanwhile."""
+    def _build_us(self, job: Job, candidates: dict[str, _Candidate]) -> dict[str, float]:
+        """Microseconds of the host for a build of each candidate; the GPU does its part meanwhile.
+
+        A round is the median of steps in turn. The least of the rounds counts, because other work of the host can only
+        add to it. Candidates take turns, since a host is faster at times than at others. One that fails is left out of
+        `candidates`.
+        """
+        steps = {name: inputs.last_steps(_BUILDS) for name, (inputs, *_) in candidates.items()}
+        found: dict[str, list[float]] = {name: [] for name in candidates}
+        for _ in range(_BUILD_ROUNDS):
+            for name in [*candidates]:
+                self._tell("begin", job=job.number, backend=name)
+                try:
+                    found[name].append(self._build_round(candidates[name][2], steps[name]))
+                except Exception as problem:  # noqa: BLE001  (a backend's, which costs a row)
+                    del candidates[name]
+                    self._failed(job, name, problem)
+        return {name: 1e6 * min(found[name]) for name in candidates}
+
+    def _build_round(
+        self, builder: AttentionMetadataBuilder[Any], steps: Sequence[CommonAttentionMetadata]
+    ) -> float:
+        """Seconds of the host for a build, the median of `steps`."""
         times = []
-        for common in inputs.last_steps(_BUILDS):
+        for common in steps:
             synchronize(self._where)
             began = time.perf_counter()
             builder.build(0, common)
             times.append(time.perf_counter() - began)
-        return 1e6 * statistics.median(times)
+        return statistics.median(times)
 
     def _failed(self, job: Job, name: str, problem: BaseException) -> None:
         text = f"{type(problem).__name__}: {problem}".splitlines()[0][:500]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import types
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -310,8 +311,31 @@ def test_builds_are_timed_for_steps_in_turn_after_the_layer_has_run() -> None:
     runner.run(dataclasses.replace(job(timed=True), shape=shape))
     assert shape.lengths == (3, 11)
     # The new tokens of a request are always there.
-    assert events[:10] == ["call", *([3, tokens] for tokens in range(3, 12))]
-    assert set(events[10:]) == {"call"}
+    steps = [[3, tokens] for tokens in range(3, 12)]
+    assert events[:46] == ["call", *(5 * steps)]
+    assert set(events[46:]) == {"call"}
+
+
+def test_builds_take_turns_and_the_fastest_round_counts() -> None:
+    """Other work of the host adds to a round; one builder that fails costs its own row."""
+    told: list[tuple[str, dict[str, Any]]] = []
+    rounds = {"A": iter([9e-6, 3e-6, 8e-6, 4e-6, 7e-6]), "B": iter([2e-6, 1e-6]), "C": iter([6e-6] * 5)}
+    order: list[str] = []
+
+    class Scripted(Runner):
+        def _build_round(self, builder: Any, steps: Any) -> float:
+            order.append(builder)
+            if (seconds := next(rounds[builder], None)) is None:
+                raise RuntimeError("no plan")
+            return seconds
+
+    runner = Scripted(HERE, lambda event, **facts: told.append((event, facts)), timers.HostTimer())
+    inputs: Any = types.SimpleNamespace(last_steps=lambda count: [])
+    candidates: dict[str, Any] = {name: (inputs, None, name, None) for name in rounds}
+    assert runner._build_us(job(timed=True), candidates) == pytest.approx({"A": 3.0, "C": 6.0})
+    assert order == [*"ABC" * 3, *"AC" * 2]
+    assert [*candidates] == ["A", "C"]
+    assert [facts["backend"] for event, facts in told if event == "failed"] == ["B"]
 
 
 def test_memory_is_given_back_that_objects_keep_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
