@@ -26,22 +26,34 @@ Assumed: TypeAlias = tuple[tuple[str, str], ...] | Literal["all"] | None
 
 def freeze_assumed(assume_installed: AssumeInstalled) -> Assumed:
     """The argument as a hashable value; PolicyError for an invalid version or form."""
-    from packaging.version import InvalidVersion, Version
-
     if assume_installed is None:
         return None
     if assume_installed == "all":
         return "all"
-    if not isinstance(assume_installed, Mapping):
+    is_mapping = isinstance(assume_installed, Mapping)
+    if not is_mapping or any(not isinstance(name, str) for name in assume_installed):
         limit = "must be 'all' or a mapping of distribution to version"
         raise PolicyError("assume_installed", assume_installed, limit, "as {'flash-attn': '2.8.3'}")
-    for name, version in assume_installed.items():
+    items = tuple(assume_installed.items())
+    try:
+        return _checked(items)
+    except TypeError:
+        # A value that cannot be remembered is no version: say which.
+        return _checked.__wrapped__(items)
+
+
+# Reading versions takes longer than a remembered decision, and what-if queries repeat theirs.
+@functools.lru_cache(maxsize=64)
+def _checked(items: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    from packaging.version import InvalidVersion, Version
+
+    for name, version in items:
         try:
             Version(version)
         except (InvalidVersion, TypeError):
             raise PolicyError(f"assume_installed[{name!r}]", version, "is not a version") from None
     # Sorted, and under canonical names, so that equal assumptions share one cached decision.
-    return tuple(sorted((canonical_name(name), version) for name, version in assume_installed.items()))
+    return tuple(sorted((canonical_name(name), version) for name, version in items))
 
 
 def missing_requirements(requires: Sequence[str | tuple[str, ...]], assumed: Assumed = None) -> list[Reason]:

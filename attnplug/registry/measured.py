@@ -90,24 +90,26 @@ def _ranked(applying: _Applying, order: list[Offer], pages: Sequence[Pages]) -> 
             runs[run.number] = offer
     if order[0] in failed:
         applying.note(f"has {order[0].name}, the first by priority, as wrong or crashed: it comes last")
-    # Without times to compare, priorities order those that did not fail.
-    by_priority = [offer for offer in order if offer not in failed]
-    unranked = Ranked([*by_priority, *failed]) if failed else None
     if not runs:
-        return unranked
+        return _unranked(order, failed)
     if default is not None:
         applying.note(f"has no time of {default.name}, the default, that applies: not used")
-        return unranked
+        return _unranked(order, failed)
     found = applying.times.standing(next(iter(runs)), sorted(runs))
     # The fastest backend of one phase may be the slowest of the other.
     if found.alone is not None and applying.needs_both_phases:
         applying.note(f"has times of {found.alone} only, not of both phases: not used")
-        return unranked
+        return _unranked(order, failed)
     ranked = [runs.pop(number) for number in found.order]
     times = tuple(zip(ranked, found.times, strict=True))
     if runs:
         others = [offer for offer in order if offer in others or offer in runs.values()]
     return Ranked([*ranked, *others, *failed], found.measured, times)
+
+
+def _unranked(order: list[Offer], failed: list[Offer]) -> Ranked | None:
+    """Without times to compare, priorities order those that did not fail."""
+    return Ranked([*(offer for offer in order if offer not in failed), *failed]) if failed else None
 
 
 def better_alone(tables: Tables, composite: Decision, alone: Decision) -> str | None:

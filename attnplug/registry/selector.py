@@ -162,7 +162,7 @@ def _in_order(
         timed = rank_by_tables(tuned, order, pages, placement, policy.assumed)
         order, measured, notes = timed.order, timed.measured, (*notes, *timed.notes)
         for offer, us in timed.times:
-            candidates[offer] = candidates[offer].timed(us)
+            candidates[offer].note_time(us)
     order, ranked_by, faults = _ranked(plugins, order, placement)
     return _Order(order, tuple(ranked_by), None if ranked_by else measured, (*notes, *faults))
 

@@ -88,6 +88,8 @@ def test_assumed_versions_are_frozen_under_their_canonical_names() -> None:
     [
         ({"flash-attn": "new"}, r"assume_installed\['flash-attn'\]='new' is not a version"),
         ({"flash-attn": 2}, r"assume_installed\['flash-attn'\]=2 is not a version"),
+        ({"flash-attn": ["2.8.3"]}, r"assume_installed\['flash-attn'\]=\['2.8.3'\] is not a version"),
+        ({2: "2.8.3"}, r"assume_installed=\{2: '2.8.3'\} must be 'all' or a mapping"),
         ("everything", "assume_installed='everything' must be 'all' or a mapping of distribution to version"),
         (["flash-attn"], r"assume_installed=\['flash-attn'\] must be 'all' or a mapping"),
     ],
