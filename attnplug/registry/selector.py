@@ -147,11 +147,12 @@ def _in_order(
     named: Collection[Offer] | None,
 ) -> _Order:
     """Rank the accepted candidates, and write measured times into them."""
-    order = sorted(
-        (offer for offer, candidate in candidates.items() if candidate.accepted),
+    accepted = sorted(
+        ((offer, candidate) for offer, candidate in candidates.items() if candidate.accepted),
         # The name decides between equal priorities, so that the order is always the same.
-        key=lambda offer: (-(candidates[offer].priority or 0), offer.full_name),
+        key=lambda each: (-(each[1].priority or 0), each[0].full_name),
     )
+    order = [offer for offer, _ in accepted]
     # Neither times nor ranking plugins have a say where the user asked for a backend.
     if named is not None:
         order.sort(key=lambda offer: offer not in named)

@@ -163,18 +163,13 @@ class TunedTable:
         }
 
     @functools.cached_property
-    def _names(self) -> tuple[str, ...]:
-        rows = (row for layer in self.layers for row in layer.rows)
-        return tuple({name for row in rows for name, _ in row.subject.versions})
-
-    @functools.cached_property
-    def _judged(self) -> dict[tuple[Any, ...], Mapping[int, str | None]]:
+    def _judged(self) -> dict[tuple[bool, Assumed], Mapping[int, str | None]]:
         return {}
 
     def other_versions(self, *, here: bool, assumed: Assumed) -> Mapping[int, str | None]:
         """For the `id` of each row's subject, what `other_version` says of it: computed once for all layers."""
-        # What is installed can change while a process runs.
-        key = here, assumed, tuple(map(installed_version, self._names)) if here else ()
+        # What is installed is looked up once in a process.
+        key = here, assumed
         found = self._judged.get(key)
         if found is None:
             subjects = [row.subject for layer in self.layers for row in layer.rows]
