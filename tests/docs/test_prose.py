@@ -22,6 +22,7 @@ OTHERS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted((ROOT / "attnplug" / "templates").rglob("*.md.tmpl")),
     *sorted((ROOT / "ci").rglob("*.md")),
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
 ]
 TEXTS = {path.relative_to(ROOT).as_posix(): path for path in [*(DOCS / page for page in PAGES), *OTHERS]}
