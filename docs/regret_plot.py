@@ -115,4 +115,9 @@ def end_to_end(report: dict[str, Any]) -> list[str]:
             gain = "same backends" if row.get("same_backends") else f"{ratio:.2f}x"
             figures = f"{rates['default']:,.0f} | {rates['tuned']:,.0f} | {gain}"
             lines.append(f"| {row['model']} | {row['engine']} | {phase} | {figures} |")
+    if any(row.get("same_backends") for row in report["models"]):
+        lines += [
+            "",
+            'With "same backends" both are one engine in two runs, whose times differ by other work of the host.',
+        ]
     return lines
