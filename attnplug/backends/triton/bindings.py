@@ -26,7 +26,14 @@ from attnplug.backends.triton.launch import (
 )
 from attnplug.backends.triton.share_bindings import ShareDecode, bind_shares
 from attnplug.backends.triton.share_launch import share_launch
-from attnplug.backends.triton.specialized import ROWS, is_aligned, programs, serves, specialized_kernel
+from attnplug.backends.triton.specialized import (
+    ROWS,
+    is_aligned,
+    is_near,
+    programs,
+    serves,
+    specialized_kernel,
+)
 from attnplug.backends.triton.workspace import SplitPlan
 from attnplug.core.impl import LayerTensors
 from attnplug.core.spec import LayerSpec
@@ -207,7 +214,7 @@ class BoundLayer:
         launch = prefill_launch(self._widest, self._itemsize, longest * self._group, self._gpu, most_keys)
         block_size = k.shape[1] if paged else 1
         special = launch.specialized
-        if special is not None and not is_aligned(k, v, *others):
+        if special is not None and not (is_near(k) and is_aligned(k, v, *others)):
             special = None
         key = k.stride(), v.stride(), block_size, stride_table, launch, special
         found = self._prefills.get(key)

@@ -46,6 +46,9 @@ def serves(
     # Triton copies 16 bytes at once if it knows that strides are multiples of 16 elements.
     if any(stride % 16 for stride in (*strides, *k.stride()[:-1], *v.stride()[:-1])):
         return False
+    # Keys and values of a page are at the same places, so they are computed once.
+    if k.dim() == 4 and k.stride() != v.stride():
+        return False
     # The kernel multiplies heads by their strides in 32 bits.
     asked, stored = max(values["stride_qh"], values["stride_oh"]), max(k.stride(-2), v.stride(-2))
     if max(spec.num_heads * asked, spec.num_kv_heads * stored) > 1 << 31:
@@ -95,3 +98,8 @@ _SCRATCH = 16_896
 def is_aligned(*tensors: torch.Tensor) -> bool:
     """Whether the tensors begin at multiples of 16 bytes."""
     return not any(tensor.data_ptr() & 15 for tensor in tensors)
+
+
+def is_near(k: torch.Tensor) -> bool:
+    """Whether 32 bits hold the place of each key, in units of 16 elements: pages of up to 128 GiB."""
+    return k.shape[0] * k.stride(0) <= 16 << 32

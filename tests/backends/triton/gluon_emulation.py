@@ -38,6 +38,8 @@ class Type:
 
 NAMES = {"int32": torch.int32, "int64": torch.int64, "float16": torch.float16, "float32": torch.float32}
 NAMES |= {"bfloat16": torch.bfloat16, "float8e4nv": torch.float8_e4m3fn, "float8e5": torch.float8_e5m2}
+# torch has little arithmetic without signs; the kernels cast positions that are not negative.
+NAMES |= {"uint32": torch.int64}
 
 
 class Values(torch.Tensor):
@@ -80,7 +82,7 @@ def pointer_to(tensor: torch.Tensor) -> Pointer:
 def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
     offsets = torch.as_tensor(pointer.offsets)
     if mask is None:
-        return values(pointer.memory[offsets])
+        return values(pointer.memory[offsets.long()])
     offsets, there = torch.broadcast_tensors(offsets, torch.as_tensor(mask))
     found = pointer.memory[torch.where(there, offsets, 0)]
     return values(torch.where(there, found, torch.tensor(other, dtype=found.dtype)))
@@ -251,7 +253,7 @@ def language() -> ModuleType:
     return gl
 
 
-def _copy(target: Buffer, pointer: Pointer, mask: Any) -> None:
+def _copy(target: Buffer, pointer: Pointer, mask: Any = None) -> None:
     target.store(load(pointer, mask))
 
 

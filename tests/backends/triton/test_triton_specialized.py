@@ -11,7 +11,7 @@ from gluon_emulation import emulated
 
 from attnplug.backends.triton import TritonBackend, bindings, specialized
 from attnplug.backends.triton.launch import Gpu, PrefillLaunch, Specialized, prefill_launch
-from attnplug.backends.triton.specialized import programs, serves, specialized_kernel, tiles
+from attnplug.backends.triton.specialized import is_near, programs, serves, specialized_kernel, tiles
 from attnplug.core import LayerSpec
 from attnplug.testing import paged_batch, run_batch
 from attnplug.testing.conformance.expectations import difference
@@ -124,6 +124,16 @@ def test_strides_and_room_are_looked_at() -> None:
     assert not serves(spec, values, apart, k, LAUNCH)
     assert not serves(spec, values, k, k, Specialized(128, 9, False)), "too many tiles"
     assert not serves(spec, values | {"GROUP": 129}, k, k, LAUNCH)
+    unlike = torch.empty(8, 16, 4, 64, dtype=torch.float16)[:, :, :2]
+    assert not serves(spec, values, k, unlike, LAUNCH), "values are where the keys are"
+    assert serves(spec, values, k[0], unlike[0], LAUNCH), "those of a call need not be"
+
+
+def test_pages_past_32_bits_have_the_other_kernel() -> None:
+    step = 16 * 2 * 64
+    assert is_near(torch.empty_strided(((16 << 32) // step, 16, 2, 64), (step, 128, 64, 1), device="meta"))
+    far = torch.empty_strided(((16 << 32) // step + 1, 16, 2, 64), (step, 128, 64, 1), device="meta")
+    assert not is_near(far)
 
 
 def test_heads_of_whole_16_elements_are_served() -> None:

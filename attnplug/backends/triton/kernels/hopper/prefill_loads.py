@@ -66,22 +66,66 @@ def tile_of(
 
 
 @gluon.jit
-def _copy(target, places, there, D: gl.constexpr, BLOCK_D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Begin to copy rows of D elements, with zeros behind them and where nothing is there."""
+def _copy(
+    target,
+    head,
+    rows,
+    there,
+    MASKED: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Begin to copy rows of D elements, with zeros behind them and, if MASKED, where nothing is there."""
     dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    there = there[:, None]
-    if D < BLOCK_D:
-        there = there & (dims < D)
-    async_copy.async_copy_global_to_shared(target, places[:, None] + dims, mask=there)
+    # Rows come last, so that an address is one multiplication and addition.
+    places = (head + dims) + rows[:, None]
+    if MASKED:
+        there = there[:, None]
+        if D < BLOCK_D:
+            there = there & (dims < D)
+        async_copy.async_copy_global_to_shared(target, places, mask=there)
+    elif D < BLOCK_D:
+        async_copy.async_copy_global_to_shared(target, places, mask=dims < D)
+    else:
+        async_copy.async_copy_global_to_shared(target, places)
 
 
 @gluon.jit
-def _pages(table_row, keys, hi, PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """The page of each key; the null block past the last one."""
+def _pages(table_row, begin, lanes, hi, PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """The page of each key of the tile at `begin`; the null block past the last key."""
     if PAGED:
-        return gl.load(table_row + keys // BLOCK_SIZE, mask=keys < hi, other=0)
+        # Without a sign, and with what lanes add apart, the compiler knows the places of most pages in the table.
+        start = gl.cast(begin, gl.uint32)
+        row = table_row + start // BLOCK_SIZE
+        more = (start % BLOCK_SIZE + lanes.to(gl.uint32)) // BLOCK_SIZE
+        if begin + lanes.shape[0] <= hi:
+            pages = gl.load(row + more)
+        else:
+            pages = gl.load(row + more, mask=begin + lanes < hi, other=0)
+        return pages
     else:
-        return keys
+        return lanes
+
+
+@gluon.jit
+def _rows(
+    pages,
+    begin,
+    lanes,
+    stride_block,
+    stride_token,
+    PAGED: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    UNIT: gl.constexpr,
+):
+    """The places of a tile's keys in UNIT elements: in all pages, or behind the first key of the tile."""
+    if PAGED:
+        inside = (gl.cast(begin, gl.uint32) % BLOCK_SIZE + lanes.to(gl.uint32)) % BLOCK_SIZE
+        rows = pages * (stride_block // UNIT) + inside.to(gl.int32) * (stride_token // UNIT)
+    else:
+        rows = lanes * (stride_token // UNIT)
+    return rows.to(gl.uint32)
 
 
 @gluon.jit
@@ -91,28 +135,33 @@ def _copy_tile(
     empty,
     number,
     head,
-    pages,
-    keys,
-    lo,
+    rows,
+    begin,
+    lanes,
     hi,
     shift,
-    stride_block,
     stride_token,
     PAGED: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
+    UNIT: gl.constexpr,
+    WHOLE: gl.constexpr,
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Begin to copy tile `number` of keys or values, once its place is empty."""
+    """Begin to copy tile `number` of keys or values, once its place is empty; all of a WHOLE tile is before `hi`."""
     stage = number % STAGES
     mbarrier.wait(empty.index(stage), (number // STAGES & 1) ^ 1)
-    if PAGED:
-        rows = pages.to(gl.int64) * stride_block + (keys % BLOCK_SIZE) * stride_token
+    if not PAGED:
+        head += gl.cast(begin + shift, gl.int64) * stride_token
+    places = rows.to(gl.int64) * UNIT
+    there = begin + lanes < hi
+    if WHOLE:
+        _copy(target.index(stage), head, places, there, False, D, BLOCK_D, LAYOUT)
+    elif begin + lanes.shape[0] <= hi:
+        _copy(target.index(stage), head, places, there, False, D, BLOCK_D, LAYOUT)
     else:
-        rows = (keys + shift).to(gl.int64) * stride_token
-    _copy(target.index(stage), head + rows, (keys >= lo) & (keys < hi), D, BLOCK_D, LAYOUT)
+        _copy(target.index(stage), head, places, there, True, D, BLOCK_D, LAYOUT)
     async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
 
 
@@ -167,6 +216,7 @@ def copy_tiles(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     HALF: gl.constexpr = BLOCK_M // 2
+    UNIT: gl.constexpr = 16
     lanes = gl.arange(0, BLOCK_N, layout=ROWS)
     half_rows = gl.arange(0, HALF, layout=ROWS)
     works = num_tiles * KV_HEADS
@@ -184,35 +234,38 @@ def copy_tiles(
             for half in gl.static_range(2):
                 rows = half * HALF + half_rows
                 token = (row + rows // GROUP).to(gl.int64)
-                places = query + token * stride_qt + (kv_head * GROUP + rows % GROUP) * stride_qh
-                _copy(q.index(half), places, rows < num_rows, D, BLOCK_D, LAYOUT)
+                places = token * stride_qt + (kv_head * GROUP + rows % GROUP) * stride_qh
+                _copy(q.index(half), query, places, rows < num_rows, True, D, BLOCK_D, LAYOUT)
             async_copy.mbarrier_arrive(q_full, increment_count=False)
             streams += 1
             k_head = k_cache + kv_head * stride_kh
             v_head = v_cache + kv_head * stride_vh
             table_row = block_table + gl.cast(request, gl.int64) * stride_table
-            pages = _pages(table_row, lo + lanes, hi, PAGED, BLOCK_SIZE)
+            pages = _pages(table_row, lo, lanes, hi, PAGED, BLOCK_SIZE)
             # Not `pages`: Triton takes two names of one value for a loop that never changes the second.
-            before = gl.zeros_like(pages)
+            before = gl.zeros_like(pages).to(gl.uint32)
             # A tile that sees no key has one tile of zeros.
             for begin in range(lo, gl.maximum(hi, lo + 1), BLOCK_N):
-                keys = begin + lanes
+                key_rows = _rows(pages, begin, lanes, stride_kb, stride_kt, PAGED, BLOCK_SIZE, UNIT)
                 _copy_tile(
-                    k, k_full, k_empty, copied, k_head, pages, keys, lo, hi, shift, stride_kb, stride_kt,
-                    PAGED, BLOCK_SIZE, D, BLOCK_D, STAGES, LAYOUT,
+                    k, k_full, k_empty, copied, k_head, key_rows, begin, lanes, hi, shift, stride_kt,
+                    PAGED, UNIT, False, D, BLOCK_D, STAGES, LAYOUT,
                 )  # fmt: skip
                 if begin > lo:
                     # Values come after the keys of the next tile, as they are used.
                     _copy_tile(
-                        v, v_full, v_empty, copied - 1, v_head, before, keys - BLOCK_N, lo, hi, shift, stride_vb,
-                        stride_vt, PAGED, BLOCK_SIZE, D, BLOCK_D, STAGES, LAYOUT,
+                        v, v_full, v_empty, copied - 1, v_head, before, begin - BLOCK_N, lanes, hi, shift, stride_vt,
+                        PAGED, UNIT, True, D, BLOCK_D, STAGES, LAYOUT,
                     )  # fmt: skip
-                before = pages
-                pages = _pages(table_row, keys + BLOCK_N, hi, PAGED, BLOCK_SIZE)
+                if PAGED:
+                    before = key_rows
+                else:
+                    before = _rows(lanes, begin, lanes, stride_vb, stride_vt, False, BLOCK_SIZE, UNIT)
+                pages = _pages(table_row, begin + BLOCK_N, lanes, hi, PAGED, BLOCK_SIZE)
                 copied += 1
             last = lo + gl.maximum(hi - lo - 1, 0) // BLOCK_N * BLOCK_N
             _copy_tile(
-                v, v_full, v_empty, copied - 1, v_head, before, last + lanes, lo, hi, shift, stride_vb, stride_vt,
-                PAGED, BLOCK_SIZE, D, BLOCK_D, STAGES, LAYOUT,
+                v, v_full, v_empty, copied - 1, v_head, before, last, lanes, hi, shift, stride_vt,
+                PAGED, UNIT, False, D, BLOCK_D, STAGES, LAYOUT,
             )  # fmt: skip
         work += gl.num_programs(0)

@@ -356,5 +356,5 @@ def specialized_prefill_kernel(
             )),
         ],
         [4, 4],
-        [208, 56],
+        [208, 72],
     )  # fmt: skip
