@@ -15,6 +15,7 @@ import json
 import math
 import random
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,11 +24,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from vllm_lookup import BLOCK, FLAG
 from vllm_run import MARK
 
 MODELS = Path(__file__).parents[1] / "models"
-TIE = 0.125
-"""Four steps of a bfloat16 from 4 to 8, where the largest of the model's logits are."""
 CHOICES = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "ATTNPLUG")
 
 
@@ -122,6 +122,8 @@ def _lengths(text: str) -> tuple[int, int]:
     pair = numbers[0], numbers[-1]
     if pair[0] > pair[1]:
         raise argparse.ArgumentTypeError(f"{text}: the least is above the most")
+    if not BLOCK <= pair[0] <= pair[1] <= 1 << FLAG:
+        raise argparse.ArgumentTypeError(f"{text}: prompts need {BLOCK} to {1 << FLAG} tokens")
     return pair
 
 
@@ -193,17 +195,14 @@ def show(console: Console, results: Mapping[str, Mapping[str, Any]]) -> None:
     for name in names:
         for phase in ("prefill", "decode"):
             table.add_column(f"{name}\n{phase}", justify="right")
-    first = next(iter(ran), "-")
-    table.add_column(f"tokens as\n{first}", justify="right")
-    table.add_column("same but\nfor ties", justify="right")
+    table.add_column("requests with\nright tokens", justify="right")
     for choice, result in ran.items():
         cells = [
             f"{result['workloads'][name][f'{phase}_tokens_per_s']:,.0f}"
             for name in names
             for phase in ("prefill", "decode")
         ]
-        alike = agreement(ran[first], result)
-        table.add_row(choice, *cells, f"{alike['same']:.0%}", f"{alike['same_but_for_ties']:.0%}")
+        table.add_row(choice, *cells, f"{right(result):.0%}")
     console.print(table)
     for choice, result in results.items():
         if "error" in result:
@@ -225,46 +224,19 @@ def explained(group: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def agreement(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:
-    """How alike two choices' tokens are, over all workloads.
-
-    `same` is the share of requests with the same tokens. `same_but_for_ties` also counts requests whose first other
-    token is a tie: `one` has it among its likeliest, at most `TIE` below its own. Later tokens follow other prompts.
-    `logprob_difference` is the mean difference in the logarithm of a token's probability, where both drew it so far.
-    """
-    pairs = [
-        pair
-        for name, figures in one["workloads"].items()
-        for pair in zip(figures["tokens"], other["workloads"][name]["tokens"], strict=True)
-    ]
-    same = tied = 0
-    differences = []
-    for ours, theirs in pairs:
-        for here, there in zip(ours, theirs, strict=True):
-            drawn, drawn_there = next(iter(here)), next(iter(there))
-            if drawn != drawn_there:
-                tied += here[drawn] - here.get(drawn_there, -math.inf) <= TIE
-                break
-            differences.append(abs(here[drawn] - there[drawn]))
-        else:
-            same += 1
-    return {
-        "same": same / len(pairs),
-        "same_but_for_ties": (same + tied) / len(pairs),
-        "logprob_difference": sum(differences) / max(1, len(differences)),
-    }
+def right(result: Mapping[str, Any]) -> float:
+    """The share of requests with exactly the tokens that follow their prompts; each workload has as many."""
+    return statistics.fmean(figures["right"] for figures in result["workloads"].values())
 
 
 def report(settings: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The figures as JSON, without the tokens themselves."""
     import torch
 
-    ran = [result for result in results.values() if "error" not in result]
     choices = {}
     for choice, result in results.items():
         choices[choice] = dict(result)
         if "error" not in result:
-            choices[choice]["tokens_as_first"] = agreement(ran[0], result)
             choices[choice]["workloads"] = {
                 name: {field: value for field, value in figures.items() if field != "tokens"}
                 for name, figures in result["workloads"].items()

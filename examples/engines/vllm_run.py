@@ -1,4 +1,4 @@
-"""One choice of vLLM's attention, in a process of its own: a model with made-up weights, its speed and its tokens.
+"""One choice of vLLM's attention, in a process of its own: a model whose tokens attention finds, and its speed.
 
 `vllm_demo.py` starts it as `python vllm_run.py NAME[=BACKEND][:OPTIONS]`, with the settings as JSON on standard input.
 It prints one line of JSON after `MARK`, and on standard error how far it is.
@@ -7,6 +7,7 @@ It prints one line of JSON after `MARK`, and on standard error how far it is.
 from __future__ import annotations
 
 import json
+import operator
 import os
 import random
 import sys
@@ -15,12 +16,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import vllm_lookup
 import vllm_model
 
 BEGIN = time.perf_counter()
 MARK = "vllm_demo result: "
-TOP = 5
-"""How many of a token's most likely values are kept."""
 
 
 def main() -> None:
@@ -51,10 +51,10 @@ def say(what: str) -> None:
 
 
 def build(name: str, settings: Mapping[str, Any]) -> Any:
-    """The engine of vLLM for the configuration, with random weights."""
+    """The engine of vLLM for the configuration, with weights whose tokens are known."""
     import vllm
 
-    vllm_model.register_weights()
+    vllm_lookup.register_weights()
     if name.startswith("ATTNPLUG"):
         # vLLM does this itself where attnplug is installed, and not only on the path.
         from attnplug.integrations.vllm import register
@@ -67,7 +67,7 @@ def build(name: str, settings: Mapping[str, Any]) -> Any:
     graphs = {} if settings["eager"] else {"cudagraph_capture_sizes": [requests]}
     return vllm.LLM(
         model=vllm_model.folder(settings["model"], settings["layers"]),
-        load_format=vllm_model.LOAD_FORMAT,
+        load_format=vllm_lookup.LOAD_FORMAT,
         skip_tokenizer_init=True,
         dtype="bfloat16",
         attention_backend=name,
@@ -79,7 +79,6 @@ def build(name: str, settings: Mapping[str, Any]) -> Any:
         enable_flashinfer_autotune=False,  # it is for quantized weights, and can compile kernels at the start
         enable_prefix_caching=True,
         disable_log_stats=False,
-        max_logprobs=TOP,
         seed=0,
     )
 
@@ -87,18 +86,16 @@ def build(name: str, settings: Mapping[str, Any]) -> Any:
 def measure(
     llm: Any, workloads: Mapping[str, Sequence[int]], max_tokens: int, rounds: int
 ) -> dict[str, dict[str, Any]]:
-    """Tokens per second of prefill and decode, the best of the rounds, and each request's tokens, by workload.
+    """Tokens per second of prefill and decode, the best of the rounds, and the requests with the right tokens, by workload.
 
     A run of one token is the prefill, from an empty cache. The prompts are in the cache when decoding is measured, so
     all requests decode together from their first step.
     """
     found = {}
     draw = random.Random(0)  # noqa: S311
-    vocabulary = llm.llm_engine.vllm_config.model_config.get_vocab_size()
+    plan = vllm_lookup.Plan.of(llm.llm_engine.vllm_config.model_config.hf_text_config)
     for name, lengths in workloads.items():
-        prompts = [
-            {"prompt_token_ids": [draw.randrange(3, vocabulary) for _ in range(length)]} for length in lengths
-        ]
+        prompts = [{"prompt_token_ids": plan.prompt(length, draw)} for length in lengths]
         filling = []
         for number in range(rounds):
             say(f"{name}, round {number + 1}")
@@ -107,23 +104,25 @@ def measure(
             begin = time.perf_counter()
             generate(llm, prompts, 1)
             filling.append(time.perf_counter() - begin)
-        steps = min(step_seconds(generate(llm, prompts, max_tokens), max_tokens) for _ in range(rounds))
-        # The tokens are those of a run of their own, because likelihoods cost time.
-        drawn = [tokens(output) for output in generate(llm, prompts, max_tokens, logprobs=TOP)]
+        runs = [generate(llm, prompts, max_tokens) for _ in range(rounds)]
+        steps = min(step_seconds(outputs, max_tokens) for outputs in runs)
+        drawn = [list(output.outputs[0].token_ids) for output in runs[-1]]
+        right = [plan.follow(prompt["prompt_token_ids"], max_tokens) for prompt in prompts]
         found[name] = {
             "prefill_tokens_per_s": sum(lengths) / min(filling),
             "decode_tokens_per_s": len(lengths) / steps,
             "decode_ms_per_step": 1e3 * steps,
+            "right": sum(map(operator.eq, drawn, right)) / len(right),
             "tokens": drawn,
         }
     return found
 
 
-def generate(llm: Any, prompts: Sequence[Any], count: int, **more: Any) -> list[Any]:
+def generate(llm: Any, prompts: Sequence[Any], count: int) -> list[Any]:
     """The requests' outputs of `count` tokens each, the most likely ones."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, **more)
+    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
     outputs: list[Any] = llm.generate(prompts, sampling, use_tqdm=False)
     return outputs
 
@@ -133,16 +132,6 @@ def step_seconds(outputs: Sequence[Any], count: int) -> float:
     begin = max(output.metrics.first_token_ts for output in outputs)
     end = max(output.metrics.last_token_ts for output in outputs)
     return max(end - begin, 1e-9) / (count - 1)
-
-
-def tokens(output: Any) -> list[dict[str, float]]:
-    """For each token of a request the log of the likeliest values' probabilities; the token drawn is first."""
-    only = output.outputs[0]
-    return [
-        {str(drawn): at[drawn].logprob}
-        | {str(other): each.logprob for other, each in at.items() if other != drawn}
-        for drawn, at in zip(only.token_ids, only.logprobs, strict=True)
-    ]
 
 
 def layers(llm: Any) -> list[dict[str, Any]]:

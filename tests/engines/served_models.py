@@ -1,12 +1,14 @@
 """A small model served by vLLM's whole engine on a CPU, and the same weights without vLLM; run by test_vllm_engine.py.
 
-python served_models.py MODEL BACKEND prints one line of JSON: the tokens of both, and the backends that were chosen.
+python served_models.py MODEL BACKEND prints one line of JSON: the tokens of both, and the backends that were chosen. With
+LOOKUP as third word the weights are those of vllm_lookup.py, and what they say takes the place of the model without vLLM.
 Prompts share steps, are cut by the token budget, and outgrow windows and chunks. All is float32, so no tokens tie.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -19,6 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "engines"))
+import random_weights  # noqa: E402
+import vllm_lookup  # noqa: E402
 import vllm_model  # noqa: E402
 
 SMALL = {
@@ -54,24 +58,25 @@ COUNT = 12
 
 
 def main() -> None:
-    model, backend = sys.argv[1:3]
+    model, backend, *more = sys.argv[1:]
     vllm_on_cpu.prepare()
     from attnplug.integrations.vllm import decisions, register
 
     register()
-    vllm_model.register_weights()
+    weights = vllm_lookup if more else random_weights
+    weights.register_weights()
     import vllm
 
     base, changes = MODELS[model]
     config = json.loads((ROOT / "examples" / "models" / f"{base}.json").read_text()) | SMALL | changes
-    given = Path(tempfile.mkdtemp()) / "config.json"
-    given.write_text(json.dumps(config))
-    folder = vllm_model.folder(str(given), SMALL["num_hidden_layers"])
+    file = Path(tempfile.mkdtemp()) / "config.json"
+    file.write_text(json.dumps(config))
+    folder = vllm_model.folder(str(file), SMALL["num_hidden_layers"])
     llm = vllm.LLM(
         model=folder,
-        load_format=vllm_model.LOAD_FORMAT,
+        load_format=weights.LOAD_FORMAT,
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype="bfloat16" if more else "float32",
         attention_backend=backend,
         max_model_len=256,
         max_num_seqs=4,
@@ -82,17 +87,23 @@ def main() -> None:
         seed=0,
     )
     sampling = vllm.SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    plan, draw = vllm_lookup.Plan.of(llm.llm_engine.vllm_config.model_config.hf_text_config), random.Random(0)
+    given = [plan.prompt(length, draw) for length in (100, 40, 170, 33)] if more else PROMPTS
+    prompts = [{"prompt_token_ids": prompt} for prompt in given]
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     # The second time, prompts come from the prefix cache.
     again = llm.generate(prompts, sampling, use_tqdm=False)
-    [weights] = llm.apply_model(_weights)
-    config = json.loads((Path(folder) / "config.json").read_text())
-    plain = Llama4(weights, config) if model == "llama4" else Plain(weights, folder)
+    if more:
+        right = [plan.follow(prompt, COUNT) for prompt in given]
+    else:
+        [loaded] = llm.apply_model(_weights)
+        config = json.loads((Path(folder) / "config.json").read_text())
+        plain = Llama4(loaded, config) if model == "llama4" else Plain(loaded, folder)
+        right = [plain.draw(prompt) for prompt in given]
     result = {
         "served": [list(output.outputs[0].token_ids) for output in outputs],
         "again": [list(output.outputs[0].token_ids) for output in again],
-        "plain": [plain.draw(prompt) for prompt in PROMPTS],
+        "right": right,
         "chosen": {name: str(found.backend) for name, found in decisions(llm.llm_engine.vllm_config).items()},
     }
     print("served_models: " + json.dumps(result))

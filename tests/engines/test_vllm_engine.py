@@ -32,18 +32,28 @@ def run(source: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["gemma3", "llama4"])
-def test_served_tokens_are_those_of_the_model_alone(source: Path, model: str) -> None:
-    done = run(source, model, "ATTNPLUG_TORCH")
+def check_tokens(source: Path, *words: str) -> None:
+    done = run(source, *words)
     [line] = [line for line in done.stdout.splitlines() if line.startswith("served_models: ")] or [
         done.stderr
     ]
     found = json.loads(line.removeprefix("served_models: "))
-    assert found["served"] == found["plain"]
-    assert found["again"] == found["plain"], "from the prefix cache"
+    assert found["served"] == found["right"]
+    assert found["again"] == found["right"], "from the prefix cache"
     assert set(found["chosen"].values()) == {"TORCH"}
     assert len(found["chosen"]) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gemma3", "llama4"])
+def test_served_tokens_are_those_of_the_model_alone(source: Path, model: str) -> None:
+    check_tokens(source, model, "ATTNPLUG_TORCH")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen3", "gemma3"])
+def test_served_tokens_are_those_that_attention_finds(source: Path, model: str) -> None:
+    check_tokens(source, model, "ATTNPLUG_TORCH", "LOOKUP")
 
 
 @pytest.mark.slow

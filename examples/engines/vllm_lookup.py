@@ -1,0 +1,203 @@
+"""Weights for vllm_run.py with which attention finds each token, by margins that no rounding reaches.
+
+A token's number is written in bits of 1 and -1. In each layer that sees all tokens, every head looks for the token of the
+prompt whose number differs from the last one found in the bits of the layer, anywhere in the prompt. In a layer with a
+window it finds its own token, and passes on what that holds. The number found last gives the next token. So a wrong page,
+position or head gives other tokens, and `Plan.follow` says which are right. Random weights would not do: the two likeliest of
+100,000 random tokens are closer than two correct kernels are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+LOAD_FORMAT = "attnplug_lookup"
+SLOT, FLAG, ONE = 16, 14, 15
+"""Elements of a number in the hidden state: up to 14 bits, whether it is a prompt's, and a large constant."""
+BLOCK = 32
+"""Numbers that layers and tokens change among themselves, so that a prompt of any length has all of them."""
+MATCH = 150.0
+"""Attention's logit for the token that is looked for; the next best has 13/15 of it."""
+NOISE = 1e-5
+"""What all other weights have, because a GPU multiplies zeros at less power."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the layers look for.
+
+    Args:
+        bits: of a number.
+        masks: for each layer the bits to change, or 0 in a layer with a window.
+    """
+
+    bits: int
+    masks: tuple[int, ...]
+
+    @property
+    def constant(self) -> float:
+        """It is most of each hidden state, so that all have about the same norm, whatever was found."""
+        return 2.0 ** math.ceil(math.log2(8 * self.bits * (len(self.masks) + 1)) / 2)
+
+    @classmethod
+    def of(cls, config: Any) -> Plan:
+        """The plan for a configuration of transformers."""
+        draw = random.Random(0)  # noqa: S311
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        masks = [draw.randrange(1, BLOCK) if kind == "full_attention" else 0 for kind in kinds]
+        return cls(min(FLAG, (config.vocab_size // 2).bit_length() - 1), tuple(masks))
+
+    def prompt(self, length: int, draw: random.Random) -> list[int]:
+        """Tokens `0 .. length - 1` in random order; those of the last, incomplete block are not the last of the prompt.
+
+        Raises:
+            ValueError: too few tokens for a block, or more than the numbers have bits for.
+        """
+        if not BLOCK <= length <= 1 << self.bits:
+            raise ValueError(f"prompts need {BLOCK} to {1 << self.bits} tokens here, not {length}")
+        whole = length // BLOCK * BLOCK
+        *first, last = draw.sample(range(whole), whole)
+        rest = [*first, *range(whole, length)]
+        draw.shuffle(rest)
+        return [*rest, last]
+
+    def next(self, token: int) -> int:
+        """The token after `token`: each layer changes the number, and the last step goes through a block's numbers."""
+        number = token % (1 << self.bits)
+        for mask in self.masks:
+            number ^= mask
+        return (1 << self.bits) + number - number % BLOCK + (5 * number + 3) % BLOCK
+
+    def follow(self, tokens: Sequence[int], count: int) -> list[int]:
+        """The `count` tokens after those of a prompt."""
+        found = [tokens[-1]]
+        for _ in range(count):
+            found.append(self.next(found[-1]))
+        return found[1:]
+
+
+def register_weights() -> None:
+    """Add `LOAD_FORMAT` to the formats that vLLM can load."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    @register_model_loader(LOAD_FORMAT)
+    class Lookups(DummyModelLoader):  # type: ignore[misc]
+        """Dummy weights, then those of `fill`."""
+
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            """Fill the model's parameters."""
+            super().load_weights(model, model_config)
+            fill(model, model_config.hf_text_config)
+
+
+@torch.no_grad()
+def fill(model: torch.nn.Module, config: Any) -> None:
+    """Fill the parameters of vLLM's model for `config` in place."""
+    plan, hidden = Plan.of(config), config.hidden_size
+    if hidden < SLOT * (len(plan.masks) + 1):
+        raise ValueError(f"hidden_size {hidden} has no place for the numbers of {len(plan.masks)} layers")
+    for module, name, weight in _parameters(model):
+        gemma = "Gemma" in type(module).__name__
+        if "Norm" in type(module).__name__:
+            weight.fill_(0.0 if gemma else 1.0)
+        elif weight.ndim > 1:
+            weight.normal_(0.0, NOISE)
+        elif name == "sinks":
+            # Larger sinks would take a part of each layer's values, and the last layers would get nothing.
+            weight.fill_(MATCH / 2.0)
+        else:
+            weight.zero_()
+    tables = [
+        module
+        for module in model.modules()
+        if "Embedding" in type(module).__name__ and hasattr(module, "weight")
+    ]
+    _numbers(tables[0].weight, plan, hidden**-0.5 if "gemma" in config.model_type else 1.0)
+    [head] = [module for module in model.modules() if "LMHead" in type(module).__name__]
+    _outcomes(head.weight, plan)
+    layers = [module for module in model.modules() if hasattr(module, "qkv_proj")]
+    for index, layer in enumerate(layers):
+        _look_up(layer, index, plan, config)
+    for name, module in model.named_modules():
+        # Gemma norms what a part of a layer adds.
+        if name.endswith("post_feedforward_layernorm"):
+            module.weight.fill_(-1.0)
+        elif name.endswith("post_attention_layernorm") and "Gemma" in type(module).__name__:
+            module.weight.fill_((plan.bits / hidden) ** 0.5 - 1.0)
+
+
+def _parameters(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.is_floating_point():
+                yield module, name, weight
+
+
+def _signs(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """The bits of numbers `[N]` as 1 and -1, `[N, bits]`."""
+    return 1.0 - 2.0 * (numbers[:, None] >> torch.arange(bits, device=numbers.device) & 1)
+
+
+def _numbers(table: torch.Tensor, plan: Plan, size: float) -> None:
+    """Embeddings: a token's number, whether it is a prompt's, and the constant."""
+    many = 1 << plan.bits
+    tokens = torch.arange(min(2 * many, len(table)), device=table.device)
+    rows = torch.zeros(len(tokens), SLOT, device=table.device)
+    rows[:, : plan.bits] = _signs(tokens % many, plan.bits)
+    rows[:, FLAG] = torch.where(tokens < many, 1.0, -1.0)
+    rows[:, ONE] = plan.constant
+    table[: len(tokens), :SLOT] = (rows * size).to(table.dtype)
+
+
+def _outcomes(head: torch.Tensor, plan: Plan) -> None:
+    """The last layer's number as the token that follows from it."""
+    alone, many = Plan(plan.bits, ()), 1 << plan.bits
+    tokens = torch.tensor([alone.next(number) for number in range(many)], device=head.device)
+    place = SLOT * len(plan.masks)
+    signs = _signs(torch.arange(many, device=head.device), plan.bits)
+    head[tokens, place : place + plan.bits] = signs.to(head.dtype)
+
+
+def _look_up(layer: Any, index: int, plan: Plan, config: Any) -> None:
+    """The projections of a layer: it reads the number of slot `index`, and writes to the next one."""
+    size, heads, kv_heads = layer.head_dim, config.num_attention_heads, config.num_key_value_heads
+    bits, mask = plan.bits, plan.masks[index]
+    rms = ((plan.constant**2 + bits + 1 + bits * index) / config.hidden_size) ** 0.5
+    scale = (getattr(config, "query_pre_attn_scalar", None) or size) ** -0.5
+    large = (MATCH / ((bits + 1) * scale)) ** 0.5
+    # The pairs that rotary embedding turns least, so that a token is found anywhere.
+    half = SLOT // 2
+    dims = [*range(size // 2 - half, size // 2), *range(size - half, size)]
+    qkv, out = layer.qkv_proj.weight, layer.o_proj.weight
+    carriers = min(bits, heads)
+    for head in range(heads + 2 * kv_heads):
+        rows = qkv[head * size : (head + 1) * size]
+        is_query, is_value = head < heads, head >= heads + kv_heads
+        place = SLOT * index if (is_query if mask else is_value) else 0
+        for bit in range(bits):
+            if is_value:
+                rows[bit, place + bit] = rms
+            else:
+                flip = is_query and mask >> bit & 1
+                rows[dims[bit], place + bit] = (-large if flip else large) * rms
+        if not is_value:
+            # Of two tokens with one number, layers that see all want the prompt's.
+            if is_query and mask:
+                rows[dims[FLAG], ONE] = large * rms / plan.constant
+            else:
+                rows[dims[FLAG], FLAG] = large * rms
+    for bit in range(bits):
+        found = [head for head in range(heads) if head % carriers == bit % carriers]
+        for head in found:
+            out[SLOT * (index + 1) + bit, head * size + bit] = 1.0 / len(found)
+    for norm in (getattr(layer, name, None) for name in ("q_norm", "k_norm")):
+        if norm is not None:
+            weight = large * ((bits + 1) / size) ** 0.5
+            norm.weight.fill_(weight - 1.0 if "Gemma" in type(norm).__name__ else weight)

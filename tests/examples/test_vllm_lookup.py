@@ -1,0 +1,134 @@
+"""With the weights of vllm_lookup.py a right model draws the tokens that `Plan.follow` says, and a wrong one others."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vllm_lookup
+from vllm_lookup import Plan
+
+HEADS, KV_HEADS, SIZE, LAYERS = 16, 4, 64, 5
+CONFIG = SimpleNamespace(
+    model_type="qwen3",
+    vocab_size=2048,
+    hidden_size=16 * (LAYERS + 1),
+    num_hidden_layers=LAYERS,
+    num_attention_heads=HEADS,
+    num_key_value_heads=KV_HEADS,
+    layer_types=[
+        "full_attention",
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+        "full_attention",
+    ],
+)
+WINDOW = 24
+
+
+class VocabParallelEmbedding(torch.nn.Embedding):
+    pass
+
+
+class ParallelLMHead(torch.nn.Linear):
+    pass
+
+
+class RMSNorm(torch.nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(size))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return given * (given.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * self.weight
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, has_norms: bool) -> None:
+        super().__init__()
+        self.head_dim = SIZE
+        self.qkv_proj = torch.nn.Linear(CONFIG.hidden_size, (HEADS + 2 * KV_HEADS) * SIZE, bias=False)
+        self.o_proj = torch.nn.Linear(HEADS * SIZE, CONFIG.hidden_size, bias=False)
+        if has_norms:
+            self.q_norm, self.k_norm = RMSNorm(SIZE), RMSNorm(SIZE)
+
+    def forward(self, given: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv_proj(given).unflatten(-1, (-1, SIZE)).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        k, v = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (k, v))
+        weights = torch.einsum("qhd,khd->hqk", q, k) * SIZE**-0.5
+        weights = weights.masked_fill(~seen, -torch.inf).softmax(-1)
+        return self.o_proj(torch.einsum("hqk,khd->qhd", weights, v).flatten(1))
+
+
+class Model(torch.nn.Module):
+    """What vLLM calls the parts of a decoder, in torch; rotary embedding is left out, as it turns these dims little."""
+
+    def __init__(self, has_norms: bool = False) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(CONFIG.vocab_size, CONFIG.hidden_size)
+        self.norms = torch.nn.ModuleList(RMSNorm(CONFIG.hidden_size) for _ in range(LAYERS + 1))
+        self.layers = torch.nn.ModuleList(Attention(has_norms) for _ in range(LAYERS))
+        self.lm_head = ParallelLMHead(CONFIG.hidden_size, CONFIG.vocab_size, bias=False)
+        vllm_lookup.fill(self, CONFIG)
+
+    @torch.no_grad()
+    def draw(self, tokens: list[int], count: int, most: int = 1 << 30) -> list[int]:
+        """Greedy tokens; no query sees keys `most` or more before it."""
+        found = list(tokens)
+        for _ in range(count):
+            place = torch.arange(len(found))
+            far = place[:, None] - place
+            row = self.embed_tokens(torch.tensor(found))
+            for layer, norm, kind in zip(self.layers, self.norms, CONFIG.layer_types, strict=False):
+                reach = min(most, WINDOW if kind == "sliding_attention" else most)
+                row = row + layer(norm(row), (far >= 0) & (far < reach))
+            found.append(int(self.lm_head(self.norms[-1](row[-1])).argmax()))
+        return found[len(tokens) :]
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("length", [32, 100, 700])
+def test_a_right_model_draws_what_follows(length: int, has_norms: bool) -> None:
+    plan, model = Plan.of(CONFIG), Model(has_norms)
+    tokens = plan.prompt(length, random.Random(length))
+    assert sorted(tokens) == list(range(length))
+    assert model.draw(tokens, 12) == plan.follow(tokens, 12)
+    assert model.to(torch.bfloat16).draw(tokens, 12) == plan.follow(tokens, 12)
+
+
+def test_what_is_wrong_in_any_layer_or_head_gives_other_tokens() -> None:
+    plan, model = Plan.of(CONFIG), Model()
+    tokens = plan.prompt(300, random.Random(0))
+    right = plan.follow(tokens, 8)
+    assert model.draw(tokens, 8, most=200) != right, "far keys are not seen"
+    for layer in model.layers:
+        kept = layer.o_proj.weight.clone()
+        layer.o_proj.weight.data[:, : 10 * SIZE] *= -1.0
+        assert model.draw(tokens, 8) != right
+        layer.o_proj.weight.data = kept
+    assert model.draw(tokens, 8) == right
+
+
+def test_the_plan_has_masks_where_layers_see_all_and_bits_for_the_vocabulary() -> None:
+    plan = Plan.of(CONFIG)
+    assert plan.bits == 10
+    assert [bool(mask) for mask in plan.masks] == [True, False, True, False, True]
+    assert Plan.of(SimpleNamespace(vocab_size=151_936, num_hidden_layers=3)).bits == 14
+    followed = plan.follow([5], 40)
+    assert set(followed) <= set(range(1024, 1024 + vllm_lookup.BLOCK)), "a block's numbers follow each other"
+
+
+def test_prompts_that_do_not_fit_and_small_models_are_refused() -> None:
+    plan = Plan.of(CONFIG)
+    with pytest.raises(ValueError, match="prompts need 32 to 1024 tokens here, not 31"):
+        plan.prompt(31, random.Random(0))
+    with pytest.raises(ValueError, match="prompts need 32 to 1024 tokens here, not 1025"):
+        plan.prompt(1025, random.Random(0))
+    small = SimpleNamespace(**{**vars(CONFIG), "hidden_size": 80})
+    with pytest.raises(ValueError, match="hidden_size 80 has no place for the numbers of 5 layers"):
+        vllm_lookup.fill(torch.nn.Module(), small)
