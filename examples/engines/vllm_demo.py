@@ -230,17 +230,9 @@ def right(result: Mapping[str, Any]) -> float:
 
 
 def report(settings: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures as JSON, without the tokens themselves."""
+    """The figures as JSON."""
     import torch
 
-    choices = {}
-    for choice, result in results.items():
-        choices[choice] = dict(result)
-        if "error" not in result:
-            choices[choice]["workloads"] = {
-                name: {field: value for field, value in figures.items() if field != "tokens"}
-                for name, figures in result["workloads"].items()
-            }
     packages = ("attnplug", "vllm", "torch", "transformers", "flashinfer-python")
     found = {name: _version(name) for name in packages}
     return {
@@ -249,7 +241,7 @@ def report(settings: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "versions": {name: version for name, version in found.items() if version},
         "settings": {**settings, "model": Path(settings["model"]).name},
-        "choices": choices,
+        "choices": dict(results),
     }
 
 

@@ -82,21 +82,6 @@ class Plan:
         return found[1:]
 
 
-def register_weights() -> None:
-    """Add `LOAD_FORMAT` to the formats that vLLM can load."""
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    @register_model_loader(LOAD_FORMAT)
-    class Lookups(DummyModelLoader):  # type: ignore[misc]
-        """Dummy weights, then those of `fill`."""
-
-        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-            """Fill the model's parameters."""
-            super().load_weights(model, model_config)
-            fill(model, model_config.hf_text_config)
-
-
 @torch.no_grad()
 def fill(model: torch.nn.Module, config: Any) -> None:
     """Fill the parameters of vLLM's model for `config` in place."""

@@ -1,12 +1,14 @@
-"""A model for vllm_run.py: a configuration in a folder, and a dense block for gpt-oss's experts."""
+"""A model for vllm_run.py: a configuration in a folder, weights made in place, and a dense block for gpt-oss's experts."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROPE_THETA = 1e8
 """With this base the slowest parts of a rotary embedding are the same at any distance, as vllm_lookup.py needs."""
@@ -34,6 +36,21 @@ def _set_theta(config: dict[str, Any]) -> None:
             _set_theta(value)
         elif name == "rope_theta":
             config[name] = ROPE_THETA
+
+
+def register_weights(load_format: str, fill: Callable[[torch.nn.Module, Any], None]) -> None:
+    """Add `load_format` to the formats that vLLM can load: `fill` gets the model and transformers' configuration."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    @register_model_loader(load_format)
+    class MadeWeights(DummyModelLoader):  # type: ignore[misc]
+        """Dummy weights, then those of `fill`."""
+
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            """Fill the model's parameters."""
+            super().load_weights(model, model_config)
+            fill(model, model_config.hf_text_config)
 
 
 def dense_experts(config: Mapping[str, Any]) -> None:

@@ -15,23 +15,8 @@ SHARPNESS = 4.0
 """The standard deviation of attention's logits."""
 
 
-def register_weights() -> None:
-    """Add `LOAD_FORMAT` to the formats that vLLM can load."""
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    @register_model_loader(LOAD_FORMAT)
-    class RandomWeights(DummyModelLoader):  # type: ignore[misc]
-        """Dummy weights, of a useful size."""
-
-        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-            """Fill the model's parameters."""
-            super().load_weights(model, model_config)
-            fill(model)
-
-
 @torch.no_grad()
-def fill(model: torch.nn.Module, seed: int = 0) -> None:
+def fill(model: torch.nn.Module, _: Any) -> None:
     """Fill the parameters in place: what goes into each part has a standard deviation of 1."""
     gemma = any(type(module).__name__ == "GemmaRMSNorm" for module in model.modules())
     done: set[int] = set()
@@ -45,7 +30,7 @@ def fill(model: torch.nn.Module, seed: int = 0) -> None:
                 continue
             done.add(weight.data_ptr())
             device = weight.device
-            generator = draw.setdefault(device, torch.Generator(device).manual_seed(seed))
+            generator = draw.setdefault(device, torch.Generator(device).manual_seed(0))
             if norm:
                 # Gemma's norms add 1 to their weight.
                 weight.fill_(0.0 if "Gemma" in type(module).__name__ else 1.0)

@@ -64,7 +64,7 @@ def main() -> None:
 
     register()
     weights = vllm_lookup if more else random_weights
-    weights.register_weights()
+    vllm_model.register_weights(weights.LOAD_FORMAT, weights.fill)
     import vllm
 
     base, changes = MODELS[model]

@@ -9,6 +9,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnplug.backends.triton.kernels.ranges import key_range
 
+UNIT: gl.constexpr = gl.constexpr(16)
+"""Elements in which rows of keys are counted: all strides are multiples of them, and 32 bits hold any row."""
+
 
 @gluon.jit
 def tile_of(
@@ -71,16 +74,15 @@ def _copy(
     head,
     rows,
     there,
-    MASKED: gl.constexpr,
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Begin to copy rows of D elements, with zeros behind them and, if MASKED, where nothing is there."""
+    """Begin to copy rows of D elements, with zeros behind them and where nothing is there; None: all are there."""
     dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     # Rows come last, so that an address is one multiplication and addition.
     places = (head + dims) + rows[:, None]
-    if MASKED:
+    if there is not None:
         there = there[:, None]
         if D < BLOCK_D:
             there = there & (dims < D)
@@ -117,7 +119,6 @@ def _rows(
     stride_token,
     PAGED: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
-    UNIT: gl.constexpr,
 ):
     """The places of a tile's keys in UNIT elements: in all pages, or behind the first key of the tile."""
     if PAGED:
@@ -142,7 +143,6 @@ def _copy_tile(
     shift,
     stride_token,
     PAGED: gl.constexpr,
-    UNIT: gl.constexpr,
     WHOLE: gl.constexpr,
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -155,13 +155,12 @@ def _copy_tile(
     if not PAGED:
         head += gl.cast(begin + shift, gl.int64) * stride_token
     places = rows.to(gl.int64) * UNIT
-    there = begin + lanes < hi
     if WHOLE:
-        _copy(target.index(stage), head, places, there, False, D, BLOCK_D, LAYOUT)
+        _copy(target.index(stage), head, places, None, D, BLOCK_D, LAYOUT)
     elif begin + lanes.shape[0] <= hi:
-        _copy(target.index(stage), head, places, there, False, D, BLOCK_D, LAYOUT)
+        _copy(target.index(stage), head, places, None, D, BLOCK_D, LAYOUT)
     else:
-        _copy(target.index(stage), head, places, there, True, D, BLOCK_D, LAYOUT)
+        _copy(target.index(stage), head, places, begin + lanes < hi, D, BLOCK_D, LAYOUT)
     async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
 
 
@@ -216,7 +215,6 @@ def copy_tiles(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     HALF: gl.constexpr = BLOCK_M // 2
-    UNIT: gl.constexpr = 16
     lanes = gl.arange(0, BLOCK_N, layout=ROWS)
     half_rows = gl.arange(0, HALF, layout=ROWS)
     works = num_tiles * KV_HEADS
@@ -235,7 +233,7 @@ def copy_tiles(
                 rows = half * HALF + half_rows
                 token = (row + rows // GROUP).to(gl.int64)
                 places = token * stride_qt + (kv_head * GROUP + rows % GROUP) * stride_qh
-                _copy(q.index(half), query, places, rows < num_rows, True, D, BLOCK_D, LAYOUT)
+                _copy(q.index(half), query, places, rows < num_rows, D, BLOCK_D, LAYOUT)
             async_copy.mbarrier_arrive(q_full, increment_count=False)
             streams += 1
             k_head = k_cache + kv_head * stride_kh
@@ -246,26 +244,26 @@ def copy_tiles(
             before = gl.zeros_like(pages).to(gl.uint32)
             # A tile that sees no key has one tile of zeros.
             for begin in range(lo, gl.maximum(hi, lo + 1), BLOCK_N):
-                key_rows = _rows(pages, begin, lanes, stride_kb, stride_kt, PAGED, BLOCK_SIZE, UNIT)
+                key_rows = _rows(pages, begin, lanes, stride_kb, stride_kt, PAGED, BLOCK_SIZE)
                 _copy_tile(
                     k, k_full, k_empty, copied, k_head, key_rows, begin, lanes, hi, shift, stride_kt,
-                    PAGED, UNIT, False, D, BLOCK_D, STAGES, LAYOUT,
+                    PAGED, False, D, BLOCK_D, STAGES, LAYOUT,
                 )  # fmt: skip
                 if begin > lo:
                     # Values come after the keys of the next tile, as they are used.
                     _copy_tile(
                         v, v_full, v_empty, copied - 1, v_head, before, begin - BLOCK_N, lanes, hi, shift, stride_vt,
-                        PAGED, UNIT, True, D, BLOCK_D, STAGES, LAYOUT,
+                        PAGED, True, D, BLOCK_D, STAGES, LAYOUT,
                     )  # fmt: skip
                 if PAGED:
                     before = key_rows
                 else:
-                    before = _rows(lanes, begin, lanes, stride_vb, stride_vt, False, BLOCK_SIZE, UNIT)
+                    before = _rows(lanes, begin, lanes, stride_vb, stride_vt, False, BLOCK_SIZE)
                 pages = _pages(table_row, begin + BLOCK_N, lanes, hi, PAGED, BLOCK_SIZE)
                 copied += 1
             last = lo + gl.maximum(hi - lo - 1, 0) // BLOCK_N * BLOCK_N
             _copy_tile(
                 v, v_full, v_empty, copied - 1, v_head, before, last, lanes, hi, shift, stride_vt,
-                PAGED, UNIT, False, D, BLOCK_D, STAGES, LAYOUT,
+                PAGED, False, D, BLOCK_D, STAGES, LAYOUT,
             )  # fmt: skip
         work += gl.num_programs(0)
