@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from attnplug.ops.combining import ExchangeBuffers as ExchangeBuffers
     from attnplug.ops.combining import combine as combine
     from attnplug.ops.combining import combine_partials as combine_partials
+    from attnplug.ops.gather import gather_keys as gather_keys
     from attnplug.ops.gather import gather_pages as gather_pages
     from attnplug.ops.gather import gather_slots as gather_slots
     from attnplug.ops.kv_write import write_kv_cache as write_kv_cache
@@ -23,7 +24,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "combining": "ExchangeBuffers combine combine_partials",
-        "gather": "gather_pages gather_slots",
+        "gather": "gather_keys gather_pages gather_slots",
         "kv_write": "write_kv_cache",
         "merging": "merge merge_attn_states",
         "reach": "Reach",

@@ -4,6 +4,37 @@ from __future__ import annotations
 
 import torch
 
+from attnplug.ops.triton import triton_ops
+
+
+def gather_keys(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_lens: torch.Tensor,
+    k_out: torch.Tensor,
+    v_out: torch.Tensor,
+) -> None:
+    """Write the first keys and values of each request after those of the requests before it, without waiting for a device.
+
+    On a GPU one Triton kernel runs; without triton, a few torch operations.
+
+    Args:
+        k_cache: pages `[num_blocks, block_size, Hkv, D]` of any strides, of 16 bits or more.
+        v_cache: pages `[num_blocks, block_size, Hkv, Dv]` of that dtype.
+        block_table: int32 `[R, max_blocks]`; only the pages of the gathered tokens are followed.
+        cu_lens: int32 `[R + 1]`: request i gets the rows `cu_lens[i] : cu_lens[i + 1]`.
+        k_out: contiguous `[cu_lens[R], Hkv, D]`.
+        v_out: contiguous `[cu_lens[R], Hkv, Dv]`.
+    """
+    kernels = triton_ops("gather") if k_out.is_cuda else None
+    if kernels is not None:
+        kernels.gather_keys(k_cache, v_cache, block_table, cu_lens, k_out, v_out)
+        return
+    starts = torch.zeros_like(cu_lens[1:])
+    gather_pages(k_cache, block_table, cu_lens, starts, k_out)
+    gather_pages(v_cache, block_table, cu_lens, starts, v_out)
+
 
 def gather_pages(
     kv_cache: torch.Tensor,
@@ -16,11 +47,11 @@ def gather_pages(
     """Write the tokens of each request's pages after those of the requests before it, without waiting for a device.
 
     Args:
-        kv_cache: pages `[num_blocks, block_size, D]` of any strides, in their stored dtype.
+        kv_cache: pages `[num_blocks, block_size, ...]` of any strides, in their stored dtype.
         block_table: int32 `[R, max_blocks]`; only the pages of the gathered positions are followed.
         cu_lens: int32 or int64 `[R + 1]`: request i gets the rows `cu_lens[i] : cu_lens[i + 1]`.
         starts: int32 or int64 `[R]`: the first position of each request.
-        out: `[cu_lens[R], D]`.
+        out: `[cu_lens[R], ...]`.
         scale: stored value x scale = value.
 
     Returns:

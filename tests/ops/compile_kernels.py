@@ -20,6 +20,7 @@ from triton.runtime import driver
 from attnplug.core import Selection, SparseSpec
 from attnplug.ops.triton import (
     compute_slot_mapping,
+    gather,
     kv_write,
     merge_attn_states,
     merging,
@@ -116,6 +117,16 @@ def pages() -> None:
     page_indices.gather_page_indices(table, torch.arange(4), 16, torch.arange(2).int(), out, 9)
 
 
+def gathered() -> None:
+    cache, out = (
+        torch.zeros(3, 2, 16, 8, 128, dtype=torch.bfloat16),
+        torch.zeros(9, 8, 128, dtype=torch.bfloat16),
+    )
+    table, starts = torch.zeros(4, 9, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+    gather._bound.cache_clear()
+    gather.gather_keys(cache[:, 0], cache[:, 1], table, starts, out, out)
+
+
 def token_table() -> None:
     chosen = Selection.allocate(6, 2048, "cpu")
     loc, table = torch.arange(7, dtype=torch.int32), torch.zeros(6, 9, dtype=torch.int32)
@@ -142,6 +153,7 @@ def main() -> None:
             counts[case] = compiler.instructions(kv_write, call)
         counts[f"{name} merge"] = compiler.instructions(merging, lambda: merge(3, torch.bfloat16))
         counts[f"{name} pages"] = compiler.instructions(page_indices, pages)
+        counts[f"{name} gathered"] = compiler.instructions(gather, gathered)
         counts[f"{name} tokens"] = compiler.instructions(selection, token_table)
         counts[f"{name} ends"] = compiler.instructions(selection, ends, "_ENDS")
         counts[f"{name} slots"] = compiler.instructions(slots, slot_mapping)

@@ -29,7 +29,7 @@ def instructions(tmp_path_factory) -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize("target", ["sm80", "sm90", "gfx942"])
 def test_every_kernel_compiles(instructions, target):
     cases = [case for case in instructions if case.startswith(target)]
-    assert len(cases) == 10
+    assert len(cases) == 11
     assert all(instructions[case] for case in cases)
 
 
@@ -49,3 +49,10 @@ def test_partials_are_read_in_pieces_of_16_bytes(instructions, target):
     found = instructions[f"{target} merge"]
     assert found["ld.global.v4.b32"] == 3
     assert found["st.global.v4.b32"] == 1
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+def test_keys_are_gathered_in_pieces_of_16_bytes(instructions, target):
+    found = instructions[f"{target} gathered"]
+    assert found["ld.global.v4.b32"] == 8
+    assert found["st.global.v4.b32"] == 8

@@ -108,6 +108,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         starts, lens = query_spans(common)
         known = _known(common, captured)
         keys = common.query_start_loc if common.key_start_loc is None else common.key_start_loc
+        decode_len = self.reorder_batch_threshold or 1
 
         def some(first: int, end: int, end_token: int) -> Requests:
             own, begin = lens[first:end], int(starts[first])
@@ -119,6 +120,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
                 held = known[first:end]
                 may_lack_keys = bool((held[own > 0] == 0).any())
                 queries_before_keys = max(int((own - np.maximum(held, 1)).max(initial=0)), 0)
+            num_keys = 0 if known is None or longest <= decode_len else int(held.sum(dtype=np.int64))
             return Requests(
                 query_start_loc=common.query_start_loc[first : end + 1],
                 seq_lens=common.seq_lens[first:end],
@@ -132,11 +134,13 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
                 captured=captured,
                 may_lack_keys=may_lack_keys,
                 queries_before_keys=queries_before_keys,
+                num_keys=num_keys,
+                mean_queries=int(np.dot(own.astype(np.int64), held)) / num_keys if num_keys else 0.0,
             )
 
         reqs, tokens = common.num_reqs, common.num_actual_tokens
         everything = some(0, reqs, tokens)
-        long = lens > (self.reorder_batch_threshold or 1)
+        long = lens > decode_len
         decodes = int(long.argmax()) if long.any() else reqs
         if decodes in (0, reqs) or not lens[:decodes].any():
             return everything, (everything,)

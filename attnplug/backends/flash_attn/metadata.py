@@ -29,6 +29,8 @@ class Requests:
         captured: whether the call will be part of a CUDA graph.
         may_lack_keys: whether a request with queries may have no key, as far as the host knows.
         queries_before_keys: upper bound of a request's queries before its first key, as far as the host knows.
+        num_keys: keys of all requests; 0 if the host does not know, or no request is longer than a decode.
+        mean_queries: queries of a key's request, over all these keys.
     """
 
     query_start_loc: torch.Tensor
@@ -43,6 +45,8 @@ class Requests:
     captured: bool
     may_lack_keys: bool
     queries_before_keys: int
+    num_keys: int = 0
+    mean_queries: float = 0.0
     schedules: dict[object, torch.Tensor] = dataclasses.field(default_factory=dict)
     """FlashAttention 3's schedules, by the values that they depend on; made once per step."""
     kept: dict[str, object] = dataclasses.field(default_factory=dict, init=False)

@@ -1,0 +1,66 @@
+"""Copies the keys and values of all requests out of their pages: a tile of (token, head) rows per program."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_rows", "stride_row"],
+    do_not_specialize_on_alignment=["block_table", "cu_lens"],
+)
+def gather_keys_kernel(
+    k_cache,
+    v_cache,
+    block_table,
+    cu_lens,
+    k_out,
+    v_out,
+    num_reqs,
+    num_rows,
+    stride_row,
+    stride_page,
+    K_PAGES: tl.constexpr,
+    V_PAGES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    TILE: tl.constexpr,
+    REQS: tl.constexpr,
+):
+    """Rows `(token, head)` of K and V to contiguous outputs; request i has the tokens `cu_lens[i] : cu_lens[i + 1]`.
+
+    K_PAGES and V_PAGES are the strides of a cache by block, token, head and dimension. TILE has the rows of a program, D
+    and DV as powers of two. REQS requests are compared with the rows at once.
+    """
+    rows = tl.program_id(0) * TILE[0] + tl.arange(0, TILE[0])
+    inside = rows < num_rows
+    tokens = rows // HEADS
+    owners = tl.zeros_like(tokens)
+    begins = tl.zeros_like(tokens)
+    for first in range(0, num_reqs, REQS):
+        each = first + tl.arange(0, REQS)
+        ends = tl.load(cu_lens + 1 + each, mask=each < num_reqs, other=2147483647).to(tl.int32)[None, :]
+        # A token's request comes after all those that end at it or before.
+        passed = ends <= tokens[:, None]
+        owners += tl.sum(passed.to(tl.int32), 1)
+        begins = tl.maximum(begins, tl.max(tl.where(passed, ends, 0), 1))
+    inside = inside & (owners < num_reqs)
+    places = tokens - begins
+    pages = owners.to(tl.int64) * stride_row + (places // BLOCK_SIZE).to(tl.int64) * stride_page
+    blocks = tl.load(block_table + pages, mask=inside, other=0).to(tl.int64)
+    places = (places % BLOCK_SIZE).to(tl.int64)
+    heads = (rows % HEADS).to(tl.int64)
+    dims = tl.arange(0, TILE[1]).to(tl.int64)[None, :]
+    dims_v = tl.arange(0, TILE[2]).to(tl.int64)[None, :]
+    from_k = (blocks * K_PAGES[0] + places * K_PAGES[1] + heads * K_PAGES[2])[:, None] + dims * K_PAGES[3]
+    from_v = (blocks * V_PAGES[0] + places * V_PAGES[1] + heads * V_PAGES[2])[:, None] + dims_v * V_PAGES[3]
+    is_k = inside[:, None] & (dims < D)
+    is_v = inside[:, None] & (dims_v < DV)
+    k = tl.load(k_cache + from_k, mask=is_k)
+    v = tl.load(v_cache + from_v, mask=is_v)
+    to = rows.to(tl.int64)[:, None]
+    tl.store(k_out + to * D + dims, k, mask=is_k)
+    tl.store(v_out + to * DV + dims_v, v, mask=is_v)
