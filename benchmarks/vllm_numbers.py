@@ -80,7 +80,8 @@ def start(name: str, options: argparse.Namespace, jobs: int, folder: Path) -> su
     backend = "ATTNPLUG" if name == "AUTO" else f"ATTNPLUG_{name}"
     own = [str(options.source.resolve()), str(ROOT), str(HARNESS)]
     environment = {
-        **os.environ,
+        # Those of a pytest around this are not for the run.
+        **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
         "PYTHONPATH": os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])]),
         "ATTNPLUG_HARNESS": backend,
         "ATTNPLUG_HARNESS_REFUSED": "skip",

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import inspect
 import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,16 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Comm
 from vllm.v1.attention.backends import utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec
 
+import attnplug
+from attnplug.backends.torch_native import TorchBackend
 from attnplug.core.errors import SpecError
 from attnplug.core.metadata import AttentionCGSupport as OurSupport
+from attnplug.core.spec import Phase
 from attnplug.integrations.vllm import latent as latent_module
 from attnplug.integrations.vllm.backends import backend_class
 from attnplug.integrations.vllm.caches import HAS_CACHE_SHAPE
 from attnplug.integrations.vllm.latent_backends import latent_class
+from attnplug.registry.default import get_registry
 
 CPU = torch.device("cpu")
 TORCH = backend_class("ATTNPLUG_TORCH")
@@ -191,9 +196,9 @@ def test_a_layer_with_a_window_gets_no_pages_of_single_tokens() -> None:
     assert not TORCH.supports_block_size(8)
 
 
-@pytest.mark.parametrize("kind", ["decoder", "encoder_only"])
-def test_windows_of_layers_that_are_not_causal_are_not_refused(kind: str) -> None:
-    asked = {
+def asked(**changes: Any) -> dict[str, Any]:
+    """What vLLM asks `validate_configuration`."""
+    made = {
         "head_size": 64,
         "dtype": torch.bfloat16,
         "kv_cache_dtype": "auto",
@@ -204,12 +209,75 @@ def test_windows_of_layers_that_are_not_causal_are_not_refused(kind: str) -> Non
         "use_mm_prefix": False,
         "use_per_head_quant_scales": False,
         "device_capability": None,
-        "attn_type": kind,
-        "use_non_causal": kind == "decoder",
+        "attn_type": "decoder",
+        **changes,
     }
-    if "has_sliding_window" in inspect.signature(AttentionBackend.validate_configuration).parameters:
-        asked["has_sliding_window"] = True
-    assert TORCH.validate_configuration(**asked) == []
+    known = inspect.signature(AttentionBackend.validate_configuration).parameters
+    return {name: value for name, value in made.items() if name in known}
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder_only"])
+def test_windows_of_layers_that_are_not_causal_are_not_refused(kind: str) -> None:
+    changes = {"attn_type": kind, "use_non_causal": kind == "decoder", "has_sliding_window": True}
+    assert TORCH.validate_configuration(**asked(**changes)) == []
+
+
+class Prefills(TorchBackend):
+    """TORCH under another name, chosen for prefill alone."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "PREFILLS"
+
+    @classmethod
+    def get_priority(cls, spec: Any, device: Any, phase: Phase | None) -> int:
+        return 300 if phase is Phase.PREFILL else 1
+
+
+class Decodes(TorchBackend):
+    """TORCH under another name, chosen for all else."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "DECODES"
+
+    @classmethod
+    def get_priority(cls, spec: Any, device: Any, phase: Phase | None) -> int:
+        return 200
+
+
+@pytest.fixture
+def both() -> Iterator[None]:
+    def offered() -> tuple[type[TorchBackend], ...]:
+        return Prefills, Decodes
+
+    plugin = SimpleNamespace(ATTNPLUG_API=(1, 1), attnplug_backends=attnplug.hookimpl(offered))
+    attnplug.register(plugin, "both")
+    yield
+    get_registry().unregister("both")
+
+
+def test_vllms_choice_is_left_to_attnplug_phase_by_phase(both: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    automatic = backend_class("ATTNPLUG")
+
+    def decided() -> str | None:
+        with set_current_vllm_config(VllmConfig()):
+            impl = automatic.get_impl_cls()(8, 64, 0.125, 2)
+        impl.see(torch.bfloat16)
+        impl._has_drafts = has_drafts
+        return impl.decide(16).backend
+
+    has_drafts = False
+    assert decided() == "PREFILLS+DECODES"
+    has_drafts = True
+    assert decided() == "DECODES"
+    has_drafts = False
+    monkeypatch.setenv("ATTNPLUG_BACKEND", "prefill=TORCH")
+    assert decided() == "TORCH+DECODES"
+    assert automatic.validate_configuration(**asked()) == []
+    monkeypatch.setenv("ATTNPLUG_BACKEND", "decode=TORCH")
+    [reason, *_] = automatic.validate_configuration(**asked(head_size=12_345, dtype=torch.float64))
+    assert "float64" in reason
 
 
 def test_a_step_that_is_not_causal_has_the_window_on_both_sides() -> None:

@@ -16,7 +16,7 @@ from attnplug.core.backend import AttentionBackend as Theirs
 from attnplug.core.blocks import MultipleOf as OurMultiple
 from attnplug.core.errors import AttnplugError
 from attnplug.core.features import Feature
-from attnplug.core.spec import LayerSpec
+from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.vllm.builder import Builder
 from attnplug.integrations.vllm.caches import HAS_CACHE_SHAPE
 from attnplug.integrations.vllm.impl import KINDS, Layer
@@ -199,14 +199,15 @@ else:
 
 
 def reasons_against(spec: LayerSpec, backend: str | None) -> list[str]:
-    """Each backend's reasons; none if the layer is served."""
-    try:
-        decision = explain(spec, None, backend=backend)
-    except AttnplugError as error:
-        return [str(error)]
-    if decision.backend is not None:
-        return []
-    return [f"{each.name}: {reason}" for each in decision.refused for reason in each.reasons]
+    """Each backend's reasons; none if the layer is served. Where vLLM is left to select, each phase may have its own."""
+    for phase in (None,) if backend else Phase:
+        try:
+            decision = explain(spec, None, phase, backend=backend)
+        except AttnplugError as error:
+            return [str(error)]
+        if decision.backend is None:
+            return [f"{each.name}: {reason}" for each in decision.refused for reason in each.reasons]
+    return []
 
 
 def unserved(given: Mapping[str, Any]) -> list[str]:

@@ -15,13 +15,32 @@ from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.impl import AttentionImpl as Inner
 from attnplug.core.impl import LayerTensors
 from attnplug.core.parts import make_impl
-from attnplug.core.spec import LayerSpec
+from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.vllm.caches import logical
+from attnplug.integrations.vllm.engine_config import drafts_of
+from attnplug.integrations.vllm.names import AUTOMATIC
 from attnplug.registry.decision import Decision
-from attnplug.registry.default import select
+from attnplug.registry.default import get_registry, select
+from attnplug.registry.devices import resolve_device
+from attnplug.runtime.plan_choice import check_served
+from attnplug.runtime.plan_phases import phase_choices
 
 KINDS = {"decoder": False, "encoder_decoder": False, "encoder": True, "encoder_only": True}
 """vLLM's kinds of layers, and whether their keys come with the call."""
+
+
+def by_phase(spec: LayerSpec) -> Decision:
+    """The backend for the layer, or two that share its pages, one of which prefills and the other decodes.
+
+    Raises:
+        NoBackendError, BackendUnavailableError: with each candidate's reasons.
+    """
+    registry, device = get_registry(), resolve_device(None)
+    both, *alone = (registry.decide(spec, device, phase, layer_name=None) for phase in (None, *Phase))
+    phases = dict(zip(Phase, alone, strict=True))
+    found = phase_choices(registry, {AUTOMATIC: both}, {AUTOMATIC: phases}, {}, per_phase=True)
+    check_served(registry, found.decisions)
+    return found.decisions[AUTOMATIC]
 
 
 class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type checkers
@@ -83,7 +102,9 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
             **window,
         }
         self._spec: LayerSpec | None = None
-        model = get_current_vllm_config().model_config
+        config = get_current_vllm_config()
+        self._has_drafts = drafts_of(config) > 0
+        model = config.model_config
         if model is not None:
             self.see(model.dtype)
             self.decide(None)
@@ -107,6 +128,9 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
     def decide(self, block_size: int | None, causal: bool = True) -> Decision:
         """The backend for the layer in pages of `block_size` tokens; drafts of a decoder may be not `causal`.
 
+        Where vLLM is left to select, it is one for each phase. With drafts it is one for both, because a backend that
+        prefills may need exact lengths.
+
         Raises:
             NoBackendError, BackendUnavailableError: with each candidate's reasons.
         """
@@ -117,6 +141,8 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
             # vLLM's FLASH_ATTN gives such steps the window on both sides.
             left = spec.window[0]
             spec = spec.replace(causal=False, window=(left, left))
+        if self.backend is None and not self._has_drafts:
+            return by_phase(spec)
         return select(spec, None, None, backend=self.backend)
 
     def bound(self, block_size: int, device: torch.device, causal: bool = True) -> Bound:
@@ -129,7 +155,7 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
             inner = make_impl(
                 decision.get_backend_cls(),
                 decision.spec,
-                layer_name=self.backend or "ATTNPLUG",
+                layer_name=self.backend or AUTOMATIC,
                 tensors=tensors,
                 options=decision.get_options(),
                 kv_sharing_target_layer_name=self.target,
