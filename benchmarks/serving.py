@@ -43,6 +43,11 @@ def prefixed(name: str, heads: Heads, requests: int, shared: int, own: Sequence[
     return Cell(name, "prefix", heads, (1,) * requests, lens, shared=shared)
 
 
+def step(name: str, heads: Heads, more: tuple[int, int], new: tuple[int, ...]) -> Cell:
+    """A step that engines cut from long prompts: one request goes on, with `more` queries and tokens, and others begin."""
+    return Cell(name, "extend", heads, (more[0], *new), (more[1], *new))
+
+
 def prompts(name: str, heads: Heads, lens: Sequence[int], **fields: Any) -> Cell:
     return Cell(name, "prefill", heads, tuple(lens), tuple(lens), tuple(fields.items()))
 
@@ -84,6 +89,9 @@ SERVING = [
         (*[1] * 30, 12, 12),
         (*[4096] * 30, 16_384, 16_384),
     ),
+    step("13k more of 15k, with 2k and 1k", (32, 8, 128), (13_312, 15_360), (2048, 1024)),
+    step("4k more of 12k, with 8k, 3k and 1k", (32, 8, 128), (4096, 12_288), (8192, 3072, 1024)),
+    step("64/8/64, 13k more of 15k, with 2k and 1k", (64, 8, 64), (13_312, 15_360), (2048, 1024)),
     prompts("D 80, 2 x 8k", (32, 8, 80), [8192] * 2),
     prompts("D 96, 2 x 8k", (32, 8, 96), [8192] * 2),
     prompts("D 192, 1 x 8k", (16, 8, 192), [8192]),
