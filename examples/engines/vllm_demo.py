@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--prompts",
-        type=_lengths,
+        type=lengths,
         nargs="+",
         default=[(2048, 2048), (100, 14_000)],
         metavar="N|MIN-MAX",
@@ -113,7 +113,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _lengths(text: str) -> tuple[int, int]:
+def lengths(text: str) -> tuple[int, int]:
+    """The least and the most tokens in a text such as "2048" or "100-14000".
+
+    Raises:
+        argparse.ArgumentTypeError: no such text, or numbers that prompts cannot have.
+    """
     if not re.fullmatch(r"\d+(-\d+)?", text):
         raise argparse.ArgumentTypeError(
             f"{text}: give a number of tokens, or the least and the most as in 100-14000"

@@ -113,6 +113,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         def some(first: int, end: int, end_token: int) -> Requests:
             own, begin = lens[first:end], int(starts[first])
             longest = max(int(own.max(initial=0)), 1)
+            num_keys, mean_queries = 0, 0.0
             if known is None:
                 # In a graph any request may become a padding request of length 1.
                 may_lack_keys, queries_before_keys = True, longest - 1 if captured else 0
@@ -120,7 +121,9 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
                 held = known[first:end]
                 may_lack_keys = bool((held[own > 0] == 0).any())
                 queries_before_keys = max(int((own - np.maximum(held, 1)).max(initial=0)), 0)
-            num_keys = 0 if known is None or longest <= decode_len else int(held.sum(dtype=np.int64))
+                if longest > decode_len and held.any():
+                    num_keys = int(held.sum(dtype=np.int64))
+                    mean_queries = int(np.dot(own.astype(np.int64), held)) / num_keys
             return Requests(
                 query_start_loc=common.query_start_loc[first : end + 1],
                 seq_lens=common.seq_lens[first:end],
@@ -135,7 +138,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
                 may_lack_keys=may_lack_keys,
                 queries_before_keys=queries_before_keys,
                 num_keys=num_keys,
-                mean_queries=int(np.dot(own.astype(np.int64), held)) / num_keys if num_keys else 0.0,
+                mean_queries=mean_queries,
             )
 
         reqs, tokens = common.num_reqs, common.num_actual_tokens

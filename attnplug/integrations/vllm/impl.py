@@ -36,7 +36,7 @@ def by_phase(spec: LayerSpec) -> Decision:
         NoBackendError, BackendUnavailableError: with each candidate's reasons.
     """
     registry, device = get_registry(), resolve_device(None)
-    both, *alone = (registry.decide(spec, device, phase, layer_name=None) for phase in (None, *Phase))
+    both, *alone = (registry.decide(spec, device, phase, layer_name=AUTOMATIC) for phase in (None, *Phase))
     phases = dict(zip(Phase, alone, strict=True))
     found = phase_choices(registry, {AUTOMATIC: both}, {AUTOMATIC: phases}, {}, per_phase=True)
     check_served(registry, found.decisions)
