@@ -222,7 +222,8 @@ def explained(group: Mapping[str, Any]) -> list[str]:
     first, *_, last = [group["layers"][0], group["layers"][-1]]
     named = first if len(group["layers"]) == 1 else f"{len(group['layers'])} layers ({first} to {last})"
     pages = f", pages of {group['block_size']} tokens" if group["block_size"] else ""
-    lines = [f"{named}, {group['kinds']}{pages}: {group['backend']}, chosen by {group['chosen_by']}"]
+    lines = [f"{named}, {group['kinds']}{pages}: {group['backend']}"]
+    lines += [f"  {reason}" for reason in group["why"]]
     order = ", ".join(f"{name} {priority}" for name, priority in group["accepted"])
     lines.append(f"  accepted, with priorities: {order}")
     lines += [f"  {name} refused: {reasons}" for name, reasons in group["refused"]]

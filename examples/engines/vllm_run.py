@@ -154,10 +154,24 @@ def layers(llm: Any) -> list[dict[str, Any]]:
         against = tuple((each.name, "; ".join(each.reasons)) for each in decision.refused)
         behind = tuple((each.name, each.priority) for each in decision.candidates if each.accepted)
         kinds = " ".join(decision.spec.kinds)
-        key = (decision.backend, kinds, decision.chosen_by, decision.block_size, behind, against)
+        key = (decision.backend, kinds, why(decision), decision.block_size, behind, against)
         groups.setdefault(key, []).append(name)
-    fields = ("backend", "kinds", "chosen_by", "block_size", "accepted", "refused")
+    fields = ("backend", "kinds", "why", "block_size", "accepted", "refused")
     return [{**dict(zip(fields, key, strict=True)), "layers": names} for key, names in groups.items()]
+
+
+def why(decision: Any) -> tuple[str, ...]:
+    """The rule that asked for the backend, or for each phase what put its backend first."""
+    import attnplug
+
+    if decision.rule is not None and decision.chosen_by != "plan":
+        return (f"asked for by {decision.chosen_by}, {decision.rule}",)
+    reasons = []
+    for phase, name in decision.members.items():
+        alone = attnplug.explain(decision.spec, decision.device, phase)
+        first = str(alone.measured) if alone.measured else f"first by {alone.chosen_by}"
+        reasons.append(f"{phase} on {name}: {first if alone.backend == name else 'serves both phases'}")
+    return tuple(reasons)
 
 
 if __name__ == "__main__":

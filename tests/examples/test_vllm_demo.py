@@ -182,8 +182,9 @@ def test_one_command_prints_one_table_of_all_choices(
         "FLASHINFER did not run: ValueError: Selected backend FLASHINFER is not valid: no [module]" in shown
     )
     layers = "2 layers (model.layers.0.self_attn.attn to model.layers.1.self_attn.attn)"
-    assert f"{layers}, full, pages of 16 tokens: TORCH, chosen by priority" in shown
-    assert f"{layers}, full, pages of 16 tokens: TORCH, chosen by ATTNPLUG_BACKEND" in shown
+    chosen = f"{layers}, full, pages of 16 tokens: TORCH\n  "
+    assert f"{chosen}prefill on TORCH: first by priority\n  decode on TORCH: first by priority\n" in shown
+    assert f"{chosen}asked for by ATTNPLUG_BACKEND, TORCH\n" in shown
     assert "FLASHINFER refused: device type not supported" in shown
 
     figures = json.loads(file.read_text())
