@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable
@@ -97,12 +98,19 @@ def _are_worth_copying(call: Call) -> bool:
     rows = requests.mean_queries * (spec.num_heads // spec.num_kv_heads)
     tokens = requests.end_token - requests.first_token
     return (
-        rows >= _ROWS_PER_KEY
+        _is_hopper(call.query.device)
+        and rows >= _ROWS_PER_KEY
         and requests.num_keys <= _KEYS_PER_TOKEN * tokens
         # With a window most keys of a long request are attended by few queries.
         and call.window[0] < 0
         and not (requests.may_lack_keys or requests.queries_before_keys)
     )
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    """Whether the times above are of such a GPU."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _gathered(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

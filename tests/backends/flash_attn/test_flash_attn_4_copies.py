@@ -36,6 +36,7 @@ def calls(monkeypatch):
         flash_attn_cpu_impls.Impl4, "kernels", classmethod(lambda _: FlashAttn4Kernels(record))
     )
     monkeypatch.setattr(fa4, "_ROWS_PER_KEY", 50)
+    monkeypatch.setattr(fa4, "_is_hopper", lambda device: True)
     return made
 
 
@@ -76,6 +77,12 @@ def test_many_rows_for_each_key_attend_a_copy(calls, fields):
 def test_other_steps_attend_pages(calls, lens, fields, changes):
     check(LayerSpec(**SIZES, needs_lse=True, **fields), lens, **changes)
     assert [call["page_table"].shape[0] for call in calls] == [3]
+
+
+def test_other_gpus_attend_pages(calls, monkeypatch):
+    monkeypatch.setattr(fa4, "_is_hopper", lambda device: False)
+    check(LayerSpec(**SIZES, needs_lse=True), EXTENDS)
+    assert ["page_table" in call for call in calls] == [True]
 
 
 def test_a_graph_attends_pages_and_layers_of_a_step_share_its_starts(calls):
