@@ -147,6 +147,8 @@ def profiled(events: Iterable[Any], steps: int) -> dict[str, Any]:
     calls: dict[str, list[float]] = collections.defaultdict(list)
     spans = []
     for event in events:
+        if getattr(event, "is_user_annotation", False):
+            continue  # a range of the host's work, which lasts while the GPU is idle
         begin, end = event.time_range.start, event.time_range.end
         if event.device_type == torch.autograd.DeviceType.CUDA:
             spans.append((begin, end))
@@ -160,7 +162,7 @@ def profiled(events: Iterable[Any], steps: int) -> dict[str, Any]:
 
     busy = covered(spans)
     length = max((end for _, end in spans), default=0.0) - min((begin for begin, _ in spans), default=0.0)
-    waits = sum(sum(took) for name, took in calls.items() if any(part in name for part in WAITS))
+    waits = sum(sum(took) for name, took in calls.items() if waits_for_gpu(name))
     return {
         "gpu_busy_us": busy / steps,
         "gpu_idle_us": (length - busy) / steps,
@@ -168,6 +170,11 @@ def profiled(events: Iterable[Any], steps: int) -> dict[str, Any]:
         "kernels": each(kernels),
         "host_calls": each(calls),
     }
+
+
+def waits_for_gpu(name: str) -> bool:
+    """Whether the call can make the host wait."""
+    return any(part in name for part in WAITS) and "Async" not in name
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

@@ -171,7 +171,7 @@ def why(decision: Any) -> tuple[str, ...]:
         alone = attnplug.explain(decision.spec, decision.device, phase)
         first = str(alone.measured) if alone.measured else f"first by {alone.chosen_by}"
         reasons.append(f"{phase} on {name}: {first if alone.backend == name else 'serves both phases'}")
-    return tuple(reasons)
+    return (*reasons, *decision.notes)
 
 
 if __name__ == "__main__":

@@ -275,9 +275,12 @@ def test_vllms_choice_is_left_to_attnplug_phase_by_phase(both: None, monkeypatch
     monkeypatch.setenv("ATTNPLUG_BACKEND", "prefill=TORCH")
     assert decided() == "TORCH+DECODES"
     assert automatic.validate_configuration(**asked()) == []
-    monkeypatch.setenv("ATTNPLUG_BACKEND", "decode=TORCH")
-    [reason, *_] = automatic.validate_configuration(**asked(head_size=12_345, dtype=torch.float64))
-    assert "float64" in reason
+    monkeypatch.setenv("ATTNPLUG_BACKEND", "A*=TORCH")
+    assert decided() == "PREFILLS+DECODES", "a rule for layers by name"
+    monkeypatch.setenv("ATTNPLUG_BACKEND", "decode=FLASH_ATTN_2")
+    reasons = automatic.validate_configuration(**asked())
+    assert "FLASH_ATTN_2: device type not supported: cpu is not cuda" in reasons
+    assert automatic.validate_configuration(**asked(attn_type="encoder_only")) == [], "it has no decodes"
 
 
 def test_a_step_that_is_not_causal_has_the_window_on_both_sides() -> None:

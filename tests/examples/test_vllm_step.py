@@ -27,18 +27,20 @@ def test_kernels_that_overlap_keep_the_gpu_busy_once() -> None:
         event("inside", 62, 70),
         event("cudaGraphLaunch", 0, 8, CPU),
         event("cudaEventSynchronize", 8, 58, CPU),
+        event("cudaMemcpyAsync", 0, 40, CPU),
         event("aten::add", 0, 100, CPU),
+        SimpleNamespace(**vars(event("a range", 0, 90)), is_user_annotation=True),
     ]
     found = SCRIPT["profiled"](events, steps=2)
     assert (found["gpu_busy_us"], found["gpu_idle_us"]) == (25, 10)
     assert list(found["kernels"]) == ["attend", "merge", "inside"]
     assert found["kernels"]["attend"] == {"us": 20, "calls": 1}
     assert found["host_waits_us"] == 25
-    assert list(found["host_calls"]) == ["cudaEventSynchronize", "cudaGraphLaunch"]
+    assert list(found["host_calls"]) == ["cudaEventSynchronize", "cudaMemcpyAsync", "cudaGraphLaunch"]
     figures = {**found, "step_us": 70.0, "fastest_step_us": 65.0, "builders_us": 3.0}
     _, first, *rest = SCRIPT["lines"]("ATTNPLUG, 64 x 2048", figures, 2)
     assert "gpu busy 25 us, gpu idle 10 us" in first
-    assert len(rest) == 4
+    assert len(rest) == 5
 
 
 def test_a_profile_without_kernels_has_figures() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from attnplug.core.features import Feature
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.vllm.builder import Builder
 from attnplug.integrations.vllm.caches import HAS_CACHE_SHAPE
+from attnplug.integrations.vllm.engine_config import drafts_of
 from attnplug.integrations.vllm.impl import KINDS, Layer
 from attnplug.integrations.vllm.names import AUTOMATIC
 from attnplug.registry.default import explain, list_backends
@@ -163,7 +164,8 @@ class Backend(AttentionBackend):  # type: ignore[misc]
             )
         except AttnplugError as error:
             return [*reasons, str(error)]
-        return reasons + reasons_against(spec, cls.backend)
+        drafts = 0 if config is None else drafts_of(config)
+        return reasons + reasons_against(spec, cls.backend, by_phase=cls.backend is None and not drafts)
 
 
 if HAS_CACHE_SHAPE:
@@ -198,9 +200,12 @@ else:
     Backend.supported_kv_cache_layouts = classmethod(_supported_kv_cache_layouts)
 
 
-def reasons_against(spec: LayerSpec, backend: str | None) -> list[str]:
-    """Each backend's reasons; none if the layer is served. Where vLLM is left to select, each phase may have its own."""
-    for phase in (None,) if backend else Phase:
+def reasons_against(spec: LayerSpec, backend: str | None, *, by_phase: bool = False) -> list[str]:
+    """Each backend's reasons; none if the layer is served, where `by_phase` by one backend for each phase that it has."""
+    phases: Iterable[Phase | None] = (None,)
+    if by_phase:
+        phases = (Phase.PREFILL,) if spec.is_encoder else Phase
+    for phase in phases:
         try:
             decision = explain(spec, None, phase, backend=backend)
         except AttnplugError as error:

@@ -23,7 +23,7 @@ from attnplug.registry.decision import Decision
 from attnplug.registry.default import get_registry, select
 from attnplug.registry.devices import resolve_device
 from attnplug.runtime.plan_choice import check_served
-from attnplug.runtime.plan_phases import phase_choices
+from attnplug.runtime.plan_phases import phase_choices, phase_notes
 
 KINDS = {"decoder": False, "encoder_decoder": False, "encoder": True, "encoder_only": True}
 """vLLM's kinds of layers, and whether their keys come with the call."""
@@ -36,11 +36,14 @@ def by_phase(spec: LayerSpec) -> Decision:
         NoBackendError, BackendUnavailableError: with each candidate's reasons.
     """
     registry, device = get_registry(), resolve_device(None)
-    both, *alone = (registry.decide(spec, device, phase, layer_name=AUTOMATIC) for phase in (None, *Phase))
+    # vLLM does not pass the layer's name. Rules by name match only where they are for all layers.
+    name = ""
+    both, *alone = (registry.decide(spec, device, phase, layer_name=name) for phase in (None, *Phase))
     phases = dict(zip(Phase, alone, strict=True))
-    found = phase_choices(registry, {AUTOMATIC: both}, {AUTOMATIC: phases}, {}, per_phase=True)
-    check_served(registry, found.decisions)
-    return found.decisions[AUTOMATIC]
+    found = phase_choices(registry, {name: both}, {name: phases}, {}, per_phase=True)
+    decision = found.decisions[name]
+    check_served(registry, {"of vLLM": decision})
+    return dataclasses.replace(decision, notes=(*decision.notes, *phase_notes(found.decisions, found)))
 
 
 class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type checkers

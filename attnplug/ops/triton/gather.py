@@ -27,7 +27,8 @@ def gather_keys(
 ) -> None:
     """As `attnplug.ops.gather.gather_keys`, in one launch."""
     pages = k_cache.stride(), v_cache.stride(), *k_cache.shape[1:], v_cache.shape[3]
-    rows, bound = _bound(*block_table.stride(), k_cache.dtype, *pages)
+    dtypes = k_cache.dtype, v_cache.dtype, block_table.dtype, cu_lens.dtype
+    rows, bound = _bound(*block_table.stride(), dtypes, *pages)
     count = k_out.shape[0] * k_out.shape[1]
     given = k_cache, v_cache, block_table, cu_lens, k_out, v_out, block_table.shape[0], count
     with on_device_of(k_out):
@@ -38,7 +39,7 @@ def gather_keys(
 def _bound(
     stride_row: int,
     stride_page: int,
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, ...],
     k_strides: tuple[int, ...],
     v_strides: tuple[int, ...],
     block_size: int,

@@ -24,7 +24,7 @@ EXTENDS = [30, 40, 5], [50, 40, 20]
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The arguments of the kernels' calls, which copy from two rows for each key on."""
+    """The arguments of the kernels' calls, which copy from 20 rows for each key on."""
     made = []
     forward = flash_attn_fakes._flash_attn_fwd
 
@@ -35,7 +35,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(
         flash_attn_cpu_impls.Impl4, "kernels", classmethod(lambda _: FlashAttn4Kernels(record))
     )
-    monkeypatch.setattr(fa4, "_ROWS_PER_KEY", 50)
+    monkeypatch.setattr(fa4, "_ROWS_PER_KEY", 20)
     monkeypatch.setattr(fa4, "_is_hopper", lambda device: True)
     return made
 
@@ -65,8 +65,8 @@ def test_many_rows_for_each_key_attend_a_copy(calls, fields):
 @pytest.mark.parametrize(
     ("lens", "fields", "changes"),
     [
-        (([20, 20, 20], [30, 30, 30]), {}, {}),
-        (([60, 60, 1], [60, 60, 200]), {}, {}),
+        (([9, 9, 9], [15, 15, 15]), {}, {}),
+        (([60, 60, 1], [60, 60, 130]), {}, {}),
         (EXTENDS, {"window": (40, 0)}, {}),
         (EXTENDS, {}, {"seq_lens_host": None}),
         (EXTENDS, {}, {"seq_lens_host_exact": False}),
