@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import threading
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from attnplug.backends.flash_attn.impl import FlashAttnImpl
-from attnplug.backends.flash_attn.metadata import Call, Kernels
+from attnplug.backends.flash_attn.metadata import Call, Kernels, Requests
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError
 from attnplug.ops.gather import gather_keys
@@ -52,16 +53,14 @@ class FlashAttn4Kernels:
 
     def __call__(self, call: Call) -> torch.Tensor | None:
         """As `Kernels`."""
+        if call.paged and _are_worth_copying(call):
+            call = _in_rows(call)
         requests, spec = call.requests, call.spec
         left, right = call.window
         query, lse = call.query, None
         if call.wants_lse:
             lse = query.new_empty((spec.num_heads, query.shape[0]), dtype=torch.float32)
-        key, value, starts = call.key, call.value, requests.key_start_loc
-        is_gathered = call.paged and _are_worth_copying(call)
-        if is_gathered:
-            key, value, starts = _gathered(call)
-        if call.paged and not is_gathered:
+        if call.paged:
             # The table's bound, because some versions assert on Blackwell that the two agree.
             where: dict[str, Any] = {
                 "seqused_k": requests.seq_lens,
@@ -69,13 +68,13 @@ class FlashAttn4Kernels:
                 "max_seqlen_k": call.table_keys,
             }
         else:
-            where = {"cu_seqlens_k": starts, "max_seqlen_k": max(requests.max_seq_len, 1)}
+            where = {"cu_seqlens_k": requests.key_start_loc, "max_seqlen_k": max(requests.max_seq_len, 1)}
         # Unlike the other generations it launches on the current device.
         with _ONE_AT_A_TIME, on_device_of(query):
             self._forward(
                 q=query,
-                k=key,
-                v=value,
+                k=call.key,
+                v=call.value,
                 cu_seqlens_q=requests.query_start_loc,
                 max_seqlen_q=requests.max_query_len,
                 softmax_scale=spec.scale,
@@ -113,17 +112,18 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _gathered(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values of all requests in a row, and where each request's begin: int32 `[R + 1]`."""
+def _in_rows(call: Call) -> Call:
+    """The call with keys and values of all requests in a row; the layers of a step share where each request's begin."""
     requests = call.requests
-    starts = requests.kept.get("starts")
-    if not isinstance(starts, torch.Tensor):
+    packed = requests.kept.get("packed")
+    if not isinstance(packed, Requests):
         ends = requests.seq_lens.cumsum(0, dtype=torch.int32)
-        starts = requests.kept["starts"] = torch.nn.functional.pad(ends, (1, 0))
+        packed = dataclasses.replace(requests, key_start_loc=torch.nn.functional.pad(ends, (1, 0)))
+        requests.kept["packed"] = packed
     key = call.key.new_empty(requests.num_keys, *call.key.shape[2:])
     value = call.value.new_empty(requests.num_keys, *call.value.shape[2:])
-    gather_keys(call.key, call.value, requests.block_table, starts, key, value)
-    return key, value, starts
+    gather_keys(call.key, call.value, requests.block_table, packed.key_start_loc, key, value)
+    return dataclasses.replace(call, requests=packed, key=key, value=value, paged=False)
 
 
 class FlashAttn4Impl(FlashAttnImpl):

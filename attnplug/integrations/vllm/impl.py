@@ -30,7 +30,9 @@ KINDS = {"decoder": False, "encoder_decoder": False, "encoder": True, "encoder_o
 
 
 def by_phase(spec: LayerSpec) -> Decision:
-    """The backend for the layer, or two that share its pages, one of which prefills and the other decodes.
+    """The backend for the layer, or two that share its pages: the first prefills, and the second decodes.
+
+    `attnplug.plan` needs all layers of a model at once, and refuses rules for kinds that none of them has.
 
     Raises:
         NoBackendError, BackendUnavailableError: with each candidate's reasons.

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from attnplug.backends.triton.kernels.ranges import key_range
 
 UNIT: gl.constexpr = gl.constexpr(16)
-"""Elements in which rows of keys are counted: all strides are multiples of them, and 32 bits hold any row."""
+"""Rows of keys are counted in so many elements: all strides are multiples of them, and 32 bits hold any row."""
 
 
 @gluon.jit
