@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import collections
+import cProfile
 import json
+import pstats
 import random
 import statistics
 import sys
@@ -28,6 +30,8 @@ import vllm_run
 
 TOKENS, TIMED, PROFILED = 64, 24, 8
 """Tokens that each request draws, and the steps that are timed and profiled."""
+FUNCTIONS = 60
+"""Functions of Python that are kept."""
 WAITS = ("Synchronize", "cudaMemcpy", "cuMemcpy")
 """Parts of the names of calls that can make the host wait."""
 
@@ -49,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="tokens of each prompt, a workload for each value (default: 2048 100-14000)",
     )
     parser.add_argument("--kernels", type=int, default=15, help="how many to print (default: %(default)s)")
+    parser.add_argument("--functions", type=int, default=12, help="how many to print (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args(arguments)
     problem = vllm_demo.missing()
@@ -73,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         workload: measured(llm, lengths, builders) for workload, lengths in settings["workloads"].items()
     }
     for workload, figures in found.items():
-        print("\n".join(lines(f"{options.choice}, {workload}", figures, options.kernels)))
+        print("\n".join(lines(f"{options.choice}, {workload}", figures, options.kernels, options.functions)))
     if options.json:
         layers = vllm_run.layers(llm) if builders else []
         report = vllm_demo.report(settings, {options.choice: {"workloads": found, "layers": layers}})
@@ -128,6 +133,11 @@ def measured(llm: Any, lengths: Sequence[int], builders: list[float]) -> dict[st
         for _ in range(PROFILED):
             step()
         torch.cuda.synchronize()
+    functions = cProfile.Profile()
+    functions.enable()
+    for _ in range(PROFILED):
+        step()
+    functions.disable()
     while engine.has_unfinished_requests():
         engine.step()
     return {
@@ -135,7 +145,20 @@ def measured(llm: Any, lengths: Sequence[int], builders: list[float]) -> dict[st
         "fastest_step_us": min(took),
         "builders_us": building,
         **profiled(profile.events(), PROFILED),
+        "functions": by_own_time(functions, PROFILED),
     }
+
+
+def by_own_time(profile: cProfile.Profile, steps: int) -> dict[str, dict[str, float]]:
+    """The functions of Python that took the most time themselves, in microseconds of a step; profiling slows them."""
+    found: dict[str, dict[str, float]] = {}
+    for (file, line, name), (_, calls, own, whole, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        place = name if file == "~" else f"{'/'.join(Path(file).parts[-2:])}:{line} {name}"
+        figures = found.setdefault(place, {"us": 0.0, "calls": 0.0, "whole_us": 0.0})
+        figures["us"] += 1e6 * own / steps
+        figures["calls"] += calls / steps
+        figures["whole_us"] += 1e6 * whole / steps
+    return dict(sorted(found.items(), key=lambda item: -item[1]["us"])[:FUNCTIONS])
 
 
 def profiled(events: Iterable[Any], steps: int) -> dict[str, Any]:
@@ -186,14 +209,14 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def lines(title: str, figures: Mapping[str, Any], kernels: int) -> list[str]:
+def lines(title: str, figures: Mapping[str, Any], kernels: int, functions: int) -> list[str]:
     """What is printed of a workload."""
     named = ("step", "fastest_step", "gpu_busy", "gpu_idle", "builders", "host_waits")
     made = [
         title,
         "  " + ", ".join(f"{name.replace('_', ' ')} {figures[f'{name}_us']:,.0f} us" for name in named),
     ]
-    for kind, most in (("kernels", kernels), ("host_calls", 6)):
+    for kind, most in (("kernels", kernels), ("host_calls", 6), ("functions", functions)):
         for name, each in list(figures[kind].items())[:most]:
             made.append(f"  {each['us']:9.1f} us in {each['calls']:5.1f} calls  {name[:100]}")
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import importlib.util
 import runpy
 from pathlib import Path
@@ -37,10 +38,27 @@ def test_kernels_that_overlap_keep_the_gpu_busy_once() -> None:
     assert found["kernels"]["attend"] == {"us": 20, "calls": 1}
     assert found["host_waits_us"] == 25
     assert list(found["host_calls"]) == ["cudaEventSynchronize", "cudaMemcpyAsync", "cudaGraphLaunch"]
-    figures = {**found, "step_us": 70.0, "fastest_step_us": 65.0, "builders_us": 3.0}
-    _, first, *rest = SCRIPT["lines"]("ATTNPLUG, 64 x 2048", figures, 2)
+    figures = {**found, "step_us": 70.0, "fastest_step_us": 65.0, "builders_us": 3.0, "functions": {}}
+    _, first, *rest = SCRIPT["lines"]("ATTNPLUG, 64 x 2048", figures, 2, 3)
     assert "gpu busy 25 us, gpu idle 10 us" in first
     assert len(rest) == 5
+
+
+def test_functions_are_in_order_of_their_own_time() -> None:
+    def slow() -> int:
+        return sum(number * number for number in range(20_000))
+
+    def outer() -> int:
+        return sum(slow() for _ in range(4))
+
+    profile = cProfile.Profile()
+    profile.runcall(outer)
+    found = SCRIPT["by_own_time"](profile, steps=2)
+    named = {name.rpartition(" ")[2]: figures for name, figures in found.items()}
+    assert named["slow"]["calls"] == 2
+    assert named["outer"]["whole_us"] >= named["slow"]["whole_us"] >= named["slow"]["us"] > 0
+    own = [figures["us"] for figures in found.values()]
+    assert own == sorted(own, reverse=True)
 
 
 def test_a_profile_without_kernels_has_figures() -> None:
