@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
@@ -310,3 +311,18 @@ class AttentionMetadataBuilder(ABC, Generic[_M]):
             dcp_world_size: ranks that share the KV of a request.
         """
         return False
+
+
+_MAKERS = "build", "build_for_drafting", "build_for_cudagraph_capture", "update_block_table"
+
+
+def own_build_key(builder: AttentionMetadataBuilder[Any]) -> Hashable:
+    """The builder's `build_key`; None if a subclass overrides how metadata is made and declares no key of its own."""
+    return builder.build_key if _has_own_build_key(type(builder)) else None
+
+
+@functools.cache
+def _has_own_build_key(builder: type[AttentionMetadataBuilder[Any]]) -> bool:
+    order = builder.__mro__
+    declared = [order.index(owner_of(builder, name) or object) for name in ("build_key", *_MAKERS)]
+    return declared[0] <= min(declared[1:])

@@ -21,8 +21,12 @@ from attnplug.core.kv_cache_spec import (
     MLAAttentionSpec,
     kv_cache_spec_for,
 )
-from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
-from attnplug.core.overrides import owner_of
+from attnplug.core.metadata import (
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    own_build_key,
+)
 from attnplug.core.parts import make_builder
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.core.validation import reads_blocks
@@ -30,8 +34,6 @@ from attnplug.registry.decision import Decision
 from attnplug.runtime.batch_checks import check_groups
 from attnplug.runtime.cascade import cascade_prefix_len
 from attnplug.runtime.step_batch import StepBatch
-
-_MAKERS = "build", "build_for_drafting", "build_for_cudagraph_capture", "update_block_table"
 
 
 @runtime_checkable
@@ -231,20 +233,12 @@ def build_attn_metadata(
 def _twin(group: AttentionGroup, batch: StepBatch) -> Hashable:
     """Equal for groups whose metadata differ in block table and slots only."""
     builder, at, cache = group.builder, group.kv_cache_group_id, group.kv_cache_spec
-    key = builder.build_key if has_own_build_key(type(builder)) else None
+    key = own_build_key(builder)
     # Each kind has queries and lengths of its own.
     rows = _is_sharded(batch, at) and isinstance(cache, MLAAttentionSpec)
     kind = at in batch.cross_groups, _is_sharded(batch, at), rows
     alike = (cache, group.specs) if key is None else (key,)
     return type(builder), group.backend, group.phase, kind, alike
-
-
-@functools.cache
-def has_own_build_key(builder: type[AttentionMetadataBuilder[Any]]) -> bool:
-    """Whether `build_key` describes the builder's methods: a subclass that overrides one must declare it again."""
-    order = builder.__mro__
-    declared = [order.index(owner_of(builder, name) or object) for name in ("build_key", *_MAKERS)]
-    return declared[0] <= min(declared[1:])
 
 
 def _is_sharded(batch: StepBatch, group: int) -> bool:

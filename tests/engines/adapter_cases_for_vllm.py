@@ -96,6 +96,87 @@ def test_a_shared_prefix_reaches_the_builder_that_wants_it(monkeypatch: pytest.M
     assert built == [PREFIX, 0]
 
 
+def counted(made: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What vLLM's builder asks of attnplug's from here on."""
+    [bound] = made.kinds().values()
+    inner, asked = made.inner(bound), []
+    for name in ("build", "update_block_table"):
+        method = getattr(type(inner), name)
+
+        def call(*given: Any, name: str = name, method: Any = method) -> Any:
+            asked.append(name)
+            return method(inner, *given)
+
+        monkeypatch.setattr(inner, name, call)
+    return asked
+
+
+def group_step(given: CommonAttentionMetadata, page: int) -> CommonAttentionMetadata:
+    """The same batch as another group's, with this group's pages, as vLLM gives it."""
+    table = torch.full_like(given.block_table_tensor, page)
+    return dataclasses.replace(given, block_table_tensor=table, slot_mapping=given.slot_mapping + page)
+
+
+def test_groups_of_one_batch_share_a_build_and_have_pages_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = builder(a=layer()), builder(b=layer(sliding_window=32))
+    asked = [counted(made, monkeypatch) for made in (first, second)]
+    for _ in range(2):
+        one = step()
+        steps = [first.build(0, one), second.build(0, group_step(one, 3))]
+        for made, page in zip(steps, (0, 3), strict=True):
+            [metadata] = made.made.values()
+            assert metadata.block_table.eq(page).all()
+            assert metadata.slot_mapping.eq(page - 1).all()
+            assert made.slot_mapping.eq(page - 1).all()
+    assert asked == [["build"] * 2, ["update_block_table"] * 2]
+
+
+def test_another_batch_is_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = builder(a=layer()), builder(b=layer())
+    asked = [counted(made, monkeypatch) for made in (first, second)]
+    one = step()
+    kept = [first.build(0, one), second.build(0, step())]  # equal, in other tensors
+    one.seq_lens.add_(1)
+    kept.append(first.build(0, one))  # a builder's second build of one batch: vLLM has changed it in place
+    kept.append(second.build(0, dataclasses.replace(one, max_seq_len=one.max_seq_len + 1)))
+    assert asked == [["build"] * 2] * 2
+    kept.append(first.build(16, one))
+    kept.append(second.build(0, one))  # the other group's build has a prefix
+    kept.append(first.build(0, one, fast_build=True))
+    kept.append(second.build(0, one))  # a fast build is no full one
+    assert asked == [["build"] * 4] * 2
+
+
+def test_with_drafts_each_group_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = builder(a=layer()), builder(b=layer())
+    first.exact = second.exact = False
+    asked = [counted(made, monkeypatch) for made in (first, second)]
+    one = step()
+    kept = [first.build(0, one), second.build(0, group_step(one, 3))]
+    assert len(kept) == 2
+    assert asked == [["build"], ["build"]]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_steps_are_built_by_the_builder_whose_metadata_a_graph_reads(
+    together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = builder(a=layer()), builder(b=layer())
+    one = step()
+    graphs = [first.build_for_cudagraph_capture(one)]
+    graphs.append(second.build_for_cudagraph_capture(group_step(one if together else step(), 3)))
+    asked = [counted(made, monkeypatch) for made in (first, second)]
+    one = step()
+    kept = [first.build(0, one), second.build(0, group_step(one, 3))]
+    assert len(graphs) == len(kept) == 2
+    assert asked == [["build"], ["update_block_table" if together else "build"]]
+    # A batch that the second group does not share leaves the first one's graph filled.
+    kept = [first.build(0, step()), second.build(0, step())]
+    assert asked[0] == ["build", "build"]
+
+
 @pytest.mark.parametrize("level", OurSupport)
 def test_graphs_are_of_the_level_of_the_groups_backends(level: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = TORCH.theirs[0].get_builder_cls()

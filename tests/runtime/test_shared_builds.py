@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 import attnplug
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.core import BuilderConfig, LayerSpec
+from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.core.metadata import own_build_key
 from attnplug.ops.triton.launch import BoundKernel
 from attnplug.runtime import AttentionRuntime, GraphState, StepBatchBuilder, attention_groups
 
@@ -107,9 +110,13 @@ def test_a_subclass_that_makes_its_metadata_shares_no_build_unless_it_declares_a
     class Keyed(Own):
         build_key = "mine"
 
-    assert attention_groups.has_own_build_key(TorchMetadataBuilder)
-    assert not attention_groups.has_own_build_key(Own)
-    assert attention_groups.has_own_build_key(Keyed)
+    def key_of(builder: type[TorchMetadataBuilder]) -> Hashable:
+        cache: Any = kv_cache_spec_for(BASE, PAGE)
+        return own_build_key(builder(cache, ["full"], BuilderConfig(), torch.device("cpu")))
+
+    assert key_of(TorchMetadataBuilder) == ()
+    assert key_of(Own) is None
+    assert key_of(Keyed) == "mine"
 
 
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:

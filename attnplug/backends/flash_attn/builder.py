@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,6 +33,11 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         if self._chunk:
             # Lengths decide where requests are cut. Set on this builder, because only chunks need it.
             self.needs_host_seq_lens = "exact"  # type: ignore[misc]
+
+    @property
+    def build_key(self) -> Hashable:
+        """Groups without chunks share builds: what calls need of a layer, such as schedules, is made by its impl."""
+        return self._chunk, self.kv_cache_spec.block_size if self._chunk else 0, self.reorder_batch_threshold
 
     @classmethod
     def get_cudagraph_support(cls, config: BuilderConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -97,9 +96,14 @@ class TritonMetadata(AttentionMetadata):
 
     def with_pages(self, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> TritonMetadata:
         """The same step for another KV group, whose keys are divided by the same plans; not for a shared prefix."""
-        made = copy.copy(self)
+        made = object.__new__(TritonMetadata)
+        for name in _FIELDS:  # a third of the time of copy.copy
+            setattr(made, name, getattr(self, name))
         made.block_table, made.slot_mapping = block_table, slot_mapping
         starts, lens, _, keys = self.others
         first = self._first_other
         made.others = starts, lens, block_table[first:] if first else block_table, keys
         return made
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(TritonMetadata))

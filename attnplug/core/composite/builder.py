@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ from attnplug.core.metadata import (
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
+    own_build_key,
 )
 from attnplug.core.parts import make_builder
 from attnplug.core.spec import Phase
@@ -71,6 +72,12 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         if takes_any and (own is None or level >= AttentionCGSupport.UNIFORM_BATCH):
             return max(own or 1, speculative)
         return own or 1
+
+    @property
+    def build_key(self) -> Hashable:
+        """The keys of both members; None where one has none."""
+        keys = own_build_key(self.decode), own_build_key(self.prefill)
+        return None if None in keys else (*keys, self.reorder_batch_threshold)
 
     @classmethod
     def get_cudagraph_support(cls, config: BuilderConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:

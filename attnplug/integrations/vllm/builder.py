@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import weakref
+from collections.abc import Hashable
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadataBuilder as Inner
-from attnplug.core.metadata import CommonAttentionMetadata
+from attnplug.core.metadata import CommonAttentionMetadata, own_build_key
 from attnplug.core.parts import make_builder
 from attnplug.core.spec import AttentionType
 from attnplug.integrations.vllm.engine_config import (
@@ -21,7 +23,19 @@ from attnplug.integrations.vllm.engine_config import (
     is_of_group,
 )
 from attnplug.integrations.vllm.impl import Bound, Layer
-from attnplug.integrations.vllm.steps import for_layer, translate
+from attnplug.integrations.vllm.steps import for_layer, is_same_batch, translate
+
+
+class Batch:
+    """One batch of vLLM, and what its groups of layers share: each is built once for all groups that it serves."""
+
+    def __init__(self, given: Any, how: str, *, exact: bool) -> None:
+        self.given, self.how = given, how
+        self.common = translate(given, exact=exact)
+        self.builders: list[Builder] = []
+        """Those that have built a step of it. One that builds again has another batch, in the same tensors."""
+        self.built: dict[Hashable, Any] = {}
+        """Metadata by `Builder.shared_key`."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,30 +46,46 @@ class Step(AttentionMetadata):  # type: ignore[misc]
     """
 
     builder: Builder
-    common: CommonAttentionMetadata
-    how: str
-    """"full", "fast" or "capture"."""
+    batch: Batch
     common_prefix_len: int
+    block_table: torch.Tensor
     slot_mapping: torch.Tensor
     made: dict[int, Any]
     """By the builder's number for the kind."""
 
     def of(self, layer: Any) -> tuple[Any, Bound]:
         """The layer's metadata and impl; a layer that the group did not name is built for now."""
-        bound, kind = self.builder.seen(layer, self.common.causal)
+        bound, kind = self.builder.seen(layer, self.batch.common.causal)
         metadata = self.made.get(kind)
         return (self.make(bound, kind) if metadata is None else metadata), bound
 
     def make(self, bound: Bound, kind: int) -> Any:
-        """The metadata for layers of a kind."""
-        inner = self.builder.inner(bound)
-        common = for_layer(self.common, bound.decision.spec)
-        if self.how == "capture":
-            made = inner.build_for_cudagraph_capture(common)
+        """The metadata for layers of a kind: a copy of another group's with this group's pages, or a build."""
+        builder, how, built = self.builder, self.batch.how, self.batch.built
+        inner = builder.inner(bound)
+        # A prefix is in blocks of its own group.
+        key = None if self.common_prefix_len else builder.shared_key(bound, kind)
+        if key in built and kind not in builder.captured:
+            made = inner.update_block_table(built[key], self.block_table, self.slot_mapping)
         else:
-            made = inner.build(self.common_prefix_len, common, self.how == "fast")
+            common = for_layer(self._common(), bound.decision.spec)
+            if how == "capture":
+                # The graph reads what this builder fills, so it builds the later steps too.
+                builder.captured.add(kind)
+                made = inner.build_for_cudagraph_capture(common)
+            else:
+                made = inner.build(self.common_prefix_len, common, how == "fast")
+            if key is not None:
+                built[key] = made
         self.made[kind] = made
         return made
+
+    def _common(self) -> CommonAttentionMetadata:
+        """The batch with the group's own table and slots."""
+        common, table, slots = self.batch.common, self.block_table, self.slot_mapping
+        if common.block_table_tensor is table and common.slot_mapping is slots:
+            return common
+        return dataclasses.replace(common, block_table_tensor=table, slot_mapping=slots)
 
 
 class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
@@ -64,6 +94,8 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
     backend: str | None = None
     layer_class: type[Any] = Layer
     step_class: type[Step] = Step
+    latest: ClassVar[weakref.ref[Batch] | None] = None
+    """The batch that a builder of this process was last given, as long as a step of it is used."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -83,6 +115,9 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         self._numbers: dict[Any, int] = {}
         self._seen: dict[bool, dict[Any, tuple[Bound, int]]] = {True: {}, False: {}}
         self._kinds: dict[bool, dict[int, Bound]] = {}
+        self._shared_keys: dict[int, Hashable] = {}
+        self.captured: set[int] = set()
+        """The kinds that this builder has built for a graph."""
         thresholds = [self.inner(bound).reorder_batch_threshold for bound in self.kinds().values()]
         given = [threshold for threshold in thresholds if threshold is not None]
         self.reorder_batch_threshold = min(given) if given else None
@@ -119,6 +154,21 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
             self._inner[number] = make_builder(bound.backend, cache, [*layers], config, self.device)
         return self._inner[number]
 
+    def shared_key(self, bound: Bound, kind: int) -> Hashable:
+        """Equal for kinds whose metadata differ in table and slots only; None for a kind that is built by itself.
+
+        It is as in `attnplug.runtime`: builders of one class with the same specs, or with the same `build_key`.
+        """
+        if kind not in self._shared_keys:
+            inner, spec = self.inner(bound), bound.decision.spec
+            key: Hashable = None
+            if inner.supports_update_block_table and spec.attn_type is AttentionType.DECODER:
+                own = own_build_key(inner)
+                alike = bound.kind if own is None else (own, bound.decision.options)
+                key = bound.backend, type(inner), alike
+            self._shared_keys[kind] = key
+        return self._shared_keys[kind]
+
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
         """The step's metadata for all layers of the group."""
         return self._step(common_attn_metadata, "fast" if fast_build else "full", common_prefix_len)
@@ -128,11 +178,31 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         return self._step(common_attn_metadata, "capture", 0)
 
     def _step(self, given: Any, how: str, common_prefix_len: int) -> Step:
-        common = translate(given, exact=self.exact)
-        step = self.step_class(self, common, how, common_prefix_len, common.slot_mapping, {})
-        for number, bound in self.kinds(common.causal).items():
+        batch = self._batch(given, how)
+        batch.builders.append(self)
+        pages = given.block_table_tensor, given.slot_mapping
+        step = self.step_class(self, batch, common_prefix_len, *pages, {})
+        for number, bound in self.kinds(batch.common.causal).items():
             step.make(bound, number)
         return step
+
+    def _batch(self, given: Any, how: str) -> Batch:
+        """The batch of which another group has built a step, or a new one.
+
+        With drafts vLLM may change a batch's tensors between the builds of two groups.
+        """
+        latest = Builder.latest and Builder.latest()
+        if (
+            latest
+            and self.exact
+            and latest.how == how
+            and self not in latest.builders
+            and is_same_batch(given, latest.given)
+        ):
+            return latest
+        batch = Batch(given, how, exact=self.exact)
+        Builder.latest = weakref.ref(batch)
+        return batch
 
     def use_cascade_attention(
         self,

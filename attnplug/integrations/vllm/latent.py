@@ -184,12 +184,12 @@ class LatentStep(Step):
     @property
     def num_prefills(self) -> int:
         """All requests."""
-        return self.common.num_reqs
+        return self.batch.common.num_reqs
 
     @property
     def num_actual_tokens(self) -> int:
         """Tokens of the step."""
-        return self.common.num_actual_tokens
+        return self.batch.common.num_actual_tokens
 
 
 class LatentBuilder(Builder):

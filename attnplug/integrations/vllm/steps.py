@@ -13,6 +13,7 @@ from attnplug.core.errors import BatchError
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.spec import AttentionType, LayerSpec
 
+_OF_A_GROUP = frozenset(("block_table_tensor", "slot_mapping"))
 _UNSERVED = {
     "mm_req_doc_ranges": "spans of multimodal tokens are not served in vLLM",
     "rswa_prefix_lens": "windows with a visible prefix are not served",
@@ -52,6 +53,14 @@ def translate(step: Any, *, exact: bool) -> CommonAttentionMetadata:
         seq_lens_host=lengths,
         seq_lens_host_exact=exact,
     )
+
+
+def is_same_batch(one: Any, other: Any) -> bool:
+    """Whether two of vLLM's steps have the very same tensors and numbers, but for the table and slots of a KV group."""
+    ours, theirs = vars(one), vars(other)
+    if ours.keys() != theirs.keys():
+        return False
+    return _OF_A_GROUP.issuperset([name for name, value in ours.items() if value is not theirs[name]])
 
 
 def _host(step: Any) -> tuple[torch.Tensor, npt.NDArray[np.int32] | None]:

@@ -9,11 +9,15 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from attnplug.core.errors import AttnplugError, SpecError
-from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from attnplug.core.metadata import (
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    own_build_key,
+)
 from attnplug.core.overrides import overrides
 from attnplug.core.spec import LayerSpec
 from attnplug.core.text import shown
-from attnplug.runtime.attention_groups import has_own_build_key
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, error_context
 from attnplug.testing.conformance.deviation import deviation
@@ -191,7 +195,7 @@ def _share(first: _Group, second: _Group) -> bool:
 def _key(group: _Group) -> Hashable:
     builder = group.harness.builder
     with error_context(f"build_key of the builder of {group.words}, which must be hashable"):
-        key = builder.build_key if has_own_build_key(type(builder)) else None
+        key = own_build_key(builder)
         hash(key)
     # All layers of a plan have a backend's options alike, so without a key nothing else tells groups apart.
     alike = builder.kv_cache_spec, group.batch.spec, repr(group.options)
